@@ -32,6 +32,10 @@ YAML_FIELDS = {
         "offload_param_device",
         "zero_optimization.offload_param.device",
     ),
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": (
+        "zero3_save_16bit_model",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    ),
 }
 YAML_FLAGS = {
     "ACCELERATE_MIXED_PRECISION": ("mixed_precision", "dtype"),
@@ -39,7 +43,11 @@ YAML_FLAGS = {
     "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", "grad_clip"),
     "ACCELERATE_USE_CPU": ("use_cpu", "device"),
 }
-YAML_VALUES = {"bf16": "bfloat16", "fp16": "float16", "true": "cpu"}
+YAML_VALUES = {
+    "dtype": {"bf16": "bfloat16", "fp16": "float16"},
+    "device": {"true": "cpu"},
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": {"true": True},
+}
 UNSET = ("", "no", "none", "auto", "false")
 SOURCE = "accelerate launch (YAML or flag)"
 # Flags that `accelerate launch` accepts and drops when it does not enable DeepSpeed.
@@ -135,7 +143,7 @@ def _read_settings(
     for variable, (yaml_field, ours) in names.items():
         value: Any = environ.get(variable, "").strip().lower()
         if value not in UNSET:
-            value = YAML_VALUES.get(value, value)
+            value = YAML_VALUES.get(ours, {}).get(value, value)
             is_number = ours.endswith("stage")
             settings[ours] = (int(value) if is_number and value.isdecimal() else value, yaml_field)
     return settings

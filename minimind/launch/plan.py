@@ -37,6 +37,7 @@ RESTARTS = {  # variable: (allowed values, default); minimind/launch/restart.py 
     "MAX_RESTARTS": (range(10_001), 0),
     "RESTART_WAIT": (range(1, 301), 5),  # seconds before the first restart
 }
+OTHER_VERSIONS = ("ipex_config", "use_xpu", "tp_config")  # keys that Accelerate 1.15 has not
 DEEPSPEED_FIELDS = (  # `accelerate launch` ignores others silently
     "deepspeed_config_file",
     "zero3_init_flag",
@@ -111,8 +112,9 @@ def refuse_unknown(names: Iterable[Any], known: Sequence[str], path: str, where:
     """Raise UsageError with the closest known name for a key that Accelerate does not know."""
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-            remedy = f"did you mean {close[0]}?" if close else "remove it"
+            close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.8)
+            is_typo = close and name not in OTHER_VERSIONS
+            remedy = f"did you mean {close[0]}?" if is_typo else "remove it"
             raise UsageError(f"{path}: unknown key {name!r}{where}; {remedy}")
 
 

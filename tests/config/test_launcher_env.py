@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -283,3 +284,38 @@ def test_the_allocator_is_set_before_torch_is_imported():
         [sys.executable, "-c", code], env=environ, cwd=ROOT, capture_output=True, text=True
     )
     assert done.stdout.strip().endswith("expandable_segments:True"), done.stderr
+
+
+GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+SAVE = "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"
+SAVED = {SAVE: "true", "MINIMIND_CONFIG_FILE": "a.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("written", "environ", "value", "source"),
+    [
+        ("auto", {}, False, "derived: DeepSpeed saves nothing"),
+        ("auto", SAVED, True, "a.yaml: zero3_save_16bit_model"),
+        ("auto", {**SAVED, SAVE: "false"}, False, "derived: DeepSpeed saves nothing"),
+        (True, SAVED, True, "FILE"),
+        (False, {}, False, "FILE"),
+    ],
+)
+def test_whether_deepspeed_gathers_weights_is_accelerates_answer(
+    setup_for, tmp_path: Path, written, environ, value, source
+):
+    path = tmp_path / "ds.json"
+    key = GATHER.partition(".")[2]
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, key: written}}))
+    found = setup_for(f"--deepspeed_config {path}", {**ENGAGED, **environ}).resolve()
+    assert found.config["zero_optimization"][key] is value
+    assert found.sources[GATHER] == source.replace("FILE", str(path))
+
+
+def test_a_file_that_gathers_no_weights_contradicts_a_yaml_that_does(setup_for, tmp_path: Path):
+    path = tmp_path / "ds.json"
+    key = GATHER.partition(".")[2]
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, key: False}}))
+    setup = setup_for(f"--deepspeed_config {path}", {**ENGAGED, **SAVED})
+    with pytest.raises(UsageError, match=f"{key} is false but a.yaml says zero3_save_16bit_model"):
+        setup.resolve()

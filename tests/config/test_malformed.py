@@ -83,13 +83,14 @@ def by_accelerate(**fields: str) -> dict[str, str]:
 
 JSON_FILES = {
     "json without its end": bad("ds.json:3:1: ", json='{\n  "bf16": {},\n'),
-    "json missing quote": bad("ds.json:2:3: ", json='{\n  bf16": {}\n}\n'),
-    "json single quotes": bad("ds.json:1:2: ", json="{'bf16': {}}"),
-    "json comment": bad("ds.json:2:3: ", json='{\n  // precision\n  "bf16": {}\n}\n'),
+    "json missing quote": bad(
+        'ds.json: bf16" is no key', "did you mean bf16?", json='{\n  bf16": {}\n}\n'
+    ),
+    "json comment": bad("ds.json:3:14: ", json='{\n  // precision\n  "bf16": {}}}\n'),
     "json cut short": bad("ds.json:1:9: ", json='{"bf16":'),
     "json text after the end": bad("ds.json:2:1: Extra data", json="{}\n{}"),
     "json empty": bad("ds.json:1:1: ", json=""),
-    "json byte order mark": bad("ds.json:1:1: ", json=b"\xef\xbb\xbf{}"),
+    "json byte order mark": bad("ds.json:1:2: ", json=b"\xef\xbb\xbf{]"),
     "json not utf-8": bad("ds.json", "not UTF-8 at byte 2", json=b'{"\xe9": 1}'),
     "json array": bad("ds.json", "list, not a JSON object", json="[]"),
     "json null": bad("ds.json", "not a JSON object", json="null"),

@@ -284,6 +284,31 @@ HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": 
             "a.yaml: unknown key 'zero_stge' in deepspeed_config; did you mean zero_stage?",
         ),
         ({**DEEPSPEED, "deepspeed_config": {"bf16": {}}}, {}, "'bf16' in deepspeed_config; remove"),
+        *(  # of other versions of Accelerate, or of no version
+            ({**DEEPSPEED, name: value}, {}, f"a.yaml: unknown key {name!r}; remove it")
+            for name, value in {
+                "ipex_config": {"ipex": False},
+                "use_xpu": True,
+                "tp_config": {"tp_size": 1},
+                "use_mps_device": False,
+                "gaudi_config": {},
+                "msamp_config": {},
+                "fp8_backend": "te",
+                "use_fsdp": False,
+                "numa_affinity": True,
+                "ec2_instance_type": "ml.p3.2xlarge",
+            }.items()
+        ),
+        *(
+            ({**DEEPSPEED, name: 1}, {}, f"unknown key {name!r}; did you mean {meant}?")
+            for name, meant in {
+                "gpu_id": "gpu_ids",
+                "tpu_downcast_bf16": "downcast_bf16",
+                "mpi_config": "mpirun_config",
+                "main_process_prt": "main_process_port",
+                "distribute_type": "distributed_type",
+            }.items()
+        ),
     ],
 )
 def test_a_number_or_type_that_cannot_be_is_reported_with_its_giver(document, environ, report):

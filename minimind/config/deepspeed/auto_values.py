@@ -117,6 +117,7 @@ def _buckets(run: RunConfig, world_size: int, device: str) -> Filled:
         "allgather_bucket_size": block,
         "stage3_prefetch_bucket_size": (run.dim**2 * 9 // 10, "derived: 0.9 x dim x dim"),
         "stage3_param_persistence_threshold": (run.dim * 10, "derived: 10 x dim"),
+        "stage3_gather_16bit_weights_on_model_save": (False, "derived: DeepSpeed saves nothing"),
     }
     return {f"zero_optimization.{name}": value for name, value in zero.items()}
 

@@ -97,6 +97,12 @@ MODELLED = {
         number: loss_scale
         whole: initial_scale_power loss_scale_window hysteresis min_loss_scale"""),
 }
+# Fields of DeepSpeed's ZeRO model whose keys have a prefix; it reads both names.
+FIELD_NAMES = {
+    f"zero_optimization.{key.removeprefix('stage3_')}": key
+    for key in MODELLED["zero_optimization"]
+    if key.startswith("stage3_")
+}
 # Of the sections that schema.py leaves to DeepSpeed's own models: what a rule looks at.
 READ_BY_PYDANTIC = {
     "hybrid_engine": _kinds("bool: enabled"),
@@ -153,6 +159,7 @@ SUCCESSORS = {
 # Written one level too high more often than misspelt.
 HOME = {
     **dict.fromkeys(MODELLED["zero_optimization"], "zero_optimization"),
+    **{name.partition(".")[2]: "zero_optimization" for name in FIELD_NAMES},
     **dict.fromkeys(("lr", "betas", "eps", "weight_decay", "torch_adam"), "optimizer.params"),
     **dict.fromkeys(("loss_scale", "initial_scale_power", "loss_scale_window"), "fp16"),
     **dict.fromkeys(("warmup_num_steps", "total_num_steps"), "scheduler.params"),

@@ -1,7 +1,8 @@
 """Normalize the values of a DeepSpeed JSON to what DeepSpeed 0.19.8 reads.
 
-DeepSpeed reads `"SUM"` as `"sum"`, and its pydantic models read `"on"` as true and `"2"` as 2.
-All rules check normalized values, so none depends on spelling. Does not import deepspeed.
+DeepSpeed reads `"SUM"` as `"sum"`, and its pydantic models read `"on"` as true, `"2"` as 2 and some
+keys by two names. All rules check normalized values, so none depends on spelling. Does not import
+deepspeed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from minimind.config.deepspeed.keys import AUTO, LOWERED, MODELLED, READ_BY_PYDANTIC
+from minimind.config.deepspeed.keys import AUTO, FIELD_NAMES, LOWERED, MODELLED, READ_BY_PYDANTIC
 from minimind.config.deepspeed.schema import optimizer_name
 
 OTHER_KINDS = {"stage": "whole", "enabled": "bool"}  # of the kind `any` in MODELLED
@@ -34,8 +35,10 @@ def normalize_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _block(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     kinds = MODELLED.get(where, READ_BY_PYDANTIC.get(where, {}))
     normalized: dict[str, Any] = {}
-    for key, value in block.items():
-        name = f"{where}.{key}" if where else str(key)
+    for written, value in block.items():
+        name = f"{where}.{written}" if where else str(written)
+        alias = FIELD_NAMES.get(name, written)
+        key = written if alias in block else alias  # the schema reports both together
         if isinstance(value, Mapping):
             normalized[key] = _block(name, value)
         elif value == AUTO:

@@ -97,10 +97,9 @@ class ResolvedConfig:
 
 
 def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[str, Any]:
-    """Load the JSON object in `path`; raise UsageError with line and column if malformed."""
+    """Load the object in `path`; raise UsageError, with line and column if malformed."""
     try:
-        text = read_small_text(path)
-        config = json.loads(text, object_pairs_hook=_without_repeats)
+        config = _parse(read_small_text(path).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}"))
     except OSError as error:
         raise UsageError(
             f"{source} {path}: {error.strerror}; name a DeepSpeed JSON file"
@@ -118,6 +117,27 @@ def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[s
     if not isinstance(config, dict):
         raise UsageError(f"{path}: holds {type(config).__name__}, not a JSON object; write one")
     return config
+
+
+def _parse(text: str) -> Any:
+    """Parse JSON, else the Hjson that DeepSpeed reads: comments, trailing commas, bare keys, ...
+
+    Raise JSONDecodeError for the first fault that is one in both.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except json.JSONDecodeError as error:
+        if not text.strip():  # an empty object in Hjson
+            raise
+        import hjson
+
+        try:
+            return hjson.loads(text, object_pairs_hook=_without_repeats)
+        except hjson.HjsonDecodeError as other:
+            in_both = "property name" not in error.msg and "trailing comma" not in error.msg
+            if in_both and text[error.pos : error.pos + 1] not in ("/", "#", "'"):
+                raise error from None
+            raise json.JSONDecodeError(other.msg, text, other.pos) from None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from minimind.config.deepspeed.keys import (
     ANY_CASE,
     AUTO,
     CHOICES,
+    FIELD_NAMES,
     HOME,
     MODELLED,
     NEEDED,
@@ -36,7 +37,7 @@ MANY = 20  # names in a message
 
 
 def faults(config: Mapping[str, Any], path: str) -> list[str]:
-    """Return one sentence per unknown key or mistyped value in `config` (read from `path`).
+    """Return one sentence per unknown key or mistyped value in a normalized `config` of `path`.
 
     Checks types, not ranges; "auto" is valid everywhere. Never raises.
     """
@@ -68,6 +69,10 @@ def _members(
         elif key in kinds:
             problems += _wrong(name, value, kinds[key])
             problems += _members(f"{name}.", value, INSIDE[name]) if name in INSIDE else []
+        elif name in FIELD_NAMES:
+            problems.append(
+                f"{name} is another name of {FIELD_NAMES[name]}, which is there too; remove one"
+            )
         else:
             problems.append(f"{name} is no {what}; {_advice(str(key), kinds, where)}")
     return problems

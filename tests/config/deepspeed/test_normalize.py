@@ -10,9 +10,9 @@ import pytest
 
 from minimind.config.deepspeed import effects
 from minimind.config.deepspeed.backend_choice import without_effect
-from minimind.config.deepspeed.config_values import get, put
+from minimind.config.deepspeed.config_values import MISSING, get, put
 from minimind.config.deepspeed.incompatible import LEAST, ONLY
-from minimind.config.deepspeed.keys import CHOICES, MODELLED, SECTIONS, TOP_LEVEL
+from minimind.config.deepspeed.keys import CHOICES, FIELD_NAMES, MODELLED, SECTIONS, TOP_LEVEL
 from minimind.config.deepspeed.normalize import normalize_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError
@@ -214,3 +214,30 @@ def test_a_start_lists_the_keys_without_effect():
         "no effect at ZeRO stage 3: reduce_scatter, round_robin_gradients"
     )
     assert without_effect(resolved("", {})) == ""
+
+
+@pytest.mark.parametrize("name", FIELD_NAMES)
+def test_the_name_of_a_field_of_deepspeeds_is_its_key(name: str):
+    field, key = name.partition(".")[2], FIELD_NAMES[name]
+    value = MODELLED["zero_optimization"][key] == "bool" or 7
+    for written in (field, key):
+        found = resolved("", {"zero_optimization": {"stage": 3, written: value}}, "cuda")
+        assert get(found.config, f"{ZERO}{key}") == value
+        assert get(found.config, f"{ZERO}{field}") is MISSING
+        assert found.sources[f"{ZERO}{key}"] == "ds.json"
+    for both in ({field: value, key: value}, {key: value, field: value}):
+        with pytest.raises(UsageError) as caught:
+            resolved("", {"zero_optimization": {"stage": 3, **both}}, "cuda")
+        clause = f"{name} is another name of {key}, which is there too; remove one"
+        assert str(caught.value) == f"ds.json: {clause}"
+
+
+def test_the_name_of_a_field_is_filled_and_checked_as_its_key():
+    zero = {"stage": 3, "prefetch_bucket_size": "auto", "max_live_parameters": 1e9}
+    found = resolved("", {"zero_optimization": zero})
+    assert get(found.config, f"{ZERO}stage3_prefetch_bucket_size") == found.run.dim**2 * 9 // 10
+    assert get(found.config, f"{ZERO}stage3_max_live_parameters") == 10**9
+    with pytest.raises(UsageError, match=r"stage3_max_live_parameters is \"many\", not a whole"):
+        resolved("", {"zero_optimization": {**zero, "max_live_parameters": "many"}})
+    low = resolved("", {"zero_optimization": {"stage": 2, "max_reuse_distance": 1}})
+    assert without_effect(low) == "no effect at ZeRO stage 2: stage3_max_reuse_distance"

@@ -1,6 +1,7 @@
 """Resolved DeepSpeed configurations against the flags they were filled from."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -199,6 +200,57 @@ def test_malformed_json_is_reported_with_line_and_column(tmp_path):
         read_deepspeed_json(str(file))
     with pytest.raises(UsageError, match="No such file"):
         read_deepspeed_json(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"zero_optimization": {"stage": 2,},}',
+        "{zero_optimization: {stage: 2}}",
+        "{'zero_optimization': {'stage': 2}}",
+        '{\n  // stage\n  "zero_optimization": {"stage": 2} # two\n  /* three */\n}',
+        '{"zero_optimization": {\n"stage": 2 // of four\n}\n}',
+        '# first\r\n{"zero_optimization": {"stage": 2}}\r\n',
+        '\ufeff{"zero_optimization": {"stage": 2}}',
+        "\ufeff{zero_optimization: {stage: 2}}",
+        "zero_optimization: {\n  stage: 2\n}",
+        '{\n"zero_optimization": {"stage": 2}\n"steps_per_print": 10\n}',
+    ],
+)
+def test_a_file_is_read_as_deepspeed_reads_it(text: str, tmp_path: Path):
+    file = tmp_path / "ds.json"
+    file.write_text(text, encoding="utf-8", newline="")
+    document = read_deepspeed_json(str(file))
+    assert document.pop("zero_optimization") == {"stage": 2}
+    assert document in ({}, {"steps_per_print": 10})
+    assert json.loads(json.dumps(document)) == document
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "1:1: Expecting value"),
+        (" \n", "2:1: Expecting value"),
+        ('{"a": 1', "1:8: Expecting ',' delimiter"),
+        ('{"a": 1 "b": 2}', "1:9: Expecting ',' delimiter"),
+        ('{"a": True}', "1:7: Expecting value"),
+        ('{"a": 1}}', "1:9: Extra data"),
+        ('{\n// a\n"a": 1,\n"b": "c}', "4:6: Unterminated string"),  # not the comment
+        ("{\n'a': 1,\n'b': {\n}\n", "5:1: Bad key name (eof)"),
+        ('{"a": 1, // one\n"b" 2}', "2:5: Expecting ':' delimiter"),
+        ("[1,]", "holds list, not a JSON object"),
+        ("{a: 1, a: 2}", "a is written twice; remove one"),
+        ("<html>", "holds str, not a JSON object"),
+    ],
+)
+def test_a_file_that_deepspeed_cannot_read_is_refused_where_it_is_wrong(
+    text: str, fault: str, tmp_path: Path
+):
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read_deepspeed_json(str(file))
+    assert fault in str(caught.value)
 
 
 def test_float16_is_refused_at_stage_0_even_on_a_gpu():

@@ -83,6 +83,12 @@ print("SURVEY" + json.dumps({
     "removed": [*config._REMOVED_TOP_LEVEL_CONFIG_KEYS]
         + [f"zero_optimization.{name}" for name in config._REMOVED_ZERO_CONFIG_KEYS],
     "models": {name: fields(model) for name, model in models.items()},
+    "aliases": {
+        f"{section}.{name}": field.alias
+        for section, model in models.items()
+        for name, field in model.model_fields.items()
+        if field.alias not in (None, name) and model.model_config.get("populate_by_name")
+    },
     "by_name": config.DEEPSPEED_OPTIMIZERS,
     "torch": [n for n, one in vars(optim).items() if isinstance(one, type)],
     "optimizers": {
@@ -154,6 +160,11 @@ def test_every_section_with_a_model_lists_its_fields(survey):
         assert set(fields) - refused == set(keys.MODELLED[name]), name
 
 
+def test_the_names_of_fields_with_another_key_are_those_of_the_models(survey):
+    assert len(survey["aliases"]) == 9
+    assert survey["aliases"] == keys.FIELD_NAMES
+
+
 @pytest.mark.parametrize("name", keys.MODELLED)
 def test_every_default_of_the_models_is_a_value_of_its_kind(name, survey):
     fields = survey["models"][name]
@@ -220,13 +231,19 @@ BAD = [
     ({"_comment": "mine"}, "_comment", "no place for notes, remove it"),
     ({"comment": "mine"}, "comment", "no place for notes, remove it"),
     ({"stage": 3}, "stage is no key", "write it inside zero_optimization"),
+    ({"max_reuse_distance": 3}, "max_reuse_distance is no key", "it inside zero_optimization"),
     ({"lr": 3e-4}, "lr is no key", "write it inside optimizer.params"),
     *(
         ({"zero_optimization": inside}, f"zero_optimization.{what}", advice)
         for inside, what, advice in (
             ({"stge": 3}, "stge is no key of DeepSpeed 0.19.8", "did you mean stage?"),
             ({"qqq": 3}, "qqq is no key", "remove it"),
-            ({"prefetch_bucket_size": 9}, "prefetch", "did you mean stage3_prefetch_bucket_size?"),
+            ({"prefetch_bucket_sise": 9}, "prefetch", "did you mean stage3_prefetch_bucket_size?"),
+            (
+                {"max_live_parameters": 0, "stage3_max_live_parameters": 1},
+                "max_live_parameters is another name of stage3_max_live_parameters, which is there",
+                "remove one",
+            ),
             ({"overlap_comm": 1}, "overlap_comm is 1, not true or false or null", "write one"),
             ({"reduce_scatter": None}, "reduce_scatter is null, not true or false", "write one"),
             ({"reduce_bucket_size": 1.5}, "reduce_bucket_size is 1.5, not a whole", "write one"),
