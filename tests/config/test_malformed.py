@@ -735,8 +735,8 @@ def test_what_cannot_be_is_one_line_and_status_2_before_any_work(row: Bad, monke
     given = ["--data_path", "text.jsonl", "--cache_dir", "cache", "--out_dir", "out"]
     given += ["--config", "run.yaml"] if row.yaml and "--model" not in row.flags else []
     given += [] if row.gpus or "--device" in row.flags else ["--device", "cpu"]
-    if "accelerate" not in row.launcher:
-        given += ["--deepspeed_config", str(row.deepspeed_file(Path("ds.json")))]
+    file = row.deepspeed_file(Path("ds.json"))
+    given += [] if "accelerate" in row.launcher else ["--deepspeed_config", str(file)]
 
     status = train_pretrain.main(given + row.flags.split())
 
