@@ -1,13 +1,15 @@
-"""A corpus that every machine has: the source of the running Python's own standard library.
+"""A corpus that every machine has: what the running Python's own library says about itself.
 
     python examples/stdlib_corpus.py OUT.jsonl [--max_megabytes 12]
 
-One document a file, sorted by name, so the same interpreter always writes the same bytes.
+One document a module, the docstrings with the signatures of what they describe, sorted by name, so
+the same interpreter always writes the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import sysconfig
@@ -15,11 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DOCUMENT_BYTES = 64_000
-SKIPPED = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+SHORTEST = 200  # characters of a document
+SKIPPED = {
+    *("test", "tests", "site-packages", "dist-packages", "__pycache__"),
+    *("encodings", "idlelib", "lib2to3", "distutils", "pydoc_data", "turtledemo"),
+}
 
 
-def sources(library: Path) -> Iterator[str]:
-    """The text of every module but the tests, in the order of their names."""
+def modules(library: Path) -> Iterator[str]:
+    """The text of every module but tests, tables and old tools, in the order of their names."""
     for path in sorted(library.rglob("*.py")):
         if SKIPPED.isdisjoint(path.relative_to(library).parts):
             try:
@@ -27,7 +33,53 @@ def sources(library: Path) -> Iterator[str]:
             except (OSError, UnicodeDecodeError):
                 continue
             if text.strip() and "\0" not in text:
-                yield whole_lines(text, DOCUMENT_BYTES)
+                yield text
+
+
+def sources(library: Path) -> Iterator[str]:
+    """The modules, each up to a limit."""
+    return (whole_lines(text, DOCUMENT_BYTES) for text in modules(library))
+
+
+def pages(library: Path) -> Iterator[str]:
+    """What every module says about itself: its docstring, and its outline."""
+    for text in modules(library):
+        module = ast.parse(text)
+        page = "\n".join([*documented(module), "", *outline(module)]).strip()
+        if len(page) >= SHORTEST:
+            yield whole_lines(f"{page}\n", DOCUMENT_BYTES)
+
+
+def outline(parent: ast.AST, indent: str = "") -> list[str]:
+    """The functions and classes of a module or class, each with its signature and docstring."""
+    blocks = []
+    for node in ast.iter_child_nodes(parent):
+        inner: list[str] = []
+        if isinstance(node, ast.ClassDef):
+            bases = ", ".join(map(ast.unparse, node.bases))
+            head = f"class {node.name}({bases}):" if bases else f"class {node.name}:"
+            inner = outline(node, f"{indent}    ")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            head = f"def {node.name}({ast.unparse(node.args)}):"
+        else:
+            continue
+        doc = documented(node)
+        if doc or inner:
+            lines = [head, *(f"    {line}" if line else "" for line in doc), ""]
+            own = "\n".join(f"{indent}{line}" if line else "" for line in lines)
+            blocks.append("\n".join([own, *inner]))
+    return blocks
+
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def documented(node: Documented) -> list[str]:
+    """The lines of a docstring with its quotes; none if there is no docstring."""
+    lines = (ast.get_docstring(node) or "").split("\n")
+    if lines == [""]:
+        return []
+    return [f'"""{lines[0]}', *lines[1:], '"""'] if lines[1:] else [f'"""{lines[0]}"""']
 
 
 def whole_lines(text: str, limit_bytes: int) -> str:
@@ -43,7 +95,7 @@ def corpus(library: Path, limit_bytes: int) -> list[bytes]:
     """Lines of JSON, no more of them than fit."""
     lines: list[bytes] = []
     size = 0
-    for text in sources(library):
+    for text in pages(library):
         line = json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n"
         size += len(line)
         if size > limit_bytes:

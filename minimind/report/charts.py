@@ -43,6 +43,7 @@ VALIDATIONS = {
 }
 MAX_POINTS = 4000  # pixel columns of all curves of a chart together
 MAX_BARS, MAX_MARKS = 500, 200
+FEW = 30  # points up to which each is drawn as a dot
 NOISY = 300  # lines from which a noisy curve is drawn with its moving mean
 FAINT: dict[str, Any] = {"width": 1, "opacity": 0.45}
 LOST: dict[str, Any] = {"showlegend": False, "hoverinfo": "skip", "opacity": 0.6}
@@ -131,13 +132,15 @@ class Charts:
         return Chart(key, title, unit, go.Figure(traces, {"template": TEMPLATE, **layout}))
 
     def _line(self, name: str, x: np.ndarray, y: np.ndarray, tone: str, **style: Any) -> Any:
-        """A curve with a gap at each NaN, a point without neighbors as a dot."""
+        """A curve with a gap at each NaN; few points, or one without neighbors, also as dots."""
         kept = downsample(x, y, self.columns, self.span)
         x, y, known = x[kept], y[kept], np.isfinite(y[kept])
-        is_alone = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]
+        is_dot = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]
+        is_dot |= known & (known.sum() <= FEW)
         line = {"color": LIGHT[tone], **{k: style.pop(k) for k in ("width", "dash") if k in style}}
-        dots = {"mode": "lines+markers", "marker": {"size": np.where(is_alone, 6, 0)}}
-        style = {"mode": "lines", **(dots if is_alone.any() else {}), **style}
+        dots = {"mode": "lines+markers", "marker": {"size": np.where(is_dot, 6, 0)}}
+        dots["cliponaxis"] = False  # the last point is at the edge
+        style = {"mode": "lines", **(dots if is_dot.any() else {}), **style}
         return go.Scatter(name=escape(name, quote=False), x=x, y=y, line=line, **style)
 
     def _ticks(self, name: str, run: Run, steps: np.ndarray, tone: str) -> list[Any]:
@@ -167,7 +170,10 @@ class Charts:
                 names, group = ("loss", mean, ""), {}
             faint = {"showlegend": self.is_single, "dash": dash, **FAINT, **group}
             traces += self._lost(run, "loss", tone)
-            traces.append(self._line(names[0], x, run.column("loss"), tone, **faint))
+            if window_of(len(x)) > 1:
+                traces.append(self._line(names[0], x, run.column("loss"), tone, **faint))
+            else:
+                names = (names[0], "loss" if self.is_single else run.name, names[2])
             traces.append(self._line(names[1], x, smoothed_loss(run), tone, dash=dash, **group))
             for column, (noun, own_tone, style) in VALIDATIONS.items():
                 look = {"dash": style, **group}
@@ -242,7 +248,7 @@ class Charts:
                 y, name = smooth(y, window_of(len(y))), name + ", smoothed" * self.is_single
             traces.append(self._line(name, x, y, tone, dash=dash))
         if column == "grad_norm":
-            style = {"width": 1.25, "dash": "dash", "hoverinfo": "skip"}
+            style = {"width": 1.25, "dash": "dash", "hoverinfo": "skip", "mode": "lines"}
             for limit in sorted({clip for clip in self.grad_clips if clip > 0}):
                 x, y = np.array(self.span), np.full(2, limit)
                 traces.append(self._line("--grad_clip", x, y, "soft", **style))

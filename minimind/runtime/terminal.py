@@ -130,8 +130,12 @@ def phase(what: str, after: float = LONG, on_any_rank: bool = False) -> Iterator
 def _print_phase(what: str) -> None:
     from tqdm import tqdm  # imported late: most commands end sooner
 
+    text = f"{what} ..."
     with suppress(OSError, ValueError):  # stderr is full or closed
-        tqdm.write(f"{what} ...", file=sys.stderr)  # above a progress bar, if one is there
+        if _is_terminal(sys.stderr):  # over a progress bar that another process has drawn there
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+            text = f"\r{text:<{max(0, columns - 1)}}"
+        tqdm.write(text, file=sys.stderr)  # above the bar of this one
         sys.stderr.flush()
 
 

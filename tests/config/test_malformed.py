@@ -732,11 +732,12 @@ def test_what_cannot_be_is_one_line_and_status_2_before_any_work(row: Bad, monke
     )
     os.environ |= row.environ  # undone by worker: monkeypatch would put worker's own back after it
     Path("run.yaml").write_text(row.yaml)
-    given = ["--data_path", "gone.jsonl", "--cache_dir", "cache", "--out_dir", "out"]
+    Path("text.jsonl").write_text('{"text": "of which the first record is looked at"}\n')
+    given = ["--data_path", "text.jsonl", "--cache_dir", "cache", "--out_dir", "out"]
     given += ["--config", "run.yaml"] if row.yaml and "--model" not in row.flags else []
     given += [] if row.gpus or "--device" in row.flags else ["--device", "cpu"]
-    if "accelerate" not in row.launcher:
-        given += ["--deepspeed_config", str(row.deepspeed_file(Path("ds.json")))]
+    file = row.deepspeed_file(Path("ds.json"))
+    given += [] if "accelerate" in row.launcher else ["--deepspeed_config", str(file)]
 
     status = train_pretrain.main(given + row.flags.split())
 

@@ -118,15 +118,34 @@ def test_the_load_of_experts_is_drawn_where_there_is_one(tmp_path):
 def test_a_null_is_a_gap_and_a_lone_point_a_dot(tmp_path):
     lines = [
         run_start(),
-        *(step_line(n, grad_norm=None if n in (3, 5) else 1.0) for n in range(1, 8)),
+        *(step_line(n, grad_norm=None if n in (3, 5) else 1.0) for n in range(1, 41)),
     ]
     lines[4]["grad_norm"] = 2.0
     page = Drawn(page_of(tmp_path, write_run(tmp_path / "run", lines)))
     heights = page.points("grad_norm", "gradient norm")[:, 1]
     assert np.flatnonzero(np.isnan(heights)).tolist() == [2, 4]
     sizes = values_of(page.trace("grad_norm", "gradient norm")["marker"]["size"])
-    assert sizes.tolist() == [0, 0, 0, 6, 0, 0, 0]
+    assert sizes.tolist() == [0, 0, 0, 6, *[0] * 36]
     assert "marker" not in page.trace("lr", "learning rate")
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_a_short_run_is_seen_in_every_chart(count: int, tmp_path):
+    lines = [run_start(), *(step_line(10 * n) for n in range(1, count + 1))]
+    page = Drawn(page_of(tmp_path, write_run(tmp_path / "run", lines)))
+    curves = {"loss": "loss", "lr": "learning rate", "grad_norm": "gradient norm"}
+    for chart, name in (
+        curves | {"tokens_per_second": "throughput", "memory_mib": "memory"}
+    ).items():
+        trace = page.trace(chart, name)
+        assert (trace["mode"], trace["cliponaxis"]) == ("lines+markers", False)
+        assert values_of(trace["marker"]["size"]).tolist() == [6] * count
+    names = [trace["name"] for trace in page.charts["loss"]["data"]]
+    assert ("mean of 1 line" in names, len(names) == 1) == (False, count < 6)
+    if count >= 6:
+        assert names == ["loss", f"mean of {count // 3} lines"]
+    limit = [one for one in page.charts["grad_norm"]["data"] if one["name"] == "--grad_clip"]
+    assert all(one["mode"] == "lines" for one in limit)
 
 
 def test_a_million_lines_keep_the_least_and_the_largest_of_every_column():
@@ -209,7 +228,7 @@ def test_a_name_with_html_stays_text(tmp_path):
     lines = [run_start(), *(step_line(n) for n in range(1, 5))]
     places = [write_run(tmp_path / name, lines) for name in ("<b>&", "other")]
     page = Drawn(page_of(tmp_path, *places))
-    assert page.trace("loss", "&lt;b&gt;&amp; loss")
+    assert page.trace("loss", "&lt;b&gt;&amp;")
 
 
 def test_two_dozen_runs_differ_in_color_or_dash():

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import struct
+import subprocess
 import sys
+import termios
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -11,6 +17,7 @@ from minimind.engine.loss_of_batch import with_compile_message
 from minimind.launch.plan import PROJECT, starting
 from minimind.runtime import terminal as phases
 from minimind.runtime.terminal import LONG, phase
+from tests.train.terminal import scrollback
 
 
 class Clock:
@@ -131,3 +138,44 @@ def test_the_first_line_reports_what_is_started(
     assert starting(launched, gpus, path) == f"{report}) ..."
     monkeypatch.setattr(sys, "prefix", "/opt/conda")
     assert starting(launched, gpus, path) == f"{report}, {sys.executable}) ..."
+
+
+BAR = "\rtokenizing: 100%|##########| 199k/199k [00:01<00:00, 119kB/s]"
+
+
+@pytest.mark.parametrize("bar_of", ["another process", "this process", "this process, closing"])
+def test_a_phase_line_never_lands_on_a_bar(bar_of: str):
+    """At a terminal of 80 columns, with a bar of 60."""
+    code = f"""
+import sys, os
+from tqdm import tqdm
+from minimind.runtime.terminal import _print_phase, guarded
+with guarded():
+    if {bar_of!r} == "another process":
+        sys.stderr.write({BAR!r}); sys.stderr.flush()
+        _print_phase("reading the text")
+        sys.stderr.write({BAR!r} + chr(10))
+    else:
+        bar = tqdm(total=9, desc="tokenizing", ncols=60, file=sys.stderr)
+        bar.update(9)
+        if {bar_of!r} == "this process, closing":  # tqdm forgets a bar before its last line
+            tqdm._instances.remove(bar)
+        _print_phase("reading the text")
+        bar.close()
+"""
+    main, end = os.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
+    done = subprocess.Popen([sys.executable, "-c", code], stdout=end, stderr=end)
+    os.close(end)
+    written = b""
+    with suppress(OSError):  # of a terminal that all have closed
+        while piece := os.read(main, 4096):
+            written += piece
+    os.close(main)
+    assert done.wait() == 0, written
+    shown = scrollback(written.decode().replace("\r\n", "\n"))
+    phases_shown = [line for line in shown if "reading" in line]
+    assert phases_shown == ["reading the text ..."]
+    assert [line for line in shown if "tokenizing" in line] == [shown[-2]]
+    assert "100%" in shown[-2]
+    assert all(len(line) < 80 for line in shown)
