@@ -31,12 +31,6 @@ ROWS, POSITIONS, HEADS, CHANNELS, WIDTH = 8, 512, (8, 2), 64, 512
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def in_complex(x: Tensor, pos_cis: Tensor) -> Tensor:
-    """The eager form of `apply_rotary`, also where it is compiled."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * pos_cis.unsqueeze(-2)).flatten(-2).type_as(x)
-
-
 def forward_and_backward(
     turn: Callable[..., Tensor], table: Tensor, dtype: torch.dtype
 ) -> Callable[[], None]:
@@ -79,7 +73,7 @@ def main() -> None:
         steps = {
             "complex, eager": forward_and_backward(apply_rotary, pos_cis, dtype),
             "complex, compiled": forward_and_backward(
-                torch.compile(in_complex, dynamic=False), pos_cis, dtype
+                torch.compile(apply_rotary, dynamic=False), pos_cis, dtype
             ),
             "halves, compiled": forward_and_backward(
                 torch.compile(apply_rotary_half, dynamic=False), reals, dtype

@@ -12,10 +12,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import AutoConfig
 
+from minimind.model import decoder
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 
 AUTO_MAP = {
     "AutoConfig": "configuration.MiniMindConfig",
@@ -47,9 +48,12 @@ def remote_code() -> dict[str, bytes]:
 
 
 def register() -> None:
-    """Register model_type "minimind" with AutoConfig and AutoModelForCausalLM; may be repeated.
+    """Register model_type "minimind" with the Auto classes of AUTO_MAP; may be repeated.
 
     From then on they use these classes instead of the code in a directory.
     """
     AutoConfig.register(MiniMindConfig.model_type, MiniMindConfig, exist_ok=True)
-    AutoModelForCausalLM.register(MiniMindConfig, MiniMindForCausalLM, exist_ok=True)
+    for name, entry in AUTO_MAP.items():
+        if name != "AutoConfig":
+            kind = getattr(decoder, entry.split(".")[1])
+            getattr(transformers, name).register(MiniMindConfig, kind, exist_ok=True)

@@ -17,7 +17,7 @@ from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 from transformers.utils.output_capturing import capture_outputs
 
 from minimind.model.activation_checkpointing import is_traced
@@ -34,6 +34,8 @@ from minimind.model.experts import MiniMindModelOutput, MiniMindOutput, combine_
 from minimind.model.layers import Attention, Block, ResidualOutput, RMSNorm
 from minimind.model.loss import IGNORED, next_token_loss
 from minimind.model.rotary import Rotary, build_pos_cis, pos_cis_as_reals
+
+logger: Any = logging.get_logger(__name__)
 
 
 class MiniMindPreTrainedModel(PreTrainedModel):
@@ -146,9 +148,9 @@ class MiniMindModel(MiniMindPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give one of input_ids and inputs_embeds, and not both.")
         if output_attentions and self.config.is_fused:
-            raise ValueError(
-                "output_attentions=True needs attn_implementation='eager', as fused kernels return"
-                " no weights: give it to from_pretrained, or call"
+            logger.warning_once(
+                "output_attentions=True gives no attentions, as fused kernels return no weights:"
+                " give attn_implementation='eager' to from_pretrained, or call"
                 " set_attn_implementation('eager')."
             )
         recomputes = self.training and any(
@@ -257,8 +259,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         0, or those of a tensor of indices.
 
         labels (B, T) are input_ids, shifted here; the keyword shift_labels (B, T) gives shifted
-        targets. Targets of -100 are ignored. The loss is the mean over the others (0 if there are
-        none), or their sum divided by num_items_in_batch, which Trainer counts over all
+        targets instead. Targets of -100 are ignored. The loss is the mean over the others (0 if
+        there are none), or their sum divided by num_items_in_batch, which Trainer counts over all
         micro-batches of a step. With experts in training it includes aux_loss, which is also
         returned. The other arguments are those of MiniMindModel.
 
@@ -285,9 +287,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         kept = last if isinstance(last, Tensor) else slice(-last, None)  # all if 0
         logits = self.lm_head(x_BTE[:, kept])
         loss = None
-        if labels is not None:
-            if shift_labels is not None:
-                raise ValueError("labels and shift_labels are both given: give one of them.")
+        if labels is not None and shift_labels is None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if shift_labels is not None:
             loss_sum, count = next_token_loss(logits, shift_labels)

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from minimind.model.activation_checkpointing import is_compiled, recompute_if_compiled
+from minimind.model.activation_checkpointing import is_compiled, is_traced, recompute_if_compiled
 from minimind.model.attention_kernels import (
     SequenceGroup,
     blockwise_attention,
@@ -26,7 +26,13 @@ from minimind.model.attention_mask import AttentionMask
 from minimind.model.bf16_matmul import Linear, linear, widen
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.experts import MixtureOfExperts
-from minimind.model.rotary import Rotary, apply_rotary, apply_rotary_half, interleaved_to_half
+from minimind.model.rotary import (
+    Rotary,
+    apply_rotary,
+    apply_rotary_half,
+    apply_rotary_traced,
+    interleaved_to_half,
+)
 
 KERNEL_DEVICE = "cuda"  # has several fused attention kernels to choose from
 
@@ -160,6 +166,8 @@ class Attention(nn.Module):
             x_BTHD = norm(x_BTHD, is_half)
         if is_half:
             return apply_rotary_half(x_BTHD, rotary.reals)
+        if is_traced():
+            return apply_rotary_traced(x_BTHD, rotary.reals)
         return apply_rotary(x_BTHD, rotary.cis)
 
 

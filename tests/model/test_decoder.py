@@ -282,9 +282,9 @@ def test_loss_over_no_targets_is_zero(model: MiniMindForCausalLM, ids_BT: Tensor
     assert model(ids_BT, labels=torch.full_like(ids_BT, -100)).loss == 0
 
 
-def test_labels_and_shift_labels_together_are_refused(model: MiniMindForCausalLM, ids_BT: Tensor):
-    with pytest.raises(ValueError, match="both given"):
-        model(ids_BT, labels=ids_BT, shift_labels=ids_BT)
+def test_shift_labels_come_before_labels(model: MiniMindForCausalLM, ids_BT: Tensor):
+    both = model(ids_BT, labels=ids_BT, shift_labels=ids_BT).loss
+    assert torch.equal(both, model(ids_BT, shift_labels=ids_BT).loss)
 
 
 @torch.no_grad()
