@@ -32,7 +32,6 @@ from minimind.runtime.durable_files import fingerprint, read_events, sync_direct
 VALIDATION = "validation.json"
 STAYS = "the checkpoint stays while --keep_best is in force, since its loss may be among the lowest"
 NO_CHECKSUM = "has no checksum, as an earlier version wrote it"
-MISMATCH = "does not match its own sha256"
 RULED = (
     *("keep_last", "keep_every", "keep_best", "save_interval"),
     *("verify_interval", "spike_guard"),
@@ -194,7 +193,9 @@ def saved_with(step: int, text: bytes) -> Saved:
     sha256, loss = found.pop("sha256", None), found["val_loss"]
     if sha256 is None:
         return Saved(step, loss, NO_CHECKSUM)
-    return Saved(step, loss) if sha256 == fingerprint(found) else Saved(step, doubt=MISMATCH)
+    if sha256 != fingerprint(found):
+        return Saved(step, doubt="does not match its own sha256")
+    return Saved(step, loss)
 
 
 def rules_of_run(out_dir: Path) -> Rules | None:

@@ -308,7 +308,7 @@ def test_persistent_buffers_come_along(run_dir, tmp_path):
     assert checkpoint("consolidate", path, "--out", tmp_path / "flat") == 0
     with safe_open(tmp_path / "flat" / "model.safetensors", framework="pt") as file:
         assert file.get_tensor("seen").tolist() == [1, 2]
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata() == {"format": "pt", "producer": "minimind-deepspeed"}
 
 
 def test_what_exists_is_replaced_only_by_force_and_only_if_it_is_ours(run_dir, tmp_path, capsys):
