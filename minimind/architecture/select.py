@@ -96,7 +96,7 @@ class MiniMind:
         return ""
 
 
-def minimind_config(run: RunConfig, **ids: int | None) -> MiniMindConfig:
+def minimind_config(run: RunConfig, **ids: Any) -> MiniMindConfig:
     """The configuration of the MiniMind decoder with these special ids."""
     return MiniMindConfig(
         vocab_size=run.vocab_size,

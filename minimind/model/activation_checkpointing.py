@@ -28,7 +28,7 @@ def is_compiled() -> bool:
 
 def is_traced() -> bool:
     """Whether this code is recorded for other inputs, so that no value of a tensor may be read."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage] (documented)
 
 
 def recompute_if_compiled(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 Shape letters: B rows, T positions, S keys (cached ones included).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -94,7 +96,7 @@ def boolean_mask(
     query attends to itself: a softmax over nothing would give NaN. Documents are distinguished only
     without a cache.
     """
-    total = past + length if keys is None else keys
+    total: Any = past + length if keys is None else keys
     is_causal = attention_mask is None and starts_BT is None
     # A tensor is of a static cache in a compiled model, and not to be read.
     if is_causal and not isinstance(past, Tensor) and total == past + length:

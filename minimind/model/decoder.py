@@ -17,7 +17,8 @@ from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
-from transformers.utils import can_return_tuple, logging
+from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from minimind.model.activation_checkpointing import is_traced
@@ -68,7 +69,7 @@ class MiniMindPreTrainedModel(PreTrainedModel):
             initialization.normal_(module.weight, std=std / branches**0.5)
         elif isinstance(module, nn.Linear | nn.Embedding):
             initialization.normal_(module.weight, std=std)
-            if getattr(module, "bias", None) is not None:  # of a head for classification
+            if isinstance(module, nn.Linear) and module.bias is not None:  # a classification head
                 initialization.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             initialization.ones_(module.weight)
@@ -188,8 +189,9 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 position_ids = torch.arange(length, device=given.device) + past
             rotary = self._rotary_at(position_ids)
         else:
-            is_bounded = is_bounded or position_ids is None
-            end = past + length if is_bounded else int(position_ids.max()) + 1
+            end = past + length
+            if position_ids is not None and not is_bounded:
+                end = int(position_ids.max()) + 1
             if end > len(self.pos_cis):
                 raise ValueError(
                     f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
@@ -329,9 +331,9 @@ class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMi
 
     def __init__(self, config: MiniMindConfig):
         MiniMindPreTrainedModel.__init__(self, config)
-        self.num_labels = config.num_labels
+        self.num_labels: Any = config.num_labels
         self.model = MiniMindModel(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
 
@@ -342,10 +344,10 @@ class MiniMindForTokenClassification(GenericForTokenClassification, MiniMindPreT
 
     def __init__(self, config: MiniMindConfig):
         MiniMindPreTrainedModel.__init__(self, config)
-        self.num_labels = config.num_labels
+        self.num_labels: Any = config.num_labels
         self.model = MiniMindModel(config)
         self.dropout = nn.Dropout(getattr(config, "classifier_dropout", None) or 0.1)
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
 

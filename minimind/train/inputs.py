@@ -49,23 +49,23 @@ def require_inputs(run: RunConfig) -> None:
 
         load_tokenizer(run.tokenizer)
     # Each of the next raises where there is no file; what is there may be a pipe, to be read once.
-    if _is_missing(run.chat_template):
+    if (path := _missing(run.chat_template)) is not None:
         from minimind.data.prepare.chat_tokenizer import read_template
 
-        read_template(run.chat_template)
-    if _is_missing(run.skip_rows):
+        read_template(path)
+    if (path := _missing(run.skip_rows)) is not None:
         from minimind.data.loader.skip_rows import read_skip_rows
 
-        read_skip_rows(Path(run.skip_rows or ""), 0, 0, "")
-    if run.sample_interval and _is_missing(run.sample_prompts):
+        read_skip_rows(Path(path), 0, 0, "")
+    if run.sample_interval and (path := _missing(run.sample_prompts)) is not None:
         from minimind.inference.prompts import read_prompts
 
-        read_prompts(run.sample_prompts or "", "--sample_prompts")
+        read_prompts(path, "--sample_prompts")
     _require_text(run)
 
 
-def _is_missing(path: str | None) -> bool:
-    return path is not None and not Path(path).expanduser().exists()
+def _missing(path: str | None) -> str | None:
+    return path if path is not None and not Path(path).expanduser().exists() else None
 
 
 def require_resume_path(run: RunConfig) -> None:

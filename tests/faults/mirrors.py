@@ -220,8 +220,8 @@ def guarded(ground: Ground) -> Iterator[str]:
         yield "other losses than of a run without a fault"
 
 
-def _text(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    return lambda path: path.write_bytes(change(path.read_bytes())) and None
+def _text(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
 def _replaced(path: Path) -> None:
@@ -230,7 +230,7 @@ def _replaced(path: Path) -> None:
 
 
 # What may become of the validation.json of the best checkpoint, whose loss is 3.125.
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "another digit": _text(lambda text: text.replace(b"3.125", b"7.125")),
     "another sign": _text(lambda text: text.replace(b"3.125", b"-3.125")),
     "no loss": _text(lambda text: text.replace(b"3.125", b"null")),
@@ -238,7 +238,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "another checksum": _text(
         lambda text: text.replace(b'"sha256": "', b'"sha256": "0')[:-2] + b'"}'
     ),
-    "no checksum": lambda path: path.write_text('{"step": 3, "val_loss": 3.125}') and None,
+    "no checksum": lambda path: path.write_text('{"step": 3, "val_loss": 3.125}'),
     "a cut": _text(lambda text: text[: len(text) // 2]),
     "nothing in it": _text(lambda text: b""),
     "zeros": _text(lambda text: bytes(len(text))),
@@ -258,7 +258,7 @@ def _four(ground: Ground, name: str) -> Path:
     return root
 
 
-def doubtful_here(ground: Ground, damage: Callable[[Path], None]) -> Iterator[str]:
+def doubtful_here(ground: Ground, damage: Callable[[Path], object]) -> Iterator[str]:
     """A checkpoint whose loss is in doubt stays, which pruning, `verify` and `list` say."""
     root = _four(ground, "own")
     path = step_directory(root, 3)
@@ -276,7 +276,7 @@ def doubtful_here(ground: Ground, damage: Callable[[Path], None]) -> Iterator[st
         yield "it stays although no rule compares losses"
 
 
-def doubtful_there(ground: Ground, damage: Callable[[Path], None]) -> Iterator[str]:
+def doubtful_there(ground: Ground, damage: Callable[[Path], object]) -> Iterator[str]:
     """So it is at the mirror, unless the validation is whole here, from which it is mended."""
     for is_here in (False, True):
         ground.clear()

@@ -83,7 +83,7 @@ def test_a_large_document_has_all_threads_and_memory_to_itself(longest: int | No
     )
     sizes = [1, 1, 1, large, 1, large - 1, 1, large, large, 1]
     given = [Batch([f"{n}"], ["train"], [size]) for n, size in enumerate(sizes)]
-    found = list(encode._overlapped(given, work))
+    found: Any = list(encode._overlapped(given, work))
     assert [batch.texts for batch, _ in found] == [batch.texts for batch in given]
     assert [ids[0].tolist() for _, ids in found] == [[1]] * len(given)
     seen = {int(text): (threads, together) for text, threads, together in tokenizer.seen}
