@@ -227,8 +227,10 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
+        # Before the model draws its weights, so that a seed gives what it gave before.
+        lm_head = Linear(config.hidden_size, config.vocab_size)
         self.model = MiniMindModel(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = lm_head
         self.sequence: SequenceGroup | None = None  # ranks that divide the positions of a loss
         self.post_init()
 

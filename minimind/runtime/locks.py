@@ -53,7 +53,7 @@ def remove_unheld(out: Path) -> None:
     """Remove the locks beside `out` that killed commands left."""
     for name in ("begin", "work", "write", "swap"):
         try:
-            descriptor = os.open(_path(out, name), os.O_RDWR | PLAIN)
+            descriptor = _open_lock(_path(out, name), out, os.O_RDWR | PLAIN)
         except (FileNotFoundError, PermissionError):  # of another user, whose command removes it
             continue
         try:
@@ -66,10 +66,10 @@ def _path(out: Path, name: str) -> Path:
     return out.with_name(f".{out.name}.{name}.lock")
 
 
-def _open_lock(path: Path, out: Path) -> int:
+def _open_lock(path: Path, out: Path, how: int = os.O_RDWR | os.O_CREAT) -> int:
     """Open the lock file; errors name the output folder instead."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        return os.open(path, how, 0o644)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(out)) from error
 

@@ -22,6 +22,7 @@ from minimind.errors import (
     UsageError,
 )
 from minimind.runtime.process import Progress
+from minimind.train.inputs import require_inputs
 from minimind.train.pretrain import pretrain
 from tests.conftest import SHAPE, Launcher
 from tests.distributed.test_peers import left_over
@@ -38,9 +39,16 @@ def start_error(monkeypatch, tmp_path, corpus):
         places = f"--cache_dir {tmp_path / 'cache'} --out_dir {tmp_path / 'out'} --device cpu"
         data = "" if "--data_path" in flags else f"--data_path {corpus}"
         requested = parse_flags(f"{SHAPE} {places} {data} {flags}".split())
-        with pytest.raises(RunError) as caught:
-            pretrain(requested, Progress())
-        return caught.value
+        progress = Progress()
+        try:
+            require_inputs(requested)
+            pretrain(requested, progress)
+        except RunError as error:
+            return error
+        finally:
+            if progress.lock:
+                progress.lock.close()
+        pytest.fail("no mistake was found")
 
     return run
 

@@ -152,7 +152,8 @@ def test_term_to_pid_1_of_pods_saves_with_a_status_that_restarts(
 
 def test_skypilot_runs_commands_that_there_are_and_goes_on_after_a_stop():
     for script in (SKY["setup"], SKY["run"]):
-        whole = string.Template(script.replace("\\\n", "")).safe_substitute(SKY["envs"])
+        given = {**SKY["envs"], "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+        whole = string.Template(script.replace("\\\n", "")).safe_substitute(given)
         check(whole)
     set_in_run = set(re.findall(r"\b([A-Z_]+)=\$SKYPILOT", SKY["run"]))
     assert set_in_run == {"NUM_PROCESSES"}

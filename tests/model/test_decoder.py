@@ -444,6 +444,22 @@ def test_weights_start_at_their_stated_size(tied: bool):
         assert abs(weight.mean().item()) < 0.05 * std, name
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_seed_draws_all_modules_and_then_their_weights_in_the_order_of_the_modules(is_tied: bool):
+    """Another order of draws would give other losses than those of earlier versions."""
+    model = build(seed=4, tie_word_embeddings=is_tied)
+    torch.manual_seed(4)
+    config = model.config
+    torch.nn.Embedding(config.vocab_size, config.hidden_size)
+    for number in range(config.num_hidden_layers):
+        layers.Block(config, number)
+    torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
+            std = 0.02 / math.sqrt(6) if "o_proj" in name or "down_proj" in name else 0.02
+            assert torch.equal(weight, torch.empty_like(weight).normal_(0, std)), name
+
+
 def test_parameters_have_the_names_of_llama(model: MiniMindForCausalLM):
     layer_names = {
         name.removeprefix("model.layers.0.")

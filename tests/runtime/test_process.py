@@ -293,6 +293,7 @@ def test_the_tutorials_name_of_the_script_runs_it_with_one_notice():
     command = [sys.executable, str(ROOT / "train_pretrain_accelerate.py"), "--epoch", "3"]
     for rank, lines in (("0", 2), ("1", 1)):
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ranks})
         assert (done.returncode, done.stdout) == (2, "")
         *notice, refusal = done.stderr.splitlines()

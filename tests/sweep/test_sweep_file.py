@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
 
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.sweep.sweep_file import config_of, points, read_sweep
 from minimind.sweep.trial import words_of
 from tests.docs.commands import all_blocks, files_in
@@ -48,10 +50,6 @@ def dimension(**changes: Any) -> dict[str, Any]:
             "muon_lr = 0.01 ({}: muon_lr) has no effect with opti",
         ),
         (dimension(decay_steps=["2", "3"]), "decay_steps = 2 ({}: decay_steps) has no effect with"),
-        (
-            {"flags": {"optimizer": "lion", "deepspeed_config": "configs/ds_config.json"}},
-            'optimizer.type is "AdamW" but {}: optimizer says optimizer = lion',
-        ),
         (dimension(lerning_rate=RATE), "key 'lerning_rate' in dimensions of {}; did you mean lea"),
         ({"flags": {"max_stepps": 4}}, "unknown key 'max_stepps' in flags of {}; did you mean max"),
         ({"flags": {"lr": 1}}, "unknown key 'lr' in flags of {}"),
@@ -96,6 +94,15 @@ def test_what_is_wrong_is_named_with_file_and_remedy(
     path = write_sweep(tmp_path, **changes)
     assert sentence.format(path) in refused(capsys, path, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_optimizer_of_a_users_deepspeed_file_contradicts_that_of_the_sweep(
+    capsys: Any, tmp_path: Path
+):
+    own = copy(DEFAULT_DEEPSPEED_CONFIG, tmp_path / "own.json")
+    path = write_sweep(tmp_path, flags={"optimizer": "lion", "deepspeed_config": str(own)})
+    sentence = f'optimizer.type is "AdamW" but {path}: optimizer says optimizer = lion'
+    assert sentence in refused(capsys, path, "--out", tmp_path / "out")
 
 
 def test_a_file_that_is_not_there_or_no_yaml_is_named(capsys: Any, tmp_path: Path):

@@ -23,6 +23,7 @@ from minimind.data.chat.conversations import conversation_of_line, messages_of
 from minimind.data.chat.rendering import DATE
 from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from minimind.data.chat.turns import Message
+from minimind.data.prepare.prepare import holds_conversations
 from minimind.data.prepare.unit_reader import split_of
 from minimind.data.text.documents import ReadOptions, parse_line
 from minimind.data.tokenizer.gguf_vocabulary import CONTROL
@@ -643,12 +644,8 @@ def test_eval_prints_a_table_of_conversations(
     [
         (("--task", "sft"), [{"text": "plain"}], 3, "drop --task sft"),
         ((), conversations(3), 3, "fine-tune on it with --task sft, or write"),
-        (
-            ("--task", "sft"),
-            "tokens-*/manifest.json",
-            2,
-            "holds text, and --task sft reads files of",
-        ),
+        (("--task", "sft"), "text", 2, "holds text, and --task sft reads files of"),
+        (("--task", "sft"), "conversations", 2, "conversations; give the files themselves"),
         (("--task", "sft", "--max_rows", "3"), conversations(3), 2, "--max_rows 3 is for text"),
         (("--task", "sft", "--no-doc_mask"), conversations(3), 2, "--no-doc_mask is for text"),
         (("--task", "sft", "--max_seq_len", "3"), conversations(3), 3, "ends within 4 tokens"),
@@ -665,8 +662,10 @@ def test_eval_names_the_flag_that_fits(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
-    if isinstance(data, str):
-        given = next((place / "cache").glob(data)).parent
+    if isinstance(data, str):  # the prepared folder of the base run, or of the fine-tuned one
+        folders = [path.parent for path in (place / "cache").glob("tokens-*/manifest.json")]
+        wanted = data == "conversations"
+        given = next(path for path in folders if holds_conversations(path) == wanted)
     else:
         given = write(tmp_path / "given.jsonl", data)
     asked = ["--checkpoint", tuned, "--data", given, "--cache_dir", tmp_path / "cache"]

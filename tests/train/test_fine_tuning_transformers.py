@@ -142,14 +142,16 @@ def test_a_sliding_window_is_not_ours(tmp_path: Path):
     place = folder_of(tmp_path / "m", "mistral")
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps({**config, "sliding_window": 8}))
+    data = {"data_path": str(talk(tmp_path))}
     with pytest.raises(CheckpointError, match="sliding_window = 8, and MiniMind attends to all"):
-        train({**RUN, "init_from": str(place)}, out_dir=str(tmp_path / "out"))
+        train({**RUN, "init_from": str(place), **data}, out_dir=str(tmp_path / "out"))
 
 
 def test_other_architectures_are_named_with_the_flag_that_takes_them(tmp_path: Path):
     place = folder_of(tmp_path / "q", "qwen2")
+    data = {"data_path": str(talk(tmp_path))}
     with pytest.raises(CheckpointError, match=r"'qwen2', not llama.*--model hf:"):
-        train({**RUN, "init_from": str(place)}, out_dir=str(tmp_path / "out"))
+        train({**RUN, "init_from": str(place), **data}, out_dir=str(tmp_path / "out"))
 
 
 # --- in the code of transformers ----------------------------------------------------------------
@@ -230,5 +232,6 @@ def test_new_rows_are_the_mean_of_the_others(tmp_path: Path):
 
 def test_without_weights_there_is_nothing_to_fine_tune(tmp_path: Path):
     place = folder_of(tmp_path / "q", "qwen2")
+    more = {"model": f"hf:{place}", "data_path": str(talk(tmp_path))}
     with pytest.raises(UsageError, match="needs a model to start from; give --init_from"):
-        train({**RUN, "model": f"hf:{place}"}, out_dir=str(tmp_path / "out"))
+        train({**RUN, **more}, out_dir=str(tmp_path / "out"))

@@ -189,7 +189,7 @@ def test_prepare_refuses_a_tokenizer_that_loses_text(
 def test_inspect_says_what_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, folder = lines(tmp_path / "c.jsonl", CHINESE), written("WordLevel", tmp_path)
     assert minimind(["tokenizer", "inspect", str(folder), "--data_path", str(path)]) == 0
-    assert "c.jsonl: document 1, character 2: " in (output := capsys.readouterr().out)
+    assert "c.jsonl: document 1, character 1: " in (output := capsys.readouterr().out)
     assert "; 97.66% of its bytes are lost\n" in output
 
 
