@@ -190,7 +190,7 @@ def resolve(
         raise fault_error([*faults, str(error)]) from error
     sources = {key: path for key in leaves(config)} | from_yaml
     _fill(config, sources, run, world_size, device, schedule)
-    faults += _unsupported_autos(config, path)
+    faults += _unsupported_autos(config, path, faults)
     faults += incompatible_settings(config, path, run, world_size, device, sources)
     faults += engine_faults(config, path, run, device)
     # Skip DeepSpeed's message for a key that already has a fault.
@@ -230,8 +230,10 @@ def _fill(
             sources[key] = source
 
 
-def _unsupported_autos(config: Mapping[str, Any], path: str) -> list[str]:
-    keys = [key for key, value in leaves(config).items() if value == AUTO]
+def _unsupported_autos(config: Mapping[str, Any], path: str, faults: list[str]) -> list[str]:
+    reported = tuple(f"{_key(fault, path)}." for fault in faults)
+    left = [key for key, value in leaves(config).items() if value == AUTO]
+    keys = [key for key in left if not f"{key}.".startswith(reported)]
     return (
         [f'{path}: "auto" is not supported for {", ".join(keys)}; write a value there']
         if keys
