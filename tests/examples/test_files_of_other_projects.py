@@ -158,7 +158,7 @@ NO_FSDP = "distributed_type is FSDP; write one of DEEPSPEED, MULTI_GPU, MULTI_CP
 COMPILED = 'compile.backend is "inductor", which has no effect here; use --compile on'
 
 
-def runs(stage: int | None = None, processes: int = 0, **values: Any) -> dict[str, Any]:
+def runs(stage: int | None = None, processes: int = 0, /, **values: Any) -> dict[str, Any]:
     return {"stage": stage, "processes": processes, "dtype": "bfloat16", **values}
 
 
@@ -759,6 +759,7 @@ def test_a_deepspeed_file_resolves_or_is_refused_in_true_words(
 def environment(target: Path) -> dict[str, str]:
     """What `accelerate launch` would start its processes with."""
     args = launch_command_parser().parse_args(["--config_file", str(target), "train_pretrain.py"])
+    defaults: Any
     args, defaults, has_precision = _validate_launch_command(args)
     fields = [*defaults.deepspeed_config, *(["mixed_precision"] if has_precision else [])]
     args.deepspeed_fields_from_accelerate_config = ",".join(fields)
@@ -789,8 +790,8 @@ def test_an_accelerate_file_is_launched_or_refused_in_true_words(
             (tmp_path / other.path).write_text(json.dumps(other.settings))
     path = tmp_path / file.path
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_text = isinstance(file.settings, str)
-    path.write_text(file.settings if is_text else yaml.safe_dump(file.settings))
+    text = file.settings if isinstance(file.settings, str) else yaml.safe_dump(file.settings)
+    path.write_text(text)
     # transformers names its files from the top of its checkout, Accelerate from the YAML's folder.
     monkeypatch.chdir(tmp_path if file.repository == TRANSFORMERS else path.parent)
     verdict = file.on_cpus if device == "cpu" and file.on_cpus else file.on_gpus
