@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from minimind.errors import UsageError
 from minimind.inference.chat import Chat
 from minimind.inference.generate import GenerationResult
 from minimind.inference.sampling import Sampling
+from tests.conftest import ROOT
 from tests.train.terminal import Terminal
 
 POSITIONS, ROOM = 96, 20  # of the model, and of them the answer's
@@ -240,6 +243,18 @@ def test_a_model_without_a_template_is_refused_before_the_libraries(
     else:
         assert status == 70
         assert "the libraries were imported" in said
+
+
+def test_the_refusal_imports_no_torch(tmp_path: Path):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    lines = ["chat --once hi", "eval --task sft --data talk.jsonl"]
+    code = (
+        "import sys; from minimind.cli.main import main;"
+        f"found = [main([*line.split(), '--model', {str(tmp_path)!r}]) for line in {lines!r}];"
+        "print(found, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[2, 2] False\n", done.stderr
 
 
 @pytest.mark.parametrize("flag", ["--once", "--system"])
