@@ -45,8 +45,8 @@ train: $(READY) ## train the tiny model on what this Python says about itself: 5
 	  --out_dir $(SAMPLE)/run --cache_dir $(SAMPLE)/cache --max_steps $(STEPS) --batch_size 8 \
 	  --save_interval 100 --eval_interval 200 $(ON_DEVICE)
 	@echo
-	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt "$$(printf 'def read(path):\n    """')" \
-	  --max_new_tokens 80 --temperature 0.6 --repetition_penalty 1.15
+	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt "$$(printf 'class Reader:\n    """')" \
+	  --max_new_tokens 80 --temperature 0.3 --repetition_penalty 1.1
 	@echo
 	@echo "This is what it writes after the first two lines; another --seed, another text. On your own text:"
 	@echo "  bash run_accelerate.sh --model tiny --data_path TEXT.jsonl --out_dir out/mine"
