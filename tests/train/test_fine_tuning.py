@@ -23,6 +23,7 @@ from minimind.data.chat.conversations import conversation_of_line, messages_of
 from minimind.data.chat.rendering import DATE
 from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from minimind.data.chat.turns import Message
+from minimind.data.prepare.prepare import holds_conversations
 from minimind.data.prepare.unit_reader import split_of
 from minimind.data.text.documents import ReadOptions, parse_line
 from minimind.data.tokenizer.gguf_vocabulary import CONTROL
@@ -666,7 +667,8 @@ def test_eval_names_the_flag_that_fits(
     capsys: pytest.CaptureFixture[str],
 ):
     if isinstance(data, str):
-        given = next((place / "cache").glob(data)).parent
+        folders = [manifest.parent for manifest in (place / "cache").glob(data)]
+        given = next(folder for folder in folders if not holds_conversations(folder))
     else:
         given = write(tmp_path / "given.jsonl", data)
     asked = ["--checkpoint", tuned, "--data", given, "--cache_dir", tmp_path / "cache"]

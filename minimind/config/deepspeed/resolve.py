@@ -135,6 +135,8 @@ def _parse(text: str) -> Any:
             return hjson.loads(text, object_pairs_hook=_without_repeats)
         except hjson.HjsonDecodeError as other:
             in_both = "property name" not in error.msg and "trailing comma" not in error.msg
+            if error.pos >= len(text.rstrip()):  # cut off
+                raise error from None
             if in_both and text[error.pos : error.pos + 1] not in ("/", "#", "'"):
                 raise error from None
             raise json.JSONDecodeError(other.msg, text, other.pos) from None
