@@ -39,19 +39,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
-train: $(READY) ## train the tiny model on what this Python's own library says about itself: 5 to 8 minutes on two CPU cores after installing
+train: $(READY) ## train the tiny model on what this Python says about itself: 5 to 8 minutes on two CPU cores after installing
 	@$(BIN)/python examples/stdlib_corpus.py $(SAMPLE)/stdlib.jsonl
 	@PYTHON=$(BIN)/python bash run_accelerate.sh --config fast --model tiny --data_path $(SAMPLE)/stdlib.jsonl \
 	  --out_dir $(SAMPLE)/run --cache_dir $(SAMPLE)/cache --max_steps $(STEPS) --batch_size 8 \
 	  --save_interval 100 --eval_interval 200 $(ON_DEVICE)
-	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt 'def ' --max_new_tokens 80
 	@echo
-	@echo "The checkpoint is under $(SAMPLE)/run/checkpoints. Three things to try next:"
-	@echo "  1. give it another prompt:"
-	@echo "     .venv/bin/minimind generate --checkpoint $(SAMPLE)/run --prompt 'class '"
-	@echo "  2. train on your own text:"
-	@echo "     bash run_accelerate.sh --model tiny --data_path TEXT.jsonl --out_dir out/mine"
-	@echo "  3. see where the time goes: the same with --profile"
+	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt "$$(printf 'class Reader:\n    """')" \
+	  --max_new_tokens 80 --temperature 0.3 --repetition_penalty 1.1
+	@echo
+	@echo "This is what it writes after the first two lines; another --seed, another text. On your own text:"
+	@echo "  bash run_accelerate.sh --model tiny --data_path TEXT.jsonl --out_dir out/mine"
 
 test: $(READY) ## everything that fits in minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not launch"; alone=$$?; \

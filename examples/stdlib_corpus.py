@@ -1,9 +1,10 @@
-"""A corpus that every machine has: what the running Python's own library says about itself.
+"""A corpus that every machine has: what the running Python says about itself.
 
     python examples/stdlib_corpus.py OUT.jsonl [--max_megabytes 12]
 
-One document a module, the docstrings with the signatures of what they describe, sorted by name, so
-the same interpreter always writes the same bytes.
+The topics of its language reference, a document each, then one document a module: the docstrings
+with the signatures of what they describe. All are sorted by name, so the same interpreter always
+writes the same bytes.
 """
 
 from __future__ import annotations
@@ -41,8 +42,18 @@ def sources(library: Path) -> Iterator[str]:
     return (whole_lines(text, DOCUMENT_BYTES) for text in modules(library))
 
 
+def topics(library: Path) -> Iterator[str]:
+    """The language reference, as help("try") shows it; none where the library lacks it."""
+    path = library / "pydoc_data" / "topics.py"
+    for node in ast.parse(path.read_bytes()).body if path.exists() else ():
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            texts = ast.literal_eval(node.value)
+            yield from (f"{texts[name].strip()}\n" for name in sorted(texts))
+
+
 def pages(library: Path) -> Iterator[str]:
-    """What every module says about itself: its docstring, and its outline."""
+    """The reference, and what every module says about itself: its docstring, and its outline."""
+    yield from (whole_lines(text, DOCUMENT_BYTES) for text in topics(library))
     for text in modules(library):
         module = ast.parse(text)
         page = "\n".join([*documented(module), "", *outline(module)]).strip()

@@ -37,7 +37,10 @@ def fault_error(faults: list[str]) -> UsageError:
     unique = list(dict.fromkeys(faults))
     if len(unique) == 1:
         return UsageError(unique[0])
-    numbered = " ".join(f"({n}) {fault}." for n, fault in enumerate(unique, 1))
+    numbered = " ".join(
+        f"({n}) {fault}" if fault.endswith("?") else f"({n}) {fault}."
+        for n, fault in enumerate(unique, 1)
+    )
     return UsageError(f"{len(unique)} faults: {numbered}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from minimind.cli import main as cli
 from minimind.config.arguments import EXAMPLE, Number, count_of_bytes, non_empty_path, size_in_bytes
-from minimind.config.foreign_flags import TABLES
+from minimind.config.foreign_flags import COMMANDS, TABLES
 from minimind.config.foreign_flags import rows as foreign_rows
 from minimind.config.parse import type_name
 from minimind.config.run_config import FLAGS
@@ -87,7 +87,7 @@ def _foreign_table(project: str) -> str:
     lines = [f"| {project} | here | |", "|---|---|---|"]
     lines += [
         f"| {cell(theirs)} | {cell(ours)} | {note} |".replace("|  |", "| |")
-        for theirs, ours, note in foreign_rows(TABLES[project])
+        for theirs, ours, note in foreign_rows({**TABLES, "command or script": COMMANDS}[project])
     ]
     return "\n".join(lines) + "\n"
 

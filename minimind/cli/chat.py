@@ -47,6 +47,8 @@ def run_chat(args: argparse.Namespace) -> int:
     """Print the answers; what is not part of them goes to stderr."""
     if args.once is None and (sys.stdin is None or not sys.stdin.isatty()):
         raise UsageError("standard input is no terminal; give --once")
+    if args.chat_template is None:
+        require_stored_template(args)
     chat = _load(args)
     if args.once is not None:
         chat.ask(args.once, show)
@@ -69,6 +71,14 @@ def run_chat(args: argparse.Namespace) -> int:
             show("\n")
 
 
+def require_stored_template(args: argparse.Namespace) -> None:
+    """Raise UsageError if the model has no chat template; takes milliseconds."""
+    from minimind.inference.stored_template import no_template, place_without_template
+
+    if place := place_without_template(args.checkpoint, args.model, args.tokenizer):
+        raise no_template(place)
+
+
 def _load(args: argparse.Namespace) -> Chat:
     from minimind.inference.chat import Chat, template_of
 
@@ -87,6 +97,8 @@ def _answer(chat: Chat, line: str) -> None:
         chat.reset()
     elif command == "/save":
         _save(chat, rest.strip())
+    elif command == "/help":
+        print(HELP, file=sys.stderr)
     elif command.startswith("/"):
         print(f"{command}: no such command; {HELP}", file=sys.stderr)
     else:

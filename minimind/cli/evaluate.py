@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from minimind.cli.chat import require_stored_template
 from minimind.config.arguments import (
     add_cache,
     add_model,
@@ -93,12 +94,14 @@ def add_parser(subs: Any) -> None:
 
 def run_eval(args: argparse.Namespace) -> int:
     """Evaluate a model; of several processes only the first one prints."""
+    require_of_kind(args)
+    _require_of_task(args)
+    if args.task == "sft" and args.lm_eval is None and args.chat_template is None:
+        require_stored_template(args)
     from minimind.config.deepspeed.backend_choice import device_for
     from minimind.config.launcher_env import read_launch
     from minimind.storage.object_cache import open_cache
 
-    require_of_kind(args)
-    _require_of_task(args)
     launch = read_launch(os.environ)
     device = device_for(args.device, "--device", launch)
     if args.lm_eval is not None:

@@ -28,11 +28,12 @@ from minimind.config.arguments import (
     share,
     size_in_bytes,
 )
+from minimind.config.foreign_flags import equivalent_command, suggest
 from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError, known_error
 from minimind.estimate.gpus import ASSUMED_MFU, GPUS, known_gpu, named_gpu
 from minimind.runtime.durable_files import escape_unencodable, printing
-from minimind.runtime.terminal import guarded, print_traceback, printable
+from minimind.runtime.terminal import guarded, print_traceback, printable, shorten_line
 from minimind.runtime.urls import masked_text
 
 EXAMPLE = "minimind generate --checkpoint out --prompt 'Once upon a time'"
@@ -196,6 +197,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     try:
+        if argv and argv[0][:1] != "-" and argv[0] not in COMMANDS:
+            every = "minimind --help lists every command"
+            hint = equivalent_command(argv[0]) or suggest(argv[0], [*COMMANDS], every)
+            raise UsageError(f"unknown command {shorten_line(argv[0])}; {hint}")
         args, args.run_flags = build_parser().parse_known_args(argv)
         if args.run_flags and args.command not in TAKE_RUN_FLAGS:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Equivalents of other projects' flags, for docs/coming_from.md and error messages; suggestions.
+"""Equivalents of other projects' flags and commands, for docs/coming_from.md and error messages; suggestions.
 
 A row is `their names | ours | note`, ours separated by commas. With equal counts, names pair up in
 order; otherwise each maps to the first of ours. If ours is empty, the note gives the reason.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # In the order of the page. The first row of a name gives the hint, unless a `=value` matches.
 TABLES = {
@@ -190,6 +190,19 @@ parallelism.tensor_parallel_degree | --tensor_parallel | under DeepSpeed at ZeRO
 parallelism.data_parallel_shard_degree |  | the ZeRO stage of the DeepSpeed JSON shards over all processes
 """,
 }
+# What other projects call a command or a script, without `.py`; ours are those of `minimind`.
+COMMANDS = """
+serve server api openai serve_openai_api |  | other software serves exports, by an OpenAI-compatible interface: [docs/serving.md](serving.md)
+web webui webchat web_demo chat_web gradio board |  | other software serves exports, also to web pages: [docs/serving.md](serving.md)
+pretrain train_pretrain base_train | minimind train | on all GPUs `minimind launch`
+finetune sft train_full_sft chat_sft full | minimind launch --config sft | with `--init_from RUN`
+infer inference run sample eval_llm chat_cli | minimind generate | `minimind chat` after fine-tuning
+evaluate lm_eval base_eval bench | minimind eval | also tasks of lm-eval (`--lm_eval`)
+preprocess preprocess_data tokenize | minimind prepare |
+tok_train train_tokenizer | minimind tokenizer train |
+convert convert_model merge save_pretrained push | minimind export | from other projects `minimind import`
+estimate_memory | minimind plan |
+"""
 Row = tuple[list[str], list[str], str]
 
 
@@ -205,8 +218,17 @@ def rows(table: str) -> list[Row]:
 def equivalent_flag(flag: str) -> str:
     """Return the equivalent of another project's `flag` as a clause; "" if unknown."""
     wanted, _, value = flag.lstrip("-").replace("-", "_").partition("=")
+    return _equivalent(wanted, value, TABLES.values())
+
+
+def equivalent_command(command: str) -> str:
+    """Return the equivalent of another project's command or script as a clause; "" if unknown."""
+    return _equivalent(command.removesuffix(".py").replace("-", "_"), "", [COMMANDS])
+
+
+def _equivalent(wanted: str, value: str, tables: Iterable[str]) -> str:
     clauses = []
-    for names, ours, note in (row for table in TABLES.values() for row in rows(table)):
+    for names, ours, note in (row for table in tables for row in rows(table)):
         for place, name in enumerate(names):
             known, _, its_value = name.partition("=")
             if known == wanted:

@@ -60,6 +60,14 @@ DROPPED = (
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
+# The sizes of Accelerate's parallelism_config, and the flag that divides by each here.
+DIVISIONS = {
+    "SP": "--sequence_parallel {}",
+    "CP": "--sequence_parallel {}",
+    "TP": "--tensor_parallel {}",
+    "DP_SHARD": "",
+    "DP_REPLICATE": "",
+}
 ACCELERATE = re.compile(r"(.*/)?accelerate(-launch|[./]commands[./].+)?")
 # Settings of torch's allocators; torch 2.9 deprecates the others, which have precedence.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -92,11 +100,9 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     source = environ.get("MINIMIND_CONFIG_FILE") or SOURCE
     local = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world_size
     backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if backend.lower() not in UNSET:
-        raise UsageError(
-            f"{source}: dynamo_backend = {backend} compiles the model outside this program's"
-            " control; remove it there"
-        )
+    divided = environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
+    if fault := compiled_by(backend) or (divided_by(environ) if divided else ""):
+        raise UsageError(f"{source}: {fault}")
     for engine in ("FSDP", "MEGATRON_LM"):
         if environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true":
             raise UsageError(
@@ -120,6 +126,31 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         deepspeed=zero,
         source=source,
     )
+
+
+def compiled_by(backend: str) -> str:
+    """Fault of a dynamo backend of Accelerate; empty if there is none."""
+    if backend.lower() in UNSET:
+        return ""
+    return (
+        f"dynamo_backend = {backend} compiles the model outside this program's control; remove it"
+        " there"
+    )
+
+
+def divided_by(sizes: Mapping[str, Any]) -> str:
+    """Fault of a parallelism_config, as YAML or as variables; empty if it divides nothing."""
+    upper = {str(name).upper(): str(size) for name, size in sizes.items()}
+    found = {}
+    for kind in DIVISIONS:
+        names = (f"PARALLELISM_CONFIG_{kind}_SIZE", f"{kind}_SIZE")
+        found[kind] = next((upper[name] for name in names if name in upper), "1")
+    divided = {kind: size for kind, size in found.items() if size not in ("1", "None")}
+    if not divided:
+        return ""
+    flags = [DIVISIONS[kind].format(size) for kind, size in divided.items() if DIVISIONS[kind]]
+    use = f"use {' '.join(flags)}" if flags else "write a ZeRO stage"
+    return f"parallelism_config is not read; remove it, and {use}"
 
 
 def planned_launch(launch: Launch, environ: Mapping[str, str]) -> Launch:

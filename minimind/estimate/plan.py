@@ -320,7 +320,7 @@ def _larger_batch(
         faster = likely_step(shape, larger, machine.gpu)
         assert faster is not None
         ratio = rows / best.rows * step.seconds / faster.seconds
-        speed = f", {ratio:.2f} times as many tokens/s by the estimate"
+        speed = f",\n{ratio:.2f} times as many tokens/s by the estimate"
     rate = run.learning_rate * (rows / best.rows) ** 0.5
     return (
         f"The {best.rows} rows are only the default. --batch_size {rows} takes"

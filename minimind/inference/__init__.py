@@ -9,4 +9,5 @@ load_model     load a model and its tokenizer from any source
 prompts        read a file of prompts
 sampling       sampling settings and logits processors
 score          loss of a model on whole texts or conversations
+stored_template  whether a model has a chat template, before torch is imported
 """

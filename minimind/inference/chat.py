@@ -17,6 +17,7 @@ from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.inference.generate import continue_ids
 from minimind.inference.sampling import Sampling
+from minimind.inference.stored_template import no_template
 from minimind.runtime.durable_files import write_whole
 
 
@@ -26,10 +27,7 @@ def template_of(
     """The template in a file, or that beside the tokenizer; UsageError if there is none."""
     found = own_template(tokenizer) if path is None else read_template(path)
     if found is None:
-        raise UsageError(
-            f"{place}: has no chat template beside its tokenizer; fine-tune it with --task sft,"
-            " give --chat_template, or use it on plain text (minimind generate, minimind eval)"
-        )
+        raise no_template(place)
     source, name = found
     return ChatTemplate(source, tokenizer, name, today)
 

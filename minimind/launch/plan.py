@@ -32,6 +32,10 @@ from minimind.runtime.terminal import one_line, phase
 
 # Device files of NVIDIA, AMD and Windows drivers; nvidia-smi may still be missing.
 DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
+LOCAL = "LOCAL_MACHINE"
+PRECISIONS = ("no", "bf16", "fp16")
+# Of the YAML, what is exported, and what refuse_unread lets through as doing nothing.
+ANSWERED = ("gpu_ids", "dynamo_backend", "dynamo_config", "parallelism_config")
 TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
 RESTARTS = {  # variable: (allowed values, default); minimind/launch/restart.py reads them
     "MAX_RESTARTS": (range(10_001), 0),
@@ -87,6 +91,12 @@ def distributed_type(settings: LaunchSettings) -> str:
     from minimind.config.launcher_env import DROPPED  # it imports yaml, which may be missing
 
     document, path = settings.document, settings.path
+    environment = document.get("compute_environment", LOCAL)
+    if environment != LOCAL:
+        raise UsageError(
+            f"{path}: compute_environment is {environment}; write {LOCAL}, the only one that this"
+            " script starts"
+        )
     refuse_unknown(document, fields(), path, "")
     kind = document.get("distributed_type", "missing")
     kind = "NO" if kind is False else kind  # how YAML reads a bare NO
@@ -105,7 +115,33 @@ def distributed_type(settings: LaunchSettings) -> str:
         )
     known = (*DEEPSPEED_FIELDS, *DROPPED)
     refuse_unknown(block or {}, known, path, " in deepspeed_config")
+    refuse_unread(document, path)
     return kind
+
+
+def refuse_unread(document: Mapping[str, Any], path: str) -> None:
+    """Raise UsageError for a precision, a compiler or a division that no process would apply."""
+    from minimind.config.launcher_env import compiled_by, divided_by  # they import yaml
+
+    precision = document.get("mixed_precision")
+    if precision not in (None, False) and str(precision).lower() not in PRECISIONS:
+        raise UsageError(
+            f"{path}: mixed_precision is {precision}; write one of {', '.join(PRECISIONS)}"
+        )
+    dynamo = document.get("dynamo_config")
+    backends = [document.get("dynamo_backend")]
+    backends += [dynamo.get("dynamo_backend")] if isinstance(dynamo, Mapping) else []
+    for backend in backends:
+        if fault := compiled_by(str(backend or "no")):
+            raise UsageError(f"{path}: {fault}")
+    if document.get("mpirun_config"):
+        raise UsageError(
+            f"{path}: mpirun_config is not read; remove it, and start the script on each host with"
+            " its MACHINE_RANK"
+        )
+    parallelism = document.get("parallelism_config")
+    if isinstance(parallelism, Mapping) and (fault := divided_by(parallelism)):
+        raise UsageError(f"{path}: {fault}")
 
 
 def refuse_unknown(names: Iterable[Any], known: Sequence[str], path: str, where: str) -> None:
@@ -135,6 +171,11 @@ def plan(settings: LaunchSettings, gpus: int) -> dict[str, Any]:
     each = 1 if kind == "NO" else gpus or 2
     machines = settings.number("NUM_MACHINES", "num_machines", range(1, 10_001)) or 1
     requested = settings.number("NUM_PROCESSES", "num_processes", range(1, 1_000_001))
+    if kind == "NO" and (requested or 1) > 1 and not settings.environ.get("NUM_PROCESSES"):
+        raise UsageError(
+            f"{settings.path}: distributed_type NO is one process, and num_processes is"
+            f" {requested}; write MULTI_GPU, or num_processes: 1"
+        )
     processes = requested or each * machines
     if processes % machines:
         raise UsageError(
@@ -150,7 +191,9 @@ def plan(settings: LaunchSettings, gpus: int) -> dict[str, Any]:
         raise UsageError(
             f"NUM_MACHINES is {machines}, which needs {missing}; set each on every host"
         )
-    kept = {key: value for key, value in settings.document.items() if key != "gpu_ids"}
+    kept = {key: value for key, value in settings.document.items() if key not in ANSWERED}
+    if kept.get("mixed_precision") is False:  # how YAML reads a bare no
+        kept["mixed_precision"] = "no"
     return {
         "same_network": True,  # else Accelerate requires a rendezvous service
         **kept,

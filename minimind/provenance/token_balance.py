@@ -118,11 +118,11 @@ class ConversationBalance:
 
 
 def _cut_or_dropped(cut: int, dropped: int) -> str:
-    """Conversations that are longer than a row, in words; "" if there are none."""
+    """Numbers of conversations that are longer than a row; "" if there are none."""
     what = [f"{cut:,} cut at the end of a turn"] if cut else []
     if dropped:
         what.append(f"{dropped:,} dropped, as nothing to train on ends within a row")
-    return f"conversations {' and '.join(what)}" if what else ""
+    return " and ".join(what)
 
 
 def token_balance(prepared: Prepared, order: Order, row_tokens: int) -> TokenBalance:

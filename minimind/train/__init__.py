@@ -18,6 +18,7 @@ sample_text       text from the model in training
 settings          the tables of values that --dry_run and --verbose print
 skipped_steps     steps whose loss or gradient is not finite
 start_summary     the log of a start, and the first screen of a run
+what_next         the commands that a finished run names
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -72,6 +71,7 @@ from minimind.train.sample_text import build_samples, read_sample_prompts
 from minimind.train.settings import dry_run_text, setting_of
 from minimind.train.skipped_steps import SkippedSteps
 from minimind.train.start_summary import log_run_start, log_start_event
+from minimind.train.what_next import what_next
 
 # For reading and writing: a disk may be slow, and a dead rank is detected by other means.
 CHECKPOINT_TIMEOUT_S = 3600
@@ -278,13 +278,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
             command = f"run it again without --resume {shlex.quote(run.resume)}"
         logger.print(f"{reason} at step {state.step}; {command} to go on")
     else:
-        command = os.path.relpath(Path(sys.executable).parent / "minimind")
-        place, rest = shlex.quote(run.out_dir), "" if run.task == "sft" else ' --prompt "..."'
-        verb = "chat" if run.task == "sft" else "generate"
-        logger.print(
-            f"done: {state.step} steps, {state.tokens:,} tokens; try\n"
-            f"  {command} {verb} --checkpoint {place}{rest}"
-        )
+        logger.print(f"done: {state.step} steps, {state.tokens:,} tokens; next\n{what_next(run)}")
     if context.engine.rank == 0:
         out_dir = Path(run.out_dir)
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from minimind.cli.chat import HELP
 from minimind.cli.main import main
 from minimind.data.chat.conversations import conversation_of_line
 from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
@@ -19,6 +22,7 @@ from minimind.errors import UsageError
 from minimind.inference.chat import Chat
 from minimind.inference.generate import GenerationResult
 from minimind.inference.sampling import Sampling
+from tests.conftest import ROOT
 from tests.train.terminal import Terminal
 
 POSITIONS, ROOM = 96, 20  # of the model, and of them the answer's
@@ -103,6 +107,7 @@ def test_a_conversation_is_saved_as_a_line_to_train_on(typed, tmp_path: Path):
 def test_commands_that_cannot_be_done_are_explained(typed, tmp_path: Path):
     nowhere = tmp_path / "nowhere" / "x"
     lines = ["ab", "/save", f"/save {nowhere}", "/save ~no-such-user/x", "/save a\0b", "/quit"]
+    lines += ["/help"]
     _, err = typed(lines, ["cd"])
     said = err.splitlines()[1:]
     assert said[0] == "/save needs a file; write /save talk.jsonl"
@@ -110,6 +115,7 @@ def test_commands_that_cannot_be_done_are_explained(typed, tmp_path: Path):
     assert said[2].startswith("not saved: ~no-such-user/x: ")
     assert said[3].endswith("; give another file")
     assert said[4].startswith("/quit: no such command; /reset ")
+    assert said[5] == HELP
 
 
 def test_what_could_not_be_trained_on_is_not_saved(typed, tmp_path: Path):
@@ -176,6 +182,79 @@ def test_the_first_turns_are_forgotten_and_the_system_message_is_not(start):
 def test_a_system_message_that_is_none(start, system: str, words: str):
     with pytest.raises(UsageError, match=words):
         start(["deep"], system).ask("what is the sea?")
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch):
+    """A load that takes so long that no refusal may wait for it."""
+
+    def load(*_: Any, **__: Any):
+        raise AssertionError("the libraries were imported")
+
+    monkeypatch.setattr("minimind.cli.chat._load", load)
+    monkeypatch.setattr("minimind.cli.evaluate._score", load)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(
+    "words", [["chat", "--once", "hi"], ["eval", "--task", "sft", "--data", "talk.jsonl"]]
+)
+@pytest.mark.parametrize(
+    ("kind", "folder", "refused"),
+    [
+        ("--checkpoint RUN", "RUN/checkpoints/step_00000002", True),
+        ("--checkpoint RUN/checkpoints", "RUN/checkpoints/step_00000002", True),
+        ("--checkpoint RUN/checkpoints/step_00000001", "RUN/checkpoints/step_00000001", True),
+        ("--model EXPORT", "EXPORT", True),
+        ("--model hf:EXPORT", "EXPORT", True),
+        ("--model CHAT --tokenizer EXPORT/tokenizer.model", "EXPORT", True),
+        ("--model CHAT", "", False),
+        ("--model EXPORT --tokenizer CHAT", "", False),
+        ("--checkpoint NOWHERE", "", False),
+        ("--model EXPORT --chat_template CHAT/chat_template.jinja", "", False),
+    ],
+)
+def test_a_model_without_a_template_is_refused_before_the_libraries(
+    words: list[str],
+    kind: str,
+    folder: str,
+    refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "RUN/checkpoints/step_00000001",
+        "RUN/checkpoints/step_00000002",
+        "EXPORT",
+        "CHAT",
+    ):
+        Path(name).mkdir(parents=True)
+        Path(name, "tokenizer.model").write_bytes(b"")
+        if "step" in name:
+            Path(name, "manifest.json").write_text("{}")
+    Path("CHAT/chat_template.jinja").write_text(DEFAULT_TEMPLATE)
+    status = main([*words, *kind.split()])
+    said = capsys.readouterr().err
+    if refused:
+        assert status == 2
+        assert f"{folder}: has no chat template beside its tokenizer; fine-tune it with" in said
+    else:
+        assert status == 70
+        assert "the libraries were imported" in said
+
+
+def test_the_refusal_imports_no_torch(tmp_path: Path):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    lines = ["chat --once hi", "eval --task sft --data talk.jsonl"]
+    code = (
+        "import sys; from minimind.cli.main import main;"
+        f"found = [main([*line.split(), '--model', {str(tmp_path)!r}]) for line in {lines!r}];"
+        "print(found, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[2, 2] False\n", done.stderr
 
 
 @pytest.mark.parametrize("flag", ["--once", "--system"])

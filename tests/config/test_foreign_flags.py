@@ -2,7 +2,9 @@
 
 import pytest
 
-from minimind.config.foreign_flags import TABLES, equivalent_flag, rows, suggest
+from minimind.cli.main import COMMANDS as OURS
+from minimind.cli.main import build_parser, main
+from minimind.config.foreign_flags import COMMANDS, TABLES, equivalent_flag, rows, suggest
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
@@ -104,6 +106,43 @@ def test_every_right_side_is_a_flag_of_ours():
             for word in ours:
                 name = word.split()[0].removeprefix("--").removeprefix("no-")
                 assert name in FLAGS, (theirs, word)
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        (
+            "serve",
+            "other software serves exports, by an OpenAI-compatible interface: docs/serving.md",
+        ),
+        ("serve_openai_api.py", "other software serves exports, by an OpenAI-compatible interface"),
+        ("web", "other software serves exports, also to web pages: docs/serving.md"),
+        ("chat-web", "other software serves exports, also to web pages: docs/serving.md"),
+        ("pretrain", "here it is minimind train (on all GPUs minimind launch)"),
+        ("estimate-memory", "here it is minimind plan"),
+        ("genrate", "did you mean generate?"),
+        ("frobnicate", "minimind --help lists every command"),
+    ],
+)
+def test_a_command_of_another_project_is_answered(
+    typed: str, answer: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main([typed, "--port", "80"]) == 2
+    assert f"error[E_USAGE]: unknown command {typed}; {answer}" in capsys.readouterr().err
+
+
+def test_every_command_of_ours_in_the_table_is_one_and_no_name_of_theirs_is_ours():
+    for theirs, ours, note in rows(COMMANDS):
+        assert ours or note, theirs
+        assert not {*theirs} & {*OURS}
+        for command in ours:
+            program, name, *rest = command.split()
+            assert program == "minimind"
+            assert name in OURS
+            if name == "launch":
+                parse_flags(rest)
+            elif rest:  # an action of the command
+                build_parser().parse_args([name, *rest, "a.jsonl", "--out", "DIR"])
 
 
 @pytest.mark.parametrize("word", ["--frobnicate", "--quux_size", "--tokens_per_second"])

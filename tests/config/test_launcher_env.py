@@ -73,6 +73,25 @@ def test_the_file_given_to_the_script_is_the_source():
 
 
 @pytest.mark.parametrize(
+    ("sizes", "use"),
+    [
+        ({"SP": "2"}, "--sequence_parallel 2"),
+        ({"TP": "2", "CP": "4"}, "--sequence_parallel 4 --tensor_parallel 2"),
+        ({"DP_SHARD": "2"}, "write a ZeRO stage"),
+        ({"SP": "1", "CP": "1", "TP": "1", "DP_SHARD": "1", "DP_REPLICATE": "1"}, ""),
+    ],
+)
+def test_a_division_that_only_accelerate_knows_is_refused_and_its_flag_named(sizes, use):
+    environ = {f"PARALLELISM_CONFIG_{name}_SIZE": size for name, size in sizes.items()}
+    environ |= {**TWO, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    if not use:
+        assert read_launch(environ).world_size == 2
+        return
+    with pytest.raises(UsageError, match=rf"parallelism_config is not read; remove it, .*{use}$"):
+        read_launch(environ)
+
+
+@pytest.mark.parametrize(
     ("line", "environ", "backend"),
     [
         ("", {}, "single"),

@@ -27,3 +27,13 @@ def test_the_corpus_is_the_same_every_time_and_readable(tmp_path):
     assert report == f"{len(documents)} documents, {before.st_size / 1e6:.1f} MB, {first}\n"
     assert 0.8e6 < before.st_size <= 1e6
     assert any("import " in document for document in documents)
+    assert documents[0].startswith('The "assert" statement\n')  # as help("assert") begins
+    assert any(document.startswith('"""') and "\ndef " in document for document in documents)
+
+
+def test_it_is_words_and_not_tables(tmp_path):
+    path = tmp_path / "all.jsonl"
+    write(path, "12")
+    text = "".join(documents_of(path, max_document_bytes=64_000))
+    assert sum(map(str.isdigit, text)) < 0.02 * len(text)
+    assert text.count("0x") < 1e-4 * len(text)

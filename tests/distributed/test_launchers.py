@@ -236,6 +236,27 @@ def test_processes_come_from_the_environment_then_the_yaml_then_the_gpus(
     assert launched["distributed_type"] == ("DEEPSPEED" if deepspeed else "MULTI_GPU")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mixed_precision": False},  # a bare no
+        {"mixed_precision": "BF16"},
+        {"dynamo_backend": False},
+        {"dynamo_backend": "NO"},
+        {"dynamo_config": {"dynamo_mode": "default"}},
+        {"mpirun_config": {}},
+        {"parallelism_config": {"parallelism_config_tp_size": 1, "parallelism_config_sp_size": 1}},
+        {"parallelism_config": None},
+        {"compute_environment": "LOCAL_MACHINE"},
+    ],
+)
+def test_a_field_that_asks_for_nothing_is_no_fault_and_accelerate_can_read_it(fields):
+    launched = planned({**DEEPSPEED, **fields})
+    assert launched["num_processes"] == 2
+    assert isinstance(launched.get("mixed_precision", ""), str)
+    assert not {"dynamo_backend", "dynamo_config", "parallelism_config"} & set(launched)
+
+
 def test_a_literal_that_the_environment_overrides_is_reported():
     settings = LaunchSettings({**DEEPSPEED, "num_processes": 3}, "a.yaml", {"NUM_PROCESSES": "2"})
     plan(settings, 0)
@@ -308,6 +329,47 @@ HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": 
                 "main_process_prt": "main_process_port",
                 "distribute_type": "distributed_type",
             }.items()
+        ),
+        *(
+            ({**kind, **fields}, {}, f"a.yaml: {report}")
+            for kind in (DEEPSPEED, {"distributed_type": "MULTI_GPU"})
+            for fields, report in (
+                *(
+                    ({"mixed_precision": value}, f"mixed_precision is {value}; write one of no, b")
+                    for value in ("fp8", "fp32", 16, True)
+                ),
+                *(
+                    ({"compute_environment": value}, f"compute_environment is {value}; write LOCAL")
+                    for value in ("AMAZON_SAGEMAKER", "MY_CLUSTER", None)
+                ),
+                ({"dynamo_backend": "inductor"}, "dynamo_backend = inductor compiles the model"),
+                ({"dynamo_config": {"dynamo_backend": "EAGER"}}, "dynamo_backend = EAGER compiles"),
+                ({"mpirun_config": {"mpirun_hostfile": "hosts"}}, "mpirun_config is not read; re"),
+                *(
+                    (
+                        {"parallelism_config": sizes},
+                        f"parallelism_config is not read; remove it, {w}",
+                    )
+                    for sizes, w in (
+                        ({"parallelism_config_sp_size": 2}, "and use --sequence_parallel 2"),
+                        ({"parallelism_config_cp_size": 4}, "and use --sequence_parallel 4"),
+                        (
+                            {
+                                "parallelism_config_tp_size": 2,
+                                "parallelism_config_dp_shard_size": 4,
+                            },
+                            "and use --tensor_parallel 2",
+                        ),
+                        ({"tp_size": 2, "sp_size": 2}, "and use --sequence_parallel 2 --tensor_p"),
+                        ({"parallelism_config_dp_shard_size": 8}, "and write a ZeRO stage"),
+                    )
+                ),
+            )
+        ),
+        (
+            {"distributed_type": "NO", "num_processes": 8},
+            {},
+            "a.yaml: distributed_type NO is one process, and num_processes is 8; write MULTI_GPU",
         ),
     ],
 )

@@ -33,6 +33,17 @@ def test_a_run_ends_well_and_reports_what_ran(unbroken: Run):
     assert (end["status"], end["step"]) == (0, 60)
 
 
+def test_a_recipe_trains_in_place_of_the_shipped_optimizer(launch: Launcher, tmp_path: Path):
+    """The start script with its own files; in-process tests resolve every optimizer's flag."""
+    run = launch.run(tmp_path / "out", "--config fast --max_steps 2 --eval_rows 0")
+    assert run.status == 0, run.stderr
+    notice = "optimizer muon by --config fast, in place of configs/ds_config.json's AdamW"
+    assert run.stdout.count(notice) == 1
+    (start,) = run.events("run_start")
+    assert (start["backend"], start["zero_stage"]) == ("deepspeed", 2)
+    assert "optimizer: muon" in (run.out_dir / "config.yaml").read_text()
+
+
 def test_pos_cis_is_complex64_on_every_rank_under_bf16(unbroken: Run):
     (start,) = unbroken.events("run_start")
     assert start["rotary"] == ["torch.complex64"] * 2

@@ -11,11 +11,13 @@ import pytest
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
+from minimind.config.parse import parse_flags
 from minimind.data.loader.mixture import Mixture
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared, open_prepared
 from minimind.provenance.step_rows import documents_of, read_run, rows_at
 from minimind.provenance.token_balance import ConversationBalance, token_balance
+from minimind.train.what_next import what_next
 from tests.conftest import sentences
 
 train: Any = training  # a package that is called like a function
@@ -106,12 +108,12 @@ def test_the_conversations_of_each_part_are_counted():
     counts |= {"held_out_conversations": 5, "cut": 2, "dropped": 1, "padding": 1_000}
     assert str(ConversationBalance(**counts)) == (
         "9,700 of 100 conversations = 500 of 5 held out + 9,000 of 94 in rows + 200 of"
-        " conversations 2 cut at the end of a turn and 1 dropped, as nothing to train on ends"
-        " within a row; 4,000 are targets; 10% of the rows is padding"
+        " 2 cut at the end of a turn and 1 dropped, as nothing to train on ends within a row;"
+        " 4,000 are targets; 10% of the rows is padding"
     )
 
 
-def test_a_run_logs_the_balance(corpus: Path, tmp_path: Path):
+def test_a_run_logs_the_balance(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out"
     flags: dict[str, Any] = {
         "dim": 16,
@@ -123,6 +125,8 @@ def test_a_run_logs_the_balance(corpus: Path, tmp_path: Path):
     flags |= {"vocab_size": 600, "batch_size": 4, "device": "cpu", "deepspeed_config": "none"}
     flags |= {"data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache"), "epochs": 2}
     assert train(flags, out_dir=str(out), eval_rows=0, log_interval=100) == 0
+    said = "".join(capsys.readouterr())
+    assert f"tokens; next\n{what_next(parse_flags(['--out_dir', str(out)]))}\n" in said
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     start, balance = (
         next(e for e in events if e["event"] == name) for name in ("run_start", "token_balance")

@@ -41,6 +41,27 @@ DEEPSPEED_ADAM = {
     "set_grad_none": (True, False),
     "fp32_optimizer_states": (True,),
 }
+# DeepSpeed's own models read "auto" as the default of a field.
+DEFAULTS = {
+    **dict.fromkeys(
+        (
+            "zero_optimization.sub_group_size",
+            "zero_optimization.stage3_max_live_parameters",
+            "zero_optimization.stage3_max_reuse_distance",
+        ),
+        10**9,
+    ),
+    "zero_optimization.contiguous_gradients": True,
+    "zero_optimization.reduce_scatter": True,
+    "zero_optimization.allgather_partitions": True,
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_param.device": "none",
+    "fp16.loss_scale": 0,
+    "fp16.loss_scale_window": 1000,
+    "fp16.initial_scale_power": 16,
+    "fp16.hysteresis": 2,
+    "fp16.min_loss_scale": 1,
+}
 WARMUP = ("scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps")
 DECAY = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 COSINE, CYCLE = ("scheduler.params.cos_min_ratio",), ("scheduler.params.cycle_momentum",)
@@ -77,7 +98,8 @@ def auto_values(
     schedule: Schedule | None,
 ) -> Filled:
     """Return value and source of every key that this package can fill."""
-    values = _numbers(run, world_size) | _buckets(run, world_size, device)
+    values: Filled = {key: (value, "DeepSpeed's default") for key, value in DEFAULTS.items()}
+    values |= _numbers(run, world_size) | _buckets(run, world_size, device)
     return values | _optimizer(config, run) | _sgd(run) | _rates(run, schedule)
 
 

@@ -124,7 +124,7 @@ LOWERED = (
 _GONE = "was removed from DeepSpeed"
 REMOVED = {
     "amp": f"{_GONE}; use bf16, fp16 or torch_autocast",
-    "bfloat16": "is the old name, which DeepSpeed ignores beside bf16; write bf16",
+    "bfloat16": "is the old name; write bf16",
     "allgather_size": "is ignored by DeepSpeed; use zero_optimization.allgather_bucket_size",
     "compression_training": f"{_GONE}; remove it, nothing replaces it",
     "curriculum_learning": f"{_GONE}; it lives in data_efficiency.data_sampling",

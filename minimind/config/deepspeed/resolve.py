@@ -135,6 +135,8 @@ def _parse(text: str) -> Any:
             return hjson.loads(text, object_pairs_hook=_without_repeats)
         except hjson.HjsonDecodeError as other:
             in_both = "property name" not in error.msg and "trailing comma" not in error.msg
+            if error.pos >= len(text.rstrip()):  # cut off
+                raise error from None
             if in_both and text[error.pos : error.pos + 1] not in ("/", "#", "'"):
                 raise error from None
             raise json.JSONDecodeError(other.msg, text, other.pos) from None
@@ -190,7 +192,7 @@ def resolve(
         raise fault_error([*faults, str(error)]) from error
     sources = {key: path for key in leaves(config)} | from_yaml
     _fill(config, sources, run, world_size, device, schedule)
-    faults += _unsupported_autos(config, path)
+    faults += _unsupported_autos(config, path, faults)
     faults += incompatible_settings(config, path, run, world_size, device, sources)
     faults += engine_faults(config, path, run, device)
     # Skip DeepSpeed's message for a key that already has a fault.
@@ -230,8 +232,10 @@ def _fill(
             sources[key] = source
 
 
-def _unsupported_autos(config: Mapping[str, Any], path: str) -> list[str]:
-    keys = [key for key, value in leaves(config).items() if value == AUTO]
+def _unsupported_autos(config: Mapping[str, Any], path: str, faults: list[str]) -> list[str]:
+    reported = tuple(f"{_key(fault, path)}." for fault in faults)
+    left = [key for key, value in leaves(config).items() if value == AUTO]
+    keys = [key for key in left if not f"{key}.".startswith(reported)]
     return (
         [f'{path}: "auto" is not supported for {", ".join(keys)}; write a value there']
         if keys

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from minimind.checkpoint.run_folder import write_reference
+from minimind.config.deepspeed.auto_values import DEFAULTS
 from minimind.config.deepspeed.resolve import AUTO, leaves, read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT
@@ -105,6 +106,19 @@ def test_deepspeeds_clock_waits_for_no_gpu_unless_requested_to():
     assert resolved(device="cuda").config["timers"] == {"throughput": {"synchronized": False}}
     requested = with_value("timers.throughput.synchronized", True)
     assert resolved(config=requested).config["timers"] == requested["timers"]
+
+
+@pytest.mark.parametrize("key", DEFAULTS)
+def test_auto_is_the_default_where_deepspeeds_own_models_read_it_so(key: str):
+    config = with_value("zero_optimization.stage", 3)
+    *parents, last = key.split(".")
+    place = config
+    for parent in parents:
+        place = place.setdefault(parent, {})
+    place[last] = AUTO
+    found = resolved(config=config)
+    assert leaves(found.config)[key] == DEFAULTS[key]
+    assert found.sources[key] == "DeepSpeed's default"
 
 
 def test_communication_overlaps_on_several_gpus_only():

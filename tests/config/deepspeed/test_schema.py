@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from minimind.config.deepspeed import keys
+from minimind.config.deepspeed.auto_values import DEFAULTS
 from minimind.config.deepspeed.schema import faults, optimizer_name
 from minimind.config.run_config import PROJECT
 
@@ -170,6 +171,12 @@ def test_every_default_of_the_models_is_a_value_of_its_kind(name, survey):
     fields = survey["models"][name]
     given = {field: fields[field][1] for field in keys.MODELLED[name]}
     assert faults(nested(name, given), "ds.json") == []
+
+
+def test_what_auto_is_filled_with_are_the_models_defaults(survey):
+    for key, value in DEFAULTS.items():
+        section, _, name = key.rpartition(".")
+        assert survey["models"][section][name][1] == value, key
 
 
 def test_the_sections_that_are_covered_whole():

@@ -1,0 +1,38 @@
+"""Whether a model has a chat template beside its tokenizer, told before torch is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from minimind.checkpoint.directory import MANIFEST, published_checkpoints
+from minimind.config.model_flags import HUGGING_FACE
+from minimind.data.tokenizer.files import JSON_NAME, MODEL_NAME, read_configuration
+from minimind.errors import UsageError
+
+
+def no_template(place: Path) -> UsageError:
+    """The error of a model without a chat template."""
+    return UsageError(
+        f"{place}: has no chat template beside its tokenizer; fine-tune it with --task sft,"
+        " give --chat_template, or use it on plain text (minimind generate, minimind eval)"
+    )
+
+
+def place_without_template(
+    checkpoint: str | None, model: str | None, tokenizer: str | None
+) -> Path | None:
+    """The folder of a tokenizer that has no chat template; None where it has, or is not found.
+
+    What cannot be found or read is reported when the model is loaded.
+    """
+    if checkpoint:
+        folder = Path(checkpoint)
+        if not (folder / MANIFEST).exists():
+            root = folder if folder.name == "checkpoints" else folder / "checkpoints"
+            folder = next(iter(published_checkpoints(root)), folder)
+    else:
+        folder = Path(tokenizer or (model or "").removeprefix(HUGGING_FACE)).expanduser()
+        folder = folder.parent if folder.is_file() else folder
+    files = [folder / name for name in (MODEL_NAME, JSON_NAME) if (folder / name).is_file()]
+    has_none = files and not read_configuration(files[0]).templates.by_name
+    return folder if has_none else None

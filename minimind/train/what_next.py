@@ -1,0 +1,33 @@
+"""What can be done with the model of a finished run, as commands."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from minimind.config.run_config import LAUNCH, RunConfig
+
+
+def what_next(run: RunConfig) -> str:
+    """A line for each command: what it is for, and how to type it."""
+    command = os.path.relpath(Path(sys.executable).parent / "minimind")
+    place = shlex.quote(run.out_dir)
+    form = "transformers" if run.hugging_face else "minimind" if run.use_moe else "llama"
+    if run.task == "sft":
+        lines = {
+            "talk": f"{command} chat --checkpoint {place}",
+            "measure": f"{command} eval --task sft --checkpoint {place} --data TALK.jsonl",
+        }
+    else:
+        lines = {
+            "write": f'{command} generate --checkpoint {place} --prompt "..."',
+            "measure": f"{command} eval --checkpoint {place} --data TEXT.jsonl",
+        }
+        if run.hugging_face is None:
+            talk = f"--init_from {place} --data_path TALK.jsonl --out_dir DIR"
+            lines["fine-tune"] = f"{LAUNCH} --config sft {talk}"
+    lines["export"] = f"{command} export --checkpoint {place} --format {form} --out DIR"
+    width = max(map(len, lines))
+    return "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())

@@ -1,0 +1,45 @@
+"""The commands that a finished run names: each is one that can be typed."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from minimind.cli.main import build_parser
+from minimind.config.parse import parse_flags
+from minimind.train.what_next import what_next
+
+DEEP = "/tmp/my runs/it's"
+
+
+@pytest.mark.parametrize(
+    ("flags", "labels", "form"),
+    [
+        ("", "write measure fine-tune export", "llama"),
+        ("--use_moe", "write measure fine-tune export", "minimind"),
+        ("--task sft", "talk measure export", "llama"),
+        ("--model hf:HF", "write measure export", "transformers"),
+        ("--model hf:HF --task sft", "talk measure export", "transformers"),
+    ],
+)
+def test_what_comes_next_fits_the_run_and_can_be_typed(
+    flags: str, labels: str, form: str, tmp_path: Path
+):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    words = flags.replace("HF", str(tmp_path)).split()
+    lines = what_next(parse_flags([*words, "--out_dir", DEEP])).splitlines()
+    assert [line.split()[0] for line in lines] == labels.split()
+    for line in lines:
+        label, program, *rest = shlex.split(line)
+        if label == "fine-tune":
+            assert (program, rest[0]) == ("bash", "run_accelerate.sh")
+            run = parse_flags(rest[1:])
+            assert (run.task, run.init_from, run.out_dir) == ("sft", DEEP, "DIR")
+            continue
+        assert Path(program).name == "minimind"
+        args = build_parser().parse_args(rest)
+        assert args.checkpoint == DEEP
+        assert label != "export" or args.format == form
+        assert label != "measure" or args.task == ("sft" if "sft" in flags else "pretrain")
