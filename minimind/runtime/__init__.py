@@ -13,6 +13,7 @@ heartbeat        liveness of the other ranks, and which one failed
 local_workers    the worker processes of this host
 locks            file locks of prepared folders and checkpoints
 output_folder    the folder of --out, replaced atomically
+panics           panics of Rust libraries as exceptions
 process          a worker's stderr, signals and exit status
 terminal         terminal output: escapes, error lines, phases of a start
 urls             what may be shown of URLs
