@@ -23,7 +23,7 @@ from minimind.runtime.checked_json import (
     Count,
     Positive,
     Size,
-    read_object,
+    read_foreign_object,
     shown,
     validate,
 )
@@ -190,7 +190,7 @@ def read_minimind2_config(
     Flags supply what older versions omit, such as rope_theta.
     """
     with readable(path, REPLACE):
-        values, _ = read_object(path)
+        values = read_foreign_object(path)
         if values.get("use_moe"):
             raise CheckpointError("has use_moe = True, and experts cannot be imported")
         required = ("rope_theta", "norm_eps", "max_seq_len")
@@ -228,7 +228,7 @@ def read_minimind2_config(
 def read_llama_config(path: Path) -> dict[str, Any]:
     """Arguments of MiniMindConfig from Hugging Face's config.json of a Llama, Mistral or Qwen3."""
     with readable(path, REPLACE):
-        values, _ = read_object(path)
+        values = read_foreign_object(path)
         kind = values.get("model_type")
         is_ours = kind == "minimind" and "use_flash_attn" in values
         if type(kind) is not str or kind not in ARCHITECTURES or is_ours:

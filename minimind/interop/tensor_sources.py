@@ -21,7 +21,14 @@ from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.tensor_files import Part, readable
 from minimind.engine.optimizer.state import AVERAGE, MASTER
 from minimind.errors import CheckpointError, NumericError, UsageError
-from minimind.runtime.checked_json import CheckedJson, FileName, read_object, shown, validate
+from minimind.runtime.checked_json import (
+    CheckedJson,
+    FileName,
+    read_foreign_object,
+    shown,
+    validate,
+)
+from minimind.runtime.durable_files import require_regular
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -29,6 +36,8 @@ WHOLE = "model.safetensors"
 PICKLED = ("pytorch_model.bin", "*.pth", "*.pt")
 TRAINED = "trained"  # of --weights, beside AVERAGE
 REPLACE = "get the file again, or name another"
+HEADER_SIZE = 8  # bytes, with the size of the header that follows
+LARGEST_HEADER = 2**23  # bytes; of a file with 100 layers 100 KB
 GGUF_MAGIC = b"GGUF"
 IS_GGUF = (
     "is GGUF, which is written here and not read; name what it was exported from: a run, or a"
@@ -167,6 +176,7 @@ def open_safetensors(files: list[Path], path: Path | None = None) -> TensorSourc
     shapes, dtypes = {}, {}
     for file in files:
         with readable(file, REPLACE):
+            _require_header(file)
             handle = safe_open(file, framework="pt")
             for name in handle.keys():
                 part = handle.get_slice(name)
@@ -183,6 +193,17 @@ def open_safetensors(files: list[Path], path: Path | None = None) -> TensorSourc
             return handle.get_tensor(name)
 
     return TensorSource(path or files[0], shapes, dtypes, read)
+
+
+def _require_header(file: Path) -> None:
+    """Raise OSError unless it is a regular file, CheckpointError for a header that is too large."""
+    require_regular(file)
+    with open(file, "rb") as content:
+        size = int.from_bytes(content.read(HEADER_SIZE), "little")
+    if size > LARGEST_HEADER:
+        raise CheckpointError(
+            f"has a header of {size:,} bytes, more than the {LARGEST_HEADER:,} of the limit"
+        )
 
 
 def check_shapes(source: TensorSource, path: Path, expected: Mapping[str, list[int]]) -> None:
@@ -211,7 +232,7 @@ class WeightIndex(CheckedJson):
 def _read_index(index: Path) -> list[Path]:
     """The files that an index lists, all in its own directory."""
     with readable(index, REPLACE):
-        content, _ = read_object(index)
+        content = read_foreign_object(index)
         validate(WeightIndex, content)
     return [index.with_name(name) for name in sorted({*content["weight_map"].values()})]
 
@@ -219,6 +240,7 @@ def _read_index(index: Path) -> list[Path]:
 def open_pickled(path: Path) -> TensorSource:
     """The tensors of a torch.save file, memory-mapped and loaded with weights_only=True."""
     with readable(path, REPLACE):
+        require_regular(path)
         with path.open("rb") as file:
             is_gguf = file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
     if is_gguf:

@@ -7,6 +7,7 @@ tensors must be exactly those of the shape.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ from minimind.interop.weight_names import (
     to_interleaved,
 )
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.runtime.checked_json import ELSEWHERE, read_object, require_listed, shown
+from minimind.runtime.checked_json import ELSEWHERE, read_foreign_object, require_listed, shown
 from minimind.runtime.locks import ReadLock
 
 CHECKPOINT, OURS, TRANSFORMERS = "checkpoint", "minimind", "transformers"
@@ -116,7 +117,7 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: PretrainedConfig) -> None:
 def find_tokenizer(path: Path) -> Path | None:
     """The tokenizer file of a directory, if it has one."""
     files = (path / name for name in (MODEL_NAME, JSON_NAME))
-    return next((file for file in files if file.is_file()), None)
+    return next((file for file in files if os.path.lexists(file)), None)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -203,7 +204,7 @@ def _detect_kind(path: Path, source: TensorSource, expected: str | None) -> str:
 def _is_ours(config: Path) -> bool:
     """Whether rotary pairs are adjacent, which tensors and their names do not show."""
     with readable(config, REPLACE):
-        values, _ = read_object(config)
+        values = read_foreign_object(config)
     return values.get("model_type") == OURS and "use_flash_attn" in values
 
 

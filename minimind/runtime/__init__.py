@@ -10,6 +10,7 @@ environment      RANK, WORLD_SIZE and the like, checked before a library reads t
 exit             the final message and exit status, by main or watch thread
 hardware         GPUs, driver, compilers, bf16 support
 heartbeat        liveness of the other ranks, and which one failed
+limited          a function of a module in a process with limits of time and memory
 local_workers    the worker processes of this host
 locks            file locks of prepared folders and checkpoints
 output_folder    the folder of --out, replaced atomically

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from minimind.data.tokenizer.bounds import require_bounded_json
 from minimind.data.tokenizer.escaping import require_unicode
 from minimind.data.tokenizer.files import (
     CONFIG_NAME,
@@ -65,6 +66,7 @@ class HuggingFaceTokenizer:
         beside = read_configuration(self.path)
         self._files = {JSON_NAME: read_file(self.path), **beside.files}
         self._json = parse_object(self.path, self._files[JSON_NAME])
+        require_bounded_json(self.path, self._json)
         self._tokenizer = _load(self.path, self._files[JSON_NAME])
         self.templates, self.token_names = beside.templates, beside.token_names
         names = beside.values

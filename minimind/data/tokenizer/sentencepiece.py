@@ -17,8 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
+from google.protobuf.message import DecodeError
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
 from minimind.data.text.sample import SEED, sample
+from minimind.data.tokenizer.bounds import require_bounded_model
 from minimind.data.tokenizer.encoder import TextEncoder
 from minimind.data.tokenizer.escaping import escape, unescape
 from minimind.data.tokenizer.files import (
@@ -78,10 +81,11 @@ class Tokenizer:
         self._processor = sentencepiece.SentencePieceProcessor()
         self._encoder = TextEncoder(self._processor)
         try:
+            require_bounded_model(self.path, ModelProto.FromString(self._model))
             self._processor.LoadFromSerializedProto(self._model)
             self._processor.id_to_piece([*range(self.vocab_size)])  # each must be UTF-8
         # UnicodeDecodeError: a piece is not UTF-8, or an error message quotes such a piece.
-        except (RuntimeError, UnicodeDecodeError) as error:
+        except (RuntimeError, UnicodeDecodeError, DecodeError) as error:
             raise DataError(
                 f"{self.path}: is not a SentencePiece model, or damaged; restore it, or delete"
                 " it and leave out --tokenizer to learn one from the data"
@@ -201,7 +205,7 @@ class Tokenizer:
     def exported(self) -> dict[str, bytes]:
         """The same files, and those that AutoTokenizer reads if they give the same ids."""
         try:
-            existing = self.path.with_name(JSON_NAME).read_bytes()
+            existing = read_small(self.path.with_name(JSON_NAME), LARGEST_FILE)
         except OSError:
             existing = None
         files = {**self.files(), **hugging_face_files(self._processor, existing)}
