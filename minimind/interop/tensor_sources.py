@@ -200,10 +200,9 @@ def _require_header(file: Path) -> None:
     require_regular(file)
     with open(file, "rb") as content:
         size = int.from_bytes(content.read(HEADER_SIZE), "little")
-    if size > LARGEST_HEADER:
-        raise CheckpointError(
-            f"has a header of {size:,} bytes, more than the {LARGEST_HEADER:,} of the limit"
-        )
+    if not 2 <= size <= LARGEST_HEADER:
+        limits = f"fewer than 2 or more than {LARGEST_HEADER:,} bytes"
+        raise CheckpointError(f"has a header of {limits}, unlike safetensors")
 
 
 def check_shapes(source: TensorSource, path: Path, expected: Mapping[str, list[int]]) -> None:

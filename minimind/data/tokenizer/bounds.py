@@ -11,7 +11,7 @@ import re
 import struct
 from base64 import b64decode
 from binascii import Error as NotBase64
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from re import _parser  # pyright: ignore[reportAttributeAccessIssue] (the parser of `re` itself)
@@ -24,7 +24,7 @@ from minimind.runtime.limited import ends_within
 MOST_GROWTH = 64  # characters that may be written for one; Unicode's own forms reach 18
 LONGEST_PIECE = 1024  # of a model that looks for every piece at every character
 LONGEST_WORD = 1000  # of WordPiece, whose time grows with the cube
-MAX_SECONDS, MAX_BYTES = 5.0, 2**30  # of the processor, and of memory, for pattern_trial.TEXTS
+MAX_SECONDS, MAX_BYTES = 3.0, 2**30  # of the processor, and of memory, for pattern_trial.TEXTS
 PARTS = ("normalizer", "pre_tokenizer", "decoder")  # of a tokenizer.json
 REMEDY = "give another tokenizer"
 
@@ -43,8 +43,7 @@ def require_bounded_json(path: Path, values: Mapping[str, Any]) -> None:
         _require_growth(path, len(_text(model.get(name))), f"its {name}")
     if model.get("type") == "Unigram":
         pieces = model.get("vocab")
-        names = (entry[0] for entry in pieces if entry) if _is_lists(pieces) else ()
-        require_short_pieces(path, names)
+        require_short_pieces(path, [entry[0] for entry in _lists(pieces)])
     longest = model.get("max_input_chars_per_word")
     if isinstance(longest, int) and longest > LONGEST_WORD:
         raise DataError(
@@ -61,10 +60,10 @@ def require_bounded_model(path: Path, proto: Any) -> None:
         _require_growth(path, _longest_form(spec.precompiled_charsmap), "its normalization")
     _require_growth(path, len(proto.trainer_spec.unk_surface), "its unk_surface")
     if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
-        require_short_pieces(path, (piece.piece for piece in proto.pieces))
+        require_short_pieces(path, [piece.piece for piece in proto.pieces])
 
 
-def require_short_pieces(path: Path, pieces: Iterator[Any]) -> None:
+def require_short_pieces(path: Path, pieces: Iterable[Any]) -> None:
     """Raise DataError for a piece that takes too long to look for at every character."""
     longest = max((len(piece) for piece in pieces if isinstance(piece, str)), default=0)
     if longest > LONGEST_PIECE:
@@ -122,8 +121,9 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _is_lists(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, list) for entry in value)
+def _lists(value: Any) -> list[list[Any]]:
+    entries = value if isinstance(value, list) else []
+    return [entry for entry in entries if isinstance(entry, list) and entry]
 
 
 def _shortest(pattern: str) -> int:
