@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from minimind.errors import CheckpointError
 from minimind.runtime.durable_files import read_small
+from minimind.runtime.file_kinds import JSON_TEXT, kind_of_content
 
 MAX_BYTES = 8 * 2**20  # of a JSON file; the manifest of 10,000 ranks takes a quarter of it
 MAX_DEPTH = 32
@@ -90,7 +91,8 @@ def parse_object(text: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError("is not JSON") from error
+        kind = kind_of_content(text, JSON_TEXT)
+        raise CheckpointError(f"is {kind}, not JSON" if kind else "is not JSON") from error
     if type(parsed) is not dict:
         raise CheckpointError("is no JSON object")
     if is_deeper(parsed, MAX_DEPTH):

@@ -14,7 +14,8 @@ from minimind.runtime.durable_files import read_small
 
 LOOKED_AT = 4096  # bytes
 GZIP, ZSTD, JSON_TEXT = "gzip", "zstd", "JSON"
-PARQUET, SAFETENSORS, GGUF, TORCH = "Parquet", "safetensors", "GGUF", "a file of torch.save"
+PARQUET, ARROW, SAFETENSORS, GGUF = "Parquet", "Arrow", "safetensors", "GGUF"
+TORCH, SENTENCEPIECE = "a file of torch.save", "a SentencePiece model"
 UTF_16 = "convert it to UTF-8 (iconv -f {0} -t UTF-8)"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
@@ -25,6 +26,7 @@ class Kind:
 
     name: str
     remedy: str
+    is_pointer: bool = False  # text that stands for a file that is elsewhere
 
     def __str__(self) -> str:
         return f"{self.name} ({self.remedy})"
@@ -52,6 +54,17 @@ def _is_zlib(start: bytes) -> bool:
         return False
 
 
+def _is_marked_utf_16(start: bytes) -> bool:
+    """Whether a byte order mark begins text with a blank or a letter of ASCII in it."""
+    if not start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return False
+    try:
+        text = start[: len(start) // 2 * 2].decode("utf-16")
+    except UnicodeDecodeError as error:
+        text = start[: error.start].decode("utf-16") if error.start > LOOKED_AT - 4 else ""
+    return any(character < "\x7f" for character in text)
+
+
 def _is_utf_16(order: int) -> Callable[[bytes], bool]:
     """Whether the high bytes of letters, or of most, are NUL and the others are not."""
 
@@ -68,29 +81,26 @@ def _is_safetensors(start: bytes) -> bool:
 
 
 def _is_json_over_lines(start: bytes) -> bool:
-    """Whether a list begins, and its first line alone is no JSON."""
-    text = start.lstrip()
-    if not text.startswith(b"["):
+    """Whether a list begins whose objects are on lines of their own."""
+    line, newline, _ = start.lstrip().partition(b"\n")
+    line = line.rstrip()
+    if not (newline and line.startswith(b"[")):
         return False
-    line, newline, _ = text.partition(b"\n")
     try:
-        json.loads(line)
-    except ValueError:
-        return bool(newline)
-    except RecursionError:
+        return line in (b"[", b"[{") or type(json.loads(line[1:].removesuffix(b","))) is dict
+    except (ValueError, RecursionError):
         return False
-    return False
 
 
 # In this order: what is more certain first.
 KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     (
         _begins(b"version https://git-lfs.github.com/spec/"),
-        Kind("a Git LFS pointer", "fetch the file itself with `git lfs pull`"),
+        Kind("a Git LFS pointer", "fetch the file itself with `git lfs pull`", is_pointer=True),
     ),
     (
         _has(rb"(\.\./)*(\.git/annex|/annex)/objects/"),
-        Kind("a git-annex pointer", "fetch the file itself with `git annex get`"),
+        Kind("a git-annex pointer", "fetch the file itself with `git annex get`", is_pointer=True),
     ),
     (
         _has(rb"(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head|<body)"),
@@ -101,7 +111,7 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
         Kind("XML", "download the file itself, not the answer of a server"),
     ),
     (_begins(b"\xff\xfe\0\0", b"\0\0\xfe\xff"), Kind("UTF-32", UTF_16.format("UTF-32"))),
-    (_begins(b"\xff\xfe", b"\xfe\xff"), Kind("UTF-16", UTF_16.format("UTF-16"))),
+    (_is_marked_utf_16, Kind("UTF-16", UTF_16.format("UTF-16"))),
     (_begins(b"\x1f\x8b"), Kind(GZIP, _packed("gzip -d", ".gz"))),
     (_begins(b"\x28\xb5\x2f\xfd"), Kind(ZSTD, _packed("zstd -d", ".zst"))),
     (_has(rb"[\x50-\x5f]\x2a\x4d\x18"), Kind(ZSTD, _packed("zstd -d", ".zst"))),
@@ -120,7 +130,7 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     (_begins(b"PAR1", b"PARE"), Kind(PARQUET, "name it .parquet")),
     (
         _begins(b"ARROW1", b"\xff\xff\xff\xff", b"FEA1"),
-        Kind("Arrow", "name the folder of save_to_disk, or write it as Parquet"),
+        Kind(ARROW, "name the folder of save_to_disk, or write it as Parquet"),
     ),
     (_begins(b"ORC"), Kind("ORC", "write it as Parquet")),
     (_begins(b"Obj\x01"), Kind("Avro", "write it as Parquet")),
@@ -134,10 +144,7 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
         _has(rb"\x80[\x02-\x05][\x95}\](\x8a\x80c]"),
         Kind("a pickle of Python", "save it as what is read here; pickles may run code"),
     ),
-    (
-        _has(rb"\x0a[\x05-\x7f]\x0a.{1,40}<unk>"),
-        Kind("a SentencePiece model", "name it tokenizer.model"),
-    ),
+    (_has(rb"\x0a[\x05-\x7f]\x0a.{1,40}<unk>"), Kind(SENTENCEPIECE, "name it tokenizer.model")),
     (
         _has(rb"([A-Za-z0-9+/]{2,}={0,2} \d+\n){2}"),
         Kind("a vocabulary of tiktoken", "write it as a tokenizer.json"),

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from minimind.errors import DataError
 from minimind.runtime.checked_json import is_deeper
 from minimind.runtime.durable_files import read_small, storing, write_whole
+from minimind.runtime.file_kinds import JSON_TEXT, kind_of_content, kind_of_file
 
 MODEL_NAME = "tokenizer.model"
 JSON_NAME = "tokenizer.json"
@@ -133,7 +134,8 @@ def _read_template(path: Path) -> str:
     try:
         text = read_file(path, LARGEST_TEMPLATE).decode()
     except UnicodeDecodeError as error:
-        refuse(path, "not UTF-8", error)
+        kind = kind_of_file(path)
+        refuse(path, f"{kind}, not a template" if kind else "not UTF-8", error)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -152,7 +154,8 @@ def parse_object(path: Path, content: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
-        refuse(path, f"not JSON ({error})", error)
+        kind = kind_of_content(content, JSON_TEXT)
+        refuse(path, f"{kind}, not JSON" if kind else f"not JSON ({error})", error)
     if not isinstance(parsed, dict):
         refuse(path, "no JSON object")
     if is_deeper(parsed, DEEPEST):

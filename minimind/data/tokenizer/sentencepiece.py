@@ -51,9 +51,11 @@ from minimind.data.tokenizer.vocabulary import (
 )
 from minimind.errors import DataError
 from minimind.runtime.durable_files import read_small, write_whole
+from minimind.runtime.file_kinds import SENTENCEPIECE, kind_of_content
 
 SAMPLE_BYTES = 2**24
 LONGEST_AT_ONCE = 2**23  # bytes of a text that is not chunked; each takes up to 60 of memory
+NO_MODEL = "is not a SentencePiece model, or damaged"
 SENTENCE_CHARACTERS = 1000  # SentencePiece silently drops sentences of more than 4192 bytes
 
 # The trainer marks unknown characters with U+2585 and skips sentences that contain it.
@@ -86,8 +88,10 @@ class Tokenizer:
             self._processor.id_to_piece([*range(self.vocab_size)])  # each must be UTF-8
         # UnicodeDecodeError: a piece is not UTF-8, or an error message quotes such a piece.
         except (RuntimeError, UnicodeDecodeError, DecodeError) as error:
+            kind = kind_of_content(self._model, SENTENCEPIECE)
+            what = f"is {kind}, not a SentencePiece model" if kind else NO_MODEL
             raise DataError(
-                f"{self.path}: is not a SentencePiece model, or damaged; restore it, or delete"
+                f"{self.path}: {what}; restore it, or delete"
                 " it and leave out --tokenizer to learn one from the data"
             ) from error
         if not 0 <= self.eos_id < self.vocab_size:
