@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minimind.architecture.hf_config import require_unquantized
 from minimind.checkpoint.tensor_files import readable
 from minimind.checkpoint.validation import Positions, RopeScaling
 from minimind.errors import CheckpointError, UsageError
@@ -191,6 +192,7 @@ def read_minimind2_config(
     """
     with readable(path, REPLACE):
         values = read_foreign_object(path)
+        require_unquantized(values)
         if values.get("use_moe"):
             raise CheckpointError("has use_moe = True, and experts cannot be imported")
         required = ("rope_theta", "norm_eps", "max_seq_len")
@@ -236,6 +238,7 @@ def read_llama_config(path: Path) -> dict[str, Any]:
                 f"has model_type = {shown(kind)}, not llama, mistral or qwen3; training takes"
                 " others as models of transformers (--model hf:)"
             )
+        require_unquantized(values)
         validate(LlamaShape, values)
         for name, supported in FIXED.items():
             if values.get(name, supported) not in (supported, None):

@@ -59,6 +59,8 @@ from minimind.runtime.locks import ReadLock
 
 CHECKPOINT, OURS, TRANSFORMERS = "checkpoint", "minimind", "transformers"
 
+BASE = "model."  # of names in the causal language model, where a base model has none
+
 T = TypeVar("T")
 
 
@@ -138,7 +140,7 @@ def load_weights_from(
     if is_checkpoint(path):
         _check_kind(path, CHECKPOINT, kind)
         return load_checkpoint_weights(choose(str(place)))
-    source = open_tensors(path)
+    source = with_base_prefix(open_tensors(path))
     actual = _detect_kind(path, source, kind)
     _check_kind(path, actual, kind)
     if actual == OURS:
@@ -185,6 +187,13 @@ def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
     weights = load_checkpoint_weights(choose(place))
     tensors = match_tensors(weights.tensors, weights.path, config)
     return replace(weights, config=config, tensors=tensors)
+
+
+def with_base_prefix(source: TensorSource) -> TensorSource:
+    """The tensors of a LlamaModel without its head under the names of LlamaForCausalLM."""
+    if EMBEDDING.removeprefix(BASE) not in source.shapes:
+        return source
+    return source.renamed({name if name == HEAD else BASE + name: name for name in source.shapes})
 
 
 def _detect_kind(path: Path, source: TensorSource, expected: str | None) -> str:

@@ -169,16 +169,15 @@ def line_offset(path: Path, line: int) -> int:
 def _packed_lines(segment: Segment, reading: ReadOptions) -> Found:
     with unpacked(segment.path) as content, io.BufferedReader(content, BUFFER_BYTES) as file:
         number = position = 0
-        kind = None
         try:
+            start = file.peek(LOOKED_AT)
             for begin, end, line in _lines(file, 0, sys.maxsize, reading):
                 number, position = number + 1, end
                 document = _document_or_error(line, reading)
                 if isinstance(document, str):
                     yield document, content.consumed, number, begin
                 else:
-                    if not begin and line is not None:
-                        kind = kind_of_content(bytes(line[:LOOKED_AT]), JSON_TEXT)
+                    kind = kind_of_content(start, JSON_TEXT)
                     yield _rejection(segment.path, number, begin, document, kind)
             if not number:
                 yield _emptiness(segment.path)

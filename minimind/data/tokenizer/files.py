@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from minimind.errors import DataError
 from minimind.runtime.checked_json import is_deeper
 from minimind.runtime.durable_files import read_small, storing, write_whole
-from minimind.runtime.file_kinds import JSON_TEXT, kind_of_content, kind_of_file
+from minimind.runtime.file_kinds import JSON_TEXT, kind_of_content
 
 MODEL_NAME = "tokenizer.model"
 JSON_NAME = "tokenizer.json"
@@ -131,11 +131,14 @@ def _templates_by_name(path: Path, value: Any) -> dict[str, str]:
 
 def _read_template(path: Path) -> str:
     """The text of a template, with universal newlines as transformers reads it."""
+    content = read_file(path, LARGEST_TEMPLATE)
+    kind = kind_of_content(content)
     try:
-        text = read_file(path, LARGEST_TEMPLATE).decode()
+        text = content.decode()
     except UnicodeDecodeError as error:
-        kind = kind_of_file(path)
         refuse(path, f"{kind}, not a template" if kind else "not UTF-8", error)
+    if kind and kind.is_pointer:
+        refuse(path, f"{kind}, not a template")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
