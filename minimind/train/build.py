@@ -130,11 +130,6 @@ def plan_data_and_schedule(
     sources, sizes = prepared.manifest["sources"], prepared.train.sizes(row_tokens)
     for size, source in zip(sizes, sources, strict=True):
         if not size and len(sizes) > 1:
-            if isinstance(prepared.train, ConversationShards):
-                raise DataError(
-                    f"{paths}: source {source['name']} has no conversation with an answer that ends"
-                    f" within a row of {row_tokens} tokens; raise --max_seq_len, or leave it out"
-                )
             raise DataError(
                 f"{paths}: source {source['name']} has {source['tokens']['train']:,} training"
                 f" tokens, fewer than a row of {row_tokens}; add text to it, leave it out, or lower"
