@@ -27,6 +27,7 @@ class Kind:
     name: str
     remedy: str
     is_pointer: bool = False  # text that stands for a file that is elsewhere
+    is_text: bool = False  # that may be meant in a file of text
 
     def __str__(self) -> str:
         return f"{self.name} ({self.remedy})"
@@ -104,11 +105,15 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     ),
     (
         _has(rb"(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head|<body)"),
-        Kind("a page of HTML", "download the file itself, not the page about it or an error"),
+        Kind(
+            "a page of HTML",
+            "download the file itself, not the page about it or an error",
+            is_text=True,
+        ),
     ),
     (
         _has(rb"(\xef\xbb\xbf)?\s*<\?xml"),
-        Kind("XML", "download the file itself, not the answer of a server"),
+        Kind("XML", "download the file itself, not the answer of a server", is_text=True),
     ),
     (_begins(b"\xff\xfe\0\0", b"\0\0\xfe\xff"), Kind("UTF-32", UTF_16.format("UTF-32"))),
     (_is_marked_utf_16, Kind("UTF-16", UTF_16.format("UTF-16"))),
@@ -147,15 +152,19 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     (_has(rb"\x0a[\x05-\x7f]\x0a.{1,40}<unk>"), Kind(SENTENCEPIECE, "name it tokenizer.model")),
     (
         _has(rb"([A-Za-z0-9+/]{2,}={0,2} \d+\n){2}"),
-        Kind("a vocabulary of tiktoken", "write it as a tokenizer.json"),
+        Kind("a vocabulary of tiktoken", "write it as a tokenizer.json", is_text=True),
     ),
     (
         _is_json_over_lines,
-        Kind("one JSON list over many lines", "write each of its objects on a line (jq -c '.[]')"),
+        Kind(
+            "one JSON list over many lines",
+            "write each of its objects on a line (jq -c '.[]')",
+            is_text=True,
+        ),
     ),
     (_is_utf_16(1), Kind("UTF-16 without a byte order mark", UTF_16.format("UTF-16LE"))),
     (_is_utf_16(0), Kind("UTF-16 without a byte order mark", UTF_16.format("UTF-16BE"))),
-    (_has(rb'\s*\{\s*"'), Kind(JSON_TEXT, "give the file itself, or its right name")),
+    (_has(rb'\s*\{\s*"'), Kind(JSON_TEXT, "give the file itself, or its right name", is_text=True)),
 )
 
 

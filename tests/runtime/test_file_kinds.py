@@ -25,10 +25,12 @@ from pyarrow import parquet
 from safetensors.torch import save
 
 from minimind.architecture.select import hugging_face
+from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.data.text.documents import Rejection
 from minimind.data.text.inputs import segments_of
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import CheckpointError, DataError, UsageError
+from minimind.inference.prompts import read_text
 from minimind.interop.foreign_config import ShapeFlags, read_llama_config, read_minimind2_config
 from minimind.interop.tensor_sources import open_tensors
 from minimind.runtime.file_kinds import kind_of_content
@@ -268,6 +270,23 @@ def test_a_template_and_what_is_beside_a_tokenizer(tmp_path: Path):
 )
 def test_other_content_is_not_named(content: bytes):
     assert kind_of_content(content) is None
+
+
+def test_prompts_and_a_template_of_flags(tmp_path: Path):
+    for kind in ("UTF-16", "gzip", "zstd", "a zip archive"):
+        (tmp_path / "a").write_bytes(CONTENTS[kind][0])
+        report = _refused(tmp_path / "a", lambda: read_text(str(tmp_path / "a"), "--prompts"))
+        assert f"is {kind}, not text; " in report
+        report = _refused(tmp_path / "a", lambda: read_template(str(tmp_path / "a")))
+        assert f"cannot be read (it is {kind} (" in report
+
+
+@pytest.mark.parametrize("kind", sorted(TEXTS))
+def test_a_text_may_be_of_such_a_kind(kind: str, tmp_path: Path):
+    """Its own fault is told, not that it is a page."""
+    for content in CONTENTS[kind]:
+        (tmp_path / "a.txt").write_bytes(content.removeprefix(b"\xef\xbb\xbf") + b"\0")
+        assert "holds a NUL byte" in _rejected(tmp_path / "a.txt")
 
 
 def test_good_lines_are_read_whatever_they_begin_with(tmp_path: Path):

@@ -189,7 +189,8 @@ def _packed_lines(segment: Segment, reading: ReadOptions) -> Found:
 def _whole_file(segment: Segment, reading: ReadOptions) -> Found:
     with open(segment.path, "rb") as file:
         content = file.read(reading.max_document_bytes + 1)
-    kind = kind_of_content(content, JSON_TEXT)
+    kind = kind_of_content(content)
+    kind = None if kind is not None and kind.is_text else kind
     try:
         text = document_of_file(content, reading)
         if kind is not None and kind.is_pointer:
