@@ -44,8 +44,7 @@ def foreign_config(values: Mapping[str, Any]) -> PretrainedConfig:
     """
     kind = values.get("model_type")
     _require_no_code(values)
-    if values.get("quantization_config"):
-        raise CheckpointError("has a quantization_config, and quantized weights are not trained")
+    require_unquantized(values)
     if type(kind) is not str or kind not in CONFIG_MAPPING:
         raise CheckpointError(f"has model_type = {shown(kind)}, which transformers does not know")
     if kind in FETCHING:
@@ -69,6 +68,12 @@ def foreign_config(values: Mapping[str, Any]) -> PretrainedConfig:
             f"has {name} = {experts[name]}, and experts are trained in our own decoder alone"
         )
     return config
+
+
+def require_unquantized(values: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for the configuration of a quantized model, also one in floats."""
+    if values.get("quantization_config"):
+        raise CheckpointError("has a quantization_config, and quantized weights are not trained")
 
 
 def _require_no_code(values: Mapping[str, Any]) -> None:

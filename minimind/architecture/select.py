@@ -30,7 +30,12 @@ from minimind.errors import CheckpointError, UsageError
 from minimind.estimate.costs import flops_per_token
 from minimind.estimate.shape import shape_of
 from minimind.model.configuration import MiniMindConfig
-from minimind.runtime.checked_json import ELSEWHERE, read_checkpoint_config, read_object, shown
+from minimind.runtime.checked_json import (
+    ELSEWHERE,
+    read_checkpoint_config,
+    read_foreign_object,
+    shown,
+)
 
 OURS = MiniMindConfig.model_type
 # Keys of config.json that do not describe the model: provenance, dtype, generation, special ids.
@@ -238,7 +243,7 @@ def special_ids(tokenizer: AnyTokenizer) -> dict[str, int | None]:
 def hugging_face(path: Path) -> HuggingFace | None:
     """Read a config.json; None for a MiniMind model. Raise UsageError if unsupported."""
     try:
-        values, _ = read_object(path.resolve())  # a hub's cache consists of links
+        values = read_foreign_object(path)
         if values.get("model_type") == OURS:
             return None
         original = deepcopy(values)  # transformers writes into nested objects

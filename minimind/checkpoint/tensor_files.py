@@ -28,6 +28,7 @@ from minimind.checkpoint.validation import shard_name
 from minimind.errors import CheckpointError, NumericError, which_memory
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.durable_files import sync_file
+from minimind.runtime.panics import Panic, panics_caught
 
 BUFFERS = "buffers.safetensors"
 PIECE = 4 * 2**20
@@ -254,12 +255,13 @@ def _parse_slice(key: str, stored: Any) -> tuple[str, str, int, int]:
 def readable(path: Path, remedy: str = ELSEWHERE) -> Iterator[None]:
     """Convert errors of reading `path` in the block to a CheckpointError that names it."""
     try:
-        yield
+        with panics_caught():
+            yield
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f"{path}: cannot be read ({reason}); {remedy}") from error
     except RuntimeError as error:
-        if not str(error).startswith(NOT_MAPPED):
+        if not (isinstance(error, Panic) or str(error).startswith(NOT_MAPPED)):
             raise
         raise CheckpointError(f"{path}: cannot be read ({error}); {remedy}") from error
     except (SafetensorError, CheckpointError) as error:

@@ -28,6 +28,7 @@ from minimind.runtime.checked_json import (
     Real,
     Shape,
     Size,
+    read_foreign_object,
     read_object,
     require_listed,
     shown,
@@ -233,7 +234,7 @@ def read_config(directory: Path, manifest: dict[str, Any] | None = None) -> dict
     if manifest is not None:
         require_listed(manifest, path)
     try:
-        values, _ = read_object(path)
+        values = read_foreign_object(path) if manifest is None else read_object(path)[0]
         validate(ModelConfig, values)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error

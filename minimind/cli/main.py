@@ -33,6 +33,7 @@ from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError, known_error
 from minimind.estimate.gpus import ASSUMED_MFU, GPUS, known_gpu, named_gpu
 from minimind.runtime.durable_files import escape_unencodable, printing
+from minimind.runtime.panics import panics_caught
 from minimind.runtime.terminal import guarded, print_traceback, printable, shorten_line
 from minimind.runtime.urls import masked_text
 
@@ -206,7 +207,8 @@ def _run(argv: list[str]) -> int:
             raise UsageError(
                 f"unknown argument {args.run_flags[0]}; see minimind {args.command} --help"
             )
-        status = COMMANDS[args.command](args) or 0
+        with panics_caught():
+            status = COMMANDS[args.command](args) or 0
         with printing():
             print(end="", flush=True)  # a closed standard output is ignored
         return status

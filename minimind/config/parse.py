@@ -23,6 +23,7 @@ from minimind.config.model_flags import HUGGING_FACE, SHAPE
 from minimind.config.run_config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig, deepspeed_files
 from minimind.config.yaml_files import files_by_name, load_yaml_texts
 from minimind.errors import UsageError, fault_error
+from minimind.runtime.file_kinds import adapter_in
 
 _FLAG_NAMES = [
     *FLAGS,
@@ -224,6 +225,8 @@ def config_file(place: str) -> Path:
     path = Path(place).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
+        if adapter := adapter_in(path.parent):
+            raise UsageError(f"--model hf:{place}: {adapter}")
         raise UsageError(f"--model hf:{place}: has no config.json; name a directory that has one")
     return path
 

@@ -6,6 +6,7 @@ import json
 
 from minimind.errors import DataError
 from minimind.runtime.durable_files import read_small_text
+from minimind.runtime.file_kinds import kind_of_content
 
 MAX_BYTES = 2**28
 
@@ -22,6 +23,8 @@ def read_text(path: str, flag: str) -> str:
     except OSError as error:
         raise DataError(f"{flag} {path}: {error.strerror}; name a readable file") from error
     except UnicodeDecodeError as error:
+        if kind := kind_of_content(error.object):
+            raise DataError(f"{flag} {path}: is {kind.name}, not text; {kind.remedy}") from error
         raise DataError(
             f"{flag} {path}: not UTF-8 at byte {error.start}; save it as UTF-8"
         ) from error

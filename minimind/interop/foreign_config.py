@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minimind.architecture.hf_config import require_unquantized
 from minimind.checkpoint.tensor_files import readable
 from minimind.checkpoint.validation import Positions, RopeScaling
 from minimind.errors import CheckpointError, UsageError
@@ -23,7 +24,7 @@ from minimind.runtime.checked_json import (
     Count,
     Positive,
     Size,
-    read_object,
+    read_foreign_object,
     shown,
     validate,
 )
@@ -190,7 +191,8 @@ def read_minimind2_config(
     Flags supply what older versions omit, such as rope_theta.
     """
     with readable(path, REPLACE):
-        values, _ = read_object(path)
+        values = read_foreign_object(path)
+        require_unquantized(values)
         if values.get("use_moe"):
             raise CheckpointError("has use_moe = True, and experts cannot be imported")
         required = ("rope_theta", "norm_eps", "max_seq_len")
@@ -228,7 +230,7 @@ def read_minimind2_config(
 def read_llama_config(path: Path) -> dict[str, Any]:
     """Arguments of MiniMindConfig from Hugging Face's config.json of a Llama, Mistral or Qwen3."""
     with readable(path, REPLACE):
-        values, _ = read_object(path)
+        values = read_foreign_object(path)
         kind = values.get("model_type")
         is_ours = kind == "minimind" and "use_flash_attn" in values
         if type(kind) is not str or kind not in ARCHITECTURES or is_ours:
@@ -236,6 +238,7 @@ def read_llama_config(path: Path) -> dict[str, Any]:
                 f"has model_type = {shown(kind)}, not llama, mistral or qwen3; training takes"
                 " others as models of transformers (--model hf:)"
             )
+        require_unquantized(values)
         validate(LlamaShape, values)
         for name, supported in FIXED.items():
             if values.get(name, supported) not in (supported, None):

@@ -5,6 +5,7 @@ Headers are checked before any tensor is read, and no pickled code is run.
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,15 +22,28 @@ from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.tensor_files import Part, readable
 from minimind.engine.optimizer.state import AVERAGE, MASTER
 from minimind.errors import CheckpointError, NumericError, UsageError
-from minimind.runtime.checked_json import CheckedJson, FileName, read_object, shown, validate
+from minimind.runtime.checked_json import (
+    CheckedJson,
+    FileName,
+    read_foreign_object,
+    shown,
+    validate,
+)
+from minimind.runtime.durable_files import require_regular
+from minimind.runtime.file_kinds import GGUF, SAFETENSORS, TORCH, adapter_in, kind_of_file
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 PICKLED = ("pytorch_model.bin", "*.pth", "*.pt")
+# Of torch.compile, DDP and FSDP, between the names of modules.
+WRAPPERS = re.compile(
+    r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 TRAINED = "trained"  # of --weights, beside AVERAGE
 REPLACE = "get the file again, or name another"
-GGUF_MAGIC = b"GGUF"
+HEADER_SIZE = 8  # bytes, with the size of the header that follows
+LARGEST_HEADER = 2**23  # bytes; of a file with 100 layers 100 KB
 IS_GGUF = (
     "is GGUF, which is written here and not read; name what it was exported from: a run, or a"
     " directory of safetensors"
@@ -141,7 +155,17 @@ def require_trained(weights: str, place: str) -> None:
 
 
 def open_tensors(path: Path) -> TensorSource:
-    """The tensors of a file, or of a directory in Hugging Face's layout; else CheckpointError."""
+    """The tensors of a file, or of a directory in Hugging Face's layout; else CheckpointError.
+
+    Names are those of the model itself, whatever wrapped it when it was saved.
+    """
+    source = _open_wrapped(path)
+    names = {WRAPPERS.sub("", name): name for name in source.shapes}
+    is_wrapped = {*names} != {*source.shapes} and len(names) == len(source.shapes)
+    return source.renamed(names) if is_wrapped else source
+
+
+def _open_wrapped(path: Path) -> TensorSource:
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or directory; correct the path")
     if not path.is_dir():
@@ -153,6 +177,8 @@ def open_tensors(path: Path) -> TensorSource:
     files = sorted({file for pattern in PICKLED for file in path.glob(pattern)})
     if not files and (gguf_files := sorted(path.glob("*.gguf"))):
         raise CheckpointError(f"{gguf_files[0]}: {IS_GGUF}")
+    if not files and (adapter := adapter_in(path)):
+        raise CheckpointError(f"{path}: {adapter}")
     if len(files) != 1:
         count = f"{len(files)} of {', '.join(PICKLED)}" if files else "none of torch's"
         raise CheckpointError(
@@ -167,6 +193,7 @@ def open_safetensors(files: list[Path], path: Path | None = None) -> TensorSourc
     shapes, dtypes = {}, {}
     for file in files:
         with readable(file, REPLACE):
+            _require_header(file)
             handle = safe_open(file, framework="pt")
             for name in handle.keys():
                 part = handle.get_slice(name)
@@ -183,6 +210,18 @@ def open_safetensors(files: list[Path], path: Path | None = None) -> TensorSourc
             return handle.get_tensor(name)
 
     return TensorSource(path or files[0], shapes, dtypes, read)
+
+
+def _require_header(file: Path) -> None:
+    """Raise OSError unless it is a regular file, CheckpointError for a header that is too large."""
+    require_regular(file)
+    with open(file, "rb") as content:
+        size = int.from_bytes(content.read(HEADER_SIZE), "little")
+    if kind := kind_of_file(file, SAFETENSORS):
+        raise CheckpointError(f"is {kind}, not safetensors")
+    if not 2 <= size <= LARGEST_HEADER:
+        limits = f"fewer than 2 or more than {LARGEST_HEADER:,} bytes"
+        raise CheckpointError(f"has a header of {limits}, unlike safetensors")
 
 
 def check_shapes(source: TensorSource, path: Path, expected: Mapping[str, list[int]]) -> None:
@@ -211,7 +250,7 @@ class WeightIndex(CheckedJson):
 def _read_index(index: Path) -> list[Path]:
     """The files that an index lists, all in its own directory."""
     with readable(index, REPLACE):
-        content, _ = read_object(index)
+        content = read_foreign_object(index)
         validate(WeightIndex, content)
     return [index.with_name(name) for name in sorted({*content["weight_map"].values()})]
 
@@ -219,9 +258,11 @@ def _read_index(index: Path) -> list[Path]:
 def open_pickled(path: Path) -> TensorSource:
     """The tensors of a torch.save file, memory-mapped and loaded with weights_only=True."""
     with readable(path, REPLACE):
-        with path.open("rb") as file:
-            is_gguf = file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
-    if is_gguf:
+        require_regular(path)
+        kind = kind_of_file(path, TORCH)
+        if kind and kind.name != GGUF:
+            raise CheckpointError(f"is {kind}, not {TORCH}")
+    if kind:
         raise CheckpointError(f"{path}: {IS_GGUF}")
     with readable(path, REPLACE):
         if not zipfile.is_zipfile(path):

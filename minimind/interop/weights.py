@@ -7,6 +7,7 @@ tensors must be exactly those of the shape.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -53,10 +54,12 @@ from minimind.interop.weight_names import (
     to_interleaved,
 )
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.runtime.checked_json import ELSEWHERE, read_object, require_listed, shown
+from minimind.runtime.checked_json import ELSEWHERE, read_foreign_object, require_listed, shown
 from minimind.runtime.locks import ReadLock
 
 CHECKPOINT, OURS, TRANSFORMERS = "checkpoint", "minimind", "transformers"
+
+BASE = "model."  # of names in the causal language model, where a base model has none
 
 T = TypeVar("T")
 
@@ -116,7 +119,7 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: PretrainedConfig) -> None:
 def find_tokenizer(path: Path) -> Path | None:
     """The tokenizer file of a directory, if it has one."""
     files = (path / name for name in (MODEL_NAME, JSON_NAME))
-    return next((file for file in files if file.is_file()), None)
+    return next((file for file in files if os.path.lexists(file)), None)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -137,7 +140,7 @@ def load_weights_from(
     if is_checkpoint(path):
         _check_kind(path, CHECKPOINT, kind)
         return load_checkpoint_weights(choose(str(place)))
-    source = open_tensors(path)
+    source = with_base_prefix(open_tensors(path))
     actual = _detect_kind(path, source, kind)
     _check_kind(path, actual, kind)
     if actual == OURS:
@@ -186,6 +189,13 @@ def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
     return replace(weights, config=config, tensors=tensors)
 
 
+def with_base_prefix(source: TensorSource) -> TensorSource:
+    """The tensors of a LlamaModel without its head under the names of LlamaForCausalLM."""
+    if EMBEDDING.removeprefix(BASE) not in source.shapes:
+        return source
+    return source.renamed({name if name == HEAD else BASE + name: name for name in source.shapes})
+
+
 def _detect_kind(path: Path, source: TensorSource, expected: str | None) -> str:
     """The format, from tensor names and configuration."""
     if any(map(from_minimind2, source.shapes)):
@@ -203,7 +213,7 @@ def _detect_kind(path: Path, source: TensorSource, expected: str | None) -> str:
 def _is_ours(config: Path) -> bool:
     """Whether rotary pairs are adjacent, which tensors and their names do not show."""
     with readable(config, REPLACE):
-        values, _ = read_object(config)
+        values = read_foreign_object(config)
     return values.get("model_type") == OURS and "use_flash_attn" in values
 
 

@@ -13,6 +13,7 @@ from minimind.config.parse import parse_flags
 from minimind.runtime.environment import rank_of, require_environment
 from minimind.runtime.exit import Ending
 from minimind.runtime.heartbeat import Peers
+from minimind.runtime.panics import panics_caught
 from minimind.runtime.process import SCRIPT_PID, Progress, restore_stderr
 from minimind.runtime.terminal import LONG, guarded, phase
 from minimind.train.inputs import require_inputs
@@ -33,18 +34,19 @@ def _main(argv: Sequence[str]) -> int:
     ending = Ending(progress, debug="--debug" in argv)
     ending.watch()
     try:
-        require_environment(os.environ)
-        progress.peers = Peers(progress)
-        run = parse_flags(argv)
-        ending.debug = run.debug
-        progress.peers.timeout = run.dist_timeout
-        require_inputs(run)
-        # run_accelerate.sh has printed a line already; otherwise print one within a second.
-        delay = LONG if SCRIPT_PID in os.environ else 0.5
-        with phase("importing libraries", delay):
-            from minimind.train.pretrain import pretrain  # torch: after the flags are read
+        with panics_caught():
+            require_environment(os.environ)
+            progress.peers = Peers(progress)
+            run = parse_flags(argv)
+            ending.debug = run.debug
+            progress.peers.timeout = run.dist_timeout
+            require_inputs(run)
+            # run_accelerate.sh has printed a line already; otherwise print one within a second.
+            delay = LONG if SCRIPT_PID in os.environ else 0.5
+            with phase("importing libraries", delay):
+                from minimind.train.pretrain import pretrain  # torch: after the flags are read
 
-        return ending.done(pretrain(run, progress))
+            return ending.done(pretrain(run, progress))
     except Exception as error:  # the one place that turns an error into a message and a status
         return ending.report(error)
 

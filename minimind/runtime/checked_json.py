@@ -11,6 +11,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from minimind.errors import CheckpointError
+from minimind.runtime.durable_files import read_small
+from minimind.runtime.file_kinds import JSON_TEXT, kind_of_content
 
 MAX_BYTES = 8 * 2**20  # of a JSON file; the manifest of 10,000 ranks takes a quarter of it
 MAX_DEPTH = 32
@@ -70,6 +72,18 @@ def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
     return parse_object(text), text
 
 
+def read_foreign_object(path: Path) -> dict[str, Any]:
+    """`read_object` of a file in somebody else's folder, which may be a link, as a hub's cache has.
+
+    The errors are the same.
+    """
+    try:
+        content = read_small(path, MAX_BYTES)
+    except OSError as error:
+        raise Unreadable(f"cannot be read ({error.strerror})") from error
+    return parse_object(content)
+
+
 def parse_object(text: bytes) -> dict[str, Any]:
     """Parse a JSON object; raise CheckpointError if it is too large, too deep, or none."""
     if len(text) > MAX_BYTES:
@@ -77,16 +91,22 @@ def parse_object(text: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError("is not JSON") from error
+        kind = kind_of_content(text, JSON_TEXT)
+        raise CheckpointError(f"is {kind}, not JSON" if kind else "is not JSON") from error
     if type(parsed) is not dict:
         raise CheckpointError("is no JSON object")
-    layer, depth = [parsed], 0
-    while layer:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise CheckpointError(f"is nested deeper than {MAX_DEPTH}")
-        layer = [inner for outer in layer for inner in _children(outer)]
+    if is_deeper(parsed, MAX_DEPTH):
+        raise CheckpointError(f"is nested deeper than {MAX_DEPTH}")
     return parsed
+
+
+def is_deeper(parsed: Any, most: int) -> bool:
+    """Whether a value of JSON is nested more than `most` deep."""
+    layer, depth = [parsed], 0
+    while layer and depth <= most:
+        depth += 1
+        layer = [inner for outer in layer for inner in _children(outer)]
+    return depth > most
 
 
 def _children(value: Any) -> Any:

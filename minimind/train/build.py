@@ -17,6 +17,7 @@ from minimind.checkpoint.validation import validate_data_order
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.data.loader.batches import Batches
+from minimind.data.loader.conversation_shards import ConversationShards
 from minimind.data.loader.mixture import Mixture, Ranges, count_rows
 from minimind.data.loader.row_order import Order
 from minimind.data.loader.skip_rows import read_skip_rows
@@ -140,6 +141,8 @@ def plan_data_and_schedule(
         fingerprint = prepared.manifest["fingerprint"]
         left_out = read_skip_rows(Path(run.skip_rows), n_rows, row_tokens, fingerprint)
     n_read = n_rows - count_rows(left_out)
+    if isinstance(prepared.train, ConversationShards):
+        _check_enough_answers(run, world_size, prepared.train, n_read)
     rows_per_step = check_enough_rows(run, world_size, len(prepared.train), n_read)
     try:
         weights = prepared.train.weights
@@ -175,6 +178,24 @@ def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int)
             " lower --batch_size, --accumulation_steps or --max_seq_len"
         )
     return rows_per_step
+
+
+def _check_enough_answers(
+    run: RunConfig, world_size: int, conversations: ConversationShards, n_rows: int
+) -> None:
+    """Raise DataError if conversations that do not fit a row leave fewer rows than a step has."""
+    packing = conversations.packing(run.max_seq_len + 1)
+    rows_per_step = run.rows_per_step(world_size)
+    if n_rows >= rows_per_step or not packing.dropped:
+        return
+    dropped = "all" if packing.dropped == packing.conversations else f"{packing.dropped:,} of the"
+    raise DataError(
+        f"{' '.join(map(named, run.data_path))}: {dropped} {packing.conversations:,} conversations"
+        f" are dropped, as no answer of theirs ends within a row of {run.max_seq_len + 1} tokens"
+        f" (max_seq_len = {run.max_seq_len}, {run.sources['max_seq_len']}), and {n_rows} rows are"
+        f" fewer than the {rows_per_step} of one step; raise --max_seq_len (the longest has"
+        f" {conversations.longest:,} tokens)"
+    )
 
 
 def resume_order(order: Order, resumed: Resumed) -> Order:

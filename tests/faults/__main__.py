@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.faults.damages import damages
+from tests.faults.folders import folders
 from tests.faults.harness import Site
 from tests.faults.kills import killed_starts, random_kills
 from tests.faults.mirrors import mirrors
@@ -37,7 +38,11 @@ PARTS: dict[str, Part] = {
     "templates": lambda site, args: templates(site),
     "signals": lambda site, args: preemptions(site, args.signals),
     "mirror": lambda site, args: mirrors(site.root / "mirror"),
+    "folders": lambda site, args: folders(site.root / "folders"),
 }
+
+
+WITHOUT_RUNS = {"mirror", "folders"}
 
 
 def main() -> int:
@@ -57,7 +62,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="minimind-faults-") as name:
         site = Site(Path(name), args.seed)
         try:
-            if args.parts != ["mirror"]:  # which starts no process
+            if not args.parts or not {*args.parts} <= WITHOUT_RUNS:
                 site.measure()
                 print(f"a clean start takes {site.clean_start:.1f} s; seed {args.seed}", flush=True)
             for part in args.parts or PARTS:

@@ -413,6 +413,23 @@ def test_bad_conversations_are_refused_by_line_or_skipped_and_counted(
     assert "<|assistant|>" in rejected[1]
 
 
+@pytest.mark.parametrize("fitting", [0, 1])
+def test_conversations_that_fit_no_row_are_counted_with_the_way_out(
+    fitting: int, base: dict[str, Any], tmp_path: Path
+):
+    """A shorter row would drop more of them."""
+    long = [{"prompt": " ".join(WORDS * 20), "completion": f"b {n}"} for n in range(32)]
+    path = write(tmp_path / "long.jsonl", [*conversations(fitting), *long])
+    given = {**base, "data_path": str(path), "max_steps": 2, "val_fraction": 0}
+    dropped = "all 32" if not fitting else "32 of the 33"
+    words = (
+        rf"{dropped} conversations are dropped, as no answer .* of 65 tokens .*; raise --max_seq"
+    )
+    with pytest.raises(DataError, match=words) as caught:
+        train(given, out_dir=str(tmp_path / "a"))
+    assert "lower" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

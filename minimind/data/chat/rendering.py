@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from functools import cache, cached_property
@@ -14,10 +11,11 @@ from itertools import takewhile
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from minimind.data.chat import sandbox
-from minimind.data.chat.sandbox import OUT_OF_MEMORY, Sandbox, Span
+from minimind.data.chat.sandbox import Sandbox, Span
 from minimind.data.chat.turns import ASSISTANT, SYSTEM, TOOL, USER, Message, turn_of
 from minimind.data.text.documents import DocumentError
 from minimind.errors import UsageError
+from minimind.runtime.limited import ends_within
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CLOCK = "strftime_now"  # the name by which a template asks for the date
@@ -25,7 +23,6 @@ DATE = "2024-07-26"  # of runs that give none
 SHOWN_CHARACTERS = 200  # of a template's own message
 # Of the processor, and of memory, for all chats of `require_bounded`; templates take hundredths.
 MAX_SECONDS, MAX_BYTES = 2.0, 2**29
-PATIENCE = 60  # seconds, on a host that gives the process hardly any time
 PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
 PROBES = (PROBE, (Message(SYSTEM, " e f "), *PROBE), (*PROBE, Message(TOOL, " g h "), *PROBE[1:]))
 LONG_PROBE = tuple(Message(one.role, one.content * 100) for one in PROBE * 16)
@@ -42,27 +39,12 @@ def require_bounded(source: str, name: str) -> None:
         "source": source,
         "tokens": {"bos_token": "<s>", "eos_token": "</s>"},
         "chats": [list(map(turn_of, chat)) for chat in (*PROBES, LONG_PROBE)],
-        "seconds": MAX_SECONDS,
-        "bytes": MAX_BYTES,
     }
-    command = [sys.executable, "-P", sandbox.__file__]
-    try:
-        ended = subprocess.run(
-            command,
-            input=json.dumps(request).encode(),
-            capture_output=True,
-            timeout=PATIENCE,
-            start_new_session=True,  # a signal to this program's group is for this program
-        )
-    except subprocess.TimeoutExpired:
-        ended = None
-    if ended is None or ended.returncode < 0 or ended.returncode == OUT_OF_MEMORY:
+    if not ends_within(sandbox.__file__, request, MAX_SECONDS, MAX_BYTES):
         raise UsageError(
             f"{name} takes more than {MAX_SECONDS:g} s or {MAX_BYTES / 2**20:,.0f} MiB for short"
             " conversations; give another template"
         )
-    if ended.returncode:
-        raise RuntimeError(f"{command} ended with {ended.returncode}: {ended.stderr.decode()}")
 
 
 def date_of(source: str, given: str | None) -> str | None:

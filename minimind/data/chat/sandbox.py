@@ -2,16 +2,13 @@
 
 transformers renders by the clock of the host and without limits. Here the date is given, what is
 written is bounded, and names that are random are missing: the tokens of a run depend on neither.
-As a program it renders chats under limits of time and memory; it imports nothing but Jinja, so that
-it starts at once.
+`main` renders chats under limits of time and memory (`minimind.runtime.limited`), for which the
+module imports nothing but Jinja.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -30,7 +27,6 @@ Span = tuple[int, int]  # characters of the rendered text, from and up to
 
 LONGEST = 2**24  # characters that a chat may get beside what is said in it
 PER_CHARACTER = 16  # and for each character that is said
-OUT_OF_MEMORY = 3  # exit status
 
 
 class TooLong(Exception):
@@ -155,22 +151,16 @@ def _require_public(names: Iterable[Any]) -> None:
             raise SecurityError(f"a namespace has no {name}: names do not begin with _")
 
 
-def main() -> None:
-    """Render the chats of a request on standard input, which a signal or OUT_OF_MEMORY may end."""
-    request = json.load(sys.stdin)
-    for limit, value in ((resource.RLIMIT_AS, request["bytes"]), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(limit, (value, value))
-    signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # of the processor
+def main(request: Mapping[str, Any]) -> None:
+    """Render the chats of a request, whatever the template raises: it is raised again, and
+    reported, where it is rendered without limits.
+    """
     try:
         sandbox = Sandbox(request["source"], datetime.min)
         for chat, is_asked in product(request["chats"], (False, True)):
             with suppress(TemplateError):  # the template may refuse a chat
                 sandbox.render(chat, is_asked, request["tokens"])
     except MemoryError:
-        sys.exit(OUT_OF_MEMORY)
-    except Exception:  # found again, and reported, where it is rendered without limits
+        raise
+    except Exception:
         return
-
-
-if __name__ == "__main__":
-    main()

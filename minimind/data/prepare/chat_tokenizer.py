@@ -15,6 +15,7 @@ from minimind.data.tokenizer.files import TEMPLATE_NAME, ChatTemplates, write_to
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import fingerprint, read_small_text
+from minimind.runtime.file_kinds import kind_of_file
 
 REMEDY = "free space or give another --cache_dir"
 
@@ -28,7 +29,9 @@ def read_template(path: str) -> tuple[str, str]:
     try:
         source = read_small_text(Path(path).expanduser())
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        kind = kind_of_file(Path(path).expanduser())
+        reason = f"it is {kind}" if kind else "it is not UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else reason
         raise UsageError(
             f"{name}: cannot be read ({reason}); name a file with a Jinja template"
         ) from error

@@ -33,11 +33,12 @@ from minimind.data.loader.manifest import SPLITS, is_whole
 from minimind.data.loader.token_shards import ShardWriter, token_dtype
 from minimind.data.prepare.unit_reader import Batch, UnitReader
 from minimind.data.prepare.work_units import Plan, Unit
-from minimind.data.text.documents import DocumentError, ReadOptions
+from minimind.data.text.documents import DocumentError, ReadOptions, Rejection
+from minimind.data.text.readers import in_file, read_segment
 from minimind.data.text.records import Records
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
-from minimind.errors import UsageError
+from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
 
 TOKENIZER_NAME = "tokenizer"
@@ -47,6 +48,14 @@ PREFETCH_BATCHES = 6  # short documents are read slower than they are encoded
 MAX_IGNORED, KEY_CHARACTERS = 20, 40  # keys of conversations that are named
 REMEDY = "free some space, or give another folder"
 Encoded = tuple[list[np.ndarray], TextLoss]
+
+
+class Unencoded(DataError):
+    """The tokenizer fails on a document."""
+
+    def __init__(self, message: str, text: str = "") -> None:
+        super().__init__(message)
+        self.text = text
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,20 @@ class Work:
         return replace(reading, records=records)
 
     def encode(self, texts: Sequence[str], threads: int) -> Encoded:
-        """Tokens of each document, of conversations with the marks of targets; and what is lost."""
+        """Tokens of each document, of conversations with the marks of targets; and what is lost.
+
+        Raise Unencoded for a document that the tokenizer fails on.
+        """
+        try:
+            return self._encode(texts, threads)
+        except DataError as error:
+            if len(texts) == 1:
+                raise Unencoded(str(error), texts[0]) from error
+            for text in texts:  # of which one has this error alone
+                self.encode([text], threads)
+            raise
+
+    def _encode(self, texts: Sequence[str], threads: int) -> Encoded:
         loss = TextLoss()
         if self._chat is None:
             ids = self.tokenizer.encode_arrays(texts, threads)
@@ -216,6 +238,7 @@ def encode_unit(work: Work, unit: Unit) -> None:
         stack.enter_context(_no_collection())
         for file in (reader, *writers.values()):
             stack.enter_context(closing(file))
+        stack.enter_context(_placing(unit, reader.reading))
         for batch, (ids, lost) in _overlapped(reader.batches(), work):
             loss.add(lost)
             for split, writer in writers.items():
@@ -237,6 +260,22 @@ def encode_unit(work: Work, unit: Unit) -> None:
             "ignored": sorted(key[:KEY_CHARACTERS] for key in ignored)[:MAX_IGNORED],
         }
         work.mark(unit, content)
+
+
+@contextmanager
+def _placing(unit: Unit, reading: ReadOptions) -> Iterator[None]:
+    """Name the file and the line of a document that the tokenizer fails on."""
+    try:
+        yield
+    except Unencoded as error:
+        what, _, remedy = str(error).rpartition("; ")
+        for segment in unit.segments:
+            for one in read_segment(segment, reading):
+                if not isinstance(one, Rejection) and one[0] == error.text:
+                    _, _, line, byte = one
+                    rejection = Rejection(segment.path, line, byte, what, remedy)
+                    raise DataError(f"{in_file(rejection)}, or leave the document out") from error
+        raise
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from minimind.errors import DataError
+from minimind.runtime.file_kinds import GZIP, ZSTD, kind_of_content
 
 # A kibibyte unpacks to 32 MiB at most (zstd; 1 MiB of deflate): a bomb goes off in small parts.
 PIECE_BYTES = 2**10
@@ -33,9 +34,15 @@ class Unpacked(io.RawIOBase):
     """
 
     def __init__(
-        self, file: BinaryIO, start: Callable[[], Any], faults: type[Exception], padding: bytes
+        self,
+        file: BinaryIO,
+        kind: str,
+        start: Callable[[], Any],
+        faults: type[Exception],
+        padding: bytes,
     ) -> None:
         self.consumed = 0
+        self._kind = kind
         self._file = file
         self._start = start  # gives a decompressor of one stream
         self._faults = faults
@@ -82,6 +89,9 @@ class Unpacked(io.RawIOBase):
                     "the compressed stream looks further back than 128 MiB",
                     "compress it again without --long, or with --long=27 at most",
                 ) from error
+            is_first = not self._finished and self.consumed <= PIECE_BYTES
+            if is_first and (kind := kind_of_content(self._packed, self._kind)):
+                raise Damage(f"the file is {kind.name}, not {self._kind}", kind.remedy) from error
             raise Damage(f"the compressed stream is damaged ({error})") from error
         self._packed = b""
         if self._stream.eof:
@@ -101,9 +111,9 @@ def unpacked(path: Path) -> Unpacked:
     if path.suffix.lower() == ".zst":
         zstandard = _zstandard(path)
         start = zstandard.ZstdDecompressor().decompressobj
-        return Unpacked(open(path, "rb"), start, zstandard.ZstdError, b"")
+        return Unpacked(open(path, "rb"), ZSTD, start, zstandard.ZstdError, b"")
     # gzip's own tools take zeros behind a stream, which tapes and block devices leave, for nothing.
-    return Unpacked(open(path, "rb"), _inflater, zlib.error, b"\0")
+    return Unpacked(open(path, "rb"), GZIP, _inflater, zlib.error, b"\0")
 
 
 def _inflater() -> Any:

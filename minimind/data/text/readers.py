@@ -22,6 +22,7 @@ from minimind.data.text.documents import (
 from minimind.data.text.inputs import DATASET, Segment, kind_of
 from minimind.data.text.tables import dataset_texts, parquet_texts
 from minimind.errors import DataError
+from minimind.runtime.file_kinds import JSON_TEXT, LOOKED_AT, Kind, kind_of_content, kind_of_file
 
 # A document: its text, the bytes of the segment read so far, its line or row, and its offset.
 Found = Iterator[tuple[str, int, int, int | None] | Rejection]
@@ -51,6 +52,7 @@ def read_segment(segment: Segment, reading: ReadOptions) -> Found:
 
 
 def _plain_lines(segment: Segment, reading: ReadOptions) -> Found:
+    kinds: list[Kind | None] = []  # of the file, once a line of it is bad
     with open(segment.path, "rb", buffering=BUFFER_BYTES) as file:
         first = _first_line_within(file, segment)
         lines = _lines(file, first, segment.stop, reading)
@@ -59,7 +61,8 @@ def _plain_lines(segment: Segment, reading: ReadOptions) -> Found:
             if isinstance(document, str):
                 yield document, end - segment.start, number, begin
             else:
-                yield _rejection(segment.path, number, begin, document)
+                kinds = kinds or [kind_of_file(segment.path, JSON_TEXT)]
+                yield _rejection(segment.path, number, begin, document, kinds[0])
 
 
 def _first_line_within(file: BinaryIO, segment: Segment) -> int:
@@ -167,13 +170,15 @@ def _packed_lines(segment: Segment, reading: ReadOptions) -> Found:
     with unpacked(segment.path) as content, io.BufferedReader(content, BUFFER_BYTES) as file:
         number = position = 0
         try:
+            start = file.peek(LOOKED_AT)
             for begin, end, line in _lines(file, 0, sys.maxsize, reading):
                 number, position = number + 1, end
                 document = _document_or_error(line, reading)
                 if isinstance(document, str):
                     yield document, content.consumed, number, begin
                 else:
-                    yield _rejection(segment.path, number, begin, document)
+                    kind = kind_of_content(start, JSON_TEXT)
+                    yield _rejection(segment.path, number, begin, document, kind)
             if not number:
                 yield _emptiness(segment.path)
         except Damage as damage:
@@ -184,11 +189,16 @@ def _packed_lines(segment: Segment, reading: ReadOptions) -> Found:
 def _whole_file(segment: Segment, reading: ReadOptions) -> Found:
     with open(segment.path, "rb") as file:
         content = file.read(reading.max_document_bytes + 1)
+    kind = kind_of_content(content)
+    kind = None if kind is not None and kind.is_text else kind
     try:
-        yield document_of_file(content, reading), segment.weight, 1, 0
+        text = document_of_file(content, reading)
+        if kind is not None and kind.is_pointer:
+            raise DocumentError("is not the text", "give the text")
+        yield text, segment.weight, 1, 0
     except DocumentError as error:
         line = 1 + content.count(b"\n", 0, error.at)
-        yield _rejection(segment.path, line, 0, error)
+        yield _rejection(segment.path, line, 0, error, kind)
 
 
 def _parquet_rows(segment: Segment, reading: ReadOptions) -> Found:
@@ -219,7 +229,12 @@ def _emptiness(path: Path, is_table: bool = False) -> Rejection:
     return Rejection(path, 1, None if is_table else 0, "is empty", "fill it or leave it out")
 
 
-def _rejection(path: Path, line: int, begin: int, error: DocumentError) -> Rejection:
+def _rejection(
+    path: Path, line: int, begin: int, error: DocumentError, kind: Kind | None = None
+) -> Rejection:
+    """The error, or that of a file of another kind."""
+    if kind is not None:
+        return Rejection(path, line, begin, f"the file is {kind.name}", kind.remedy)
     return Rejection(path, line, begin + error.at, error.reason, error.remedy)
 
 

@@ -24,6 +24,7 @@ from minimind.data.text.documents import (
 )
 from minimind.data.text.missing_text import missing_in_table
 from minimind.errors import DataError
+from minimind.runtime.file_kinds import ARROW, JSON_TEXT, PARQUET, kind_of_file
 
 ROWS_PER_BATCH = 256
 DATASET_FILE = "state.json"  # beside a dataset that save_to_disk wrote
@@ -296,6 +297,8 @@ def _parquet(path: Path) -> Any:
     try:
         return parquet.ParquetFile(path, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
+        if kind := kind_of_file(path, PARQUET):
+            raise DataError(f"{path}: is {kind.name}, not Parquet; {kind.remedy}") from error
         reason = _first_line(error)
         raise DataError(f"{path}: cannot be read as Parquet ({reason}); write it again") from error
 
@@ -309,6 +312,9 @@ def _dataset(path: Path) -> Any:
     try:
         return datasets.load_from_disk(str(directory))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        for file in sorted(directory.iterdir()):
+            if kind := kind_of_file(file, ARROW, JSON_TEXT):
+                raise DataError(f"{file}: is {kind.name}; {kind.remedy}") from error
         # Arrow's errors are ValueErrors; the others come of JSON that has another shape.
         raise DataError(
             f"{path}: is no dataset that save_to_disk wrote ({_first_line(error)}); write it again"

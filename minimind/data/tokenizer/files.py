@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from minimind.errors import DataError
+from minimind.runtime.checked_json import is_deeper
 from minimind.runtime.durable_files import read_small, storing, write_whole
+from minimind.runtime.file_kinds import JSON_TEXT, kind_of_content
 
 MODEL_NAME = "tokenizer.model"
 JSON_NAME = "tokenizer.json"
@@ -23,6 +26,8 @@ DEFAULT = "default"  # name of the template that formats conversations
 TOKEN_ROLES = tuple(f"{role}_token" for role in "bos eos unk sep pad cls mask".split())
 TOKENIZER_FILES = (MODEL_NAME, JSON_NAME, CONFIG_NAME, SPECIALS_NAME, TEMPLATE_NAME)
 LARGEST_TEMPLATE = 2**20  # bytes
+MOST_TEMPLATES = 100
+DEEPEST = 100  # of JSON; the library reads 128
 LARGEST_FILE = 2**28  # bytes; a million pieces take a tenth of it
 
 
@@ -63,7 +68,7 @@ def read_configuration(path: Path) -> Configuration:
     """Read the files beside that of a tokenizer; raise DataError for one that cannot be read."""
     files, values, config = {}, {}, {}
     for name in (SPECIALS_NAME, CONFIG_NAME):
-        if (file := path.with_name(name)).is_file():
+        if os.path.lexists(file := path.with_name(name)):
             files[name] = read_file(file)
             config = parse_object(file, files[name])
             values |= config
@@ -83,9 +88,14 @@ def _find_templates(folder: Path, config: Mapping[str, Any]) -> ChatTemplates:
     Where it finds none, that which only processors of transformers read (chat_template.json).
     """
     jinja = folder / TEMPLATE_NAME
-    files = {DEFAULT: jinja} if jinja.is_file() else {}
-    more = sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
-    files |= {file.name.removesuffix(".jinja"): file for file in more if file.is_file()}
+    files = {DEFAULT: jinja} if _is_there(jinja) else {}
+    more = sorted(filter(_is_there, (folder / TEMPLATE_FOLDER).glob("*.jinja")))
+    if len(more) > MOST_TEMPLATES:
+        raise DataError(
+            f"{folder / TEMPLATE_FOLDER}: has {len(more):,} templates, more than {MOST_TEMPLATES};"
+            " remove those that are not needed"
+        )
+    files |= {file.name.removesuffix(".jinja"): file for file in more}
     if files:
         origin = TEMPLATE_NAME if [*files.values()] == [jinja] else TEMPLATE_FOLDER
         return ChatTemplates({name: _read_template(file) for name, file in files.items()}, origin)
@@ -93,9 +103,14 @@ def _find_templates(folder: Path, config: Mapping[str, Any]) -> ChatTemplates:
         place = folder / CONFIG_NAME
         return ChatTemplates(_templates_by_name(place, config[TEMPLATE_KEY]), CONFIG_NAME)
     place = folder / PROCESSOR_TEMPLATE_NAME
-    if place.is_file() and (value := parse_object(place, read_file(place)).get(TEMPLATE_KEY)):
+    if _is_there(place) and (value := parse_object(place, read_file(place)).get(TEMPLATE_KEY)):
         return ChatTemplates(_templates_by_name(place, value), PROCESSOR_TEMPLATE_NAME)
     return ChatTemplates()
+
+
+def _is_there(template: Path) -> bool:
+    """Whether AutoTokenizer reads it, or should: not a folder, but a link that leads nowhere."""
+    return os.path.lexists(template) and not template.is_dir()
 
 
 def _templates_by_name(path: Path, value: Any) -> dict[str, str]:
@@ -116,10 +131,14 @@ def _templates_by_name(path: Path, value: Any) -> dict[str, str]:
 
 def _read_template(path: Path) -> str:
     """The text of a template, with universal newlines as transformers reads it."""
+    content = read_file(path, LARGEST_TEMPLATE)
+    kind = kind_of_content(content)
     try:
-        text = read_file(path, LARGEST_TEMPLATE).decode()
+        text = content.decode()
     except UnicodeDecodeError as error:
-        refuse(path, "not UTF-8", error)
+        refuse(path, f"{kind}, not a template" if kind else "not UTF-8", error)
+    if kind and kind.is_pointer:
+        refuse(path, f"{kind}, not a template")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -138,9 +157,12 @@ def parse_object(path: Path, content: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
-        refuse(path, f"not JSON ({error})", error)
+        kind = kind_of_content(content, JSON_TEXT)
+        refuse(path, f"{kind}, not JSON" if kind else f"not JSON ({error})", error)
     if not isinstance(parsed, dict):
         refuse(path, "no JSON object")
+    if is_deeper(parsed, DEEPEST):
+        refuse(path, f"nested deeper than {DEEPEST}")
     return parsed
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from minimind.data.tokenizer.bounds import require_bounded_json
 from minimind.data.tokenizer.escaping import require_unicode
 from minimind.data.tokenizer.files import (
     CONFIG_NAME,
@@ -36,11 +38,14 @@ from minimind.data.tokenizer.vocabulary import (
 )
 from minimind.errors import DataError
 from minimind.runtime.durable_files import fingerprint
+from minimind.runtime.panics import Panic, panics_caught
+from minimind.runtime.terminal import shorten_line
 
 # For a tokenizer.json without a tokenizer_config.json, such as GPT-2's.
 KNOWN_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 ANCHOR = "a"
 LONGEST_AT_ONCE = 2**21  # bytes of text; each takes up to 280 bytes of memory
+SHOWN = 40  # characters of a text in a message
 BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -61,6 +66,7 @@ class HuggingFaceTokenizer:
         beside = read_configuration(self.path)
         self._files = {JSON_NAME: read_file(self.path), **beside.files}
         self._json = parse_object(self.path, self._files[JSON_NAME])
+        require_bounded_json(self.path, self._json)
         self._tokenizer = _load(self.path, self._files[JSON_NAME])
         self.templates, self.token_names = beside.templates, beside.token_names
         names = beside.values
@@ -100,6 +106,23 @@ class HuggingFaceTokenizer:
             )
         return ids[0]
 
+    @contextmanager
+    def _answering(self, what: str, text: str = "") -> Iterator[None]:
+        """Convert errors and panics of the library, and those of text that is not Unicode."""
+        try:
+            with panics_caught():
+                yield
+        except TypeError:  # raised for a lone surrogate
+            require_unicode(text)
+            raise
+        except Exception as error:
+            if type(error) not in (Exception, Panic):  # the library raises plain Exception
+                raise
+            said = f"{what} {shorten_line(text[: 2 * SHOWN], SHOWN)!r}" if text else what
+            raise DataError(
+                f"{self.path}: the tokenizer fails {said} ({error}); give another tokenizer"
+            ) from error
+
     @cached_property
     def vocab_size(self) -> int:
         """The largest id plus one, added tokens included."""
@@ -125,21 +148,23 @@ class HuggingFaceTokenizer:
         return -1 if unk is None else unk
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
-        return self.encode_batch([text], threads=1)[0]
+        """Ids of a text, without special tokens; raise DataError for one that it fails on."""
+        with self._answering("on the text", text):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         """Ids of each text; they do not depend on the number of threads.
 
         With threads > 1 the library uses RAYON_NUM_THREADS threads, by default all cores.
         """
+        if threads == 1:
+            return [self.encode(text) for text in texts]
         try:
-            if threads == 1:
-                return [self._tokenizer.encode(t, add_special_tokens=False).ids for t in texts]
-            encodings = self._tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
-        except TypeError:  # raised for a lone surrogate
-            for text in texts:
-                require_unicode(text)
+            with self._answering("on one of many texts"):
+                encodings = self._tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
+        except (DataError, TypeError):
+            for text in texts:  # of which one has this error alone
+                self.encode(text)
             raise
         return [encoding.ids for encoding in encodings]
 
@@ -151,12 +176,14 @@ class HuggingFaceTokenizer:
         """Ids of a text in which special tokens are matched; slow, as it loads the file again."""
         matching = _load(self.path, self._files[JSON_NAME])
         matching.encode_special_tokens = False
-        return matching.encode(text, add_special_tokens=False).ids
+        with self._answering("on the text", text):
+            return matching.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ids; special tokens are skipped, invalid UTF-8 becomes U+FFFD."""
         array = ids.tolist() if isinstance(ids, np.ndarray) else [*map(int, ids)]
-        return self._tokenizer.decode(array, skip_special_tokens=True)
+        with self._answering("to decode its tokens"):
+            return self._tokenizer.decode(array, skip_special_tokens=True)
 
     def special_tokens(self) -> dict[str, int]:
         """Ids of the special tokens by name."""
@@ -183,8 +210,9 @@ class HuggingFaceTokenizer:
         """The piece of each id."""
         pieces = [Piece(FILLER)] * self.vocab_size
         is_byte_level = "ByteLevel" in json.dumps(self._json.get("decoder"))
-        for name, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            pieces[i] = self._piece(name, is_byte_level)
+        with self._answering("to decode its tokens"):
+            for name, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+                pieces[i] = self._piece(name, is_byte_level)
         for i, added in self._tokenizer.get_added_tokens_decoder().items():
             is_filler = added.content.startswith(FILLER_PREFIX)
             special = Piece(FILLER if is_filler else CONTROL)
@@ -229,7 +257,8 @@ class HuggingFaceTokenizer:
 def _load(path: Path, content: bytes) -> tokenizers.Tokenizer:
     """Load with truncation, padding and dropout disabled."""
     try:
-        loaded = tokenizers.Tokenizer.from_str(content.decode())
+        with panics_caught():
+            loaded = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises plain Exception
         refuse(path, f"no tokenizer of Hugging Face ({error})", error)
     loaded.no_truncation()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from minimind.data.tokenizer.files import JSON_NAME, MODEL_NAME
@@ -30,13 +31,13 @@ def load_tokenizer(path: str | Path) -> AnyTokenizer:
     if str(path) == "":
         raise UsageError("--tokenizer is empty, as of a variable that is not set; name one")
     path = Path(path).expanduser()
-    if not path.exists():
+    if not os.path.lexists(path):
         raise DataError(f"{path}: there is no such tokenizer file or directory; correct the path")
     if not path.is_dir():
         return HuggingFaceTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
-    if (path / MODEL_NAME).exists():
+    if os.path.lexists(path / MODEL_NAME):
         return Tokenizer(path)
-    if (path / JSON_NAME).exists():
+    if os.path.lexists(path / JSON_NAME):
         return HuggingFaceTokenizer(path)
     raise DataError(
         f"{path}: has neither {MODEL_NAME} (SentencePiece) nor {JSON_NAME} (Hugging Face);"

@@ -17,8 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
+from google.protobuf.message import DecodeError
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
 from minimind.data.text.sample import SEED, sample
+from minimind.data.tokenizer.bounds import require_bounded_model
 from minimind.data.tokenizer.encoder import TextEncoder
 from minimind.data.tokenizer.escaping import escape, unescape
 from minimind.data.tokenizer.files import (
@@ -48,9 +51,11 @@ from minimind.data.tokenizer.vocabulary import (
 )
 from minimind.errors import DataError
 from minimind.runtime.durable_files import read_small, write_whole
+from minimind.runtime.file_kinds import SENTENCEPIECE, kind_of_content
 
 SAMPLE_BYTES = 2**24
 LONGEST_AT_ONCE = 2**23  # bytes of a text that is not chunked; each takes up to 60 of memory
+NO_MODEL = "is not a SentencePiece model, or damaged"
 SENTENCE_CHARACTERS = 1000  # SentencePiece silently drops sentences of more than 4192 bytes
 
 # The trainer marks unknown characters with U+2585 and skips sentences that contain it.
@@ -78,12 +83,15 @@ class Tokenizer:
         self._processor = sentencepiece.SentencePieceProcessor()
         self._encoder = TextEncoder(self._processor)
         try:
+            require_bounded_model(self.path, ModelProto.FromString(self._model))
             self._processor.LoadFromSerializedProto(self._model)
             self._processor.id_to_piece([*range(self.vocab_size)])  # each must be UTF-8
         # UnicodeDecodeError: a piece is not UTF-8, or an error message quotes such a piece.
-        except (RuntimeError, UnicodeDecodeError) as error:
+        except (RuntimeError, UnicodeDecodeError, DecodeError) as error:
+            kind = kind_of_content(self._model, SENTENCEPIECE)
+            what = f"is {kind}, not a SentencePiece model" if kind else NO_MODEL
             raise DataError(
-                f"{self.path}: is not a SentencePiece model, or damaged; restore it, or delete"
+                f"{self.path}: {what}; restore it, or delete"
                 " it and leave out --tokenizer to learn one from the data"
             ) from error
         if not 0 <= self.eos_id < self.vocab_size:
@@ -201,7 +209,7 @@ class Tokenizer:
     def exported(self) -> dict[str, bytes]:
         """The same files, and those that AutoTokenizer reads if they give the same ids."""
         try:
-            existing = self.path.with_name(JSON_NAME).read_bytes()
+            existing = read_small(self.path.with_name(JSON_NAME), LARGEST_FILE)
         except OSError:
             existing = None
         files = {**self.files(), **hugging_face_files(self._processor, existing)}

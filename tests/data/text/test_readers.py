@@ -108,13 +108,9 @@ def test_a_packed_file_that_is_cut_off_is_reported_at_the_line_where_it_ends(tmp
     ("name", "content"),
     [
         ("a.jsonl.gz", GZIPPED[:-5] + b"\0" * 5),
-        ("a.jsonl.gz", GOOD),
         ("a.jsonl.gz", b"\0" * 600),
-        ("a.jsonl.gz", zlib.compress(GOOD)),
         ("a.jsonl.gz", GZIPPED + b"trailing"),
         ("a.jsonl.zst", zstandard.ZstdCompressor(write_checksum=True).compress(GOOD)[:-1] + b"?"),
-        ("a.jsonl.zst", GOOD),
-        ("a.jsonl.zst", GZIPPED),
         ("a.jsonl.zst", zstandard.compress(GOOD) + b"trailing"),
     ],
 )

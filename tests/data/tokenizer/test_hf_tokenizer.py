@@ -144,7 +144,7 @@ def test_half_a_character_is_reported(directory):
         (b"[]", "no JSON object"),
         (b"{}", "no tokenizer of Hugging Face"),
         (b'{"model": {"type": "Other"}}', "no tokenizer of Hugging Face"),
-        (pickle.dumps({"model": {}}), "not JSON"),
+        (pickle.dumps({"model": {}}), "a pickle of Python"),
     ],
 )
 def test_a_file_that_is_none_is_reported(tmp_path, content, report):

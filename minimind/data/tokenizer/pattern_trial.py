@@ -1,0 +1,43 @@
+"""Short texts for the patterns of a tokenizer.json, under limits (`minimind.runtime.limited`).
+
+Imports nothing but the library, and no vocabulary, so that it ends in a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from typing import Any
+
+from tokenizers import Tokenizer
+
+REPEATED = 1024  # of a character; patterns are slow where much of the same may match
+SOME = "é春안ж\u0300🙂\u200b\xa0\r\n\t"
+TEXTS = [
+    *(
+        character * REPEATED + end
+        for character in string.printable + SOME
+        for end in ("", "!", "a")
+    ),
+    *(f"{word} " * (REPEATED // 4) for word in ("it's", "ab", "12", "a1", "a_", "\n ", "春眠")),
+    string.printable * 20,
+]
+
+
+def main(request: dict[str, Any]) -> None:
+    """Encode and decode the texts with the parts of a file, which are refused elsewhere if bad."""
+    letters = {letter: i for i, letter in enumerate(dict.fromkeys(string.printable))}
+    model = {"type": "BPE", "vocab": letters, "merges": []}
+    values = {"version": "1.0", "added_tokens": [], "model": model, **request["parts"]}
+    try:
+        tokenizer = Tokenizer.from_str(json.dumps(values))
+    except BaseException:  # a panic, which is no Exception, too
+        return
+    for text in TEXTS:
+        try:
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            tokenizer.decode(ids)
+        except MemoryError:
+            raise
+        except BaseException:
+            continue

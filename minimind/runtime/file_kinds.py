@@ -1,0 +1,206 @@
+"""What a file is that cannot be read as what its name says, by its first bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from minimind.runtime.durable_files import read_small
+
+LOOKED_AT = 4096  # bytes
+GZIP, ZSTD, JSON_TEXT = "gzip", "zstd", "JSON"
+PARQUET, ARROW, SAFETENSORS, GGUF = "Parquet", "Arrow", "safetensors", "GGUF"
+TORCH, SENTENCEPIECE = "a file of torch.save", "a SentencePiece model"
+UTF_16 = "convert it to UTF-8 (iconv -f {0} -t UTF-8)"
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file, and what to do where another is read."""
+
+    name: str
+    remedy: str
+    is_pointer: bool = False  # text that stands for a file that is elsewhere
+    is_text: bool = False  # that may be meant in a file of text
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.remedy})"
+
+
+def _packed(command: str, suffix: str = "") -> str:
+    named = f", or name it {suffix} if it is text" if suffix else ""
+    return f"unpack it ({command}){named}"
+
+
+def _begins(*starts: bytes) -> Callable[[bytes], bool]:
+    return lambda start: start.startswith(starts)
+
+
+def _has(pattern: bytes) -> Callable[[bytes], bool]:
+    found = re.compile(pattern, re.IGNORECASE | re.DOTALL)
+    return lambda start: found.match(start) is not None
+
+
+def _is_zlib(start: bytes) -> bool:
+    """Two bytes show little, so it is unpacked; letters may begin like a stream."""
+    try:
+        return start[:1] == b"\x78" and bool(zlib.decompressobj().decompress(start))
+    except zlib.error:
+        return False
+
+
+def _is_marked_utf_16(start: bytes) -> bool:
+    """Whether a byte order mark begins text with a blank or a letter of ASCII in it."""
+    if not start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return False
+    try:
+        text = start[: len(start) // 2 * 2].decode("utf-16")
+    except UnicodeDecodeError as error:
+        text = start[: error.start].decode("utf-16") if error.start > LOOKED_AT - 4 else ""
+    return any(character < "\x7f" for character in text)
+
+
+def _is_utf_16(order: int) -> Callable[[bytes], bool]:
+    """Whether the high bytes of letters, or of most, are NUL and the others are not."""
+
+    def check(start: bytes) -> bool:
+        pairs = start[: len(start) // 2 * 2][:64]
+        high, low = pairs[order::2], pairs[1 - order :: 2]
+        return len(pairs) >= 8 and 4 * high.count(0) >= 3 * len(high) and not low.count(0)
+
+    return check
+
+
+def _is_safetensors(start: bytes) -> bool:
+    return start[5:9] == b"\0\0\0{"
+
+
+def _is_json_over_lines(start: bytes) -> bool:
+    """Whether a list begins whose objects are on lines of their own."""
+    line, newline, _ = start.lstrip().partition(b"\n")
+    line = line.rstrip()
+    if not (newline and line.startswith(b"[")):
+        return False
+    try:
+        return line in (b"[", b"[{") or type(json.loads(line[1:].removesuffix(b","))) is dict
+    except (ValueError, RecursionError):
+        return False
+
+
+# In this order: what is more certain first.
+KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
+    (
+        _begins(b"version https://git-lfs.github.com/spec/"),
+        Kind("a Git LFS pointer", "fetch the file itself with `git lfs pull`", is_pointer=True),
+    ),
+    (
+        _has(rb"(\.\./)*(\.git/annex|/annex)/objects/"),
+        Kind("a git-annex pointer", "fetch the file itself with `git annex get`", is_pointer=True),
+    ),
+    (
+        _has(rb"(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head|<body)"),
+        Kind(
+            "a page of HTML",
+            "download the file itself, not the page about it or an error",
+            is_text=True,
+        ),
+    ),
+    (
+        _has(rb"(\xef\xbb\xbf)?\s*<\?xml"),
+        Kind("XML", "download the file itself, not the answer of a server", is_text=True),
+    ),
+    (_begins(b"\xff\xfe\0\0", b"\0\0\xfe\xff"), Kind("UTF-32", UTF_16.format("UTF-32"))),
+    (_is_marked_utf_16, Kind("UTF-16", UTF_16.format("UTF-16"))),
+    (_begins(b"\x1f\x8b"), Kind(GZIP, _packed("gzip -d", ".gz"))),
+    (_begins(b"\x28\xb5\x2f\xfd"), Kind(ZSTD, _packed("zstd -d", ".zst"))),
+    (_has(rb"[\x50-\x5f]\x2a\x4d\x18"), Kind(ZSTD, _packed("zstd -d", ".zst"))),
+    (_has(rb"BZh[1-9](1AY&SY|\x17rE8P)"), Kind("bzip2", _packed("bzip2 -d"))),
+    (_begins(b"\xfd7zXZ\0"), Kind("xz", _packed("xz -d"))),
+    (_begins(b"\x04\x22\x4d\x18"), Kind("LZ4", _packed("lz4 -d"))),
+    (_begins(b"7z\xbc\xaf\x27\x1c"), Kind("a 7z archive", _packed("7z x"))),
+    (_begins(b"Rar!\x1a\x07"), Kind("a RAR archive", _packed("unrar x"))),
+    (_is_zlib, Kind("a zlib stream", _packed("pigz -dz"))),
+    (
+        _has(rb"PK\x03\x04.{26}[^\0]{0,200}/?(data\.pkl|byteorder|\.format_version)"),
+        Kind(TORCH, "name it .pth or .bin, or save it as safetensors"),
+    ),
+    (_begins(b"PK\x03\x04", b"PK\x05\x06"), Kind("a zip archive", _packed("unzip"))),
+    (_has(rb".{257}ustar"), Kind("a tar archive", _packed("tar -xf"))),
+    (_begins(b"PAR1", b"PARE"), Kind(PARQUET, "name it .parquet")),
+    (
+        _begins(b"ARROW1", b"\xff\xff\xff\xff", b"FEA1"),
+        Kind(ARROW, "name the folder of save_to_disk, or write it as Parquet"),
+    ),
+    (_begins(b"ORC"), Kind("ORC", "write it as Parquet")),
+    (_begins(b"Obj\x01"), Kind("Avro", "write it as Parquet")),
+    (_begins(b"SQLite format 3\0"), Kind("a database of SQLite", "write its text as .jsonl")),
+    (_begins(b"\x89HDF\r\n"), Kind("HDF5", "save it as safetensors, or as Parquet")),
+    (_begins(b"\x93NUMPY"), Kind("an array of NumPy", "save it as safetensors, or as .jsonl")),
+    (_begins(b"%PDF-"), Kind("a PDF", "write its text as .txt")),
+    (_begins(GGUF.encode()), Kind(GGUF, "name the safetensors that it was made from")),
+    (_is_safetensors, Kind(SAFETENSORS, "name it .safetensors")),
+    (
+        _has(rb"\x80[\x02-\x05][\x95}\](\x8a\x80c]"),
+        Kind("a pickle of Python", "save it as what is read here; pickles may run code"),
+    ),
+    (_has(rb"\x0a[\x05-\x7f]\x0a.{1,40}<unk>"), Kind(SENTENCEPIECE, "name it tokenizer.model")),
+    (
+        _has(rb"([A-Za-z0-9+/]{2,}={0,2} \d+\n){2}"),
+        Kind("a vocabulary of tiktoken", "write it as a tokenizer.json", is_text=True),
+    ),
+    (
+        _is_json_over_lines,
+        Kind(
+            "one JSON list over many lines",
+            "write each of its objects on a line (jq -c '.[]')",
+            is_text=True,
+        ),
+    ),
+    (_is_utf_16(1), Kind("UTF-16 without a byte order mark", UTF_16.format("UTF-16LE"))),
+    (_is_utf_16(0), Kind("UTF-16 without a byte order mark", UTF_16.format("UTF-16BE"))),
+    (_has(rb'\s*\{\s*"'), Kind(JSON_TEXT, "give the file itself, or its right name", is_text=True)),
+)
+
+
+def kind_of_content(start: bytes, *expected: str) -> Kind | None:
+    """The kind of a file that begins with `start`; None if it is not known, or one of `expected`.
+
+    For what could not be read: some kinds begin as a text may.
+    """
+    start = start[:LOOKED_AT]
+    kind = next((kind for is_kind, kind in KINDS if is_kind(start)), None)
+    return None if kind is None or kind.name in expected else kind
+
+
+def kind_of_file(path: Path, *expected: str) -> Kind | None:
+    """`kind_of_content` of a file; None also for one that is empty or cannot be opened."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(handle, "rb") as file:
+            start = file.read(LOOKED_AT)
+    except OSError:
+        return None
+    return kind_of_content(start, *expected) if start else None
+
+
+def adapter_in(folder: Path) -> str:
+    """What a folder with a LoRA adapter and no model is, with the way out; else empty."""
+    names = [name for name in ADAPTER if (folder / name).is_file()]
+    if not names:
+        return ""
+    base = ""
+    try:
+        about = json.loads(read_small(folder / ADAPTER[0]))
+        base = f" {about['base_model_name_or_path']}"
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        pass  # the name is only for the message
+    return (
+        f"holds a LoRA adapter alone ({', '.join(names)}); merge it into its base model{base}"
+        " (merge_and_unload of PEFT), and name the folder that this saves"
+    )
