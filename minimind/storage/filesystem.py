@@ -112,7 +112,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         raise UsageError(f"{masked(url)}: names no bucket, host or file; complete the URL")
     if url.endswith(HIDDEN):
         raise UsageError(
-            f"{url}: is recorded without its query, which may have a signature; give the whole URL"
+            f"{masked(url)}: is recorded without its query, which may have a signature; give the"
+            " whole URL"
         )
     for name, value in _servers(url).items():
         _require_server(name, value, is_proxy=name not in ENDPOINTS, is_web=scheme is WEB)
