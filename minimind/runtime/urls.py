@@ -43,6 +43,11 @@ SECRET_PARAMETER = re.compile(rf"{_MARK}{_SECRET}{_EQUALS}{_REST}", re.IGNORECAS
 LONGEST_HOST = 2000  # characters of a percent-encoded URL
 
 
+def begins_as_url(text: str) -> bool:
+    """Whether a text begins as a URL does, of whatever scheme."""
+    return re.match(_START, text, re.IGNORECASE) is not None
+
+
 def without_query(url: str) -> tuple[str, str]:
     """A URL up to its query, parameters or fragment, and these, which may choose the object."""
     found = BEGINS.match(url)

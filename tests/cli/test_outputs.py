@@ -10,6 +10,7 @@ import pytest
 
 from minimind.checkpoint.run_folder import require_writable
 from minimind.cli.main import main
+from minimind.config.parse import parse_flags
 from minimind.errors import UsageError
 from tests.conftest import Trained, sentences
 from tests.faults.mirrors import FLAGS, content, train
@@ -162,3 +163,59 @@ def test_prepare_builds_in_no_folder_of_others(
     assert main(words(place, FOLDERS["prepare"][0], tmp_path / "out")) == 2
     assert "out.part holds 'notes.txt', which minimind prepare did not" in capsys.readouterr().err
     assert content(tmp_path) == {"out.part/notes.txt": b"mine"}
+
+
+# Of a URL in their place, a folder like "s3:" would be made, or "s3:/b" be missing.
+PATHS = (
+    *(
+        "train --out_dir URL",
+        "train --cache_dir URL",
+        "train --resume URL",
+        "train --tokenizer URL",
+    ),
+    *("train --init_from URL", "train --task sft --chat_template URL", "train --skip_rows URL"),
+    *("prepare TEXT --out URL", "prepare TEXT --out=URL", "prepare TEXT --out o --tokenizer URL"),
+    *("prepare --sources URL --out o", "data filter TEXT --out URL", "sweep URL --out o"),
+    *("sweep SWEEP --out URL", "tokenizer train TEXT --out URL", "tokenizer inspect URL"),
+    *(
+        "export --checkpoint RUN --format llama --out URL",
+        "export --checkpoint URL --format llama --out o",
+    ),
+    *("import --from llama EXPORT --out URL", "import --from llama URL --out o"),
+    *("checkpoint consolidate RUN --out URL", "checkpoint average RUN URL --out o"),
+    *("checkpoint list URL", "checkpoint prune --checkpoint URL --keep 1", "report RUN --out URL"),
+    *("report RUN URL", "scaling RUN --out URL", "coord_check --out URL", "env --out_dir URL"),
+    *("generate --checkpoint URL --prompt a", "generate --checkpoint RUN --prompts URL"),
+    *("chat --model URL --once a", "eval --checkpoint URL --data TEXT", "data at URL --step 1"),
+)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "file:///x", "HTTPS://h/x?sig=secret"])
+@pytest.mark.parametrize("command", PATHS)
+def test_a_url_in_place_of_a_path_is_refused(
+    command: str,
+    url: str,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    given = words(place, command.replace("URL", url), tmp_path)
+    if command.startswith("train"):
+        flag = given[-2].removeprefix("--")
+        with pytest.raises(UsageError, match=rf"^{flag} = .* \(--{flag}\) is a URL, and a path of"):
+            parse_flags(given[1:])
+    else:
+        assert main(given) == 2
+        error = capsys.readouterr().err
+        assert f"{url.partition('?')[0]}" in error
+        assert "is a URL, and a path of this host is needed; give one" in error
+        assert "secret" not in error
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_url_in_a_prompt_is_text(place: Path, capsys: pytest.CaptureFixture[str]):
+    command = "generate --checkpoint RUN --max_new_tokens 1 --device cpu --prompt https://h/x?a=1"
+    assert main(words(place, command, place)) == 0
+    assert "https://h/x?a=1" in capsys.readouterr().out
