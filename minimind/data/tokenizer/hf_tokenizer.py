@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -133,15 +134,24 @@ class HuggingFaceTokenizer:
 
         With threads > 1 the library uses RAYON_NUM_THREADS threads, by default all cores.
         """
+        if threads == 1:
+            return [self._encoded(text) for text in texts]
         try:
-            if threads == 1:
-                return [self._tokenizer.encode(t, add_special_tokens=False).ids for t in texts]
-            encodings = self._tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
-        except TypeError:  # raised for a lone surrogate
+            with _refusing_panics(self.path, "a text"):
+                encodings = self._tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
+        except (TypeError, DataError):
             for text in texts:
-                require_unicode(text)
+                self._encoded(text)  # names the text
             raise
         return [encoding.ids for encoding in encodings]
+
+    def _encoded(self, text: str) -> list[int]:
+        try:
+            with _refusing_panics(self.path, f"the text that begins {text[:40]!a}"):
+                return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError:  # raised for a lone surrogate
+            require_unicode(text)
+            raise
 
     def encode_arrays(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
         """Ids of each text as int32, one text at a time: the library's encodings are large."""
@@ -151,12 +161,14 @@ class HuggingFaceTokenizer:
         """Ids of a text in which special tokens are matched; slow, as it loads the file again."""
         matching = _load(self.path, self._files[JSON_NAME])
         matching.encode_special_tokens = False
-        return matching.encode(text, add_special_tokens=False).ids
+        with _refusing_panics(self.path, f"the text that begins {text[:40]!a}"):
+            return matching.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ids; special tokens are skipped, invalid UTF-8 becomes U+FFFD."""
         array = ids.tolist() if isinstance(ids, np.ndarray) else [*map(int, ids)]
-        return self._tokenizer.decode(array, skip_special_tokens=True)
+        with _refusing_panics(self.path, "ids"):
+            return self._tokenizer.decode(array, skip_special_tokens=True)
 
     def special_tokens(self) -> dict[str, int]:
         """Ids of the special tokens by name."""
@@ -183,8 +195,9 @@ class HuggingFaceTokenizer:
         """The piece of each id."""
         pieces = [Piece(FILLER)] * self.vocab_size
         is_byte_level = "ByteLevel" in json.dumps(self._json.get("decoder"))
-        for name, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            pieces[i] = self._piece(name, is_byte_level)
+        with _refusing_panics(self.path, "its own pieces"):
+            for name, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+                pieces[i] = self._piece(name, is_byte_level)
         for i, added in self._tokenizer.get_added_tokens_decoder().items():
             is_filler = added.content.startswith(FILLER_PREFIX)
             special = Piece(FILLER if is_filler else CONTROL)
@@ -229,7 +242,10 @@ class HuggingFaceTokenizer:
 def _load(path: Path, content: bytes) -> tokenizers.Tokenizer:
     """Load with truncation, padding and dropout disabled."""
     try:
-        loaded = tokenizers.Tokenizer.from_str(content.decode())
+        with _refusing_panics(path, "its own content"):
+            loaded = tokenizers.Tokenizer.from_str(content.decode())
+    except DataError:
+        raise
     except Exception as error:  # the library raises plain Exception
         refuse(path, f"no tokenizer of Hugging Face ({error})", error)
     loaded.no_truncation()
@@ -238,3 +254,18 @@ def _load(path: Path, content: bytes) -> tokenizers.Tokenizer:
         loaded.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue] (of BPE alone)
     loaded.encode_special_tokens = True
     return loaded
+
+
+@contextmanager
+def _refusing_panics(path: Path, what: str) -> Iterator[None]:
+    """Raise DataError for a panic of the library, as of a regex that runs into its limit."""
+    try:
+        yield
+    except BaseException as error:  # a panic is no Exception, and its type cannot be imported
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = (str(error).splitlines() or [""])[0]
+        raise DataError(
+            f"{path}: the tokenizers library fails on {what} ({reason}); give another tokenizer,"
+            " or take that text out"
+        ) from error

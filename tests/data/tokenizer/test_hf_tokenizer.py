@@ -4,8 +4,8 @@ import json
 import pickle
 
 import pytest
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.work_units import Options
@@ -126,6 +126,27 @@ def test_text_is_prepared_with_it(directory, tmp_path):
     assert prepared.manifest["vocab_size"] == 702
     tokens = len(prepared.train) + len(prepared.val)
     assert tokens == sum(len(prepared.tokenizer.encode(text)) + 1 for text in texts)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
+def test_a_pattern_that_runs_into_its_limit_is_an_error_of_data(directory, place, threads):
+    file = directory / "tokenizer.json"
+    library, pattern = Library.from_file(str(file)), Regex("(a+)+$")
+    if place == "normalizer":
+        library.normalizer = normalizers.Replace(pattern, "x")
+    else:
+        split = pre_tokenizers.Split(pattern, "isolated")
+        library.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel()])
+    library.save(str(file))
+    tokenizer = HuggingFaceTokenizer(directory)
+    assert tokenizer.encode_batch(["a", "b"], threads=threads)
+    text = "a" * 30_000 + "b"
+    message = rf"json: the tokenizers library fails on the text that begins '{'a' * 40}' \(Onig: "
+    with pytest.raises(DataError, match=message):
+        tokenizer.encode_batch(["b", text], threads=threads)
+    with pytest.raises(DataError, match=message):
+        tokenizer.encode_with_special(text)
 
 
 def test_half_a_character_is_reported(directory):
