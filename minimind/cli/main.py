@@ -25,10 +25,12 @@ from minimind.config.arguments import (
     PrintCompletion,
     add_weights,
     at_least,
+    is_of_other_locale,
     non_empty_path,
     positive,
     share,
     size_in_bytes,
+    utf8_fault,
 )
 from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError, known_error
@@ -216,6 +218,8 @@ def _require_paths(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 def _run(argv: list[str]) -> int:
     try:
+        if word := next(filter(is_of_other_locale, argv), None):
+            raise UsageError(f"{word!a} {utf8_fault(word)}")
         args, args.run_flags = build_parser().parse_known_args(argv)
         if args.run_flags and args.command not in TAKE_RUN_FLAGS:
             raise UsageError(

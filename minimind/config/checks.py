@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-from minimind.config.arguments import is_utf8
+from minimind.config.arguments import is_utf8, utf8_fault
 from minimind.config.model_flags import SHAPE
 from minimind.config.report_flags import TRACKERS
 from minimind.config.run_config import FLAGS, RunConfig
@@ -163,10 +163,7 @@ def _encoding_conflicts(run: RunConfig) -> Iterator[str]:
             # Records hold the absolute path, which includes the current directory.
             full = os.path.abspath(text) if name in ("out_dir", "data_path") else text
             if not is_utf8(full):
-                yield (
-                    f"{name} = {full!a} ({run.sources[name]}) is not UTF-8; rename it, or give"
-                    " another one"
-                )
+                yield f"{name} = {full!a} ({run.sources[name]}) {utf8_fault(full)}"
 
 
 def _place_conflicts(run: RunConfig) -> Iterator[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 
+from minimind.config.arguments import is_utf8, utf8_fault
 from minimind.data.text.tables import dataset_bytes, dataset_rows, is_dataset, row_groups
 from minimind.errors import DataError, UsageError
 
@@ -181,10 +182,10 @@ def _is_wanted(path: Path) -> bool:
 
 def _require_printable(path: Path) -> None:
     """Raise for names that do not fit into JSON or one-line messages."""
-    if any(ord(c) < 32 or c == "\x7f" or "\ud800" <= c <= "\udfff" for c in str(path)):
-        raise DataError(
-            f"{str(path)!r}: has a name that is not UTF-8, or control characters in it; rename it"
-        )
+    if not is_utf8(str(path)):
+        raise DataError(f"{str(path)!r}: its name {utf8_fault(str(path))}")
+    if any(ord(c) < 32 or c == "\x7f" for c in str(path)):
+        raise DataError(f"{str(path)!r}: has control characters in its name; rename it")
 
 
 def _require_readable(path: Path) -> None:
