@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from minimind.checkpoint.run_folder import require_writable
-from minimind.cli.main import main
+from minimind.cli.main import TAKE_RUN_FLAGS, build_parser, main
 from minimind.config.parse import parse_flags
-from minimind.errors import UsageError
+from minimind.errors import LockedError, UsageError
+from minimind.mirror.owner import require_mirror
 from tests.conftest import Trained, sentences
 from tests.faults.mirrors import FLAGS, content, train
 
@@ -70,6 +73,11 @@ def place(tmp_path_factory: pytest.TempPathFactory, trained: Trained) -> Path:
     for name, text_of in {"notes": "mine", "killed": ""}.items():
         (things / name).mkdir()
         (things / name / "notes.txt").write_text(text_of)
+    for name in ("README.md", "src/a.py", ".git/HEAD", ".git/config"):
+        path = things / "repository" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    shutil.copytree(things / "repository" / ".git", things / "new repository" / ".git")
     shutil.copytree(things / "export", things / "model of others")
     (path,) = (things / "model of others").glob("*.safetensors")
     path.write_bytes(path.read_bytes().replace(b"minimind-deepspeed", b"another-program.."))
@@ -90,7 +98,25 @@ def words(place: Path, command: str, out: Path) -> list[str]:
 
 
 THINGS = ("run", "prepared", "export", "filtered", "tokenizer", "notes", "model of others")
-THINGS += ("export with notes", "tokenizer of others in it")
+THINGS += ("export with notes", "tokenizer of others in it", "repository", "new repository")
+
+
+def test_every_command_with_an_output_is_in_a_table():
+    def with_output(parser: argparse.ArgumentParser, name: str = "") -> Iterator[str]:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for word, below in action.choices.items():
+                    yield from with_output(below, f"{name} {word}".strip())
+            elif action.dest in ("out", "out_dir"):
+                yield name
+
+    shown = {"env"}  # which writes nothing there
+    runs = {"train", "launch"}  # by their own flags, below
+    commands = [command for command, _ in (*FOLDERS.values(), *FILES.values())]
+    listed = {name for name in with_output(build_parser())} - shown
+    assert {name for name in listed if not any(c.startswith(f"{name} ") for c in commands)} == set()
+    assert {c for c in commands if not any(c.startswith(f"{name} ") for name in listed)} == set()
+    assert {name for name in TAKE_RUN_FLAGS if name not in listed} - {"plan"} == runs
 
 
 @pytest.mark.parametrize("thing", THINGS)
@@ -144,6 +170,35 @@ def test_a_run_replaces_nothing_in_a_folder_that_is_no_runs(
     with pytest.raises(UsageError, match=rf"--out_dir {out} holds '{name}', which a run would"):
         train({**FLAGS, "data_path": [str(place / "text.jsonl")]}, out_dir=str(out))
     assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("thing", [thing for thing in THINGS if thing != "run"])
+def test_a_run_changes_nothing_that_is_there(thing: str, place: Path, tmp_path: Path):
+    out = Path(shutil.copytree(place / "things" / thing, tmp_path / "out"))
+    before = content(out)
+    flags = {**FLAGS, "max_steps": 1, "data_path": [str(place / "text.jsonl")]}
+    flags |= {"cache_dir": str(tmp_path / "cache"), "out_dir": str(out)}
+    if (out / "tokenizer").exists():  # which a run would replace
+        with pytest.raises(UsageError, match=f"--out_dir {out} holds 'tokenizer', which a run w"):
+            train(flags)
+        assert content(out) == before
+    else:
+        assert train(flags) == 0
+        assert before.items() <= content(out).items()
+
+
+@pytest.mark.parametrize("resume", ["auto", "none"])
+@pytest.mark.parametrize("thing", THINGS)
+def test_a_mirror_begins_in_no_folder_that_holds_something(
+    thing: str, resume: str, place: Path, tmp_path: Path
+):
+    folder = Path(shutil.copytree(place / "things" / thing, tmp_path / "mirror"))
+    before = content(folder)
+    with pytest.raises(
+        LockedError, match=rf"^--mirror file://{folder} (holds '.*' and|is the --o)"
+    ):
+        require_mirror(f"file://{folder}", tmp_path / "run", resume)
+    assert content(folder) == before
 
 
 def test_a_run_may_begin_beside_a_log_and_its_own_tokenizer(place: Path, tmp_path: Path):
