@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from minimind.cli import chat as chat_commands
@@ -23,10 +25,12 @@ from minimind.config.arguments import (
     PrintCompletion,
     add_weights,
     at_least,
+    is_of_other_locale,
     non_empty_path,
     positive,
     share,
     size_in_bytes,
+    utf8_fault,
 )
 from minimind.config.foreign_flags import equivalent_command, suggest
 from minimind.config.run_config import DISTRIBUTION
@@ -35,7 +39,7 @@ from minimind.estimate.gpus import ASSUMED_MFU, GPUS, known_gpu, named_gpu
 from minimind.runtime.durable_files import escape_unencodable, printing
 from minimind.runtime.panics import panics_caught
 from minimind.runtime.terminal import guarded, print_traceback, printable, shorten_line
-from minimind.runtime.urls import masked_text
+from minimind.runtime.urls import begins_as_url, masked, masked_text
 
 EXAMPLE = "minimind generate --checkpoint out --prompt 'Once upon a time'"
 
@@ -168,6 +172,10 @@ def run_checkpoint(args: argparse.Namespace) -> int:
 
 
 TAKE_RUN_FLAGS = ("plan", "train", "launch", "coord_check")
+# Arguments that may not be URLs, unlike text, prepared data and prompts.
+OF_THIS_HOST = ("checkpoint", "model", "place", "places", "run", "source", "sweep", "out")
+OF_THIS_HOST += ("out_dir", "tokenizer", "chat_template", "prompts", "prompt_file", "sources")
+OF_THIS_HOST += ("cache_dir",)
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": train_commands.run_train,
     "launch": train_commands.run_launch,
@@ -196,8 +204,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(sys.argv[1:] if argv is None else list(argv))
 
 
+def _require_paths(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Raise UsageError for a URL in place of a path, of which a folder like "s3:" would be made."""
+    given: set[str] = set()  # as a path, which joins the slashes of a URL
+    for value in (getattr(args, name, None) for name in OF_THIS_HOST):
+        values = value if isinstance(value, list) else [value]
+        given |= {str(Path(one)) for one in values if isinstance(one, str | Path)}
+    for text in (re.sub(r"^--?\w+=", "", word) for word in argv):
+        is_url = begins_as_url(text) and str(Path(text)) in given
+        if is_url and not os.path.lexists(text):
+            raise UsageError(
+                f"{masked(text)}: is a URL, and a path of this host is needed; give one"
+            )
+
+
 def _run(argv: list[str]) -> int:
     try:
+        if word := next(filter(is_of_other_locale, argv), None):
+            raise UsageError(f"{word!a} {utf8_fault(word)}")
         if argv and argv[0][:1] != "-" and argv[0] not in COMMANDS:
             every = "minimind --help lists every command"
             hint = equivalent_command(argv[0]) or suggest(argv[0], [*COMMANDS], every)
@@ -207,6 +231,7 @@ def _run(argv: list[str]) -> int:
             raise UsageError(
                 f"unknown argument {args.run_flags[0]}; see minimind {args.command} --help"
             )
+        _require_paths(args, argv)
         with panics_caught():
             status = COMMANDS[args.command](args) or 0
         with printing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -222,6 +223,25 @@ def is_utf8(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+def utf8_fault(text: str) -> str:
+    """What is wrong with a text that `is_utf8` refuses, and the remedy, to follow its name."""
+    if not is_of_other_locale(text):
+        return "is not UTF-8; rename it, or give another one"
+    return (
+        f"is UTF-8, which this Python takes for {sys.getfilesystemencoding()}, by its locale; unset"
+        " PYTHONUTF8, or set LC_ALL=C.UTF-8"
+    )
+
+
+def is_of_other_locale(text: str) -> bool:
+    """Whether a text that `is_utf8` refuses is UTF-8 that was decoded as something else."""
+    try:
+        os.fsencode(text).decode()
+    except UnicodeError:
+        return False
+    return not is_utf8(text)
+
+
 def non_empty(text: str) -> str:
     """Return the text; raise if it is empty, which would mean the current directory."""
     if not text:
@@ -252,5 +272,5 @@ def non_blank(text: str) -> str:
 def utf8(text: str) -> str:
     """Return the text; raise if it is not UTF-8."""
     if not is_utf8(text):
-        raise argparse.ArgumentTypeError(f"{text!a} is not UTF-8")
+        raise argparse.ArgumentTypeError(f"{text!a} {utf8_fault(text)}")
     return text

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-from minimind.config.arguments import is_utf8
+from minimind.config.arguments import is_utf8, utf8_fault
 from minimind.config.model_flags import SHAPE
 from minimind.config.report_flags import TRACKERS
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
-from minimind.runtime.urls import masked
+from minimind.runtime.urls import begins_as_url, masked
 
 OF_EXPERTS = (
     "n_routed_experts",
@@ -24,6 +24,8 @@ OF_EXPERTS = (
     "norm_topk_prob",
 )
 
+OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "tokenizer")
+OF_THIS_HOST += ("chat_template", "skip_rows")
 MIRROR = re.compile(r"(s3|gs)://[^/\s]|file://.*[^/\s]")
 
 # Not supported with --sequence_parallel: flag, value and reason.
@@ -47,6 +49,7 @@ def conflicts(run: RunConfig) -> Iterator[str]:
     except UsageError as error:
         yield str(error)
     yield from _encoding_conflicts(run)
+    yield from _place_conflicts(run)
     yield from _report_conflicts(run)
     yield from _model_conflicts(run)
     yield from _schedule_conflicts(run)
@@ -160,10 +163,19 @@ def _encoding_conflicts(run: RunConfig) -> Iterator[str]:
             # Records hold the absolute path, which includes the current directory.
             full = os.path.abspath(text) if name in ("out_dir", "data_path") else text
             if not is_utf8(full):
-                yield (
-                    f"{name} = {full!a} ({run.sources[name]}) is not UTF-8; rename it, or give"
-                    " another one"
-                )
+                yield f"{name} = {full!a} ({run.sources[name]}) {utf8_fault(full)}"
+
+
+def _place_conflicts(run: RunConfig) -> Iterator[str]:
+    """URLs in place of paths, of which a folder like "s3:" would be made."""
+    for name in OF_THIS_HOST:
+        text = getattr(run, name)
+        if text and begins_as_url(text) and not os.path.lexists(text):
+            remedy = ", and the URL as --mirror" if name == "out_dir" else ""
+            yield (
+                f"{name} = {masked(text)} ({run.sources[name]}) is a URL, and a path of this host"
+                f" is needed; give one{remedy}"
+            )
 
 
 def _report_conflicts(run: RunConfig) -> Iterator[str]:

@@ -8,61 +8,95 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from urllib.parse import unquote
 
 HIDDEN = "?***"  # in place of a query, its like or a fragment
 STORAGE = ("s3:", "gs:", "hf:", "file:")  # "?" is a wildcard of these
 
-_START = r"(?:[a-z][a-z0-9+.-]*:[/\\]{2,}|https?:[/\\])[/\\]*"
-_USER = r"(?:[^\s/@:]*:(?!\d*(?:\W|$))[^@\n]*@)?"  # with a password that may have spaces
-_NAME = r"[\w.%~+\[\]-]*"
+# Repeats have a limit, so that long texts take no longer than their length.
+_SCHEME = r"[a-z][a-z0-9+.-]{0,30}"
+_START = rf"(?:{_SCHEME}:[/\\]{{2,}}|https?:[/\\])[/\\]*"
+_USER = r"(?:[^\s/@:]{0,200}:(?!\d*(?:\W|$))[^@\n]{0,200}@)?"  # a password may have spaces
+_NAME = r"[\w.%~+\[\]-]{0,80}"
 _EQUALS = r"(?:=|%(?:25)*3d)"
 _MARK = r"(?:[?&#;]|%(?:25)*(?:3f|26|23|3b))"
 _SECRET = rf"{_NAME}(?:sig|token|secret|passw|pwd|credential|key|auth|session){_NAME}"
+_REST = r"\S*[^\s'\"`)\]}>.,;:]"  # of a word
+_AT = re.compile("@|%(?:25)*40")
 BEGINS = re.compile(rf"\s*(?:[\w.-]+=)?({_START})", re.IGNORECASE)
+BEGINNING = re.compile(rf"{_START}|{_SCHEME}(?::|%(?:25)*3a)(?:/|%(?:25)*2f){{2}}", re.IGNORECASE)
+HOST = re.compile(r"(?:\[[\da-f:.%]*\])?([^/?#]*)", re.IGNORECASE)
+USER = re.compile(r"@|%(?:25)*(?:40|3a)|:(?!\d*$)", re.IGNORECASE)
+OF_ENCODED = re.compile(r"%(?:25)*(?:3f|23)(?=.)", re.IGNORECASE | re.DOTALL)
 OF_WEB = re.compile(rf"[?#](?=.)|{_MARK}{_NAME}{_EQUALS}", re.IGNORECASE | re.DOTALL)
 OF_STORAGE = re.compile(
     rf"[?#](?:{_NAME}{_EQUALS}|\*\*\*)|{_MARK}{_SECRET}{_EQUALS}", re.IGNORECASE
 )
 IN_TEXT = re.compile(
-    rf"(?P<quote>['\"`])(?P<quoted>{_START}.*?)(?P=quote)(?=[\s,;:.)\]}}>]|$)"
-    rf"|(?P<word>{_START}{_USER}\S*?)(?=[\'\"`)\]}}>.,;:]*(?:\s|$))",
+    rf"(?P<quote>['\"`])(?P<quoted>{_START}.{{0,2000}}?)(?P=quote)(?=[\s,;:.)\]}}>]|$)"
+    # Of requests: "Max retries exceeded with url: /PATH?QUERY (Caused by".
+    rf"|(?P<word>(?:{_START}{_USER}|(?<=with url: )/){_REST})",
     re.IGNORECASE,
 )
-PARAMETER = re.compile(rf"{_MARK}{_NAME}{_EQUALS}(?!\*\*\*)[^\s'\"`]+", re.IGNORECASE)
-SECRET_PARAMETER = re.compile(rf"{_MARK}{_SECRET}{_EQUALS}[^\s'\"`]+", re.IGNORECASE)
+PARAMETER = re.compile(rf"{_MARK}{_NAME}{_EQUALS}{_REST}", re.IGNORECASE)
+SECRET_PARAMETER = re.compile(rf"{_MARK}{_SECRET}{_EQUALS}{_REST}", re.IGNORECASE)
+LONGEST_HOST = 2000  # characters of a percent-encoded URL
+
+
+def begins_as_url(text: str) -> bool:
+    """Whether a text begins as a URL does, of whatever scheme."""
+    return re.match(_START, text, re.IGNORECASE) is not None
 
 
 def without_query(url: str) -> tuple[str, str]:
     """A URL up to its query, parameters or fragment, and these, which may choose the object."""
     found = BEGINS.match(url)
     is_storage = found is not None and found[1].lower().startswith(STORAGE)
-    tail = (OF_STORAGE if is_storage else OF_WEB).search(url, found.end() if found else 0)
-    return (url, "") if tail is None else (url[: tail.start()], url[tail.start() :])
+    start = found.end() if found else 0
+    tail = (OF_STORAGE if is_storage else OF_WEB).search(url, start)
+    end = tail.start() if tail else len(url)
+    inner = BEGINNING.search(url, start, end)
+    if inner and not BEGINS.match(inner[0]) and (tail := OF_ENCODED.search(url, inner.end(), end)):
+        end = tail.start()
+    return url[:end], url[end:]
 
 
 def has_credentials(url: str) -> bool:
-    """Whether the place of host and port has more in it: a user, or a password with a slash."""
-    authority = _authority(url)
-    return re.search(r"@|%40|:(?!\d*$)", authority.rpartition("]")[2], re.IGNORECASE) is not None
+    """Whether a user or a password is where host and port are, also of a URL in its path."""
+    return _with_credentials(url) is not None
 
 
-def _authority(url: str) -> str:
-    found = BEGINS.match(url)
-    return re.split(r"[/\\?#]", url[found.end() :], maxsplit=1)[0] if found else ""
+def _with_credentials(url: str) -> re.Match[str] | None:
+    """The beginning of a URL that has credentials: `url`, or one in its path."""
+    for begin in BEGINNING.finditer(without_query(url)[0]):
+        text, host = url, begin.end()
+        if not BEGINS.match(begin[0]):  # percent-encoded, perhaps twice
+            text = url[begin.start() : host + LONGEST_HOST]
+            while not (found := BEGINS.match(text)):
+                text = unquote(text)
+            host = found.end()
+        if (place := HOST.match(text, host)) and USER.search(place[1]):
+            return begin
+    return None
 
 
 def _masked_url(url: str) -> str:
-    found, authority = BEGINS.match(url), _authority(url)
-    begin, rest = (url[: found.end()], url[found.end() :]) if found else ("", url)
-    users = [*re.finditer(r"@|%40", rest, re.IGNORECASE)]
-    if users and re.search(r"[:@]|%40|%3a", authority, re.IGNORECASE):
-        rest = f"***@{rest[users[-1].end() :]}"
-    elif has_credentials(url):
-        rest = f"***{rest[len(authority) :]}"
-    shown, hidden = without_query(begin + rest)
+    shown, hidden = without_query(url)
     if hidden.startswith(HIDDEN):  # as it is, and more text
-        return f"{shown}{HIDDEN}{masked_text(hidden[len(HIDDEN) :])}"
-    return f"{shown}{HIDDEN}" if hidden else shown
+        hidden = HIDDEN + masked_text(hidden[len(HIDDEN) :])
+    elif hidden:
+        hidden = HIDDEN
+    begin = _with_credentials(url)
+    if begin is None:
+        return shown + hidden
+    host = begin.end()
+    # What follows "?" is of the password, or there is an "@" in the query as well.
+    if not BEGINS.match(begin[0]) or _AT.search(url, len(shown)):
+        return f"{url[:host]}***"
+    users = [user.end() for user in _AT.finditer(shown, host)]
+    place = HOST.match(shown, host)
+    end = users[-1] if users else place.end() if place else host
+    return f"{url[:host]}***{'@' if users else ''}{shown[end:]}{hidden}"
 
 
 def masked(text: str) -> str:

@@ -7,6 +7,7 @@ are in no message.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import random
 import re
@@ -23,6 +24,9 @@ from urllib.request import proxy_bypass
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime.urls import HIDDEN, has_credentials, masked, masked_text
+
+# It logs tracebacks of errors that it raises as well.
+logging.getLogger("aiobotocore.credentials").addHandler(logging.NullHandler())
 
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 30  # without a byte
@@ -112,7 +116,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         raise UsageError(f"{masked(url)}: names no bucket, host or file; complete the URL")
     if url.endswith(HIDDEN):
         raise UsageError(
-            f"{url}: is recorded without its query, which may have a signature; give the whole URL"
+            f"{masked(url)}: is recorded without its query, which may have a signature; give the"
+            " whole URL"
         )
     for name, value in _servers(url).items():
         _require_server(name, value, is_proxy=name not in ENDPOINTS, is_web=scheme is WEB)
@@ -172,7 +177,8 @@ def _require_server(name: str, value: str, is_proxy: bool, is_web: bool) -> None
         # Without a scheme, botocore takes http; aiohttp does not.
         is_server &= has_scheme or (is_proxy and not is_web and parts.port is not None)
         is_server &= parts.port is None or parts.port > 0
-        is_server &= parts.scheme in ("http", "https") and (is_proxy or not has_credentials(full))
+        is_server &= parts.scheme in ("http", "https") and not (parts.query or parts.fragment)
+        is_server &= is_proxy or not has_credentials(full)
     except ValueError:  # a port or a bracket
         is_server = False
     if not is_server:
@@ -331,12 +337,14 @@ def refusal(error: BaseException, url: str) -> str:
     error = _cause(error)
     scheme, status = scheme_of(url), _http_status(error)
     reason = reason_of(error, url)
-    if isinstance(error, FileNotFoundError) or status == 404:
+    # A file of this host, as of a profile's credential_process.
+    is_of_user = scheme is not LOCAL and isinstance(error, OSError) and error.filename is not None
+    if not is_of_user and (isinstance(error, FileNotFoundError) or status == 404):
         return "there is no such bucket, object or file; correct the URL"
     is_refused = isinstance(error, PermissionError) or status in (401, 403)
     # S3 answers a HEAD with an expired token by 400.
     is_refused |= scheme is AWS and (status == 400 or getattr(error, "errno", 0) == errno.EINVAL)
-    if is_refused or CREDENTIALS.search(type(error).__name__):
+    if is_refused or is_of_user or CREDENTIALS.search(type(error).__name__):
         return f"access is refused ({reason}); {scheme.credentials}"
     is_region = "Region" in type(error).__name__
     return f"cannot be used ({reason}); correct {'AWS_DEFAULT_REGION' if is_region else 'the URL'}"

@@ -69,7 +69,12 @@ def named(text: str) -> str:
     found = BEGINNING.match(text)
     if found is None:
         return masked(text)
-    return OF_A_QUERY.sub("/", f"{found[1]}://{text[found.end() :]}")
+    return OF_A_QUERY.sub("/", f"{_begin(found)}{text[found.end() :]}")
+
+
+def _begin(place: re.Match[str]) -> str:
+    """How the URLs below a place of the cache begin: those of files have no host."""
+    return "file:///" if place[1] == "file" else f"{place[1]}://"
 
 
 @contextmanager
@@ -79,7 +84,7 @@ def naming_urls(folder: Path) -> Iterator[None]:
     paths = re.compile(rf"(?:{places})/{PLACE}")
 
     def with_urls(text: str) -> str:
-        return OF_A_QUERY.sub("/", paths.sub(r"\1://", text)) if paths.search(text) else text
+        return OF_A_QUERY.sub("/", paths.sub(_begin, text)) if paths.search(text) else text
 
     try:
         yield

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -226,3 +229,40 @@ def test_interfaces_have_their_speed(monkeypatch, tmp_path):
             (tmp_path / name / key).write_text(f"{value}\n")
     monkeypatch.setattr(host_facts, "NETWORK", tmp_path / "net")
     assert host_facts._interfaces() == ["eth0 100000 Mbit/s", "veth", "mlx5_0 (InfiniBand)"]
+
+
+# Every kind of argument, given as a Chinese name.
+NAMED = ("prepare WORD --out out", "prepare a.jsonl --out WORD", "report WORD", "chat --once WORD")
+NAMED += ("train --data_path WORD", "train --out_dir WORD", "train --wandb_run_name WORD")
+READ_IN_C = """
+import sys
+from minimind.cli.main import main
+from minimind.config.parse import parse_flags
+from minimind.data.text.inputs import find_files
+from minimind.errors import RunError
+for command in sys.argv[2:]:
+    words = command.replace("WORD", sys.argv[1]).split()
+    try:
+        parse_flags(words[1:]) if words[0] == "train" else main(words)
+    except RunError as error:
+        print(error, file=sys.stderr)
+try:
+    find_files(["."])
+except RunError as error:
+    print(error, file=sys.stderr)
+"""
+
+
+def test_a_name_that_another_locale_hides_is_not_called_wrong(tmp_path: Path):
+    (tmp_path / "数据.jsonl").touch()
+    environ = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", READ_IN_C, "数据.jsonl", *NAMED]
+    done = subprocess.run(
+        command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(NAMED) + 1, done.stderr
+    for line in lines:
+        assert "is UTF-8, which this Python takes for ascii, by its locale; unset PYTHO" in line
+        assert "rename" not in line
+    assert [path.name for path in tmp_path.iterdir()] == ["数据.jsonl"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from minimind.checkpoint.run_folder import require_writable
-from minimind.cli.main import main
-from minimind.errors import UsageError
+from minimind.cli.main import TAKE_RUN_FLAGS, build_parser, main
+from minimind.config.parse import parse_flags
+from minimind.errors import LockedError, UsageError
+from minimind.mirror.owner import require_mirror
 from tests.conftest import Trained, sentences
 from tests.faults.mirrors import FLAGS, content, train
 
@@ -69,6 +73,11 @@ def place(tmp_path_factory: pytest.TempPathFactory, trained: Trained) -> Path:
     for name, text_of in {"notes": "mine", "killed": ""}.items():
         (things / name).mkdir()
         (things / name / "notes.txt").write_text(text_of)
+    for name in ("README.md", "src/a.py", ".git/HEAD", ".git/config"):
+        path = things / "repository" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    shutil.copytree(things / "repository" / ".git", things / "new repository" / ".git")
     shutil.copytree(things / "export", things / "model of others")
     (path,) = (things / "model of others").glob("*.safetensors")
     path.write_bytes(path.read_bytes().replace(b"minimind-deepspeed", b"another-program.."))
@@ -89,7 +98,25 @@ def words(place: Path, command: str, out: Path) -> list[str]:
 
 
 THINGS = ("run", "prepared", "export", "filtered", "tokenizer", "notes", "model of others")
-THINGS += ("export with notes", "tokenizer of others in it")
+THINGS += ("export with notes", "tokenizer of others in it", "repository", "new repository")
+
+
+def test_every_command_with_an_output_is_in_a_table():
+    def with_output(parser: argparse.ArgumentParser, name: str = "") -> Iterator[str]:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for word, below in action.choices.items():
+                    yield from with_output(below, f"{name} {word}".strip())
+            elif action.dest in ("out", "out_dir"):
+                yield name
+
+    shown = {"env"}  # which writes nothing there
+    runs = {"train", "launch"}  # by their own flags, below
+    commands = [command for command, _ in (*FOLDERS.values(), *FILES.values())]
+    listed = {name for name in with_output(build_parser())} - shown
+    assert {name for name in listed if not any(c.startswith(f"{name} ") for c in commands)} == set()
+    assert {c for c in commands if not any(c.startswith(f"{name} ") for name in listed)} == set()
+    assert {name for name in TAKE_RUN_FLAGS if name not in listed} - {"plan"} == runs
 
 
 @pytest.mark.parametrize("thing", THINGS)
@@ -145,6 +172,35 @@ def test_a_run_replaces_nothing_in_a_folder_that_is_no_runs(
     assert content(tmp_path) == before
 
 
+@pytest.mark.parametrize("thing", [thing for thing in THINGS if thing != "run"])
+def test_a_run_changes_nothing_that_is_there(thing: str, place: Path, tmp_path: Path):
+    out = Path(shutil.copytree(place / "things" / thing, tmp_path / "out"))
+    before = content(out)
+    flags = {**FLAGS, "max_steps": 1, "data_path": [str(place / "text.jsonl")]}
+    flags |= {"cache_dir": str(tmp_path / "cache"), "out_dir": str(out)}
+    if (out / "tokenizer").exists():  # which a run would replace
+        with pytest.raises(UsageError, match=f"--out_dir {out} holds 'tokenizer', which a run w"):
+            train(flags)
+        assert content(out) == before
+    else:
+        assert train(flags) == 0
+        assert before.items() <= content(out).items()
+
+
+@pytest.mark.parametrize("resume", ["auto", "none"])
+@pytest.mark.parametrize("thing", THINGS)
+def test_a_mirror_begins_in_no_folder_that_holds_something(
+    thing: str, resume: str, place: Path, tmp_path: Path
+):
+    folder = Path(shutil.copytree(place / "things" / thing, tmp_path / "mirror"))
+    before = content(folder)
+    with pytest.raises(
+        LockedError, match=rf"^--mirror file://{folder} (holds '.*' and|is the --o)"
+    ):
+        require_mirror(f"file://{folder}", tmp_path / "run", resume)
+    assert content(folder) == before
+
+
 def test_a_run_may_begin_beside_a_log_and_its_own_tokenizer(place: Path, tmp_path: Path):
     require_writable(tmp_path)
     (tmp_path / "slurm.log").write_text("job 1")
@@ -162,3 +218,59 @@ def test_prepare_builds_in_no_folder_of_others(
     assert main(words(place, FOLDERS["prepare"][0], tmp_path / "out")) == 2
     assert "out.part holds 'notes.txt', which minimind prepare did not" in capsys.readouterr().err
     assert content(tmp_path) == {"out.part/notes.txt": b"mine"}
+
+
+# Of a URL in their place, a folder like "s3:" would be made, or "s3:/b" be missing.
+PATHS = (
+    *(
+        "train --out_dir URL",
+        "train --cache_dir URL",
+        "train --resume URL",
+        "train --tokenizer URL",
+    ),
+    *("train --init_from URL", "train --task sft --chat_template URL", "train --skip_rows URL"),
+    *("prepare TEXT --out URL", "prepare TEXT --out=URL", "prepare TEXT --out o --tokenizer URL"),
+    *("prepare --sources URL --out o", "data filter TEXT --out URL", "sweep URL --out o"),
+    *("sweep SWEEP --out URL", "tokenizer train TEXT --out URL", "tokenizer inspect URL"),
+    *(
+        "export --checkpoint RUN --format llama --out URL",
+        "export --checkpoint URL --format llama --out o",
+    ),
+    *("import --from llama EXPORT --out URL", "import --from llama URL --out o"),
+    *("checkpoint consolidate RUN --out URL", "checkpoint average RUN URL --out o"),
+    *("checkpoint list URL", "checkpoint prune --checkpoint URL --keep 1", "report RUN --out URL"),
+    *("report RUN URL", "scaling RUN --out URL", "coord_check --out URL", "env --out_dir URL"),
+    *("generate --checkpoint URL --prompt a", "generate --checkpoint RUN --prompts URL"),
+    *("chat --model URL --once a", "eval --checkpoint URL --data TEXT", "data at URL --step 1"),
+)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "file:///x", "HTTPS://h/x?sig=secret"])
+@pytest.mark.parametrize("command", PATHS)
+def test_a_url_in_place_of_a_path_is_refused(
+    command: str,
+    url: str,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    given = words(place, command.replace("URL", url), tmp_path)
+    if command.startswith("train"):
+        flag = given[-2].removeprefix("--")
+        with pytest.raises(UsageError, match=rf"^{flag} = .* \(--{flag}\) is a URL, and a path of"):
+            parse_flags(given[1:])
+    else:
+        assert main(given) == 2
+        error = capsys.readouterr().err
+        assert f"{url.partition('?')[0]}" in error
+        assert "is a URL, and a path of this host is needed; give one" in error
+        assert "secret" not in error
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_url_in_a_prompt_is_text(place: Path, capsys: pytest.CaptureFixture[str]):
+    command = "generate --checkpoint RUN --max_new_tokens 1 --device cpu --prompt https://h/x?a=1"
+    assert main(words(place, command, place)) == 0
+    assert "https://h/x?a=1" in capsys.readouterr().out

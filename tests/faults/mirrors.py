@@ -9,21 +9,25 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import numpy as np
 
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, step_directory, step_of
 from minimind.checkpoint.retention import VALIDATION, Rules, prune, record_validation
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.checkpoint.tools import look_at
+from minimind.data.loader.token_shards import TokenShards
 from minimind.errors import RunError
 from minimind.mirror.owner import claim
 from minimind.mirror.remote_run import RemoteRun, complete
 from minimind.mirror.uploads import Uploads
+from minimind.provenance.step_rows import read_run
 from minimind.recovery.corruption import Fault
 from minimind.recovery.corruption_check import CorruptionCheck
 from tests.conftest import sentences
@@ -38,11 +42,11 @@ FLAGS: dict[str, Any] = {
     **{"dtype": "float32", "keep_last": 4},
 }
 CHECKED: dict[str, Any] = {"max_steps": 8, "save_interval": 1, "verify_interval": 3}
-GUARDED: dict[str, Any] = {  # goes back once
-    **{"max_steps": 30, "save_interval": 3, "spike_guard": True, "spike_factor": 1.0},
-    **{"spike_window": 16, "learning_rate": 1.0, "grad_clip": 0.0, "warmup_steps": 24},
-    **{"max_rollbacks": 4, "keep_last": 2, "schedule": "constant"},
+GUARDED: dict[str, Any] = {  # goes back once, after `poisoned` rows
+    **{"max_steps": 40, "save_interval": 3, "spike_guard": True, "spike_window": 16},
+    **{"learning_rate": 5e-3, "warmup_steps": 3, "keep_last": 2, "batch_size": 8},
 }
+BAD_STEPS = range(20, 32)  # counted from 0
 TEXT = "="  # begins what a file has, as opposed to a part of the victim's folder
 # What may be at the URL, by path there: none of it is a mirror of the run that is started.
 FOREIGN: dict[str, dict[str, str]] = {
@@ -202,13 +206,30 @@ def corrupted(ground: Ground) -> Iterator[str]:
         yield f"on another disk status {status}, with other losses than of a clean run"
 
 
+@contextmanager
+def poisoned(run: Path) -> Iterator[None]:
+    """In the block, the rows that `run` reads at BAD_STEPS are the same token over and over."""
+    order, read = read_run(run).at(1).order, TokenShards.read_rows
+    bad = order.rows_for(BAD_STEPS.start, 0, 1, len(BAD_STEPS))
+
+    def read_rows(self: TokenShards, places: np.ndarray, row_tokens: int) -> np.ndarray:
+        rows = read(self, places, row_tokens).copy()
+        rows[np.isin(places, bad)] = FLAGS["vocab_size"] - 1
+        return rows
+
+    with mock.patch.object(TokenShards, "read_rows", read_rows):
+        yield
+
+
 def guarded(ground: Ground) -> Iterator[str]:
     """On an emptied disk a rollback goes back to the very checkpoint, which the mirror keeps."""
-    assert ground.run("clean", **GUARDED) == 0
+    assert ground.run("without spikes", **GUARDED) == 0
     url = f"file://{ground.root / 'mirror'}"
-    assert ground.run("own", mirror=url, stop_at_step=24, **GUARDED) == 75
-    shutil.rmtree(ground.root / "own")
-    status = ground.run("own", mirror=url, **GUARDED)
+    with poisoned(ground.root / "without spikes"):
+        assert ground.run("clean", **GUARDED) == 0
+        assert ground.run("own", mirror=url, stop_at_step=BAD_STEPS.start + 4, **GUARDED) == 75
+        shutil.rmtree(ground.root / "own")
+        status = ground.run("own", mirror=url, **GUARDED)
     clean, own = (
         [(one["step"], one["to"]) for one in events(ground.root / name) if "to" in one]
         for name in ("clean", "own")

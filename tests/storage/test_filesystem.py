@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -133,6 +134,68 @@ def test_without_credentials_the_error_names_where_they_are_read(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     with pytest.raises(DataError, match=r"Unable to locate credentials.*FSSPEC_S3_ANON=true"):
         read(url)
+
+
+SERVERS = ["nonsense", "http://", "http://:80", "http://h:99999", "http://h:x", "ftp://h", "//h"]
+SERVERS += ["http:/h", "http://[::1", "http://h h", "http://h/a?b", "localhost:9000", "http://h\n"]
+SERVERS += ["http://user:secret@h", "https://", "http://h#a", "http://h:0"]
+
+
+@pytest.mark.parametrize("value", SERVERS)
+@pytest.mark.parametrize(
+    "name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "FSSPEC_S3_ENDPOINT_URL"]
+)
+def test_an_endpoint_that_is_no_server_is_named(
+    name: str, value: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"(?s)^{name} = .* environment is no http://") as caught:
+        open_filesystem("s3://bucket/key")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["nonsense", "http://", "http://h:x", "ftp://h:1", "h h"])
+def test_a_proxy_that_is_no_server_is_named(value: str, monkeypatch: pytest.MonkeyPatch):
+    for name, url in (("HTTP_PROXY", "http://h/a.txt"), ("https_proxy", "https://h/a.txt")):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(UsageError, match=f"^{name} = .* in the environment is no http://"):
+            open_filesystem(url)
+
+
+PROFILES = {
+    "nobody": ("", r"The config profile \(me\) could not be found"),
+    "broken": ("[profile me\nnonsense", r"Unable to parse config file"),
+    "command": ("[profile me]\ncredential_process = /nonexistent", r"No such file .*/nonexistent"),
+    "token": (
+        "[profile me]\nweb_identity_token_file = /nonexistent\nrole_arn = arn:aws:iam::1:role/x",
+        "No such file .*/nonexistent",
+    ),
+    "sign-on": (
+        "[profile me]\nsso_start_url = https://h\nsso_region = us-east-1\nsso_account_id = 1\n"
+        "sso_role_name = r",
+        "Token for https://h does not exist",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROFILES)
+def test_a_profile_that_gives_no_credentials_is_not_a_wrong_url(
+    kind: str,
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    content, reason, url = *PROFILES[kind], store.put("key", b"text")
+    (tmp_path / "config").write_text(content)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "me")
+    with pytest.raises(DataError, match=f"access is refused .*{reason}.*AWS_PROFILE"):
+        read(url)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_local_errors_and_bugs_pass():

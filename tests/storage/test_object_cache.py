@@ -123,6 +123,7 @@ def test_the_draft_of_another_command_stays(tmp_path: Path):
         ("/a cache/by-url/s3/bucket/a.txt", "s3://bucket/a.txt"),
         ("/c/by-url/@0123456789abcdef/gs/bucket/tokens", "gs://bucket/tokens"),
         ("/c/by-url/https/host/q-0123456789abcdef/a.txt:3 (bad)", "https://host/a.txt:3 (bad)"),
+        ("/c/by-url/file/data/a.txt", "file:///data/a.txt"),
         ("https://host/a.txt?sig=12", "https://host/a.txt?***"),
         ("my text/a.txt", "my text/a.txt"),
     ],

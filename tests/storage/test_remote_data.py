@@ -201,6 +201,67 @@ def test_urls_with_typos_are_told(tmp_path: Path, url: str, message: str):
             work()
 
 
+ODD = ("a.jsonl", "a b.jsonl", "a%20b.jsonl", "x::y.jsonl", "a(1).jsonl", "it's.jsonl", "#a.jsonl")
+ODD += (
+    "c:d.jsonl",
+    "ü.jsonl",
+    "a,b.jsonl",
+    "a=b&c.jsonl",
+    "[1].jsonl",
+    "run[1]/a.jsonl",
+    "a@b.txt",
+)
+
+
+def test_files_of_any_name_are_read_by_url(tmp_path: Path):
+    for name in ODD:
+        path = tmp_path / "text" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+        (found,) = local_text([f"file://{path}"], tmp_path / "cache")
+        assert Path(found).read_text() == name
+        assert named(found) == f"file://{path}"
+        with pytest.raises(DataError) as caught, open_cache(tmp_path / "cache"):
+            raise DataError(f"{found}: line 3")
+        assert str(caught.value) == f"file://{path}: line 3"
+    whole = local_text([f"file://{tmp_path}/text"], tmp_path / "cache")
+    assert sorted(Path(one).read_text() for one in whole) == sorted(ODD)
+
+
+def test_objects_of_any_name_are_read(tmp_path: Path, store: ObjectStore, proxy: FaultyProxy):
+    for name in ODD:
+        store.put(f"text/{name}", name.encode())
+        (found,) = local_text([f"{URL}/{name}"], tmp_path)
+        assert Path(found).read_text() == name
+    for pattern, names in (("run[1]/*", ["run[1]/a.jsonl"]), ("[[]1].*", ["[1].jsonl"])):
+        found = local_text([f"{URL}/{pattern}"], tmp_path)
+        assert [Path(one).read_text() for one in found] == names
+
+
+@pytest.mark.parametrize("pattern", ["", "/**/*.jsonl"])
+def test_folders_nested_too_deep_for_a_url_are_named(tmp_path: Path, pattern: str):
+    deepest = tmp_path / "deep"
+    deepest.mkdir()
+    for _ in range(1100):
+        deepest /= "d"
+        deepest.mkdir()
+    try:
+        with pytest.raises(
+            DataError, match=r"deep\S*: cannot be used \(its folders are nested too "
+        ):
+            local_text([f"file://{tmp_path}/deep{pattern}"], tmp_path / "cache")
+    finally:  # pytest's own clean-up is recursive
+        while deepest != tmp_path:
+            deepest.rmdir()
+            deepest = deepest.parent
+
+
+def test_a_prepared_folder_may_have_brackets_in_its_name(prepared: Path, tmp_path: Path):
+    place = Path(shutil.copytree(prepared, tmp_path / "run[1]"))
+    copy = Path(local_folder(f"file://{place}", tmp_path / "a cache"))
+    assert (copy / "manifest.json").read_bytes() == (place / "manifest.json").read_bytes()
+
+
 def test_inspect_names_a_url_without_prepared_data(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 import subprocess
 import sys
@@ -14,15 +15,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import minimind.train as training
+from minimind.cli.main import main
 from minimind.data.prepare.remote import local_text
 from minimind.errors import DataError, StorageError, UsageError
+from minimind.launch import train_pretrain
+from minimind.runtime.exit import Ending
 from minimind.storage import download, filesystem
 from minimind.storage.download import RemoteObject
 from minimind.storage.filesystem import Retry, Truncated
 from minimind.storage.object_cache import open_cache
+from tests.conftest import sentences
 
 TEXT = b"".join(b'{"text": "line %d"}\n' % number for number in range(20_000))
 
@@ -359,3 +366,66 @@ def test_https_with_a_certificate_of_ones_own(secure: Web, tmp_path: Path):
     subprocess.run([sys.executable, "-c", code, secure.url, str(place)], check=True, timeout=120)
     (path,) = place.rglob("a.jsonl")
     assert path.read_bytes() == TEXT
+
+
+# What signed URLs look like after host and port; SECRET is the secret.
+SIGNED = [
+    "/a(1).jsonl?X-Amz-Signature=SECRET",
+    "/it's.jsonl?X-Goog-Signature=SECRET",
+    "/my file.jsonl?sig=SECRET",
+    '/say "a".jsonl?sv=1&sig=SECRET',
+    "/[1]/a.jsonl?Expires=1&Signature=SECRET&Key-Pair-Id=SECRET",
+    "/春/a%20b.jsonl?token=SECRET",
+    "/a.jsonl?response-content-disposition=filename(1)&X-Amz-Signature=SECRET",
+    '/a.jsonl?response-content-disposition=attachment; filename="b c"&se=1&e=SECRET\'SECRET',
+    "/a.jsonl?SECRET",
+    "/a.jsonl?a=b#SECRET",
+    "/a.jsonl;jsessionid=SECRET",
+    "/http://me:SECRET@host/a.jsonl",
+    "/get/a.jsonl?url=https%3A%2F%2Fh%2Fb%3Fsig%3DSECRET",
+]
+SECRET = "Zq7mV2xW9k"
+train: Any = training  # a package that is called like a function
+RUN: dict[str, Any] = {
+    **{"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
+    **{"vocab_size": 600, "batch_size": 2, "device": "cpu", "max_steps": 2, "eval_rows": 0},
+    **{"deepspeed_config": "none", "dtype": "float32", "log_interval": 1},
+}
+
+
+@pytest.mark.parametrize("end", SIGNED)
+def test_no_secret_of_a_url_is_printed_or_stored_by_a_run(
+    end: str,
+    web: Web,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(Ending, "watch", lambda self: None)  # a thread without end
+    text = (json.dumps({"text": one}) + "\n" for one in sentences(1, 100))
+    web.content = "".join(text).encode()
+    url = web.url.removesuffix("/a.jsonl") + end.replace("SECRET", SECRET)
+    flags = {**RUN, "data_path": [url], "cache_dir": str(tmp_path / "cache")}
+    words = [f"--{name}={value}" for name, value in RUN.items()]
+    words += ["--data_path", url, "--cache_dir", str(tmp_path / "cache"), "--out_dir"]
+    is_refused = "@" in url
+    if not is_refused:
+        assert train(flags, out_dir=str(tmp_path / "run"), verbose=True) == 0
+        page = ["--out", str(tmp_path / "report.html")]
+        assert main(["report", str(tmp_path / "run"), *page]) == 0
+        assert train_pretrain.main([*words, str(tmp_path / "dry"), "--dry_run"]) == 0
+    web.content, web.headers = b"no JSON\n", {"ETag": '"2"'}
+    assert train_pretrain.main([*words, str(tmp_path / "bad")]) == (2 if is_refused else 3)
+    web.status = 403
+    words += [str(tmp_path / "refused"), "--cache_dir", str(tmp_path / "another"), "--debug"]
+    assert train_pretrain.main(words) == (2 if is_refused else 3)
+
+    out, err = capfd.readouterr()
+    texts = {"stdout": out, "stderr": err}
+    for path in tmp_path.rglob("*"):
+        name = str(path.relative_to(tmp_path))
+        texts[name] = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    assert not [name for name, text in texts.items() if SECRET in name + text]
+    shown = url.partition("http://me:")[0] if is_refused else url.partition("?")[0]
+    assert shown.partition(";")[0] in err
+    assert is_refused or {"run/config.yaml", "report.html"} < {*texts}

@@ -8,10 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from minimind.config.training_flags import MOST_LEFT_OUT
-from minimind.data.loader.mixture import Ranges
+from minimind.data.loader.mixture import Ranges, count_rows
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import read_small
 
@@ -23,7 +21,7 @@ LINE = re.compile(r"(\d{1,16})(?::(\d{1,16}))?")
 def skip_rows_text(rows: Iterable[int], row_tokens: int, fingerprint: str) -> str:
     """Return a file that leaves out `rows`; its first line names the text and the row length."""
     lines = [f"# rows of {row_tokens} tokens of text {fingerprint[:8]}"]
-    for first, stop in _ranges(set(rows)):
+    for first, stop in _joined((row, row + 1) for row in rows):
         lines.append(f"{first}:{stop - 1}" if stop - first > 1 else str(first))
     return "\n".join(lines) + "\n"
 
@@ -39,7 +37,7 @@ def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -
         lines = read_small(path, MOST_BYTES).decode(errors="replace").splitlines()
     except OSError as error:
         raise UsageError(f"--skip_rows {path}: {error.strerror}; correct the path") from error
-    rows: set[int] = set()
+    ranges: set[tuple[int, int]] = set()
     for number, line in enumerate(lines, 1):
         where = f"--skip_rows {path}:{number}"
         if header := HEADER.fullmatch(line):
@@ -55,16 +53,16 @@ def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -
                 continue
             if not 0 <= found.start < found.stop <= n_rows:
                 raise UsageError(f"{where}: {line.strip()[:80]!r} is not in rows 0 to {n_rows - 1}")
-            if len(found) <= MOST_LEFT_OUT:
-                rows.update(found)
-            if max(len(found), len(rows)) > MOST_LEFT_OUT:
-                raise UsageError(
-                    f"{where}: more than {MOST_LEFT_OUT:,} rows; take their documents out of the"
-                    " text instead"
-                )
-    if not rows:
+            ranges.add((found.start, found.stop))
+    if not ranges:
         raise UsageError(f"--skip_rows {path}: has no rows; add some, or drop the flag")
-    return _ranges(rows)
+    rows = _joined(ranges)
+    if (count := count_rows(rows)) > MOST_LEFT_OUT:
+        raise UsageError(
+            f"--skip_rows {path}: has {count:,} rows, more than {MOST_LEFT_OUT:,}; take their"
+            " documents out of the text instead"
+        )
+    return rows
 
 
 def _rows_of(line: str, row_tokens: int, where: str) -> range | None:
@@ -99,8 +97,12 @@ def _row_object(line: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _ranges(rows: set[int]) -> Ranges:
-    """Consecutive rows as ranges, ascending."""
-    ordered = np.array(sorted(rows), dtype=np.int64)
-    parts = np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)
-    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts if len(part))
+def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Ascending ranges without overlaps, as far apart as can be."""
+    joined: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((first, stop))
+    return tuple(joined)

@@ -15,7 +15,14 @@ from typing import Any
 from minimind.data.loader.manifest import MANIFEST_NAME, index_name, read_manifest
 from minimind.data.prepare.prepare import is_prepared
 from minimind.data.prepare.work_units import PLAN_NAME
-from minimind.data.text.inputs import KNOWN, SUFFIXES, find_files, require_once
+from minimind.data.text.inputs import (
+    KNOWN,
+    SUFFIXES,
+    find_files,
+    of_names,
+    require_once,
+    with_names,
+)
 from minimind.errors import DataError
 from minimind.runtime.durable_files import canonical_json, fingerprint, storing, write_whole
 from minimind.runtime.urls import masked
@@ -55,7 +62,8 @@ def local_folder(path: str, cache: ObjectCache) -> str:
     if not is_url(path):
         require_path(path)
         return path
-    if has_magic(path) or scheme_of(path) is WEB:
+    # Brackets may be of a name.
+    if "*" in path or "?" in path or scheme_of(path) is WEB:
         return path
     filesystem, place = open_filesystem(path)
     url, place = path.rstrip("/"), place.rstrip("/")
@@ -66,6 +74,8 @@ def local_folder(path: str, cache: ObjectCache) -> str:
             return path
         cache.fetch(filesystem, [manifest], url)
     except NoAnswer as error:
+        if has_magic(path):
+            return path
         return str(_without_network(error, _known_folder(newest, url, cache))[0])
     folder, version = _version_folder(newest, url, cache)
     with naming_urls(cache.folder):
@@ -142,7 +152,7 @@ def _fetched_text(url: str, cache: ObjectCache) -> list[Path]:
     except NoAnswer as error:
         return _without_network(error, _known_text(listing, url, cache))
     if not objects:
-        raise DataError(f"{masked(url)}: matches no {KNOWN} object; correct the URL")
+        raise DataError(f"{masked(url)}: matches no {KNOWN} object; correct the URL{of_names(url)}")
     files = cache.fetch(filesystem, objects, url)
     content = [[o.url, o.size, o.etag] for o in objects] if scheme_of(url) is not WEB else []
     with storing(str(listing), REMEDY):
@@ -183,6 +193,8 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
     texts: list[RemoteObject] = []
     try:
         matches = filesystem.glob(place, detail=True)
+        if not matches:
+            matches = filesystem.glob(with_names(place, filesystem.isdir), detail=True)
     except ValueError as error:
         raise DataError(f"{masked(url)}: is no pattern ({error}); correct it") from error
     folders = {name.rpartition("/")[0] for name, info in matches.items() if info["type"] == "file"}

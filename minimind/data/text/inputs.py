@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 
+from minimind.config.arguments import is_utf8, utf8_fault
 from minimind.data.text.tables import dataset_bytes, dataset_rows, is_dataset, row_groups
 from minimind.errors import DataError, UsageError
 
@@ -88,13 +89,14 @@ def _named_by(path: Path) -> list[Path]:
         if not files:
             raise DataError(f"{path}: holds no {KNOWN} file; name one that does")
     else:
-        parts = path.parts[1:] if path.anchor else path.parts
-        matches = sorted(_matching(Path(path.anchor or "."), parts), key=str)
+        matches = sorted(_matching_path(path), key=str)
+        if not matches:  # such as run[1]/*.jsonl, where [1] is of the name of a folder
+            matches = sorted(_matching_path(Path(with_names(str(path), os.path.isdir))), key=str)
         wanted = (p for p in matches if _is_wanted(p) and not _is_ours(p) | _is_ours(p.parent))
         inside = [p for match in wanted for p in _inputs_of(match)]
         files = list(dict.fromkeys(inside))  # "**" gives a directory and what is in it
         if not files:
-            raise DataError(f"{path}: matches no {KNOWN} file; correct the pattern")
+            raise DataError(f"{path}: matches no {KNOWN} file; correct the pattern{of_names(path)}")
     for file in files:
         _require_printable(file)
         _require_readable(file)
@@ -131,6 +133,25 @@ def _walk(top: Path) -> Iterator[tuple[Path, bool]]:
         yield path, is_folder
 
 
+def with_names(pattern: str, is_folder: Callable[[str], bool]) -> str:
+    """The pattern with those of its leading folders that are there as names, not as patterns."""
+    folder = pattern
+    while folder := folder.rpartition("/")[0]:
+        if is_folder(folder):
+            return glob.escape(folder) + pattern[len(folder) :]
+    return pattern
+
+
+def of_names(pattern: str | Path) -> str:
+    """How brackets of names are written in a pattern, if it has some."""
+    return ", in which [[] is a bracket of a name" if "[" in str(pattern) else ""
+
+
+def _matching_path(pattern: Path) -> Iterator[Path]:
+    parts = pattern.parts[1:] if pattern.anchor else pattern.parts
+    return _matching(Path(pattern.anchor or "."), parts)
+
+
 def _matching(root: Path, parts: Sequence[str]) -> Iterator[Path]:
     """Yield the paths below `root` that match the parts of a pattern, with `**`.
 
@@ -161,10 +182,10 @@ def _is_wanted(path: Path) -> bool:
 
 def _require_printable(path: Path) -> None:
     """Raise for names that do not fit into JSON or one-line messages."""
-    if any(ord(c) < 32 or c == "\x7f" or "\ud800" <= c <= "\udfff" for c in str(path)):
-        raise DataError(
-            f"{str(path)!r}: has a name that is not UTF-8, or control characters in it; rename it"
-        )
+    if not is_utf8(str(path)):
+        raise DataError(f"{str(path)!r}: its name {utf8_fault(str(path))}")
+    if any(ord(c) < 32 or c == "\x7f" for c in str(path)):
+        raise DataError(f"{str(path)!r}: has control characters in its name; rename it")
 
 
 def _require_readable(path: Path) -> None:

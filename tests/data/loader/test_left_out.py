@@ -1,5 +1,7 @@
 """Rows that are left out, and jumps over rows: what an order reads then."""
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,6 +171,33 @@ def test_a_file_that_names_no_rows_is_refused(tmp_path: Path, text: str, words: 
 def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(UsageError, match=r"absent\.txt: No such file"):
         read_skip_rows(tmp_path / "absent.txt", 103, 257, FINGERPRINT)
+
+
+@pytest.mark.parametrize(
+    ("lines", "ranges"),
+    [
+        ([f"{2 * row}" for row in range(100_000)], 100_000),
+        (["7"] * 300_000, 1),
+        (["0:90000"] * 100_000, 1),
+        ([f"{row}:{row + 50_000}" for row in range(40_000)], 1),
+        (['{"row": 3}'] * 20_000, 1),
+    ],
+)
+def test_long_files_are_read_in_a_time_of_their_length(
+    tmp_path: Path, lines: list[str], ranges: int
+):
+    file = tmp_path / "skip.txt"
+    file.write_text("\n".join(lines))
+    began = time.process_time()
+    assert len(read_skip_rows(file, 10**9, 257, FINGERPRINT)) == ranges
+    assert time.process_time() - began < 5  # half a second; minutes, if every line takes all rows
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path):
+        with pytest.raises(UsageError, match=r"--skip_rows .*; correct the path"):
+            read_skip_rows(path, 103, 257, FINGERPRINT)
 
 
 def test_too_many_rows_are_refused(tmp_path: Path):

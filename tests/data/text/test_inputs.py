@@ -123,6 +123,30 @@ def test_a_file_named_like_a_glob_is_a_file(tmp_path):
     assert names_of(find_files([tmp_path / "[ab].jsonl"]), tmp_path) == ["[ab].jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("run[1]/*.jsonl", ["run[1]/a.jsonl", "run[1]/b.jsonl"]),
+        ("run[1]/[b].jsonl", ["run[1]/b.jsonl"]),
+        ("run[1]/**/*.jsonl", ["run[1]/a.jsonl", "run[1]/b.jsonl", "run[1]/x [2]/c.jsonl"]),
+        ("run[1]/x [2]/*", ["run[1]/x [2]/c.jsonl"]),
+        ("run[[]1]/*.jsonl", ["run[1]/a.jsonl", "run[1]/b.jsonl"]),
+        ("run[2]/*", []),
+        ("all[1]/*.jsonl", ["all1/a.jsonl"]),  # a pattern first, as in a shell
+        ("what?/*.jsonl", ["what?/a.jsonl"]),
+        ("*[1]/*.jsonl", ["all1/a.jsonl"]),
+    ],
+)
+def test_a_folder_of_a_pattern_may_have_brackets_in_its_name(tmp_path, pattern, names):
+    write(tmp_path, "run[1]/a.jsonl", "run[1]/b.jsonl", "run[1]/x [2]/c.jsonl", "what?/a.jsonl")
+    write(tmp_path, "all1/a.jsonl", "all[1]/a.jsonl")
+    if names:
+        assert names_of(find_files([tmp_path / pattern]), tmp_path) == names
+    else:
+        with pytest.raises(DataError, match=r"pattern, in which \[\[\] is a bracket of a name$"):
+            find_files([tmp_path / pattern])
+
+
 def test_a_dataset_on_disk_is_one_input_wherever_it_lies(dataset, tmp_path):
     write(tmp_path, "z.txt")
     rows = datasets.Dataset.from_dict({"text": ["one"]})
