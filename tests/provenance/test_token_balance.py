@@ -106,8 +106,8 @@ def test_the_conversations_of_each_part_are_counted():
     counts |= {"held_out_conversations": 5, "cut": 2, "dropped": 1, "padding": 1_000}
     assert str(ConversationBalance(**counts)) == (
         "9,700 of 100 conversations = 500 of 5 held out + 9,000 of 94 in rows + 200 of"
-        " conversations 2 cut at the end of a turn and 1 dropped, as nothing to train on ends within"
-        " a row; 4,000 are targets; 10% of the rows is padding"
+        " conversations 2 cut at the end of a turn and 1 dropped, as nothing to train on ends"
+        " within a row; 4,000 are targets; 10% of the rows is padding"
     )
 
 
