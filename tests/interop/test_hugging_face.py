@@ -213,5 +213,6 @@ def test_peft_trains_and_generates(kind: str):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     trained = [p.grad for p in model.parameters() if p.requires_grad]
-    assert trained and all(gradient is not None for gradient in trained)
+    assert trained
+    assert all(gradient is not None for gradient in trained)
     assert model.generate(input_ids=ids, max_new_tokens=3).shape == (len(ids), ids.shape[1] + 3)
