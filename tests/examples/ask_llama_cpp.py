@@ -7,7 +7,7 @@ import json
 import sys
 import urllib.request
 
-import xllamacpp
+import xllamacpp  # pyright: ignore[reportMissingImports] (of another environment)
 
 questions = json.load(sys.stdin)
 params = xllamacpp.CommonParams()

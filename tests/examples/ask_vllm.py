@@ -6,7 +6,7 @@ python ask_vllm.py export answers.json < questions.json
 import json
 import sys
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports] (of another environment)
 
 if __name__ == "__main__":  # it starts processes that import this file
     place, out = sys.argv[1:]

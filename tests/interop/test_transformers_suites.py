@@ -32,8 +32,10 @@ CACHE = ROOT / "build" / f"transformers-{VERSION}"
 TAG = f"https://github.com/huggingface/transformers/archive/refs/tags/v{VERSION}.tar.gz"
 CHECKOUT = "TRANSFORMERS_CHECKOUT"
 MIXIN = "class {name}:\n    pass\n"
-STUBS = {"generation/test_utils": ("GenerationTesterMixin",)}
-STUBS["exporters/test_export"] = ("ExportTesterMixin", "ExportGenerateTesterMixin")
+STUBS: dict[str, tuple[str, ...]] = {
+    "generation/test_utils": ("GenerationTesterMixin",),
+    "exporters/test_export": ("ExportTesterMixin", "ExportGenerateTesterMixin"),
+}
 
 # Every reason to skip a test, and why it hides nothing that docs/export.md says of an export.
 REASONS = {

@@ -15,8 +15,8 @@ from transformers.models.auto import modeling_auto as auto
 from minimind.interop.auto import register
 from minimind.model import decoder
 from minimind.model.configuration import MiniMindConfig
-from tests.generation.test_utils import GenerationTesterMixin
-from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
+from tests.generation.test_utils import GenerationTesterMixin  # pyright: ignore[reportMissingImports] (theirs)
+from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask  # pyright: ignore[reportMissingImports] (theirs)
 
 BASE, CAUSAL = decoder.MiniMindModel, decoder.MiniMindForCausalLM
 HEADS = (
