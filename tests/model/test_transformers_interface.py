@@ -140,7 +140,8 @@ def test_heads_learn(kind: str):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(40):
-        losses.append(float(loss := model(IDS, labels=labels).loss))
+        loss = model(IDS, labels=labels).loss
+        losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
