@@ -101,7 +101,7 @@ def export(
         name = run_name(weights.path)
         # With the tokenizer files: without them transformers prepends a space to a text.
         texts = with_length(tokenizer.exported, config.max_position_embeddings)
-        texts[CARD] = model_card(weights, tokenizer, form, dtype, architecture(config), name, note)
+        texts[CARD] = model_card(weights, tokenizer, form, dtype, architecture(config), name)
         write_gguf(folder, config, name, entries, parts, torch_dtype, texts)
         files = [GGUF_NAME]
     else:
@@ -111,9 +111,10 @@ def export(
                 lambda name, value: to_rotate_half(name, value, config.head_dim),
             )
         parts = source.parts(torch_dtype)
-        texts, note = _small_files(config, tokenizer, form, dtype)
+        texts, note_on_ids, note_on_template = _small_files(config, tokenizer, form, dtype)
+        note = "; ".join(filter(None, (note_on_ids, note_on_template))) or None
         kind, name = json.loads(texts["config.json"])["model_type"], run_name(weights.path)
-        texts[CARD] = model_card(weights, tokenizer, form, dtype, kind, name, note)
+        texts[CARD] = model_card(weights, tokenizer, form, dtype, kind, name, note_on_ids)
         with new_folder(folder, parts, texts) as draft:
             files = write_shards(parts, draft, max_shard_bytes or SHARD_BYTES)
     return WrittenModel(files, weights.tensors.shapes, parts, note)
@@ -182,16 +183,16 @@ def _end_of_turn(tokenizer: AnyTokenizer) -> tuple[int | None, str | None]:
 
 def _small_files(
     config: PretrainedConfig, tokenizer: AnyTokenizer, form: str, dtype: str
-) -> tuple[dict[str, bytes], str | None]:
-    """Return the files besides the weights by name, and a note for the user or None."""
-    files, note = _configuration(config, tokenizer, form, dtype)
+) -> tuple[dict[str, bytes], str | None, str | None]:
+    """Return the files besides the weights by name, and notes on AutoTokenizer and the template."""
+    files, note_on_ids = _configuration(config, tokenizer, form, dtype)
     end, note_on_template = _end_of_turn(tokenizer)
     if end is not None:  # generation ends at the end of a turn, too
         generation = json.loads(files["generation_config.json"])
         generation["eos_token_id"] = [*dict.fromkeys((tokenizer.eos_id, end))]
         text = json.dumps(generation, indent=2, sort_keys=True)
         files["generation_config.json"] = text.encode() + b"\n"
-    return files, "; ".join(filter(None, (note, note_on_template))) or None
+    return files, note_on_ids, note_on_template
 
 
 def _configuration(

@@ -250,6 +250,8 @@ def test_the_code_of_a_card_runs(form, has_chat, tmp_path, monkeypatch, capsys):
     card = card_of(run, form, tmp_path / "out")
     assert ("apply_chat_template" in card) == has_chat
     assert ("- conversational" in card) == has_chat
+    assert str(tmp_path) not in card
+    assert "minimind chat" not in card  # what it does not take is no matter of who loads it
     monkeypatch.chdir(tmp_path / "out")
     code = card.split("```python\n")[1].split("```")[0]
     exec(compile(code, "card", "exec"), {"__name__": "card"})
