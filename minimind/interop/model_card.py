@@ -265,7 +265,7 @@ class _Records:
         """Names of the text, and how many tokens it has."""
         told, known = ", ".join(map(_code, self.data)), self.balance
         for source in filter(None, map(_mapping, known.get("sources") or ())):
-            name = _plain(str(source.get("name")))
+            name = _plain(shown_place(str(source.get("name"))))
             told += f", {name}: {_count(source.get('epoch'))} tokens in an epoch"
         if "text" not in known:
             return told

@@ -142,11 +142,13 @@ LEAKS = {
 def test_no_secret_of_a_url_is_published(flag, leak, tmp_path):
     value = [LEAKS[leak]] if flag == "data_path" else LEAKS[leak]
     config = f"{CONFIG.split('data_path')[0]}{flag}: {json.dumps(value)}  # --{flag}\n"
-    run = new_run(tmp_path / "run", config)
+    sources = [{"name": LEAKS[leak], "epoch": 5}]
+    run = new_run(tmp_path / "run", config, (START, {**BALANCE, "sources": sources}))
     tiny.vouch(tiny.newest(run), init_from={"place": LEAKS[leak], "kind": "llama"})
     card = card_of(run, "llama", tmp_path / "out")
     assert flag in card or flag == "mirror"
     assert "started from" in card
+    assert ": 5 tokens in an epoch" in card
     assert SECRET not in card
 
 
