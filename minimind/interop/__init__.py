@@ -11,6 +11,7 @@ gguf             a model as one GGUF file
 grow_vocabulary  rows for special tokens that a model has none for
 hf_folder        `export --format transformers`
 hf_weights       weights under the names of a model of transformers
+model_card       README.md of an export
 tensor_sources   named tensors of checkpoints, safetensors and .pth files
 weight_names     tensor names and layouts of other formats
 weights          a model from any source, under our tensor names

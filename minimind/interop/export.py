@@ -16,24 +16,28 @@ from transformers import PretrainedConfig
 
 from minimind.checkpoint.validation import ModelConfig
 from minimind.data.chat.template import ChatTemplate, own_template
-from minimind.data.tokenizer.files import DEFAULT, TOKENIZER_FILES
+from minimind.data.tokenizer.files import DEFAULT, TOKENIZER_FILES, with_length
 from minimind.data.tokenizer.gguf_vocabulary import gguf_vocabulary
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.interop.auto import AUTO_MAP, remote_code
 from minimind.interop.gguf import NAME as GGUF_NAME
-from minimind.interop.gguf import gguf_parts, require_gguf, write_gguf
+from minimind.interop.gguf import architecture, gguf_parts, require_gguf, write_gguf
 from minimind.interop.hf_folder import (
     config_and_tokenizer_files,
     configuration_files,
     transformers_files,
 )
+from minimind.interop.model_card import NAME as CARD
+from minimind.interop.model_card import is_edited, model_card
+from minimind.interop.model_card import is_ours as is_card
 from minimind.interop.tensor_sources import INDEX, WHOLE
 from minimind.interop.weight_names import to_gguf, to_rotate_half
 from minimind.interop.weights import TRANSFORMERS, Weights, check_vocabulary
 from minimind.interop.write_folder import SHARDS, WrittenModel, is_ours, new_folder, write_shards
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rope_scaling import effective_theta
+from minimind.runtime.durable_files import storing
 from minimind.runtime.output_folder import NewFolder
 
 SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
@@ -47,8 +51,21 @@ LLAMA_KEYS = (
 
 
 def output(out: Path, force: bool) -> NewFolder:
-    """The folder of an export, and with `force` of an earlier one."""
-    return NewFolder(out, force, REPLACEABLE, "export", is_ours)
+    """The folder of an export, and with `force` of an earlier one.
+
+    Raise UsageError for an earlier one whose model card was edited.
+    """
+    own, card = REPLACEABLE, out / CARD
+    if force and card.is_file() and not card.is_symlink():
+        with storing(str(card), "correct its permissions, or give another --out"):
+            content = card.read_bytes()
+        if is_edited(content):
+            raise UsageError(
+                f"--out {out} has a {CARD} that was edited after the export, and --force would"
+                " replace it; move it away, or give another folder"
+            )
+        own = (*own, CARD) if is_card(content) else own
+    return NewFolder(out, force, own, "export", is_ours)
 
 
 def export(
@@ -83,7 +100,9 @@ def export(
         entries, note = _tokenizer_entries(tokenizer)
         name = run_name(weights.path)
         # With the tokenizer files: without them transformers prepends a space to a text.
-        write_gguf(folder, config, name, entries, parts, torch_dtype, tokenizer.exported)
+        texts = with_length(tokenizer.exported, config.max_position_embeddings)
+        texts[CARD] = model_card(weights, tokenizer, form, dtype, architecture(config), name)
+        write_gguf(folder, config, name, entries, parts, torch_dtype, texts)
         files = [GGUF_NAME]
     else:
         if form == "llama":
@@ -92,8 +111,11 @@ def export(
                 lambda name, value: to_rotate_half(name, value, config.head_dim),
             )
         parts = source.parts(torch_dtype)
-        small_files, note = _small_files(config, tokenizer, form, dtype)
-        with new_folder(folder, parts, small_files) as draft:
+        texts, note_on_ids, note_on_template = _small_files(config, tokenizer, form, dtype)
+        note = "; ".join(filter(None, (note_on_ids, note_on_template))) or None
+        kind, name = json.loads(texts["config.json"])["model_type"], run_name(weights.path)
+        texts[CARD] = model_card(weights, tokenizer, form, dtype, kind, name, note_on_ids)
+        with new_folder(folder, parts, texts) as draft:
             files = write_shards(parts, draft, max_shard_bytes or SHARD_BYTES)
     return WrittenModel(files, weights.tensors.shapes, parts, note)
 
@@ -161,16 +183,16 @@ def _end_of_turn(tokenizer: AnyTokenizer) -> tuple[int | None, str | None]:
 
 def _small_files(
     config: PretrainedConfig, tokenizer: AnyTokenizer, form: str, dtype: str
-) -> tuple[dict[str, bytes], str | None]:
-    """Return the files besides the weights by name, and a note for the user or None."""
-    files, note = _configuration(config, tokenizer, form, dtype)
+) -> tuple[dict[str, bytes], str | None, str | None]:
+    """Return the files besides the weights by name, and notes on AutoTokenizer and the template."""
+    files, note_on_ids = _configuration(config, tokenizer, form, dtype)
     end, note_on_template = _end_of_turn(tokenizer)
     if end is not None:  # generation ends at the end of a turn, too
         generation = json.loads(files["generation_config.json"])
         generation["eos_token_id"] = [*dict.fromkeys((tokenizer.eos_id, end))]
         text = json.dumps(generation, indent=2, sort_keys=True)
         files["generation_config.json"] = text.encode() + b"\n"
-    return files, "; ".join(filter(None, (note, note_on_template))) or None
+    return files, note_on_ids, note_on_template
 
 
 def _configuration(
@@ -184,7 +206,8 @@ def _configuration(
         if getattr(config, name) is not None
     }
     if form == "llama":
-        return config_and_tokenizer_files(_llama_config(config) | ids, tokenizer, dtype)
+        values = _llama_config(config) | ids
+        return config_and_tokenizer_files(values, tokenizer, dtype, config.max_position_embeddings)
     values = {
         **{name: getattr(config, name) for name in ModelConfig.model_fields},
         "model_type": "minimind",
@@ -194,7 +217,8 @@ def _configuration(
     }
     if config.rope_scaling is None:  # transformers warns of null
         del values["rope_scaling"]
-    return {**configuration_files(values, dtype), **tokenizer.exported, **remote_code()}, None
+    texts = with_length(tokenizer.exported, config.max_position_embeddings)
+    return {**configuration_files(values, dtype), **texts, **remote_code()}, None
 
 
 def _llama_config(config: MiniMindConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFas
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minimind.architecture.select import IDS, special_ids
-from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME, dump_json
+from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME, dump_json, with_length
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.vocabulary import CONTROL, FILLER
 from minimind.runtime.panics import panics_caught
@@ -39,11 +39,12 @@ def transformers_files(
     """The small files of a model of transformers, and a note if AutoTokenizer reads other ids."""
     values = json.loads(config.to_json_string())
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    return config_and_tokenizer_files(values | special_ids(tokenizer), tokenizer, dtype)
+    positions = getattr(config, "max_position_embeddings", None)  # also of configs that rename it
+    return config_and_tokenizer_files(values | special_ids(tokenizer), tokenizer, dtype, positions)
 
 
 def config_and_tokenizer_files(
-    config: Mapping[str, Any], tokenizer: AnyTokenizer, dtype: str
+    config: Mapping[str, Any], tokenizer: AnyTokenizer, dtype: str, positions: int | None
 ) -> tuple[Files, str | None]:
     """Configuration files, and tokenizer files from which AutoTokenizer gives the same ids.
 
@@ -54,7 +55,7 @@ def config_and_tokenizer_files(
     expected = [tokenizer.encode(text) for text in texts]
     files: Files = {}
     reason = ""
-    for variant in _variants(tokenizer.exported):
+    for variant in _variants(with_length(tokenizer.exported, positions)):
         files = {**configuration, **variant}
         reason = _compare_ids(files, texts, expected, AutoTokenizer)
         if not reason:

@@ -74,6 +74,7 @@ class Weights:
     tensors: TensorSource
     tokenizer: Path | None = None  # file or directory for load_tokenizer
     lock: ReadLock | None = None  # keeps a running job from deleting the checkpoint
+    which: str = TRAINED  # weights of a checkpoint, or AVERAGE
 
     def fill(self, model: Any) -> None:
         """Copy the weights into a model of this shape; raise an error if one is not finite."""
@@ -166,7 +167,8 @@ def load_checkpoint_weights(chosen: Chosen, weights: str = TRAINED) -> Weights:
     names = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
     for name in names:
         require_listed(manifest, path / name)
-    return replace(read_checkpoint_weights(path, open_checkpoint(path, weights)), lock=chosen.lock)
+    found = read_checkpoint_weights(path, open_checkpoint(path, weights))
+    return replace(found, lock=chosen.lock, which=weights)
 
 
 def read_checkpoint_weights(path: Path, source: TensorSource) -> Weights:

@@ -64,13 +64,17 @@ def start(tmp_path: Path) -> Start:
 @pytest.fixture(scope="session")
 def tuned(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run fine-tuned on conversations."""
+    return fine_tuned(tmp_path_factory.mktemp("tuned"), corpus)
+
+
+def fine_tuned(place: Path, corpus: Path, **shape: int) -> Path:
+    """A run in `place`, pretrained on `corpus` and fine-tuned on conversations."""
     import minimind.train as training
     from tests.train.test_fine_tuning import BASE, conversations, write
 
     train: Any = training  # a package that is called like a function
-    place = tmp_path_factory.mktemp("tuned")
     shared = {"cache_dir": str(place / "cache"), "device": "cpu", "deepspeed_config": "none"}
-    base = {**BASE, **shared, "data_path": str(corpus), "max_steps": 20}
+    base = {**BASE, **shape, **shared, "data_path": str(corpus), "max_steps": 20}
     assert train(base, out_dir=str(place / "base")) == 0
     talk = write(place / "talk.jsonl", conversations(400))
     flags = {**shared, "task": "sft", "init_from": str(place / "base"), "data_path": str(talk)}

@@ -199,3 +199,20 @@ def test_trainer_takes_the_same_steps_for_any_accumulation(tmp_path: Path, train
     assert len(whole) == 3
     assert losses_in_trainer(build(), 4, tmp_path) == pytest.approx(whole, rel=1e-6)
     assert losses_in_trainer(as_reference(build()), 4, tmp_path) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")  # peft asks it
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")  # generate() gives them
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "LoraConfig"])
+def test_peft_trains_and_generates(kind: str):
+    peft = pytest.importorskip("peft", reason="needs the extra: pip install -e '.[examples]'")
+    more = {"target_modules": "all-linear"} if kind == "LoraConfig" else {"num_virtual_tokens": 4}
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **more)
+    model = peft.get_peft_model(build(), config)
+    ids = ids_of()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    trained = [p.grad for p in model.parameters() if p.requires_grad]
+    assert trained
+    assert all(gradient is not None for gradient in trained)
+    assert model.generate(input_ids=ids, max_new_tokens=3).shape == (len(ids), ids.shape[1] + 3)

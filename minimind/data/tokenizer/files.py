@@ -190,6 +190,20 @@ def formatting_as_trained(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {**files, CONFIG_NAME: dump_json(config | {"split_special_tokens": False})}
 
 
+def with_length(files: Mapping[str, bytes], positions: Any) -> dict[str, bytes]:
+    """The files, such that transformers truncates to the positions of a model where it is asked to.
+
+    A smaller `model_max_length` stays.
+    """
+    if CONFIG_NAME not in files or not isinstance(positions, int):
+        return dict(files)
+    config = json.loads(files[CONFIG_NAME])
+    given = config.get("model_max_length")
+    if isinstance(given, int) and 0 < given <= positions:
+        return dict(files)
+    return {**files, CONFIG_NAME: dump_json(config | {"model_max_length": positions})}
+
+
 def write_tokenizer(directory: str | Path, files: Mapping[str, bytes]) -> None:
     """Write each file atomically and remove those of another tokenizer."""
     directory = Path(directory)
