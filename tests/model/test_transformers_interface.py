@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from transformers import StaticCache, Trainer, TrainingArguments
-from transformers.utils import find_labels
+from transformers.utils.generic import find_labels
 
 from minimind.model import decoder
 from minimind.model.decoder import MiniMindForCausalLM, MiniMindModel
@@ -23,7 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)
+@pytest.fixture(params=VARIANTS.values(), ids=list(VARIANTS))
 def model(request: pytest.FixtureRequest) -> MiniMindForCausalLM:
     return build(**request.param).eval()
 
@@ -159,7 +159,7 @@ def test_span_head():
 
 
 def test_trainer_evaluates_and_keeps_the_best(tmp_path: Any):
-    rows = [{"input_ids": row, "labels": row} for row in IDS.tolist()]
+    rows: Any = [{"input_ids": row, "labels": row} for row in IDS.tolist()]
     options = TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=2,
