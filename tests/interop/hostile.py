@@ -311,7 +311,21 @@ def _linked(folder: Path) -> None:
         path.symlink_to(blobs / str(number))
 
 
+def _beside_a_model(put: Change) -> Change:
+    """A tokenizer.model, and a tokenizer.json beside it that is not needed."""
+
+    def change(folder: Path) -> None:
+        _sentencepiece(lambda _: None)(folder)
+        _instead(JSON, put)(folder)
+
+    return change
+
+
 HARMLESS: dict[str, Change] = {
+    **{
+        f"tokenizer.json beside tokenizer.model is {kind}": _beside_a_model(SPECIAL[kind])
+        for kind in ("a pipe", "a link to /dev/zero", "a folder", "16 GiB of nothing")
+    },
     **{
         f"{name} is {kind}": _instead(name, SPECIAL[kind])
         for name in ("generation_config.json", "vocab.json", "merges.txt", "README.md")

@@ -421,6 +421,7 @@ def test_conversations_that_fit_no_row_are_counted_with_the_way_out(
     long = [{"prompt": " ".join(WORDS * 20), "completion": f"b {n}"} for n in range(32)]
     path = write(tmp_path / "long.jsonl", [*conversations(fitting), *long])
     given = {**base, "data_path": str(path), "max_steps": 2, "val_fraction": 0}
+    given["cache_dir"] = str(tmp_path / "cache")
     dropped = "all 32" if not fitting else "32 of the 33"
     words = (
         rf"{dropped} conversations are dropped, as no answer .* of 65 tokens .*; raise --max_seq"
