@@ -56,6 +56,8 @@ def remove_unheld(out: Path) -> None:
             descriptor = _open_lock(_path(out, name), out, os.O_RDWR | PLAIN)
         except (FileNotFoundError, PermissionError):  # of another user, whose command removes it
             continue
+        except OSError as error:  # a name that is too long: errors name the output folder
+            raise OSError(error.errno, error.strerror, str(out)) from error
         try:
             _remove_if_last(_path(out, name), descriptor)
         finally:

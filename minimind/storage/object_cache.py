@@ -49,6 +49,7 @@ def path_of(url: str, folder: Path, version: str = "") -> Path:
     place, query = without_query(url)
     scheme, _, rest = place.partition("://")
     if scheme.startswith("http"):
+        rest = rest.rstrip("?#")  # of an empty query
         rest = rest.rpartition("@")[2] if has_credentials(url) else rest
     if query:  # may have a signature, and may choose the file
         above, _, name = rest.rpartition("/")

@@ -21,7 +21,7 @@ import pytest
 
 import minimind.train as training
 from minimind.cli.main import main
-from minimind.data.prepare.remote import local_text
+from minimind.data.prepare.remote import local_data, local_text
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.launch import train_pretrain
 from minimind.runtime.exit import Ending
@@ -324,6 +324,15 @@ def test_a_signature_is_sent_and_not_shown(
     texts += [one.read_text() for one in path.parent.glob(".*") if one.is_file()]
     texts += [one.read_text() for one in (tmp_path / "by-url").glob("*.json")]
     assert not [text for text in texts if "secret" in text]
+
+
+def test_urls_that_differ_in_their_query_alone_are_all_evaluated(web: Web, tmp_path: Path):
+    urls = [f"{web.url}?file={name}" for name in "abc"]
+    with open_cache(tmp_path) as cache:
+        data = local_data([*urls, f"{web.url}?"], cache)
+    shown = f"{web.url}?***"
+    assert [*data] == [shown, f"{shown} (2)", f"{shown} (3)", f"{web.url}?"]
+    assert len({path for paths in data.values() for path in paths}) == 4
 
 
 def test_a_url_whose_query_was_left_out_is_refused(tmp_path: Path):

@@ -93,13 +93,19 @@ def _version_folder(manifest: Path, url: str, cache: ObjectCache) -> tuple[Path,
 
 
 def local_data(paths: Sequence[str], cache: ObjectCache) -> dict[str, tuple[str, ...]]:
-    """The local folder or files of each path; raise UsageError for a file that is there twice."""
+    """The local folder or files of each path; raise UsageError for a file that is there twice.
+
+    Paths are named without their queries; a number tells those apart that have one name then.
+    """
     given = [local_text([local_folder(path, cache)], cache) for path in paths]
     files: list[Path] = []
     for path in (path for own in given for path in own):
         files += [Path(path).expanduser()] if is_prepared(path) else find_files([path])
     require_once(files, "")
-    return dict(zip(map(masked, paths), given, strict=True))
+    names = [*map(masked, paths)]
+    before = [names[:number].count(name) for number, name in enumerate(names)]
+    unique = (f"{name} ({n + 1})" if n else name for name, n in zip(names, before, strict=True))
+    return dict(zip(unique, given, strict=True))
 
 
 def _manifest_object(filesystem: Any, url: str, place: str) -> RemoteObject | None:

@@ -253,6 +253,28 @@ def test_a_place_that_cannot_be_made_is_of_storage(edits, dry_run, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize(
+    "place", ["/proc/none/x.txt", "/dev/null/x.txt", "PIPE", "LINK", f"/tmp/{'x' * 300}/y"]
+)
+def test_a_file_that_cannot_be_made_is_of_storage(place, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    place = place.replace("PIPE", str(tmp_path / "pipe")).replace("LINK", str(tmp_path / "link"))
+    edits = {"flops_profiler": {"enabled": True, "output_file": place}}
+    with pytest.raises(StorageError, match=r"ds\.json: flops_profiler\.output_file .*; "):
+        train(started(tmp_path, edits, dry_run=True))
+
+
+@pytest.mark.parametrize("kind", ["csv_monitor", "tensorboard"])
+def test_a_folder_of_a_job_that_cannot_be_made_is_of_storage(kind, tmp_path):
+    (tmp_path / "job").touch()
+    edits = {kind: {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    with pytest.raises(
+        StorageError, match=rf"{kind}\.output_path {tmp_path}/job: .* is no folder; "
+    ):
+        train(started(tmp_path, edits, dry_run=True))
+
+
 @pytest.mark.launch
 def test_deepspeed_writes_its_defaults_into_a_copy(tmp_path):
     """It adds data_routing and data_sampling, which the printed table has no source for."""
