@@ -134,7 +134,7 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     (_has(rb".{257}ustar"), Kind("a tar archive", _packed("tar -xf"))),
     (_begins(b"PAR1", b"PARE"), Kind(PARQUET, "name it .parquet")),
     (
-        _begins(b"ARROW1", b"\xff\xff\xff\xff", b"FEA1"),
+        _has(rb"ARROW1|FEA1|\xff{4}(?!\0{4})..[\0-\x0f]\0"),  # a length below a MiB in a stream
         Kind(ARROW, "name the folder of save_to_disk, or write it as Parquet"),
     ),
     (_begins(b"ORC"), Kind("ORC", "write it as Parquet")),

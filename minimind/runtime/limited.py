@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import resource
-import runpy
 import signal
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 PATIENCE = 60  # seconds, on a host that gives the process hardly any time
@@ -44,13 +44,17 @@ def ends_within(file: str, request: Any, seconds: float, most_bytes: int) -> boo
 
 
 def _main() -> None:
-    main = runpy.run_path(sys.argv[1])["main"]
+    spec = spec_from_file_location("limited", sys.argv[1])
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
     given = json.load(sys.stdin)
     for limit, value in ((resource.RLIMIT_AS, given["bytes"]), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(limit, (value, value))
     signal.setitimer(signal.ITIMER_PROF, given["seconds"])  # of the processor
     try:
-        main(given["request"])
+        module.main(given["request"])
     except MemoryError:
         sys.exit(OUT_OF_MEMORY)
 

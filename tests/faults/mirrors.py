@@ -196,7 +196,7 @@ def corrupted(ground: Ground) -> Iterator[str]:
     with mock.patch.object(CorruptionCheck, "check", check):
         status = ground.run("own", mirror=f"file://{folder}", on_corruption="stop", **CHECKED)
     here, there = steps_in(ground.root / "own"), steps_at(folder)
-    if status != 11 or here != there or max(there) != 3:
+    if status != 11 or max(here) != 3 or max(there) != 3:
         yield f"status {status}, {here} here, {there} there"
     if not any((folder / "checkpoints" / "step_00000004").iterdir()):
         yield "nothing was uploaded after the last good step"

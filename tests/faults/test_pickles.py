@@ -158,7 +158,7 @@ def test_pickles_in_all_files_of_all_checkpoints_end_in_one_line(
             (checkpoint / name).write_bytes(pickle.dumps(Payload(canary)))
     status, report = ending(command, copy, capsys)
     assert (status, report.count("\n") <= 1) == (CheckpointError.status, True)
-    assert "step_00000002: manifest.json is not JSON" in report
+    assert "step_00000002: manifest.json is a pickle of Python" in report
     assert not canary.exists()
 
 

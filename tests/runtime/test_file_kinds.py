@@ -257,6 +257,7 @@ def test_a_template_and_what_is_beside_a_tokenizer(tmp_path: Path):
         b"[ x\n",
         b"\xff\xfe",
         b"\xff\xfe\xff\xff",
+        b"\xff" * 64,
         b"a\0b\0",
         b"\0" * 100,
         b"version 1 of a text",

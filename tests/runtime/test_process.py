@@ -292,10 +292,10 @@ def test_a_disk_that_a_library_finds_full_is_storage_and_no_bug(place, capsys):
 def test_the_tutorials_name_of_the_script_runs_it_with_one_notice():
     command = [sys.executable, str(ROOT / "train_pretrain_accelerate.py"), "--epoch", "3"]
     for rank, lines in (("0", 2), ("1", 1)):
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
-        ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ranks})
-        assert (done.returncode, done.stdout) == (2, "")
+        environ = {"PATH": os.environ["PATH"], "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environ)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
         *notice, refusal = done.stderr.splitlines()
         assert len([*notice, refusal]) == lines
         assert set(notice) <= {"train_pretrain_accelerate.py runs train_pretrain.py"}

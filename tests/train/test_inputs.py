@@ -81,7 +81,7 @@ BAD = [
     ("--data_path t.jsonl --tokenizer folder", DataError, "folder: has neither tokenizer.model"),
     ("--data_path t.jsonl --tokenizer t.txt", DataError, "is not a SentencePiece model"),
     ("--deepspeed_config nothere.json", UsageError, "--deepspeed_config nothere.json: No such"),
-    ("--deepspeed_config cut.json", UsageError, "cut.json:1:2: Bad key name"),
+    ("--deepspeed_config cut.json", UsageError, "cut.json:1:2: Expecting"),
     ("--init_from nothere", CheckpointError, "nothere: there is no such file or directory"),
     ("--init_from hf:nothere", CheckpointError, "nothere: there is no such file or directory"),
     ("--model hf:folder", UsageError, "--model hf:folder: has no config.json"),

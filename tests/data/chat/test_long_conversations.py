@@ -68,4 +68,4 @@ def test_long_conversations_of_both_splits_are_counted(
     of_val = str(found).partition(" held out (of them ")[2].partition(")")[0]
     for counts, said in ((found.held_out_dropped, of_val), (found.dropped, str(found))):
         assert f"{counts} dropped, as nothing to train on ends within a row" in said
-    assert (f"conversations {found.held_out_cut} cut" in of_val) == (train_on == "assistant")
+    assert (f"{found.held_out_cut} cut at the end" in of_val) == (train_on == "assistant")
