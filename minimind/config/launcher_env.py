@@ -65,8 +65,8 @@ DIVISIONS = {
     "SP": "--sequence_parallel {}",
     "CP": "--sequence_parallel {}",
     "TP": "--tensor_parallel {}",
-    "DP_SHARD": "",
-    "DP_REPLICATE": "",
+    "DP_SHARD": "",  # what a ZeRO stage does
+    "DP_REPLICATE": "",  # what all processes do without it
 }
 ACCELERATE = re.compile(r"(.*/)?accelerate(-launch|[./]commands[./].+)?")
 # Settings of torch's allocators; torch 2.9 deprecates the others, which have precedence.
@@ -150,6 +150,8 @@ def divided_by(sizes: Mapping[str, Any]) -> str:
         return ""
     flags = [DIVISIONS[kind].format(size) for kind, size in divided.items() if DIVISIONS[kind]]
     use = f"use {' '.join(flags)}" if flags else "write a ZeRO stage"
+    if divided.keys() == {"DP_REPLICATE"}:
+        use = "the processes divide the rows without it"
     return f"parallelism_config is not read; remove it, and {use}"
 
 

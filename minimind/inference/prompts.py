@@ -16,10 +16,10 @@ def strip_prompt(text: str) -> str:
     return text.removeprefix("\ufeff").removesuffix("\n")
 
 
-def read_text(path: str, flag: str) -> str:
+def read_text(path: str, flag: str, pipes: bool = True) -> str:
     """The stripped text of a file; `flag` names its option in a DataError."""
     try:
-        return strip_prompt(read_small_text(path, MAX_BYTES, pipes=True))
+        return strip_prompt(read_small_text(path, MAX_BYTES, pipes))
     except OSError as error:
         raise DataError(f"{flag} {path}: {error.strerror}; name a readable file") from error
     except UnicodeDecodeError as error:
@@ -30,11 +30,11 @@ def read_text(path: str, flag: str) -> str:
         ) from error
 
 
-def read_prompts(path: str, flag: str) -> list[str]:
+def read_prompts(path: str, flag: str, pipes: bool = True) -> list[str]:
     """All prompts of a file in order, blank lines skipped; raise DataError if there are none."""
     prompts = [
         _parse_line(line, f"{path}:{number}") if path.endswith(".jsonl") else line
-        for number, line in enumerate(read_text(path, flag).split("\n"), 1)
+        for number, line in enumerate(read_text(path, flag, pipes).split("\n"), 1)
         if line.strip()
     ]
     if not prompts:

@@ -219,15 +219,16 @@ def count_gpus(visible: str | None, source: str = "CUDA_VISIBLE_DEVICES") -> int
         return 0
     try:
         command = ["nvidia-smi", "--list-gpus"]
-        listed = subprocess.run(command, capture_output=True, text=True).stdout
+        asked = subprocess.run(command, capture_output=True, text=True)
+        listed, has_failed = asked.stdout, asked.returncode != 0
     except OSError:
-        if any(driver.exists() for driver in DRIVERS):
-            if names is not None:
-                return len(names)
-            import torch  # slow, but the only way to know
+        listed, has_failed = "", True
+    if has_failed and any(driver.exists() for driver in DRIVERS):
+        if names is not None:
+            return len(names)
+        import torch  # slow, but the only way to know
 
-            return torch.cuda.device_count()
-        listed = ""
+        return torch.cuda.device_count()
     gpus = len(re.findall("^GPU", listed, re.MULTILINE))
     uuids = re.findall(r"UUID: ([^)]+)", listed)
     for name in names or []:

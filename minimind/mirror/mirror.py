@@ -153,6 +153,7 @@ class Mirror:
         def begin() -> None:
             if self._uploads is None:
                 return
+            self._uploads.owner.require()  # another start may have come since `restore`
             remote, step, path = self._uploads.remote, resumed.state.step, resumed.path
             is_own = path is not None and path.resolve().parent == self._root.resolve()
             abandon_after(remote, step if is_own else -1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +66,7 @@ class RemoteRun:
     @property
     def folder(self) -> Path | None:
         """The folder of a file:// URL."""
-        return Path(self._root).resolve() if self._scheme is LOCAL else None
+        return Path(os.path.realpath(self._root)) if self._scheme is LOCAL else None
 
     def _try(self, name: str, work: Callable[[str], T]) -> T:
         """The result of `work` on the path of a file."""

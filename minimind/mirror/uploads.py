@@ -47,7 +47,7 @@ class Uploads:
     def __init__(self, remote: RemoteRun, owner: Owner, out_dir: Path, rules: Rules) -> None:
         self.remote = remote
         self.events: deque[tuple[str, dict[str, Any]]] = deque()  # for the run to log
-        self._owner, self._out_dir, self._rules = owner, out_dir, rules
+        self.owner, self._out_dir, self._rules = owner, out_dir, rules
         self._changed = threading.Condition()
         self._waiting: Waiting | None = None  # the newest
         self._missing: list[Path] = []  # oldest first
@@ -161,7 +161,7 @@ class Uploads:
         """Upload a checkpoint and apply the rules; report what became of it."""
         step, started, what = step_of(job.path), time.perf_counter(), ""
         try:
-            self._owner.require()
+            self.owner.require()
             self._abandon_later()
             self._copy_run_files()
             size = self.remote.upload(job.path, lambda: self._require_current(job))
@@ -181,7 +181,7 @@ class Uploads:
         """Set aside what the run has gone back from; report it if that fails."""
         step = self._last
         try:
-            self._owner.require()
+            self.owner.require()
             self._abandon_later()
         except Exception as error:
             what = "checkpoints of later steps could not be set aside, and must not be used: "
@@ -193,7 +193,7 @@ class Uploads:
         """Find missing ones; report it if that fails."""
         step = self._until
         try:
-            self._owner.require()
+            self.owner.require()
             self._find_missing(self._saved_there(by_step(self.remote.files())), self._good)
         except Exception as error:
             self._report_failure(step, "missing checkpoints could not be looked for: ", error)
@@ -208,7 +208,7 @@ class Uploads:
 
     def _require_current(self, job: Waiting) -> None:
         """Raise before the checkpoint is complete if it is another's turn or it is abandoned."""
-        self._owner.require()
+        self.owner.require()
         if job is self._stale:
             raise CheckpointError(f"{job.path}: the run has gone back from it")
 
@@ -229,7 +229,7 @@ class Uploads:
 
     def _prune(self, good: int | None) -> None:
         """Delete the checkpoints that no rule keeps, and what interrupted uploads left."""
-        self._owner.require()
+        self.owner.require()
         files = by_step(self.remote.files())
         there = self._saved_there(files)
         reasons = kept([*there.values()], self._rules, good)

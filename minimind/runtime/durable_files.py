@@ -39,6 +39,8 @@ def read_small(path: str | Path, most: int = 2**20, pipes: bool = False) -> byte
         if not stat.S_ISREG(mode) and not (pipes and stat.S_ISFIFO(mode)):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         content = file.read(most + 1)
+    if content is None:  # a file of the kernel that waits for its next line
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(path))
     if len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
     return content

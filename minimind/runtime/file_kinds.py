@@ -42,6 +42,11 @@ def _begins(*starts: bytes) -> Callable[[bytes], bool]:
     return lambda start: start.startswith(starts)
 
 
+def _begins_binary(*prefixes: bytes) -> Callable[[bytes], bool]:
+    """Whether letters that a text may begin with are followed by what no text holds."""
+    return lambda start: start.startswith(prefixes) and re.search(rb"[\0-\x08]", start) is not None
+
+
 def _has(pattern: bytes) -> Callable[[bytes], bool]:
     found = re.compile(pattern, re.IGNORECASE | re.DOTALL)
     return lambda start: found.match(start) is not None
@@ -132,18 +137,18 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     ),
     (_begins(b"PK\x03\x04", b"PK\x05\x06"), Kind("a zip archive", _packed("unzip"))),
     (_has(rb".{257}ustar"), Kind("a tar archive", _packed("tar -xf"))),
-    (_begins(b"PAR1", b"PARE"), Kind(PARQUET, "name it .parquet")),
+    (_begins_binary(b"PAR1", b"PARE"), Kind(PARQUET, "name it .parquet")),
     (
-        _has(rb"ARROW1|FEA1|\xff{4}(?!\0{4})..[\0-\x0f]\0"),  # a length below a MiB in a stream
+        _has(rb"(ARROW1\0|FEA1.*\0|\xff{4}(?!\0{4})..[\0-\x0f]\0)"),  # a length below a MiB
         Kind(ARROW, "name the folder of save_to_disk, or write it as Parquet"),
     ),
-    (_begins(b"ORC"), Kind("ORC", "write it as Parquet")),
+    (_begins_binary(b"ORC"), Kind("ORC", "write it as Parquet")),
     (_begins(b"Obj\x01"), Kind("Avro", "write it as Parquet")),
     (_begins(b"SQLite format 3\0"), Kind("a database of SQLite", "write its text as .jsonl")),
     (_begins(b"\x89HDF\r\n"), Kind("HDF5", "save it as safetensors, or as Parquet")),
     (_begins(b"\x93NUMPY"), Kind("an array of NumPy", "save it as safetensors, or as .jsonl")),
     (_begins(b"%PDF-"), Kind("a PDF", "write its text as .txt")),
-    (_begins(GGUF.encode()), Kind(GGUF, "name the safetensors that it was made from")),
+    (_begins_binary(GGUF.encode()), Kind(GGUF, "name the safetensors that it was made from")),
     (_is_safetensors, Kind(SAFETENSORS, "name it .safetensors")),
     (
         _has(rb"\x80[\x02-\x05][\x95}\](\x8a\x80c]"),

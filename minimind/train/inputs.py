@@ -57,10 +57,10 @@ def require_inputs(run: RunConfig) -> None:
         from minimind.data.loader.skip_rows import read_skip_rows
 
         read_skip_rows(Path(path), 0, 0, "")
-    if run.sample_interval and (path := _missing(run.sample_prompts)) is not None:
+    if run.sample_interval and run.sample_prompts is not None:
         from minimind.inference.prompts import read_prompts
 
-        read_prompts(path, "--sample_prompts")
+        read_prompts(run.sample_prompts, "--sample_prompts", pipes=False)
     _require_text(run)
 
 
@@ -75,6 +75,10 @@ def require_resume_path(run: RunConfig) -> None:
     path = Path(run.resume)
     if not path.is_dir():
         raise CheckpointError(f"--resume {path}: no such directory; name a step_ directory")
+    if published_checkpoints(path):
+        raise CheckpointError(
+            f"--resume {path}: name one of its step_ directories, or {path.parent}"
+        )
     if not (published_checkpoints(path / "checkpoints") or (path / MANIFEST).exists()):
         raise CheckpointError(f"--resume {path}: holds no checkpoint; name a step_ directory")
 

@@ -31,7 +31,7 @@ def read_sample_prompts(run: RunConfig) -> tuple[str, ...]:
         return ()
     if run.sample_prompts is None:
         return ("",)
-    return tuple(read_prompts(run.sample_prompts, "--sample_prompts"))
+    return tuple(read_prompts(run.sample_prompts, "--sample_prompts", pipes=False))
 
 
 def build_samples(run: RunConfig, tokenizer: AnyTokenizer) -> Samples | None:

@@ -78,6 +78,7 @@ def test_the_file_given_to_the_script_is_the_source():
         ({"SP": "2"}, "--sequence_parallel 2"),
         ({"TP": "2", "CP": "4"}, "--sequence_parallel 4 --tensor_parallel 2"),
         ({"DP_SHARD": "2"}, "write a ZeRO stage"),
+        ({"DP_REPLICATE": "2"}, "the processes divide the rows without it"),
         ({"SP": "1", "CP": "1", "TP": "1", "DP_SHARD": "1", "DP_REPLICATE": "1"}, ""),
     ],
 )

@@ -484,6 +484,14 @@ def test_without_nvidia_smi_torch_counts_where_there_is_a_driver(
         assert count_gpus("0,1") == 2
 
 
+def test_an_nvidia_smi_that_fails_is_no_answer(smi, monkeypatch: pytest.MonkeyPatch):
+    place = smi("Failed to initialize NVML: Driver/library version mismatch\n")
+    (place / "nvidia-smi").write_text('#!/bin/sh\ncat "${0%/*}/listed"\nexit 18\n')
+    monkeypatch.setattr(launch, "DRIVERS", [Path("/dev/null")])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert (count_gpus(None), count_gpus("0,1"), count_gpus("")) == (3, 2, 0)
+
+
 def test_the_known_fields_are_accelerates():
     from accelerate.commands.config.config_args import ClusterConfig  # noqa: TID251 (its own names)
 

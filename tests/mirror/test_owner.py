@@ -66,6 +66,12 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path):
         require_mirror(f"file://{tmp_path}", tmp_path / "run", "auto")
 
 
+def test_a_link_to_itself_is_not_followed(tmp_path: Path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StorageError, match=r"loop.*Too many levels of symbolic links"):
+        require_mirror(f"file://{tmp_path / 'loop'}", tmp_path / "run", "auto")
+
+
 def test_a_prefix_that_somebody_copied_is_refused(
     tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
 ):

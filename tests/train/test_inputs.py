@@ -43,6 +43,7 @@ PATHS: dict[str, Callable[[Path], Any]] = {
     "begun/plan.json": lambda path: path.write_bytes(b"{}"),
     "cut.json": lambda path: path.write_bytes(b"{"),
     "steps/checkpoints/x": lambda path: path.write_bytes(b""),
+    "run/checkpoints/step_00000003/manifest.json": lambda path: path.write_bytes(b"{}"),
 }
 
 
@@ -91,6 +92,8 @@ BAD = [
     ("--chat_template nothere --task sft", UsageError, "--chat_template nothere: cannot be read"),
     ("--skip_rows nothere", UsageError, "--skip_rows nothere: No such file"),
     ("--sample_interval 1 --sample_prompts nothere", DataError, "--sample_prompts nothere: No"),
+    ("--sample_interval 1 --sample_prompts pipe.jsonl", DataError, "pipe.jsonl: not a regular"),
+    ("--resume run/checkpoints", CheckpointError, "name one of its step_ directories, or run"),
 ]
 
 

@@ -44,6 +44,7 @@ from minimind.runtime.terminal import shorten_line
 # For a tokenizer.json without a tokenizer_config.json, such as GPT-2's.
 KNOWN_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 ANCHOR = "a"
+MOST_IDS = 2**24  # each takes memory for its piece
 LONGEST_AT_ONCE = 2**21  # bytes of text; each takes up to 280 bytes of memory
 SHOWN = 40  # characters of a text in a message
 BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
@@ -68,6 +69,11 @@ class HuggingFaceTokenizer:
         self._json = parse_object(self.path, self._files[JSON_NAME])
         require_bounded_json(self.path, self._json)
         self._tokenizer = _load(self.path, self._files[JSON_NAME])
+        if self.vocab_size > MOST_IDS:
+            raise DataError(
+                f"{self.path}: has the id {self.vocab_size - 1:,}, above the limit of {MOST_IDS:,};"
+                " give another tokenizer"
+            )
         self.templates, self.token_names = beside.templates, beside.token_names
         names = beside.values
         eos = self._special(names, "eos_token")
@@ -184,6 +190,12 @@ class HuggingFaceTokenizer:
         array = ids.tolist() if isinstance(ids, np.ndarray) else [*map(int, ids)]
         with self._answering("to decode its tokens"):
             return self._tokenizer.decode(array, skip_special_tokens=True)
+
+    @property
+    def lacks_decoder(self) -> bool:
+        """Whether tokens decode to the letters that stand for bytes, not to the bytes."""
+        is_byte_level = "ByteLevel" in json.dumps(self._json.get("pre_tokenizer"))
+        return is_byte_level and self._json.get("decoder") is None
 
     def special_tokens(self) -> dict[str, int]:
         """Ids of the special tokens by name."""

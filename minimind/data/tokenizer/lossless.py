@@ -10,6 +10,7 @@ from unicodedata import normalize
 
 import numpy as np
 
+from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import DataError
 
@@ -23,7 +24,8 @@ class TextLoss:
 
     Lost are the bytes of characters that the decoded text lacks, or of those that it has more, if
     these are more: a letter in another case is lost, and a word that is cut in two by a space is
-    changed. A space before the text loses nothing. An unknown token stands for no text.
+    changed. A space before the text, put there or taken away, loses nothing: a tokenizer that puts
+    one before every text cannot tell the two apart. An unknown token stands for no text.
     """
 
     bytes: int = 0  # of the texts
@@ -36,7 +38,7 @@ class TextLoss:
     @property
     def share(self) -> float:
         """The lost part of the bytes."""
-        return self.lost / max(1, self.bytes)
+        return min(self.lost, self.bytes) / max(1, self.bytes)
 
     def count(
         self,
@@ -67,17 +69,22 @@ class TextLoss:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def __str__(self) -> str:
-        return (
-            f"{self.share:.2%} of the text ({self.lost:,} of {self.bytes:,} bytes): {self.example}"
-        )
+        lost = min(self.lost, self.bytes)
+        return f"{self.share:.2%} of the text ({lost:,} of {self.bytes:,} bytes): {self.example}"
 
 
 def lost_bytes(text: str, back: str) -> int:
     """Bytes of a text that are lost in `back`; see `TextLoss`."""
     if back.startswith(" ") and not text.startswith(" "):
         back = back[1:]
+    elif _leading_spaces(text) == _leading_spaces(back) + 1:
+        text = text[1:]
     before, after = Counter(text), Counter(back)
     return max(_size(before - after), _size(after - before))
+
+
+def _leading_spaces(text: str) -> int:
+    return len(text) - len(text.lstrip(" "))
 
 
 def _size(characters: Counter[str]) -> int:
@@ -102,9 +109,15 @@ def require_kept(
         loss = TextLoss(**source.get("text_loss", {}))
         if loss.share > MOST_LOST and not is_allowed:
             where = f"source {source['name']}: " if len(sources) > 1 else ""
+            remedy = (
+                "give one with byte pieces (byte fallback or byte level) and without normalization"
+            )
+            if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.lacks_decoder:
+                remedy = (
+                    'it has no decoder for its bytes: write "decoder": {"type": "ByteLevel"} there'
+                )
             raise DataError(
-                f"{where}the tokenizer {tokenizer.path} loses {loss}; give one with byte pieces"
-                " (byte fallback or byte level) and without normalization, or"
+                f"{where}the tokenizer {tokenizer.path} loses {loss}; {remedy}, or"
                 " --allow_lossy_tokenizer to train on what is left"
             )
 

@@ -141,3 +141,18 @@ def test_patterns_are_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     load_tokenizer(tmp_path)
     load_tokenizer(tmp_path)
     assert len(asked) == 1
+
+
+def test_an_id_that_would_fill_the_memory_is_refused(tmp_path: Path):
+    (tmp_path / "tokenizer.model").write_bytes(tiny.tokenizer_bytes(tmp_path))
+    load_tokenizer(tmp_path).save(tmp_path)
+    (tmp_path / "tokenizer.model").unlink()
+    values = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    last = {**values["added_tokens"][-1], "content": "<|last|>", "id": 2**32 - 1}
+    values["added_tokens"].append(last)
+    values["model"]["vocab"]["<|last|>"] = 2**32 - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json: has the id 4,294,967,295, above the limit"
+    ):
+        load_tokenizer(tmp_path)

@@ -186,6 +186,38 @@ def test_prepare_refuses_a_tokenizer_that_loses_text(
     assert "lossy  b: the tokenizer loses 9" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("text", "back", "lost"),
+    [
+        (" answer", "answer", 0),
+        ("answer", " answer", 0),
+        ("  answer", " answer", 0),
+        ("   answer", " answer", 2),
+        (" answer", "answer ", 1),
+        ("ab", "a", 1),
+    ],
+)
+def test_one_space_before_a_text_is_no_loss(text: str, back: str, lost: int):
+    assert lost_bytes(text, back) == lost
+
+
+def test_no_more_is_said_to_be_lost_than_there_is():
+    assert str(TextLoss(bytes=9, lost=12, example="x")) == "100.00% of the text (9 of 9 bytes): x"
+
+
+def test_bytes_without_a_decoder_are_named_with_what_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path, folder = lines(tmp_path / "e.jsonl", ENGLISH), written("byte level", tmp_path)
+    words = ["prepare", "--tokenizer", str(folder), str(path), "--out"]
+    assert minimind([*words, str(tmp_path / "with")]) == 0
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "decoder": None}))
+    assert minimind([*words, str(tmp_path / "without")]) == 3
+    error = capsys.readouterr().err
+    assert 'has no decoder for its bytes: write "decoder": {"type": "ByteLevel"} there, or' in error
+
+
 def test_inspect_says_what_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, folder = lines(tmp_path / "c.jsonl", CHINESE), written("WordLevel", tmp_path)
     assert minimind(["tokenizer", "inspect", str(folder), "--data_path", str(path)]) == 0
