@@ -134,6 +134,65 @@ def test_a_folder_that_holds_something_else_is_left_alone(
         assert content(tmp_path) == before
 
 
+def as_an_earlier_version(folder: Path) -> None:
+    """Take away what exports of earlier versions lack: marks in the tensors, and the card."""
+    for path in folder.glob("*.safetensors"):
+        whole = path.read_bytes()
+        end = 8 + int.from_bytes(whole[:8], "little")
+        header = json.loads(whole[8:end])
+        del header["__metadata__"]["producer"]
+        head = json.dumps(header, separators=(",", ":")).encode()
+        head += b" " * (-len(head) % 8)
+        path.write_bytes(len(head).to_bytes(8, "little") + head + whole[end:])
+    (folder / "README.md").unlink(missing_ok=True)
+
+
+EXPORTERS = ("export, llama", "export, minimind", "consolidate")
+
+
+@pytest.mark.parametrize("writer", EXPORTERS)
+def test_force_replaces_exports_of_versions_before_the_mark(
+    writer: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command, force = FOLDERS[writer]
+    out = tmp_path / "out"
+    assert main(words(place, command, out)) == 0
+    as_written = content(out)
+    as_an_earlier_version(out)
+    assert content(out) != as_written
+    assert main(words(place, f"{command} {force}", out)) == 0
+    assert content(out) == as_written
+
+
+@pytest.mark.parametrize(
+    "theirs", ["config.json", "generation_config.json", "README.md", "model.safetensors"]
+)
+@pytest.mark.parametrize("writer", EXPORTERS)
+def test_force_does_not_take_a_model_of_others_for_an_earlier_export(
+    writer: str, theirs: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command, force = FOLDERS[writer]
+    out = tmp_path / "out"
+    assert main(words(place, command, out)) == 0
+    card = (out / "README.md").read_bytes() if (out / "README.md").exists() else b""
+    as_an_earlier_version(out)
+    path = out / theirs
+    if theirs.endswith(".json"):
+        values = json.loads(path.read_bytes()) if path.exists() else {}
+        values.pop("torch_dtype", None)
+        values["transformers_version"] = "5.0.0"
+        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    elif theirs == "README.md":  # with the tensors of another program
+        path.write_bytes(card or b"mine")
+    else:
+        path.write_bytes(path.read_bytes().replace(b'{"format":"pt"}', b'{"format":"np"}'))
+    before = content(out)
+    assert main(words(place, f"{command} {force}", out)) == 2
+    error = capsys.readouterr().err
+    assert f"--out {out} was not written by " in error or f"--out {out} holds '{theirs}'" in error
+    assert content(out) == before
+
+
 @pytest.mark.parametrize("writer", FILES)
 @pytest.mark.parametrize("name", ["notes.txt", "metrics.jsonl", "page.html"])
 def test_a_file_of_something_else_is_left_alone(
