@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import socket
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -12,7 +13,7 @@ from typing import IO, Any
 
 import yaml
 
-from minimind.checkpoint.directory import published_checkpoints
+from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.deepspeed.engine_rules import output_paths
 from minimind.config.deepspeed.incompatible import ignored_flags
 from minimind.config.deepspeed.resolve import ResolvedConfig
@@ -35,7 +36,9 @@ START_FLAGS = (
     "verbose",
 )  # flags of a single start
 HEAD = "# The flags of this run; --config reads them back. The comment is the source."
-OF_A_RUN = {".lock", "metrics.jsonl", "mirror.json"}
+OF_EVERY_VERSION = HEAD.partition(";")[0].encode()  # how config.yaml begins
+EVENT = re.compile(rb'\{"event": ?"\w+", ?"time": ?\d')  # how metrics.jsonl begins
+METRICS = "metrics.jsonl"
 REPLACED = {"config.yaml", "ds_config.resolved.json", "tokenizer", "rejected.jsonl", "report.html"}
 END = "...\n"  # YAML's end of a document that is a scalar
 
@@ -50,7 +53,7 @@ def lock_out_dir(out_dir: Path, flag: str = "--out_dir") -> IO[bytes]:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = open(out_dir / ".lock", "ab+", buffering=0)
         try:
-            require_regular(out_dir / "metrics.jsonl")
+            require_regular(out_dir / METRICS)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -67,36 +70,57 @@ def lock_out_dir(out_dir: Path, flag: str = "--out_dir") -> IO[bytes]:
     return lock
 
 
-def require_writable(out_dir: Path, tokenizer: str | None = None) -> None:
-    """Raise StorageError if out_dir cannot be created or written.
-
-    Raise UsageError if it is no run's and has what a run would replace, but for a `tokenizer` that
-    the run reads there.
-    """
+def require_writable(
+    out_dir: Path, tokenizer: str | None = None, config: str | None = None
+) -> None:
+    """Raise StorageError if out_dir cannot be created or written, else as `require_own`."""
     require_folder(out_dir, "out_dir")
+    require_own(out_dir, tokenizer, config)
+
+
+def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None = None) -> None:
+    """Raise UsageError if out_dir is no run's and has what a run would replace or append to.
+
+    A `tokenizer` that the run reads there is none of it, and for a --config `config` there the
+    message says so.
+    """
     with storing(f"out_dir {out_dir}", "move it away, or give another --out_dir"):
-        require_regular(out_dir / "metrics.jsonl")
+        require_regular(out_dir / METRICS)
         names = set(os.listdir(out_dir)) if out_dir.exists() else set()
-        if names.isdisjoint(REPLACED) or names & OF_A_RUN or _has_own_config(out_dir):
+        at_risk = names & REPLACED
+        if (metrics := _beginning(out_dir / METRICS)) and not EVENT.match(metrics):
+            at_risk.add(METRICS)
+        if not at_risk or EVENT.match(metrics):
             return
-        if published_checkpoints(out_dir / "checkpoints"):
+        if _beginning(out_dir / "config.yaml").startswith(OF_EVERY_VERSION):
             return
+        saved = published_checkpoints(out_dir / "checkpoints")
+        if any((path / MANIFEST).is_file() for path in saved):
+            return
+        is_given = config is not None and _is_same(Path(config), out_dir / "config.yaml")
     if tokenizer and Path(tokenizer).absolute().is_relative_to(out_dir.absolute() / "tokenizer"):
-        names.discard("tokenizer")
-    for name in sorted(names & REPLACED):
+        at_risk.discard("tokenizer")
+    for name in sorted(at_risk):
+        harm = "to which a run would append" if name == METRICS else "which a run would replace"
+        remedy = "move it away, or give another"
+        if is_given and name == "config.yaml":
+            remedy = "it is the file of --config: keep it elsewhere, or give another --out_dir"
         raise UsageError(
-            f"--out_dir {out_dir} holds {name!r}, which a run would replace, and is not that of a"
-            " run; move it away, or give another"
+            f"--out_dir {out_dir} holds {name!r}, {harm}, and is not that of a run; {remedy}"
         )
 
 
-def _has_own_config(out_dir: Path) -> bool:
-    """Whether out_dir has a config.yaml that a run wrote."""
+def _beginning(path: Path) -> bytes:
+    """The first bytes of a file; none if there is no such file."""
     try:
-        with open(os.open(out_dir / "config.yaml", os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            return file.read(len(HEAD)) == HEAD.encode()
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            return file.read(100)
     except FileNotFoundError:
-        return False
+        return b""
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return path.exists() and other.exists() and path.samefile(other)
 
 
 def require_folder(folder: Path, name: str) -> None:

@@ -5,7 +5,6 @@ One tensor of each checkpoint at a time is in memory, whatever the size of the m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
@@ -19,7 +18,14 @@ from minimind.checkpoint.validation import read_config
 from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError
 from minimind.interop.tensor_sources import INDEX, TRAINED, WHOLE, TensorSource, open_checkpoint
-from minimind.interop.write_folder import SHARDS, WrittenModel, is_ours, new_folder, write_shards
+from minimind.interop.write_folder import (
+    SHARDS,
+    WrittenModel,
+    is_ours,
+    new_folder,
+    small_json,
+    write_shards,
+)
 from minimind.runtime.checked_json import read_checkpoint_config, require_listed
 from minimind.runtime.output_folder import NewFolder
 
@@ -100,8 +106,7 @@ def _small_files(
             raise CheckpointError(f"{path / name}: cannot be read ({error.strerror})") from error
     if read_checkpoint_config(path, manifest).get("model_type", MODEL_TYPE) == MODEL_TYPE:
         config = {**read_config(path, manifest), "model_type": MODEL_TYPE, "dtype": dtype}
-        content = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
-        return {"config.json": content, **tokenizer_files}, None
+        return {"config.json": small_json(config), **tokenizer_files}, None
     from minimind.interop.hf_folder import transformers_files  # imports all of transformers
     from minimind.interop.weights import read_checkpoint_weights
 

@@ -21,6 +21,7 @@ from minimind.architecture.select import IDS, special_ids
 from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME, dump_json, with_length
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.vocabulary import CONTROL, FILLER
+from minimind.interop.write_folder import small_json
 from minimind.runtime.panics import panics_caught
 
 TEXTS = (
@@ -73,10 +74,7 @@ def configuration_files(config: Mapping[str, Any], dtype: str) -> Files:
         "config.json": {**config, "dtype": dtype, "torch_dtype": dtype},  # for transformers 4
         "generation_config.json": {"_from_model_config": True, **ids},
     }
-    return {
-        name: json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
-        for name, content in contents.items()
-    }
+    return {name: small_json(content) for name, content in contents.items()}
 
 
 def _variants(files: Mapping[str, bytes]) -> Iterator[Files]:

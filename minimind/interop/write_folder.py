@@ -8,16 +8,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minimind.checkpoint.tensor_files import Part, write_parts
-from minimind.errors import StorageError
+from minimind.errors import CheckpointError, StorageError
 from minimind.interop.tensor_sources import INDEX, WHOLE
+from minimind.runtime.checked_json import read_object
 from minimind.runtime.durable_files import free_bytes, mebibytes, write_durably
 from minimind.runtime.output_folder import NewFolder
 
 SHARDS = "model-*-of-*.safetensors"
 PRODUCER = "minimind-deepspeed"  # in the first bytes of each file of tensors
 METADATA = {"format": "pt", "producer": PRODUCER}  # transformers requires the format
+UNMARKED = b'{"__metadata__":{"format":"pt"},'  # how tensors of earlier versions begin
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,39 @@ class WrittenModel:
 
 def is_ours(folder: Path) -> bool:
     """Whether this package wrote the tensors in a folder."""
-    files = [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
-    for path in files:
+    beginnings = []
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*.gguf")):
         with open(path, "rb") as file:
-            if PRODUCER.encode() not in file.read(1000):
-                return False
-    return bool(files)
+            beginnings.append(file.read(1000))
+    if all(start.startswith(UNMARKED, 8) for start in beginnings):
+        return bool(beginnings) and _is_of_an_earlier_version(folder)
+    return all(PRODUCER.encode() in start for start in beginnings)
+
+
+def _is_of_an_earlier_version(folder: Path) -> bool:
+    """Whether an export or consolidated model without marks has configurations as we write them.
+
+    transformers adds its version to what it saves. Model cards are younger than the marks.
+    """
+    from minimind.interop.hf_folder import configuration_files  # imports all of transformers
+
+    try:
+        config, text = read_object(folder / "config.json")
+    except CheckpointError:
+        return False
+    if (folder / "README.md").exists():
+        return False
+    if (folder / "generation_config.json").exists():
+        written = configuration_files(config, config.get("dtype", ""))
+        return all((folder / name).read_bytes() == written[name] for name in written)
+    of_transformers = {"architectures", "transformers_version"}
+    is_ours = config.get("model_type") == "minimind" and of_transformers.isdisjoint(config)
+    return is_ours and text == small_json(config)
+
+
+def small_json(values: Mapping[str, Any]) -> bytes:
+    """The content of a configuration file."""
+    return json.dumps(values, indent=2, sort_keys=True).encode() + b"\n"
 
 
 @contextmanager

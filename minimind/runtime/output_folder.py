@@ -53,10 +53,15 @@ class NewFolder:
             foreign = _foreign(out, self.own)
             is_own = not any(out.iterdir()) or (foreign is None and self.is_marked(out))
         if not is_own:
-            what = f"holds {foreign!r}, which" if foreign else "looks like a folder that"
+            if foreign:
+                raise UsageError(
+                    f"--out {out} holds {foreign!r}, which {self.author} did not write, and --force"
+                    " replaces nothing else; give another folder"
+                )
             raise UsageError(
-                f"--out {out} {what} {self.author} did not write, and --force replaces nothing"
-                " else; give another folder"
+                f"--out {out} was not written by {self.author}, or was by a version before it"
+                " marked its files, and --force replaces nothing else; remove it, or give another"
+                " folder"
             )
 
     @contextmanager

@@ -17,6 +17,7 @@ from minimind.checkpoint.run_folder import (
     lock_out_dir,
     recorded_flags,
     require_outputs,
+    require_own,
     require_writable,
     write_reference,
 )
@@ -99,10 +100,11 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     read_sample_prompts(run)
     traced_steps(run)
     if run.dry_run:
+        require_own(Path(run.out_dir), run.tokenizer, run.config)
         if launch.rank == 0:
             print(dry_run_text(setup, resolved, initial.architecture))
         return 0
-    require_writable(Path(run.out_dir), run.tokenizer)
+    require_writable(Path(run.out_dir), run.tokenizer, run.config)
     if launch.rank == 0:
         require_mirror(run.mirror, Path(run.out_dir), run.resume)
     return train_resolved(setup, resolved, initial, progress, cleanup)

@@ -134,6 +134,65 @@ def test_a_folder_that_holds_something_else_is_left_alone(
         assert content(tmp_path) == before
 
 
+def as_an_earlier_version(folder: Path) -> None:
+    """Take away what exports of earlier versions lack: marks in the tensors, and the card."""
+    for path in folder.glob("*.safetensors"):
+        whole = path.read_bytes()
+        end = 8 + int.from_bytes(whole[:8], "little")
+        header = json.loads(whole[8:end])
+        del header["__metadata__"]["producer"]
+        head = json.dumps(header, separators=(",", ":")).encode()
+        head += b" " * (-len(head) % 8)
+        path.write_bytes(len(head).to_bytes(8, "little") + head + whole[end:])
+    (folder / "README.md").unlink(missing_ok=True)
+
+
+EXPORTERS = ("export, llama", "export, minimind", "consolidate")
+
+
+@pytest.mark.parametrize("writer", EXPORTERS)
+def test_force_replaces_exports_of_versions_before_the_mark(
+    writer: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command, force = FOLDERS[writer]
+    out = tmp_path / "out"
+    assert main(words(place, command, out)) == 0
+    as_written = content(out)
+    as_an_earlier_version(out)
+    assert content(out) != as_written
+    assert main(words(place, f"{command} {force}", out)) == 0
+    assert content(out) == as_written
+
+
+@pytest.mark.parametrize(
+    "theirs", ["config.json", "generation_config.json", "README.md", "model.safetensors"]
+)
+@pytest.mark.parametrize("writer", EXPORTERS)
+def test_force_does_not_take_a_model_of_others_for_an_earlier_export(
+    writer: str, theirs: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command, force = FOLDERS[writer]
+    out = tmp_path / "out"
+    assert main(words(place, command, out)) == 0
+    card = (out / "README.md").read_bytes() if (out / "README.md").exists() else b""
+    as_an_earlier_version(out)
+    path = out / theirs
+    if theirs.endswith(".json"):
+        values = json.loads(path.read_bytes()) if path.exists() else {}
+        values.pop("torch_dtype", None)
+        values["transformers_version"] = "5.0.0"
+        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    elif theirs == "README.md":  # with the tensors of another program
+        path.write_bytes(card or b"mine")
+    else:
+        path.write_bytes(path.read_bytes().replace(b'{"format":"pt"}', b'{"format":"np"}'))
+    before = content(out)
+    assert main(words(place, f"{command} {force}", out)) == 2
+    error = capsys.readouterr().err
+    assert f"--out {out} was not written by " in error or f"--out {out} holds '{theirs}'" in error
+    assert content(out) == before
+
+
 @pytest.mark.parametrize("writer", FILES)
 @pytest.mark.parametrize("name", ["notes.txt", "metrics.jsonl", "page.html"])
 def test_a_file_of_something_else_is_left_alone(
@@ -170,6 +229,83 @@ def test_a_run_replaces_nothing_in_a_folder_that_is_no_runs(
     with pytest.raises(UsageError, match=rf"--out_dir {out} holds '{name}', which a run would"):
         train({**FLAGS, "data_path": [str(place / "text.jsonl")]}, out_dir=str(out))
     assert content(tmp_path) == before
+
+
+# What projects of others have, by path: as names of a run's files, without being a run's.
+PROJECTS: dict[str, dict[str, str]] = {
+    "metrics": {"metrics.jsonl": '{"loss": 3}\n'},
+    "metrics of another form": {"metrics.jsonl": '{"event": "step", "loss": 3}\n'},
+    "a lock": {".lock": ""},
+    "an owner": {"mirror.json": '{"mirrors": []}'},
+    "checkpoints": {"checkpoints/step_00000100/model.pt": "mine"},
+    "all": {
+        ".lock": "",
+        "metrics.jsonl": "loss 3\n",
+        "mirror.json": '{"run": "0123"}',
+        "checkpoints/step_00000100/model.pt": "mine",
+    },
+}
+
+
+def lay(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("is_dry", [False, True])
+@pytest.mark.parametrize("project", PROJECTS)
+def test_a_run_replaces_nothing_of_a_project_with_names_of_a_runs_files(
+    project: str, is_dry: bool, place: Path, tmp_path: Path
+):
+    mine = {"config.yaml": "model: bert\n", "tokenizer/tokenizer.json": "{}"}
+    out = lay(tmp_path / "out", {**PROJECTS[project], **mine})
+    before = content(out)
+    flags = {**FLAGS, "data_path": [str(place / "text.jsonl")], "dry_run": is_dry}
+    with pytest.raises(UsageError, match=rf"--out_dir {out} holds 'config.yaml', which a run wou"):
+        train(flags, out_dir=str(out))
+    assert content(out) == before
+
+
+def test_a_run_does_not_continue_metrics_of_others(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 3}\n')
+    with pytest.raises(
+        UsageError, match=r"holds 'metrics\.jsonl', to which a run would append, and"
+    ):
+        require_writable(tmp_path)
+
+
+def test_a_config_in_out_dir_is_told_to_be_kept_elsewhere(place: Path, tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("max_steps: 1\n")
+    flags = {**FLAGS, "data_path": [str(place / "text.jsonl")], "dry_run": True}
+    flags["config"] = str(tmp_path / "config.yaml")
+    with pytest.raises(UsageError, match="is the file of --config: keep it elsewhere, or give ano"):
+        train(flags, out_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        ("config.yaml",),  # by a killed start
+        (".lock", "config.yaml", "tokenizer"),
+        ("metrics.jsonl", "tokenizer", "report.html"),  # by people who tidied up
+        ("checkpoints", "tokenizer", "ds_config.resolved.json"),
+    ],
+)
+def test_what_is_left_of_a_run_is_a_runs(left: tuple[str, ...], place: Path, tmp_path: Path):
+    run = place / "things" / "run"
+    for name in left:
+        copy = shutil.copytree if (run / name).is_dir() else shutil.copy
+        copy(run / name, tmp_path / name)
+    (tmp_path / "rejected.jsonl").touch()
+    require_writable(tmp_path)
+
+
+def test_a_run_of_an_earlier_version_is_a_runs(tmp_path: Path):
+    head = "# The flags of this run; --config reads them back. Behind each: where it came from."
+    lay(tmp_path, {"config.yaml": f"{head}\nmax_steps: 1\n", "tokenizer/tokenizer.model": ""})
+    require_writable(tmp_path)
 
 
 @pytest.mark.parametrize("thing", [thing for thing in THINGS if thing != "run"])
