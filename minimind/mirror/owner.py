@@ -45,6 +45,19 @@ class Claim(Own):
     identity: dict[str, dict[str, Any]]
 
 
+def require_no_mirror(out_dir: Path) -> None:
+    """Raise LockedError if out_dir is the mirror of a run, which would then be refused there."""
+    try:
+        found, _ = read_object(out_dir / OWNER)
+    except CheckpointError:  # reported where it is used
+        return
+    if "identity" in found:
+        raise LockedError(
+            f"--out_dir {out_dir} is the --mirror of a run; give another --out_dir, or delete"
+            f" {OWNER} in a copy"
+        )
+
+
 def require_mirror(url: str | None, out_dir: Path, resume: str) -> None:
     """Raise StorageError unless a small file can be written, read and deleted at the URL.
 

@@ -39,7 +39,7 @@ from minimind.engine.build import (
 )
 from minimind.errors import StorageError, UsageError
 from minimind.mirror.mirror import Mirror
-from minimind.mirror.owner import require_mirror
+from minimind.mirror.owner import require_mirror, require_no_mirror
 from minimind.recovery.corruption_check import CorruptionCheck
 from minimind.recovery.spike_guard import SpikeGuard
 from minimind.report.page import REPORT_NAME, write_report
@@ -106,6 +106,7 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
         return 0
     require_writable(Path(run.out_dir), run.tokenizer, run.config)
     if launch.rank == 0:
+        require_no_mirror(Path(run.out_dir))
         require_mirror(run.mirror, Path(run.out_dir), run.resume)
     return train_resolved(setup, resolved, initial, progress, cleanup)
 

@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from minimind.checkpoint.directory import MANIFEST
 from minimind.config.parse import parse_flags
 from minimind.errors import LockedError, StorageError, UsageError
-from minimind.mirror.owner import claim, require_mirror
+from minimind.mirror.owner import claim, require_mirror, require_no_mirror
 from minimind.mirror.remote_run import RemoteRun
 from tests.conftest import Trained
 from tests.mirror.saves import facts_of, save
@@ -64,6 +64,16 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "mirror.json")
     with pytest.raises(StorageError, match=r"mirror\.json: cannot be used .*not a regular file"):
         require_mirror(f"file://{tmp_path}", tmp_path / "run", "auto")
+
+
+def test_a_mirror_is_no_out_dir(tmp_path: Path):
+    for content in (None, b"{", b'{"run": "0123"}'):  # that of an out_dir, or damaged
+        if content is not None:
+            (tmp_path / "mirror.json").write_bytes(content)
+        require_no_mirror(tmp_path)
+    (tmp_path / "mirror.json").write_bytes(WHOLE)
+    with pytest.raises(LockedError, match="is the --mirror of a run; give another --out_dir, or d"):
+        require_no_mirror(tmp_path)
 
 
 def test_a_link_to_itself_is_not_followed(tmp_path: Path):
