@@ -99,9 +99,9 @@ def run_train(args: argparse.Namespace, cache: ObjectCache) -> int:
 def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
     from minimind.data.prepare.remote import local_text
     from minimind.data.text.sample import sample
-    from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
+    from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME, MODEL_NAME
     from minimind.data.tokenizer.load import load_tokenizer
-    from minimind.data.tokenizer.sentencepiece import train_tokenizer
+    from minimind.data.tokenizer.sentencepiece import is_trained, train_tokenizer
     from minimind.data.tokenizer.statistics import measure
     from minimind.data.tokenizer.vocabulary import require_learnable
     from minimind.runtime.output_folder import NewFolder
@@ -117,7 +117,8 @@ def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
         raise UsageError(f"no text was named; give files or directories, for example: {TRAIN}")
     require_learnable(args.vocab_size, args.special_tokens)
     path, author = args.out.expanduser().resolve(), "minimind tokenizer train"
-    out = NewFolder(path, args.force, TOKENIZER_FILES, author)
+    own = (MODEL_NAME, JSON_NAME, CONFIG_NAME)
+    out = NewFolder(path, args.force, own, author, is_trained)
     out.require_free()
     reader = Reader(args.val_fraction, _reading(args, None), args.on_bad_data == "skip")
     paths = local_text(paths, cache)

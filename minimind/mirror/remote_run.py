@@ -41,7 +41,8 @@ PART_ATTEMPTS = 5  # of the library, since a file is otherwise sent again as a w
 ABANDONED = f"abandoned-{MANIFEST}"
 OWNER = "mirror.json"
 PROBE = ".probe-"
-LEFT = re.compile(rf"{re.escape(PROBE)}\w+|{re.escape(OWNER)}\.tmp")
+OF_SYSTEMS = r"lost\+found|\.DS_Store|Thumbs\.db|desktop\.ini|\.Trash-\d+|\.snapshot"
+LEFT = re.compile(rf"{re.escape(PROBE)}\w+|{re.escape(OWNER)}\.tmp|{OF_SYSTEMS}")
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ class RemoteRun:
             return retrying(url, lambda: work(path), permanent=StorageError)
 
     def names(self) -> list[str]:
-        """Names of the files and folders at the URL, without those that a killed start left."""
+        """Names at the URL, without what a killed start left and what systems put on each disk."""
 
         def names(path: str) -> list[str]:
             try:

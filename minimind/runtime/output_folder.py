@@ -29,7 +29,7 @@ class NewFolder:
     force: bool
     own: tuple[str, ...]  # of paths in the folder
     author: str
-    is_marked: Callable[[Path], bool] = Path.exists
+    is_marked: Callable[[Path], bool]
 
     def require_free(self) -> None:
         """Raise UsageError if the path is taken; first recover from an interrupted replace."""

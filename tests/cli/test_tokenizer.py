@@ -6,6 +6,7 @@ import sys
 from hashlib import sha256
 
 import pytest
+import sentencepiece
 from transformers import AutoTokenizer
 
 from minimind.cli.main import main
@@ -155,6 +156,51 @@ def test_existing_folder_is_replaced_only_with_force_and_if_it_is_an_output(text
     assert tokenizer("train", *few, 512, "--force") == 2
     assert "notes.txt" in capsys.readouterr().err
     assert (out / "notes.txt").read_text() == "mine"
+
+
+def trained_otherwise(folder, text):
+    """A model of SentencePiece's own settings."""
+    options = {"input": str(text), "model_prefix": str(folder / "tokenizer"), "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(vocab_size=600, byte_fallback=True, **options)
+    (folder / "tokenizer.vocab").unlink()
+
+
+def with_json(name, change):
+    def edit(folder, text):
+        values = json.loads((folder / name).read_text())
+        change(values)
+        (folder / name).write_text(json.dumps(values, ensure_ascii=False, indent=1))
+
+    return edit
+
+
+FOREIGN = {
+    "tokenizer.json alone": lambda folder, text: (folder / "tokenizer.model").unlink(),
+    "a model of other settings": trained_otherwise,
+    "no model": lambda folder, text: (folder / "tokenizer.model").write_bytes(b"mine"),
+    "an empty model": lambda folder, text: (folder / "tokenizer.model").write_bytes(b""),
+    "another configuration": with_json(
+        "tokenizer_config.json", lambda values: values.update(model_max_length=512)
+    ),
+    "an own template": with_json(
+        "tokenizer_config.json", lambda values: values.update(chat_template="mine")
+    ),
+    "another tokenizer.json": with_json("tokenizer.json", lambda values: values.update(a=1)),
+    "a template": lambda folder, text: (folder / "chat_template.jinja").write_text("mine"),
+    "special tokens": lambda folder, text: (folder / "special_tokens_map.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_force_replaces_no_tokenizer_of_others(name, text, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ("train", text, "--out", out, "--vocab_size", 600)
+    assert tokenizer(*words) == 0
+    FOREIGN[name](out, text)
+    before = contents(out)
+    assert tokenizer(*words, "--force") == 2
+    assert f"--out {out} " in capsys.readouterr().err
+    assert contents(out) == before
 
 
 @pytest.mark.parametrize("at", range(1, 5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,32 @@ def test_what_is_no_claim_of_this_run_is_refused(name: str, tmp_path: Path):
     assert len(str(raised.value)) < 500
     assert (folder / "mirror.json").read_bytes() == content
     assert not any(out_dir.iterdir())
+
+
+OF_SYSTEMS = ("lost+found/", ".DS_Store", "Thumbs.db", "desktop.ini", ".Trash-1000/", ".snapshot/")
+
+
+@pytest.mark.parametrize("name", OF_SYSTEMS)
+def test_a_disk_with_what_its_system_puts_there_is_empty(name: str, tmp_path: Path):
+    out_dir, folder = tmp_path / "run", tmp_path / "mirror"
+    out_dir.mkdir()
+    if name.endswith("/"):
+        (folder / name).mkdir(parents=True)
+    else:
+        folder.mkdir()
+        (folder / name).touch()
+    require_mirror(f"file://{folder}", out_dir, "auto")
+    claim(RemoteRun(f"file://{folder}"), out_dir, "auto", IDENTITY, frozenset())
+    assert {path.name for path in folder.iterdir()} == {name.rstrip("/"), "mirror.json"}
+
+
+@pytest.mark.parametrize("name", ["lost", "lost+found2", "notes.txt", ".Trash-mine", ".snapshots"])
+def test_a_disk_with_something_else_is_not_empty(name: str, tmp_path: Path):
+    folder = tmp_path / "mirror"
+    for one in (name, "lost+found"):
+        (folder / one).mkdir(parents=True)
+    with pytest.raises(LockedError, match=f"holds '{re.escape(name)}' and is not the mirror"):
+        require_mirror(f"file://{folder}", tmp_path / "run", "auto")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path):

@@ -56,6 +56,17 @@ from minimind.runtime.file_kinds import SENTENCEPIECE, kind_of_content
 SAMPLE_BYTES = 2**24
 LONGEST_AT_ONCE = 2**23  # bytes of a text that is not chunked; each takes up to 60 of memory
 NO_MODEL = "is not a SentencePiece model, or damaged"
+SETTINGS = {  # of the trainer, and recorded in the model
+    "character_coverage": 1.0,
+    "byte_fallback": True,
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+    "unk_id": 0,
+    "bos_id": 1,
+    "eos_id": 2,
+    "pad_id": 3,
+    "num_threads": 1,
+}
 SENTENCE_CHARACTERS = 1000  # SentencePiece silently drops sentences of more than 4192 bytes
 
 # The trainer marks unknown characters with U+2585 and skips sentences that contain it.
@@ -254,6 +265,19 @@ def train_tokenizer(
     write_whole(path, model)
 
 
+def is_trained(folder: Path) -> bool:
+    """Whether a folder has the files of a tokenizer that `train_tokenizer` made, as saved."""
+    try:
+        tokenizer = Tokenizer(folder)
+    except DataError:
+        return False
+    files = {path.name: read_small(path, LARGEST_FILE) for path in folder.iterdir()}
+    model, processor = files.pop(MODEL_NAME), tokenizer._processor
+    spec = ModelProto.FromString(model).trainer_spec
+    is_ours = all(getattr(spec, name) == value for name, value in SETTINGS.items())
+    return is_ours and files == hugging_face_files(processor, files.get(JSON_NAME))
+
+
 def alphabet(passages: Iterable[str], size: int) -> set[str]:
     """The `size` most frequent characters, the space included."""
     count: Counter[str] = Counter()
@@ -292,20 +316,12 @@ def _train(
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
-            character_coverage=1.0,
-            byte_fallback=True,
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            split_digits=True,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=3,
             control_symbols=[*special, *(f"{FILLER_PREFIX}{i}>" for i in range(fillers))],
-            num_threads=1,
             minloglevel=2,
+            **SETTINGS,
         )
     except RuntimeError as error:
         possible = re.search(r"Vocabulary size too high .* a value <= (\d+)", str(error))

@@ -197,7 +197,7 @@ def finish_while_waited_for(out: Path, monkeypatch: pytest.MonkeyPatch, command:
         thread = threading.Thread(target=lambda: status.append(main(command)))
         thread.start()
         assert waiting.wait(30)
-        NewFolder(out, False, (), "test").replace(out.with_name("done"))
+        NewFolder(out, False, (), "test", Path.exists).replace(out.with_name("done"))
     thread.join()
     return status[0]
 
