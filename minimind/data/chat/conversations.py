@@ -78,6 +78,7 @@ class Lost:
 
 _SYSTEM = r"(system|sys|developer)"
 _MEDIA = r"(screenshot|figure|frame|image|img|picture|photo|video|audio|speech|pixelvalue)"
+TEMPLATE_VALUES = Lost(re.compile(r"(chat_)?template_(kwargs|args)"), "remove it")
 LOST = (
     Lost(
         re.compile(
@@ -126,9 +127,8 @@ LOST = (
         "keep the conversations with good answers alone, and remove it",
     ),
     Lost(WEIGHT, "remove it, or the conversation: all count alike"),
+    TEMPLATE_VALUES,
 )
-TEMPLATE_VALUES = Lost(re.compile(r"(chat_)?template_(kwargs|args)"), "remove it")
-LOST += (TEMPLATE_VALUES,)
 COUNT = re.compile(r"(has|num|n|is|use)_")  # keys that tell about a conversation
 SWITCH = re.compile(r"\s*(on|off|true|false|none|no|yes)\s*", re.IGNORECASE)  # says nothing itself
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
