@@ -59,6 +59,13 @@ def test_what_is_large_for_some_chats_only_is_refused_before_it_is_computed(name
     assert time.process_time() - began < 5
 
 
+def test_what_is_large_is_not_said_to_be_written_for_parts():
+    large = "{% if 'whales' in m.content %}{{ 9**(9**9) % 2 }}{% endif %}"
+    source = f"{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}{large}{{% endfor %}}"
+    with pytest.raises(UsageError, match=r"^chat\.jinja cannot be rendered \(TooLarge: "):
+        Renderer(source, {}, "chat.jinja").render([Message("user", "whales"), PROBE[1]])
+
+
 ORDINARY = {
     "{{ messages|length * 2 }}{{ '-' * 20 }}{{ 'a'.center(5) }}{{ '7'.zfill(3) }}": "4"
     + "-" * 20
