@@ -9,7 +9,8 @@ A record is a JSON object with one of
 A key beside them that carries text of the conversation, media, or a weight in the loss is refused
 (`LOST`): it would be lost. Others, such as "id", are ignored, and named to whoever reads. A key
 without a value (null, "", [], {}, also as text) counts as absent: the row of a table has its
-columns as keys, and gives every key to every turn.
+columns as keys, and gives every key to every turn. A switch ("off",
+"none") and a weight of 1 are lost without harm.
 """
 
 from __future__ import annotations
@@ -76,12 +77,14 @@ class Lost:
 
 
 _SYSTEM = r"(system|sys|developer)"
-_MEDIA = r"(image|img|picture|photo|video|audio|speech|pixelvalue)"
+_MEDIA = r"(screenshot|figure|frame|image|img|picture|photo|video|audio|speech|pixelvalue)"
+TEMPLATE_VALUES = Lost(re.compile(r"(chat_)?template_(kwargs|args)"), "remove it")
 LOST = (
     Lost(
         re.compile(
             rf"{_SYSTEM}|\w*{_SYSTEM}(prompt|message|msg|instruction|text|content)s?"
-            r"|(custom)?instructions?|persona|preamble"
+            r"|(custom)?instructions?|(bot_)?persona|preamble|character|scenario|guidelines?|rules?"
+            r"|(meta|initial)_prompts?"
         ),
         "write it as the first turn, with the role system",
         may_be_number=False,
@@ -90,7 +93,7 @@ LOST = (
     Lost(
         re.compile(
             r"\w*(tool|function)s?(calls?|choice|definitions?|descriptions?|schemas?|list|specs?|json)?"
-            r"|apis|plugins"
+            r"|((available_)?apis?|plugins?|mcp_servers?)(_list)?"
         ),
         "write them into the system message, or remove the conversation",
         may_be_number=False,
@@ -98,7 +101,8 @@ LOST = (
     ),
     Lost(
         re.compile(
-            r"\w*(history|contexts?|documents?|passages?)|knowledge|background|quer(y|ies)|inputs?"
+            r"\w*(history|contexts?|documents?|passages?)|(previous|past)_(turns|dialogues?|messages)"
+            r"|facts?|evidences?|articles?|knowledge|background|quer(y|ies)|inputs?"
             r"|outputs?|responses?|(reasoning|thinking)(content|text|traces?)?|thoughts?|cot"
         ),
         "write its text into a turn, or remove it",
@@ -119,11 +123,15 @@ LOST = (
         may_be_number=False,
     ),
     Lost(
-        re.compile(r"labels?|kto(tag|label)"),
+        re.compile(r"labels?|kto(tag|label)|(un)?desirable"),
         "keep the conversations with good answers alone, and remove it",
     ),
     Lost(WEIGHT, "remove it, or the conversation: all count alike"),
+    TEMPLATE_VALUES,
 )
+COUNT = re.compile(r"(has|num|n|is|use)_")  # keys that tell about a conversation
+SWITCH = re.compile(r"\s*(on|off|true|false|none|no|yes)\s*", re.IGNORECASE)  # says nothing itself
+SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 KEYS_SHOWN = 3
 MAX_BYTES_PER_CHARACTER = 4
 
@@ -183,6 +191,8 @@ def conversation_columns(names: Sequence[str], ignored: set[str] | None = None) 
 def lost_of(key: str) -> Lost | None:
     """What would be lost with a key beside the turns; None for one that is ignored."""
     name = snake_case(key)
+    if COUNT.match(name) and not WEIGHT.fullmatch(name):
+        return None
     joined = name.replace("_", "")
     return next(
         (one for one in LOST if one.names.fullmatch(name) or one.names.fullmatch(joined)), None
@@ -312,6 +322,11 @@ def _require_nothing_lost(beside: dict[str, Any], turns: list[Any]) -> list[str]
     unread = []
     for key, value in beside.items():
         lost = lost_of(key)
+        if lost is TEMPLATE_VALUES and isinstance(value, tuple):
+            inner = {name: one for name, one in value if not is_absent(one)}
+            _require_nothing_lost(inner, turns)
+            unread.append(key)
+            continue
         if lost is None or _says_nothing_else(value, lost, turns):
             unread.append(key)
             continue
@@ -323,10 +338,30 @@ def _require_nothing_lost(beside: dict[str, Any], turns: list[Any]) -> list[str]
 def _says_nothing_else(value: Any, lost: Lost, turns: list[Any]) -> bool:
     """Whether a value is that of every conversation, or repeats what a turn says."""
     if isinstance(value, str):
+        if lost.names is WEIGHT:
+            return counts_fully(value) or value in SPLITS
+        if not lost.may_be_number and SWITCH.fullmatch(value):
+            return True
+        if lost is LOST[0]:
+            return _is_system_turn(value.strip(), turns)
         return lost.may_repeat and _occurs(value.strip(), turns)
     if isinstance(value, list | tuple):
         return False
     return not lost.may_be_number or (lost.names is WEIGHT and counts_fully(value))
+
+
+def _is_system_turn(text: str, turns: list[Any]) -> bool:
+    """Whether a system turn says just this."""
+    listed = [
+        dict(turn)
+        for one in turns
+        if isinstance(one, list)
+        for turn in one
+        if isinstance(turn, tuple)
+    ]
+    systems = [turn for turn in listed if SYSTEM in (turn.get("role"), turn.get("from"))]
+    said = [turn.get(key) for turn in systems for key in ("content", "value")]
+    return any(isinstance(one, str) and one.strip() == text for one in said)
 
 
 def _occurs(text: str, value: Any) -> bool:

@@ -11,7 +11,7 @@ from itertools import takewhile
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from minimind.data.chat import sandbox
-from minimind.data.chat.sandbox import Sandbox, Span
+from minimind.data.chat.sandbox import Sandbox, Span, TooLarge, TooLong
 from minimind.data.chat.turns import ASSISTANT, SYSTEM, TOOL, USER, Message, turn_of
 from minimind.data.text.documents import DocumentError
 from minimind.errors import UsageError
@@ -143,7 +143,8 @@ class Renderer:
             if type(error) is TemplateError:  # that of raise_exception; others are subclasses
                 what = f"{self.name} refuses the conversation ({_shown(error)})"
                 raise DocumentError(what, "change it, or give another template") from error
-            self.require_texts(messages, "")
+            if not isinstance(error, TooLarge | TooLong):
+                self.require_texts(messages, "")
             what = f"{self.name} cannot be rendered ({type(error).__name__}: {_shown(error)})"
             raise UsageError(f"{what}; correct it, or give another") from error
 

@@ -2,6 +2,8 @@
 
 transformers renders by the clock of the host and without limits. Here the date is given, what is
 written is bounded, and names that are random are missing: the tokens of a run depend on neither.
+Loops answer signals, but an operator or a method of Python ends when it ends. So the size of what
+it gives is bounded before it is computed (`_Bounded`).
 `main` renders chats under limits of time and memory (`minimind.runtime.limited`), for which the
 module imports nothing but Jinja.
 """
@@ -9,45 +11,75 @@ module imports nothing but Jinja.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence, Sized, ValuesView
 from contextlib import suppress
 from datetime import datetime
-from itertools import product
+from functools import wraps
+from itertools import chain, product
 from threading import Lock
 from typing import Any, NoReturn
 
 from jinja2 import Environment, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import (
+    ImmutableSandboxedEnvironment,
+    SandboxedEscapeFormatter,
+    SandboxedFormatter,
+)
 from jinja2.utils import Namespace
+from markupsafe import Markup
 
 Span = tuple[int, int]  # characters of the rendered text, from and up to
 
 LONGEST = 2**24  # characters that a chat may get beside what is said in it
 PER_CHARACTER = 16  # and for each character that is said
+REPEATED = 4  # times as many may be computed by numbers and by repeating, in all
+MOST_BITS = 4096  # of an integer
+LONGEST_NUMBER = 18  # digits of a width
+FLOAT = 24  # characters of most that have no length
+# A number as %, and as format, writes it: its width, and its precision.
+OLD_FORMAT = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")
+DIGITS = re.compile(r"\d+")
+CONTAINER = 16  # counted for each list, tuple, set and dictionary
+CONTAINERS = (list, tuple, set, frozenset, ValuesView, ItemsView)
+# Filters that write, or compare, all that is in a value.
+WHOLE = (
+    "capitalize center e escape forceescape format groupby indent join lower max min pprint replace"
+    " sort string striptags sum title tojson trim truncate unique upper urlencode urlize wordcount"
+    " wordwrap xmlattr"
+).split()
 
 
 class TooLong(Exception):
     """A template writes without bounds."""
 
 
+class TooLarge(Exception):
+    """A template computes what has no bounds."""
+
+
 class Sandbox:
     """A compiled template; raises what Jinja raises for a wrong one."""
 
     def __init__(self, source: str, date: datetime) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Bounded(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         del environment.filters["random"], environment.globals["lipsum"]
         environment.filters["tojson"] = _to_json
+        environment.bound_filters()
         environment.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": date.strftime,
             "dict": _Dictionary(),
             "namespace": _Namespace,
         }
+        self._environment = environment
         self._template = environment.from_string(source)
         self._lock = Lock()
         self._marks: _Marks = environment.extensions[_Generation.identifier].marks  # pyright: ignore[reportAttributeAccessIssue] (of our own extension)
@@ -70,12 +102,254 @@ class Sandbox:
         blocks: list[str] = []
         with self._lock:  # what is written so far is of one chat
             self._marks.written, self._marks.spans = 0, []
+            self._environment.start(most)
             for block in self._template.generate(values):
                 blocks.append(block)
                 self._marks.written += len(block)
                 if self._marks.written > most:
                     raise TooLong(f"it writes more than {most:,} characters for one conversation")
             return "".join(blocks), self._marks.spans
+
+
+class _Code(CodeGenerator):
+    """Code in which `~`, and comparisons, are those of `_Bounded`."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("(markup_join if context.eval_ctx.autoescape else str_join)(")
+        self.write("environment.finalize((")
+        for one in node.nodes:
+            self.visit(one, frame)
+            self.write(", ")
+        self.write(")))")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        self.write("(environment.finalize(")
+        self.visit(node.expr, frame)
+        self.write(")")
+        for one in node.ops:
+            self.visit(one, frame)
+        self.write(")")
+
+
+class _Bounded(ImmutableSandboxedEnvironment):
+    """An environment that raises TooLarge before it computes a value that is too large.
+
+    Bounded are each value, and for a chat what grows by a number or by repeating, as `'a' * 9`.
+    """
+
+    code_generator_class = _Code
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "**", "%"])
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, finalize=self._whole)
+        self.concat = self._concat
+        self.start(LONGEST)
+
+    def start(self, most: int) -> None:
+        """Begin a chat, whose values have at most so many characters or items."""
+        self._most, self._left = most, REPEATED * most
+
+    def bound_filters(self) -> None:
+        for name, computes in [*self.filters.items()]:
+            grown = _GROWN_BY_FILTER.get(name)
+            if grown or name in WHOLE:
+                self.filters[name] = self._bounded(computes, grown, name in WHOLE)
+        self.filters["format"] = self._bounded_format(self.filters["format"])
+        self.filters["sum"] = self._bounded_sum(self.filters["sum"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            bits = [abs(one).bit_length() for one in (left, right)]
+            if operator == "**":
+                bits.append(bits[0] * max(abs(right), 1) if abs(left) > 1 else 1)
+            elif operator == "*":
+                bits.append(sum(bits))
+            if max(bits) > MOST_BITS:
+                raise TooLarge(f"{operator} computes integers of more than {MOST_BITS:,} bits")
+        elif isinstance(left, str | bytes) and operator == "%":
+            self._grow(self._formatted(left, right))
+        elif operator == "*":
+            for one, times in ((left, right), (right, left)):
+                if isinstance(times, int) and isinstance(one, Sized):
+                    self._grow(len(one) * times)
+        elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
+            self._require_small(len(left) + len(right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **values: Any) -> Any:
+        owner = getattr(__obj, "__self__", None)
+        name = getattr(__obj, "__name__", None)
+        grown = _GROWN_BY_METHOD.get(name) if isinstance(name, str) else None
+        if grown and isinstance(owner, str | bytes | int):
+            args = tuple([*one] if hasattr(one, "__next__") else one for one in args)
+            __self._size(args)
+            __self._grow(grown(owner, *args, *values.values()))
+        return super().call(__context, __obj, *args, **values)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if super().wrap_str_format(value) is None:
+            return None
+        text = value.__self__
+        is_markup = isinstance(text, Markup)
+        formatter = _EscapeFormatter(self, escape=text.escape) if is_markup else _Formatter(self)
+        if value.__name__ == "format_map":
+            return lambda values: type(text)(formatter.vformat(text, (), values))
+        return lambda *args, **values: type(text)(formatter.vformat(text, args, values))
+
+    def formatted(self, value: Any, spec: str) -> None:
+        """Count what a field of a format writes."""
+        self._grow(self._size(value) + sum(map(_number, DIGITS.findall(spec))))
+
+    def _formatted(self, text: str | bytes, values: Any) -> int:
+        """The most characters that `text % values` gives."""
+        written = text.decode("latin-1") if isinstance(text, bytes) else text
+        asked = [*chain.from_iterable(OLD_FORMAT.findall(written))]
+        given = values if isinstance(values, tuple) else (values,)
+        stars = _numbers(given) if "*" in asked else 0
+        size = self._size(values)
+        if isinstance(values, Mapping):
+            size *= written.count("%(")
+        return len(text) + size + stars + sum(_number(one) for one in asked if one.isdigit())
+
+    def _bounded(
+        self, computes: Callable[..., Any], grown: Callable[..., int] | None, is_whole: bool
+    ) -> Callable[..., Any]:
+        is_given_more = hasattr(computes, "jinja_pass_arg")  # as the context, before the value
+
+        @wraps(computes)
+        def bounded(*given: Any, **values: Any) -> Any:
+            more, args = (given[:1], given[1:]) if is_given_more else ((), given)
+            args = tuple([*one] if hasattr(one, "__next__") else one for one in args)
+            size = self._size((args, values)) if is_whole else 0
+            if grown:
+                self._grow(grown(size, *args, *values.values()))
+            return computes(*more, *args, **values)
+
+        return bounded
+
+    def _bounded_format(self, computes: Callable[..., str]) -> Callable[..., str]:
+        @wraps(computes)
+        def bounded(value: Any, *args: Any, **values: Any) -> str:
+            self._grow(self._formatted(str(value), values or args))
+            return computes(value, *args, **values)
+
+        return bounded
+
+    def _bounded_sum(self, computes: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(computes)
+        def bounded(_: Any, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
+            if not isinstance(start, list | tuple):
+                return computes(self, iterable, attribute, start)
+            get = make_attrgetter(self, attribute)
+            items = [*iterable] if attribute is None else [*map(get, iterable)]
+            self._require_small(sum(len(one) for one in items if isinstance(one, Sized)))
+            for one in items:  # not by Python's own, which answers no signal
+                start = self.call_binop(None, "+", start, one)
+            return start
+
+        return bounded
+
+    def _whole(self, value: Any) -> Any:
+        """The value, if it is one to write or to compare."""
+        if isinstance(value, (*CONTAINERS, dict)):
+            self._size(value)
+        return value
+
+    def _concat(self, parts: Iterable[str]) -> str:
+        parts = [*parts]
+        self._require_small(sum(map(len, parts)))
+        return "".join(parts)
+
+    def _size(self, value: Any) -> int:
+        """Characters and items in a value and in all that it holds, each time that it does."""
+        size, rest = 0, [value]
+        while rest:
+            one = rest.pop()
+            if isinstance(one, str | bytes):
+                size += len(one)
+            elif isinstance(one, CONTAINERS):
+                size += CONTAINER + len(one)
+                rest.extend(one)
+            elif isinstance(one, dict):
+                size += CONTAINER + len(one)
+                rest.extend(chain.from_iterable(one.items()))
+            else:
+                size += one.bit_length() // 3 if isinstance(one, int) else FLOAT
+            self._require_small(size)
+        return size
+
+    def _grow(self, size: int) -> None:
+        self._require_small(size)
+        self._left -= max(size, 0)
+        if self._left < 0:
+            raise TooLarge(f"it repeats more than {REPEATED * self._most:,} characters or items")
+
+    def _require_small(self, size: int) -> None:
+        if size > self._most:
+            raise TooLarge(f"it computes more than {self._most:,} characters or items")
+
+
+class _Formatter(SandboxedFormatter):
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        self._env.formatted(value, format_spec)  # pyright: ignore[reportAttributeAccessIssue] (a _Bounded)
+        return super().format_field(value, format_spec)
+
+
+class _EscapeFormatter(SandboxedEscapeFormatter):
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        self._env.formatted(value, format_spec)  # pyright: ignore[reportAttributeAccessIssue] (a _Bounded)
+        return super().format_field(value, format_spec)
+
+
+def _number(digits: str) -> int:
+    return int(digits or 0) if len(digits) <= LONGEST_NUMBER else LONGEST**2
+
+
+def _numbers(values: Iterable[Any]) -> int:
+    """The sum of the numbers among arguments, which are widths, or how often something is done."""
+    return sum(abs(one) for one in values if isinstance(one, int))
+
+
+def _widths(values: Iterable[Any]) -> int:
+    """What is asked for as numbers, or as texts, also in a tuple."""
+    pieces = [part for one in values for part in (one if isinstance(one, list | tuple) else (one,))]
+    return _numbers(pieces) + _texts(pieces)
+
+
+def _texts(values: Iterable[Any]) -> int:
+    return sum(len(one) for one in values if isinstance(one, str))
+
+
+def _replaced(text: Any, old: Any, new: Any, *_: Any) -> int:
+    return text.count(old) * max(len(new) - len(old), 0)
+
+
+def _translated(text: Any, table: Any, *_: Any) -> int:
+    values = table.values() if isinstance(table, dict) else table
+    longest = max((len(one) for one in values if isinstance(one, str)), default=0)
+    return len(text) * max(longest - 1, 0)
+
+
+# What methods, and filters, add to what they are given.
+_GROWN_BY_METHOD: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(
+        ("center", "ljust", "rjust", "zfill", "to_bytes"), lambda _, *more: _numbers(more)
+    ),
+    "expandtabs": lambda text, size=8: text.count("\t" if isinstance(text, str) else b"\t") * size,
+    "join": lambda text, items: len(text) * len(items),
+    "replace": _replaced,
+    "translate": _translated,
+}
+# Of filters, with the size of all that is given before the value.
+_GROWN_BY_FILTER: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(("batch", "center", "slice"), lambda _, value, *more: _numbers(more)),
+    "indent": lambda _, text, *more: (str(text).count("\n") + 2) * _widths(more or (4,)),
+    "join": lambda _, items, *more: _texts(more) * len(items),
+    "replace": lambda _, *given: _replaced(*map(str, given)),
+    "round": lambda _, value, *more: _numbers(more) ** 2,  # a power of ten is computed
+    "tojson": lambda size, value, *more: size * _widths(more),
+    **dict.fromkeys(("urlize", "wordwrap"), lambda size, value, *more: size * _texts(more)),
+}
 
 
 class _Marks:
@@ -160,7 +434,7 @@ def main(request: Mapping[str, Any]) -> None:
         for chat, is_asked in product(request["chats"], (False, True)):
             with suppress(TemplateError):  # the template may refuse a chat
                 sandbox.render(chat, is_asked, request["tokens"])
-    except MemoryError:
-        raise
+    except (MemoryError, TooLarge) as error:
+        raise MemoryError from error
     except Exception:
         return

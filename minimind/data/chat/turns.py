@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from minimind.data.text.documents import DocumentError, json_type, usable_size
@@ -25,7 +26,8 @@ HARMLESS = re.compile(
 )
 # How much a turn, or a conversation, counts in the loss.
 WEIGHT = re.compile(
-    r"(loss|sample|example|instance|train|training)?_?weights?|(loss|train|training)_?mask"
+    r"(loss|sample|sampling|task|example|instance|train|training)?_?weights?|loss_?scales?"
+    r"|(loss|train|training)_?masks?"
     r"|(is_|do_)?(train|trained|training|trainable|loss)"
 )
 
@@ -147,7 +149,9 @@ def shown(key: str) -> str:
 
 def counts_fully(value: Any) -> bool:
     """Whether the value of a `WEIGHT` means what is done anyway."""
-    return isinstance(value, int | float) and value == 1
+    if isinstance(value, str):
+        return re.fullmatch(r"\s*1(\.0*)?\s*", value) is not None
+    return isinstance(value, int | float | Decimal) and value == 1
 
 
 def _require_keys(fields: dict[str, Any], spelling: Spelling, ignored: set[str]) -> None:

@@ -57,6 +57,57 @@ HOSTILE = {
     "only where it is asked": f"{{% if add_generation_prompt %}}{LOOPS}{{% endif %}}",
 }
 
+# Those without an operator, a method or a filter that is large by itself: they answer signals.
+LOOPING = {
+    *("nested loops", "nested loops that write", "a loop in a macro", "a loop over what is said"),
+    *("a loop with a filter", "a macro that calls itself twice", "a loop that calls itself"),
+    *("only for long chats", "only for tools", "only where it is asked"),
+}
+
+# Others that hold up Python, and signals, for hours, or take gigabytes.
+LARGE = {name: source for name, source in HOSTILE.items() if name not in LOOPING} | {
+    "power of what is said": "{% set a = (messages|length) - (messages|length) + 9 %}"
+    "{{ a**(a**a) % 2 }}",
+    "a negative power": "{{ 9**-(9**8) }}",
+    "squares": "{% set n = namespace(a=9) %}{% for i in range(40) %}{% set n.a = n.a * n.a %}"
+    "{% endfor %}{{ n.a % 7 }}",
+    "an integer of text": "{{ (('f' * 9999999)|int(base=16)) // 3 }}",
+    "repeated tuple": f"{{{{ ((1, 2) * {GIGA})|length }}}}",
+    "repeated bytes": f"{{{{ ('a'.encode() * {GIGA})|length }}}}",
+    "repeated from the left": f"{{{{ {GIGA} * 'a' }}}}",
+    "doubled by ~": "{% set n = namespace(s='a') %}{% for i in range(60) %}"
+    "{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s|length }}",
+    "doubled by a block": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s %}"
+    "{{ n.s }}{{ n.s }}{% endset %}{% endfor %}{{ n.s|length }}",
+    "lists of lists": "{% set n = namespace(s=[]) %}{% for i in range(60) %}"
+    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
+    "lists of lists that are compared": "{% set n = namespace(s=[], t=[]) %}"
+    "{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% set n.t = [n.t, n.t] %}{% endfor %}"
+    "{{ n.s == n.t }}",
+    "lists of lists as text": "{% set n = namespace(s=[]) %}{% for i in range(60) %}"
+    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ (n.s|string)|length + (n.s|tojson)|length }}",
+    "percent with a star": f"{{{{ '%*d' % ({GIGA}, 1) }}}}",
+    "percent with names": "{{ ('%(a)s' * 99999) % dict(a='b' * 99999) }}",
+    "percent of bytes": f"{{{{ 'a%{GIGA}d'.encode() % 1 }}}}",
+    "the filter format with names": f"{{{{ '%(a){GIGA}d'|format(a=1) }}}}",
+    "a format many times": "{{ ('{0}' * 99999).format('b' * 99999) }}",
+    "format_map": f"{{{{ '{{a:>{GIGA}}}'.format_map(dict(a=1)) }}}}",
+    "format of safe text": f"{{{{ ('{{:>{GIGA}}}'|safe).format(1) }}}}",
+    "center of safe text": f"{{{{ ('a'|safe).center({GIGA}) }}}}",
+    "a method by the filter attr": f"{{{{ ('a'|attr('center'))({GIGA}) }}}}",
+    "a method by name": f"{{{{ 'a'['ljust'](width={GIGA}) if 0 else 'a'['ljust']({GIGA}) }}}}",
+    "a filter by map": f"{{{{ ['a']|map('center', {GIGA})|join }}}}",
+    "indent by a name": f"{{{{ 'a\nb'|indent(first=true, width={GIGA}) }}}}",
+    "indent by a text": "{{ ('a\n' * 99999)|indent('b' * 99999) }}",
+    "tojson with an indent": f"{{{{ messages|tojson(indent={GIGA}) }}}}",
+    "tojson with separators": "{{ [[1] * 99999]|tojson(separators=(',' * 99999, ':')) }}",
+    "a power of ten": "{{ 5|round(-999999999) }}",
+    "the number of bytes": f"{{{{ 5 .to_bytes({GIGA}, 'big')|length }}}}",
+    "translate": "{{ ('a' * 99999).translate({97: 'b' * 99999})|length }}",
+    "the filter join": "{{ ('a' * 99999)|join('b' * 99999) }}",
+    "the filter join of names": "{{ ([messages[0]] * 999999)|join('b' * 9, attribute='content') }}",
+}
+
 # Each ends at once with an error of its own.
 FAILING = {
     "a lone cycler": "{{ cycler() }}",

@@ -2,6 +2,7 @@
 
 import json
 import random
+from decimal import Decimal
 
 import pytest
 
@@ -11,7 +12,7 @@ from minimind.data.chat.conversations import (
     conversation_of_line,
     messages_of,
 )
-from minimind.data.chat.turns import Message
+from minimind.data.chat.turns import Message, counts_fully
 from minimind.data.text.documents import DocumentError, ReadOptions, parse_line
 from tests.data.chat.made import conversation
 
@@ -338,7 +339,17 @@ LOSSES = [
     *[(key, "worse", "keep the answer") for key in ("rejected_response", "rejectedAnswer")],
     *[("label", value, "good answers alone") for value in (False, True, 0, 1, "bad", [1])],
     ("kto_tag", True, "good answers alone"),
-    *[("weight", value, "all count alike") for value in (0, 0.0, 0.5, 2, "1", [0, 1], False)],
+    *[("weight", value, "all count alike") for value in (0, 0.0, 0.5, 2, "2", [0, 1], False)],
+    *[(key, "be kind", "as the first turn") for key in ("bot_persona", "character", "scenario")],
+    *[(key, ["be kind"], "as the first turn") for key in ("guidelines", "rules", "meta_prompt")],
+    *[(key, "one", "as the first turn") for key in ("initial_prompt", "system")],  # users say it
+    *[(key, ["f"], "into the system") for key in ("api_list", "available_apis", "mcp_servers")],
+    *[(key, ["a"], "into a turn") for key in ("previous_turns", "past_dialogue", "facts")],
+    *[(key, "a b", "into a turn") for key in ("evidence", "article")],
+    *[(key, ["x"], "model of text") for key in ("screenshot", "figure", "frames", "video_frames")],
+    ("desirable", True, "good answers alone"),
+    *[(key, 0.5, "all count alike") for key in ("loss_scale", "sampling_weight", "task_weight")],
+    ("loss_masks", [0, 1], "all count alike"),
     *[(key, 0, "all count alike") for key in ("loss_weight", "sampleWeight", "train", "loss")],
 ]
 
@@ -373,7 +384,11 @@ IGNORED = [
     },
     {"context": 7, "system": False, "images": 0},  # numbers are no text
     {"prompt": "another", "category": "qa", "prompt_id": "a1"},
-    {"context": " one\n", "input": "two", "system": "one"},  # a turn says it
+    {"context": " one\n", "input": "two"},  # a turn says it
+    {"reasoning": "off", "thinking": "On", "tools": "none", "cot": "no", "system": "yes"},
+    {"has_context": "yes, it has", "num_frames": 4, "n_documents": 3, "use_functions": "f"},
+    {"train": "train", "weight": "1", "loss": "1.0", "sample_weight": 1.0},
+    {"chat_template_kwargs": {"enable_thinking": True, "custom_instructions": "", "xml_tools": []}},
 ]
 
 
@@ -393,7 +408,7 @@ def test_a_weight_that_means_what_is_done_anyway(key):
         assert read({"messages": [{**USER, key: none}, {**ANSWER, key: full}], key: full}) == ROUND
         with pytest.raises(DocumentError, match=f'turn 2: has "{key}" .*all answers count alike'):
             read(second({**ANSWER, key: none}))
-    for value in (0.5, -1, 2, "1", [1]):
+    for value in (0.5, -1, 2, "2", [1]):
         with pytest.raises(DocumentError, match=f'turn 1: has "{key}"'):
             read({"messages": [{**USER, key: value}, ANSWER]})
 
@@ -423,3 +438,28 @@ def test_the_name_of_a_turn_is_kept():
     assert found == [Message("user", "one", "ann"), ROUND[1]]
     with pytest.raises(DocumentError, match='turn 1: "name" is a number'):
         read({"messages": [{**USER, "name": 7}, ANSWER]})
+
+
+@pytest.mark.parametrize("key", ["custom_instructions", "xml_tools", "python_tools"])
+def test_what_is_given_to_a_template_is_not_lost_in_silence(key):
+    for value in ("be kind", ["f"]):
+        given = {"chat_template_kwargs": {"enable_thinking": False, key: value}}
+        with pytest.raises(DocumentError) as caught:
+            read({"messages": [USER, ANSWER], **given})
+        assert f'has "{key}" outside of the turns' in caught.value.reason
+
+
+def test_a_system_prompt_counts_as_said_by_a_system_turn_alone():
+    system = {"role": "system", "content": " be kind\n"}
+    assert len(read({"system": "be kind", "messages": [system, USER, ANSWER]})) == 3
+    for turns_with in (
+        [{**USER, "content": "repeat: be kind"}, ANSWER],
+        [{**system, "content": "be kind!"}, USER, ANSWER],
+    ):
+        with pytest.raises(DocumentError, match='has "system" outside'):
+            read({"system": "be kind", "messages": turns_with})
+
+
+def test_a_decimal_weight_of_one():
+    assert counts_fully(Decimal("1.0"))
+    assert not counts_fully(Decimal("0.5"))

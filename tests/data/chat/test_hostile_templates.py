@@ -12,13 +12,14 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minimind.data.chat import rendering
 from minimind.data.chat.rendering import PROBE, Renderer, require_bounded
 from minimind.data.chat.template import DEFAULT_TEMPLATE
-from minimind.data.chat.turns import Message
+from minimind.data.chat.turns import Message, turn_of
 from minimind.errors import UsageError
-from tests.data.chat.hostile import FAILING, HOSTILE
+from tests.data.chat.hostile import FAILING, HOSTILE, LARGE, LOOPING, LOOPS
 from tests.data.chat.made import CHATML, CHATML_MARKED, HEADERS, HEADERS_MARKED
 
 
@@ -45,6 +46,90 @@ def test_whatever_a_template_raises_is_its_error(name: str):
         Renderer(FAILING[name], {}, "chat.jinja").render(PROBE)
 
 
+@pytest.mark.parametrize("name", LARGE)
+def test_what_is_large_for_some_chats_only_is_refused_before_it_is_computed(name: str):
+    source = f"{CHATML}{{% if 'whales' in messages[0].content %}}{LARGE[name]}{{% endif %}}"
+    template = Renderer(source, {}, "chat.jinja")
+    assert template.render(PROBE)
+    began = time.process_time()
+    with pytest.raises(
+        UsageError, match=r"^chat\.jinja cannot be rendered \(TooLarge: .*; correct"
+    ):
+        template.render([Message("user", "tell of whales"), PROBE[1]])
+    assert time.process_time() - began < 5
+
+
+def test_what_is_large_is_not_said_to_be_written_for_parts():
+    large = "{% if 'whales' in m.content %}{{ 9**(9**9) % 2 }}{% endif %}"
+    source = f"{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}{large}{{% endfor %}}"
+    with pytest.raises(UsageError, match=r"^chat\.jinja cannot be rendered \(TooLarge: "):
+        Renderer(source, {}, "chat.jinja").render([Message("user", "whales"), PROBE[1]])
+
+
+ORDINARY = {
+    "{{ messages|length * 2 }}{{ '-' * 20 }}{{ 'a'.center(5) }}{{ '7'.zfill(3) }}": "4"
+    + "-" * 20
+    + "  a  007",
+    "{{ 2**10 }} {{ 7 // 2 }} {{ 7 % 4 }} {{ -7 / 2 }} {{ 2**-1 }} {{ 10**300 > 1 }}": (
+        "1024 3 3 -3.5 0.5 True"
+    ),
+    "{{ '%5.2f|%s|%-4d|%%' % (1.5, [1, 'b'], 3) }}{{ '%(a)s'|format(a=2) }}": (
+        " 1.50|[1, 'b']|3   |%2"
+    ),
+    "{{ '{:>4}|{a!r}'.format(1, a='b') }}{{ '{a}'.format_map({'a': 3}) }}": "   1|'b'3",
+    "{{ ('<{}>'|safe).format('<') }}{{ ('<%s>'|safe) % '<' }}{{ '<' ~ ('<'|safe) }}": (
+        "<&lt;><&lt;><<"
+    ),
+    "{% autoescape true %}{% for m in messages %}{{ '<' ~ m.role|safe }}{% endfor %}"
+    "{% endautoescape %}": "&lt;user&lt;assistant",
+    "{{ 'a' ~ 1 ~ none ~ nothing ~ [1] }}{{ [1] + [2] }}{{ (1,) * 2 }}": "a1None[1][1, 2](1, 1)",
+    "{{ 'a-b'.replace('-', '+') }}{{ 'ab'|replace('b', 'ccc') }}{{ ['a', 'b']|join(', ') }}": (
+        "a+baccca, b"
+    ),
+    "{{ ' '.join(['a', 'b']) }}{{ 'a\nb'|indent(2) }}{{ {'a': [1]}|tojson(indent=1) }}": (
+        'a ba\n  b{\n "a": [\n  1\n ]\n}'
+    ),
+    "{{ [[1], [2]]|sum(start=[]) }}{{ [1, 2.5]|sum }}{{ [{'n': 4}]|sum(attribute='n') }}": (
+        "[1, 2]3.54"
+    ),
+    "{{ 2.567|round(2) }}{{ 'a\tb'.expandtabs(4) }}{{ 1 < 2 <= 2 }}{{ [1] == [1] }}": (
+        "2.57a   bTrueTrue"
+    ),
+    "{{ range(3)|batch(2, 0)|list }}{{ range(4)|slice(2)|list }}": (
+        "[[0, 1], [2, 0]][[0, 1], [2, 3]]"
+    ),
+    "{{ messages|map(attribute='role')|join('/') }}{{ 'role' in messages[0] }}": (
+        "user/assistantTrue"
+    ),
+}
+
+
+@pytest.mark.parametrize("source", ORDINARY)
+def test_ordinary_operators_methods_and_filters_give_what_they_give(source: str):
+    assert Renderer(source, {}, "chat.jinja").render(PROBE) == ORDINARY[source]
+    plain = ImmutableSandboxedEnvironment().from_string(source)
+    assert plain.render(messages=[*map(turn_of, PROBE)]) == ORDINARY[source]
+
+
+@pytest.mark.parametrize("name", ["nested loops", "a macro that calls itself twice"])
+def test_a_signal_is_answered_while_a_template_loops_for_some_chats(name: str):
+    assert name in LOOPING
+    source = f"{{% if 'whales' in messages[0].content %}}{HOSTILE[name]}{{% endif %}}"
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "from minimind.data.chat.rendering import Message, Renderer\n"
+        "print('rendering', flush=True)\n"
+        f"Renderer({source!r}, {{}}, 'chat.jinja').render([Message('user', 'whales')])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"rendering\n"
+        time.sleep(0.5)
+        process.terminate()
+        assert process.wait(timeout=20) == 75
+
+
 def test_usual_templates_are_bounded():
     for source in (DEFAULT_TEMPLATE, CHATML, CHATML_MARKED, HEADERS, HEADERS_MARKED):
         require_bounded(source, "chat.jinja")
@@ -68,7 +153,7 @@ def test_a_signal_is_answered_while_a_template_is_tried(tmp_path: Path):
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
         "from minimind.data.chat.rendering import require_bounded\n"
         "print('trying', flush=True)\n"
-        "require_bounded('{{ 9**(9**8) > 1 }}', 'chat.jinja')\n"
+        f"require_bounded({LOOPS!r}, 'chat.jinja')\n"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
