@@ -7,7 +7,7 @@ from pathlib import Path
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.model_flags import HUGGING_FACE
 from minimind.data.tokenizer.files import JSON_NAME, MODEL_NAME, read_configuration
-from minimind.errors import UsageError
+from minimind.errors import DataError, UsageError
 
 
 def no_template(place: Path) -> UsageError:
@@ -34,5 +34,8 @@ def place_without_template(
         folder = Path(tokenizer or (model or "").removeprefix(HUGGING_FACE)).expanduser()
         folder = folder.parent if folder.is_file() else folder
     files = [folder / name for name in (MODEL_NAME, JSON_NAME) if (folder / name).is_file()]
-    has_none = files and not read_configuration(files[0]).templates.by_name
+    try:
+        has_none = files and not read_configuration(files[0]).templates.by_name
+    except DataError:
+        return None
     return folder if has_none else None

@@ -174,7 +174,7 @@ def test_a_stop_signal_saves_once_with_75_and_meanwhile_no_one_else_gets_in(
     """
     flags = "--max_steps 9000 --log_interval 4 --profile --profile_interval 2"
     started = begin(tmp_path, flags)
-    wait_for(started, tmp_path, '"step": 4,')
+    wait_for(started, tmp_path, '"step": 8,')
     intruder = forked.run(tmp_path, flags, processes=1)
     assert intruder.status == 8
     assert "in use by process" in intruder.stderr
