@@ -23,18 +23,21 @@ from minimind.errors import UsageError
 from minimind.interop.auto import AUTO_MAP, remote_code
 from minimind.interop.gguf import NAME as GGUF_NAME
 from minimind.interop.gguf import architecture, gguf_parts, require_gguf, write_gguf
-from minimind.interop.hf_folder import (
-    config_and_tokenizer_files,
-    configuration_files,
-    transformers_files,
-)
+from minimind.interop.hf_folder import config_and_tokenizer_files, transformers_files
 from minimind.interop.model_card import NAME as CARD
 from minimind.interop.model_card import is_edited, model_card
 from minimind.interop.model_card import is_ours as is_card
 from minimind.interop.tensor_sources import INDEX, WHOLE
 from minimind.interop.weight_names import to_gguf, to_rotate_half
 from minimind.interop.weights import TRANSFORMERS, Weights, check_vocabulary
-from minimind.interop.write_folder import SHARDS, WrittenModel, is_ours, new_folder, write_shards
+from minimind.interop.write_folder import (
+    SHARDS,
+    WrittenModel,
+    configuration_files,
+    is_ours,
+    new_folder,
+    write_shards,
+)
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rope_scaling import effective_theta
 from minimind.runtime.durable_files import storing

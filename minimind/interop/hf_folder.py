@@ -17,11 +17,11 @@ import transformers
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from minimind.architecture.select import IDS, special_ids
+from minimind.architecture.select import special_ids
 from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME, dump_json, with_length
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.vocabulary import CONTROL, FILLER
-from minimind.interop.write_folder import small_json
+from minimind.interop.write_folder import configuration_files
 from minimind.runtime.panics import panics_caught
 
 TEXTS = (
@@ -65,16 +65,6 @@ def config_and_tokenizer_files(
     if JSON_NAME in files and not _compare_ids(files, texts, expected, PreTrainedTokenizerFast):
         return files, f"{note}; load it with PreTrainedTokenizerFast.from_pretrained"
     return files, f"{note}; tokenize with minimind, or train with another tokenizer"
-
-
-def configuration_files(config: Mapping[str, Any], dtype: str) -> Files:
-    """config.json and generation_config.json, with the same special ids."""
-    ids = {name: config[name] for name in IDS if config.get(name) is not None}
-    contents = {
-        "config.json": {**config, "dtype": dtype, "torch_dtype": dtype},  # for transformers 4
-        "generation_config.json": {"_from_model_config": True, **ids},
-    }
-    return {name: small_json(content) for name, content in contents.items()}
 
 
 def _variants(files: Mapping[str, bytes]) -> Iterator[Files]:

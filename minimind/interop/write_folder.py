@@ -60,8 +60,6 @@ def _is_of_an_earlier_version(folder: Path) -> bool:
 
     transformers adds its version to what it saves. Model cards are younger than the marks.
     """
-    from minimind.interop.hf_folder import configuration_files  # imports all of transformers
-
     try:
         config, text = read_object(folder / "config.json")
     except CheckpointError:
@@ -74,6 +72,18 @@ def _is_of_an_earlier_version(folder: Path) -> bool:
     of_transformers = {"architectures", "transformers_version"}
     is_ours = config.get("model_type") == "minimind" and of_transformers.isdisjoint(config)
     return is_ours and text == small_json(config)
+
+
+def configuration_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
+    """config.json and generation_config.json, with the same special ids."""
+    from minimind.architecture.select import IDS  # imports all of transformers
+
+    ids = {name: config[name] for name in IDS if config.get(name) is not None}
+    contents = {
+        "config.json": {**config, "dtype": dtype, "torch_dtype": dtype},  # for transformers 4
+        "generation_config.json": {"_from_model_config": True, **ids},
+    }
+    return {name: small_json(content) for name, content in contents.items()}
 
 
 def small_json(values: Mapping[str, Any]) -> bytes:
