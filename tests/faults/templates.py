@@ -58,6 +58,7 @@ def _outcome(
     verb: str, name: str, file: Path, status: int | str, stderr: str, seconds: float, left: int
 ) -> Outcome:
     outcome = Outcome(f"a hostile template, {verb}", status, seconds, left)
-    if status != 2 or str(file) not in stderr or "takes more than" not in stderr or left:
+    is_said = any(reason in stderr for reason in ("takes more than", "cannot be rendered (Too"))
+    if status != 2 or str(file) not in stderr or not is_said or left:
         outcome.wrong.append(f"{name}: ended with {status}, {left} left: {gist(stderr)}")
     return outcome
