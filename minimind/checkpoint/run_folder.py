@@ -97,7 +97,8 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
         saved = published_checkpoints(out_dir / "checkpoints")
         if any((path / MANIFEST).is_file() for path in saved):
             return
-        is_given = config is not None and _is_same(Path(config), out_dir / "config.yaml")
+        own = out_dir / "config.yaml"
+        is_given = bool(config) and own.exists() and Path(config).exists() and own.samefile(config)
     if tokenizer and Path(tokenizer).absolute().is_relative_to(out_dir.absolute() / "tokenizer"):
         at_risk.discard("tokenizer")
     for name in sorted(at_risk):
@@ -117,10 +118,6 @@ def _beginning(path: Path) -> bytes:
             return file.read(100)
     except FileNotFoundError:
         return b""
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    return path.exists() and other.exists() and path.samefile(other)
 
 
 def require_folder(folder: Path, name: str) -> None:

@@ -1,4 +1,6 @@
-"""Equivalents of other projects' flags and commands, for docs/coming_from.md and error messages; suggestions.
+"""Equivalents of other projects' flags and commands, and suggestions.
+
+The tables are those of docs/coming_from.md and of error messages.
 
 A row is `their names | ours | note`, ours separated by commas. With equal counts, names pair up in
 order; otherwise each maps to the first of ours. If ours is empty, the note gives the reason.

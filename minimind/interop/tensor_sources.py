@@ -36,7 +36,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 PICKLED = ("pytorch_model.bin", "*.pth", "*.pt")
-# Of torch.compile, DDP and FSDP, between the names of modules.
+# What torch.compile, DDP and FSDP put between the names of modules.
 WRAPPERS = re.compile(
     r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )

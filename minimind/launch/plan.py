@@ -34,7 +34,7 @@ from minimind.runtime.terminal import one_line, phase
 DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
 LOCAL = "LOCAL_MACHINE"
 PRECISIONS = ("no", "bf16", "fp16")
-# Of the YAML, what is exported, and what refuse_unread lets through as doing nothing.
+# Fields of the YAML that Accelerate does not get: they are exported, or ask for nothing here.
 ANSWERED = ("gpu_ids", "dynamo_backend", "dynamo_config", "parallelism_config")
 TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
 RESTARTS = {  # variable: (allowed values, default); minimind/launch/restart.py reads them

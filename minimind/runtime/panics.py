@@ -16,7 +16,7 @@ def panics_caught() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # By name: each library has a class of its own, below BaseException.
+        # Each library has its own class below BaseException, so the name is compared.
         if type(error).__name__ != "PanicException":
             raise
         raise Panic((str(error).splitlines() or ["panic"])[0]) from error

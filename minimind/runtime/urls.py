@@ -34,7 +34,7 @@ OF_STORAGE = re.compile(
 )
 IN_TEXT = re.compile(
     rf"(?P<quote>['\"`])(?P<quoted>{_START}.{{0,2000}}?)(?P=quote)(?=[\s,;:.)\]}}>]|$)"
-    # Of requests: "Max retries exceeded with url: /PATH?QUERY (Caused by".
+    # requests writes "Max retries exceeded with url: /PATH?QUERY (Caused by".
     rf"|(?P<word>(?:{_START}{_USER}|(?<=with url: )/){_REST})",
     re.IGNORECASE,
 )

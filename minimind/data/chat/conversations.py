@@ -9,8 +9,8 @@ A record is a JSON object with one of
 A key beside them that carries text of the conversation, media, or a weight in the loss is refused
 (`LOST`): it would be lost. Others, such as "id", are ignored, and named to whoever reads. A key
 without a value (null, "", [], {}, also as text) counts as absent: the row of a table has its
-columns as keys, and gives every key to every turn. A switch ("off",
-"none") and a weight of 1 are lost without harm.
+columns as keys, and gives every key to every turn. A switch ("off", "none") and a weight of 1 are
+ignored as well.
 """
 
 from __future__ import annotations
@@ -79,17 +79,18 @@ class Lost:
 _SYSTEM = r"(system|sys|developer)"
 _MEDIA = r"(screenshot|figure|frame|image|img|picture|photo|video|audio|speech|pixelvalue)"
 TEMPLATE_VALUES = Lost(re.compile(r"(chat_)?template_(kwargs|args)"), "remove it")
-LOST = (
-    Lost(
-        re.compile(
-            rf"{_SYSTEM}|\w*{_SYSTEM}(prompt|message|msg|instruction|text|content)s?"
-            r"|(custom)?instructions?|(bot_)?persona|preamble|character|scenario|guidelines?|rules?"
-            r"|(meta|initial)_prompts?"
-        ),
-        "write it as the first turn, with the role system",
-        may_be_number=False,
-        may_repeat=True,
+SYSTEM_PROMPTS = Lost(
+    re.compile(
+        rf"{_SYSTEM}|\w*{_SYSTEM}(prompt|message|msg|instruction|text|content)s?"
+        r"|(custom)?instructions?|(bot_)?persona|preamble|character|scenario|guidelines?|rules?"
+        r"|(meta|initial)_prompts?"
     ),
+    "write it as the first turn, with the role system",
+    may_be_number=False,
+    may_repeat=True,
+)
+LOST = (
+    SYSTEM_PROMPTS,
     Lost(
         re.compile(
             r"\w*(tool|function)s?(calls?|choice|definitions?|descriptions?|schemas?|list|specs?|json)?"
@@ -342,7 +343,7 @@ def _says_nothing_else(value: Any, lost: Lost, turns: list[Any]) -> bool:
             return counts_fully(value) or value in SPLITS
         if not lost.may_be_number and SWITCH.fullmatch(value):
             return True
-        if lost is LOST[0]:
+        if lost is SYSTEM_PROMPTS:
             return _is_system_turn(value.strip(), turns)
         return lost.may_repeat and _occurs(value.strip(), turns)
     if isinstance(value, list | tuple):

@@ -340,7 +340,7 @@ _GROWN_BY_METHOD: dict[str, Callable[..., int]] = {
     "replace": _replaced,
     "translate": _translated,
 }
-# Of filters, with the size of all that is given before the value.
+# What filters add; the size of all that is given comes before the value.
 _GROWN_BY_FILTER: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("batch", "center", "slice"), lambda _, value, *more: _numbers(more)),
     "indent": lambda _, text, *more: (str(text).count("\n") + 2) * _widths(more or (4,)),
