@@ -72,7 +72,7 @@ def of_model(
     run = parse_flags(["--model", model, *words])
     place = (model, rows, folder, words)
     starts = {name: partial(Contender, name, *place) for name in NAMES}
-    turns = race(starts, given.rounds, minutes=minutes, turn=given.steps)
+    turns = race(starts, given.rounds, minutes=minutes, turn=given.steps, warm_together=True)
     table = summary(turns, rows * run.max_seq_len, OURS[-1])
     for row in table.values():
         done = flops_per_token(shape_of(run)) * row["tokens_per_second"] / 1e12

@@ -85,10 +85,18 @@ class Contender:
 
         Return the means per step: seconds of the slowest rank and CPU seconds of all.
         """
+        self.begin(steps)
+        return self.end()
+
+    def begin(self, steps: int) -> None:
+        """Let `steps` steps pass."""
         for ask, _ in self.gates:
             with suppress(BrokenPipeError):  # it has ended and does not answer
                 ask.write(f"{steps}\n")
                 ask.flush()
+
+    def end(self) -> dict[str, float]:
+        """Wait for the steps that have begun; return what `step` returns."""
         answers = [answers.readline() for _, answers in self.gates]
         for answer, log in zip(answers, self.logs, strict=True):
             if not answer:
@@ -131,20 +139,28 @@ def race(
     warm: int = WARM,
     minutes: float = float("inf"),
     turn: int = 1,
+    warm_together: bool = False,
 ) -> dict[str, Any]:
     """Return turns of `turn` steps by contender, each {"seconds", "cpu", "peak_mib"} of one step.
 
-    After `minutes` no further round begins, except for the first two.
+    After `minutes` no further round begins, except for the first two. With `warm_together` all
+    start and compile at the same time, before the first round.
     """
     runners: dict[str, Contender] = {}
     names, over = list(starts), time.monotonic() + 60 * minutes
     try:
+        started = time.perf_counter()
         for name, start in starts.items():
-            started = time.perf_counter()
             runners[name] = start()
-            for _ in range(warm):
-                runners[name].step()
-            print(f"{name}: warm after {time.perf_counter() - started:.0f} s", flush=True)
+            runners[name].begin(warm)
+            if not warm_together:
+                runners[name].end()
+                print(f"{name}: warm after {time.perf_counter() - started:.0f} s", flush=True)
+                started = time.perf_counter()
+        if warm_together:
+            for name, runner in runners.items():
+                runner.end()
+                print(f"{name}: warm after {time.perf_counter() - started:.0f} s", flush=True)
         for number in range(rounds):
             if number > 1 and time.monotonic() > over:
                 break
