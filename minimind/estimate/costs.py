@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from minimind.estimate.shape import Shape
-from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM
+from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP32 = 4  # bytes
@@ -214,7 +214,7 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     feed_forward = 4 * b * f * shape.visits + (_routing_bytes(shape, b) if shape.use_moe else 0)
     scores = softmax = 0
     is_flex = layout.device == "cuda" and e // shape.n_heads >= MIN_FLEX_HEAD_DIM
-    is_flex = is_flex and shape.use_flash_attn
+    is_flex = is_flex and shape.use_flash_attn and shape.max_seq_len >= MIN_FLEX_LENGTH
     mask = FP32 if is_flex else (b if shape.use_flash_attn else 1) * shape.max_seq_len
     mask *= shape.doc_mask * layout.sequence  # of all positions
     rotations = shape.doc_mask * FP32 * e // shape.n_heads

@@ -19,18 +19,19 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from minimind.model.activation_checkpointing import recompute
-from minimind.model.sizes import MIN_FLEX_HEAD_DIM
+from minimind.model.sizes import MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
 from minimind.runtime.hardware import compiler_fault
 
 BLOCK = 128  # positions; the block size of flex attention's kernels, and of queries on a CPU
+SHAPES = 256  # for which flex attention is compiled in one process
 
 
-def has_flex_kernel(device: torch.device, head_dim: int) -> bool:
-    """Whether flex attention has a fused kernel with backward pass for this device and head.
+def has_flex_kernel(device: torch.device, head_dim: int, length: int) -> bool:
+    """Whether flex attention has a fused kernel with backward pass for this device and shape.
 
     The kernel is compiled, also if the model is not.
     """
-    if device.type != "cuda" or head_dim < MIN_FLEX_HEAD_DIM:
+    if device.type != "cuda" or head_dim < MIN_FLEX_HEAD_DIM or length < MIN_FLEX_LENGTH:
         return False
     return torch.compiler.is_compiling() or not _gpu_compiler_fault()
 
@@ -86,9 +87,11 @@ def _block_lists(is_listed_BNN: Tensor) -> tuple[Tensor, Tensor]:
 
 def document_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, blocks: BlockMask) -> Tensor:
     """Attention (B, H, T, D). On a CPU without backward pass, with all scores in memory."""
-    is_fused = q_BHTD.is_cuda and not torch.compiler.is_compiling()
-    attend = _compiled() if is_fused else flex_attention
-    return attend(q_BHTD, k_BKTD, v_BKTD, block_mask=blocks, enable_gqa=True)
+    if torch.compiler.is_compiling() or not q_BHTD.is_cuda:
+        return flex_attention(q_BHTD, k_BKTD, v_BKTD, block_mask=blocks, enable_gqa=True)
+    # Past the limit, 8 by default, flex attention runs unfused, with all scores in memory.
+    with torch._dynamo.config.patch(recompile_limit=SHAPES):
+        return _compiled()(q_BHTD, k_BKTD, v_BKTD, block_mask=blocks, enable_gqa=True)
 
 
 @cache

@@ -73,10 +73,11 @@ def make_attention_mask(
     if attention_mask is not None and attention_mask.ndim == 4:
         is_additive = attention_mask.is_floating_point()
         return attention_mask.to(x_BTE.dtype if is_additive else torch.bool)
-    use_flex = is_fused and attention_mask is None and has_flex_kernel(device, config.head_dim)
+    length = x_BTE.shape[1] if length is None else length
+    use_flex = is_fused and attention_mask is None
+    use_flex = use_flex and has_flex_kernel(device, config.head_dim, length)
     if starts_BT is not None and use_flex:
         return document_block_mask(starts_BT)
-    length = x_BTE.shape[1] if length is None else length
     mask = boolean_mask(length, past, attention_mask, starts_BT, device, keys)
     dtype = torch.float32 if needs_fp32_matmul(x_BTE) else x_BTE.dtype  # of the scores
     return additive_mask(mask, dtype) if is_fused and mask is not None else mask

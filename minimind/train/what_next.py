@@ -10,9 +10,18 @@ from pathlib import Path
 from minimind.config.run_config import LAUNCH, RunConfig
 
 
+def minimind_command(python: str) -> str:
+    """The installed `minimind` of an interpreter, else `PYTHON -m minimind`; quoted for a shell."""
+    script = Path(python).parent / "minimind"
+    path = script if script.exists() else Path(python)
+    near = os.path.relpath(path)
+    command = shlex.quote(str(path) if near.startswith("..") else near)
+    return command if path == script else f"{command} -m minimind"
+
+
 def what_next(run: RunConfig) -> str:
     """A line for each command: what it is for, and how to type it."""
-    command = os.path.relpath(Path(sys.executable).parent / "minimind")
+    command = minimind_command(sys.executable)
     place = shlex.quote(run.out_dir)
     form = "transformers" if run.hugging_face else "minimind" if run.use_moe else "llama"
     if run.task == "sft":

@@ -197,14 +197,14 @@ def test_on_a_gpu_documents_need_no_mask_and_no_repeated_keys_where_blocks_are_f
     extra = (activation_bytes(shape, layout) - apart) / (4 * 512)  # bytes of a token
     rotations = 4 * 64 // n_heads
     dense = 2 * 512 + shape.n_layers * 2 * 2 * (64 - shape.kv_dim)
-    by_blocks = has_flex_kernel(torch.device("cuda"), 64 // n_heads)
+    by_blocks = has_flex_kernel(torch.device("cuda"), 64 // n_heads, 512)
     assert by_blocks == (n_heads == 4)
     assert extra == rotations + (4 if by_blocks else dense)
 
 
 @pytest.mark.parametrize("doc_mask", [False, True])
 def test_on_a_gpu_fp32_repeats_the_keys_that_flex_attention_does_not(doc_mask: bool):
-    shape = replace(SMALL, doc_mask=doc_mask)
+    shape = replace(SMALL, doc_mask=doc_mask, max_seq_len=128)
     repeated, own = (
         activation_bytes(replace(shape, n_kv_heads=heads), Layout(2, 1, "float32", rows=4))
         for heads in (2, 4)

@@ -100,7 +100,7 @@ def rows(length: int = 300) -> Tensor:
 def test_a_model_makes_its_blocks_once_and_gives_the_same_logits(monkeypatch: pytest.MonkeyPatch):
     model, made = build(), []
     expected = model(rows()).logits
-    monkeypatch.setattr(attention_mask, "has_flex_kernel", lambda device, head_dim: True)
+    monkeypatch.setattr(attention_mask, "has_flex_kernel", lambda *_: True)
     monkeypatch.setattr(
         attention_mask,
         "document_block_mask",
@@ -122,17 +122,18 @@ def test_a_model_makes_its_blocks_once_and_gives_the_same_logits(monkeypatch: py
 def test_blocks_are_for_gpus_and_heads_that_triton_multiplies(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_kernels, "_gpu_compiler_fault", lambda: "")
     cuda = torch.device("cuda")
-    assert has_flex_kernel(cuda, 16)
-    assert has_flex_kernel(cuda, 96)
-    assert not has_flex_kernel(cuda, 8)
-    assert not has_flex_kernel(CPU, 64)
+    assert has_flex_kernel(cuda, 16, 128)
+    assert has_flex_kernel(cuda, 96, 300)
+    assert not has_flex_kernel(cuda, 8, 300)
+    assert not has_flex_kernel(cuda, 64, 127)
+    assert not has_flex_kernel(CPU, 64, 300)
 
 
 def test_without_a_compiler_the_mask_of_documents_is_a_tensor(monkeypatch: pytest.MonkeyPatch):
     """Flex attention is compiled also in a model that is not."""
     monkeypatch.setattr(attention_kernels, "compiler_fault", lambda device: f"none for {device}")
     attention_kernels._gpu_compiler_fault.cache_clear()
-    assert not has_flex_kernel(torch.device("cuda"), 64)
+    assert not has_flex_kernel(torch.device("cuda"), 64, 300)
     attention_kernels._gpu_compiler_fault.cache_clear()
 
 
@@ -177,7 +178,7 @@ def test_gradients_on_a_gpu_are_those_of_the_dense_mask(length: int, n_kv_heads:
         (loss_sum / count).backward()
         return {name: p.grad.cpu() for name, p in model.named_parameters()}
 
-    assert has_flex_kernel(cuda, build().config.head_dim)
+    assert has_flex_kernel(cuda, build().config.head_dim, length) == (length >= 128)
     found = gradients(cuda)
     for name, gradient in gradients(CPU).items():
         scale = float(gradient.abs().max())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -40,7 +41,23 @@ def op_fault(op: str, device: str) -> str:
     """
     if is_installed(op):
         return ""
-    return extension_fault("cpu" if op.startswith("cpu_") else device)
+    if op.startswith("cpu_") or device == "cpu":
+        return extension_fault("cpu")
+    return extension_fault(device) or architectures_fault(
+        os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    )
+
+
+def architectures_fault(written: str) -> str:
+    """Return which word of TORCH_CUDA_ARCH_LIST DeepSpeed cannot read; empty if it reads all.
+
+    torch reads 9.0a and names such as Hopper too.
+    """
+    words = written.replace(";", " ").split()
+    unread = [word for word in words if not re.fullmatch(r"\d+\.\d+(\+PTX)?", word)]
+    if not unread:
+        return ""
+    return f"TORCH_CUDA_ARCH_LIST is {written!r}, and DeepSpeed cannot read {unread[0]!r} in it"
 
 
 def is_installed(op: str) -> bool:

@@ -143,3 +143,43 @@ def test_the_names_are_deepspeeds(op: str):
     folder = "cpu." if op.startswith("cpu_") else ""
     module = import_module(f"deepspeed.ops.op_builder.{folder}{op}")
     assert op in {one.NAME for one in vars(module).values() if hasattr(one, "NAME")}
+
+
+@pytest.mark.parametrize(
+    ("written", "unread"),
+    [
+        ("", ""),
+        ("8.0;9.0", ""),
+        ("7.5 8.6+PTX", ""),
+        ("9.0a", "9.0a"),
+        ("8.0;10.0f", "10.0f"),
+        ("Hopper", "Hopper"),
+    ],
+)
+def test_architectures_that_deepspeed_cannot_read_are_a_fault_of_cuda_ops_alone(
+    compilable: Path, monkeypatch: pytest.MonkeyPatch, written: str, unread: str
+):
+    """Seen on an H100 whose environment named 9.0a: the compilation ended with a ValueError."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", written)
+    fault = compiled_ops.op_fault("fused_adam", "cuda")
+    assert (unread in fault) if unread else fault == ""
+    assert (
+        compiled_ops.op_fault("cpu_adam", "cuda")
+        == compiled_ops.op_fault("fused_adam", "cpu")
+        == ""
+    )
+
+
+@pytest.mark.parametrize("written", ["9.0a", "Hopper", "8.0;9.0+PTX"])
+def test_deepspeed_reads_architectures_as_told(monkeypatch: pytest.MonkeyPatch, written: str):
+    """Its own reader is asked, so that a newer one which reads more is noticed."""
+    from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder  # noqa: TID251 (its reader)
+
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", written)
+    builder: Any = FusedAdamBuilder()
+    builder.jit_mode = True
+    if compiled_ops.architectures_fault(written):
+        with pytest.raises(ValueError, match="invalid literal"):
+            builder.compute_capability_args()
+    else:
+        builder.compute_capability_args()
