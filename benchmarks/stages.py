@@ -1,8 +1,8 @@
 """What each ZeRO stage costs, 1 process against 2, and DeepSpeed's settings beside each other.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.stages TEXT.jsonl [--race stages|scaling|settings]
-        [--model 26m] [--rows 4] [--rounds 12] [--minutes M] [--processes 1 2] [--out FILE.json]
-        [FLAG ...]
+    OMP_NUM_THREADS=1 python -m benchmarks.stages TEXT.jsonl
+        [--race stages|scaling|settings|one_gpu] [--model 26m] [--rows 4] [--rounds 12]
+        [--minutes M] [--processes 1 2] [--turn STEPS] [--out FILE.json] [FLAG ...]
 
 Every contender is train_pretrain.py, eager, on the CPU, as one process or two that meet over gloo.
 FLAGs are handed to all of them: --max_seq_len 128 where the CPU multiplies bf16 slowly. All are
@@ -18,6 +18,9 @@ is weak scaling.
 
 settings: ZeRO-2 on two processes by configs/ds_config.json, by the same once more (how far apart
 two equal contenders are measured), and with one setting changed.
+
+one_gpu: one process without DeepSpeed, at stages 0 to 2, and by some settings. On a GPU, compiled:
+--race one_gpu --model 104m --rows 16 --turn 10 --device cuda --compile on --max_seq_len 1024
 """
 
 from __future__ import annotations
@@ -47,16 +50,14 @@ STAGES: dict[str, dict[str, Any] | None] = {
     **{f"stage {number}": {"stage": number} for number in range(4)},
 }
 SHIPPED, TWIN = "as shipped", "as shipped, again"
+BIG_BUCKETS, NOT_CONTIGUOUS = "buckets of 500,000,000", "no contiguous_gradients"
 SETTINGS: dict[str, dict[str, Any]] = {
     SHIPPED: {},
     TWIN: {},
     "buckets of 500,000": {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000},
-    "buckets of 500,000,000": {
-        "reduce_bucket_size": 500_000_000,
-        "allgather_bucket_size": 500_000_000,
-    },
+    BIG_BUCKETS: {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000},
     "overlap_comm": {"overlap_comm": True},
-    "no contiguous_gradients": {"contiguous_gradients": False},
+    NOT_CONTIGUOUS: {"contiguous_gradients": False},
     "round_robin_gradients": {"round_robin_gradients": True},
 }
 
@@ -114,7 +115,19 @@ def settings(rows: int, processes: Sequence[int]) -> dict[str, Entry]:
     return {name: Entry(count, rows // count, zero) for name, zero in SETTINGS.items()}
 
 
-RACES = {"stages": stages, "scaling": both_scalings, "settings": settings}
+def one_gpu(rows: int, processes: Sequence[int]) -> dict[str, Entry]:
+    """One process without DeepSpeed, at stages 0 to 2, and at stage 2 by other settings."""
+    whole = "no reduce_scatter"
+    changed = {name: SETTINGS[name] for name in (BIG_BUCKETS, NOT_CONTIGUOUS)}
+    zero: dict[str, Mapping[str, Any] | None] = {
+        **{name: STAGES[name] for name in ("no DeepSpeed", "stage 0", "stage 1", "stage 2")},
+        **changed,
+        whole: {"reduce_scatter": False},
+    }
+    return {name: Entry(1, rows, settings) for name, settings in zero.items()}
+
+
+RACES = {"stages": stages, "scaling": both_scalings, "settings": settings, "one_gpu": one_gpu}
 
 
 def phases(folder: Path) -> dict[str, float]:
@@ -184,6 +197,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="then the rounds end")
     parser.add_argument("--processes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
+    parser.add_argument("--turn", type=int, default=1, help="steps in a row of each contender")
     given, flags = parser.parse_known_args()
     if given.rows % 2 or given.rounds < WARM:
         parser.error(f"--rows must be even, and --rounds at least {WARM}")
@@ -200,7 +214,7 @@ def main() -> None:
         folder = Path(kept)
         shutil.copy(given.text, folder / "text.jsonl")
         starts = {n: one.starter(n, given.model, folder, flags) for n, one in entries.items()}
-        found = race(starts, given.rounds, WARM, given.minutes)
+        found = race(starts, given.rounds, WARM, given.minutes, given.turn)
         spent = {name: phases(folder / name) for name in entries}
     table = summary(found, entries, run.max_seq_len, base)
     table = {name: row | spent[name] for name, row in table.items()}

@@ -13,10 +13,11 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES
+from tests.gpu.parts import PARTS
 
 PAGE = PAGES["cuda.md"]
 HEAD = "| path | file | shown | a failure looks like |"
-KINDS = ("run", "read", "stand-in", "not shown")
+KINDS = ("run", "read", "stand-in", "H100", "not shown")
 BY_TEST = re.compile(r"(run|stand-in): `(tests/[\w./]+\.py)`")
 BY_LINE = re.compile(r"read: `((?:torch|deepspeed|accelerate)/[\w./]+):(\d+)` `([\w.-]+)`")
 LIBRARIES = {"torch": "torch", "DeepSpeed": "deepspeed", "Accelerate": "accelerate"}
@@ -69,6 +70,9 @@ def test_a_row_names_what_there_is(row: list[str]):
         return
     if by_test := BY_TEST.fullmatch(shown):
         assert (ROOT / by_test[2]).is_file(), shown
+        return
+    if by_part := re.fullmatch(r"H100: `(\w+)`", shown):
+        assert by_part[1] in PARTS, shown
         return
     by_line = BY_LINE.fullmatch(shown)
     assert by_line, f"{shown}: none of {', '.join(KINDS)}"
