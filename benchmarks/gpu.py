@@ -33,9 +33,9 @@ from benchmarks.record import arguments, record
 from benchmarks.throughput import BARE, Contender, race, summary
 from benchmarks.throughput import BASE as LLAMA
 from examples.stdlib_corpus import main as write_corpus
+from minimind.architecture.costs import flops_per_token
+from minimind.architecture.plan import shape_of
 from minimind.config.parse import parse_flags
-from minimind.estimate.costs import flops_per_token
-from minimind.estimate.plan import shape_of
 from minimind.telemetry.mfu import peak_of
 
 OURS = ("ours, ZeRO-2, compiled", "ours, single, compiled")

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.launches [--rounds 50] [--out FILE.json]
 
 Forward and backward pass in fp32, eager and compiled. On a GPU the host spends this time, and that
-of a CUDA launch, on every kernel (`minimind/estimate/step_time.py`).
+of a CUDA launch, on every kernel (`minimind/architecture/costs.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.record import arguments, record
-from minimind.estimate.step_time import LAUNCHES
+from minimind.architecture.costs import LAUNCHES
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 

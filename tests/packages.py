@@ -29,7 +29,6 @@ PACKAGES = [
     "engine",
     "engine.optimizer",
     "architecture",
-    "estimate",
     "model",
     "data.quality",
     "data.prepare",

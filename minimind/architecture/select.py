@@ -14,21 +14,23 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from minimind.architecture.hf_config import IDS, first_line, foreign_config, require_model
+from minimind.architecture.costs import flops_per_token
 from minimind.architecture.hf_models import (
+    IDS,
+    first_line,
+    foreign_config,
     is_bidirectional,
     matrix_weights,
     model_of,
+    require_model,
     require_separate_documents,
     transformers_model,
 )
-from minimind.architecture.long_context import FIELDS, scaling_of
+from minimind.architecture.shape import shape_of
 from minimind.config.checks import OF_EXPERTS
 from minimind.config.run_config import RunConfig
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import CheckpointError, UsageError
-from minimind.estimate.costs import flops_per_token
-from minimind.estimate.shape import shape_of
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.checked_json import (
     ELSEWHERE,
@@ -36,6 +38,49 @@ from minimind.runtime.checked_json import (
     read_foreign_object,
     shown,
 )
+
+FIELDS = {  # flag -> key of MiniMindConfig.rope_scaling
+    "rope_scaling": "rope_type",
+    "rope_factor": "factor",
+    "rope_original_length": "original_max_position_embeddings",
+}
+
+
+def scaling_of(run: RunConfig) -> dict[str, Any] | None:
+    """Return `rope_scaling` of the run's MiniMindConfig."""
+    if run.rope_scaling is None:
+        return None
+    return {key: getattr(run, flag) for flag, key in FIELDS.items()}
+
+
+def scaling_flags(config: MiniMindConfig) -> dict[str, Any]:
+    """Return the values of the flags that describe the scaling of a model; None without one."""
+    scaling = config.rope_scaling or {}
+    return {flag: scaling.get(key) for flag, key in FIELDS.items()}
+
+
+def extend(run: RunConfig, by: str, config: MiniMindConfig) -> tuple[RunConfig, MiniMindConfig]:
+    """Return the run and the model that it continues, both with the scaling of --rope_scaling.
+
+    Without the flag both are returned as they are. Raise UsageError if the lengths do not fit.
+    """
+    if run.rope_scaling is None:
+        return run, config
+    if run.rope_original_length is None:  # that of the model before any scaling
+        before = scaling_flags(config)["rope_original_length"]
+        length = before or config.max_position_embeddings
+        run = run.with_values(by, rope_original_length=length)
+    run, extended = run.with_complete_scaling(), deepcopy(config)
+    extended.rope_scaling = scaling_of(run)
+    return run, extended
+
+
+def scaling_text(run: RunConfig) -> list[str]:
+    """Return `rope yarn, 4 x 512 positions` for the start summary; nothing without scaling."""
+    if run.rope_scaling is None:
+        return []
+    return [f"rope {run.rope_scaling}, {run.rope_factor:g} x {run.rope_original_length} positions"]
+
 
 OURS = MiniMindConfig.model_type
 # Keys of config.json that do not describe the model: provenance, dtype, generation, special ids.

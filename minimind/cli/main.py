@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from minimind.architecture.costs import ASSUMED_MFU, GPUS, known_gpu, named_gpu
 from minimind.cli import chat as chat_commands
 from minimind.cli import data as data_commands
 from minimind.cli import environment as environment_commands
@@ -35,7 +36,6 @@ from minimind.config.arguments import (
 from minimind.config.foreign_flags import equivalent_command, suggest
 from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError, known_error
-from minimind.estimate.gpus import ASSUMED_MFU, GPUS, known_gpu, named_gpu
 from minimind.runtime.durable_files import escape_unencodable, printing
 from minimind.runtime.panics import panics_caught
 from minimind.runtime.terminal import guarded, print_traceback, printable, shorten_line
@@ -153,7 +153,7 @@ def _add_checkpoint(subs: Any) -> None:
 
 def run_plan(args: argparse.Namespace) -> None:
     """Print what every ZeRO stage needs, and the command to start."""
-    from minimind.estimate.plan import Machine, plan
+    from minimind.architecture.plan import Machine, plan
 
     gpu = args.gpu_model and known_gpu(args.gpu_model)
     if gpu and args.peak_tflops:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from minimind.architecture.shape import Shape
 from minimind.errors import UsageError
-from minimind.estimate.shape import Shape
 from minimind.model.sizes import feed_forward_width
 from minimind.report import formats
 from minimind.sweep.law import Fit, Law, Term, constants_of, fit

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from minimind.architecture.costs import known_gpu
 from minimind.architecture.select import Architecture
 from minimind.config.run_config import RunConfig
-from minimind.estimate.gpus import known_gpu
 
 
 def peak_of(run: RunConfig, device: torch.device) -> tuple[float, str] | None:

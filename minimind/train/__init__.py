@@ -1,24 +1,8 @@
 """The training of a run, and `minimind.train(...)`, which is this package called as a function.
 
-May import everything below `minimind.launch`. A change of the loop starts in `loop.py`, of an
-action between steps in `loop_actions.py`, of what a start reads and checks in `pretrain.py`. The
-package is a callable module, so that `minimind.train(...)` and `import minimind.train.loop` both
-work; torch is imported by the call.
-
-build             text, row order, schedule: what the loop needs
-evaluate          validation loss of held-out rows
-initial_weights   weights that a run starts from
-inputs            paths and first records, before torch is imported
-loop              the training loop
-loop_actions      log, evaluate, save: the actions between steps
-memory_report     out of memory: the micro-batch in force, and one that would fit
-pretrain          a run from its flags to its exit status
-rollback          back to a checkpoint within a run, after spikes
-sample_text       text from the model in training
-settings          the tables of values that --dry_run and --verbose print
-skipped_steps     steps whose loss or gradient is not finite
-start_summary     the log of a start, and the first screen of a run
-what_next         the commands that a finished run names
+A change of the loop starts in `loop.py`, of an action between steps in `loop_actions.py`, of what a
+start reads and checks in `pretrain.py`. The package is a callable module, so that
+`minimind.train(...)` and `import minimind.train.loop` both work; torch is imported by the call.
 """
 
 from __future__ import annotations

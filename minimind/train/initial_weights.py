@@ -13,9 +13,15 @@ from typing import Any
 
 import torch
 
-from minimind.architecture.hf_config import POSITIONS
-from minimind.architecture.long_context import extend, scaling_flags
-from minimind.architecture.select import Architecture, HuggingFace, MiniMind, hugging_face
+from minimind.architecture.hf_models import POSITIONS
+from minimind.architecture.select import (
+    Architecture,
+    HuggingFace,
+    MiniMind,
+    extend,
+    hugging_face,
+    scaling_flags,
+)
 from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import Rejected, read_manifest, rejected
 from minimind.checkpoint.resume import requested_checkpoints

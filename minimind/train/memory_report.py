@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 import torch
 
+from minimind.architecture import costs
+from minimind.architecture.costs import Layout
+from minimind.architecture.plan import GIB, fits, largest_step, layout_of, name_of, recommend
+from minimind.architecture.shape import shape_of
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.run_config import RunConfig
 from minimind.errors import MemoryFull, which_memory
-from minimind.estimate import costs
-from minimind.estimate.costs import Layout
-from minimind.estimate.plan import GIB, fits, largest_step, layout_of, name_of, recommend
-from minimind.estimate.shape import shape_of
 
 ALLOCATION = re.compile(r"tried to allocate ([0-9.]+ [A-Za-z]+)", re.IGNORECASE)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm.utils import disp_len, disp_trim
 
+from minimind.architecture.plan import plan_text
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.deepspeed.backend_choice import Setup, dry_run_notices
@@ -24,7 +25,6 @@ from minimind.data.tokenizer.load import load_tokenizer
 from minimind.engine.build import Engine
 from minimind.engine.optimizer.mup import mup_line
 from minimind.errors import DataError
-from minimind.estimate.plan import plan_text
 from minimind.runtime.urls import masked, masked_values
 from minimind.storage.filesystem import is_url
 from minimind.storage.object_cache import named

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.architecture.hf_models import rotary_dtype
-from minimind.architecture.long_context import scaling_text
+from minimind.architecture.select import scaling_text
 from minimind.checkpoint.identity import hardware, layout, source_commit, versions
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.train_state import TrainState

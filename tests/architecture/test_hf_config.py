@@ -14,7 +14,7 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from minimind.architecture.hf_config import FETCHING, foreign_config
+from minimind.architecture.hf_models import FETCHING, foreign_config
 from minimind.errors import CheckpointError
 from tests.conftest import ROOT
 from tests.train.hub_kernels import ACCEPTED, LLAMA, REFUSED

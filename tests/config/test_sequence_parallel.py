@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from minimind.architecture.costs import activation_bytes, exchanged_bytes
+from minimind.architecture.plan import layout_of
+from minimind.architecture.shape import shape_of
 from minimind.config.checks import check
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.deepspeed_backend import configuration
 from minimind.errors import UsageError
-from minimind.estimate.costs import activation_bytes
-from minimind.estimate.plan import layout_of
-from minimind.estimate.shape import shape_of
-from minimind.estimate.step_time import exchanged_bytes
 
 TWO = "--n_heads 8 --n_kv_heads 2 --max_seq_len 512 --sequence_parallel"
 

@@ -5,7 +5,7 @@ Usage: torchrun ... measure_memory.py OUT.json STAGE,DTYPE,ACCUMULATION,OPTIMIZE
 Engines are built one after another. In the last of three steps (moments exist from the second on)
 every live tensor is looked at whenever a gradient is made, a collective called, an update begun.
 Storages count once. Left out are integers (the batch), complex numbers (pos_cis) and what has a
-grad_fn (activations, which tests/estimate/test_costs.py measures).
+grad_fn (activations, which tests/architecture/test_costs.py measures).
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from minimind.architecture.costs import Layout, bytes_sent, memory
+from minimind.architecture.plan import MOMENTS, shape_of
 from minimind.config.parse import parse_flags
-from minimind.estimate.costs import Layout, bytes_sent, memory
-from minimind.estimate.plan import MOMENTS, shape_of
 from tests.forking import Nursery
 
 pytestmark = pytest.mark.launch

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from minimind.architecture.costs import Layout, gathered_bytes, own_part
+from minimind.architecture.shape import shape_of
 from minimind.config.parse import parse_flags
-from minimind.estimate.costs import Layout
-from minimind.estimate.shape import shape_of
-from minimind.estimate.tensor_parallel import gathered_bytes, own_part
 from tests.distributed.tensor_parallel import CLIP, SAVED, SPOILT, STAGES
 from tests.forking import Nursery
 

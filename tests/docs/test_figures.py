@@ -11,15 +11,23 @@ from pathlib import Path
 import pytest
 
 from minimind import errors
+from minimind.architecture.costs import (
+    ASSUMED,
+    DATA_SHEET,
+    Layout,
+    Rates,
+    StepTime,
+    known_gpu,
+    memory,
+    step_time,
+    step_work,
+)
+from minimind.architecture.plan import Machine, plan
+from minimind.architecture.shape import shape_of
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.errors import UsageError
-from minimind.estimate.costs import Layout, memory
-from minimind.estimate.gpus import known_gpu
-from minimind.estimate.plan import Machine, plan
-from minimind.estimate.shape import shape_of
-from minimind.estimate.step_time import ASSUMED, DATA_SHEET, Rates, StepTime, step_time, step_work
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES, blocks, rows
 

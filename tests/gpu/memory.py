@@ -9,12 +9,12 @@ import resource
 from collections.abc import Iterator
 
 from examples.stdlib_corpus import main as write_corpus
+from minimind.architecture import costs
+from minimind.architecture.costs import Layout
+from minimind.architecture.plan import GIB, fits, layout_of
+from minimind.architecture.shape import shape_of
 from minimind.checkpoint.directory import published_checkpoints, verify
 from minimind.config.parse import parse_flags
-from minimind.estimate import costs
-from minimind.estimate.costs import Layout
-from minimind.estimate.plan import GIB, fits, layout_of
-from minimind.estimate.shape import shape_of
 from minimind.runtime.hardware import list_gpus
 from tests.conftest import sentences
 from tests.gpu.findings import Finding, at_most, check, figure, skipped

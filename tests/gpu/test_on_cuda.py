@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from minimind.architecture import costs
+from minimind.architecture.plan import GIB, layout_of
+from minimind.architecture.shape import shape_of
 from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
-from minimind.estimate import costs
-from minimind.estimate.plan import GIB, layout_of
-from minimind.estimate.shape import shape_of
 from minimind.runtime.hardware import GPU
 from minimind.telemetry.trace import traced_steps
 from minimind.train.memory_report import remedy

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from minimind.estimate.shape import Shape
+from minimind.architecture.shape import Shape
 from minimind.model.sizes import feed_forward_width
 from minimind.sweep.law import Law
 from tests.report.made import end, evaluation, run_start, step_line, write_run

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minimind.architecture.costs import flops_per_token
+from minimind.architecture.shape import shape_of
 from minimind.cli import report
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
-from minimind.estimate.costs import flops_per_token
-from minimind.estimate.shape import shape_of
 from minimind.sweep import scaling
 from minimind.sweep.points import collect
 from tests.report.made import Drawn, end, evaluation, run_start, step_line, write_run

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import minimind.train as training
+from minimind.architecture.plan import GIB
 from minimind.checkpoint.directory import published_checkpoints, verify
 from minimind.cli.main import main
 from minimind.config.deepspeed.resolve import ResolvedConfig
@@ -21,7 +22,6 @@ from minimind.config.parse import build_config, parse_flags
 from minimind.engine.build import leave_process_group
 from minimind.engine.engine import Engine
 from minimind.errors import MemoryFull, known_error, which_memory
-from minimind.estimate.plan import GIB
 from minimind.runtime.exit import Ending
 from minimind.runtime.process import Progress
 from minimind.train import memory_report

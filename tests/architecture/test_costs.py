@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from minimind.config.parse import PRESETS, parse_flags
-from minimind.estimate.costs import (
+from minimind.architecture.costs import (
     Layout,
     activation_bytes,
     bytes_sent,
@@ -21,8 +20,9 @@ from minimind.estimate.costs import (
     memory,
     seconds,
 )
-from minimind.estimate.plan import Machine, alternatives, layout_of, plan, shape_of
-from minimind.estimate.shape import Shape
+from minimind.architecture.plan import Machine, alternatives, layout_of, plan, shape_of
+from minimind.architecture.shape import Shape
+from minimind.config.parse import PRESETS, parse_flags
 from minimind.model import attention_kernels
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.attention_kernels import has_flex_kernel

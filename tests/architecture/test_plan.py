@@ -12,16 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from minimind.cli.main import main
-from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
-from minimind.config.parse import parse_flags
-from minimind.config.run_config import LAUNCH, deepspeed_files
-from minimind.data.tokenizer.add_special import with_special_tokens
-from minimind.data.tokenizer.load import load_tokenizer
-from minimind.data.tokenizer.sentencepiece import train_tokenizer
-from minimind.estimate.costs import Layout, flops_per_token, memory
-from minimind.estimate.gpus import GPUS
-from minimind.estimate.plan import (
+from minimind.architecture.costs import GPUS, Layout, flops_per_token, memory
+from minimind.architecture.plan import (
     HEADROOM,
     alternatives,
     layout_of,
@@ -30,6 +22,13 @@ from minimind.estimate.plan import (
     recommend,
     shape_of,
 )
+from minimind.cli.main import main
+from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
+from minimind.config.parse import parse_flags
+from minimind.config.run_config import LAUNCH, deepspeed_files
+from minimind.data.tokenizer.add_special import with_special_tokens
+from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from tests.conftest import ROOT, sentences
 
 GIB = 2**30

@@ -12,22 +12,24 @@ import torch
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minimind.cli.main import main
-from minimind.config.parse import parse_flags
-from minimind.engine.build import leave_process_group
-from minimind.engine.phase_clock import PhaseClock
-from minimind.estimate.costs import Layout, flops_per_token
-from minimind.estimate.gpus import GPUS, known_gpu
-from minimind.estimate.shape import Shape, shape_of
-from minimind.estimate.step_time import (
+from minimind.architecture.costs import (
     ASSUMED,
     DATA_SHEET,
+    GPUS,
     LAUNCHES,
     OUTSIDE,
+    Layout,
+    flops_per_token,
+    known_gpu,
     step_launches,
     step_time,
     step_work,
 )
+from minimind.architecture.shape import Shape, shape_of
+from minimind.cli.main import main
+from minimind.config.parse import parse_flags
+from minimind.engine.build import leave_process_group
+from minimind.engine.phase_clock import PhaseClock
 from minimind.model import bf16_matmul, layers
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.engine.test_backends import engine_of

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from minimind.config.parse import parse_flags
-from minimind.estimate.costs import Layout
-from minimind.estimate.plan import Machine, plan
-from minimind.estimate.shape import shape_of
-from minimind.estimate.tensor_parallel import (
+from minimind.architecture.costs import (
+    Layout,
     activation_bytes_sent,
     memory_of_rank,
     own_part,
     saving_bytes,
 )
+from minimind.architecture.plan import Machine, plan
+from minimind.architecture.shape import shape_of
+from minimind.config.parse import parse_flags
 
 SHAPE = "--dim 64 --n_layers 2 --n_heads 4 --n_kv_heads 2 --hidden_dim 192 --vocab_size 600"
 

@@ -12,6 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from minimind.architecture import costs
+from minimind.architecture.costs import (
+    ASSUMED_MFU,
+    Layout,
+    Machine,
+    Memory,
+    estimate_lines,
+    exchanged_bytes,
+    likely_step,
+    memory_of_rank,
+    tensor_parallel_lines,
+)
+from minimind.architecture.shape import Shape, shape_of, with_special_tokens
 from minimind.config.deepspeed.auto_values import auto_values, offloads
 from minimind.config.deepspeed.optimizer import plain_faults
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
@@ -24,12 +37,6 @@ from minimind.config.run_config import (
     deepspeed_files,
 )
 from minimind.errors import UsageError, fault_error
-from minimind.estimate import costs
-from minimind.estimate.costs import Layout, Memory
-from minimind.estimate.gpus import ASSUMED_MFU, Machine
-from minimind.estimate.shape import Shape, shape_of, with_special_tokens
-from minimind.estimate.step_time import estimate_lines, exchanged_bytes, likely_step
-from minimind.estimate.tensor_parallel import memory_of_rank, tensor_parallel_lines
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
 OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")

@@ -1,0 +1,679 @@
+"""Cost of a step by arithmetic: memory and communication in bytes, FLOPs, seconds on a known GPU.
+
+P is the number of parameters, N of processes, b the size of --dtype in bytes, K
+reduce_bucket_size. Memory follows "ZeRO" (Rajbhandari et al. 2020, sections 3 and 5) where
+DeepSpeed 0.19.8 does, and its source where it differs; tests measure both on two processes. The
+time of a step is the larger of arithmetic and memory traffic of every kernel; nothing is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from minimind.architecture.shape import Shape
+from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+FP32 = 4  # bytes
+ITERATION = {"cuda": 2, "cpu": FP32}  # of Muon; on a CPU those without bf16 instructions
+# DeepSpeed's defaults, in elements: the flat buffer of stage 0's all-reduce, and of stage 3
+# max_live_parameters and max_reuse_distance.
+FLATTENED, LIVE, REUSE = 5 * 10**8, 10**9, 10**9
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is trained; `stage` is None without DeepSpeed (DDP or a single process)."""
+
+    stage: int | None
+    world_size: int
+    dtype: str
+    rows: int  # in one micro-batch of one process
+    accumulation_steps: int = 1
+    reduce_bucket: int = 0  # elements
+    overlap: bool = False  # DeepSpeed's overlap_comm
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    device: str = "cuda"
+    recomputes: bool = False  # gradient checkpointing: only the inputs of blocks are kept
+    compiles: bool = False  # on a GPU; never at stage 3
+    averages: bool = False  # --ema
+    optimizer: str = "adamw"
+    moments: int = 2  # fp32 numbers that it keeps per weight; Muon one less of a matrix of a block
+    loss: str = "full"  # full, chunked, or auto: chunked on a GPU if nothing is compiled
+    sequence: int = 1  # processes that divide the positions of a row
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a GPU runs compiled code."""
+        return self.compiles and self.device == "cuda" and self.stage != 3
+
+    @property
+    def shards(self) -> int:
+        """Parts into which ZeRO divides the optimizer's state."""
+        return self.world_size if self.stage else 1
+
+    @property
+    def chunks_loss(self) -> bool:
+        """Whether the loss computes LOSS_CHUNK positions at a time."""
+        is_eager_gpu = self.device == "cuda" and not self.is_compiled
+        return self.loss == "chunked" or (self.loss == "auto" and is_eager_gpu)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak bytes of one process in a step, on its device and on the host.
+
+    Weights and optimizer are held throughout; gradients, buffers and activations in the backward
+    pass; `update` in the optimizer step, when the activations are freed.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    buffers: int  # buckets, the gradient being computed, gathered weights (stage 3)
+    activations: int
+    update: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Peak on the device, without the driver and the libraries."""
+        backward = self.gradients + self.buffers + self.activations
+        return self.weights + self.optimizer + max(backward, self.update)
+
+
+def memory(shape: Shape, layout: Layout) -> Memory:
+    """Peak memory of one process of `layout`.
+
+    Stages 1 and 2 keep a full low-precision copy of the weights and 1/N of the fp32 masters and
+    moments; masters are a second copy in fp32 too. An update needs an fp32 copy of the gradients.
+    Offloading is derived from DeepSpeed's source, not measured.
+    """
+    kinds = {None: _plain, 0: _replicated, 1: _partitioned, 2: _partitioned, 3: _sharded}
+    needed = kinds[layout.stage](shape, layout, activation_bytes(shape, layout))
+    average = layout.averages * FP32 * shape.parameters // layout.shards
+    extra = _temporaries(shape, layout) if layout.stage != 0 else 0  # there _replicated adds it
+    update = needed.update + max(0, extra)
+    if layout.offload_optimizer:
+        return replace(needed, host=needed.host + average + extra)
+    return replace(needed, optimizer=needed.optimizer + average, update=update)
+
+
+def _state(shape: Shape, layout: Layout, has_masters: bool = True) -> int:
+    """Bytes of fp32 masters and moments of one process."""
+    numbers = (has_masters + layout.moments) * shape.parameters
+    numbers -= shape.hidden_matrices if layout.optimizer == "muon" else 0
+    return FP32 * -(-numbers // layout.shards)
+
+
+def _temporaries(shape: Shape, layout: Layout) -> int:
+    """Bytes of an update of Lion or Muon beyond those of AdamW.
+
+    Lion's is the direction of a weight or a shard. Muon's is a shard's update in two precisions,
+    then all gathered updates, one of them iterated; ZeRO has freed gradients of others by then.
+    """
+    part = -(-shape.parameters // layout.shards)
+    if layout.optimizer != "muon":
+        return (layout.optimizer == "lion") * FP32 * (part if layout.stage else shape.largest)
+    b, matrix = ITERATION[layout.device], shape.dim * max(shape.dim, shape.hidden_dim)
+    iterated = (FP32 + 2 * b) * matrix
+    if not layout.stage:
+        return FP32 * matrix + iterated
+    shard = -(-shape.hidden_matrices // layout.shards)
+    freed = FP32 * (part - shard) + (BYTES[layout.dtype] * part if layout.stage != 3 else 0)
+    return max((FP32 + b) * shard, b * (shard + shape.hidden_matrices) + iterated) - freed
+
+
+def _plain(shape: Shape, layout: Layout, activations: int) -> Memory:
+    """Without DeepSpeed: everything replicated, with fp32 masters of low-precision weights.
+
+    Gradients are views of DDP's buckets, which stay while the fp32 copies are made.
+    """
+    b, p = BYTES[layout.dtype], shape.parameters
+    optimizer = _state(shape, layout, has_masters=b < FP32)
+    buckets = b * p if b == FP32 or layout.world_size > 1 else 0
+    making = b * shape.largest if layout.world_size > 1 else 0  # before it is in its bucket
+    update = buckets + (0 if b == FP32 else FP32 * p)
+    return Memory(b * p, optimizer, b * p, making, activations, update)
+
+
+def _replicated(shape: Shape, layout: Layout, activations: int) -> Memory:
+    """Stage 0: everything replicated, torch's optimizers; the all-reduce uses a flat copy."""
+    b, p = BYTES[layout.dtype], shape.parameters
+    optimizer = _state(shape, layout, has_masters=b < FP32)
+    in_step = _temporaries(shape, layout) + (0 if b == FP32 else FP32 * p)
+    update = b * p + max(b * min(p, FLATTENED), in_step)
+    return Memory(b * p, optimizer, b * p, 0, activations, update)
+
+
+def _partitioned(shape: Shape, layout: Layout, activations: int) -> Memory:
+    """Stages 1 and 2 (stage_1_and_2.py).
+
+    Stage 2 holds its part of the gradients, twice while micro-batches accumulate. Stage 1 holds all
+    gradients and then its part, unless they are reduced as they are computed.
+    """
+    b, p = BYTES[layout.dtype], shape.parameters
+    part = -(-p // layout.world_size)
+    bucket = b * layout.reduce_bucket * (2 if layout.overlap else 1)
+    accumulates = layout.accumulation_steps > 1
+    if layout.stage == 1 and (accumulates or not layout.overlap):
+        gradients, making, reduced = b * (p + part * layout.overlap), 0, b * (p + part)
+    else:
+        gradients, making, reduced = b * part * (2 if accumulates else 1), b * shape.largest, 0
+    update = max((b + FP32) * part, reduced)
+    if not layout.offload_optimizer:
+        state = _state(shape, layout)
+        return Memory(b * p, state, gradients, bucket + making, activations, update)
+    # master, moments and fp32 gradients; the new weights and the accumulated gradients
+    host = _state(shape, layout) + (FP32 + 2 * b) * part + b * shape.largest
+    kept = b * p if making == 0 else 0
+    buffers = bucket + 2 * b * shape.largest
+    return Memory(b * p, 0, kept, buffers, activations, kept + buffers, host)
+
+
+def _sharded(shape: Shape, layout: Layout, activations: int) -> Memory:
+    """Stage 3 (stage3.py): 1/N of everything, and up to LIVE gathered weights.
+
+    A weight whose next use is nearer than REUSE stays gathered: a model below half of that is
+    complete on every device when the backward pass begins.
+    """
+    b, p = BYTES[layout.dtype], shape.parameters
+    part = -(-p // layout.world_size)
+    bucket = b * layout.reduce_bucket
+    # gathered weights, bucket, its flat copy for the reduce-scatter, the gradient being computed
+    buffers = b * min(p, LIVE) + 2 * bucket + b * shape.largest
+    shard, host = b * part, 0
+    state, gradients = _state(shape, layout), b * part
+    update = bucket + (b + FP32) * part
+    if layout.offload_optimizer:
+        host = state + (FP32 + b) * part
+        state, gradients, update = 0, 0, bucket
+    if layout.offload_param:
+        shard, host = 0, host + b * part
+    return Memory(shard, state, gradients, buffers, activations, update, host)
+
+
+def activation_bytes(shape: Shape, layout: Layout) -> int:
+    """Bytes of saved activations at the start of the backward pass of one micro-batch.
+
+    Counted as by Korthikanti et al. (2022), section 4, for this block: no dropout, SwiGLU, grouped
+    key heads, and the experts that a token visits. Reference attention adds the scores and their
+    fp32 softmax. Fused kernels need repeated key heads in fp32 on a GPU, and with a document mask,
+    which adds a rotary table per row and the mask; flex attention on a GPU takes one number per
+    token instead. The peak adds the larger of the loss (`_loss_bytes`) and the softmax of the last
+    block (two fp32 gradients, after its feed-forward). With gradient checkpointing one block is
+    alive at a time, with the gradients of its feed-forward or softmax, and not during the loss.
+    """
+    b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len // layout.sequence
+    e, f = shape.dim, shape.hidden_dim
+    # A fused norm saves its input and one scale per token; the CPU's saves two fp32 copies instead.
+    norm_bytes = b if layout.device == "cuda" else 2 * FP32
+    norm = norm_bytes * e + FP32
+    heads = norm_bytes * (e + shape.kv_dim) + FP32 * (shape.n_heads + shape.n_kv_heads)
+    inputs = b * e * 2  # inputs of q, k, v and of gate, up
+    feed_forward = 4 * b * f * shape.visits + (_routing_bytes(shape, b) if shape.use_moe else 0)
+    scores = softmax = 0
+    is_flex = layout.device == "cuda" and e // shape.n_heads >= MIN_FLEX_HEAD_DIM
+    is_flex = is_flex and shape.use_flash_attn and shape.max_seq_len >= MIN_FLEX_LENGTH
+    mask = FP32 if is_flex else (b if shape.use_flash_attn else 1) * shape.max_seq_len
+    mask *= shape.doc_mask * layout.sequence  # of all positions
+    rotations = shape.doc_mask * FP32 * e // shape.n_heads
+    if shape.use_flash_attn:
+        is_gpu_fp32 = layout.device == "cuda" and b == FP32
+        repeats_keys = not is_flex if shape.doc_mask else is_gpu_fp32
+        keys = e if repeats_keys else shape.kv_dim
+        attention = b * (2 * e + 2 * keys) + FP32 * shape.n_heads
+    else:
+        attention = b * 4 * e
+        per_token = shape.n_heads * shape.max_seq_len
+        scores = per_token * (FP32 if b == FP32 else FP32 + b)
+        softmax = 2 * FP32 * per_token - feed_forward
+    layer = 2 * norm + inputs + attention + scores + feed_forward + shape.qk_norm * heads
+    head = norm + b * e
+    loss = _loss_bytes(shape, layout, tokens)
+    if layout.recomputes:
+        working = b * (3 * f + e)
+        if softmax:
+            low = b * shape.n_heads * shape.max_seq_len if b < FP32 else 0  # its copy is freed
+            working = max(working, softmax + 3 * b * e - norm - low)
+        inputs = shape.n_layers * b * e
+        peak = max(tokens * head + loss, tokens * (layer + working))
+        return tokens * (inputs + mask + rotations) + peak
+    return tokens * (shape.n_layers * layer + mask + rotations + head) + max(loss, tokens * softmax)
+
+
+def _loss_bytes(shape: Shape, layout: Layout, tokens: int) -> int:
+    """Bytes of the loss of `tokens` positions, or of a chunk of them, at its peak.
+
+    Eager: fp32 log-probabilities and two gradients of that size. Compiled: the logits and their
+    gradient in the dtype of the weights.
+    """
+    if layout.chunks_loss:
+        tokens = min(tokens, LOSS_CHUNK)
+    per_logit = 2 * BYTES[layout.dtype] if layout.is_compiled else 3 * FP32
+    return tokens * shape.vocab_size * per_logit
+
+
+def _routing_bytes(shape: Shape, b: int) -> int:
+    """Bytes a mixture of experts saves per token, without those of the experts.
+
+    Per visit the input, the result, three int64 indices, and the weight in fp32 and in --dtype; per
+    token the scores and their sum.
+    """
+    visit = 2 * b * shape.dim + 3 * 8 + FP32 + b
+    return shape.num_experts_per_tok * visit + FP32 * shape.n_routed_experts + FP32
+
+
+def bytes_sent(shape: Shape, layout: Layout) -> int:
+    """Bytes one device sends for one optimizer step.
+
+    For S bytes a ring sends S (N-1)/N in an all-gather or reduce-scatter and twice that in an
+    all-reduce (Patarasuk and Yuan 2009). ZeRO, section 7, uses reduce-scatter at stages 1 and 2;
+    DeepSpeed 0.19.8 uses all-reduce, at stage 2 after every micro-batch. Stage 3 gathers weights
+    once per micro-batch, and released ones again for the backward pass. Muon gathers its updates.
+    """
+    n = layout.world_size
+    b, p, micro_batches = BYTES[layout.dtype], shape.parameters, layout.accumulation_steps
+    if layout.stage in (None, 0):
+        passes = 2 * p
+    elif layout.stage == 3:
+        passes = micro_batches * (2 * p + max(0, p - REUSE // 2))
+    else:
+        passes = 2 * p * (micro_batches if layout.stage == 2 else 1) + p
+    updates = shape.hidden_matrices if layout.optimizer == "muon" and layout.stage else 0
+    return (b * passes + ITERATION[layout.device] * updates) * (n - 1) // n
+
+
+def flops_per_token(shape: Shape) -> int:
+    """FLOPs of one token's forward and backward pass: 6 M + 12 layers dim T.
+
+    As in PaLM, appendix B (Chowdhery et al. 2022), and Kaplan et al. (2020): M counts the weights
+    that multiply a token (with the head; without embedding, norms and experts not visited), and
+    attention counts all T positions, although a causal kernel computes half of them.
+    """
+    matrices = shape.n_layers * shape.active + shape.vocab_size * shape.dim
+    return 6 * matrices + 12 * shape.n_layers * shape.dim * shape.max_seq_len
+
+
+def seconds(shape: Shape, tokens: float, world_size: int, peak_tflops: float, mfu: float) -> float:
+    """Seconds for `tokens` at a share `mfu` of `peak_tflops` (10^12 FLOPs a second per device)."""
+    return tokens * flops_per_token(shape) / (world_size * peak_tflops * 1e12 * mfu)
+
+
+@dataclass(frozen=True)
+class GPUModel:
+    """Rates of one GPU as printed by its vendor; no kernel reaches them."""
+
+    name: str
+    peak_tflops: float  # dense bf16 with fp32 accumulation, 10^12 FLOPs a second
+    bandwidth: float | None = None  # of its memory, 10^12 bytes a second; None: varies
+    memory: int = 0  # GB on the label, which are about as many GiB; 0: varies
+
+
+# From NVIDIA's data sheets and white papers (many print the sparse peak, which is twice as high).
+# The first entry that matches the device name counts.
+GPUS = (
+    GPUModel("GB200", 2500.0, 8.0, 186),
+    GPUModel("B200", 2250.0, 8.0, 180),
+    GPUModel("H200", 989.4, 4.8, 141),
+    GPUModel("H100 PCIe", 756.0, 2.0, 80),
+    GPUModel("H100 NVL", 835.0, 3.9, 94),
+    GPUModel("H100", 989.4, 3.35, 80),
+    GPUModel("GH200", 989.4),
+    GPUModel("A100-40GB", 312.0, 1.555, 40),
+    GPUModel("A100 PCIe", 312.0, 1.935, 80),
+    GPUModel("A100", 312.0, 2.039, 80),
+    GPUModel("A800", 312.0, 2.039, 80),
+    GPUModel("H800", 989.4, 3.35, 80),
+    GPUModel("L40S", 362.0, 0.864, 48),
+    GPUModel("L40", 181.0, 0.864, 48),
+    GPUModel("L4", 121.0, 0.3, 24),
+    GPUModel("A40", 150.0, 0.696, 48),
+    GPUModel("A30", 165.0, 0.933, 24),
+    GPUModel("A10", 125.0, 0.6, 24),
+    GPUModel("RTX 5090", 209.5, 1.792, 32),
+    GPUModel("RTX 4090", 165.2, 1.008, 24),
+    GPUModel("RTX 3090", 71.0, 0.936, 24),
+)
+
+
+def known_gpu(name: str) -> GPUModel | None:
+    """Return the entry for a device name such as `NVIDIA H100 80GB HBM3`; None if there is none."""
+    return next((gpu for gpu in GPUS if is_model(gpu.name, name)), None)
+
+
+def named_gpu(text: str) -> str:
+    """Return the name of the entry that `text` means: `h100`, `4090`, `a100-sxm4-80gb`; else text.
+
+    Case, vendor, form factor and kind of memory do not matter; a size of memory has to be right.
+    """
+    base, size = _plain_name(text)
+    named = [(gpu, *_plain_name(gpu.name)) for gpu in GPUS if gpu.bandwidth]
+    found = [gpu for gpu, name, _ in named if name == base and size in (0, gpu.memory)]
+    return max(found, key=lambda gpu: gpu.memory).name if found else text
+
+
+def _plain_name(text: str) -> tuple[str, int]:
+    """A name without its common words and separators, and its GB of memory (0: none)."""
+    text = re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|hbm\d?e?|oam", " ", text.lower())
+    size = re.search(r"\b(\d+) ?g(?:i?b)?\b", text)
+    base = text.replace(size[0], " ") if size else text
+    return re.sub(r"[\W_]+", "", base), int(size[1]) if size else 0
+
+
+def is_model(model: str, name: str) -> bool:
+    """Whether device `name` is exactly that model, not a variant, a laptop GPU or a MIG slice."""
+    other = r"(?! Laptop| D\b| Ti\b| NVL| PCIe| .*\bMIG\b)"
+    return re.search(rf"\b{model}\b{other}", name) is not None
+
+
+ASSUMED_MFU = 0.4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs, peak and token budget for the estimate; None if not given."""
+
+    gpus: int = 1
+    memory: int | None = None  # bytes of one device
+    peak_tflops: float | None = None  # of one device, 10^12 FLOPs a second
+    mfu: float | None = None  # None: that of the estimate, else ASSUMED_MFU
+    tokens: float | None = None
+    gpu: GPUModel | None = None  # its model
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Fractions of the data sheet's peak and bandwidth that kernels reach."""
+
+    products: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+
+
+# What no program can exceed.
+DATA_SHEET = Rates()
+# Assumptions, not measured here: shares of the peak and of the bandwidth that large kernels reach.
+# attention: FlashAttention-2 on an H100, by the abstract of FlashAttention-3 (Shah et al. 2024).
+ASSUMED = Rates(products=0.8, attention=0.35, memory=0.9)
+# Microseconds of the host per launch, assumed. On a busy core of an AMD EPYC an eager operator with
+# a tensor of a few elements took 14, its arithmetic included (`benchmarks/launches.py`).
+LAUNCH_US = {"eager": 9.0, "compiled": 6.0}
+# Operators of forward and backward pass, each of which launches one kernel or more: of a block, and
+# of everything else. OUTSIDE is what a compiled model leaves to eager code: embedding, mean loss.
+LAUNCHES = {"eager": (55, 25), "compiled": (40, 22)}
+OUTSIDE = 13
+UPDATE_LAUNCHES = 24  # of a step: copies, norm, clipping, AdamW, in multi-tensor kernels
+WEIGHTS = (9, 2)  # of a block, and others; each further micro-batch adds to every gradient
+FORWARD_AND_BACKWARD = 3  # products: the output, the gradients of its input and of its weight
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs and bytes of the kernels of one part in one step."""
+
+    part: str
+    flops: float
+    bytes: float
+
+    def seconds(self, gpu: GPUModel, rates: Rates) -> float:
+        """Seconds of these kernels on `gpu`."""
+        share = rates.attention if self.part == "attention" else rates.products
+        assert gpu.bandwidth is not None
+        compute = self.flops / (gpu.peak_tflops * 1e12 * share)
+        return max(compute, self.bytes / (gpu.bandwidth * 1e12 * rates.memory))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Estimated seconds of one optimizer step of one process, by what they are spent on."""
+
+    parts: dict[str, float]  # seconds of the GPU
+    host: float  # seconds of the host for all launches
+    flops: float  # of the model, as MFU counts them
+    launches: int
+    gpu: GPUModel
+
+    @property
+    def kernels(self) -> float:
+        """Seconds of all kernels."""
+        return sum(self.parts.values())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return max(self.kernels, self.host)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization that these times give."""
+        return self.flops / (self.seconds * self.gpu.peak_tflops * 1e12)
+
+    @property
+    def bound(self) -> str:
+        """The part that takes longest, or `launches`."""
+        return (
+            "launches" if self.host > self.kernels else max(self.parts, key=self.parts.__getitem__)
+        )
+
+
+def step_time(
+    shape: Shape, layout: Layout, gpu: GPUModel, rates: Rates = ASSUMED, how: str = "compiled"
+) -> StepTime:
+    """Estimate a step of a dense model with fused causal attention, without communication.
+
+    `how` is compiled or eager. bf16 and fp16; in fp32 the peak of the data sheet does not apply.
+    """
+    parts: dict[str, float] = {}
+    for work in step_work(shape, layout, how):
+        parts[work.part] = parts.get(work.part, 0.0) + work.seconds(gpu, rates)
+    launches = step_launches(shape, layout, how)
+    tokens = layout.rows * shape.max_seq_len * layout.accumulation_steps
+    return StepTime(
+        parts, launches * LAUNCH_US[how] * 1e-6, flops_per_token(shape) * tokens, launches, gpu
+    )
+
+
+def step_work(shape: Shape, layout: Layout, how: str = "compiled") -> Iterator[Work]:
+    """Yield the work of every part of one optimizer step."""
+    tokens, b = layout.rows * shape.max_seq_len * layout.accumulation_steps, BYTES[layout.dtype]
+    micro_batches = layout.accumulation_steps
+    e, kv, f, layers = shape.dim, shape.kv_dim, shape.hidden_dim, shape.n_layers
+    matrices = [(e, e, 2), (e, kv, 2), (e, f, 2), (f, e, 1)]  # inputs, outputs, number
+    for inputs, outputs, number in matrices:
+        yield _product("products", inputs, outputs, tokens, b, micro_batches, number * layers)
+    yield _product("head", e, shape.vocab_size, tokens, b, micro_batches, 1)
+    # A causal kernel computes half of the positions; the backward pass recomputes the scores.
+    attention = 2 * tokens * shape.max_seq_len * e * (1 + 2.5) * layers
+    # q, o, k, v; then q, o, their gradients, k, v and theirs
+    yield Work("attention", attention, layers * tokens * b * (6 * e + 6 * kv))
+    # Embedding, final norm; for a vocabulary its fp32 gradient, for q and k the permuted weights.
+    fixed = 18 * shape.vocab_size * e + 4 * b * layers * e * (e + kv) * (how == "compiled")
+    tokenwise = tokens * (layers * _block_bytes(shape, b, how) + 13 * b * e)
+    yield Work("elementwise", 0, tokenwise + micro_batches * fixed)
+    yield Work("loss", 0, tokens * shape.vocab_size * _loss_traffic(b, how))
+    yield Work("update", 0, shape.parameters * _update_bytes(b, micro_batches))
+
+
+def _product(
+    part: str, inputs: int, outputs: int, tokens: int, b: int, micro_batches: int, number: int
+) -> Work:
+    """`number` products of (N, inputs) and (inputs, outputs), forward and backward."""
+    flops = 2 * tokens * inputs * outputs
+    moved = b * (tokens * (inputs + outputs) + micro_batches * inputs * outputs)
+    return Work(part, FORWARD_AND_BACKWARD * number * flops, FORWARD_AND_BACKWARD * number * moved)
+
+
+def _block_bytes(shape: Shape, b: int, how: str) -> int:
+    """Bytes per token of norms, rotary position, SwiGLU and residual sums of a block.
+
+    Compiled, each is one kernel per pass, with the sums of gradients in the norm's; the gradient of
+    a norm's weight is one more. Eager, every operator reads its inputs and writes its result.
+    """
+    e, kv, f = shape.dim, shape.kv_dim, shape.hidden_dim
+    if how == "compiled":
+        forward = 10 * e + 2 * (e + kv) + 3 * f
+        backward = (6 + 4 + 5 + 3) * e + 2 * (e + kv) + 5 * f
+        return b * (forward + backward)
+    rotary = (2 * b + 4 * FP32) * (e + kv)  # fp32 copy, complex product, rounded copy
+    forward = b * (2 * 2 * e + 2 * 3 * e + 5 * f)  # norms, residual sums, silu and product
+    backward = b * (2 * 5 * e + 5 * 3 * e + 9 * f)  # norms, sums of gradients, SwiGLU
+    return forward + backward + 2 * rotary
+
+
+def _loss_traffic(b: int, how: str) -> int:
+    """Bytes per logit of the cross-entropy, without the product that makes the logits.
+
+    Compiled: read once, read again in the backward pass, the gradient written, all in the dtype of
+    the weights. Eager: an fp32 copy, log-probabilities, two fp32 gradients and a rounded one.
+    """
+    if how == "compiled":
+        return 3 * b
+    copies = 0 if b == FP32 else 2 * (b + FP32)
+    return copies + 2 * FP32 + FP32 + 3 * FP32
+
+
+def _update_bytes(b: int, micro_batches: int) -> int:
+    """Bytes per parameter of clipping and AdamW in multi-tensor kernels, and of accumulation."""
+    accumulate = 3 * b * (micro_batches - 1)
+    clip, adamw = 3 * FP32, 7 * FP32
+    masters = 0 if b == FP32 else 2 * (b + FP32)  # fp32 gradients, rounded weights
+    return accumulate + clip + adamw + masters
+
+
+def step_launches(shape: Shape, layout: Layout, how: str = "compiled") -> int:
+    """Return the number of kernels that the host launches in one optimizer step."""
+    steps, (block, rest), (weights, others) = layout.accumulation_steps, LAUNCHES[how], WEIGHTS
+    added = (steps - 1) * (shape.n_layers * weights + others)
+    return steps * (shape.n_layers * block + rest) + added + UPDATE_LAUNCHES
+
+
+def likely_step(shape: Shape, layout: Layout, gpu: GPUModel) -> StepTime | None:
+    """The estimate with assumed rates; None for what it does not cover."""
+    is_covered = shape.use_flash_attn and not (shape.use_moe or shape.doc_mask)
+    is_covered &= layout.dtype != "float32" and layout.device == "cuda"
+    is_covered &= layout.optimizer == "adamw" and layout.sequence == 1
+    if not is_covered or layout.recomputes or layout.chunks_loss:
+        return None
+    return step_time(shape, layout, gpu, ASSUMED, _how(layout))
+
+
+def _how(layout: Layout) -> str:
+    return "compiled" if layout.is_compiled else "eager"
+
+
+def estimate_lines(
+    shape: Shape, layout: Layout, gpu: GPUModel, mfu: float | None = None
+) -> list[str]:
+    """Lines of `minimind plan`: the least time of a step, and the one with assumed rates.
+
+    `mfu`, if given, is what the time of the run is computed from in place of the estimate.
+    """
+    likely, how = likely_step(shape, layout, gpu), _how(layout)
+    if likely is None:
+        return [
+            "estimate    none: only for dense models with fused causal attention in bf16 or fp16"
+            " and AdamW, without --gradient_checkpointing, --sequence_parallel or --loss chunked"
+            " (auto is chunked if nothing is compiled)"
+        ]
+    least = step_time(shape, layout, gpu, DATA_SHEET, how)
+    reached = f" ({likely.mfu:.0%} MFU of {gpu.peak_tflops:g} TFLOP/s)" if mfu is None else ""
+    parts = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in likely.parts.items())
+    return [
+        f"estimate    {gpu.name}, {how}: a step takes {least.seconds * 1e3:.1f} ms or more;",
+        f"            at rates that kernels reach {likely.seconds * 1e3:.1f} ms{reached}:",
+        f"            {parts};",
+        f"            {likely.launches:,} launches take the host {likely.host * 1e3:.1f} ms"
+        " meanwhile; not measured, without communication",
+    ]
+
+
+def exchanged_bytes(shape: Shape, layout: Layout) -> int:
+    """Bytes one process sends in a step to exchange positions for heads (--sequence_parallel N).
+
+    Queries, keys, values and results of each block, in the forward and the backward pass, and again
+    where blocks are recomputed; (N - 1) / N of them are for other processes.
+    """
+    n = layout.sequence
+    tokens = layout.accumulation_steps * layout.rows * shape.max_seq_len // n
+    keys = max(shape.kv_dim, n * shape.dim // shape.n_heads)  # fewer than N heads are repeated
+    channels = shape.n_layers * (2 * shape.dim + 2 * keys)
+    return BYTES[layout.dtype] * tokens * channels * (2 + layout.recomputes) * (n - 1) // n
+
+
+MIB = 2**20
+# Of the output of two layers in the forward pass; DeepSpeed reduces the gradient of the input of q,
+# k, v, gate and up one by one in the backward pass.
+FORWARD, BACKWARD = 2, 5
+
+
+def own_part(shape: Shape, layout: Layout, size: int) -> tuple[Shape, Layout]:
+    """Weights of one rank of `size`, and the ranks over which ZeRO divides their state."""
+    return replace(shape, tensor=size), replace(layout, world_size=layout.world_size // size)
+
+
+def activation_bytes_sent(shape: Shape, layout: Layout, size: int) -> int:
+    """Bytes that a rank sends in a step to its group, by ring all-reduces of (rows, T, dim)."""
+    passes = FORWARD * (1 + layout.recomputes) + BACKWARD
+    tokens = layout.rows * shape.max_seq_len * layout.accumulation_steps
+    values = shape.n_layers * passes * tokens * shape.dim
+    return BYTES[layout.dtype] * values * 2 * (size - 1) // size
+
+
+def gathered_bytes(part: Shape, ranks: Layout) -> int:
+    """Bytes of the rows of o and down that a rank gathers to save them, weights and moments."""
+    columns = (part.dim + part.hidden_dim) * part.dim // part.tensor
+    kinds = 1 + ranks.averages + ranks.moments
+    return FP32 * kinds * -(-part.n_layers * columns // ranks.world_size)
+
+
+def saving_bytes(part: Shape, ranks: Layout) -> int:
+    """Bytes that a save needs on the device.
+
+    Gathered rows are kept until they are copied to the host or written. Beside them is one weight
+    or moment with the parts of all ranks of the group.
+    """
+    groups = ranks.world_size
+    largest = part.dim * max(part.dim, part.hidden_dim) // part.tensor
+    of_rank = min(largest, -(-part.parameters // groups)) if ranks.stage else largest // groups
+    return gathered_bytes(part, ranks) + FP32 * of_rank * part.tensor
+
+
+def memory_of_rank(shape: Shape, layout: Layout, size: int) -> Memory:
+    """Peak memory of a rank, with the activations of undivided matrices; `update` or a save."""
+    part, ranks = own_part(shape, layout, size)
+    held = memory(part, ranks)
+    return replace(held, update=max(held.update, saving_bytes(part, ranks)))
+
+
+def tensor_parallel_lines(shape: Shape, layout: Layout, size: int) -> list[str]:
+    """Lines of a plan, in place of the table of ZeRO stages."""
+    part, ranks = own_part(shape, layout, size)
+    held = memory(part, ranks)
+    saving = saving_bytes(part, ranks)
+    parts = {
+        "weights": held.weights,
+        "optimizer": held.optimizer,
+        "gradients": held.gradients,
+        "buffers": held.buffers,
+        "activations at most": held.activations,
+        "update": held.update,
+        "saving": saving,
+    }
+    shown = ", ".join(f"{name} {value / MIB:,.1f}" for name, value in parts.items())
+    to_group = activation_bytes_sent(shape, layout, size) / MIB
+    to_others = bytes_sent(part, ranks) / MIB
+    return [
+        f"ranks       {size} share each matrix of a block: {part.parameters:,} parameters per rank,"
+        f" ZeRO-{layout.stage} over {ranks.world_size} of them",
+        f"memory      MiB per process: {shown}",
+        f"            {memory_of_rank(shape, layout, size).total / MIB:,.1f} in all: weights +"
+        " optimizer + the largest of (gradients + buffers + activations, those of undivided"
+        " matrices), update and saving",
+        f"sent        MiB per process and step: {to_group:,.1f} of activations within the group"
+        f" ({FORWARD} all-reduces per block forward, {BACKWARD} backward),"
+        f" {to_others:,.1f} of gradients and weights",
+    ]
