@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.record import arguments, preset, record
+from minimind.checkpoint.directory import TrainState
 from minimind.checkpoint.resume import resume
 from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.saver import Saver
-from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags

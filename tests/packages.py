@@ -22,7 +22,6 @@ PACKAGES = [
     "interop",
     "recovery",
     "provenance",
-    "mirror",
     "checkpoint",
     "report",
     "telemetry",

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     Difference,
     Rejected,
+    TrainState,
     leftovers,
+    newest_valid,
     published_checkpoints,
     read_manifest,
     require_same_run,
@@ -26,7 +27,6 @@ from minimind.checkpoint.directory import (
 from minimind.checkpoint.reader import require_optimizer_step
 from minimind.checkpoint.saver import shapes
 from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, read_buffers
-from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import read_state
 from minimind.engine.build import Engine
 from minimind.engine.optimizer.state import AVERAGE, MASTER, ZeroState

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from minimind.checkpoint.directory import (
+    TrainState,
     describe_file,
     publish,
     published_checkpoints,
@@ -25,7 +26,6 @@ from minimind.checkpoint.directory import (
 )
 from minimind.checkpoint.retention import VALIDATION, Rules, prune, record_validation, saved_of
 from minimind.checkpoint.tensor_files import BUFFERS, Staging, write_slices, write_tensors
-from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import shard_name
 from minimind.engine.build import Engine
 from minimind.engine.optimizer.state import AVERAGE, MASTER, ZeroState

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     MANIFEST,
     NAME,
     delete,
     fault,
     leftovers,
+    newest_valid,
     published_checkpoints,
     read_manifest,
     rejected,

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from minimind.checkpoint.choose import Chosen, read_chosen
+from minimind.checkpoint.directory import Chosen, read_chosen
 from minimind.checkpoint.tools import Listing, list_checkpoints, place_of, prune, verify_checkpoints
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.durable_files import mebibytes, storing

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from minimind.cli.chat import require_stored_template
+from minimind.cli.generate import require_stored_template
 from minimind.config.arguments import (
     add_cache,
     add_model,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from minimind.architecture.costs import ASSUMED_MFU, GPUS, known_gpu, named_gpu
-from minimind.cli import chat as chat_commands
 from minimind.cli import data as data_commands
 from minimind.cli import environment as environment_commands
 from minimind.cli import evaluate as eval_commands
@@ -57,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     subs = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     train_commands.add_parsers(subs)
     generate_commands.add_parser(subs)
-    chat_commands.add_parser(subs)
+    generate_commands.add_chat_parser(subs)
     _add_plan(subs)
     _add_checkpoint(subs)
     eval_commands.add_parser(subs)
@@ -182,7 +181,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "sweep": train_commands.run_sweep,
     "coord_check": train_commands.run_coord_check,
     "generate": generate_commands.run_generate,
-    "chat": chat_commands.run_chat,
+    "chat": generate_commands.run_chat,
     "eval": eval_commands.run_eval,
     "plan": run_plan,
     "checkpoint": run_checkpoint,

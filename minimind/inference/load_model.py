@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.architecture.hf_models import model_of
-from minimind.checkpoint.choose import read_chosen
+from minimind.checkpoint.directory import read_chosen
 from minimind.config.model_flags import HUGGING_FACE
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError

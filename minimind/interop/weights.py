@@ -18,8 +18,7 @@ import torch
 from transformers import PretrainedConfig
 
 from minimind.architecture.select import foreign_config_of
-from minimind.checkpoint.choose import Chosen, choose, read_chosen
-from minimind.checkpoint.directory import MANIFEST, read_manifest
+from minimind.checkpoint.directory import MANIFEST, Chosen, choose, read_chosen, read_manifest
 from minimind.checkpoint.tensor_files import readable
 from minimind.checkpoint.validation import read_config
 from minimind.data.tokenizer.files import JSON_NAME, MODEL_NAME, TOKENIZER_FILES

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of
+from minimind.checkpoint.directory import is_due, published_checkpoints, set_aside, step_of
 from minimind.checkpoint.identity import hardware
-from minimind.checkpoint.train_state import is_due
 from minimind.config.run_config import RunConfig
 from minimind.data.loader.batches import Batches
 from minimind.engine.engine import Engine

@@ -22,8 +22,7 @@ from minimind.architecture.select import (
     hugging_face,
     scaling_flags,
 )
-from minimind.checkpoint.choose import newest_valid
-from minimind.checkpoint.directory import Rejected, read_manifest, rejected
+from minimind.checkpoint.directory import Rejected, newest_valid, read_manifest, rejected
 from minimind.checkpoint.resume import requested_checkpoints
 from minimind.checkpoint.validation import read_config
 from minimind.config.checks import check

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minimind.checkpoint.train_state import TrainState, is_due
+from minimind.checkpoint.directory import TrainState, is_due
 from minimind.engine.phase_clock import PhaseClock
 from minimind.errors import PREEMPTED
 from minimind.train.loop_actions import (

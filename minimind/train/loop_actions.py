@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from minimind.checkpoint.directory import TrainState, is_due
+from minimind.checkpoint.mirror import Mirror
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.saver import Saver
-from minimind.checkpoint.train_state import TrainState, is_due
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.loader.batches import Batches
@@ -20,7 +21,6 @@ from minimind.engine.loss_of_batch import routing_fields
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
-from minimind.mirror.mirror import Mirror
 from minimind.recovery.corruption_check import CorruptionCheck
 from minimind.recovery.spike_guard import SpikeGuard
 from minimind.runtime.collectives import lost_peers, run_on_all_ranks

@@ -10,7 +10,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from minimind.checkpoint.directory import TrainState
 from minimind.checkpoint.identity import facts, identity
+from minimind.checkpoint.mirror import Mirror, require_mirror, require_no_mirror
 from minimind.checkpoint.resume import Resumed, resume
 from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.run_folder import (
@@ -22,7 +24,6 @@ from minimind.checkpoint.run_folder import (
     write_reference,
 )
 from minimind.checkpoint.saver import Saver
-from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import planned_launch, read_launch
@@ -38,8 +39,6 @@ from minimind.engine.build import (
     section_faults,
 )
 from minimind.errors import StorageError, UsageError
-from minimind.mirror.mirror import Mirror
-from minimind.mirror.owner import require_mirror, require_no_mirror
 from minimind.recovery.corruption_check import CorruptionCheck
 from minimind.recovery.spike_guard import SpikeGuard
 from minimind.report.page import REPORT_NAME, write_report

@@ -9,9 +9,9 @@ from typing import Any
 
 from minimind.architecture.hf_models import rotary_dtype
 from minimind.architecture.select import scaling_text
+from minimind.checkpoint.directory import TrainState
 from minimind.checkpoint.identity import hardware, layout, source_commit, versions
 from minimind.checkpoint.resume import Resumed
-from minimind.checkpoint.train_state import TrainState
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.loader.conversation_shards import ConversationShards

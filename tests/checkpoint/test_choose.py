@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from minimind.checkpoint import directory as directories
-from minimind.checkpoint.choose import choose, read_chosen
-from minimind.checkpoint.directory import delete, published_checkpoints, sweep
+from minimind.checkpoint.directory import choose, delete, published_checkpoints, read_chosen, sweep
 from minimind.checkpoint.retention import Rules, prune
 from minimind.checkpoint.tensor_files import ShardFiles
 from minimind.cli.main import main
@@ -134,7 +133,7 @@ def test_one_that_was_named_and_is_gone_is_reported_so(
 
 
 def test_the_number_of_choices_is_bounded(run: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minimind.checkpoint.choose.TRIES", 2)
+    monkeypatch.setattr("minimind.checkpoint.directory.TRIES", 2)
 
     def use(chosen: Any) -> None:
         remove(run)

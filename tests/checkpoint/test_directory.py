@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     Difference,
     describe_file,
     differences,
     manifest_text,
+    newest_valid,
     publish,
     published_checkpoints,
     read_manifest,

@@ -20,13 +20,12 @@ from torch import nn
 
 from minimind.checkpoint import saver as saver_module
 from minimind.checkpoint import tensor_files
-from minimind.checkpoint.directory import published_checkpoints, verify
+from minimind.checkpoint.directory import TrainState, published_checkpoints, verify
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.resume import resume as resume_from
 from minimind.checkpoint.retention import VALIDATION, Rules, saved_of
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.tensor_files import Staging
-from minimind.checkpoint.train_state import TrainState
 from minimind.config.parse import parse_flags
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
 from minimind.engine.optimizer.groups import optimizer_of, parameter_groups

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from minimind.cli.chat import HELP
+from minimind.cli.generate import HELP
 from minimind.cli.main import main
 from minimind.data.chat.conversations import conversation_of_line
 from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
@@ -78,7 +78,7 @@ def typed(start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
     def type_lines(lines: Sequence[str], answers: Sequence[str | BaseException]) -> tuple[str, str]:
         chat = start(answers)
-        monkeypatch.setattr("minimind.cli.chat._load", lambda args: chat)
+        monkeypatch.setattr("minimind.cli.generate._load", lambda args: chat)
         monkeypatch.setattr("sys.stdin", Terminal("".join(f"{line}\n" for line in lines)))
         assert main(["chat", "--model", "a-model"]) == 0
         shown = capsys.readouterr()
@@ -191,7 +191,7 @@ def slow(monkeypatch: pytest.MonkeyPatch):
     def load(*_: Any, **__: Any):
         raise AssertionError("the libraries were imported")
 
-    monkeypatch.setattr("minimind.cli.chat._load", load)
+    monkeypatch.setattr("minimind.cli.generate._load", load)
     monkeypatch.setattr("minimind.cli.evaluate._score", load)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from minimind.checkpoint.mirror import require_mirror
 from minimind.checkpoint.run_folder import require_writable
 from minimind.cli.main import TAKE_RUN_FLAGS, build_parser, main
 from minimind.config.parse import parse_flags
 from minimind.errors import LockedError, UsageError
-from minimind.mirror.owner import require_mirror
 from tests.conftest import Trained, sentences
 from tests.faults.mirrors import FLAGS, content, train
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from minimind.checkpoint.train_state import TrainState, is_due
+from minimind.checkpoint.directory import TrainState, is_due
 from minimind.config.parse import parse_flags
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.errors import UsageError

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
+from minimind.checkpoint.directory import TrainState
 from minimind.checkpoint.resume import resume
 from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.saver import Saver
-from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.config_values import put
 from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags

@@ -19,20 +19,19 @@ import numpy as np
 
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, step_directory, step_of
+from minimind.checkpoint.mirror import Uploads, claim
+from minimind.checkpoint.remote_run import RemoteRun, complete
 from minimind.checkpoint.retention import VALIDATION, Rules, prune, record_validation
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.checkpoint.tools import look_at
 from minimind.data.loader.token_shards import TokenShards
 from minimind.errors import RunError
-from minimind.mirror.owner import claim
-from minimind.mirror.remote_run import RemoteRun, complete
-from minimind.mirror.uploads import Uploads
 from minimind.provenance.step_rows import read_run
 from minimind.recovery.corruption import Fault
 from minimind.recovery.corruption_check import CorruptionCheck
+from tests.checkpoint.saves import facts_of, save
 from tests.conftest import sentences
 from tests.faults.outcomes import Outcome, events
-from tests.mirror.saves import facts_of, save
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {

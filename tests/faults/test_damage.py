@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     MANIFEST,
     Rejected,
+    newest_valid,
     published_checkpoints,
     read_manifest,
     step_directory,

@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from minimind.checkpoint.directory import MANIFEST, published_checkpoints, verify
+from minimind.checkpoint.directory import MANIFEST, TrainState, published_checkpoints, verify
 from minimind.checkpoint.resume import Resumed
-from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import shard_name
 from minimind.data.loader.row_order import Order
 from minimind.errors import CheckpointError

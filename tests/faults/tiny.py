@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from minimind.checkpoint.directory import (
+    TrainState,
     describe_file,
     published_checkpoints,
     read_manifest,
@@ -23,7 +24,6 @@ from minimind.checkpoint.resume import resume as resume_from
 from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.tensor_files import shard_name, write_slices
-from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.data.tokenizer.sentencepiece import train_tokenizer

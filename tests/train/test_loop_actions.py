@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import minimind.train as training
-from minimind.checkpoint.train_state import TrainState
+from minimind.checkpoint.directory import TrainState
 from minimind.config.parse import parse_flags
 from minimind.errors import StorageError
 from minimind.telemetry import progress

@@ -12,7 +12,7 @@ import torch
 from tqdm.utils import disp_len
 
 import minimind.train as training
-from minimind.checkpoint.train_state import TrainState
+from minimind.checkpoint.directory import TrainState
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.deepspeed.resolve import leaves
 from minimind.config.launcher_env import read_launch

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import minimind.train as training
+from minimind.checkpoint import mirror
 from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of, verify
 from minimind.errors import CheckpointError, DataError, LockedError, StorageError, UsageError
-from minimind.mirror import mirror, uploads
 from minimind.report.runs import read_runs
 from minimind.report.summary import Summary
 from minimind.storage import filesystem
@@ -156,9 +156,9 @@ def test_a_newer_checkpoint_here_is_used_and_uploaded(
     assert not events(tmp_path / "a", "checkpoint_fetched")
     assert train({**flags, "mirror": None}, out_dir=out_dir) == 0
     offered: list[Path] = []
-    offer, write = uploads.Uploads.offer, pretrain.write_reference
+    offer, write = mirror.Uploads.offer, pretrain.write_reference
     monkeypatch.setattr(
-        uploads.Uploads, "offer", lambda self, *args: (offered.append(args[0]), offer(self, *args))
+        mirror.Uploads, "offer", lambda self, *args: (offered.append(args[0]), offer(self, *args))
     )
     # Files that are uploaded beside the checkpoint are not written meanwhile.
     monkeypatch.setattr(
@@ -240,8 +240,8 @@ def test_a_storage_that_goes_down_is_told_and_ends_no_run(
         proxy.is_down = True
         return real(self, *rest)
 
-    real = uploads.RemoteRun.upload
-    monkeypatch.setattr(uploads.RemoteRun, "upload", upload)
+    real = mirror.RemoteRun.upload
+    monkeypatch.setattr(mirror.RemoteRun, "upload", upload)
     assert train(flags, out_dir=str(tmp_path / "a")) == 0
     assert losses(tmp_path / "a") == unbroken
     failed = events(tmp_path / "a", "mirror_failed")
@@ -285,14 +285,14 @@ def test_of_two_starts_of_a_run_the_later_one_writes(
     proxy: FaultyProxy,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    real = uploads.RemoteRun.upload
+    real = mirror.RemoteRun.upload
 
     def upload(self: Any, directory: Path, before: Any) -> int:
         if step_of(directory) == 4:
             store.put("runs/one/mirror.json", b"{}")
         return real(self, directory, before)
 
-    monkeypatch.setattr(uploads.RemoteRun, "upload", upload)
+    monkeypatch.setattr(mirror.RemoteRun, "upload", upload)
     assert train(flags, out_dir=str(tmp_path / "a"), stop_at_step=2) == 75
     assert train(flags, out_dir=str(tmp_path / "a"), stop_at_step=4) == 75
     (failed,) = events(tmp_path / "a", "mirror_failed")
@@ -310,7 +310,7 @@ def test_the_end_waits_for_uploads_only_so_long(
 ):
     is_over = threading.Event()
     monkeypatch.setattr(mirror, "MIRROR_WAIT_S", 0.1)
-    monkeypatch.setattr(uploads.RemoteRun, "upload", lambda *rest: is_over.wait(60))
+    monkeypatch.setattr(mirror.RemoteRun, "upload", lambda *rest: is_over.wait(60))
     assert train(flags, out_dir=str(tmp_path / "a"), stop_at_step=2) == 75
     is_over.set()
     assert "step 2: waiting up to 0.1 s for the upload of its checkpoint" in capsys.readouterr().out

@@ -13,12 +13,12 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from minimind.checkpoint.directory import MANIFEST
+from minimind.checkpoint.mirror import claim, require_mirror, require_no_mirror
+from minimind.checkpoint.remote_run import RemoteRun
 from minimind.config.parse import parse_flags
 from minimind.errors import LockedError, StorageError, UsageError
-from minimind.mirror.owner import claim, require_mirror, require_no_mirror
-from minimind.mirror.remote_run import RemoteRun
+from tests.checkpoint.saves import facts_of, save
 from tests.conftest import Trained
-from tests.mirror.saves import facts_of, save
 from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
 
 IDENTITY = {"seed": {"seed": 42}}

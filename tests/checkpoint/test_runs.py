@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from minimind.checkpoint.directory import verify
-from minimind.mirror.remote_run import RemoteRun, by_step, complete
+from minimind.checkpoint.remote_run import RemoteRun, by_step, complete
 from tests.conftest import PACE, SHAPE, Launcher, sentences
 from tests.forking import Nursery, state_of
 from tests.storage.servers import BUCKET, KEYS, FaultyProxy, ObjectStore

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
+from minimind.checkpoint import remote_run
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints, set_aside
+from minimind.checkpoint.mirror import Uploads, claim
+from minimind.checkpoint.remote_run import ABANDONED, RemoteRun, by_step, complete
 from minimind.checkpoint.retention import Rules, prune, record_validation
 from minimind.errors import StorageError
-from minimind.mirror import remote_run
-from minimind.mirror.owner import claim
-from minimind.mirror.remote_run import ABANDONED, RemoteRun, by_step, complete
-from minimind.mirror.uploads import Uploads
+from tests.checkpoint.saves import facts_of, save
 from tests.conftest import Launcher, Trained
-from tests.mirror.saves import facts_of, save
 from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
 
 

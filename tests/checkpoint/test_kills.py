@@ -13,14 +13,13 @@ from threading import Timer
 import pytest
 
 from minimind.checkpoint.directory import published_checkpoints, step_of, sweep
+from minimind.checkpoint.mirror import Uploads, claim
+from minimind.checkpoint.remote_run import RemoteRun
 from minimind.checkpoint.retention import Rules, prune
 from minimind.errors import DataError
-from minimind.mirror.owner import claim
-from minimind.mirror.remote_run import RemoteRun
-from minimind.mirror.uploads import Uploads
 from minimind.storage import filesystem
 from minimind.storage.filesystem import Retry
-from tests.mirror.saves import facts_of, save
+from tests.checkpoint.saves import facts_of, save
 from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
 
 PREFIX = "runs/killed"

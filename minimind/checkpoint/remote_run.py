@@ -1,6 +1,6 @@
 """Files of a run at a URL, in the layout of its out_dir.
 
-    URL/mirror.json                       the run that it is of (owner.py)
+    URL/mirror.json                       the run that it is of (mirror.py)
     URL/checkpoints/step_00000042/...     complete if it has a manifest.json, which is written last
     URL/config.yaml tokenizer/
 
