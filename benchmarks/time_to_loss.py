@@ -44,8 +44,7 @@ import numpy as np
 from benchmarks.race_page import write_page
 from benchmarks.racers import MUON, PADDED, RACERS, RECIPE
 from benchmarks.record import arguments, record
-from minimind.config.parse import RECIPES, parse_flags
-from minimind.config.yaml_files import load_yaml_texts
+from minimind.config.parse import RECIPES, load_yaml_texts, parse_flags
 
 SHIPPED = 5e-4  # learning rate of MiniMind's pretraining
 POINTS = 10

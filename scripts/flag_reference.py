@@ -13,9 +13,8 @@ from typing import Any
 
 from minimind.cli import main as cli
 from minimind.config.arguments import EXAMPLE, Number, count_of_bytes, non_empty_path, size_in_bytes
-from minimind.config.foreign_flags import COMMANDS, TABLES
-from minimind.config.foreign_flags import rows as foreign_rows
-from minimind.config.parse import type_name
+from minimind.config.parse import COMMANDS, TABLES, type_name
+from minimind.config.parse import rows as foreign_rows
 from minimind.config.run_config import FLAGS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,19 @@ SHARE_RUNS = {
     f"tests/distributed/test_{name}.py"
     for name in ("launchers", "parallel_runs", "reference", "restarts", "runs")
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Heed SIGINT and SIGHUP where they are ignored: under nohup, in a script's background.
+
+    The processes that tests start inherit what is ignored, and would not stop.
+    """
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,9 +25,9 @@ from minimind.architecture.costs import (
     tensor_parallel_lines,
 )
 from minimind.architecture.shape import Shape, shape_of, with_special_tokens
-from minimind.config.deepspeed.auto_values import auto_values, offloads
-from minimind.config.deepspeed.optimizer import plain_faults
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
+from minimind.config.deepspeed.rules import plain_faults
+from minimind.config.deepspeed.values import auto_values, offloads
 from minimind.config.parse import parse_flags, unknown_flag
 from minimind.config.run_config import (
     DEFAULT_DEEPSPEED_CONFIG,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from minimind.config.flags import BY_TASK
 from minimind.config.run_config import FLAGS, RunConfig
-from minimind.config.training_flags import BY_TASK
 from minimind.errors import UsageError
 
 

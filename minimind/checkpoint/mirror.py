@@ -49,8 +49,8 @@ from minimind.checkpoint.retention import (
     saved_of,
     saved_with,
 )
+from minimind.config.flags import MIRROR_WAIT_S
 from minimind.config.run_config import RunConfig
-from minimind.config.training_flags import MIRROR_WAIT_S
 from minimind.errors import CheckpointError, LockedError, StorageError, UsageError
 from minimind.runtime.checked_json import (
     CheckedJson,

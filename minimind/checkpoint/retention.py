@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from minimind.checkpoint.directory import delete, published_checkpoints, step_directory, step_of
+from minimind.config.parse import load_yaml
 from minimind.config.run_config import REACH, RunConfig
-from minimind.config.yaml_files import load_yaml
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.checked_json import (
     ClosedJson,

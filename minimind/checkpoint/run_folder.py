@@ -14,12 +14,10 @@ from typing import IO, Any
 import yaml
 
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
-from minimind.config.deepspeed.engine_rules import output_paths
-from minimind.config.deepspeed.incompatible import ignored_flags
 from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.config.model_flags import SHAPE
+from minimind.config.deepspeed.rules import ignored_flags, output_paths
+from minimind.config.flags import BY_TASK, SHAPE
 from minimind.config.run_config import FLAGS, RunConfig
-from minimind.config.training_flags import BY_TASK
 from minimind.errors import LockedError, StorageError, UsageError
 from minimind.runtime.durable_files import require_regular, storing, write_whole
 from minimind.runtime.urls import masked_values

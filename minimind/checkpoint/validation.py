@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, FailFast, Field, RootModel
 
-from minimind.config.model_flags import MOST_EXPERTS
-from minimind.config.training_flags import MOST_LEFT_OUT
+from minimind.config.flags import MOST_EXPERTS, MOST_LEFT_OUT
 from minimind.errors import CheckpointError
 from minimind.model.sizes import MAX_FACTOR
 from minimind.runtime.checked_json import (

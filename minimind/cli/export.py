@@ -65,7 +65,7 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 def run_export(args: argparse.Namespace) -> int:
     """Write a model in another format and print a summary."""
-    from minimind.config.model_flags import HUGGING_FACE
+    from minimind.config.flags import HUGGING_FACE
     from minimind.interop.export import export, output  # imports torch
     from minimind.interop.weights import Weights, read_weights
 

@@ -32,7 +32,7 @@ from minimind.config.arguments import (
     size_in_bytes,
     utf8_fault,
 )
-from minimind.config.foreign_flags import equivalent_command, suggest
+from minimind.config.parse import equivalent_command, suggest
 from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError, known_error
 from minimind.runtime.durable_files import escape_unencodable, printing

@@ -12,7 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NoReturn
 
-from minimind.config.training_flags import PlaceFlags
+from minimind.config.flags import PlaceFlags
 from minimind.errors import UsageError
 
 EXAMPLE = "example:"

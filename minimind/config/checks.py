@@ -10,8 +10,7 @@ from datetime import date
 from pathlib import Path
 
 from minimind.config.arguments import is_utf8, utf8_fault
-from minimind.config.model_flags import SHAPE
-from minimind.config.report_flags import TRACKERS
+from minimind.config.flags import SHAPE, TRACKERS
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.urls import begins_as_url, masked

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from minimind.config.parse import load_yaml
 from minimind.config.run_config import CONFIGS
-from minimind.config.yaml_files import load_yaml
 from minimind.errors import RendezvousError, UsageError
 from minimind.runtime.environment import rank_of, require_environment
 

@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from minimind import __version__
-from minimind.config.model_flags import HUGGING_FACE, MAX_ROPE_FACTOR, ModelFlags
-from minimind.config.optimizer_flags import READ_BY, OptimizerFlags
-from minimind.config.report_flags import ReportFlags
-from minimind.config.training_flags import CHANGEABLE, PlaceFlags, TrainingFlags
+from minimind.config.flags import (
+    CHANGEABLE,
+    HUGGING_FACE,
+    MAX_ROPE_FACTOR,
+    READ_BY,
+    ModelFlags,
+    OptimizerFlags,
+    PlaceFlags,
+    ReportFlags,
+    TrainingFlags,
+)
 from minimind.errors import UsageError
 
 DISTRIBUTION = f"minimind-deepspeed {__version__}"  # what --version prints

@@ -23,12 +23,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
-from minimind.config.deepspeed import engine_rules as rules
-from minimind.config.deepspeed.auto_values import offloads
-from minimind.config.deepspeed.compiled_ops import unbuildable_optimizer
-from minimind.config.deepspeed.config_values import BATCH, leaves
+from minimind.config.deepspeed import rules as rules
+from minimind.config.deepspeed.backend_choice import unbuildable_optimizer
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.schema import MODELS, format_model_fault, optimizer_name
+from minimind.config.deepspeed.values import BATCH, leaves, offloads
 from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
 from minimind.engine.deepspeed_backend import Backend, DeepSpeedBackend, configuration
 from minimind.engine.deepspeed_logs import CollectivesLog, fix_start_time

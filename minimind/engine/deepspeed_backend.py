@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimind.config.deepspeed.config_values import BATCH
 from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.deepspeed.values import BATCH
 from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.deepspeed_logs import CollectivesLog
 from minimind.engine.norm_limit import NormLimit

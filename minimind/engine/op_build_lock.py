@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.utils.file_baton import FileBaton
 
-from minimind.config.deepspeed.compiled_ops import WITHOUT_ADAM, compilation_text, is_compiled
+from minimind.config.deepspeed.backend_choice import WITHOUT_ADAM, compilation_text, is_compiled
 from minimind.errors import RunError, StorageError, UsageError
 from minimind.runtime.durable_files import storing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
-from minimind.config.model_flags import HUGGING_FACE
+from minimind.config.flags import HUGGING_FACE
 from minimind.data.tokenizer.files import JSON_NAME, MODEL_NAME, read_configuration
 from minimind.errors import DataError, UsageError
 

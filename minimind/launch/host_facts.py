@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from minimind.config.deepspeed.compiled_ops import CPU_OPS, OPS, op_fault
+from minimind.config.deepspeed.backend_choice import CPU_OPS, OPS, op_fault
 from minimind.runtime.hardware import (
     GPU,
     HAS_BF16,

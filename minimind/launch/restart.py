@@ -21,7 +21,7 @@ if not __package__:  # run as a script: import the package from this checkout or
     project = str(Path(__file__).resolve().parents[2])
     sys.path[0:1] = [] if project in sys.path else [project]
 from minimind.checkpoint.directory import published_checkpoints
-from minimind.config.yaml_files import load_yaml
+from minimind.config.parse import load_yaml
 from minimind.errors import PREEMPTED, PeerError, RunError
 from minimind.launch.hosts_left import FOLDER, Host, Meeting, own_address
 from minimind.launch.plan import count_gpus

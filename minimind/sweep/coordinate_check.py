@@ -18,8 +18,8 @@ from torch import Tensor
 from minimind.architecture.hf_models import model_of
 from minimind.architecture.select import minimind_config
 from minimind.config.checks import check
-from minimind.config.deepspeed.optimizer import unread_flag_faults
 from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.deepspeed.rules import unread_flag_faults
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import RunConfig
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss

@@ -12,9 +12,8 @@ from typing import Any
 from minimind.architecture.costs import flops_per_token
 from minimind.architecture.shape import shape_of
 from minimind.checkpoint.directory import published_checkpoints, read_manifest
-from minimind.config.parse import convert
+from minimind.config.parse import convert, load_yaml_texts
 from minimind.config.run_config import FLAGS, RunConfig
-from minimind.config.yaml_files import load_yaml_texts
 from minimind.errors import CheckpointError, UsageError
 from minimind.report.records import number
 from minimind.report.runs import Run, read_configuration, read_runs

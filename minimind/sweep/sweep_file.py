@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from minimind.config.foreign_flags import suggest
 from minimind.config.launcher_env import read_launch
-from minimind.config.parse import build_config, convert, type_name, unknown_keys
+from minimind.config.parse import build_config, convert, suggest, type_name, unknown_keys
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.checked_json import describe_fault
@@ -75,7 +74,7 @@ class Sweep(_Checked):
 
 def read_sweep(path: str) -> Sweep:
     """Read and check SWEEP.yaml; raise a UsageError that lists the faults."""
-    from minimind.config.yaml_files import load_yaml_texts
+    from minimind.config.parse import load_yaml_texts
 
     document = load_yaml_texts(path, "sweep file")
     try:

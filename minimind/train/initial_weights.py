@@ -26,11 +26,10 @@ from minimind.checkpoint.directory import Rejected, newest_valid, read_manifest,
 from minimind.checkpoint.resume import requested_checkpoints
 from minimind.checkpoint.validation import read_config
 from minimind.config.checks import check
-from minimind.config.model_flags import HUGGING_FACE
-from minimind.config.model_flags import SHAPE as FLAGS_OF_SHAPE
+from minimind.config.flags import BY_TASK, HUGGING_FACE
+from minimind.config.flags import SHAPE as FLAGS_OF_SHAPE
 from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
-from minimind.config.training_flags import BY_TASK
 from minimind.data.chat.rendering import date_of
 from minimind.data.chat.template import ChatTemplate
 from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template, with_vocabulary_of

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.deepspeed.resolve import read_deepspeed_json
-from minimind.config.model_flags import HUGGING_FACE
+from minimind.config.flags import DEFAULT_DATA, HUGGING_FACE
 from minimind.config.parse import config_file
 from minimind.config.run_config import LAUNCH, RunConfig
-from minimind.config.training_flags import DEFAULT_DATA
 from minimind.data.chat.conversations import (
     conversation_columns,
     conversation_of_line,

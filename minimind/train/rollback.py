@@ -9,8 +9,8 @@ import numpy as np
 
 from minimind.checkpoint.directory import published_checkpoints, step_of
 from minimind.checkpoint.resume import Resumed, resume
+from minimind.config.flags import CHANGEABLE
 from minimind.config.run_config import MARGIN, PATIENCE
-from minimind.config.training_flags import CHANGEABLE
 from minimind.data.loader.skip_rows import skip_rows_text
 from minimind.errors import NumericError
 from minimind.runtime.collectives import on_rank_0

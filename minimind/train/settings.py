@@ -15,8 +15,8 @@ from minimind.architecture.plan import plan_text
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.deepspeed.backend_choice import Setup, dry_run_notices
-from minimind.config.deepspeed.config_values import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.deepspeed.values import leaves
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.data.loader.manifest import is_whole, read_manifest

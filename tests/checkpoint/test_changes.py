@@ -367,7 +367,7 @@ def test_a_group_that_there_is_not_is_refused(given: str):
 
 def test_groups_are_the_ones_a_checkpoint_has(stopped: Path):
     from minimind.checkpoint.directory import published_checkpoints, read_manifest
-    from minimind.config.training_flags import CHANGEABLE
+    from minimind.config.flags import CHANGEABLE
 
     (path,) = published_checkpoints(stopped / "run" / "checkpoints")
     assert set(read_manifest(path)["identity"]) == set(CHANGEABLE)

@@ -4,8 +4,7 @@ import pytest
 
 from minimind.cli.main import COMMANDS as OURS
 from minimind.cli.main import build_parser, main
-from minimind.config.foreign_flags import COMMANDS, TABLES, equivalent_flag, rows, suggest
-from minimind.config.parse import parse_flags
+from minimind.config.parse import COMMANDS, TABLES, equivalent_flag, parse_flags, rows, suggest
 from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from minimind.config.deepspeed.config_values import put
+from minimind.config.deepspeed.values import put
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.build import MODELS, section_faults
 from minimind.launch import train_pretrain

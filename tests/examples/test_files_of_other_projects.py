@@ -20,9 +20,8 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 
 from minimind.config.deepspeed import backend_choice
 from minimind.config.deepspeed.backend_choice import read_setup
-from minimind.config.deepspeed.config_values import AUTO, leaves
-from minimind.config.deepspeed.normalize import normalize_config
 from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.deepspeed.values import AUTO, leaves, normalize_config
 from minimind.config.launcher_env import Launch, read_launch
 from minimind.config.parse import parse_flags
 from minimind.engine.build import section_faults

@@ -21,8 +21,8 @@ from minimind.checkpoint.directory import (
 )
 from minimind.checkpoint.resume import resume
 from minimind.cli.main import main
+from minimind.config.flags import CHANGEABLE
 from minimind.config.parse import parse_flags
-from minimind.config.training_flags import CHANGEABLE
 from minimind.data.loader.row_order import Order
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
 from minimind.engine.optimizer.groups import optimizer_of, parameter_groups

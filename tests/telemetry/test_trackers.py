@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import minimind.train as training
+from minimind.config.flags import TRACKERS
 from minimind.config.parse import parse_flags
-from minimind.config.report_flags import TRACKERS
 from minimind.errors import DataError, UsageError
 from minimind.telemetry import trackers
 from minimind.telemetry.trackers import Tracker, tracker_values

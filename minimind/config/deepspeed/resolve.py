@@ -12,23 +12,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minimind.config.deepspeed import schema as deepspeed_schema
-from minimind.config.deepspeed.auto_values import DEEPSPEED_ADAM, auto_values, required_keys
-from minimind.config.deepspeed.config_values import (
+from minimind.config.deepspeed.rules import (
+    TYPES,
+    adopt_optimizer,
+    engine_faults,
+    incompatible_settings,
+)
+from minimind.config.deepspeed.values import (
     AUTO,
     BATCH,
+    DEEPSPEED_ADAM,
     MICRO_BATCH,
     MISSING,
     apply_file,
     apply_launch,
     apply_yaml_fields,
+    auto_values,
     get,
     leaves,
+    normalize_config,
     put,
+    required_keys,
 )
-from minimind.config.deepspeed.engine_rules import engine_faults
-from minimind.config.deepspeed.incompatible import incompatible_settings
-from minimind.config.deepspeed.normalize import normalize_config
-from minimind.config.deepspeed.optimizer import TYPES, adopt_optimizer
 from minimind.config.launcher_env import Launch
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minimind.config.training_flags import MOST_LEFT_OUT
+from minimind.config.flags import MOST_LEFT_OUT
 from minimind.data.loader.mixture import Mixture, Ranges, count_rows, rows_in
 from minimind.data.loader.permutation import Shuffle
 

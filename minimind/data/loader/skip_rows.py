@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from minimind.config.training_flags import MOST_LEFT_OUT
+from minimind.config.flags import MOST_LEFT_OUT
 from minimind.data.loader.mixture import Ranges, count_rows
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import read_small

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
+from minimind.config.flags import BY_TASK
 from minimind.config.run_config import RunConfig
-from minimind.config.training_flags import BY_TASK
 from minimind.data.chat.rendering import require_bounded
 from minimind.data.chat.template import DEFAULT_TEMPLATE, named_tokens, own_template, special_names
 from minimind.data.prepare.cache import build_once

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minimind.config.yaml_files import load_yaml_texts
+from minimind.config.parse import load_yaml_texts
 from minimind.errors import UsageError
 from minimind.runtime.urls import masked
 

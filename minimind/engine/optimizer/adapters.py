@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minimind.config.deepspeed.incompatible import RESUMABLE
+from minimind.config.deepspeed.rules import RESUMABLE
 from minimind.engine.optimizer.state import MOMENTS, Fragment, ZeroState
 from minimind.engine.optimizer.tensor_split import TensorSplit
 from minimind.errors import CheckpointError

@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 
-from minimind.config.deepspeed import compiled_ops
-from minimind.config.deepspeed.backend_choice import Setup, advice, dry_run_notices
-from minimind.config.deepspeed.compiled_ops import (
+from minimind.config.deepspeed import backend_choice
+from minimind.config.deepspeed.backend_choice import (
     OPS,
+    Setup,
+    advice,
     compilation_notice,
+    dry_run_notices,
     required_op,
     unbuildable_optimizer,
 )
-from minimind.config.deepspeed.config_values import put
 from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json
+from minimind.config.deepspeed.values import put
 from minimind.config.launcher_env import Launch
 from minimind.config.parse import parse_flags
 from tests.conftest import ROOT
@@ -29,13 +31,13 @@ NO_NVCC = "the CUDA compiler nvcc is not installed"
 
 @pytest.fixture
 def uncompilable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_ops, "extension_fault", lambda device: f"{NO_NVCC} for {device}")
+    monkeypatch.setattr(backend_choice, "extension_fault", lambda device: f"{NO_NVCC} for {device}")
 
 
 @pytest.fixture
 def compilable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of compiled extensions, which is empty."""
-    monkeypatch.setattr(compiled_ops, "extension_fault", lambda device: "")
+    monkeypatch.setattr(backend_choice, "extension_fault", lambda device: "")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     return tmp_path
 
@@ -48,7 +50,7 @@ def setup_of(changes: dict[str, Any], device: str = "cuda") -> Setup:
 
 
 def adam_of(resolved: ResolvedConfig) -> dict[str, Any]:
-    names = ("torch_adam", "fused", *compiled_ops.DEEPSPEED_ADAM)
+    names = ("torch_adam", "fused", *backend_choice.DEEPSPEED_ADAM)
     params = resolved.config["optimizer"]["params"]
     return {name: params[name] for name in names if name in params}
 
@@ -77,7 +79,7 @@ def test_an_optimizer_that_cannot_be_compiled_is_known_before_the_start(
     assert bool(fault) == bool(op)
     if op:
         assert f"{NO_NVCC} for {'cpu' if offload else 'cuda'}" in fault
-        monkeypatch.setattr(compiled_ops, "is_installed", lambda name: name == op)
+        monkeypatch.setattr(backend_choice, "is_installed", lambda name: name == op)
         assert unbuildable_optimizer(config, device) == ""
 
 
@@ -161,11 +163,11 @@ def test_architectures_that_deepspeed_cannot_read_are_a_fault_of_cuda_ops_alone(
 ):
     """Seen on an H100 whose environment named 9.0a: the compilation ended with a ValueError."""
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", written)
-    fault = compiled_ops.op_fault("fused_adam", "cuda")
+    fault = backend_choice.op_fault("fused_adam", "cuda")
     assert (unread in fault) if unread else fault == ""
     assert (
-        compiled_ops.op_fault("cpu_adam", "cuda")
-        == compiled_ops.op_fault("fused_adam", "cpu")
+        backend_choice.op_fault("cpu_adam", "cuda")
+        == backend_choice.op_fault("fused_adam", "cpu")
         == ""
     )
 
@@ -178,7 +180,7 @@ def test_deepspeed_reads_architectures_as_told(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", written)
     builder: Any = FusedAdamBuilder()
     builder.jit_mode = True
-    if compiled_ops.architectures_fault(written):
+    if backend_choice.architectures_fault(written):
         with pytest.raises(ValueError, match="invalid literal"):
             builder.compute_capability_args()
     else:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import minimind.train  # noqa: F401 (a module that is called)
-from minimind.config.deepspeed.config_values import put
-from minimind.config.deepspeed.engine_rules import remedy_for, tensor_parallel_faults
 from minimind.config.deepspeed.resolve import resolve
+from minimind.config.deepspeed.rules import remedy_for, tensor_parallel_faults
+from minimind.config.deepspeed.values import put
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.errors import StorageError, UsageError

@@ -9,8 +9,8 @@ import pytest
 
 from minimind.config.deepspeed import backend_choice
 from minimind.config.deepspeed.backend_choice import exact_float32, with_choices, with_compile
-from minimind.config.deepspeed.config_values import put
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
+from minimind.config.deepspeed.values import put
 from minimind.config.launcher_env import Launch, read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG

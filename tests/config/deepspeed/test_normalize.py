@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from minimind.config.deepspeed import effects
+from minimind.config.deepspeed import rules as effects
 from minimind.config.deepspeed.backend_choice import without_effect
-from minimind.config.deepspeed.config_values import MISSING, get, put
-from minimind.config.deepspeed.incompatible import LEAST, ONLY
-from minimind.config.deepspeed.keys import CHOICES, FIELD_NAMES, MODELLED, SECTIONS, TOP_LEVEL
-from minimind.config.deepspeed.normalize import normalize_config
+from minimind.config.deepspeed.rules import LEAST, ONLY
+from minimind.config.deepspeed.schema import CHOICES, FIELD_NAMES, MODELLED, SECTIONS, TOP_LEVEL
+from minimind.config.deepspeed.values import MISSING, get, normalize_config, put
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError
 from tests.config.deepspeed.test_incompatible import PAIRS, ZERO, resolved

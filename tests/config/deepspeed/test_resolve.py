@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from minimind.checkpoint.run_folder import write_reference
-from minimind.config.deepspeed.auto_values import DEFAULTS
 from minimind.config.deepspeed.resolve import AUTO, leaves, read_deepspeed_json, resolve
+from minimind.config.deepspeed.values import DEFAULTS
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT
 from minimind.config.schedule import Schedule

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from minimind.config.deepspeed import keys
-from minimind.config.deepspeed.auto_values import DEFAULTS
+from minimind.config.deepspeed import schema
 from minimind.config.deepspeed.schema import faults, optimizer_name
+from minimind.config.deepspeed.values import DEFAULTS
 from minimind.config.run_config import PROJECT
 
 # Run by another process: importing DeepSpeed warns, and picks a device for good.
@@ -131,45 +131,45 @@ def survey():
 
 
 def test_the_tables_are_of_the_installed_version(survey):
-    assert survey["version"].split("+")[0] == keys.VERSION
+    assert survey["version"].split("+")[0] == schema.VERSION
 
 
 def test_every_top_level_key_that_deepspeed_reads_is_known_and_no_other(survey):
     elsewhere = {"sequence_parallel_size", "data_parallel_size"}  # read by deepspeed.initialize
     for name in elsewhere:
         assert f'config["{name}"]' in survey["source"]
-    removed = {name for name in keys.REMOVED if "." not in name}
-    assert set(survey["top"]) | elsewhere == set(keys.TOP_LEVEL) | removed
-    assert not removed & set(keys.TOP_LEVEL)
+    removed = {name for name in schema.REMOVED if "." not in name}
+    assert set(survey["top"]) | elsewhere == set(schema.TOP_LEVEL) | removed
+    assert not removed & set(schema.TOP_LEVEL)
 
 
 def test_every_section_without_a_model_lists_the_keys_that_deepspeed_reads(survey):
-    assert survey["sections"].keys() == keys.SECTIONS.keys()
+    assert survey["sections"].keys() == schema.SECTIONS.keys()
     for name, read in survey["sections"].items():
-        assert set(read) == set(keys.SECTIONS[name]), name
+        assert set(read) == set(schema.SECTIONS[name]), name
 
 
 def test_every_key_that_deepspeed_refuses_as_removed_is_refused_here(survey):
-    assert set(survey["removed"]) <= set(keys.REMOVED)
+    assert set(survey["removed"]) <= set(schema.REMOVED)
 
 
 def test_every_section_with_a_model_lists_its_fields(survey):
-    assert survey["models"].keys() == keys.MODELLED.keys()
+    assert survey["models"].keys() == schema.MODELLED.keys()
     for name, fields in survey["models"].items():
-        refused = {field for field in fields if f"{name}.{field}" in keys.REMOVED}
+        refused = {field for field in fields if f"{name}.{field}" in schema.REMOVED}
         assert {field for field, (is_old, _) in fields.items() if is_old} <= refused
-        assert set(fields) - refused == set(keys.MODELLED[name]), name
+        assert set(fields) - refused == set(schema.MODELLED[name]), name
 
 
 def test_the_names_of_fields_with_another_key_are_those_of_the_models(survey):
     assert len(survey["aliases"]) == 9
-    assert survey["aliases"] == keys.FIELD_NAMES
+    assert survey["aliases"] == schema.FIELD_NAMES
 
 
-@pytest.mark.parametrize("name", keys.MODELLED)
+@pytest.mark.parametrize("name", schema.MODELLED)
 def test_every_default_of_the_models_is_a_value_of_its_kind(name, survey):
     fields = survey["models"][name]
-    given = {field: fields[field][1] for field in keys.MODELLED[name]}
+    given = {field: fields[field][1] for field in schema.MODELLED[name]}
     assert faults(nested(name, given), "ds.json") == []
 
 
@@ -181,7 +181,7 @@ def test_what_auto_is_filled_with_are_the_models_defaults(survey):
 
 def test_the_sections_that_are_covered_whole():
     # Names and kinds, not bounds.
-    assert {name for name in keys.MODELLED if "." not in name} == {
+    assert {name for name in schema.MODELLED if "." not in name} == {
         "zero_optimization",
         "bf16",
         "fp16",
@@ -189,25 +189,25 @@ def test_the_sections_that_are_covered_whole():
 
 
 def test_every_optimizer_type_is_taken_or_refused_for_a_reason(survey):
-    known = {name.lower() for name in (*keys.OPTIMIZERS, *keys.REFUSED_OPTIMIZERS)}
+    known = {name.lower() for name in (*schema.OPTIMIZERS, *schema.REFUSED_OPTIMIZERS)}
     built = {*survey["by_name"], *(name.lower() for name in survey["torch"])}
     gone = {"onebitadam", "zerooneadam", "onebitlamb"}
     assert known == (built - {"optimizer"}) | gone
-    assert {name.lower() for name in keys.ANY_CASE} <= set(survey["by_name"])
+    assert {name.lower() for name in schema.ANY_CASE} <= set(survey["by_name"])
 
 
-@pytest.mark.parametrize("name", keys.OPTIMIZERS)
+@pytest.mark.parametrize("name", schema.OPTIMIZERS)
 def test_optimizer_parameters_are_those_of_the_classes(name, survey):
     real = set(survey["optimizers"][name]) - {"adamw_mode", "max_grad_norm"}
     if name in ("Adam", "AdamW"):
         real |= POPPED
     if name == "Muon":
         real |= POPPED | {"foreach", "muon_lr", "adam_lr", "per_head_muon"}
-    assert set(keys.OPTIMIZERS[name].split()) == real
+    assert set(schema.OPTIMIZERS[name].split()) == real
 
 
 def test_scheduler_parameters_are_those_of_the_classes(survey):
-    assert {name: set(names.split()) for name, names in keys.SCHEDULERS.items()} == {
+    assert {name: set(names.split()) for name, names in schema.SCHEDULERS.items()} == {
         name: set(params) for name, params in survey["schedulers"].items()
     }
 
@@ -219,14 +219,14 @@ def test_a_scheduler_needs_the_parameters_without_a_default(survey):
     }
     needed = {name: tuple(set(names) - {"total_num_steps"}) for name, names in needed.items()}
     assert {n: set(names) for n, names in needed.items() if names} == {
-        n: set(names) for n, names in keys.NEEDED.items()
+        n: set(names) for n, names in schema.NEEDED.items()
     }
 
 
-@pytest.mark.parametrize("name", [*keys.OPTIMIZERS, *keys.SCHEDULERS])
+@pytest.mark.parametrize("name", [*schema.OPTIMIZERS, *schema.SCHEDULERS])
 def test_every_default_of_the_classes_is_a_value_of_its_kind(name, survey):
-    block = "optimizer" if name in keys.OPTIMIZERS else "scheduler"
-    taken = (keys.OPTIMIZERS | keys.SCHEDULERS)[name].split()
+    block = "optimizer" if name in schema.OPTIMIZERS else "scheduler"
+    taken = (schema.OPTIMIZERS | schema.SCHEDULERS)[name].split()
     given = {k: v for k, v in survey[f"{block}s"][name].items() if k in taken}
     assert faults({block: {"type": name, "params": given}}, "ds.json") == []
 
@@ -402,19 +402,19 @@ def test_the_shipped_file_has_no_faults():
     assert faults(json.loads(Path(path).read_text()), str(path)) == []
 
 
-@pytest.mark.parametrize("name", keys.TOP_LEVEL)
+@pytest.mark.parametrize("name", schema.TOP_LEVEL)
 def test_auto_is_right_everywhere(name):
     assert faults({name: "auto"}, "ds.json") == []
 
 
-@pytest.mark.parametrize("name", keys.MODELLED)
+@pytest.mark.parametrize("name", schema.MODELLED)
 def test_auto_is_right_inside_the_sections(name):
-    assert faults(nested(name, dict.fromkeys(keys.MODELLED[name], "auto")), "ds.json") == []
+    assert faults(nested(name, dict.fromkeys(schema.MODELLED[name], "auto")), "ds.json") == []
 
 
 def test_auto_is_right_inside_the_blocks():
-    params = dict.fromkeys(keys.OPTIMIZERS["AdamW"].split(), "auto")
-    warmup = dict.fromkeys(keys.SCHEDULERS["WarmupDecayLR"].split(), "auto")
+    params = dict.fromkeys(schema.OPTIMIZERS["AdamW"].split(), "auto")
+    warmup = dict.fromkeys(schema.SCHEDULERS["WarmupDecayLR"].split(), "auto")
     config = {
         "optimizer": {"type": "AdamW", "params": params},
         "scheduler": {"type": "WarmupDecayLR", "params": warmup},
@@ -430,11 +430,11 @@ def test_odd_input_is_reported_and_never_raises(odd):
 
 @pytest.mark.parametrize("odd", [None, 10**400, 1.5, "x", [], [1], True, {}, {"": None, "x": []}])
 def test_odd_values_never_raise(odd):
-    for name in (*keys.TOP_LEVEL, *keys.REMOVED):
+    for name in (*schema.TOP_LEVEL, *schema.REMOVED):
         faults({name: odd}, "ds.json")
         faults({name: {"type": odd, "params": odd, "throughput": odd}}, "ds.json")
         faults({name: {"type": "AdamW", "params": {"lr": odd}}}, "ds.json")
-    for name, names in keys.MODELLED.items():
+    for name, names in schema.MODELLED.items():
         faults(nested(name, odd), "ds.json")
         faults(nested(name, dict.fromkeys(names, odd)), "ds.json")
 

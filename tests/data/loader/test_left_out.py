@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from minimind.checkpoint.validation import validate_order
-from minimind.config.training_flags import MOST_LEFT_OUT
+from minimind.config.flags import MOST_LEFT_OUT
 from minimind.data.loader.mixture import Mixture
 from minimind.data.loader.row_order import Order, Origin
 from minimind.data.loader.skip_rows import read_skip_rows, skip_rows_text

@@ -1,0 +1,845 @@
+"""Faults of incompatible settings whose values are valid on their own.
+
+DeepSpeed 0.19.8 rejects some of these late and with a traceback, silently ignores others, and
+trains a few of them incorrectly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from importlib.util import find_spec
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from minimind.config.deepspeed.schema import AUTO, DTYPES, optimizer_name
+from minimind.config.deepspeed.values import (
+    BATCH,
+    MISSING,
+    TENSOR_PARALLEL,
+    adopt,
+    get,
+    leaves,
+    offloads,
+)
+from minimind.config.flags import READ_BY
+from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, RunConfig
+
+PARAMS = "optimizer.params."
+TYPES = {"adamw": "AdamW", "muon": "Muon", "lion": "Lion", "sgd": "SGD"}  # in DeepSpeed's words
+FLAG_OF_TYPE = {"Adam": "adamw", **{written: flag for flag, written in TYPES.items()}}
+FLAGS_OF_MUON = {"muon_lr": "muon_lr", "momentum": "muon_momentum"}
+# Parameters of DeepSpeed's Muon that torch's does not have, with their only accepted values.
+OTHERS = {
+    "torch_adam": (True,),
+    "eps": (1e-8,),
+    "adam_lr": (),
+    "ns_method": (),
+    "per_head_muon": (),
+}
+
+
+def adopt_optimizer(
+    config: dict[str, Any], path: str, run: RunConfig, faults: list[str]
+) -> RunConfig:
+    """Adopt the optimizer block of the file as flags; a shipped default gives way to a flag."""
+    name = FLAG_OF_TYPE.get(optimizer_name(get(config, "optimizer.type")) or "")
+    if name is None:
+        return run
+    if not run.is_explicit("optimizer"):
+        run = run.with_values(f"{path}: optimizer.type", optimizer=name)
+    elif run.optimizer != name and _is_shipped_default(config["optimizer"], path):
+        del config["optimizer"]
+        return run
+    elif run.optimizer != name:
+        written = json.dumps(config.pop("optimizer")["type"])
+        file = "muon.json" if run.muon else "torch_adamw.json, which has no such block"
+        faults.append(
+            f"{path}: optimizer.type is {written} but {run.sources['optimizer']} says optimizer ="
+            f" {run.optimizer}; drop optimizer, or take --deepspeed_config none, or"
+            f" configs/deepspeed/{file}"
+        )
+        return run
+    adopt_params = {"muon": _adopt_muon, "sgd": _adopt_sgd}.get(name)
+    return adopt_params(config, path, run, faults) if adopt_params else run
+
+
+def _is_shipped_default(block: Mapping[str, Any], path: str) -> bool:
+    """Whether a block of AdamW holds nothing that a user chose, in a file of this package."""
+    file = Path(path).resolve()
+    is_shipped = file == DEFAULT_DEEPSPEED_CONFIG or file.parent == CONFIGS / "deepspeed"
+    params = block.get("params", {})
+    return (
+        is_shipped
+        and block.keys() <= {"type", "params"}
+        and block["type"] == TYPES["adamw"]
+        and all(value == AUTO or (key, value) == ("eps", 1e-8) for key, value in params.items())
+    )
+
+
+def replaced_block(document: Mapping[str, Any], path: str, run: RunConfig) -> str:
+    """Notice that --optimizer is in force in place of the block of a shipped file; else empty."""
+    written = optimizer_name(get(document, "optimizer.type")) or ""
+    if FLAG_OF_TYPE.get(written, run.optimizer) == run.optimizer:
+        return ""
+    by = run.sources["optimizer"]
+    return f"optimizer {run.optimizer} by {by}, in place of {path}'s {written}"
+
+
+def _adopt_sgd(config: dict[str, Any], path: str, run: RunConfig, faults: list[str]) -> RunConfig:
+    """Adopt the momentum of the block; one without it has the flag's if given, else torch's 0."""
+    params = config["optimizer"].setdefault("params", {})
+    if "momentum" not in params and not run.is_explicit("sgd_momentum"):
+        run = run.with_values("torch's default", sgd_momentum=0.0)
+    momentum = params.setdefault("momentum", AUTO)
+    if momentum in (AUTO, None):
+        return run
+    where = f"{path}: {PARAMS}momentum"
+    return adopt(run, "sgd_momentum", momentum, where, 'write "auto" in the file', faults)
+
+
+def _adopt_muon(config: dict[str, Any], path: str, run: RunConfig, faults: list[str]) -> RunConfig:
+    """Adopt a block of type Muon, and remove it from `config`.
+
+    DeepSpeed's Muon clips the orthogonalized update in place of the gradient, and its checkpoints
+    fit one number of processes only; torch's has neither fault.
+    """
+    params = config.pop("optimizer").get("params", {})
+    for key, name in FLAGS_OF_MUON.items():
+        if params.get(key, AUTO) not in (AUTO, None):
+            where, remedy = f"{path}: {PARAMS}{key}", 'write "auto" in the file'
+            run = adopt(run, name, params[key], where, remedy, faults)
+    if "muon_lr" not in params:
+        faults.append(
+            f"{path}: {PARAMS}muon_lr is missing, and Muon's rate is not AdamW's; write a number,"
+            ' or "auto" for --muon_lr'
+        )
+    faults += [
+        f"{path}: {PARAMS}{key} is {json.dumps(params[key])}, which torch's Muon does not have;"
+        " remove it"
+        for key, accepted in OTHERS.items()
+        if key in params
+        and params[key] not in (AUTO, *accepted)
+        and not any(fault.startswith(f"{path}: {PARAMS}{key} is ") for fault in faults)  # its type
+    ]
+    return run
+
+
+def with_optimizer_defaults(run: RunConfig) -> RunConfig:
+    """Return the run with every value of Muon or SGD that is in force."""
+    for name, value in (run.muon | run.sgd).items():
+        if getattr(run, name) is None:
+            is_shared = name == "muon_lr" and run.muon["muon_scaling"] != "original"
+            source = "derived: learning_rate" if is_shared else f"{TYPES[run.optimizer]}'s default"
+            run = run.with_values(source, **{name: value})
+    return run
+
+
+def unread_flag_faults(run: RunConfig) -> list[str]:
+    """Faults of given flags that the optimizer does not read."""
+    return [
+        f"{name} = {getattr(run, name)} ({run.sources[name]}) has no effect with"
+        f" optimizer = {run.optimizer} ({run.sources['optimizer']}); drop it, or use"
+        f" --optimizer {READ_BY[name][0]}"
+        for name in run.unread_flags
+        if run.is_explicit(name)
+    ]
+
+
+def plain_faults(run: RunConfig) -> list[str]:
+    """Faults of given flags without DeepSpeed."""
+    faults = unread_flag_faults(run)
+    if run.tensor_parallel > 1:
+        faults.append(
+            f"tensor_parallel = {run.tensor_parallel} ({run.sources['tensor_parallel']}) needs"
+            " DeepSpeed; give --deepspeed_config FILE, or drop it"
+        )
+    return faults
+
+
+def muon_faults(run: RunConfig, config: Mapping[str, Any]) -> list[str]:
+    """Faults of settings of the resolved file that exclude Muon; the caller adds its path."""
+    flag, faults = f"optimizer = {run.optimizer} ({run.sources['optimizer']})", []
+    if not run.muon:
+        return []
+    if get(config, "scheduler.type") is not MISSING:
+        faults.append(
+            f"scheduler sets one learning rate, and {flag} has two; remove the block, and use"
+            " --schedule"
+        )
+    if offloads(config, "optimizer"):
+        faults.append(
+            f"zero_optimization.offload_optimizer is not supported with {flag}; remove it, or use"
+            " AdamW"
+        )
+    return faults
+
+
+# Keys and blocks that DeepSpeed's engine applies in the calls that this package makes.
+ENGINE = frozenset(
+    """
+    optimizer scheduler bf16 fp16 data_types timers flops_profiler comms_logger tensorboard wandb
+    csv_monitor comet prescale_gradients gradient_predivide_factor gradient_clipping
+    communication_data_type log_level steps_per_print dump_state disable_python_gc
+    wall_clock_breakdown memory_breakdown zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer train_batch_size train_micro_batch_size_per_gpu
+    gradient_accumulation_steps
+    """.split()
+)
+# incompatible.py allows a single value of each.
+ONE_VALUE = frozenset(
+    """
+    managed_gradient_accumulation gradient_allreduce_op sequence_parallel_size data_parallel_size
+    torch_autocast
+    """.split()
+)
+# Blocks that DeepSpeed's engine would apply and that must be off: {"enabled": false}, or absent.
+OFF = {
+    "hybrid_engine": "no text is generated by DeepSpeed while training",
+    "expert_parallel": "experts are flags of this package (--use_moe), on every process",
+    "data_efficiency": "the row order is this package's own",
+    "autotuning": "`minimind plan` finds the micro-batch that fits",
+}
+_LOADER = "rows come from this package's loader, which has no partial batch"
+_SAVING = "checkpoints are written in this package's own format"
+_OWN_TP = "this package names the layers that are divided; remove it"
+_NVME = "nothing is kept on NVMe here"
+# Keys and blocks without effect here: their harmless values, and the remedy.
+IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "activation_checkpointing": ((False, None), "use --gradient_checkpointing"),
+    "compile": ((False,), "use --compile on"),
+    "checkpoint": ((False, None), f"{_SAVING}; remove it"),
+    "datastates_ckpt": ((), f"{_SAVING}; remove it"),
+    "pipeline": (
+        (None,),
+        "DeepSpeed's pipeline engine needs ZeRO below stage 2, and is not used here; remove it",
+    ),
+    "tensor_parallel": ((False, None), _OWN_TP),
+    "tensor_parallel.tp.tp_size": ((1,), _OWN_TP),
+    "weight_quantization": ((False,), "weights are not quantized in training; remove it"),
+    "aio": ((None,), f"{_NVME}; remove it"),
+    "dataloader_drop_last": ((False,), f"{_LOADER}; remove it"),
+    "vocabulary_size": ((None,), "use --vocab_size"),
+    "disable_allgather": ((False,), "DeepSpeed never reads it; remove it"),
+    "use_data_before_expert_parallelism": ((False,), "there are no expert groups; remove it"),
+    "seq_parallel_communication_data_type": ((None,), "no sequence is split; remove it"),
+    "zero_optimization.elastic_checkpoint": (
+        (False,),
+        "checkpoints resume on any number of processes without it; remove it",
+    ),
+    "zero_optimization.load_from_fp32_weights": (
+        (True,),
+        "checkpoints hold fp32 weights; remove it",
+    ),
+    "zero_optimization.pipeline_loading_checkpoint": ((False,), f"{_SAVING}; remove it"),
+    "zero_optimization.allgather_partitions": ((True,), "DeepSpeed never reads it; remove it"),
+    "zero_optimization.zero_quantized_nontrainable_weights": (
+        (False,),
+        "every weight is trained; remove it",
+    ),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": (
+        (False,),
+        "DeepSpeed's own Muon is not used; remove it",
+    ),
+    "zero_optimization.override_module_apply": (
+        (True,),
+        "no module is made inside zero.Init; remove it",
+    ),
+}
+# Stages at which a ZeRO key has an effect; keys that are not listed apply at every stage.
+ONE_TWO, THREE, FROM_ONE = (1, 2), (3,), (1, 2, 3)
+STAGES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        """reduce_scatter use_multi_rank_bucket_allreduce allgather_bucket_size
+        round_robin_gradients ignore_unused_parameters parameter_alignment zenflow""".split(),
+        ONE_TWO,
+    ),
+    **dict.fromkeys(
+        """stage3_gather_16bit_weights_on_model_save stage3_use_all_reduce_for_fetch_params
+        stage3_allgather_sequential stage3_prefetch_bucket_size stage3_param_persistence_threshold
+        stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
+        stage3_module_granularity_threshold sub_group_size zero_hpz_partition_size
+        zero_quantized_weights zero_quantized_gradients memory_efficient_linear
+        log_trace_cache_warnings enable_sanity_checks leaf_module offload_param""".split(),
+        THREE,
+    ),
+    **dict.fromkeys(
+        """contiguous_gradients reduce_bucket_size overlap_comm compute_grad_norm
+        offload_optimizer""".split(),
+        FROM_ONE,
+    ),
+}
+EVERY_STAGE = frozenset(("stage",))
+# Below stage 3 these would not save the memory or traffic that they promise.
+SAVINGS = {
+    "zero_hpz_partition_size": (1,),
+    "zero_quantized_weights": (False,),
+    "zero_quantized_gradients": (False,),
+}
+NVME_ONLY = (
+    "offload_optimizer.nvme_path offload_optimizer.buffer_count offload_optimizer.pipeline_read"
+    " offload_optimizer.pipeline_write offload_optimizer.fast_init offload_param.nvme_path"
+    " offload_param.buffer_count offload_param.buffer_size offload_param.max_in_cpu"
+).split()
+ZERO = "zero_optimization."
+
+
+def ignored_faults(config: Mapping[str, Any]) -> list[str]:
+    """Return one sentence per setting without effect in a normalized `config`."""
+    faults = []
+    for name, value in leaves(config).items():
+        rules = [key for key in IGNORED if f"{name}.".startswith(f"{key}.")]
+        if rules and value != AUTO and name != TENSOR_PARALLEL:
+            harmless, remedy = IGNORED[max(rules, key=len)]
+            if not _is_one_of(value, harmless) and not (value == {} and harmless):
+                faults.append(f"{name} is {json.dumps(value)}, which has no effect here; {remedy}")
+    for key, why in OFF.items():
+        block = get(config, key)
+        if isinstance(block, Mapping) and block and block.get("enabled") is not False:
+            shown = json.dumps(block.get("enabled", "missing"))
+            faults.append(
+                f'{key}.enabled is {shown}, but {why}; write "enabled": false or remove it'
+            )
+    stage = get(config, f"{ZERO}stage")
+    for name, harmless in SAVINGS.items():
+        value = get(config, ZERO + name)
+        if stage in (0, 1, 2) and value not in (MISSING, AUTO) and not _is_one_of(value, harmless):
+            faults.append(
+                f"{ZERO}{name} is {json.dumps(value)}, which only stage 3 supports, and stage is"
+                f' {stage}; remove it, or write "stage": 3'
+            )
+    return faults
+
+
+def keys_without_effect(
+    config: Mapping[str, Any], sources: Mapping[str, str], path: str
+) -> list[str]:
+    """Return the ZeRO keys of the file (`path`) that have no effect at its stage or device."""
+    stage = get(config, f"{ZERO}stage")
+    keys = []
+    for key, source in sources.items():
+        name = key.removeprefix(ZERO)
+        block = name.split(".")[0]
+        if source != path or not key.startswith(ZERO) or block in EVERY_STAGE:
+            continue
+        if stage not in STAGES.get(block, (stage,)):
+            keys.append(name)
+        elif name in NVME_ONLY and get(config, f"{ZERO}{block}.device") != "nvme":
+            keys.append(name)
+    return keys
+
+
+def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """Whether `value` is in `harmless`, where 0 is not False and 1 is not True."""
+    return any(type(value) is type(one) and value == one for one in harmless)
+
+
+RESUMABLE = ("Adam", "AdamW", "Lion", "SGD")  # state supported by engine/optimizer/state.py
+# DeepSpeed schedulers that support these flags; any other scheduler ignores them.
+SUPPORTED_BY = {
+    "schedule": (),
+    "warmup_steps": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
+    "min_lr_ratio": ("WarmupCosineLR",),
+}
+# The only supported value of each. Others would change the rows per rank or the gradient mean; for
+# the last, they would apply non-finite gradients to the weights.
+ONLY = {
+    "managed_gradient_accumulation": (True, "accumulation is counted by DeepSpeed here"),
+    "gradient_allreduce_op": ("mean", "the loss is a mean over all processes"),
+    "sequence_parallel_size": (1, "the flag --sequence_parallel divides rows here"),
+    "data_parallel_size": (1, "the launcher says how many processes there are"),
+    "torch_autocast.enabled": (False, "--dtype decides the precision"),
+    "bf16.check_grad_overflow": (True, "a step with a gradient that is not finite is skipped"),
+}
+# DeepSpeed divides by the first group; negative values of the second are rejected or wrong.
+LEAST = {
+    "above": (
+        "steps_per_print gradient_predivide_factor scheduler.params.cycle_first_step_size"
+        " scheduler.params.lr_range_test_step_size",
+        "above 0",
+    ),
+    "at_least": (
+        "optimizer.params.eps scheduler.params.warmup_min_lr scheduler.params.cycle_min_lr",
+        "0 or above",
+    ),
+}
+
+
+def incompatible_settings(
+    config: Mapping[str, Any],
+    path: str,
+    run: RunConfig,
+    world_size: int,
+    device: str,
+    sources: Mapping[str, str],
+) -> list[str]:
+    """Return one sentence per incompatible combination in a filled `config`."""
+    faults = _batch(config, run, world_size) + _scheduler(config, run)
+    faults += [
+        f"{block}.type is {kind}, which ignores {name} = {getattr(run, name)}"
+        f" ({run.sources[name]}); drop {name}, or change the block"
+        for block, kind, name in ignored_flags(config)
+        if run.is_explicit(name)
+    ]
+    faults += _least(config) + _other_values(config) + ignored_faults(config)
+    if run.compile == "on" and get(config, "flops_profiler.enabled") is True:
+        faults.append(
+            "flops_profiler.enabled is true, and in a model that is compiled the profiler miscounts"
+            f" and has it compiled again and again; drop compile = on ({run.sources['compile']})"
+            " or switch the profiler off"
+        )
+    stage = get(config, f"{ZERO}stage")
+    if run.compile == "on" and stage == 3:
+        where = sources.get(f"{ZERO}stage", path)
+        faults.append(
+            f"zero_optimization.stage is 3 ({where}), whose hooks in every module would be compiled"
+            f" again and again; drop compile = on ({run.sources['compile']}), or use stage 2"
+        )
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        where = sources.get(f"{ZERO}stage", path)
+        faults.append(
+            f"zero_optimization.stage is {json.dumps(stage)} ({where}); write 0, 1, 2 or 3"
+        )
+    else:
+        faults += _precision(config, run, device, stage) + _optimizer(config, device)
+        faults += _stage(config, stage, sources) + _reduction(config, stage)
+    faults += muon_faults(run, config) + _mup(config, run)
+    of_flags = precision_faults(run, device) + unread_flag_faults(run)  # which name their source
+    return [f"{path}: {fault}" for fault in faults] + of_flags
+
+
+def ignored_flags(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (block, type, flag) for each flag that the file's scheduler ignores."""
+    scheduler = get(config, "scheduler.type")
+    unsupported = (
+        [] if scheduler is MISSING else [n for n, k in SUPPORTED_BY.items() if scheduler not in k]
+    )
+    ignored = [("scheduler", scheduler, name) for name in unsupported]
+    if get(config, "scheduler.params.cycle_momentum") is True:
+        ignored += [("scheduler", "OneCycle with cycle_momentum", n) for n in ("beta1", "beta2")]
+    return ignored
+
+
+def _optimizer(config: Mapping[str, Any], device: str) -> list[str]:
+    """Optimizers without checkpoint support."""
+    name = optimizer_name(get(config, "optimizer.type"))
+    if name == "Lion" and device == "cpu" and not offloads(config, "optimizer"):
+        return [
+            "optimizer.type Lion runs on a CPU only with offload_optimizer; remove the block, and"
+            " use --optimizer lion"
+        ]
+    if name and name not in RESUMABLE:
+        return [f"optimizer.type {name} has no checkpoints; use {', '.join(RESUMABLE)}"]
+    return []
+
+
+def _mup(config: Mapping[str, Any], run: RunConfig) -> list[str]:
+    """Blocks that do not apply a rate and a decoupled weight decay per parameter group."""
+    if run.mup_base_dim is None:
+        return []
+    flag = f"mup_base_dim = {run.mup_base_dim} ({run.sources['mup_base_dim']})"
+    name, faults = optimizer_name(get(config, "optimizer.type")), []
+    if name == "SGD":
+        faults.append(
+            f"optimizer.type is SGD, and {flag} has rates for optimizers that normalize the"
+            " gradient; use AdamW, or drop mup_base_dim"
+        )
+    if name == "Adam" and get(config, "optimizer.params.adam_w_mode") is False:
+        faults.append(
+            f"optimizer.params.adam_w_mode is false, and {flag} scales a decoupled weight decay;"
+            " remove it, or drop mup_base_dim"
+        )
+    if get(config, "scheduler.type") is not MISSING:
+        faults.append(
+            f"scheduler sets one learning rate, and {flag} sets several; remove the block, and use"
+            " --schedule"
+        )
+    return faults
+
+
+def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[str]:
+    rows, in_step = run.micro_batch_rows(world_size), run.rows_per_step(world_size)
+    config_value = config[BATCH]
+    if config_value == in_step or not isinstance(
+        config_value, int | None
+    ):  # schema.py checks types
+        return []
+    return [
+        f"{BATCH} is {json.dumps(config[BATCH])}, but {rows} rows ({run.sources['batch_size']}) x"
+        f" {run.accumulation_steps} micro-batches ({run.sources['accumulation_steps']}) x"
+        f' {run.parallel(world_size).data_size} processes = {in_step}; write "auto" there, or'
+        " change --batch_size or"
+        " --accumulation_steps"
+    ]
+
+
+def precision_faults(run: RunConfig, device: str) -> list[str]:
+    """Faults of float16 and TF32 where they do not apply, with or without DeepSpeed."""
+    faults = []
+    elsewhere = ", or check the run of a GPU host (--device cuda)" if run.dry_run else ""
+    if run.dtype == "float16" and device == "cpu":
+        place = run.sources["dtype"]
+        faults.append(
+            f"dtype = float16 ({place}) needs a GPU; use bfloat16 or float32 here{elsewhere}"
+        )
+    if run.tf32 and (run.dtype != "float32" or device == "cpu"):
+        where = "on a CPU" if device == "cpu" else f"in {run.dtype} ({run.sources['dtype']})"
+        remedy = f"drop it{elsewhere}" if device == "cpu" else "drop it"
+        faults.append(f"tf32 = True ({run.sources['tf32']}) has no effect {where}; {remedy}")
+    return faults
+
+
+def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: int) -> list[str]:
+    faults = []
+    if run.dtype == "float16" and stage == 0 and device != "cpu":
+        faults.append(
+            f"dtype = float16 ({run.sources['dtype']}) trains incorrectly at ZeRO stage 0 in"
+            " DeepSpeed 0.19.8 (gradients are unscaled that were never scaled); use bfloat16, or"
+            " stage 1 to 3"
+        )
+    accumulated = get(config, "data_types.grad_accum_dtype")
+    if accumulated == "fp32" and run.dtype == "bfloat16" and stage == 0:
+        faults.append(
+            "data_types.grad_accum_dtype is fp32 in bfloat16 at stage 0, which DeepSpeed 0.19.8 has"
+            " not implemented; use stage 1 to 3"
+        )
+    return faults
+
+
+def _stage(config: Mapping[str, Any], stage: int, sources: Mapping[str, str]) -> list[str]:
+    """Offload options that the stage does not support."""
+    faults = []
+    for what, least in (("optimizer", 1), ("param", 3)):
+        name = f"{ZERO}offload_{what}"
+        if offloads(config, what) and stage < least:
+            where = sources[f"{name}.device"]
+            faults.append(
+                f"{name} ({where}) needs stage {least} or above and stage is"
+                f" {stage} ({sources[f'{ZERO}stage']}); change one"
+            )
+        elif get(config, f"{name}.device") == "nvme":
+            faults.append(
+                f'{name}.device is "nvme" ({sources[f"{name}.device"]}), of which there are no'
+                ' checkpoints; write "cpu"'
+            )
+    return faults
+
+
+def _reduction(config: Mapping[str, Any], stage: int) -> list[str]:
+    """Gradient reduction options that only some stages support."""
+    faults = []
+    ratio = get(config, f"{ZERO}offload_optimizer.ratio")
+    if isinstance(ratio, int | float) and ratio != 1 and stage != 3:
+        faults.append(f"{ZERO}offload_optimizer.ratio = {ratio} needs stage 3; remove it")
+    if get(config, f"{ZERO}compute_grad_norm") is False and stage in (0, 3):
+        faults.append(f"{ZERO}compute_grad_norm is false, which stage {stage} refuses; remove it")
+    if stage >= 2 and get(config, f"{ZERO}reduce_scatter") in (MISSING, True):
+        if get(config, "gradient_predivide_factor") not in (MISSING, 1, 1.0):
+            faults.append(
+                "gradient_predivide_factor is refused beside reduce_scatter at stage"
+                f' {stage}; remove it, or write "reduce_scatter": false'
+            )
+        if get(config, "prescale_gradients") is True:
+            faults.append(
+                f"prescale_gradients is refused beside reduce_scatter at stage {stage}; remove it,"
+                ' or write "reduce_scatter": false'
+            )
+    if stage == 3 and get(config, f"{ZERO}round_robin_gradients") is True:
+        faults.append(
+            f"{ZERO}round_robin_gradients is for stages 1 and 2, and stage is 3; remove it"
+        )
+    for block in ("bf16", "fp16"):
+        if get(config, f"{block}.{block}_master_weights_and_grads") is True:
+            faults.append(
+                f"{block}.{block}_master_weights_and_grads gives up the fp32 weights, which every"
+                " checkpoint holds; remove it"
+            )
+    return faults
+
+
+def _scheduler(config: Mapping[str, Any], run: RunConfig) -> list[str]:
+    faults = []
+    momenta = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
+    given = [n for n in momenta if get(config, f"scheduler.params.{n}") is not MISSING]
+    if given and get(config, "scheduler.params.cycle_momentum") is False:
+        faults.append(
+            f"scheduler.params.{given[0]} is ignored while cycle_momentum is false; write"
+            " true, or remove it"
+        )
+    warmup, total = (get(config, f"scheduler.params.{n}_num_steps") for n in ("warmup", "total"))
+    if isinstance(warmup, int) and warmup < 2:
+        faults.append(
+            f"scheduler.params.warmup_num_steps = {warmup}, and DeepSpeed's schedulers warm up over"
+            " 2 steps at least; write 2 or more"
+        )
+    elif warmup == 2 and run.is_explicit("warmup_steps") and run.warmup_steps in (0, 1):
+        faults.append(
+            f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}), and DeepSpeed's"
+            " schedulers warm up over 2 steps at least; raise it, or remove the scheduler block"
+        )
+    total = run.max_steps if total is MISSING else total
+    if isinstance(warmup, int) and isinstance(total, int) and total < warmup:
+        length = run.sources["max_steps"] if total == run.max_steps else "the steps of the run"
+        faults.append(
+            f"scheduler.params.total_num_steps = {total} ({length}) is less than warmup_num_steps ="
+            f" {warmup} ({run.sources['warmup_steps']}); lower the warm-up, or train longer"
+        )
+    return faults
+
+
+def _least(config: Mapping[str, Any]) -> list[str]:
+    """Numbers below their lower bound."""
+    faults = []
+    for bound, (keys, words) in LEAST.items():
+        for key in keys.split():
+            value = get(config, key)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if value < 0 or (bound == "above" and value == 0):
+                    faults.append(f"{key} is {json.dumps(value)}, not {words}; change it")
+    return faults
+
+
+def _other_values(config: Mapping[str, Any]) -> list[str]:
+    faults = []
+    for key, (value, why) in ONLY.items():
+        config_value = get(config, key)
+        if config_value is not MISSING and config_value is not None and config_value != value:
+            faults.append(f"{key} is {json.dumps(config_value)}, but {why}; remove it")
+    return faults
+
+
+WITHOUT_CHECKPOINTS = ("zenflow", "offload_optimizer.super_offload")
+# Stage 3 options that DeepSpeed implements for GPUs only.
+GPU_ONLY = (
+    *("zero_quantized_weights", "zero_quantized_gradients"),
+    "stage3_module_granularity_threshold",
+)
+# Blocks that import a package when the engine is built.
+PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
+# These select which other keys are read; require_accepted tries them last.
+SELECTORS = ("optimizer.type", "optimizer.params.torch_adam", "scheduler.type", f"{ZERO}stage")
+OUTPUTS = {  # path -> the switch of the block that writes there, and the name of a folder in it
+    "tensorboard.output_path": ("tensorboard.enabled", "tensorboard.job_name"),
+    "csv_monitor.output_path": ("csv_monitor.enabled", "csv_monitor.job_name"),
+    "flops_profiler.output_file": ("flops_profiler.enabled", ""),
+}
+JOB = "DeepSpeedJobName"  # DeepSpeed's default
+
+
+def engine_faults(config: Mapping[str, Any], path: str, run: RunConfig, device: str) -> list[str]:
+    """Return one sentence for each setting in a filled `config` that the engine refuses."""
+    faults = (
+        _zero_faults(config, device)
+        + _norm_faults(config)
+        + _packages_faults(config)
+        + _adam_faults(config)
+    )
+    config_value = get(config, "data_types.param_dtype")
+    if isinstance(config_value, str) and DTYPES.get(config_value, run.dtype) != run.dtype:
+        faults.append(
+            f"data_types.param_dtype is {config_value}, and dtype = {run.dtype}"
+            f" ({run.sources['dtype']}); remove it, or give --dtype {DTYPES[config_value]}"
+        )
+    config_value = get(config, "data_types.buffer_dtype")
+    if isinstance(config_value, str) and DTYPES.get(config_value) != "float32":
+        faults.append(
+            f"data_types.buffer_dtype is {config_value}, and rotary frequencies stay in fp32;"
+            " remove it"
+        )
+    random_ltd = "data_efficiency.data_routing.random_ltd.enabled"
+    config_value = get(config, random_ltd)
+    if config_value is not MISSING and config_value:  # DeepSpeed tests for truth, and only this key
+        faults.append(
+            f"{random_ltd} is {json.dumps(config_value)}, but no layer drops tokens here; remove it"
+        )
+    of_tensors = tensor_parallel_faults(config, path, run)  # which name where a value comes from
+    return [f"{path}: {fault}" for fault in faults] + of_tensors
+
+
+def tensor_parallel_faults(config: Mapping[str, Any], path: str, run: RunConfig) -> list[str]:
+    """Keys and flags beside which tensor parallelism is wrong, or not tested."""
+    if run.tensor_parallel == 1:
+        return []
+    flag = f"tensor_parallel = {run.tensor_parallel} ({run.sources['tensor_parallel']})"
+    stage, of_adam = get(config, f"{ZERO}stage"), get(config, "optimizer.params.torch_adam")
+    keys = {
+        f"{ZERO}stage is 3": (stage == 3, "use stage 0, 1 or 2"),
+        f"{ZERO}offload_optimizer": (offloads(config, "optimizer"), "remove it"),
+        f"{ZERO}round_robin_gradients": (
+            get(config, f"{ZERO}round_robin_gradients") is True,
+            "remove it",
+        ),
+        f"{ZERO}compute_grad_norm is false": (
+            get(config, f"{ZERO}compute_grad_norm") is False,
+            "remove it",
+        ),
+        "data_types.grad_accum_dtype": (
+            get(config, "data_types.grad_accum_dtype") not in (MISSING, None),
+            "remove it",
+        ),
+        "optimizer.params.torch_adam is false": (of_adam is False, "remove it"),
+        "flops_profiler": (get(config, "flops_profiler.enabled") is True, "switch it off"),
+    }
+    flags = {
+        "dtype": (run.dtype == "float16", "use bfloat16 or float32"),
+        "optimizer": (run.optimizer != "adamw", "use adamw"),
+        "use_moe": (run.use_moe, "drop it"),
+        "mup_base_dim": (run.mup_base_dim is not None, "drop it"),
+        "model": (run.hugging_face is not None, "use the built-in decoder"),
+        "compile": (run.compile == "on", "drop it"),
+        "verify_interval": (run.verify_interval > 0, "drop it"),
+        "sequence_parallel": (run.sequence_parallel > 1, "drop it"),
+    }
+    found = [(f"{path}: {key}", remedy) for key, (is_set, remedy) in keys.items() if is_set]
+    if stage == 0 and run.dtype == "bfloat16":
+        # DeepSpeed 0.19.8 then counts the gradients of the first rank only.
+        at = f"{_given(run, 'dtype')} at stage 0 ({path})"
+        found.append((at, "use stage 1, which needs less memory"))
+    found += [(_given(run, name), remedy) for name, (is_set, remedy) in flags.items() if is_set]
+    faults = [
+        f"{what} is not supported with {flag}; {remedy}, or drop tensor_parallel"
+        for what, remedy in found
+    ]
+    return faults or _indivisible(run, flag)
+
+
+def _given(run: RunConfig, name: str) -> str:
+    """A flag with its value and source."""
+    return f"{name} = {getattr(run, name)} ({run.sources[name]})"
+
+
+def _indivisible(run: RunConfig, flag: str) -> list[str]:
+    """Numbers of heads and channels that cannot be divided over the ranks."""
+    sizes = {_given(run, name): getattr(run, name) for name in ("n_heads", "n_kv_heads")}
+    width = run.feed_forward_width
+    source = run.sources["hidden_dim"]
+    if run.hidden_dim is None:
+        source = f"default for dim = {run.dim}"
+    sizes[f"hidden_dim = {width} ({source})"] = width
+    largest = gcd(*sizes.values())
+    works = ", ".join(str(n) for n in range(2, largest + 1) if largest % n == 0)
+    return [
+        f"{given} is not divisible by {flag}; "
+        + (f"with this shape {works} would be possible" if works else "change the shape")
+        for given, size in sizes.items()
+        if size % run.tensor_parallel
+    ]
+
+
+def output_paths(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the output paths of DeepSpeed by their config key."""
+    paths = {}
+    for key, (switch, folder) in OUTPUTS.items():
+        place, job = get(config, key), get(config, folder) if folder else ""
+        job = JOB if job is MISSING else job
+        is_file = not folder and isinstance(place, str) and place
+        if get(config, switch) is True and (is_file or folder):
+            base = place if isinstance(place, str) else ""
+            paths[key] = os.path.join(base, job) if isinstance(job, str) else base
+    return paths
+
+
+def _zero_faults(config: Mapping[str, Any], device: str) -> list[str]:
+    faults = []
+    stage = get(config, f"{ZERO}stage")
+    for name in WITHOUT_CHECKPOINTS:
+        if get(config, ZERO + name) not in (MISSING, None, False):
+            faults.append(f"{ZERO}{name} has an optimizer that cannot be checkpointed; remove it")
+    for name in GPU_ONLY:
+        value = get(config, ZERO + name)
+        if device == "cpu" and stage == 3 and value not in (MISSING, None, False, 0):
+            faults.append(f"{ZERO}{name} is {json.dumps(value)} and needs a GPU; remove it")
+    bucket = get(config, f"{ZERO}allgather_bucket_size")
+    if stage in (1, 2) and isinstance(bucket, int | float) and bucket % 2:
+        faults.append(f"{ZERO}allgather_bucket_size is {bucket}, an odd number; write an even one")
+    ratio = get(config, f"{ZERO}offload_optimizer.ratio")
+    is_part = isinstance(ratio, int | float) and ratio != 1
+    if stage == 3 and is_part and not _is_cpu_adam(config):
+        faults.append(
+            f"{ZERO}offload_optimizer.ratio = {ratio} needs DeepSpeed's own Adam on the CPU;"
+            ' remove it, or write "torch_adam": false in an AdamW block'
+        )
+    return faults
+
+
+def _adam_faults(config: Mapping[str, Any]) -> list[str]:
+    """Parameters that DeepSpeed's Adam classes reject after compilation."""
+    name = optimizer_name(get(config, "optimizer.type"))
+    is_torch_adam = get(config, "optimizer.params.torch_adam") is True
+    key = "optimizer.params.amsgrad"
+    if name not in ("Adam", "AdamW") or is_torch_adam or get(config, key) is not True:
+        return []
+    return [f'{key} is true, and only torch\'s Adam has it; write "torch_adam": true, or remove it']
+
+
+def _is_cpu_adam(config: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed builds its DeepSpeedCPUAdam."""
+    name = optimizer_name(get(config, "optimizer.type"))
+    is_torch_adam = get(config, "optimizer.params.torch_adam") is True
+    return name in ("Adam", "AdamW") and not is_torch_adam and offloads(config, "optimizer")
+
+
+def _norm_faults(config: Mapping[str, Any]) -> list[str]:
+    """Settings that conflict with compute_grad_norm = false at stages 1 and 2."""
+    key = f"{ZERO}compute_grad_norm"
+    if get(config, key) is not False or get(config, f"{ZERO}stage") not in (1, 2):
+        return []
+    clipping = get(config, "gradient_clipping")
+    if isinstance(clipping, int | float) and clipping > 0:
+        return [
+            f"{key} is false beside gradient_clipping = {clipping}; remove it, or set that to 0"
+        ]
+    if offloads(config, "optimizer"):
+        return [f"{key} is false beside {ZERO}offload_optimizer; remove one"]
+    return []
+
+
+def _packages_faults(config: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{block}.enabled is true and the package {package} is not installed; remove the block, or"
+        f" pip install {package}"
+        for block, package in PACKAGES.items()
+        if get(config, f"{block}.enabled") is True and find_spec(package) is None
+    ]
+
+
+def error_text(error: Exception) -> str:
+    """Return the text of an error on one line, or its type if it has none."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def remedy_for(config: Mapping[str, Any], message: str) -> str:
+    """Return what to change: the key of `config` that DeepSpeed's message mentions first."""
+    names = {key: rf"\b{re.escape(key.rsplit('.', 1)[-1])}\b" for key in leaves(config)}
+    places = {
+        key: match.start() for key, name in names.items() if (match := re.search(name, message))
+    }
+    key = min(places, key=places.__getitem__, default="")
+    return f"change or remove {key}" if key else "correct the file"
+
+
+def tracker_refusal(error: Exception) -> str:
+    """Return the fault and its remedy if a tracker of DeepSpeed raised `error`; else ""."""
+    package = type(error).__module__.partition(".")[0]
+    block = next((block for block, name in PACKAGES.items() if name == package), "")
+    if not block:
+        return ""
+    return (
+        f"{block}.enabled is true and {package} fails: {error_text(error)}; correct that, or remove"
+        f" the block and give --report_to {package}, which never stops the run"
+    )
+
+
+def without(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a copy without the value at a dotted path."""
+    copy = deepcopy(dict(config))
+    *parents, last = key.split(".")
+    block = copy
+    for part in parents:
+        block = block[part]
+    del block[last]
+    return copy

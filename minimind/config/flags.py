@@ -1,0 +1,647 @@
+"""Flags of training, data, output and engine: one dataclass field each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
+
+MOST_LEFT_OUT = 100_000  # rows; their places are computed for every 1,000 rows, in 10 ms on a CPU
+MIRROR_WAIT_S = 300  # at the end of a run, for its uploads
+BY_TASK = "--task sft"  # source of the values that it sets
+
+# Groups of settings that must match the checkpoint on resume (checkpoint/identity.py).
+CHANGEABLE = ("batch", "schedule", "lr", "data", "tokenizer", "model", "dtype", "seed")
+
+
+def flag(help: str, default: Any, group: str, **limits: Any) -> Any:
+    """Return a dataclass field that is also a command-line flag."""
+    return field(default=default, metadata={"group": group, "help": help, **limits})
+
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """Length of the run."""
+
+    epochs: int | None = flag(
+        "passes over the training rows (default 1 unless --max_steps or a budget is given; of"
+        " several limits the first ends the run)",
+        None,
+        "length",
+        at_least=1,
+    )
+    max_steps: int | None = flag(
+        "total optimizer steps, counted from step 0 of the run", None, "length", at_least=1
+    )
+    max_tokens: float | None = flag(
+        "budget in training tokens, such as 2e9, in whole steps", None, "length", above=0.0
+    )
+    max_flops: float | None = flag(
+        "budget in FLOPs as `minimind plan` counts them, such as 1e18, in whole steps",
+        None,
+        "length",
+        above=0.0,
+    )
+    tokens_per_param: float | None = flag(
+        "budget in training tokens per parameter, such as 20, in whole steps",
+        None,
+        "length",
+        above=0.0,
+    )
+    stop_at_step: int | None = flag(
+        "save and exit with status 75 at this step, like a preemption; the schedule is unchanged",
+        None,
+        "length",
+        at_least=1,
+    )
+    max_minutes: float | None = flag(
+        "minutes from the start of the process after which to save and exit with status 75",
+        None,
+        "length",
+        above=0.0,
+    )
+    batch_size: int = flag(
+        "rows in one micro-batch of one process (with --split_batches: of all processes together)",
+        8,
+        "length",
+        at_least=1,
+    )
+    split_batches: bool = flag("count --batch_size over all processes together", False, "length")
+    accumulation_steps: int = flag(
+        "micro-batches of one process per optimizer step", 1, "length", at_least=1
+    )
+    seed: int = flag(
+        "seed of weights, row order and steps", 42, "length", at_least=0, at_most=2**32 - 1
+    )
+    deterministic: bool = flag("use deterministic kernels only", False, "length")
+
+
+@dataclass(frozen=True)
+class PlaceFlags:
+    """Data, output and engine."""
+
+    data_path: tuple[str, ...] = flag(
+        "text files (.jsonl .jsonl.gz .jsonl.zst .txt .parquet), directories, globs or Hugging"
+        " Face dataset directories; or one folder of `minimind prepare`",
+        (DEFAULT_DATA,),
+        "data",
+    )
+    task: str = flag(
+        "pretrain on text, or fine-tune on conversations (sft): only assistant turns are targets",
+        "pretrain",
+        "data",
+        choices=("pretrain", "sft"),
+    )
+    tokenizer: str | None = flag(
+        "SentencePiece .model file, Hugging Face tokenizer.json, or a directory with either",
+        None,
+        "data",
+    )
+    val_fraction: float = flag(
+        "fraction of documents held out for validation, by hash",
+        0.01,
+        "data",
+        at_least=0.0,
+        below=1.0,
+    )
+    max_document_bytes: int = flag(
+        "longest document in UTF-8 bytes (default 2 or 8 MiB for some tokenizers, see"
+        " docs/data.md)",
+        64 * 2**20,
+        "data",
+        at_least=1,
+    )
+    text_field: str = flag("field or column of the text", "text", "data")
+    on_bad_data: str = flag(
+        "stop at a bad document (error), or skip and list it in rejected.jsonl",
+        "error",
+        "data",
+        choices=("error", "skip"),
+    )
+    max_bad_fraction: float = flag(
+        "fraction of documents that may be bad with --on_bad_data skip",
+        0.05,
+        "data",
+        at_least=0.0,
+        below=1.0,
+    )
+    allow_lossy_tokenizer: bool = flag(
+        "train although the tokenizer loses more than 0.1 % of the text", False, "data"
+    )
+    doc_mask: bool = flag(
+        "restrict attention to the document, and restart positions in each", False, "data"
+    )
+    train_on: str | None = flag(
+        "with --task sft: the targets are all assistant turns (assistant, the default), the last"
+        " one of each conversation (last), or everything (all)",
+        None,
+        "data",
+        choices=("assistant", "last", "all"),
+    )
+    chat_template: str | None = flag(
+        "with --task sft: file of a Jinja chat template, as in tokenizer_config.json (default: one"
+        " special token before each turn, and one after)",
+        None,
+        "data",
+    )
+    template_date: str | None = flag(
+        "with --task sft: the date YYYY-MM-DD that a chat template with strftime_now is told, on"
+        " every day of the run (default: 2024-07-26, which Llama 3 has for a host without a clock)",
+        None,
+        "data",
+    )
+    skip_rows: str | None = flag(
+        "file of rows that are never read: per line a row such as 17, a range such as 17:19, or a"
+        " JSON object with a row; `minimind data at RUN --steps A:B --rows` prints one",
+        None,
+        "data",
+    )
+    num_workers: int = flag(
+        "threads that prefetch rows; 0: read in the training thread", 1, "data", at_least=0
+    )
+    cache_dir: str = flag(
+        "cache of tokenizers and token shards, keyed by content", "~/.cache/minimind", "data"
+    )
+    max_cache_gib: float | None = flag(
+        "GiB of fetched objects that --cache_dir keeps; others are deleted, oldest first",
+        None,
+        "data",
+        above=0.0,
+    )
+
+    out_dir: str = flag("metrics, configuration and checkpoints of this run", "out", "output")
+    resume: str = flag(
+        "auto: the newest valid checkpoint of out_dir; none: start over; or the path of a"
+        " checkpoint",
+        "auto",
+        "output",
+    )
+    init_from: str | None = flag(
+        "initial weights, shape and tokenizer: a run's out_dir, a step_ directory, a directory of"
+        " `minimind export` or `import`, a directory of Llama, Mistral or Qwen3 (DIR or hf:DIR), a"
+        " MiniMind2 file or directory",
+        None,
+        "model",
+    )
+    save_interval: int = flag(
+        "optimizer steps between checkpoints; the last step is always saved",
+        1000,
+        "output",
+        at_least=1,
+    )
+    save_minutes: float = flag(
+        "also save after this many minutes without a checkpoint; 0: never",
+        30.0,
+        "output",
+        at_least=0.0,
+    )
+    keep_last: int = flag("newest checkpoints to keep", 2, "output", at_least=1)
+    keep_every: int = flag(
+        "also keep checkpoints whose step is a multiple of this; 0: none", 0, "output", at_least=0
+    )
+    keep_best: int = flag(
+        "also keep this many checkpoints with the lowest validation loss, of those saved at a step"
+        " that was validated; 0: none",
+        0,
+        "output",
+        at_least=0,
+    )
+    mirror: str | None = flag(
+        "URL (s3://, gs:// or file://) to which checkpoints are uploaded in the background, and"
+        " from which --resume auto fetches one that is newer than those of out_dir; the end of the"
+        f" run waits for uploads, at most {MIRROR_WAIT_S} s",
+        None,
+        "output",
+    )
+    async_save: bool = flag(
+        "write checkpoints in the background; needs memory for a copy of the optimizer state",
+        True,
+        "output",
+    )
+    allow_change: str | None = flag(
+        "settings that may differ from the checkpoint, separated by commas:"
+        f" {', '.join(CHANGEABLE)}",
+        None,
+        "output",
+    )
+    eval_interval: int = flag(
+        "optimizer steps between validations; the last step is always validated",
+        500,
+        "output",
+        at_least=1,
+    )
+    eval_rows: int = flag(
+        "held-out rows per validation, over all processes; 0 disables it", 64, "output", at_least=0
+    )
+    log_interval: int = flag("optimizer steps between log lines", 10, "output", at_least=1)
+
+    verify_interval: int = flag(
+        "optimizer steps between checks for silent corruption: ranks compare weights and state, and"
+        " compute some rows again, each twice and once for its neighbour; 0: never",
+        0,
+        "engine",
+        at_least=0,
+    )
+    on_corruption: str | None = flag(
+        "with --verify_interval: log what differs and go on (warn, the default), or end the run"
+        " with status 11 (stop)",
+        None,
+        "engine",
+        choices=("warn", "stop"),
+    )
+    compile: str = flag(
+        "torch.compile the model and its loss; auto: on GPUs, for ZeRO stages 0 to 2 without"
+        " experts",
+        "auto",
+        "engine",
+        choices=("auto", "on", "off"),
+    )
+    loss: str = flag(
+        "compute the logits of a micro-batch at once (full), or of 1,024 positions at a time,"
+        " recomputed in the backward pass (chunked): less memory, slower; auto: chunked on GPUs if"
+        " the model is not compiled",
+        "auto",
+        "engine",
+        choices=("auto", "full", "chunked"),
+    )
+    deepspeed_config: str | None = flag(
+        "DeepSpeed JSON, its 'auto' values filled from these flags, or the name of one of"
+        " configs/deepspeed, such as zero1; none: train without DeepSpeed (default: the file of"
+        " `accelerate launch`)",
+        None,
+        "engine",
+    )
+    sequence_parallel: int = flag(
+        "adjacent processes that divide the positions of each row (Ulysses), for long rows",
+        1,
+        "engine",
+        at_least=1,
+    )
+    tensor_parallel: int = flag(
+        "processes that share every weight matrix of a block and read the same rows; needs"
+        " DeepSpeed at ZeRO stages 0 to 2",
+        1,
+        "engine",
+        at_least=1,
+    )
+    device: str = flag(
+        "auto uses GPUs if there are any", "auto", "engine", choices=("auto", "cpu", "cuda")
+    )
+    dist_timeout: int = flag("seconds that a rank waits for another", 120, "engine", at_least=1)
+    local_rank: int | None = flag(
+        "set by the deepspeed launcher; the environment has the same value",
+        None,
+        "engine",
+        at_least=0,
+    )
+    dry_run: bool = flag(
+        "print every resolved value and its cost after a look at every path and the first records,"
+        " then exit; with --device cuda also where there is no GPU",
+        False,
+        "engine",
+    )
+    verbose: bool = flag(
+        "print every flag and DeepSpeed key with value and source at the start", False, "engine"
+    )
+    debug: bool = flag("show tracebacks and the launcher's own log", False, "engine")
+    config: str | None = flag(
+        "recipe (configs/recipes/*.yaml) or YAML file of flag names and values; the command line"
+        " takes precedence",
+        None,
+        "engine",
+    )
+
+
+MOST_EXPERTS = 1024  # per layer
+MAX_ROPE_FACTOR = 1024  # also MAX_FACTOR of the model, which does not import this package
+HUGGING_FACE = "hf:"  # prefix of --model for a model of transformers
+SHAPE = (
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "hidden_dim",
+    "max_seq_len",
+    "vocab_size",
+    "rope_theta",
+    "rope_scaling",
+    "rope_factor",
+    "rope_original_length",
+    "norm_eps",
+    "qk_norm",
+    "tie_word_embeddings",
+    "use_moe",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "aux_loss_alpha",
+    "norm_topk_prob",
+)
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Flags of the model."""
+
+    model: str | None = flag(
+        "preset (configs/models/*.yaml) or YAML file, overridden by the shape flags; or hf:DIR,"
+        " the model that transformers builds from DIR/config.json, randomly initialized unless"
+        " --init_from is given",
+        None,
+        "model",
+    )
+    dim: int = flag("width of the residual stream", 512, "model", at_least=1)
+    n_layers: int = flag("decoder blocks", 8, "model", at_least=1)
+    n_heads: int = flag("query heads", 8, "model", at_least=1)
+    n_kv_heads: int = flag(
+        "key/value heads, shared by groups of query heads", 2, "model", at_least=1
+    )
+    hidden_dim: int | None = flag(
+        "width of the feed-forward layers (default: 8/3 dim, rounded up to a multiple of 64)",
+        None,
+        "model",
+        at_least=1,
+    )
+    max_seq_len: int = flag(
+        "tokens per row that are trained on; a row has one more", 512, "model", at_least=1
+    )
+    vocab_size: int = flag(
+        "vocabulary size of the tokenizer trained on the data if --tokenizer is not given",
+        6400,
+        "model",
+        at_least=512,
+        at_most=2**31,
+    )
+    rope_theta: float = flag("base of the rotary frequencies", 1e6, "model", above=0.0)
+    rope_scaling: str | None = flag(
+        "extend the context of a trained model: linear (position interpolation), ntk (a larger"
+        " --rope_theta) or yarn (default: that of --init_from)",
+        None,
+        "model",
+        choices=("linear", "ntk", "yarn"),
+    )
+    rope_factor: float | None = flag(
+        "with --rope_scaling: times by which the context grows (default: max_seq_len /"
+        " rope_original_length); sets max_seq_len if that is not given",
+        None,
+        "model",
+        above=1.0,
+        at_most=MAX_ROPE_FACTOR,
+    )
+    rope_original_length: int | None = flag(
+        "with --rope_scaling: positions that the model was trained on before (default: those of"
+        " --init_from)",
+        None,
+        "model",
+        at_least=1,
+        at_most=2**20,
+    )
+    norm_eps: float = flag("added to the mean square in every norm", 1e-5, "model", above=0.0)
+    use_flash_attn: bool = flag(
+        "torch's fused attention; off: the explicit reference", True, "model"
+    )
+    qk_norm: bool = flag("normalize each head's queries and keys, as in Qwen3", False, "model")
+    tie_word_embeddings: bool = flag(
+        "share one matrix between token embedding and output head", True, "model"
+    )
+    use_moe: bool = flag(
+        "replace every feed-forward layer by a mixture of experts of width hidden_dim",
+        False,
+        "model",
+    )
+    n_routed_experts: int = flag(
+        "routed experts per layer", 4, "model", at_least=1, at_most=MOST_EXPERTS
+    )
+    num_experts_per_tok: int = flag("routed experts per token", 2, "model", at_least=1)
+    n_shared_experts: int = flag(
+        "experts that process every token", 1, "model", at_least=0, at_most=MOST_EXPERTS
+    )
+    aux_loss_alpha: float = flag("weight of the load-balancing loss", 0.01, "model", at_least=0.0)
+    norm_topk_prob: bool = flag(
+        "normalize the weights of a token's experts to a sum of 1", True, "model"
+    )
+    gradient_checkpointing: bool = flag(
+        "recompute each block in the backward pass: less memory, a third more work, the same"
+        " result",
+        False,
+        "model",
+    )
+
+    @property
+    def feed_forward_width(self) -> int:
+        """Width of the feed-forward; its default as in the model, which does not import this."""
+        return self.hidden_dim or 64 * -(-8 * self.dim // (3 * 64))
+
+
+# Optimizers that read a flag; the flags that are not listed are read by all.
+READ_BY = {
+    **dict.fromkeys(("beta1", "beta2"), ("adamw", "muon", "lion")),
+    **dict.fromkeys(("muon_lr", "muon_momentum", "muon_scaling"), ("muon",)),
+    "sgd_momentum": ("sgd",),
+}
+
+
+@dataclass(frozen=True)
+class OptimizerFlags:
+    """Optimizer, learning rate and precision."""
+
+    optimizer: str = flag(
+        "AdamW, Lion, SGD with momentum, or Muon for the matrices of the blocks with AdamW for"
+        " embedding, head and norms; an optimizer block in the DeepSpeed JSON takes its place",
+        "adamw",
+        "optimizer",
+        choices=("adamw", "muon", "lion", "sgd"),
+    )
+    learning_rate: float = flag("peak learning rate", 5e-4, "optimizer", above=0.0)
+    min_lr_ratio: float = flag(
+        "final learning rate as a fraction of the peak", 0.1, "optimizer", at_least=0.0, at_most=1.0
+    )
+    warmup_steps: int | None = flag(
+        "optimizer steps of linear warm-up (default: 5 % of all steps, at most 100)",
+        None,
+        "optimizer",
+        at_least=0,
+    )
+    schedule: str = flag(
+        "learning rate after the warm-up: cosine and linear decay over the whole run; wsd (warm-up,"
+        " stable, decay) only in its last steps; inverse_sqrt with the square root of the step",
+        "cosine",
+        "optimizer",
+        choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
+    )
+    decay_steps: int | None = flag(
+        "last optimizer steps, in which wsd decays (default: by --decay_fraction)",
+        None,
+        "optimizer",
+        at_least=1,
+    )
+    decay_fraction: float | None = flag(
+        "the same as a fraction of all steps (default 0.2)",
+        None,
+        "optimizer",
+        above=0.0,
+        at_most=1.0,
+    )
+    decay_shape: str | None = flag(
+        "decay of wsd: linear, or 1-sqrt (the default), which is steeper at first",
+        None,
+        "optimizer",
+        choices=("linear", "1-sqrt"),
+    )
+    muon_lr: float | None = flag(
+        "peak learning rate of Muon (default 0.02; `--learning_rate` with `--muon_scaling"
+        " match_rms_adamw`)",
+        None,
+        "optimizer",
+        above=0.0,
+    )
+    muon_momentum: float | None = flag(
+        "momentum of Muon (default 0.95)", None, "optimizer", at_least=0.0, below=1.0
+    )
+    muon_scaling: str | None = flag(
+        "factor of Muon's rate for a matrix of A rows and B columns: sqrt(max(1, A / B)) (original,"
+        " the default), or 0.2 sqrt(max(A, B)), the size of AdamW's updates (match_rms_adamw)",
+        None,
+        "optimizer",
+        choices=("original", "match_rms_adamw"),
+    )
+    mup_base_dim: int | None = flag(
+        "muP: the --dim at which the learning rates were tuned, with the same dim / n_heads;"
+        " initialization and rates are scaled by dim / mup_base_dim, so that they suit this width",
+        None,
+        "optimizer",
+        at_least=1,
+    )
+    weight_decay: float = flag(
+        "weight decay of matrices (norms are not decayed)", 0.1, "optimizer", at_least=0.0
+    )
+    beta1: float = flag(
+        "AdamW first-moment decay; Lion: weight of the momentum in an update",
+        0.9,
+        "optimizer",
+        at_least=0.0,
+        below=1.0,
+    )
+    beta2: float = flag(
+        "AdamW second-moment decay; Lion: decay of the momentum",
+        0.95,
+        "optimizer",
+        at_least=0.0,
+        below=1.0,
+    )
+    sgd_momentum: float | None = flag(
+        "momentum of SGD (default 0.9)", None, "optimizer", at_least=0.0, below=1.0
+    )
+    ema: float | None = flag(
+        "decay of an exponential moving average of the weights, such as 0.999: kept in float32,"
+        " saved, evaluated and exported beside them",
+        None,
+        "optimizer",
+        above=0.0,
+        below=1.0,
+    )
+    grad_clip: float = flag(
+        "maximum global gradient norm; 0 disables clipping", 1.0, "optimizer", at_least=0.0
+    )
+    dtype: str = flag(
+        "precision of forward and backward; the optimizer's weights are float32",
+        "bfloat16",
+        "optimizer",
+        choices=("bfloat16", "float16", "float32"),
+    )
+    tf32: bool = flag(
+        "multiply float32 matrices as TensorFloat-32 on GPUs: several times as fast, with 10 bits"
+        " of mantissa instead of 23",
+        False,
+        "optimizer",
+    )
+
+    spike_guard: bool = flag(
+        "skip updates whose gradient norm is far above that of the steps before; if norm or loss"
+        " stay high, go back to the newest checkpoint before and leave the rows out",
+        False,
+        "optimizer",
+    )
+    spike_factor: float | None = flag(
+        "with --spike_guard: what counts as far, in robust standard deviations above the median"
+        " (default 8)",
+        None,
+        "optimizer",
+        above=0.0,
+    )
+    spike_window: int | None = flag(
+        "with --spike_guard: steps that loss and gradient norm are compared with (default 128)",
+        None,
+        "optimizer",
+        at_least=16,
+        at_most=10_000,
+    )
+    max_rollbacks: int | None = flag(
+        "with --spike_guard: times that a run may go back before it ends with status 6 (default 3)",
+        None,
+        "optimizer",
+        at_least=0,
+        at_most=1000,  # as many jumps as a checkpoint may hold
+    )
+    max_skipped: int = flag(
+        "non-finite steps to skip before the run ends with status 6; counted since step 0, in"
+        " float16 only those in a row",
+        10,
+        "optimizer",
+        at_least=0,
+    )
+
+
+# Names of Accelerate.
+TRACKERS = (
+    *("wandb", "tensorboard", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab"),
+    "trackio",
+)
+
+
+@dataclass(frozen=True)
+class ReportFlags:
+    """Outputs besides metrics.jsonl."""
+
+    profile: bool = flag("print how each step's time is spent", False, "output")
+    profile_interval: int = flag("optimizer steps between profile tables", 10, "output", at_least=1)
+    trace_steps: str | None = flag(
+        "FIRST:LAST: steps, both included, of which every rank writes a Chrome trace to"
+        " out_dir/traces",
+        None,
+        "output",
+    )
+    peak_tflops: float | None = flag(
+        "peak of one device in TFLOPS in --dtype, dense, for MFU (default: data sheet values of"
+        " known NVIDIA GPUs)",
+        None,
+        "output",
+        above=0.0,
+    )
+    report_to: str = flag(
+        "trackers that receive all metrics, separated by commas: none, or"
+        f" {', '.join(TRACKERS)}; a failing one never stops the run",
+        "none",
+        "output",
+    )
+    wandb_project: str = flag("project name in the trackers", "minimind", "output")
+    wandb_run_name: str | None = flag(
+        "run name in the trackers (default: the last folder of --out_dir)", None, "output"
+    )
+    sample_interval: int = flag(
+        "optimizer steps between text samples; 0: none", 0, "output", at_least=0
+    )
+    sample_prompts: str | None = flag(
+        "file of prompts for the samples: one per line, or .jsonl with a prompt field (default:"
+        " one empty prompt)",
+        None,
+        "output",
+    )
+
+    def trackers(self) -> tuple[str, ...]:
+        """Unique tracker names of --report_to; empty for `none`."""
+        if self.report_to.strip() == "none":
+            return ()
+        names = (name.strip() for name in self.report_to.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
