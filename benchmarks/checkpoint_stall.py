@@ -29,7 +29,7 @@ from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, build_engine, leave_process_group
-from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.clocks import PhaseClock
 
 
 def milliseconds(work: Callable[[], Any]) -> float:

@@ -77,7 +77,7 @@ def this_project(
     gate: Gate, shape: str, rows: int, folder: Path, *more: str, flags: str = ""
 ) -> None:
     """train_pretrain.py on the text in `folder`, with `flags` and then `more`."""
-    from minimind.data.loader.batches import Batches
+    from minimind.data.rows.batches import Batches
     from minimind.launch.train_pretrain import main
 
     read = Batches.at

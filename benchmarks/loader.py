@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from benchmarks.record import arguments, record
-from minimind.data.loader.batches import Batches
-from minimind.data.loader.row_order import Mixture, Order
-from minimind.data.loader.token_shards import ShardWriter, TokenShards
+from minimind.data.rows.batches import Batches
+from minimind.data.rows.order import Mixture, Order
+from minimind.data.shards.token_shards import ShardWriter, TokenShards
 from tests.data.made import describe
 
 UNIT = 4096

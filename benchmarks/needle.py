@@ -19,9 +19,8 @@ from torch import Tensor
 
 from benchmarks.record import arguments, record
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.loss import IGNORED
-from minimind.model.rope_scaling import KINDS
+from minimind.model.decoder import IGNORED, MiniMindForCausalLM
+from minimind.model.rotary import KINDS
 
 LENGTH, FACTOR, PIECES, ASKED = 32, 4, 64, 8
 KEY, FIRST_VALUE = 1, 2

@@ -31,8 +31,8 @@ from typing import Any
 
 from benchmarks.record import arguments, record
 from minimind.config.run_config import SPIKE_WINDOW
-from minimind.data.loader.batches import Batches
-from minimind.engine.collective_clock import COLLECTIVES
+from minimind.data.rows.batches import Batches
+from minimind.engine.clocks import COLLECTIVES
 from minimind.engine.engine import Engine
 from minimind.recovery.spike_guard import SpikeGuard
 

@@ -28,7 +28,7 @@ import torch
 from benchmarks.contenders import llama_model
 from benchmarks.record import preset
 from minimind.config.parse import parse_flags
-from minimind.model.loss import IGNORED, next_token_loss
+from minimind.model.decoder import IGNORED, next_token_loss
 
 CLIP = 1.0
 

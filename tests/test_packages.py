@@ -12,9 +12,9 @@ def test_imports_go_down():
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("minimind.data.loader.row_order", "from minimind.model.decoder import MiniMindConfig"),
-        ("minimind.model.loss", "from minimind.train.loop import train"),
-        ("minimind.model.loss", "from minimind.data.prepare.prepare import Prepared"),
+        ("minimind.data.rows.order", "from minimind.model.decoder import MiniMindConfig"),
+        ("minimind.model.decoder", "from minimind.train.loop import train"),
+        ("minimind.model.decoder", "from minimind.data.prepare.prepare import Prepared"),
         ("minimind.config.run_config", "import minimind.config.parse"),
         ("minimind.train.loop", "import deepspeed"),
         ("minimind.cli.main", "from accelerate import Accelerator"),

@@ -31,11 +31,10 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from minimind.errors import CheckpointError, UsageError
-from minimind.model.attention_mask import document_positions
+from minimind.model.attention import document_positions
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
 from minimind.model.experts import MiniMindOutput
-from minimind.model.loss import next_token_loss
 from minimind.runtime.checked_json import shown
 
 

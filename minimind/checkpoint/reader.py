@@ -14,7 +14,7 @@ from torch import Tensor
 from minimind.checkpoint.directory import differences, read_manifest
 from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, readable
 from minimind.checkpoint.validation import read_state
-from minimind.engine.optimizer.state import AVERAGE, MASTER, MOMENTUM
+from minimind.engine.state import AVERAGE, MASTER, MOMENTUM
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import ELSEWHERE, require_listed
 

@@ -29,7 +29,7 @@ from minimind.checkpoint.saver import shapes
 from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, read_buffers
 from minimind.checkpoint.validation import read_state
 from minimind.engine.build import Engine
-from minimind.engine.optimizer.state import AVERAGE, MASTER, ZeroState
+from minimind.engine.state import AVERAGE, MASTER, ZeroState
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import require_listed
 from minimind.runtime.collectives import Ranks, lost_peers, on_rank_0, run_on_all_ranks

@@ -28,7 +28,7 @@ from minimind.checkpoint.retention import VALIDATION, Rules, prune, record_valid
 from minimind.checkpoint.tensor_files import BUFFERS, Staging, write_slices, write_tensors
 from minimind.checkpoint.validation import shard_name
 from minimind.engine.build import Engine
-from minimind.engine.optimizer.state import AVERAGE, MASTER, ZeroState
+from minimind.engine.state import AVERAGE, MASTER, ZeroState
 from minimind.errors import RunError, StorageError
 from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import free_bytes, mebibytes, storing, write_durably

@@ -234,7 +234,7 @@ def _print_prepared(prepared: Prepared) -> None:
 
 
 def _print_rejected(rejected: dict[str, Any]) -> None:
-    from minimind.data.loader.manifest import where_listed
+    from minimind.data.shards.manifest import where_listed
 
     if rejected["count"]:
         where = where_listed(rejected)
@@ -410,7 +410,7 @@ def run_at(args: argparse.Namespace, cache: ObjectCache) -> int:
 
 def _run_rows(args: argparse.Namespace) -> int:
     """Print the rows of steps, as a file for --skip_rows."""
-    from minimind.data.loader.skip_rows import skip_rows_text
+    from minimind.data.rows.order import skip_rows_text
     from minimind.provenance.step_rows import read_run
 
     if args.text or args.json or args.top is not None or args.rank is not None:

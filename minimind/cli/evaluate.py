@@ -279,7 +279,7 @@ def _parts(
     place: str, prepared: Prepared, is_folder: bool, length: int, args: argparse.Namespace
 ) -> list[Part]:
     """The windows of each split to be read."""
-    from minimind.data.loader.batches import windows_of
+    from minimind.data.rows.batches import windows_of
     from minimind.inference.score import Part
 
     splits, sources = ("train",), prepared.manifest["sources"]

@@ -30,8 +30,7 @@ from minimind.runtime.terminal import for_stdout, phase
 
 if TYPE_CHECKING:
     from minimind.inference.chat import Chat
-    from minimind.inference.generate import GenerationResult
-    from minimind.inference.sampling import Sampling
+    from minimind.inference.generate import GenerationResult, Sampling
 
 
 def add_parser(subs: Any) -> None:
@@ -93,8 +92,8 @@ def load(args: argparse.Namespace, stop: Sequence[str] = ()) -> tuple[Any, Any, 
     """The model on its device, its tokenizer, its path, and the settings of `add_sampling`."""
     from minimind.config.deepspeed.backend_choice import device_for
     from minimind.config.launcher_env import Launch
+    from minimind.inference.generate import Sampling
     from minimind.inference.load_model import load_model
-    from minimind.inference.sampling import Sampling
 
     names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")
     sampling = Sampling(*(getattr(args, name) for name in names), stop=tuple(stop))

@@ -181,7 +181,7 @@ def add_cache(parser: argparse.ArgumentParser, what: str) -> None:
 def add_sampling(
     parser: argparse.ArgumentParser, max_new_tokens: int, temperature: float, what: str
 ) -> None:
-    """Add the arguments of `minimind.inference.sampling`; `what` is a text or an answer."""
+    """Add the arguments of `minimind.inference.generate`; `what` is a text or an answer."""
     add, text = parser.add_argument, "maximum tokens to generate"
     add("--max_new_tokens", type=at_least(1), default=max_new_tokens, help=text)
     text = "sampling temperature; 0: greedy"

@@ -29,12 +29,17 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.schema import MODELS, format_model_fault, optimizer_name
 from minimind.config.deepspeed.values import BATCH, leaves, offloads
 from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
-from minimind.engine.deepspeed_backend import Backend, DeepSpeedBackend, configuration
-from minimind.engine.deepspeed_logs import CollectivesLog, fix_start_time
+from minimind.engine.deepspeed_backend import (
+    Backend,
+    CollectivesLog,
+    DeepSpeedBackend,
+    configuration,
+    fix_start_time,
+)
 from minimind.engine.engine import Engine
 from minimind.engine.loss_of_batch import compile_model
 from minimind.engine.op_build_lock import monitored_builds
-from minimind.engine.optimizer.groups import optimizer_of, run_groups, trial_optimizer
+from minimind.engine.optimizers import optimizer_of, run_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.runtime.collectives import collective_backend, lost_peers, own_store, rendezvous

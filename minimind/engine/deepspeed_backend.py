@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
-from contextlib import AbstractContextManager, nullcontext
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from copy import deepcopy
+from functools import wraps
 from typing import Any
 
 import torch
@@ -12,14 +17,107 @@ from torch import nn
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import BATCH
-from minimind.engine.collective_clock import CommunicationClock
-from minimind.engine.deepspeed_logs import CollectivesLog
-from minimind.engine.norm_limit import NormLimit
-from minimind.engine.optimizer.adapters import require_tested_deepspeed, tensor_split, zero_state
-from minimind.engine.optimizer.muon import MuonWithAdamW, shards_of
-from minimind.engine.optimizer.state import ZeroState
-from minimind.engine.optimizer.tensor_split import gradient_norm, layer_specs, sum_partial_gradients
+from minimind.engine.adapters import require_tested_deepspeed, tensor_split, zero_state
+from minimind.engine.clocks import CommunicationClock
+from minimind.engine.optimizers import MuonWithAdamW, shards_of
 from minimind.engine.plain_backend import PlainBackend
+from minimind.engine.state import ZeroState, gradient_norm, layer_specs, sum_partial_gradients
+
+TEST = "is_invalid_grad_norm"  # the test of the norm in each of DeepSpeed's optimizers, by name
+
+
+class NormLimit:
+    """Stands in for DeepSpeed's test of the gradient norm, and also fails it above `limit`.
+
+    DeepSpeed then skips the update as it does for a norm that is not finite, on every rank. Its own
+    `_global_grad_norm` is infinite afterwards, so the norm is kept here.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._module: Any = sys.modules[type(optimizer).__module__]
+        self._test = getattr(self._module, TEST)
+        setattr(self._module, TEST, self)
+        # Stages 1 and 2 in bf16 test the norm only with this, and compute one only with the other.
+        optimizer.check_grad_overflow = optimizer.compute_grad_norm = True
+        self.limit = math.inf
+        self.norm: float | torch.Tensor | None = None  # of the last update if it was above
+
+    def __call__(self, norm: Any) -> bool:
+        """Whether DeepSpeed has to skip the update."""
+        if self._test(norm):
+            return True
+        self.norm = norm if float(norm) > self.limit else None
+        return self.norm is not None
+
+    def take(self) -> float | torch.Tensor | None:
+        """The norm of the last update if it was skipped for being above the limit, else None."""
+        norm, self.norm = self.norm, None
+        return norm
+
+    def release(self) -> None:
+        """Give DeepSpeed its own test back."""
+        setattr(self._module, TEST, self._test)
+
+
+class CollectivesLog:
+    """DeepSpeed's log of collectives, configured by the `comms_logger` block or None.
+
+    The log belongs to the process; `release` restores it.
+    """
+
+    def __init__(self, comm: Any, block: Mapping[str, Any] | None) -> None:
+        """comm: the module deepspeed.comm.comm, after an engine was built."""
+        self._comm = comm
+        self._was_enabled = comm.comms_logger.enabled if block is None else False
+        self.is_on = block is not None and bool(block.get("enabled"))
+        if block is not None:
+            comm.comms_logger.enabled = self.is_on
+            comm.comms_logger.reset_data()  # collectives of the engine's construction
+        if self.is_on:
+            comm.timers.Timer = _reset_on_read(comm.timers.Timer)
+            comm.timers.timers.clear()
+
+    def table(self) -> str:
+        """Table of the collectives since the last call; empty if disabled."""
+        if not self.is_on:
+            return ""
+        output = io.StringIO()
+        with redirect_stdout(output):
+            self._comm.comms_logger.log_all()
+        self._comm.comms_logger.reset_data()
+        return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+    def release(self) -> None:
+        """Stop logging and restore the logger."""
+        self._comm.comms_logger.enabled = self._was_enabled
+        if self.is_on:
+            self._comm.comms_logger.reset_data()
+            self._comm.timers.timers.clear()
+            del self._comm.timers.Timer
+        self.is_on = False
+
+
+def _reset_on_read(timer: type[Any]) -> type[Any]:
+    """Subclass of a timer class whose elapsed time is reset when read."""
+
+    class ResetOnRead(timer):
+        def elapsed(self, reset: bool = True) -> float:
+            return super().elapsed(reset=True)
+
+    return ResetOnRead
+
+
+def fix_start_time(profiler: Any, model: Any) -> None:
+    """Set the start time of the forward pass, which the flops profiler misses."""
+    start = profiler.start_profile
+
+    @wraps(start)
+    def start_profile(*args: Any, **kwargs: Any) -> None:
+        start(*args, **kwargs)
+        model.__start_time__ = time.time()  # read by its hook at the end
+
+    profiler.start_profile = start_profile
+
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 

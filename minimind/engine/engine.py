@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.run_config import ParallelLayout
-from minimind.engine.collective_clock import CommunicationClock
+from minimind.engine.clocks import CommunicationClock, PhaseClock
 from minimind.engine.deepspeed_backend import Backend
 from minimind.engine.loss_of_batch import (
     CompileClock,
@@ -23,11 +23,10 @@ from minimind.engine.loss_of_batch import (
     mean_routing,
     uncompiled,
 )
-from minimind.engine.optimizer.state import ZeroState
-from minimind.engine.optimizer.weight_average import WeightAverage
-from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.optimizers import WeightAverage
 from minimind.engine.plain_backend import StepResult
-from minimind.model.attention_kernels import SequenceGroup
+from minimind.engine.state import ZeroState
+from minimind.model.attention import SequenceGroup
 from minimind.runtime.collectives import Ranks, collective_backend, lost_peers
 
 COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles

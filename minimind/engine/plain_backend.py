@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.engine.collective_clock import CommunicationClock
-from minimind.engine.optimizer.adapters import zero_state
-from minimind.engine.optimizer.groups import optimizer_of
-from minimind.engine.optimizer.state import ZeroState
+from minimind.engine.adapters import zero_state
+from minimind.engine.clocks import CommunicationClock
+from minimind.engine.optimizers import optimizer_of
+from minimind.engine.state import ZeroState
 from minimind.model.experts import Routing
 from minimind.runtime.collectives import lost_peers
 

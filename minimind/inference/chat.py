@@ -15,8 +15,7 @@ from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
-from minimind.inference.generate import continue_ids
-from minimind.inference.sampling import Sampling
+from minimind.inference.generate import Sampling, continue_ids
 from minimind.inference.stored_template import no_template
 from minimind.runtime.durable_files import write_whole
 

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from minimind.data.loader.batches import Windows
-from minimind.data.loader.conversation_shards import ConversationRows, ConversationShards
 from minimind.data.prepare.prepare import Prepared
+from minimind.data.rows.batches import Windows
+from minimind.data.shards.conversation_shards import ConversationRows, ConversationShards
 from minimind.engine.loss_of_batch import PADDING, ModelInputs
 from minimind.errors import DataError
-from minimind.model.loss import IGNORED
+from minimind.model.decoder import IGNORED
 
 
 @dataclass(frozen=True)

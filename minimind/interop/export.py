@@ -39,7 +39,7 @@ from minimind.interop.write_folder import (
     write_shards,
 )
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.rope_scaling import effective_theta
+from minimind.model.rotary import effective_theta
 from minimind.runtime.durable_files import storing
 from minimind.runtime.output_folder import NewFolder
 

@@ -20,7 +20,7 @@ from minimind.interop.tensor_sources import TensorSource
 from minimind.interop.weight_names import to_gguf, to_rotate_half
 from minimind.interop.write_folder import PRODUCER, new_folder
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.rope_scaling import effective_theta
+from minimind.model.rotary import effective_theta
 from minimind.runtime.durable_files import sync_file
 from minimind.runtime.output_folder import NewFolder
 

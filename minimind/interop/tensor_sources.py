@@ -20,7 +20,7 @@ from torch._weights_only_unpickler import (  # as torch.load raises it; nothing 
 
 from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.tensor_files import Part, readable
-from minimind.engine.optimizer.state import AVERAGE, MASTER
+from minimind.engine.state import AVERAGE, MASTER
 from minimind.errors import CheckpointError, NumericError, UsageError
 from minimind.runtime.checked_json import (
     CheckedJson,

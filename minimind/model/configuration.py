@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from minimind.model.rope_scaling import check_scaling
+from minimind.model.rotary import check_scaling
 from minimind.model.sizes import feed_forward_width
 
 

@@ -1,5 +1,5 @@
 """The text behind a step: which rows were read, and the documents and files they came from.
 
 The commands are `minimind data at` and `data where`. The row order is arithmetic
-(`minimind.data.loader.row_order`), so nothing is recorded while training.
+(`minimind.data.rows.order`), so nothing is recorded while training.
 """

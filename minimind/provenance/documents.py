@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from minimind.data.loader.conversation_shards import TARGET
 from minimind.data.prepare.encode import Work
 from minimind.data.prepare.prepare import Prepared
 from minimind.data.prepare.remote import local_text
 from minimind.data.prepare.unit_reader import split_of
 from minimind.data.prepare.work_units import Plan, Unit, placed, read_described
+from minimind.data.shards.conversation_shards import TARGET
 from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Segment, kind_of
 from minimind.data.text.readers import line_offset, newlines, read_segment

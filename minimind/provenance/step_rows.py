@@ -14,9 +14,9 @@ import numpy as np
 
 from minimind.checkpoint.validation import Mixture, OrderOrigin, validate_order
 from minimind.config.run_config import ParallelLayout
-from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared, missing_of, open_prepared
 from minimind.data.prepare.remote import local_folder
+from minimind.data.rows.order import Order
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.provenance.documents import Documents
 from minimind.report.records import Start, number

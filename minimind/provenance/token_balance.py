@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minimind.data.loader.conversation_shards import ConversationShards
-from minimind.data.loader.mixture import Mixture
-from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
+from minimind.data.rows.order import Mixture, Order
+from minimind.data.shards.conversation_shards import ConversationShards
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from minimind.checkpoint.directory import is_due, published_checkpoints, set_aside, step_of
 from minimind.checkpoint.identity import hardware
 from minimind.config.run_config import RunConfig
-from minimind.data.loader.batches import Batches
+from minimind.data.rows.batches import Batches
 from minimind.engine.engine import Engine
 from minimind.engine.replay import (
     Replay,

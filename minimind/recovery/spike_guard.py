@@ -13,8 +13,8 @@ import torch
 
 from minimind.checkpoint.resume import Resumed
 from minimind.config.run_config import RunConfig
-from minimind.data.loader.batches import Batches
 from minimind.data.prepare.prepare import Prepared, missing_of
+from minimind.data.rows.batches import Batches
 from minimind.engine.build import Engine
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import DataError

@@ -23,8 +23,7 @@ from minimind.config.deepspeed.rules import unread_flag_faults
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import RunConfig
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
-from minimind.engine.optimizer.groups import run_groups
-from minimind.engine.optimizer.mup import scale_initial_weights
+from minimind.engine.optimizers import run_groups, scale_initial_weights
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError, fault_error
 from minimind.model.experts import MixtureOfExperts

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minimind.engine.phase_clock import LABELS, mean_ms, median_ms, profile_table, ranks_table
+from minimind.engine.clocks import LABELS, mean_ms, median_ms, profile_table, ranks_table
 from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout
 from minimind.telemetry.trackers import Trackers

@@ -16,11 +16,6 @@ from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
-from minimind.data.loader.batches import Batches
-from minimind.data.loader.conversation_shards import ConversationShards
-from minimind.data.loader.mixture import Mixture, Ranges, count_rows
-from minimind.data.loader.row_order import Order
-from minimind.data.loader.skip_rows import read_skip_rows
 from minimind.data.prepare.prepare import (
     Prepared,
     PrepareRequest,
@@ -30,6 +25,9 @@ from minimind.data.prepare.prepare import (
 )
 from minimind.data.prepare.remote import local_folder, local_text
 from minimind.data.prepare.work_units import Options
+from minimind.data.rows.batches import Batches
+from minimind.data.rows.order import Mixture, Order, Ranges, count_rows, read_skip_rows
+from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.text.sources import Source
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.engine.build import Engine

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from minimind.config.run_config import RunConfig
-from minimind.data.loader.batches import held_out_rows
-from minimind.data.loader.token_shards import TokenShards
 from minimind.data.prepare.prepare import Prepared
+from minimind.data.rows.batches import held_out_rows
+from minimind.data.shards.token_shards import TokenShards
 from minimind.engine.build import Engine
 from minimind.engine.loss_of_batch import PADDING
 from minimind.inference.score import LossSums

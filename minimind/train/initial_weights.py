@@ -35,7 +35,7 @@ from minimind.data.chat.template import ChatTemplate
 from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template, with_vocabulary_of
 from minimind.data.prepare.prepare import is_prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
-from minimind.engine.optimizer.mup import scale_initial_weights
+from minimind.engine.optimizers import scale_initial_weights
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.foreign_config import ShapeFlags
 from minimind.interop.grow_vocabulary import grow_vocabulary

@@ -18,9 +18,9 @@ from minimind.data.chat.conversations import (
     conversation_of_row,
     require_records,
 )
-from minimind.data.loader.manifest import MANIFEST_NAME
 from minimind.data.prepare.unit_reader import refuse
 from minimind.data.prepare.work_units import PLAN_NAME
+from minimind.data.shards.manifest import MANIFEST_NAME
 from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import find_files, require_once, segments_of
 from minimind.data.text.readers import read_segment
@@ -53,7 +53,7 @@ def require_inputs(run: RunConfig) -> None:
 
         read_template(path)
     if (path := _missing(run.skip_rows)) is not None:
-        from minimind.data.loader.skip_rows import read_skip_rows
+        from minimind.data.rows.order import read_skip_rows
 
         read_skip_rows(Path(path), 0, 0, "")
     if run.sample_interval and run.sample_prompts is not None:

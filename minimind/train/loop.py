@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minimind.checkpoint.directory import TrainState, is_due
-from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.clocks import PhaseClock
 from minimind.errors import PREEMPTED
 from minimind.train.loop_actions import (
     RunContext,

@@ -14,11 +14,10 @@ from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.saver import Saver
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
-from minimind.data.loader.batches import Batches
+from minimind.data.rows.batches import Batches
 from minimind.engine.build import Engine
-from minimind.engine.collective_clock import CommunicationClock
+from minimind.engine.clocks import CommunicationClock, PhaseClock
 from minimind.engine.loss_of_batch import routing_fields
-from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
 from minimind.recovery.corruption_check import CorruptionCheck

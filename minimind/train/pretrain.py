@@ -29,8 +29,8 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import planned_launch, read_launch
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
-from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
+from minimind.data.rows.order import Order
 from minimind.engine.build import (
     Engine,
     build_engine,

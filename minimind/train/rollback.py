@@ -11,7 +11,7 @@ from minimind.checkpoint.directory import published_checkpoints, step_of
 from minimind.checkpoint.resume import Resumed, resume
 from minimind.config.flags import CHANGEABLE
 from minimind.config.run_config import MARGIN, PATIENCE
-from minimind.data.loader.skip_rows import skip_rows_text
+from minimind.data.rows.order import skip_rows_text
 from minimind.errors import NumericError
 from minimind.runtime.collectives import on_rank_0
 from minimind.runtime.durable_files import storing

@@ -9,9 +9,8 @@ from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.engine.build import Engine
 from minimind.engine.loss_of_batch import uncompiled
 from minimind.errors import UsageError
-from minimind.inference.generate import generate_texts
+from minimind.inference.generate import Sampling, generate_texts
 from minimind.inference.prompts import read_prompts
-from minimind.inference.sampling import Sampling
 
 MAX_NEW_TOKENS = 64
 

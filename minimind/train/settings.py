@@ -19,11 +19,11 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import leaves
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
-from minimind.data.loader.manifest import is_whole, read_manifest
 from minimind.data.prepare.work_units import Options
+from minimind.data.shards.manifest import is_whole, read_manifest
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.engine.build import Engine
-from minimind.engine.optimizer.mup import mup_line
+from minimind.engine.optimizers import mup_line
 from minimind.errors import DataError
 from minimind.runtime.urls import masked, masked_values
 from minimind.storage.filesystem import is_url

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from minimind.config.run_config import RunConfig
-from minimind.data.loader.row_order import Order
+from minimind.data.rows.order import Order
 from minimind.engine.loss_of_batch import token_ids
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError

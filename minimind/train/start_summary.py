@@ -14,12 +14,11 @@ from minimind.checkpoint.identity import hardware, layout, source_commit, versio
 from minimind.checkpoint.resume import Resumed
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
-from minimind.data.loader.conversation_shards import ConversationShards
-from minimind.data.loader.manifest import where_listed
 from minimind.data.prepare.prepare import Prepared
+from minimind.data.shards.conversation_shards import ConversationShards
+from minimind.data.shards.manifest import where_listed
 from minimind.data.tokenizer.lossless import loss_lines
-from minimind.engine.optimizer.muon import iteration_dtype
-from minimind.engine.optimizer.mup import mup_line
+from minimind.engine.optimizers import iteration_dtype, mup_line
 from minimind.provenance.step_rows import logged_order
 from minimind.provenance.token_balance import (
     ConversationBalance,

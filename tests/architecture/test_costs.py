@@ -23,11 +23,10 @@ from minimind.architecture.costs import (
 from minimind.architecture.plan import Machine, alternatives, layout_of, plan, shape_of
 from minimind.architecture.shape import Shape
 from minimind.config.parse import PRESETS, parse_flags
-from minimind.model import attention_kernels
+from minimind.model import attention as attention_kernels
 from minimind.model.activation_checkpointing import enable_checkpointing
-from minimind.model.attention_kernels import has_flex_kernel
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.model.loss import next_token_loss
+from minimind.model.attention import has_flex_kernel
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM, next_token_loss
 from minimind.model.sizes import LOSS_CHUNK
 
 SMALL = Shape(64, 2, 4, 2, 192, 600, 32)

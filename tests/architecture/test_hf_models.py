@@ -22,14 +22,14 @@ from minimind.cli.main import main
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import config_file, parse_flags
-from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import open_prepared
+from minimind.data.rows.order import Order
 from minimind.engine.loss_of_batch import compile_model, uncompiled
 from minimind.errors import CheckpointError, UsageError
 from minimind.inference.load_model import load_model
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.loss import next_token_loss
+from minimind.model.decoder import next_token_loss
 from minimind.train.initial_weights import read_initial
 from minimind.train.settings import dry_run_text
 from tests.conftest import ROOT, Launcher, sentences

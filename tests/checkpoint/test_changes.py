@@ -15,11 +15,10 @@ import minimind.train as training
 from minimind.checkpoint.directory import differences
 from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
-from minimind.data.loader.batches import Batches
+from minimind.data.rows.batches import Batches
 from minimind.errors import CheckpointError, DataError, UsageError
-from minimind.inference.generate import generate_texts
+from minimind.inference.generate import Sampling, generate_texts
 from minimind.inference.load_model import load_checkpoint
-from minimind.inference.sampling import Sampling
 from minimind.interop.consolidate import consolidate
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.provenance.step_rows import read_run

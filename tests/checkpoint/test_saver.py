@@ -28,8 +28,8 @@ from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.tensor_files import Staging
 from minimind.config.parse import parse_flags
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
-from minimind.engine.optimizer.groups import optimizer_of, parameter_groups
-from minimind.engine.optimizer.state import ZeroState
+from minimind.engine.optimizers import optimizer_of, parameter_groups
+from minimind.engine.state import ZeroState
 from minimind.errors import CheckpointError, NumericError, StorageError, which_memory
 from minimind.runtime.durable_files import Metrics
 from tests import cuda_events
@@ -508,7 +508,7 @@ def test_an_optimizer_or_wrapper_without_an_adapter_is_refused_by_name(tmp_path)
 
 
 def test_replicated_state_is_shared_out_without_gap_or_overlap():
-    from minimind.engine.optimizer.state import Fragment
+    from minimind.engine.state import Fragment
 
     whole = Fragment("w", 0, 11, torch.arange(11.0), 0)
     parts = [whole.share(rank, 4) for rank in range(4)]

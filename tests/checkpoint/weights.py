@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from minimind.checkpoint.reader import Contents
-from minimind.engine.optimizer.state import MASTER
+from minimind.engine.state import MASTER
 
 
 def load_weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -20,8 +20,7 @@ from minimind.data.text.documents import ReadOptions
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
 from minimind.errors import UsageError
 from minimind.inference.chat import Chat
-from minimind.inference.generate import GenerationResult
-from minimind.inference.sampling import Sampling
+from minimind.inference.generate import GenerationResult, Sampling
 from tests.conftest import ROOT
 from tests.train.terminal import Terminal
 

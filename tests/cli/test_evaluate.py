@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from minimind.cli.main import main
-from minimind.data.loader.manifest import read_manifest, seal
+from minimind.data.shards.manifest import read_manifest, seal
 from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.data.tokenizer.vocabulary import sizes
 from minimind.inference.load_model import load_checkpoint

@@ -22,9 +22,8 @@ import torch
 from minimind.cli.main import main
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import NumericError, UsageError
-from minimind.inference.generate import generate_texts
+from minimind.inference.generate import Sampling, generate_texts, logits_processors
 from minimind.inference.load_model import load_checkpoint
-from minimind.inference.sampling import Sampling, logits_processors
 from tests.conftest import ROOT, Trained, sentences
 
 GREEDY = Sampling(max_new_tokens=40, temperature=0.0)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from minimind.data.loader.manifest import FORMAT_VERSION, seal
-from minimind.data.loader.token_shards import ShardWriter
+from minimind.data.shards.manifest import FORMAT_VERSION, seal
+from minimind.data.shards.token_shards import ShardWriter
 
 
 def describe(

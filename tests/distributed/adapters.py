@@ -1,6 +1,6 @@
 """Every optimizer state adapter saved, resumed, rewound and crossed.
 
-Worker of tests/engine/optimizer/test_adapters.py.
+Worker of tests/engine/test_adapters.py.
 
 Usage: torchrun ... -m tests.distributed.adapters OUT.json NAME...    (of a case, or A -> B of two)
 

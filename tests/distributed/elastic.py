@@ -142,7 +142,7 @@ class Worker:
         return (layout.world_size, layout.tensor) == (self.world_size, self.tensor)
 
     def _build(self, layout: Layout, dtype: str) -> Any:
-        from minimind.engine.optimizer import muon
+        from minimind.engine import optimizers
         from tests.distributed.engines import MUON, Case, build
 
         # On a GPU some kernels sum in an order of their own each time.
@@ -150,7 +150,7 @@ class Worker:
         flags += f" --tensor_parallel {layout.tensor} --sequence_parallel {layout.sequence}"
         edits = {}
         if self.optimizer == "muon":
-            muon.HAS_BF16 = False  # Newton-Schulz in fp32
+            optimizers.HAS_BF16 = False  # Newton-Schulz in fp32
             edits = MUON
             flags += " --optimizer muon --muon_lr 0.01" if layout.stage is None else ""
         elif self.optimizer != "adamw":

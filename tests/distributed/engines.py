@@ -1,7 +1,7 @@
 """Small engines built one after another in a process: trained, saved, and resumed by each other.
 
 A start of Python, torch and DeepSpeed costs far more than the steps do, so that the workers of
-tests/engine/optimizer/test_adapters.py and of elastic.py look at many configurations in one
+tests/engine/test_adapters.py and of elastic.py look at many configurations in one
 process. Those at stage 3 come last: it replaces torch's linear function for good.
 """
 
@@ -23,9 +23,9 @@ from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_jso
 from minimind.config.deepspeed.values import put
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.data.loader.row_order import Order
+from minimind.data.rows.order import Order
 from minimind.engine.build import Engine, build_engine
-from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.clocks import PhaseClock
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 

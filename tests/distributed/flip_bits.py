@@ -25,7 +25,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_jso
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.build import Engine, build_engine
-from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.clocks import PhaseClock
 from minimind.engine.replay import INTEGERS
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.recovery.corruption_check import CorruptionCheck

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.clocks import PhaseClock
 from tests.distributed.engines import Case, build, course
 
 PACKAGES = ("minimind", "deepspeed", "accelerate")

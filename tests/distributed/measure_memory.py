@@ -27,9 +27,9 @@ from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for e
 from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
 from minimind.config.parse import SHAPE, parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.engine import optimizers
 from minimind.engine.build import build_engine
-from minimind.engine.optimizer import muon
-from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.clocks import PhaseClock
 from minimind.model import bf16_matmul
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 
@@ -172,7 +172,7 @@ def main() -> None:
     bf16_matmul.HAS_BF16 = True
     import_module("deepspeed")  # its many objects are frozen with the others
     watch = Watch()
-    muon.HAS_BF16 = False  # as the plan counts for a CPU
+    optimizers.HAS_BF16 = False  # as the plan counts for a CPU
     watch.before(torch, "addmm")  # of the iteration
     watch.before(torch.Tensor, "sign_")  # of Lion
     found = []

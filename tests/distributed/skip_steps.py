@@ -24,9 +24,9 @@ from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_jso
 from minimind.config.deepspeed.values import put
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.data.loader.row_order import Order
+from minimind.data.rows.order import Order
 from minimind.engine.build import Engine, build_engine
-from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.clocks import PhaseClock
 from minimind.errors import NumericError
 from minimind.model import decoder
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from minimind.engine.build import Engine
-from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.clocks import PhaseClock
 from tests.distributed.engines import ORDER, Case, build, course, load, save, state_of, text
 
 SAVED, STEPS, CLIP = 7, 20, 0.9

@@ -144,7 +144,7 @@ def test_another_stage_in_the_json_alone_gives_the_same_losses(
     assert [s["step"] for s in other.events("sample")] == [10, 20]
 
 
-@pytest.mark.long  # tests/engine/optimizer/test_adapters.py has every stage in one launch
+@pytest.mark.long  # tests/engine/test_adapters.py has every stage in one launch
 def test_every_stage_resumes_bit_for_bit_in_fp32(
     other_stage: tuple[int, Path, Run], forked: Launcher, tmp_path: Path
 ):
@@ -227,7 +227,7 @@ def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bi
 def test_a_stopped_run_continues_bit_for_bit_in_bf16(stage: int, forked: Launcher, tmp_path: Path):
     """Stage 2 is the test above; stage 1 has its wrapper.
 
-    Stage 0 is also in tests/engine/optimizer/test_adapters.py.
+    Stage 0 is also in tests/engine/test_adapters.py.
     """
     config = config_of_stage(stage, tmp_path)
     flags = f"--deepspeed_config {config} --save_interval 9 --keep_last 3"

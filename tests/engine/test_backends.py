@@ -15,8 +15,8 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import configure_libraries
 from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, build_engine, evaluation_accelerator, leave_process_group
-from minimind.engine.optimizer.groups import optimizer_of, parameter_groups
-from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.clocks import PhaseClock
+from minimind.engine.optimizers import optimizer_of, parameter_groups
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from minimind.engine import collective_clock as communication
-from minimind.engine.collective_clock import COLLECTIVES, CommunicationClock
+from minimind.engine import clocks as communication
+from minimind.engine.clocks import COLLECTIVES, CommunicationClock
 
 CPU = torch.device("cpu")
 

@@ -31,10 +31,10 @@ from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine import loss_of_batch as compiled
 from minimind.engine.build import Engine, leave_process_group
+from minimind.engine.clocks import PhaseClock
 from minimind.engine.loss_of_batch import ModelInputs, compile_model, compute_loss, uncompiled
-from minimind.engine.phase_clock import PhaseClock
 from minimind.model import activation_checkpointing as recomputing
-from minimind.model import attention_mask, layers
+from minimind.model import attention, decoder
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
@@ -146,7 +146,7 @@ def test_other_documents_compile_no_block_again(quickly, monkeypatch):
         return [float(compute_loss(model, ModelInputs.of_text(rows)).loss_sum) for rows in batches]
 
     expected = loss_sums()  # with dense masks
-    monkeypatch.setattr(attention_mask, "has_flex_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "has_flex_kernel", lambda *_: True)
     compile_model(model, COMPILED)
     assert loss_sums() == pytest.approx(expected, rel=1e-5)
     assert counters["stats"]["unique_graphs"] == len(REGIONS)
@@ -156,10 +156,10 @@ def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, mon
     """As on a GPU, where every layer says which kernels it asks."""
 
     def as_on_a_gpu(*qkv):
-        return layers._fused(layers.CAUSAL_KERNELS, *qkv, is_causal=True, enable_gqa=True)
+        return decoder._fused(decoder.CAUSAL_KERNELS, *qkv, is_causal=True, enable_gqa=True)
 
-    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
-    monkeypatch.setattr(layers, "blockwise_attention", as_on_a_gpu)
+    monkeypatch.setattr(decoder, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(decoder, "blockwise_attention", as_on_a_gpu)
     model = built()
     enable_checkpointing(model)
     engine = engine_of(model, monkeypatch, "--dtype float32 --compile on")
@@ -177,9 +177,9 @@ def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, mon
 
 def test_torch_caches_a_block_that_chooses_its_attention_kernel(quickly, monkeypatch):
     """As on a GPU; without its mark the choice keeps every block out of the cache."""
-    kernels = partial(layers._fused, layers.CAUSAL_KERNELS, is_causal=True, enable_gqa=True)
-    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
-    monkeypatch.setattr(layers, "blockwise_attention", kernels)
+    kernels = partial(decoder._fused, decoder.CAUSAL_KERNELS, is_causal=True, enable_gqa=True)
+    monkeypatch.setattr(decoder, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(decoder, "blockwise_attention", kernels)
     nodes: list[Any] = []
 
     def capture(graph: Any, inputs: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.engine.deepspeed_logs import CollectivesLog, fix_start_time
+from minimind.engine.deepspeed_backend import CollectivesLog, fix_start_time
 from tests.conftest import ROOT, Launcher, Run
 
 BLOCKS = {

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minimind.config.parse import parse_flags
 from minimind.engine import plain_backend
-from minimind.engine.optimizer.groups import optimizer_of
+from minimind.engine.optimizers import optimizer_of
 from minimind.engine.plain_backend import MasterWeights
 
 RUN = parse_flags([])

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import minimind.train as training
-from minimind.data.loader.batches import Batches
+from minimind.data.rows.batches import Batches
 from minimind.engine import engine
-from minimind.engine.phase_clock import PHASES, PhaseClock, mean_ms, profile_table
+from minimind.engine.clocks import PHASES, PhaseClock, mean_ms, profile_table
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
 from minimind.report import records

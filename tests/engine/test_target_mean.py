@@ -16,10 +16,10 @@ from torch import Tensor
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
-from minimind.data.loader.conversation_shards import START
+from minimind.data.shards.conversation_shards import START
 from minimind.engine.build import Engine, build_engine, leave_process_group
+from minimind.engine.clocks import PhaseClock
 from minimind.engine.loss_of_batch import PADDING, token_ids
-from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.replay import replay
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.distributed.host_reads import counted

@@ -24,7 +24,7 @@ from minimind.checkpoint.remote_run import RemoteRun, complete
 from minimind.checkpoint.retention import VALIDATION, Rules, prune, record_validation
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.checkpoint.tools import look_at
-from minimind.data.loader.token_shards import TokenShards
+from minimind.data.shards.token_shards import TokenShards
 from minimind.errors import RunError
 from minimind.provenance.step_rows import read_run
 from minimind.recovery.corruption import Fault

@@ -23,10 +23,10 @@ from minimind.checkpoint.resume import resume
 from minimind.cli.main import main
 from minimind.config.flags import CHANGEABLE
 from minimind.config.parse import parse_flags
-from minimind.data.loader.row_order import Order
+from minimind.data.rows.order import Order
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
-from minimind.engine.optimizer.groups import optimizer_of, parameter_groups
-from minimind.engine.optimizer.state import ZeroState
+from minimind.engine.optimizers import optimizer_of, parameter_groups
+from minimind.engine.state import ZeroState
 from minimind.errors import RunError
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.durable_files import fingerprint

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from minimind.checkpoint.directory import MANIFEST, TrainState, published_checkpoints, verify
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import shard_name
-from minimind.data.loader.row_order import Order
+from minimind.data.rows.order import Order
 from minimind.errors import CheckpointError
 from minimind.train.build import resume_order
 from tests.faults.tampering import COMMANDS, TOOLS, ending, manifest_of, reseal, seal, trained

@@ -27,9 +27,9 @@ from minimind.checkpoint.tensor_files import shard_name, write_slices
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
-from minimind.engine.optimizer.groups import parameter_groups
-from minimind.engine.optimizer.state import ZeroState
+from minimind.engine.optimizers import parameter_groups
 from minimind.engine.plain_backend import PlainBackend
+from minimind.engine.state import ZeroState
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import sentences
 

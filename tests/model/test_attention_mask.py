@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from minimind.model.attention_mask import boolean_mask, document_positions, eos_starts
+from minimind.model.attention import boolean_mask, document_positions, eos_starts
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.loss import next_token_loss
+from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
 from minimind.model.rotary import apply_rotary
 
 V, T, EOS = 97, 24, 2
@@ -142,7 +141,7 @@ def test_those_positions_are_what_queries_and_keys_are_turned_by(monkeypatch: py
         seen.append(pos_cis)
         return apply_rotary(x, pos_cis)
 
-    monkeypatch.setattr("minimind.model.layers.apply_rotary", watched)
+    monkeypatch.setattr("minimind.model.decoder.apply_rotary", watched)
     model, ids = build(), torch.tensor([[9, 9, EOS, 9, 9, EOS, EOS, 9]])
     model(ids)
     assert len(seen) == 6  # no logit could show it: turns matter by their differences alone

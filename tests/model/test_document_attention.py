@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from minimind.model import attention_kernels, attention_mask
-from minimind.model.attention_kernels import document_block_mask, has_flex_kernel
-from minimind.model.attention_mask import boolean_mask
+from minimind.model import attention
+from minimind.model.attention import boolean_mask, document_block_mask, has_flex_kernel
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.layers import flash_attention
-from minimind.model.loss import next_token_loss
+from minimind.model.decoder import MiniMindForCausalLM, flash_attention, next_token_loss
 
 EOS, V = 2, 50
 CPU = torch.device("cpu")
@@ -100,9 +97,9 @@ def rows(length: int = 300) -> Tensor:
 def test_a_model_makes_its_blocks_once_and_gives_the_same_logits(monkeypatch: pytest.MonkeyPatch):
     model, made = build(), []
     expected = model(rows()).logits
-    monkeypatch.setattr(attention_mask, "has_flex_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "has_flex_kernel", lambda *_: True)
     monkeypatch.setattr(
-        attention_mask,
+        attention,
         "document_block_mask",
         lambda starts: made.append(document_block_mask(starts)) or made[-1],
     )
@@ -120,7 +117,7 @@ def test_a_model_makes_its_blocks_once_and_gives_the_same_logits(monkeypatch: py
 
 
 def test_blocks_are_for_gpus_and_heads_that_triton_multiplies(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_kernels, "_gpu_compiler_fault", lambda: "")
+    monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda: "")
     cuda = torch.device("cuda")
     assert has_flex_kernel(cuda, 16, 128)
     assert has_flex_kernel(cuda, 96, 300)
@@ -131,10 +128,10 @@ def test_blocks_are_for_gpus_and_heads_that_triton_multiplies(monkeypatch: pytes
 
 def test_without_a_compiler_the_mask_of_documents_is_a_tensor(monkeypatch: pytest.MonkeyPatch):
     """Flex attention is compiled also in a model that is not."""
-    monkeypatch.setattr(attention_kernels, "compiler_fault", lambda device: f"none for {device}")
-    attention_kernels._gpu_compiler_fault.cache_clear()
+    monkeypatch.setattr(attention, "compiler_fault", lambda device: f"none for {device}")
+    attention._gpu_compiler_fault.cache_clear()
     assert not has_flex_kernel(torch.device("cuda"), 64, 300)
-    attention_kernels._gpu_compiler_fault.cache_clear()
+    attention._gpu_compiler_fault.cache_clear()
 
 
 @torch.no_grad()
@@ -146,7 +143,7 @@ def test_other_documents_are_no_reason_to_compile_again():
         return graph.forward
 
     attend = torch.compile(
-        attention_kernels.document_attention, backend=counting, fullgraph=True, dynamic=False
+        attention.document_attention, backend=counting, fullgraph=True, dynamic=False
     )
     q = torch.randn(2, 4, 300, 16)
     for borders in ([], [5], [128, 200], list(range(300))):

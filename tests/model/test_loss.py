@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimind.model.loss import IGNORED, mean_with_nan_grads, next_token_loss
+from minimind.model.decoder import IGNORED, mean_with_nan_grads, next_token_loss
 
 B, T, V = 3, 7, 50
 

@@ -13,8 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from benchmarks.needle import FACTOR, LENGTH, extended, share_found, trained
 from minimind.config.run_config import FLAGS
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.rope_scaling import KINDS, MAX_FACTOR, rotary_frequencies
-from minimind.model.rotary import build_pos_cis
+from minimind.model.rotary import KINDS, MAX_FACTOR, build_pos_cis, rotary_frequencies
 
 
 def scaling(kind: str, factor: float = 4.0, length: int = 32) -> dict[str, Any]:

@@ -16,10 +16,9 @@ import torch
 
 from minimind.cli.main import main as minimind
 from minimind.config.run_config import ParallelLayout
-from minimind.data.loader.batches import Batches
-from minimind.data.loader.mixture import Mixture
-from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared, open_prepared
+from minimind.data.rows.batches import Batches
+from minimind.data.rows.order import Mixture, Order
 from minimind.errors import DataError, UsageError
 from minimind.provenance.documents import Documents
 from minimind.provenance.high_losses import suspects

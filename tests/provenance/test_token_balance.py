@@ -12,9 +12,8 @@ import pytest
 import minimind.train as training
 from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
-from minimind.data.loader.mixture import Mixture
-from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared, open_prepared
+from minimind.data.rows.order import Mixture, Order
 from minimind.provenance.step_rows import documents_of, read_run, rows_at
 from minimind.provenance.token_balance import ConversationBalance, token_balance
 from minimind.train.what_next import what_next

@@ -15,8 +15,8 @@ import pytest
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, read_manifest
 from minimind.config.run_config import MARGIN, PATIENCE
-from minimind.data.loader.skip_rows import skip_rows_text
-from minimind.data.loader.token_shards import TokenShards
+from minimind.data.rows.order import skip_rows_text
+from minimind.data.shards.token_shards import TokenShards
 from minimind.errors import NumericError, UsageError
 from minimind.provenance.step_rows import read_run
 from minimind.report.runs import read_runs

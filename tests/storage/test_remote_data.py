@@ -16,10 +16,10 @@ import pytest
 from minimind.checkpoint.run_folder import recorded_flags
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
-from minimind.data.loader.row_order import Order
 from minimind.data.prepare import remote
 from minimind.data.prepare.dataset_folder import prepare_folder
 from minimind.data.prepare.prepare import Prepared, PrepareRequest, open_prepared
+from minimind.data.rows.order import Order
 from minimind.data.text.sources import Source
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.provenance.step_rows import logged_order

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from minimind.cli.main import main
-from minimind.engine.optimizer import mup
-from minimind.engine.optimizer.mup import ADAMW, HIDDEN, INIT, MUON, OUTPUT, ROUTER
+from minimind.engine import optimizers
+from minimind.engine.optimizers import ADAMW, HIDDEN, INIT, MUON, OUTPUT, ROUTER
 from minimind.errors import UsageError
 from minimind.sweep.coordinate_check import TOLERANCE, Coordinates, _run_of, measure, runs_of_widths
 
@@ -87,7 +87,7 @@ def test_the_command_prints_both_tables_and_writes_the_page(
 
 
 def test_the_status_is_1_where_a_rate_is_not_scaled(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mup, "ADAMW", {**ADAMW, HIDDEN: 0.0})
+    monkeypatch.setattr(optimizers, "ADAMW", {**ADAMW, HIDDEN: 0.0})
     assert main(["coord_check", "--widths", "64", "256", "--seeds", "1", "--n_layers", "1"]) == 1
 
 

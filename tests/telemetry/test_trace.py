@@ -14,7 +14,7 @@ import torch
 from minimind.architecture.costs import known_gpu
 from minimind.architecture.select import MiniMind
 from minimind.config.parse import parse_flags
-from minimind.engine.phase_clock import PHASES, PhaseClock
+from minimind.engine.clocks import PHASES, PhaseClock
 from minimind.errors import StorageError, UsageError
 from minimind.telemetry import trace as trace_module
 from minimind.telemetry.mfu import mfu_per_speed, peak_of, peak_text

@@ -15,7 +15,7 @@ import minimind.train as training
 import minimind.train.evaluate as evaluation
 from minimind.checkpoint.saver import Saver
 from minimind.config.run_config import FLAGS
-from minimind.data.loader.token_shards import TokenShards
+from minimind.data.shards.token_shards import TokenShards
 from minimind.engine.plain_backend import PlainBackend
 from minimind.telemetry.period import Period
 from minimind.telemetry.verdict import MOST_WORKERS, Setting, Verdict, Verdicts, verdict

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from minimind.checkpoint import saver
-from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.clocks import PhaseClock
 
 
 def use_clock(replace: Callable[[Any, str, Any], None], seconds_per_step: float) -> None:

@@ -17,16 +17,14 @@ from minimind.checkpoint.validation import read_config
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, leave_process_group
+from minimind.engine.clocks import PhaseClock
 from minimind.engine.loss_of_batch import MicroBatchLoss
-from minimind.engine.phase_clock import PhaseClock
 from minimind.errors import CheckpointError, UsageError
-from minimind.inference.generate import generate_texts
+from minimind.inference.generate import Sampling, generate_texts
 from minimind.inference.load_model import load_checkpoint
-from minimind.inference.sampling import Sampling
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
 from minimind.model.experts import Routing
-from minimind.model.loss import next_token_loss
 from minimind.train import loop_actions
 from tests.engine.test_backends import engine_of
 

@@ -31,8 +31,8 @@ from minimind.data.tokenizer.load import load_tokenizer
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.chat import Chat, template_of
+from minimind.inference.generate import Sampling
 from minimind.inference.load_model import load_model
-from minimind.inference.sampling import Sampling
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 
 train: Any = training  # a package that is called like a function

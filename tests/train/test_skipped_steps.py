@@ -15,7 +15,7 @@ import torch
 
 import minimind
 from minimind.config.parse import parse_flags
-from minimind.data.loader.row_order import Order
+from minimind.data.rows.order import Order
 from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError

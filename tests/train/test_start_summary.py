@@ -19,7 +19,7 @@ from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS
 from minimind.config.schedule import Schedule, plan_schedule
-from minimind.data.loader.row_order import Order
+from minimind.data.rows.order import Order
 from minimind.train.settings import DEFAULT_KEYS, labelled_lines, non_default_settings, shorten
 from minimind.train.start_summary import balance_of, cadence_warnings, startup_summary
 from tests.train.starts import require_fit, start_of, unbroken_text

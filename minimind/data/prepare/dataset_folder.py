@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from minimind.data.loader.manifest import MANIFEST_NAME
 from minimind.data.prepare.encode import TOKENIZER_NAME, Work
 from minimind.data.prepare.merge import clear, merge
 from minimind.data.prepare.prepare import (
@@ -31,6 +30,7 @@ from minimind.data.prepare.work_units import (
     read_described,
 )
 from minimind.data.prepare.workers import encode_plan
+from minimind.data.shards.manifest import MANIFEST_NAME
 from minimind.data.tokenizer.files import TOKENIZER_FILES, write_tokenizer
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import UsageError

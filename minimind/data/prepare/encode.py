@@ -28,11 +28,11 @@ from minimind.data.chat.conversations import (
     conversation_of_row,
 )
 from minimind.data.chat.template import ChatTemplate
-from minimind.data.loader.conversation_shards import DTYPE, marked
-from minimind.data.loader.manifest import SPLITS, is_whole
-from minimind.data.loader.token_shards import ShardWriter, token_dtype
 from minimind.data.prepare.unit_reader import Batch, UnitReader
 from minimind.data.prepare.work_units import Plan, Unit
+from minimind.data.shards.conversation_shards import DTYPE, marked
+from minimind.data.shards.manifest import SPLITS, is_whole
+from minimind.data.shards.token_shards import ShardWriter, token_dtype
 from minimind.data.text.documents import DocumentError, ReadOptions, Rejection
 from minimind.data.text.readers import in_file, read_segment
 from minimind.data.text.records import Records

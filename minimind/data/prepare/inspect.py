@@ -14,11 +14,11 @@ import numpy as np
 from tqdm import tqdm
 
 from minimind.data.chat.readable import readable
-from minimind.data.loader.conversation_shards import ConversationShards, unmarked
-from minimind.data.loader.manifest import index_name, read_manifest
-from minimind.data.loader.token_shards import INDEX_DTYPE
 from minimind.data.prepare.merge import tokens_fingerprint
 from minimind.data.prepare.prepare import Prepared
+from minimind.data.shards.conversation_shards import ConversationShards, unmarked
+from minimind.data.shards.manifest import index_name, read_manifest
+from minimind.data.shards.token_shards import INDEX_DTYPE
 from minimind.errors import DataError
 from minimind.runtime.durable_files import sha256_of
 from minimind.runtime.terminal import SHOWN, shorten_line

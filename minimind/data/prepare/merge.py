@@ -10,7 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minimind.data.loader.manifest import (
+from minimind.data.prepare.encode import MAX_IGNORED, TOKENIZER_NAME, Work
+from minimind.data.prepare.unit_reader import MAX_LISTED, refusal
+from minimind.data.prepare.work_units import PLAN_NAME, Plan, Source, Unit
+from minimind.data.shards.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     SPLITS,
@@ -18,9 +21,6 @@ from minimind.data.loader.manifest import (
     read_manifest,
     seal,
 )
-from minimind.data.prepare.encode import MAX_IGNORED, TOKENIZER_NAME, Work
-from minimind.data.prepare.unit_reader import MAX_LISTED, refusal
-from minimind.data.prepare.work_units import PLAN_NAME, Plan, Source, Unit
 from minimind.data.text.documents import Rejection
 from minimind.data.tokenizer.lossless import TextLoss, require_kept
 from minimind.errors import DataError, UsageError

@@ -21,14 +21,6 @@ from tqdm import tqdm
 
 from minimind.data.chat.conversations import require_records
 from minimind.data.chat.readable import readable
-from minimind.data.loader.conversation_shards import ConversationShards
-from minimind.data.loader.manifest import (
-    FORMAT_VERSION,
-    MANIFEST_NAME,
-    read_manifest,
-    require_untouched,
-)
-from minimind.data.loader.token_shards import TokenShards
 from minimind.data.prepare.cache import build_once
 from minimind.data.prepare.encode import TOKENIZER_NAME, Work
 from minimind.data.prepare.merge import (
@@ -41,6 +33,14 @@ from minimind.data.prepare.merge import (
 from minimind.data.prepare.unit_reader import documents_of, ignore, refusal, refuse, split_of
 from minimind.data.prepare.work_units import PLAN_NAME, Options, Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
+from minimind.data.shards.conversation_shards import ConversationShards
+from minimind.data.shards.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    read_manifest,
+    require_untouched,
+)
+from minimind.data.shards.token_shards import TokenShards
 from minimind.data.text.inputs import kind_of
 from minimind.data.text.sources import Source
 from minimind.data.tokenizer.files import MODEL_NAME, write_tokenizer

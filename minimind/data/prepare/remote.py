@@ -12,9 +12,9 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from minimind.data.loader.manifest import MANIFEST_NAME, index_name, read_manifest
 from minimind.data.prepare.prepare import is_prepared
 from minimind.data.prepare.work_units import PLAN_NAME
+from minimind.data.shards.manifest import MANIFEST_NAME, index_name, read_manifest
 from minimind.data.text.inputs import (
     KNOWN,
     SUFFIXES,

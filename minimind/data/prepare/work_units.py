@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from minimind.data.loader.manifest import FORMAT_VERSION
+from minimind.data.shards.manifest import FORMAT_VERSION
 from minimind.data.text.documents import ReadOptions
 from minimind.data.text.inputs import Segment, find_files, is_cut, require_once, segments_of
 from minimind.data.text.sources import Source

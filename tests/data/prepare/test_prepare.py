@@ -13,12 +13,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from minimind.data.loader.manifest import seal
 from minimind.data.prepare import encode, unit_reader
 from minimind.data.prepare import prepare as module
 from minimind.data.prepare.prepare import Prepared, PrepareRequest, prepare_for_run
 from minimind.data.prepare.unit_reader import UnitReader, split_of
 from minimind.data.prepare.work_units import Options, Unit, make_plan
+from minimind.data.shards.manifest import seal
 from minimind.data.text import readers
 from minimind.data.text.inputs import Segment, segments_of
 from minimind.data.text.sources import Source

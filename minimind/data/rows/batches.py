@@ -1,0 +1,221 @@
+"""Micro-batches on the device, a pure function of the step, read ahead by threads.
+
+`Windows` are the evaluation inputs of `minimind eval`.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from minimind.data.rows.order import Order
+from minimind.data.shards.token_shards import TokenShards
+from minimind.runtime.hardware import use_device
+
+ROWS_AT_ONCE = 1024  # row indices computed at once, for all steps that they cover
+# Smaller steps are read in blocks: handing over to a thread costs more than reading them.
+TOKENS_AT_ONCE = 2**15
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Ranges of a split; the token before a range is its first input."""
+
+    shards: TokenShards
+    starts: np.ndarray  # int64, position of the first target in the split
+    lengths: np.ndarray
+    starts_document: np.ndarray  # whether a text starts here; its first input is then an end token
+    sources: np.ndarray
+    eos_id: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def tokens(self, number: int) -> np.ndarray:
+        """The token before the window and its targets, int64 (length + 1,)."""
+        start, length = int(self.starts[number]), int(self.lengths[number])
+        if not self.starts_document[number]:
+            return self.shards.stretch(start - 1, length + 1)
+        return np.concatenate(([self.eos_id], self.shards.stretch(start, length)))
+
+
+def windows_of(
+    shards: TokenShards, length: int, eos_id: int, apart: bool = True, most: int | None = None
+) -> Windows:
+    """Windows of at most `length` targets over all documents, grouped by source.
+
+    `apart`: windows end at documents; otherwise a source is one sequence, like packed rows. `most`
+    limits the windows of a source; the document that reaches it is completed.
+    """
+    source_ends = shards.source_ends()
+    ends = np.unique(shards.document_ends() if apart else source_ends)
+    ends = ends[ends > 0]
+    begins = np.concatenate(([0], ends[:-1])).astype(np.int64)[: len(ends)]
+    counts = -(-(ends - begins) // length)
+    document = np.repeat(np.arange(len(ends)), counts)
+    first = (np.cumsum(counts) - counts)[document]  # window of the document
+    number = np.arange(len(document)) - first
+    starts = begins[document] + number * length
+    lengths = np.minimum(length, ends[document] - starts)
+    sources = np.searchsorted(source_ends, starts, side="right")
+    windows = Windows(shards, starts, lengths, number == 0, sources, eos_id)
+    if most is None:
+        return windows
+    reached = first if apart else np.arange(len(starts))
+    kept = reached - np.searchsorted(sources, sources) < most
+    return Windows(shards, starts[kept], lengths[kept], (number == 0)[kept], sources[kept], eos_id)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of some steps on the device, with the event of their copy (None: complete)."""
+
+    number: int
+    rows: torch.Tensor
+    steps: list[tuple[torch.Tensor, ...]]  # the same, by step and micro-batch
+    arrived: torch.cuda.Event | None
+
+
+class Batches:
+    """One rank's micro-batches, by step. Ranks with the same `data_rank` read the same rows.
+
+    During a step the next one is read and copied to the GPU, on a separate stream from pinned
+    memory; small steps in blocks. Each of `workers` threads reads one block ahead; with 0, a step
+    is read on demand. Nothing else is stored: any step can be requested, at the cost of one wait.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        order: Order,
+        row_tokens: int,
+        micro_batch_rows: int,
+        data_rank: int,
+        data_size: int,
+        device: torch.device,
+        workers: int = 1,
+    ) -> None:
+        if order.rows_per_step % (micro_batch_rows * data_size):
+            raise ValueError(
+                f"rows_per_step = {order.rows_per_step} is no whole number of micro-batches of"
+                f" {micro_batch_rows} rows on {data_size} ranks"
+            )
+        self.order = order
+        self._shards = shards
+        self._row_tokens = row_tokens
+        self._micro_batch_rows = micro_batch_rows
+        self._data_rank = data_rank
+        self._data_size = data_size
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ahead = workers
+        self._share = order.rows_per_step // data_size
+        small = TOKENS_AT_ONCE // (self._share * row_tokens)
+        self._steps_at_once = max(1, small) if workers else 1
+        self._reader = ThreadPoolExecutor(max(1, workers), "read-ahead", use_device, (device,))
+        self._pending: dict[int, Future[Block]] = {}  # by number of the block
+        self._last: Block | None = None  # the block of the last request
+        self._index_lock = threading.Lock()
+        self._stretch = max(1, ROWS_AT_ONCE // self._share)  # steps
+        self._known: dict[int, np.ndarray] = {}  # row indices by number of the stretch
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Target tokens of one step, over all ranks and micro-batches."""
+        return self.order.rows_per_step * (self._row_tokens - 1)
+
+    def at(self, step: int) -> tuple[torch.Tensor, ...]:
+        """The micro-batches of a step, each int64 (micro_batch_rows, row_tokens).
+
+        The current stream waits for rows that are still being copied.
+        """
+        number, at = divmod(step - self.order.origin.step, self._steps_at_once)
+        block = self._last
+        if block is None or block.number != number:
+            block = self._last = self._block(number) if self._ahead else self._read(number)
+        if block.arrived is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(block.arrived)
+            block.rows.record_stream(stream)  # keeps its memory until this stream has read it
+        return block.steps[at]
+
+    def micro_batch_of(self, step: int, data_rank: int, number: int) -> torch.Tensor:
+        """A micro-batch of any rank, int64 (micro_batch_rows, row_tokens), read now."""
+        rows = self.order.rows_for(step, data_rank, self._data_size)
+        first = number * self._micro_batch_rows
+        places = rows[first : first + self._micro_batch_rows]
+        return torch.from_numpy(self._shards.read_rows(places, self._row_tokens))
+
+    def _block(self, number: int) -> Block:
+        """Return a block, read ahead or now, and start reading the next ones."""
+        wanted = range(number, number + 1 + self._ahead)
+        for other in self._pending.keys() - set(wanted):
+            self._pending.pop(other).cancel()
+        if number not in self._pending:
+            self._pending[number] = self._reader.submit(self._read, number)
+        block = self._pending[number].result()
+        for later in wanted[1:]:
+            if later not in self._pending:
+                self._pending[later] = self._reader.submit(self._read, later)
+        return block
+
+    def require_unchanged(self) -> None:
+        """Raise DataError if a token file changed since it was opened."""
+        self._shards.require_unchanged()
+
+    def close(self) -> None:
+        """End the background thread."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, number: int) -> Block:
+        first = self.order.origin.step + number * self._steps_at_once  # blocks begin at the origin
+        steps = range(first, first + self._steps_at_once)
+        places = np.concatenate([self._rows_for(step) for step in steps])
+        rows = torch.from_numpy(self._shards.read_rows(places, self._row_tokens))
+        if self._stream is None:
+            return self._cut(number, rows, None)
+        with torch.cuda.stream(self._stream):
+            sent = rows.pin_memory().to(self._device, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+            return self._cut(number, sent, arrived)
+
+    def _cut(self, number: int, rows: torch.Tensor, arrived: torch.cuda.Event | None) -> Block:
+        steps = [share.split(self._micro_batch_rows) for share in rows.split(self._share)]
+        return Block(number, rows, steps, arrived)
+
+    def _rows_for(self, step: int) -> np.ndarray:
+        """This rank's row indices, computed for several steps at once.
+
+        Keeps one range of steps per block that is read concurrently.
+        """
+        number, at = divmod(step - self.order.origin.step, self._stretch)
+        with self._index_lock:
+            if number not in self._known:
+                first = step - at
+                place = self._data_rank, self._data_size
+                indices = self.order.rows_for(first, *place, self._stretch)
+                self._known[number] = indices.reshape(self._stretch, self._share)
+                if len(self._known) > self._ahead + 2:
+                    self._known.pop(next(iter(self._known)))
+            return self._known[number][at]
+
+
+def held_out_rows(shards: TokenShards, n: int, row_tokens: int) -> np.ndarray:
+    """Indices of `n` rows (or all, if fewer), spread over all sources.
+
+    A source with rows has at least one, also if that makes more than `n`.
+    """
+    sizes = shards.sizes(row_tokens)
+    total = sum(sizes)
+    if len(sizes) == 1 or total <= n:
+        return np.arange(min(n, total))
+    spread = np.linspace(0, total - 1, n).astype(np.int64)
+    first = np.cumsum([0, *sizes])
+    reached = np.searchsorted(first, spread, side="right") - 1
+    missed = [first[at] for at, size in enumerate(sizes) if n and size and at not in reached]
+    return np.sort(np.append(spread, np.array(missed, dtype=np.int64)))

@@ -1,0 +1,1 @@
+"""The format of prepared text: memory-mapped files of token ids and their manifest."""

@@ -1,0 +1,264 @@
+"""Time of each phase of a step: every moment belongs to exactly one phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Methods of DeepSpeed's communication backend that ZeRO calls in a step.
+COLLECTIVES = (
+    *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("broadcast", "all_gather", "all_gather_into_tensor", "all_gather_coalesced"),
+)
+
+
+class CommunicationClock:
+    """Records spans from the call of a collective to its end, by host clock or CUDA events.
+
+    Does not synchronize: events are read with the phase times.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+        self._backend: Any = None
+        self._originals: dict[str, Any] = {}  # instance attributes of the backend
+
+    def watch_deepspeed(self, backend: Any) -> None:
+        """Time the collectives of DeepSpeed's communication backend until `release`.
+
+        The backend belongs to the process and outlives the run.
+        """
+        self._backend = backend
+        own = vars(backend)
+        self._originals = {name: own[name] for name in COLLECTIVES if name in own}
+        for name in COLLECTIVES:
+            if hasattr(backend, name):
+                setattr(backend, name, self._timed(getattr(backend, name)))
+
+    def release(self) -> None:
+        """Restore DeepSpeed's backend."""
+        if self._backend is None:
+            return
+        for name in COLLECTIVES:
+            vars(self._backend).pop(name, None)
+        vars(self._backend).update(self._originals)
+        self._backend = None
+
+    def watch_ddp(self, model: Any) -> None:
+        """Time DDP's bucket reductions, which stay the same."""
+        model.register_comm_hook(self, reduce_bucket)
+
+    def now(self) -> Any:
+        """The current time, or an event in the current CUDA stream."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, start: Any) -> None:
+        """Record that the collective started at `start` has ended."""
+        self._spans.append((start, self.now()))
+
+    def _timed(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = self.now()
+            work = collective(*args, **kwargs)
+            if work is None:
+                self.add(start)
+                return None
+            return _TimedWork(work, self, start)
+
+        return timed
+
+    def take(self) -> float:
+        """Milliseconds since the last call with at least one collective in flight.
+
+        The device must be synchronized.
+        """
+        spans, self._spans = self._spans, []
+        if not spans:
+            return 0.0
+        origin = spans[0][0]
+        return _covered([(_ms(origin, start), _ms(origin, end)) for start, end in spans])
+
+
+class _TimedWork:
+    """An asynchronous collective, whose span ends when it has been waited for."""
+
+    def __init__(self, work: Any, clock: CommunicationClock, start: Any) -> None:
+        self._work, self._clock, self._start = work, clock, start
+
+    def wait(self, *args: Any) -> Any:
+        """Wait for the collective and end its span."""
+        result = self._work.wait(*args)
+        self._clock.add(self._start)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def reduce_bucket(clock, bucket):
+    """DDP's default reduction (mean over ranks) as a communication hook; returns a future.
+
+    Not annotated: DDP compares annotations with types, and here they are postponed strings.
+    """
+    start = clock.now()
+    gradients = bucket.buffer().mul_(1 / dist.get_world_size())  # bit for bit what DDP does
+    work: Any = dist.all_reduce(gradients, async_op=True)
+
+    def end(reduced: torch.futures.Future[Any]) -> torch.Tensor:
+        clock.add(start)
+        return reduced.value()[0]
+
+    return work.get_future().then(end)
+
+
+def _ms(start: Any, end: Any) -> float:
+    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of the spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+PHASES = ("data", "forward", "backward", "optimizer")
+LABELS = {"comm": "of it comm.", "memory_mib": "memory MiB"}
+
+
+class PhaseClock:
+    """Records marks at the ends of phases.
+
+    On a GPU marks are CUDA events, read when they are reported, the only synchronization. On a CPU
+    they are monotonic times.
+    """
+
+    def __init__(
+        self, device: torch.device, communication: CommunicationClock | None = None
+    ) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._communication = communication
+        self._range: Any = None  # record_function of the current phase in a trace
+        self.is_traced = False
+        self.passed = 0  # marks since the start: the progress of this rank, for its peers
+        self.phase = ""  # the current one
+        self._marks: list[list[tuple[str, torch.cuda.Event | float]]] = []
+
+    def begin(self) -> None:
+        """Start a step, before its first micro-batch is fetched."""
+        self._marks.append([("", self._now())])
+        self._enter("data")
+        self._annotate("data")
+
+    def mark(self, phase: str, is_last: bool = False) -> None:
+        """End `phase`; `is_last` ends the step."""
+        self._marks[-1].append((phase, self._now()))
+        next_phase = PHASES[(PHASES.index(phase) + 1) % len(PHASES)]
+        self._enter(next_phase)
+        self._annotate("" if is_last else next_phase)
+
+    def _enter(self, phase: str) -> None:
+        self.passed += 1
+        self.phase = phase
+
+    def _annotate(self, phase: str) -> None:
+        """Mark the phase in a trace that is being recorded."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if self.is_traced and phase:
+            self._range = torch.profiler.record_function(phase)
+            self._range.__enter__()
+
+    def take(self) -> list[dict[str, float]]:
+        """Return milliseconds by phase, and their sum as `step`, of each step since the last call.
+
+        Communication time, if recorded, is divided evenly over the steps as `comm`.
+        """
+        marks, self._marks = self._marks, []
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        steps = [self._milliseconds(step) for step in marks]
+        if self._communication:
+            comm = self._communication.take() / max(1, len(steps))
+            steps = [{**step, "comm": comm} for step in steps]
+        return steps
+
+    def _now(self) -> torch.cuda.Event | float:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _milliseconds(self, marks: list[tuple[str, torch.cuda.Event | float]]) -> dict[str, float]:
+        times: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        for (_, start), (phase, end) in pairwise(marks):
+            if isinstance(start, float) and isinstance(end, float):
+                times[phase] += (end - start) * 1e3
+            elif isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+                times[phase] += start.elapsed_time(end)
+        return {**times, "step": sum(times.values())}
+
+
+def mean_ms(steps: list[dict[str, float]]) -> dict[str, float | None]:
+    """Mean of each phase over `steps` as `PHASE_ms`; comm_ms is None if not recorded."""
+    means = {f"{n}_ms": sum(s[n] for s in steps) / max(1, len(steps)) for n in (*PHASES, "step")}
+    has_comm = bool(steps) and "comm" in steps[0]
+    return {**means, "comm_ms": sum(s["comm"] for s in steps) / len(steps) if has_comm else None}
+
+
+def median_ms(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Median of every value over `steps` as `NAME_ms`."""
+    return {f"{name}_ms": median(step[name] for step in steps) for name in steps[0]}
+
+
+def ranks_table(ranks: Sequence[Mapping[str, float]]) -> str:
+    """Table of min, median and max over ranks, and the rank of the maximum.
+
+    Ranks wait for each other in the backward pass, so a slow rank shows by a long forward pass or
+    little communication.
+    """
+    lines = [f"  {'over ranks':<12}{'min':>10}{'median':>10}{'max':>10}  largest"]
+    for name in ranks[0]:
+        values, short = [rank[name] for rank in ranks], name.removesuffix("_ms")
+        lines.append(
+            f"  {LABELS.get(short, short):<12}{min(values):>10.1f}{median(values):>10.1f}"
+            f"{max(values):>10.1f}  rank {values.index(max(values))}"
+        )
+    return "\n".join(lines)
+
+
+def profile_table(steps: list[dict[str, float]], pauses: dict[str, float]) -> str:
+    """Table of min, median and max milliseconds by phase over `steps`.
+
+    `pauses` are milliseconds between the steps (evaluate, checkpoint), listed below. Shares are
+    shares of sums, so those of the phases add up to 100 %.
+    """
+    total = sum(s["step"] for s in steps)
+    lines = [f"  {'phase':<12}{'min ms':>10}{'median':>10}{'max':>10}{'share':>8}"]
+    for name in (*PHASES, "step", "comm"):
+        times = [s[name] for s in steps if name in s]
+        if not times:
+            continue
+        share = f"{sum(times) / total:>8.1%}" if total else ""
+        lines.append(
+            f"  {LABELS.get(name, name):<12}{min(times):>10.1f}{median(times):>10.1f}"
+            f"{max(times):>10.1f}{share}"
+        )
+    for name, ms in pauses.items():
+        lines.append(f"  {name:<12}{ms:>10.1f}  in all, between the {len(steps)} steps")
+    return "\n".join(lines)

@@ -1,0 +1,434 @@
+"""Parameter groups, their optimizer, and trial optimizers that check parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+from minimind.config.run_config import RunConfig
+from minimind.engine.state import Fragment, ZeroState
+from minimind.model.experts import MixtureOfExperts
+from minimind.runtime.collectives import lost_peers
+from minimind.runtime.hardware import HAS_BF16
+
+HIDDEN, ROUTER, OUTPUT = "hidden matrices", "routers of experts", "final norm"
+# Exponents of m. A router maps the width to a fixed number of experts, like the head.
+INIT = {HIDDEN: -0.5, ROUTER: -1.0, OUTPUT: -1.0}
+ADAMW = {HIDDEN: -1.0, ROUTER: -1.0, OUTPUT: -1.0}
+# An update of Muon has a spectral norm of 1, which suits a hidden matrix of any width and is
+# sqrt(m) too large for a router; match_rms_adamw multiplies it by the root of the width.
+MUON = {"original": {HIDDEN: 0.0, ROUTER: -0.5}, "match_rms_adamw": {HIDDEN: -0.5, ROUTER: -1.0}}
+
+
+def role_of(model: Any) -> dict[nn.Parameter, str]:
+    """The role of each parameter that muP scales; the others keep initialization and rate."""
+    roles: dict[nn.Parameter, str] = dict.fromkeys(hidden_matrices(model).values(), HIDDEN)
+    for module in model.modules():
+        gate: Any = module.gate.weight if isinstance(module, MixtureOfExperts) else None
+        if gate in roles:
+            roles[gate] = ROUTER
+    return {**roles, model.model.norm.weight: OUTPUT}
+
+
+def rate_factors(model: Any, run: RunConfig) -> dict[nn.Parameter, float]:
+    """Factors of the learning rate other than 1, by parameter."""
+    if run.width_ratio == 1.0:
+        return {}
+    powers = _powers_of_rate(run)
+    factors = {p: run.width_ratio ** powers[role] for p, role in role_of(model).items()}
+    return {p: factor for p, factor in factors.items() if factor != 1.0}
+
+
+@torch.no_grad()
+def scale_initial_weights(model: Any, run: RunConfig) -> None:
+    """Scale freshly initialized weights from the base width's to those of this width."""
+    if run.width_ratio == 1.0:
+        return
+    for p, role in role_of(model).items():
+        p.mul_(run.width_ratio ** INIT[role])
+
+
+def mup_line(run: RunConfig) -> str:
+    """The factors in force as a line of the start summary; empty without muP."""
+    if run.mup_base_dim is None:
+        return ""
+    m, powers = run.width_ratio, _powers_of_rate(run)
+    parts = [f"dim / mup_base_dim = {m:.4g}"]
+    for role in (HIDDEN, ROUTER, OUTPUT) if run.use_moe else (HIDDEN, OUTPUT):
+        start = "" if run.init_from else f"initial size x {m ** INIT[role]:.4g}, "
+        decay = "" if role == OUTPUT else f", weight decay x {m ** -powers[role]:.4g}"
+        parts.append(f"{role}: {start}rate x {m ** powers[role]:.4g}{decay}")
+    return f"muP      {'; '.join(parts)}; keep dim / n_heads = {run.dim // run.n_heads}"
+
+
+def _powers_of_rate(run: RunConfig) -> dict[str, float]:
+    return ADAMW | (MUON[run.muon["muon_scaling"]] if run.muon else {})
+
+
+Groups = list[dict[str, Any]]
+LINEAR = ("Conv1D",)  # of transformers, in GPT-2: a linear layer with its weight transposed
+
+
+@dataclass(frozen=True)
+class ShardedMatrix:
+    """A matrix of which this rank holds a fragment, and how to find the whole in a gathered one."""
+
+    shape: Sequence[int]
+    fragment: Fragment
+    whole: Callable[[Tensor], Tensor]  # of (ranks, elements of a shard) to (rows, columns)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Matrices by the flat shard that the optimizer updates, and the ranks that share them."""
+
+    matrices: Mapping[int, list[ShardedMatrix]]  # by id of the shard
+    collectives: Any  # DeepSpeed's communication backend, whose calls comm_ms times
+    process_group: dist.ProcessGroup | None
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for groups with `use_muon`, torch's fused AdamW for the others.
+
+    muon_names are the parameters of the former, from `names` of each of these groups.
+    """
+
+    shards: Shards | None = None  # set after ZeRO has replaced the parameters by shards
+    found_inf: Tensor | None = None  # 1 to skip the step; set by the backend
+
+    def __init__(self, groups: Groups, **options: Any) -> None:
+        muon_groups = [{**group} for group in groups if group.get("use_muon")]
+        names = [group.pop("names") for group in muon_groups]
+        self.muon_names: frozenset[str] = frozenset().union(*names)
+        others = [group for group in groups if not group.get("use_muon")]
+        adamw = torch.optim.AdamW(others, fused=True, **options)
+        muon = torch.optim.Muon(muon_groups)
+        super().__init__([*adamw.param_groups, *muon.param_groups], {"fused": True})
+        self._adamw = adamw
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every group; whole matrices, or the shards that `shards` describes."""
+        if self.found_inf is not None and self.found_inf.item():
+            return
+        for group in self.param_groups:
+            if not group.get("use_muon"):
+                self._adamw.param_groups, self._adamw.state = [group], self.state
+                self._adamw.step()
+                continue
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                if p.ndim == 2:
+                    update = _nesterov(p.grad, state["momentum_buffer"], group["momentum"])
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(_orthogonal(update, group))
+                elif self.shards:  # else DeepSpeed allocates state with a step of zero gradients
+                    self._step_shard(p, state["momentum_buffer"], group, self.shards)
+
+    def _step_shard(
+        self, flat: Tensor, momentum: Tensor, group: dict[str, Any], shards: Shards
+    ) -> None:
+        """Update a flat shard of matrices; collective."""
+        assert flat.grad is not None
+        update = _nesterov(flat.grad, momentum, group["momentum"]).to(iteration_dtype(flat.device))
+        ranks = dist.get_world_size(shards.process_group)
+        gathered = update.new_empty((ranks, update.numel()))
+        gather = shards.collectives.all_gather_into_tensor
+        gather(gathered.view(-1), update, group=shards.process_group)
+        flat.mul_(1 - group["lr"] * group["weight_decay"])
+        for matrix in shards.matrices.get(id(flat), ()):
+            change, f = _orthogonal(matrix.whole(gathered), group), matrix.fragment
+            f.view(flat).add_(change.reshape(-1).narrow(0, f.start, f.length))
+
+
+def _nesterov(grad: Tensor, momentum: Tensor, decay: float) -> Tensor:
+    """Update the momentum by the gradient; return the Nesterov update."""
+    momentum.lerp_(grad, 1 - decay)
+    return grad.lerp(momentum, decay)
+
+
+def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Change of a matrix by its update: orthogonalized, times the negative learning rate."""
+    numbers = group["ns_coefficients"], group["ns_steps"], group["eps"]
+    if iteration_dtype(update.device) == torch.bfloat16:
+        direction = _zeropower_via_newtonschulz(update, *numbers).float()
+    else:
+        direction = newton_schulz(update, *numbers)
+    return direction.mul_(-_adjust_lr(group["lr"], group["adjust_lr_fn"], update.shape))
+
+
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """dtype in which Newton-Schulz iterates: torch's bf16, but fp32 on a CPU without bf16.
+
+    There products in bf16 take dozens of times as long (`benchmarks/products.py`).
+    """
+    return torch.bfloat16 if HAS_BF16 or device.type != "cpu" else torch.float32
+
+
+def newton_schulz(
+    update: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """The iteration of torch.optim.Muon in the dtype of `update`."""
+    a, b, c = coefficients
+    is_tall = len(update) > update.shape[1]
+    x = (update.T if is_tall else update) / update.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable weights of linear layers other than the output head, by name."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    layers = [module for module in model.modules() if type(module).__name__ in LINEAR]
+    layers += [module for module in model.modules() if isinstance(module, nn.Linear)]
+    matrices = {id(module.weight) for module in layers} - {id(getattr(head, "weight", None))}
+    return {
+        name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in matrices
+    }
+
+
+def shards_of(
+    engine: Any, collectives: Any, state: ZeroState, muon_names: Set[str]
+) -> Shards | None:
+    """Describe the sharded matrices `muon_names` of a DeepSpeed engine; None if none is sharded."""
+    wrapper = engine.optimizer
+    named = dict(engine.module.named_parameters())
+    found: dict[int, list[ShardedMatrix]] = {}
+    for f in state.fragments:
+        p: Any = named[f.name]
+        shape = tuple(getattr(p, "ds_shape", p.shape))
+        if f.is_replicated or f.name not in muon_names:
+            continue
+        if hasattr(p, "ds_shape"):  # stage 3: every rank holds an equal part, padded at the end
+            whole = _of_columns(slice(f.offset, f.offset + p.partition_numel()), shape)
+        else:  # stages 1 and 2: the shards of all ranks are one vector
+            whole = _of_vector(f, shape)
+        found.setdefault(id(f.owner), []).append(ShardedMatrix(shape, f, whole))
+    if all(f.is_replicated for f in state.fragments):
+        return None
+    groups = getattr(wrapper, "real_dp_process_group", None)
+    group = groups[0] if groups else getattr(wrapper, "dp_process_group", None)
+    return Shards(found, collectives, group)
+
+
+def _of_columns(columns: slice, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    return lambda gathered: gathered[:, columns].reshape(-1)[: prod(shape)].view(*shape)
+
+
+def _of_vector(f: Fragment, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    start = dist.get_rank() * f.owner.numel() + f.offset - f.start
+    return lambda gathered: gathered.view(-1).narrow(0, start, prod(shape)).view(*shape)
+
+
+class Lion(torch.optim.Optimizer):
+    """Algorithm 2 of Chen et al. 2023 (arXiv 2302.06675), with decoupled weight decay.
+
+    The state is that of DeepSpeed's Lion: `exp_avg`, and a step count that no update reads.
+    """
+
+    found_inf: Tensor | None = None  # 1 to skip the step; set by the backend
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient."""
+        if self.found_inf is not None and self.found_inf.item():
+            return
+        for group in self.param_groups:
+            rate, (beta1, beta2) = group["lr"], group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p))
+                state["step"] += 1
+                direction = state["exp_avg"].lerp(p.grad, 1 - beta1).sign_()
+                p.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
+                state["exp_avg"].lerp_(p.grad, 1 - beta2)
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, apart: Iterable[nn.Parameter] = ()
+) -> Groups:
+    """Return two groups: matrices with weight decay, norm gains without; both without `apart`."""
+    excluded = {id(p) for p in apart}
+    trainable = [p for p in model.parameters() if p.requires_grad and id(p) not in excluded]
+    return [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def run_groups(model: nn.Module, run: RunConfig) -> Groups:
+    """Return the parameter groups of the run's optimizer; those of Muon, the last, have `use_muon`.
+
+    The rate of a group is `lr_scale` (1 if missing) times that of the schedule.
+    """
+    muon = run.muon
+    matrices = hidden_matrices(model) if muon else {}
+    groups = parameter_groups(model, run.weight_decay, matrices.values())
+    if muon:
+        group = {
+            "params": [*matrices.values()],
+            "names": frozenset(matrices),
+            "use_muon": True,
+            "lr": muon["muon_lr"],
+            "lr_scale": muon["muon_lr"] / run.learning_rate,
+            "weight_decay": run.weight_decay,
+            "momentum": muon["muon_momentum"],
+            "adjust_lr_fn": muon["muon_scaling"],
+        }
+        groups.append(group)
+    factors = rate_factors(model, run)
+    return [part for group in groups for part in _by_factor(group, factors, run.learning_rate)]
+
+
+def _by_factor(
+    group: dict[str, Any], factors: Mapping[nn.Parameter, float], learning_rate: float
+) -> Groups:
+    """Split a group by the factor of its rate, 1 first; each part decays as the whole did."""
+    by_factor: dict[float, list[nn.Parameter]] = {1.0: []}
+    for p in group["params"]:
+        by_factor.setdefault(factors.get(p, 1.0), []).append(p)
+    if len(by_factor) == 1:
+        return [group]
+    scale = group.get("lr_scale", 1.0)
+    return [
+        {
+            **group,
+            "params": params,
+            "lr": learning_rate * scale * factor,
+            "lr_scale": scale * factor,
+            "weight_decay": group["weight_decay"] / factor,
+        }
+        for factor, params in by_factor.items()
+        if params
+    ]
+
+
+def optimizer_of(groups: Groups, run: RunConfig) -> torch.optim.Optimizer:
+    """The optimizer of --optimizer: torch's except Lion, with fused kernels where torch has them.
+
+    Muon is beside AdamW and has the groups with `use_muon`.
+    """
+    betas = run.beta1, run.beta2
+    if run.optimizer == "lion":
+        return Lion(groups, lr=run.learning_rate, betas=betas)
+    if run.sgd:
+        momentum = run.sgd["sgd_momentum"]
+        return torch.optim.SGD(groups, lr=run.learning_rate, momentum=momentum, fused=True)
+    if any(group.get("use_muon") for group in groups):
+        return MuonWithAdamW(groups, lr=run.learning_rate, betas=betas)
+    return torch.optim.AdamW(groups, lr=run.learning_rate, betas=betas, fused=True)
+
+
+def trial_optimizer(name: str | None, params: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Build a torch optimizer with `params` on two small groups and take a step.
+
+    Raises what torch raises for its parameters. If DeepSpeed would compile the optimizer, or there
+    is none, returns AdamW, whose groups suit schedulers too.
+    """
+    options = {key: value for key, value in params.items() if key != "torch_adam"}
+    if name in ("Adam", "AdamW"):
+        is_torch = params.get("torch_adam") is True
+        decoupled = options.pop("adam_w_mode", True) or name == "AdamW"
+        options.pop("fp32_optimizer_states", None)
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    else:
+        is_torch = name == "SGD"
+        kind = torch.optim.SGD
+    weights = [torch.zeros((2, 2), requires_grad=True), torch.zeros(2, requires_grad=True)]
+    groups = [{"params": [weight]} for weight in weights]
+    if not is_torch:
+        return torch.optim.AdamW(groups)
+    optimizer = kind(groups, **options)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    if not options.get("capturable"):  # requires a GPU
+        optimizer.step()
+    return optimizer
+
+
+_lerp_each: Any = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage] (not listed)
+
+
+class HasState(Protocol):
+    """A backend."""
+
+    def state(self) -> ZeroState:
+        """This rank's fp32 weights and moments."""
+        ...
+
+
+class WeightAverage:
+    """average = decay x average + (1 - decay) x weights after every step; starts at the weights.
+
+    After n steps the decay is at most (1 + n) / (10 + n), so that the random start is forgotten.
+    """
+
+    def __init__(self, backend: HasState, decay: float) -> None:
+        self._backend, self._decay = backend, decay
+        trained = [f.owner for f in backend.state().fragments if not f.is_frozen]
+        self._owners = [*{id(owner): owner for owner in trained}.values()]
+        self._values = [owner.detach().clone() for owner in self._owners]
+
+    @property
+    def values(self) -> Mapping[int, Tensor]:
+        """The average by the id of the tensor it is the average of."""
+        return {id(owner): v for owner, v in zip(self._owners, self._values, strict=True)}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take the weights after `step`, counted from 0, into the average."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        _lerp_each(self._values, self._owners, 1 - decay)
+
+    def state(self) -> ZeroState:
+        """The backend's state with the average."""
+        return replace(self._backend.state(), averages=self.values)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Let the model compute with the average inside the block (collective).
+
+        An exception ends the run and leaves the average in force: swapping back would wait for
+        ranks that are gone.
+        """
+        self._swap()
+        yield
+        self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        state = self._backend.state()
+        with lost_peers():
+            state.prepare()
+        for owner, value in zip(self._owners, self._values, strict=True):
+            weights = owner.detach().clone()
+            owner.copy_(value)
+            value.copy_(weights)
+        with lost_peers():
+            state.refresh()

@@ -1,0 +1,213 @@
+"""Micro-batches against rows read directly, and one split of a step against another."""
+
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from minimind.data.rows import batches as batches_module
+from minimind.data.rows.batches import ROWS_AT_ONCE, TOKENS_AT_ONCE, Batches, held_out_rows
+from minimind.data.rows.order import Order, Origin
+from minimind.data.shards.token_shards import TokenShards
+from tests.data.made import write
+
+ROW = 5
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def shards(tmp_path):
+    write(tmp_path, np.arange(503), "<u2", 37)
+    return TokenShards(tmp_path, "train")
+
+
+@pytest.fixture
+def batches(shards):
+    made = []
+
+    def make(micro_batch_rows, rank=0, world_size=1, reader=shards, workers=1):
+        order = Order(shards.rows(ROW), 8, seed=1)
+        made.append(Batches(reader, order, ROW, micro_batch_rows, rank, world_size, CPU, workers))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_micro_batches_are_the_rows_of_the_order(shards, batches):
+    reader = batches(2)
+    for step in (
+        0,
+        1,
+        2,
+        7,
+        3,
+        3,
+        30,
+        31,
+        127,
+        128,
+        129,
+        5000,
+        126,
+    ):  # read ahead, back, twice, and far away
+        micro_batches = reader.at(step)
+        assert [tuple(m.shape) for m in micro_batches] == [(2, ROW)] * 4
+        assert {m.dtype for m in micro_batches} == {torch.int64}
+        direct = shards.read_rows(reader.order.rows_for(step, 0, 1), ROW)
+        np.testing.assert_array_equal(torch.cat(micro_batches).numpy(), direct)
+    assert reader.tokens_per_step == 8 * (ROW - 1)
+
+
+def test_one_rank_and_two_ranks_read_the_same_rows(batches):
+    alone, two = batches(2), [batches(2, rank, 2) for rank in range(2)]
+    for step in range(25):
+        shared = [m for reader in two for m in reader.at(step)]
+        assert len(shared) == 4
+        assert all(map(torch.equal, alone.at(step), shared))
+
+
+def test_a_failed_read_surfaces_where_a_step_of_its_block_is_requested(shards, batches):
+    class Failing:
+        def read_rows(self, indices, row_tokens):
+            if threading.current_thread() is threading.main_thread() or len(seen) == 1:
+                raise OSError("disk gone")
+            seen.append(indices)
+            return shards.read_rows(indices, row_tokens)
+
+    seen = []
+    reader = batches(2, reader=Failing())
+    together = TOKENS_AT_ONCE // (8 * ROW)
+    for step in range(together):
+        reader.at(step)
+    with pytest.raises(OSError, match="disk gone"):
+        reader.at(together)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_follows_is_read_before_it_is_requested(shards, batches, workers):
+    class Counting:
+        def read_rows(self, indices, row_tokens):
+            found = shards.read_rows(indices, row_tokens)
+            read.release()
+            return found
+
+    read = threading.Semaphore(0)
+    batches(2, reader=Counting(), workers=workers).at(0)
+    assert all(read.acquire(timeout=30) for _ in range(1 + workers))
+    assert not read.acquire(blocking=False)
+
+
+def test_steps_read_together_or_alone_and_in_any_order_are_the_same(batches):
+    ahead, alone = batches(2), batches(2, workers=0)
+    together = TOKENS_AT_ONCE // (8 * ROW)
+    assert together > 1
+    for step in (0, 1, together - 1, together, 3 * together + 1, 2, 5 * together, 0):
+        for one, other in zip(ahead.at(step), alone.at(step), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_places_are_computed_once_though_blocks_take_turns(batches, monkeypatch, workers):
+    computed, rows_for = [], Order.rows_for
+
+    def counted(order: Order, step: int, *given: int) -> np.ndarray:
+        computed.append(step)
+        return rows_for(order, step, *given)
+
+    reader = batches(2, workers=workers)
+    monkeypatch.setattr(Order, "rows_for", counted)
+    stretch = ROWS_AT_ONCE // 8
+    for step in range(stretch):  # as one thread and another, a stretch ahead, ask in turn
+        for requested in (step, stretch + step):
+            np.testing.assert_array_equal(
+                reader._rows_for(requested), rows_for(reader.order, requested, 0, 1)
+            )
+    assert computed == [0, stretch]
+
+
+def test_an_order_that_took_over_is_read_from_there_on(shards):
+    order = Order(shards.rows(ROW), 8, seed=1, origin=Origin(step=7, rows=56, epoch=0, offset=56))
+    reader = Batches(shards, order, ROW, 2, 0, 1, CPU)
+    direct = shards.read_rows(order.rows_for(7, 0, 1), ROW)
+    np.testing.assert_array_equal(torch.cat(reader.at(7)).numpy(), direct)
+    reader.close()
+
+
+def test_a_step_that_is_no_whole_number_of_micro_batches_is_refused(batches):
+    for micro_batch_rows, world_size in [(3, 1), (8, 2)]:
+        with pytest.raises(ValueError, match="micro-batches"):
+            batches(micro_batch_rows, 0, world_size)
+
+
+@pytest.mark.parametrize("sizes", [(1000, 3, 1, 2000), (0, 1, 500), (4, 4, 4), (1, 10**6, 1, 0)])
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 8, 10**4])
+def test_every_source_with_held_out_rows_has_one(sizes: tuple[int, ...], n: int):
+    class Sizes:
+        def sizes(self, row_tokens: int) -> tuple[int, ...]:
+            return sizes
+
+    rows = held_out_rows(Sizes(), n, ROW)  # type: ignore[arg-type] (a stand-in)
+    used = np.searchsorted(np.cumsum(sizes), rows, side="right")
+    assert set(used.tolist()) == ({at for at, size in enumerate(sizes) if size} if n else set())
+    assert min(n, sum(sizes)) <= len(rows) <= n + len(sizes)
+    assert len(set(rows.tolist())) == len(rows)
+    assert rows.tolist() == sorted(rows.tolist())
+
+
+def test_held_out_rows_are_the_first_ones(shards):
+    assert held_out_rows(shards, 3, ROW).tolist() == [0, 1, 2]
+    assert len(held_out_rows(shards, 1000, ROW)) == 100
+
+
+def test_the_thread_that_reads_ahead_uses_the_gpu_of_its_rank(shards, monkeypatch):
+    """With a stand-in for CUDA: a new thread would make a context on GPU 0."""
+    chosen = []
+
+    def set_device(device: torch.device) -> None:
+        chosen.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    device = torch.device("cuda", 3)
+    reader = Batches(shards, Order(100, 8, 1), ROW, 2, 0, 1, device)
+    reader.at(0)
+    reader.close()
+    assert chosen == [("read-ahead_0", device)]
+
+
+def test_a_step_waits_for_its_rows_and_keeps_their_memory(shards, monkeypatch):
+    """With a stand-in for CUDA: the step's stream waits, the host does not."""
+    calls = []
+    stream = SimpleNamespace(wait_event=lambda event: calls.append(("wait", event)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda rows, stream: calls.append(("keep", len(rows)))
+    )
+    reader, read = Batches(shards, Order(100, 8, 1), ROW, 2, 0, 1, CPU), Batches._read
+    monkeypatch.setattr(
+        Batches, "_read", lambda self, number: replace(read(self, number), arrived="copied")
+    )
+    assert len(reader.at(0)) == 4
+    rows = reader._steps_at_once * 8
+    assert calls == [("wait", "copied"), ("keep", rows)]
+    reader.close()
+
+
+@pytest.mark.gpu
+def test_micro_batches_sent_to_a_gpu_arrive_whole(shards, monkeypatch):
+    monkeypatch.setattr(batches_module, "TOKENS_AT_ONCE", 2 * 8 * ROW)  # so that blocks come and go
+    order, cuda = Order(100, 8, 1), torch.device("cuda", 0)
+    reader, plain = (Batches(shards, order, ROW, 2, 0, 1, where) for where in (cuda, CPU))
+    busy = torch.zeros(2048, 2048, device=cuda)
+    for step in range(30):
+        busy = busy @ busy  # so that copies overtake, or are overtaken by, what is computed
+        sent = [micro_batch + 0 for micro_batch in reader.at(step)]
+        assert {micro_batch.device for micro_batch in sent} == {cuda}
+        assert all(map(torch.equal, (one.cpu() for one in sent), plain.at(step)))
+    reader.close()
+    plain.close()

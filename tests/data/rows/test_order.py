@@ -1,0 +1,162 @@
+"""The row order against what a shuffle has to be, and world sizes against one another."""
+
+import numpy as np
+import pytest
+
+from minimind.data.rows.order import Mixture, Order, Origin, permute, unpermute
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 4095, 4097, 100_003])
+def test_a_permutation_meets_every_row_once(size):
+    image = permute(np.arange(size), size, seed=3, epoch=1)
+    assert image.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(image), np.arange(size))
+
+
+@pytest.mark.parametrize("size", [10**12, 2**62])
+def test_a_permutation_of_a_trillion_is_computed_where_it_is_requested(size):
+    positions = np.concatenate([np.arange(5000), size - 1 - np.arange(5000)])
+    image = permute(positions, size, seed=0, epoch=0)
+    assert len(set(image.tolist())) == 10_000
+    assert image.min() >= 0
+    assert image.max() < size
+    assert 0.45 < image.mean(dtype=np.float64) / size < 0.55
+    np.testing.assert_array_equal(image[7:9], permute(positions[7:9], size, 0, 0))
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    def image(seed, epoch):
+        return permute(np.arange(1000), 1000, seed, epoch)
+
+    np.testing.assert_array_equal(image(1, 0), image(1, 0))
+    for seed, epoch in [(1, 1), (2, 0), (-1, 0), (2**70, 0)]:
+        assert (image(1, 0) == image(seed, epoch)).sum() < 12  # one is expected by chance
+
+
+def test_a_permutation_looks_random():
+    size, epochs = 50, 4000
+    images = np.stack([permute(np.arange(size), size, 0, epoch) for epoch in range(epochs)])
+    for position in (0, 1, 49):  # where does it land? chi-squared with 49 degrees of freedom
+        counts = np.bincount(images[:, position], minlength=size)
+        assert ((counts - epochs / size) ** 2 / (epochs / size)).sum() < 100
+    neighbours = (np.diff(images, axis=1) == 1).mean()  # 49 of 50 * 49 ordered pairs
+    assert 0.018 < neighbours < 0.022
+    image = permute(np.arange(10**5), 10**5, 7, 0)
+    assert abs(np.corrcoef(np.arange(10**5), image)[0, 1]) < 0.02
+
+
+def test_positions_outside_are_refused():
+    for positions, size in [([5], 5), ([-1], 5), ([0], 0)]:
+        with pytest.raises(ValueError, match="range"):
+            permute(np.array(positions), size, 0, 0)
+
+
+@pytest.mark.parametrize("step", [0, 1, 11, 12, 13, 40])
+def test_ranks_joined_read_what_one_rank_reads(step):
+    order = Order(n_rows=103, rows_per_step=8, seed=5)
+    alone = order.rows_for(step, 0, 1)
+    assert len(alone) == 8
+    for world_size in (2, 4, 8):
+        shares = [order.rows_for(step, rank, world_size) for rank in range(world_size)]
+        assert {len(share) for share in shares} == {8 // world_size}
+        np.testing.assert_array_equal(np.concatenate(shares), alone)
+
+
+def test_an_epoch_meets_no_row_twice_and_drops_only_its_tail():
+    order = Order(n_rows=103, rows_per_step=8, seed=5)
+    assert order.steps_per_epoch == 12
+    left_over = []
+    for epoch in range(3):
+        steps = range(epoch * 12, (epoch + 1) * 12)
+        rows = np.concatenate([order.rows_for(step, 0, 1) for step in steps])
+        assert len(set(rows.tolist())) == 96
+        left_over.append(set(range(103)) - set(rows.tolist()))
+    assert left_over[0] != left_over[1] != left_over[2]
+
+
+def test_places_in_the_global_order_follow_one_another():
+    order = Order(n_rows=103, rows_per_step=8, seed=5)
+    places = [place for step in range(30) for place in order.positions(step)]
+    assert places == list(range(240))
+
+
+def test_what_cannot_be_shared_is_refused():
+    with pytest.raises(ValueError, match="no step"):
+        Order(n_rows=7, rows_per_step=8, seed=0)
+    with pytest.raises(ValueError, match="3 ranks"):
+        Order(n_rows=16, rows_per_step=8, seed=0).rows_for(0, 0, 3)
+
+
+def test_another_batch_reads_on_where_the_first_stood():
+    before = Order(n_rows=103, rows_per_step=8, seed=5)
+    after = Order(103, 4, 5, before.origin_at(7, is_same_text=True))
+    assert before.positions(6).stop == after.positions(7).start == 56
+    assert after.place(7) == (0, 56)
+    read = [before.rows_for(step, 0, 1) for step in range(7)]
+    read += [after.rows_for(step, 0, 1) for step in range(7, 18)]  # (103 - 56) // 4 steps are left
+    assert len(set(np.concatenate(read).tolist())) == 100
+    assert after.place(18) == (1, 0)
+    assert after.place(18 + after.steps_per_epoch) == (2, 0)
+    places = [place for step in range(7, 60) for place in after.positions(step)]
+    assert places == list(range(56, 56 + 4 * 53))
+
+
+def test_an_order_taken_over_twice_continues_as_one_taken_over_once():
+    first = Order(103, 8, 5)
+    once = Order(103, 4, 5, first.origin_at(20, is_same_text=True))
+    twice = Order(103, 4, 5, once.origin_at(31, is_same_text=True))
+    for step in range(31, 120):
+        assert once.positions(step) == twice.positions(step)
+        np.testing.assert_array_equal(once.rows_for(step, 0, 1), twice.rows_for(step, 0, 1))
+
+
+def test_another_text_is_read_from_its_first_row_and_places_count_on():
+    before = Order(n_rows=103, rows_per_step=8, seed=5)
+    after = Order(50, 8, 5, before.origin_at(20, is_same_text=False))
+    assert after.place(20) == (0, 0)
+    assert after.positions(20).start == 160
+    np.testing.assert_array_equal(after.rows_for(20, 0, 1), Order(50, 8, 5).rows_for(0, 0, 1))
+
+
+def test_the_order_of_one_source_is_what_it_always_was():
+    assert permute(np.arange(8), 8, 5, 0).tolist() == [6, 0, 5, 3, 4, 7, 2, 1]
+    order = Order(103, 8, 5, Origin(4, 30, 2, 9))
+    assert order.rows_for(15, 1, 2).tolist() == [72, 53, 76, 75]
+
+
+def test_epochs_may_differ_from_position_to_position():
+    epochs = np.random.default_rng(0).integers(0, 5, 300)
+    positions = np.random.default_rng(1).integers(0, 1000, 300)
+    image = permute(positions, 1000, 3, epochs)
+    for epoch in range(5):
+        of_it = epochs == epoch
+        np.testing.assert_array_equal(image[of_it], permute(positions[of_it], 1000, 3, epoch))
+
+
+@pytest.mark.parametrize("mixture", [None, Mixture((40, 3, 60), (1.0, 1.0, 2.0))])
+def test_several_steps_at_once_are_the_steps_one_by_one(mixture):
+    order = Order(103, 8, 5, Origin(4, 30, 2, 9), mixture)
+    one_by_one = [order.rows_for(step, 1, 2) for step in range(4, 50)]
+    np.testing.assert_array_equal(order.rows_for(4, 1, 2, 46), np.concatenate(one_by_one))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 103, 1000])
+def test_unpermute_inverts_permute(size):
+    positions = np.arange(size)
+    for source in (None, 2):
+        for epoch in (0, 7, np.arange(size) % 3):
+            image = permute(positions, size, 9, epoch, source)
+            np.testing.assert_array_equal(unpermute(image, size, 9, epoch, source), positions)
+
+
+@pytest.mark.parametrize("mixture", [None, Mixture((40, 3, 60), (1.0, 1.0, 2.0))])
+@pytest.mark.parametrize("origin", [Origin(), Origin(4, 30, 2, 9), Origin(4, 30, 2, 100)])
+@pytest.mark.parametrize("stop", [3, 4, 5, 40, 90])
+def test_the_reads_of_a_row_are_those_of_all_steps(mixture, origin, stop):
+    order = Order(103, 8, 5, origin, mixture)
+    expected: dict[int, list[tuple[int, int]]] = {row: [] for row in range(103)}
+    for step in range(origin.step, stop):
+        for at, row in enumerate(order.rows_for(step, 0, 1).tolist()):
+            expected[row].append((step, at))
+    for row, reads in expected.items():
+        assert order.reads_of(row, stop) == reads

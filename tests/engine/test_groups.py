@@ -1,0 +1,40 @@
+"""The optimizer of --optimizer: its flags, and steps that it skips."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.test_muon import backend_of, gradient_step
+
+KINDS = {
+    **{"adamw": {"exp_avg", "exp_avg_sq"}, "muon": {"exp_avg", "exp_avg_sq", "momentum_buffer"}},
+    **{"lion": {"exp_avg"}, "sgd": {"momentum_buffer"}, "sgd --sgd_momentum 0": set[str]()},
+}
+
+
+@pytest.mark.parametrize("optimizer", ["lion --beta1 0.8 --beta2 0.7", "sgd --sgd_momentum 0.8"])
+def test_the_flags_reach_the_optimizer(optimizer):
+    backend = backend_of(f"--optimizer {optimizer} --weight_decay 0.3 --learning_rate 2e-3")
+    matrices, gains = backend.torch_optimizer.param_groups
+    assert (matrices["weight_decay"], gains["weight_decay"]) == (0.3, 0.0)
+    assert matrices["lr"] == gains["lr"] == 2e-3
+    read = {"betas": (0.8, 0.7)} if "lion" in optimizer else {"momentum": 0.8, "nesterov": False}
+    assert {name: matrices[name] for name in read} == read
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", KINDS)
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_moment(optimizer, dtype):
+    backend = backend_of(f"--dtype {dtype} --optimizer {optimizer}")
+    gradient_step(backend)
+    before = {key: value.clone() for key, value in backend.state().slices(0, 1)}
+    assert {key.split("|")[0] for key in before} == {"fp32", *KINDS[optimizer]}
+    norm = gradient_step(backend, scale=float("inf"))
+    assert not torch.isfinite(norm)
+    assert backend.counters()["skipped_steps"] == 1
+    for key, value in backend.state().slices(0, 1):
+        assert torch.equal(value, before[key]), key
+    gradient_step(backend)
+    assert backend.counters()["skipped_steps"] == 1
+    assert any(not torch.equal(v, before[key]) for key, v in backend.state().slices(0, 1))
