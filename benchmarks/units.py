@@ -19,7 +19,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.record import arguments, preset, record
-from minimind.model import decoder
+from minimind.model import layers
 
 
 def kept(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def step_of(text: torch.Tensor, dtype: torch.dtype, how: Any) -> Callable[[], No
         return out.loss_sum / out.targets
 
     def step() -> None:
-        decoder.recompute_if_compiled = how
+        layers.recompute_if_compiled = how
         model.zero_grad()
         loss_of(text).backward()
 
@@ -58,7 +58,7 @@ def main() -> None:
     given = parser.parse_args()
     before, dtype = os.getloadavg(), getattr(torch, given.dtype)
     text = torch.randint(preset("26m").config.vocab_size, (given.rows, 513))
-    ways = {"kept": kept, "again": decoder.recompute_if_compiled}
+    ways = {"kept": kept, "again": layers.recompute_if_compiled}
     steps = {name: step_of(text, dtype, how) for name, how in ways.items()}
     graphs = counters["stats"]["unique_graphs"]
     spent: dict[str, list[float]] = {name: [] for name in steps}

@@ -30,7 +30,7 @@ from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.engine.build import leave_process_group
 from minimind.engine.clocks import PhaseClock
-from minimind.model import bf16_matmul, decoder
+from minimind.model import bf16_matmul, layers
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.engine.test_backends import engine_of
 from tests.model.compiled_graphs import Graphs, schedule
@@ -150,7 +150,7 @@ class Operators(TorchDispatchMode):
 def eager_step(monkeypatch: pytest.MonkeyPatch, n_layers: int, micro_batches: int) -> int:
     """Operators of a step without DeepSpeed in bf16, with the norm and optimizer of a GPU."""
     monkeypatch.setattr(bf16_matmul, "HAS_BF16", True)
-    monkeypatch.setattr(decoder, "rms_norm", lambda x, weight, eps: FusedNorm.apply(x, weight))
+    monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps: FusedNorm.apply(x, weight))
     supported = "_get_foreach_kernels_supported_devices"
     monkeypatch.setattr(_foreach_utils, supported, lambda: ["cpu"])
     sizes: Any = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4}

@@ -34,7 +34,7 @@ from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
 from minimind.engine.loss_of_batch import ModelInputs, compile_model, compute_loss, uncompiled
 from minimind.model import activation_checkpointing as recomputing
-from minimind.model import attention, decoder
+from minimind.model import attention, layers
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
@@ -156,10 +156,10 @@ def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, mon
     """As on a GPU, where every layer says which kernels it asks."""
 
     def as_on_a_gpu(*qkv):
-        return decoder._fused(decoder.CAUSAL_KERNELS, *qkv, is_causal=True, enable_gqa=True)
+        return layers._fused(layers.CAUSAL_KERNELS, *qkv, is_causal=True, enable_gqa=True)
 
-    monkeypatch.setattr(decoder, "KERNEL_DEVICE", "cpu")
-    monkeypatch.setattr(decoder, "blockwise_attention", as_on_a_gpu)
+    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(layers, "blockwise_attention", as_on_a_gpu)
     model = built()
     enable_checkpointing(model)
     engine = engine_of(model, monkeypatch, "--dtype float32 --compile on")
@@ -177,9 +177,9 @@ def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, mon
 
 def test_torch_caches_a_block_that_chooses_its_attention_kernel(quickly, monkeypatch):
     """As on a GPU; without its mark the choice keeps every block out of the cache."""
-    kernels = partial(decoder._fused, decoder.CAUSAL_KERNELS, is_causal=True, enable_gqa=True)
-    monkeypatch.setattr(decoder, "KERNEL_DEVICE", "cpu")
-    monkeypatch.setattr(decoder, "blockwise_attention", kernels)
+    kernels = partial(layers._fused, layers.CAUSAL_KERNELS, is_causal=True, enable_gqa=True)
+    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(layers, "blockwise_attention", kernels)
     nodes: list[Any] = []
 
     def capture(graph: Any, inputs: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss, mean_routing
-from minimind.model import decoder
+from minimind.model import layers
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.attention import document_block_mask
 from minimind.model.configuration import MiniMindConfig
@@ -30,7 +30,7 @@ def built(**changes: Any) -> Any:
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose kernels as on an H100."""
-    monkeypatch.setattr(decoder, "KERNEL_DEVICE", "meta")
+    monkeypatch.setattr(layers, "KERNEL_DEVICE", "meta")
     properties = SimpleNamespace(major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 

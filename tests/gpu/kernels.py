@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from minimind.model.attention import boolean_mask, document_block_mask, has_flex_kernel
-from minimind.model.decoder import flash_attention, reference_attention
+from minimind.model.layers import flash_attention, reference_attention
 from tests.gpu.findings import Finding, check
 from tests.gpu.site import Site
 

@@ -19,15 +19,9 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache
 
-from minimind.model import decoder
-from minimind.model.decoder import (
-    Attention,
-    MiniMindConfig,
-    MiniMindForCausalLM,
-    RMSNorm,
-    flash_attention,
-    reference_attention,
-)
+from minimind.model import layers
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.layers import Attention, RMSNorm, flash_attention, reference_attention
 from minimind.model.rotary import build_pos_cis, pos_cis_as_reals
 
 B, T, V = 3, 11, 97
@@ -151,7 +145,7 @@ def test_on_a_gpu_kernels_are_requested_in_our_order(monkeypatch, queries: int, 
     mask = torch.ones(B, 1, queries, T, dtype=torch.bool) if is_masked else None
     expected, before = flash_attention(*parts, mask), _cur_sdpa_kernel_backends(True)
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    monkeypatch.setattr(decoder, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
     assert torch.equal(flash_attention(*parts, mask), expected)
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     is_row = queries > 1 and not is_masked
@@ -181,7 +175,7 @@ def test_key_heads_are_repeated_where_only_the_slow_kernel_takes_groups(
 
     q_BHTD, k_BKSD, v_BKSD = (part.to(dtype) for part in heads_of(queries, T))
     expected = flash_attention(q_BHTD, k_BKSD, v_BKSD, None)
-    monkeypatch.setattr(decoder, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major)
     )
@@ -458,7 +452,7 @@ def test_a_seed_draws_all_modules_and_then_their_weights_in_the_order_of_the_mod
     config = model.config
     torch.nn.Embedding(config.vocab_size, config.hidden_size)
     for number in range(config.num_hidden_layers):
-        decoder.Block(config, number)
+        layers.Block(config, number)
     torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
     for name, weight in model.named_parameters():
         if "norm" not in name:

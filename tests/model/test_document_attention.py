@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from minimind.model import attention
 from minimind.model.attention import boolean_mask, document_block_mask, has_flex_kernel
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM, flash_attention, next_token_loss
+from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
+from minimind.model.layers import flash_attention
 
 EOS, V = 2, 50
 CPU = torch.device("cpu")

@@ -15,8 +15,9 @@ from transformers import StaticCache
 
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import FeedForward, MiniMindForCausalLM
+from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.experts import MixtureOfExperts
+from minimind.model.layers import FeedForward
 from tests.model.references import build
 
 B, T, E, V = 3, 16, 48, 97

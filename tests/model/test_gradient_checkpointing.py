@@ -8,7 +8,8 @@ from torch import Tensor
 
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import Block, MiniMindForCausalLM
+from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.layers import Block
 
 V, B, T, LAYERS = 97, 2, 24, 4
 
