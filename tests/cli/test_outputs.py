@@ -308,6 +308,16 @@ def test_a_run_of_an_earlier_version_is_a_runs(tmp_path: Path):
     require_writable(tmp_path)
 
 
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_a_run_does_not_begin_in_a_mirror(is_dry: bool, place: Path, tmp_path: Path):
+    out = lay(tmp_path / "mirror", {"mirror.json": '{"run": "0123", "identity": {}}'})
+    before = content(out)
+    flags = {**FLAGS, "data_path": [str(place / "text.jsonl")], "dry_run": is_dry}
+    with pytest.raises(LockedError, match=f"^--out_dir {out} is the --mirror of a run; go on with"):
+        train(flags, out_dir=str(out))
+    assert content(out) == before
+
+
 @pytest.mark.parametrize("thing", [thing for thing in THINGS if thing != "run"])
 def test_a_run_changes_nothing_that_is_there(thing: str, place: Path, tmp_path: Path):
     out = Path(shutil.copytree(place / "things" / thing, tmp_path / "out"))
