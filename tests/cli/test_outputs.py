@@ -164,6 +164,50 @@ def test_force_replaces_exports_of_versions_before_the_mark(
     assert content(out) == as_written
 
 
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_force_replaces_exports_whose_modules_have_other_names(
+    is_marked: bool, place: Path, tmp_path: Path
+):
+    command, force = FOLDERS["export, minimind"]
+    out = tmp_path / "out"
+    assert main(words(place, command, out)) == 0
+    as_written = content(out)
+    if not is_marked:
+        as_an_earlier_version(out)
+    path = out / "decoder.py"
+    assert "\nfrom .layers import " in path.read_text()
+    path.write_text(path.read_text().replace("\nfrom .layers import ", "\nfrom .blocks import "))
+    (out / "layers.py").rename(out / "blocks.py")
+    with open(out / "blocks.py", "a") as file:
+        file.write("\ndef late():\n    from .caches import cached\n    return cached\n")
+    (out / "caches.py").write_text("from .blocks import Block\n\ncached = Block\n")
+    assert main(words(place, f"{command} {force}", out)) == 0
+    assert content(out) == as_written
+
+
+@pytest.mark.parametrize(
+    ("writer", "name"),
+    [
+        ("export, minimind", "train.py"),
+        ("export, llama", "train.py"),
+        ("export, llama", "layers.py"),
+    ],
+)
+def test_force_replaces_no_code_of_others(
+    writer: str, name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command, force = FOLDERS[writer]
+    out = tmp_path / "out"
+    assert main(words(place, command, out)) == 0
+    (out / name).write_text("import torch\n")
+    before = content(out)
+    assert main(words(place, f"{command} {force}", out)) == 2
+    error = capsys.readouterr().err
+    assert f"--out {out} holds '{name}', which this version of export does not write, and" in error
+    assert error.endswith("; remove it if another version wrote it, or give another folder\n")
+    assert content(out) == before
+
+
 @pytest.mark.parametrize(
     "theirs", ["config.json", "generation_config.json", "README.md", "model.safetensors"]
 )
