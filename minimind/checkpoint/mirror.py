@@ -60,7 +60,13 @@ from minimind.runtime.checked_json import (
     validate,
 )
 from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
-from minimind.runtime.durable_files import canonical_json, mebibytes, storing, write_whole
+from minimind.runtime.durable_files import (
+    canonical_json,
+    mebibytes,
+    require_regular,
+    storing,
+    write_whole,
+)
 from minimind.runtime.locks import ReadLock, lock_for_reading
 from minimind.runtime.terminal import phase, shorten_line
 from minimind.telemetry.progress import RunLogger
@@ -356,16 +362,23 @@ class Claim(Own):
     identity: dict[str, dict[str, Any]]
 
 
-def require_no_mirror(out_dir: Path) -> None:
-    """Raise LockedError if out_dir is the mirror of a run, which would then be refused there."""
+def require_no_mirror(out_dir: Path, url: str | None) -> None:
+    """Raise LockedError if out_dir is the mirror of a run, which would then be refused there.
+
+    A copy of the mirror at `url`, the --mirror of this start, is none.
+    """
     try:
         found, _ = read_object(out_dir / OWNER)
     except CheckpointError:  # reported where it is used
         return
-    if "identity" in found:
+    if "identity" not in found:
+        return
+    remote = RemoteRun(url) if url else None
+    content = remote.read(OWNER) if remote else None
+    if not remote or content is None or _parsed(remote, content)["run"] != found.get("run"):
         raise LockedError(
-            f"--out_dir {out_dir} is the --mirror of a run; give another --out_dir, or delete"
-            f" {OWNER} in a copy"
+            f"--out_dir {out_dir} is the --mirror of a run; go on with that run by an empty"
+            f" --out_dir and --mirror file://{out_dir.resolve()}, or give another --out_dir"
         )
 
 
@@ -448,7 +461,10 @@ def _claims(
     there = _parsed(remote, content)
     if there["run"] != own:
         if own or resume != "auto" or published_checkpoints(out_dir / "checkpoints"):
-            raise LockedError(f"--mirror {url} is that of another run than {out_dir}; {REMEDY}")
+            raise LockedError(
+                f"--mirror {url} is that of another run than {out_dir}; go on with that one by"
+                " --resume auto and an empty --out_dir, or give another --mirror"
+            )
     return own, there
 
 
@@ -471,6 +487,8 @@ def _require_no_out_dir(remote: RemoteRun) -> None:
 
 def _read_own(path: Path) -> str | None:
     """The id of the run in out_dir; None if it has none, or the file is damaged."""
+    with storing(str(path), "move it away"):
+        require_regular(path)
     try:
         found, _ = read_object(path)
         validate(Own, found)
@@ -482,16 +500,19 @@ def _read_own(path: Path) -> str | None:
 
 
 def _parsed(remote: RemoteRun, content: bytes) -> dict[str, Any]:
-    place = f"{remote.shown}/{OWNER}"
+    """The content of `mirror.json` at a URL; raise LockedError if it is not that of a mirror."""
+    place = f"--mirror {remote.shown}: {OWNER} there"
     try:
         found = parse_object(content)
         validate(Own, found)
         if "identity" not in found:
-            raise LockedError(f"{place}: is that of an --out_dir; {REMEDY}")
+            raise LockedError(f"{place} is that of an --out_dir; {REMEDY}")
         validate(Claim, found)
         canonical_json(found)
     except (CheckpointError, UnicodeEncodeError) as error:
-        raise StorageError(f"{place}: is not what a run writes ({error}); {REMEDY}") from error
+        raise LockedError(
+            f"{place} is not what a run writes ({error}); give an empty place"
+        ) from error
     return found
 
 

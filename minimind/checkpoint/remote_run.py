@@ -9,7 +9,6 @@ The manifest is deleted, or renamed, before any other file of its checkpoint.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -41,7 +40,11 @@ PART_ATTEMPTS = 5  # of the library, since a file is otherwise sent again as a w
 ABANDONED = f"abandoned-{MANIFEST}"
 OWNER = "mirror.json"
 PROBE = ".probe-"
-OF_SYSTEMS = r"lost\+found|\.DS_Store|Thumbs\.db|desktop\.ini|\.Trash-\d+|\.snapshot"
+OF_SYSTEMS = (
+    r"lost\+found|\.Trash-\d+|\.snapshot"
+    r"|\.DS_Store|\.Trashes|\.Spotlight-V100|\.fseventsd"
+    r"|Thumbs\.db|desktop\.ini|\$RECYCLE\.BIN|System Volume Information"
+)
 LEFT = re.compile(rf"{re.escape(PROBE)}\w+|{re.escape(OWNER)}\.tmp|{OF_SYSTEMS}")
 
 T = TypeVar("T")
@@ -105,7 +108,7 @@ class RemoteRun:
         return self._try(CHECKPOINTS, find)
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file; None if there is no such file.
+        """The content of a small file; None if there is no such file, or a folder or a pipe.
 
         Of a large one as much as shows a reader that it is.
         """
@@ -113,8 +116,8 @@ class RemoteRun:
         def read(path: str) -> bytes | None:
             try:
                 info = self._filesystem.info(path)
-                if info["type"] == "other":
-                    raise OSError(errno.EINVAL, "not a regular file", path)
+                if info["type"] != "file":
+                    return None
                 end = MAX_BYTES + 1 if info["size"] > MAX_BYTES else None
                 return self._filesystem.cat_file(path, end=end)
             except FileNotFoundError:

@@ -79,25 +79,27 @@ def require_writable(
 def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None = None) -> None:
     """Raise UsageError if out_dir is no run's and has what a run would replace or append to.
 
-    A `tokenizer` that the run reads there is none of it, and for a --config `config` there the
-    message says so.
+    A `tokenizer` that the run reads there is none of it. The file of --config `config` there proves
+    no run: people copy a run's to edit it.
     """
-    with storing(f"out_dir {out_dir}", "move it away, or give another --out_dir"):
-        require_regular(out_dir / METRICS)
-        names = set(os.listdir(out_dir)) if out_dir.exists() else set()
+    own, what = out_dir / "config.yaml", f"out_dir {out_dir}"
+    with storing(what, "move it away, or give another --out_dir"):
+        for name in (METRICS, *sorted(REPLACED - {"tokenizer"})):
+            require_regular(out_dir / name)
+        names = set(os.listdir(out_dir)) if _is_there(out_dir, what) else set()
         at_risk = names & REPLACED
         if (metrics := _beginning(out_dir / METRICS)) and not EVENT.match(metrics):
             at_risk.add(METRICS)
         if not at_risk or EVENT.match(metrics):
             return
-        if _beginning(out_dir / "config.yaml").startswith(OF_EVERY_VERSION):
+        is_given = bool(config) and own.exists() and Path(config).exists() and own.samefile(config)
+        if not is_given and _beginning(own).startswith(OF_EVERY_VERSION):
             return
         saved = published_checkpoints(out_dir / "checkpoints")
         if any((path / MANIFEST).is_file() for path in saved):
             return
-        own = out_dir / "config.yaml"
-        is_given = bool(config) and own.exists() and Path(config).exists() and own.samefile(config)
-    if tokenizer and Path(tokenizer).absolute().is_relative_to(out_dir.absolute() / "tokenizer"):
+    own_tokenizer = os.path.realpath(out_dir / "tokenizer")
+    if tokenizer and Path(os.path.realpath(tokenizer)).is_relative_to(own_tokenizer):
         at_risk.discard("tokenizer")
     for name in sorted(at_risk):
         harm = "to which a run would append" if name == METRICS else "which a run would replace"
@@ -110,9 +112,9 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
 
 
 def _beginning(path: Path) -> bytes:
-    """The first bytes of a file; none if there is no such file."""
+    """The first bytes of a regular file; none if there is no such file."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with open(path, "rb") as file:
             return file.read(100)
     except FileNotFoundError:
         return b""

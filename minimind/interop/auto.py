@@ -15,8 +15,11 @@ from pathlib import Path
 import transformers
 from transformers import AutoConfig
 
+from minimind.errors import CheckpointError
 from minimind.model import decoder
 from minimind.model.configuration import MiniMindConfig
+from minimind.runtime.checked_json import read_object
+from minimind.runtime.durable_files import read_small
 
 AUTO_MAP = {
     "AutoConfig": "configuration.MiniMindConfig",
@@ -30,6 +33,8 @@ AUTO_MAP = {
 
 _PACKAGE = Path(__file__).parents[1]
 _IMPORT = re.compile(r"^([ \t]*)from minimind((?:\.\w+)*)\.(\w+) import ", re.MULTILINE)
+_RELATIVE = re.compile(rb"^[ \t]*from \.(\w+) import ", re.MULTILINE)
+_FILE = re.compile(r"\w+\.py")
 
 
 def remote_code() -> dict[str, bytes]:
@@ -45,6 +50,28 @@ def remote_code() -> dict[str, bytes]:
         files[f"{module}.py"] = _IMPORT.sub(r"\1from .\3 import ", source).encode()
         pending += [(package, name) for _, package, name in _IMPORT.findall(source)]
     return dict(sorted(files.items()))
+
+
+def remote_code_in(folder: Path) -> set[str]:
+    """Names of these files in an export of any version, in which modules may have other names.
+
+    They are what its "auto_map" names, and what that imports.
+    """
+    try:
+        entries = read_object(folder / "config.json")[0].get("auto_map")
+    except CheckpointError:
+        return set()
+    found: set[str] = set()
+    pending = [
+        str(entry).partition(".")[0]
+        for entry in (entries if type(entries) is dict else {}).values()
+    ]
+    while pending:
+        name = f"{pending.pop()}.py"
+        if name not in found and _FILE.fullmatch(name) and (folder / name).is_file():
+            found.add(name)
+            pending += map(bytes.decode, _RELATIVE.findall(read_small(folder / name)))
+    return found
 
 
 def register() -> None:

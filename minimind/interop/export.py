@@ -20,7 +20,7 @@ from minimind.data.tokenizer.files import DEFAULT, TOKENIZER_FILES, with_length
 from minimind.data.tokenizer.gguf_vocabulary import gguf_vocabulary
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
-from minimind.interop.auto import AUTO_MAP, remote_code
+from minimind.interop.auto import AUTO_MAP, remote_code, remote_code_in
 from minimind.interop.gguf import NAME as GGUF_NAME
 from minimind.interop.gguf import architecture, gguf_parts, require_gguf, write_gguf
 from minimind.interop.hf_folder import config_and_tokenizer_files, transformers_files
@@ -44,7 +44,7 @@ from minimind.runtime.durable_files import storing
 from minimind.runtime.output_folder import NewFolder
 
 SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
-REPLACEABLE = (*SMALL_FILES, INDEX, WHOLE, SHARDS, GGUF_NAME, *remote_code())
+REPLACEABLE = (*SMALL_FILES, INDEX, WHOLE, SHARDS, GGUF_NAME)
 SHARD_BYTES = 2 * 10**9
 LLAMA_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -58,7 +58,9 @@ def output(out: Path, force: bool) -> NewFolder:
 
     Raise UsageError for an earlier one whose model card was edited.
     """
-    own, card = REPLACEABLE, out / CARD
+    card = out / CARD
+    with storing(str(out), "correct its permissions, or give another --out"):
+        own = (*REPLACEABLE, *(remote_code_in(out) if force else ()))
     if force and card.is_file() and not card.is_symlink():
         with storing(str(card), "correct its permissions, or give another --out"):
             content = card.read_bytes()

@@ -28,13 +28,20 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def without_waiting(path: str, flags: int) -> int:
+    """An opener for `open` that does not wait for the writer of a pipe.
+
+    Of a folder, `open` with a descriptor would name the number, and leave it open.
+    """
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def read_small(path: str | Path, most: int = 2**20, pipes: bool = False) -> bytes:
     """Read a regular file of at most `most` bytes; raise OSError for anything else.
 
     Does not block on pipes or devices; with `pipes`, pipes are read.
     """
-    blocking = 0 if pipes else os.O_NONBLOCK
-    with open(os.open(path, os.O_RDONLY | blocking), "rb") as file:
+    with open(path, "rb", opener=None if pipes else without_waiting) as file:
         mode = os.fstat(file.fileno()).st_mode
         if not stat.S_ISREG(mode) and not (pipes and stat.S_ISFIFO(mode)):
             raise OSError(errno.EINVAL, "not a regular file", str(path))

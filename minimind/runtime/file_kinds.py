@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from minimind.runtime.durable_files import read_small
+from minimind.runtime.durable_files import read_small, without_waiting
 
 LOOKED_AT = 4096  # bytes
 GZIP, ZSTD, JSON_TEXT = "gzip", "zstd", "JSON"
@@ -186,8 +185,7 @@ def kind_of_content(start: bytes, *expected: str) -> Kind | None:
 def kind_of_file(path: Path, *expected: str) -> Kind | None:
     """`kind_of_content` of a file; None also for one that is empty or cannot be opened."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(handle, "rb") as file:
+        with open(path, "rb", opener=without_waiting) as file:
             start = file.read(LOOKED_AT)
     except OSError:
         return None

@@ -55,8 +55,9 @@ class NewFolder:
         if not is_own:
             if foreign:
                 raise UsageError(
-                    f"--out {out} holds {foreign!r}, which {self.author} did not write, and --force"
-                    " replaces nothing else; give another folder"
+                    f"--out {out} holds {foreign!r}, which this version of {self.author} does not"
+                    " write, and --force replaces nothing else; remove it if another version wrote"
+                    " it, or give another folder"
                 )
             raise UsageError(
                 f"--out {out} was not written by {self.author}, or was by a version before it"

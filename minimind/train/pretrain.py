@@ -101,11 +101,12 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     if run.dry_run:
         require_own(Path(run.out_dir), run.tokenizer, run.config)
         if launch.rank == 0:
+            require_no_mirror(Path(run.out_dir), run.mirror)
             print(dry_run_text(setup, resolved, initial.architecture))
         return 0
     require_writable(Path(run.out_dir), run.tokenizer, run.config)
     if launch.rank == 0:
-        require_no_mirror(Path(run.out_dir))
+        require_no_mirror(Path(run.out_dir), run.mirror)
         require_mirror(run.mirror, Path(run.out_dir), run.resume)
     return train_resolved(setup, resolved, initial, progress, cleanup)
 

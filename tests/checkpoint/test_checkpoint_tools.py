@@ -322,7 +322,7 @@ def test_what_exists_is_replaced_only_by_force_and_only_if_it_is_ours(run_dir, t
     assert len((out / "model.safetensors").read_bytes()) < len(before)
     (out / "thesis.tex").write_text("mine")
     assert checkpoint(*words, "--force") == 2
-    assert "'thesis.tex', which consolidate did not write" in capsys.readouterr().err
+    assert "'thesis.tex', which this version of consolidate does not" in capsys.readouterr().err
     assert (out / "thesis.tex").exists()
     for taken in (run_dir, step(run_dir, 6)):
         assert checkpoint("consolidate", run_dir, "--out", taken, "--force") == 2

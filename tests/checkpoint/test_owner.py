@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +25,36 @@ from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
 IDENTITY = {"seed": {"seed": 42}}
 WHOLE = json.dumps({"run": "0123", "start": "4567", "identity": IDENTITY}).encode()
 DEEP = b'{"run": "0123", "identity": ' + b'{"a": [' * 50_000 + b"]}" * 50_000 + b"}"
-# What mirror.json may be, by name, and the status of a start: 8 where it is another run's.
-OWNERS: dict[str, tuple[bytes, int]] = {
-    "empty": (b"", 5),
-    "cut": (WHOLE[:20], 5),
-    "binary": (bytes(range(256)), 5),
-    "a list": (b"[]", 5),
-    "deep": (DEEP, 5),
-    "deep, and cut": (DEEP[:200_000], 5),
-    "huge": (WHOLE[:-1] + b" " * 9_000_000 + b"}", 5),
-    "no run": (b'{"identity": {}}', 5),
-    "a number": (b'{"run": 3, "identity": {}}', 5),
-    "a list as identity": (b'{"run": "0123", "identity": []}', 5),
-    "a group that is a number": (b'{"run": "0123", "identity": {"seed": 3}}', 5),
-    "half of a surrogate pair": (b'{"run": "0123", "identity": {"seed": {"a": "\\ud800"}}}', 5),
-    "many digits": (b'{"run": "0123", "identity": {"seed": {"seed": ' + b"9" * 5000 + b"}}}", 5),
-    "another's": (WHOLE.replace(b"42", b"43"), 8),
-    "long values": (WHOLE.replace(b"42", b'"' + b"x" * 100_000 + b'"'), 8),
-    "an out_dir's": (b'{"run": "0123"}', 8),
+# What mirror.json may be, by name, where it is not this run's.
+OWNERS: dict[str, bytes] = {
+    "empty": b"",
+    "cut": WHOLE[:20],
+    "binary": bytes(range(256)),
+    "a list": b"[]",
+    "deep": DEEP,
+    "deep, and cut": DEEP[:200_000],
+    "huge": WHOLE[:-1] + b" " * 9_000_000 + b"}",
+    "no run": b'{"identity": {}}',
+    "a number": b'{"run": 3, "identity": {}}',
+    "a list as identity": b'{"run": "0123", "identity": []}',
+    "a group that is a number": b'{"run": "0123", "identity": {"seed": 3}}',
+    "half of a surrogate pair": b'{"run": "0123", "identity": {"seed": {"a": "\\ud800"}}}',
+    "many digits": b'{"run": "0123", "identity": {"seed": {"seed": ' + b"9" * 5000 + b"}}}",
+    "another's": WHOLE.replace(b"42", b"43"),
+    "long values": WHOLE.replace(b"42", b'"' + b"x" * 100_000 + b'"'),
+    "an out_dir's": b'{"run": "0123"}',
 }
 
 
 @pytest.mark.parametrize("name", OWNERS)
 def test_what_is_no_claim_of_this_run_is_refused(name: str, tmp_path: Path):
-    content, status = OWNERS[name]
+    content = OWNERS[name]
     out_dir, folder = tmp_path / "run", tmp_path / "mirror"
     for place in (out_dir, folder):
         place.mkdir()
     (folder / "mirror.json").write_bytes(content)
-    with pytest.raises((StorageError, LockedError)) as raised:
+    with pytest.raises(LockedError) as raised:
         claim(RemoteRun(f"file://{folder}"), out_dir, "auto", IDENTITY, frozenset())
-    assert raised.value.status == status
     assert "mirror" in str(raised.value)
     assert len(str(raised.value)) < 500
     assert (folder / "mirror.json").read_bytes() == content
@@ -62,6 +62,8 @@ def test_what_is_no_claim_of_this_run_is_refused(name: str, tmp_path: Path):
 
 
 OF_SYSTEMS = ("lost+found/", ".DS_Store", "Thumbs.db", "desktop.ini", ".Trash-1000/", ".snapshot/")
+OF_SYSTEMS += ("$RECYCLE.BIN/", "System Volume Information/", ".Trashes/", ".Spotlight-V100/")
+OF_SYSTEMS += (".fseventsd/",)
 
 
 @pytest.mark.parametrize("name", OF_SYSTEMS)
@@ -87,20 +89,66 @@ def test_a_disk_with_something_else_is_not_empty(name: str, tmp_path: Path):
         require_mirror(f"file://{folder}", tmp_path / "run", "auto")
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path):
-    os.mkfifo(tmp_path / "mirror.json")
-    with pytest.raises(StorageError, match=r"mirror\.json: cannot be used .*not a regular file"):
-        require_mirror(f"file://{tmp_path}", tmp_path / "run", "auto")
+@pytest.mark.parametrize(
+    "kind", ["pipe", "folder", "device", "link to a folder", "link to nothing"]
+)
+def test_what_is_no_file_is_no_claim(kind: str, tmp_path: Path):
+    folder = tmp_path / "mirror"
+    folder.mkdir()
+    path = folder / "mirror.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to({"device": "/dev/zero", "link to a folder": folder}.get(kind, "nothing"))
+    with pytest.raises(
+        LockedError, match=r"holds 'mirror\.json' and is not the mirror of this run; give an empty"
+    ):
+        require_mirror(f"file://{folder}", tmp_path / "run", "auto")
+
+
+def test_an_id_in_out_dir_that_is_no_file_is_told_at_the_start(tmp_path: Path):
+    (tmp_path / "run" / "mirror.json").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"run/mirror\.json: is a folder, .*; move it away"):
+        require_mirror(f"file://{tmp_path}/new", tmp_path / "run", "auto")
 
 
 def test_a_mirror_is_no_out_dir(tmp_path: Path):
+    out_dir, other = tmp_path / "copy", tmp_path / "other"
+    out_dir.mkdir()
     for content in (None, b"{", b'{"run": "0123"}'):  # that of an out_dir, or damaged
         if content is not None:
-            (tmp_path / "mirror.json").write_bytes(content)
-        require_no_mirror(tmp_path)
-    (tmp_path / "mirror.json").write_bytes(WHOLE)
-    with pytest.raises(LockedError, match="is the --mirror of a run; give another --out_dir, or d"):
-        require_no_mirror(tmp_path)
+            (out_dir / "mirror.json").write_bytes(content)
+        require_no_mirror(out_dir, None)
+    (out_dir / "mirror.json").write_bytes(WHOLE)
+    way = f"; go on with that run by an empty --out_dir and --mirror file://{out_dir}, or "
+    other.mkdir()
+    (other / "mirror.json").write_bytes(WHOLE.replace(b"0123", b"4567"))
+    for url in (None, f"file://{tmp_path}/nothing", f"file://{other}"):
+        with pytest.raises(
+            LockedError, match=f"^--out_dir {out_dir} is the --mirror of a run{way}"
+        ):
+            require_no_mirror(out_dir, url)
+
+
+def test_a_copy_of_a_mirror_is_an_out_dir_with_that_mirror(tmp_path: Path, trained: Trained):
+    folder, out_dir = tmp_path / "mirror", tmp_path / "copy"
+    save(folder / "checkpoints", 2, facts_of(trained.run))
+    (folder / "mirror.json").write_bytes(WHOLE)
+    shutil.copytree(folder, out_dir)
+    require_no_mirror(out_dir, f"file://{folder}")
+    require_mirror(f"file://{folder}", out_dir, "auto")
+    claim(RemoteRun(f"file://{folder}"), out_dir, "auto", IDENTITY, frozenset()).require()
+    assert json.loads((out_dir / "mirror.json").read_bytes()) == {"run": "0123"}
+    require_no_mirror(out_dir, None)
+    require_no_mirror(out_dir, f"file://{out_dir}")
+    (out_dir / "mirror.json").unlink()  # checkpoints of a run without an id
+    with pytest.raises(
+        LockedError, match="; go on with that one by --resume auto and an empty --out_dir"
+    ):
+        require_mirror(f"file://{folder}", out_dir, "auto")
+    require_mirror(f"file://{folder}", tmp_path / "empty", "auto")
 
 
 def test_a_link_to_itself_is_not_followed(tmp_path: Path):

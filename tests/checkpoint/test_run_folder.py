@@ -12,7 +12,8 @@ import torch
 
 from minimind.checkpoint.run_folder import lock_out_dir, require_writable
 from minimind.errors import LockedError, StorageError
-from minimind.runtime.durable_files import Metrics
+from minimind.runtime.durable_files import Metrics, read_small
+from minimind.runtime.file_kinds import kind_of_file
 from minimind.telemetry.progress import RunLogger
 
 
@@ -71,8 +72,13 @@ def test_a_line_that_the_disk_took_a_part_of_is_closed_by_the_next_start(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "link to a pipe"])
-def test_metrics_that_are_no_file_are_refused_at_the_start(kind: str, tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "config.yaml", "ds_config.resolved.json", "report.html"]
+)
+def test_files_of_a_run_that_are_none_are_refused_at_the_start(
+    name: str, kind: str, tmp_path: Path
+):
+    path = tmp_path / name
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "folder":
@@ -88,6 +94,15 @@ def test_metrics_that_are_no_file_are_refused_at_the_start(kind: str, tmp_path: 
     assert str(raised.value).startswith(report)
     with pytest.raises(OSError, match="not a file"):
         Metrics(path)
+
+
+def test_a_folder_in_place_of_a_small_file_is_named_and_closed(tmp_path: Path):
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(IsADirectoryError) as raised:
+        read_small(tmp_path)
+    assert raised.value.filename == str(tmp_path)
+    assert kind_of_file(tmp_path) is None
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_metrics_may_be_a_link_to_a_file(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from minimind.checkpoint.mirror import require_mirror
 from minimind.checkpoint.run_folder import require_writable
 from minimind.cli.main import TAKE_RUN_FLAGS, build_parser, main
 from minimind.config.parse import parse_flags
-from minimind.errors import LockedError, UsageError
+from minimind.errors import LockedError, StorageError, UsageError
 from tests.conftest import Trained, sentences
 from tests.faults.mirrors import FLAGS, content, train
 
@@ -164,6 +165,51 @@ def test_force_replaces_exports_of_versions_before_the_mark(
     assert content(out) == as_written
 
 
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_force_replaces_exports_whose_modules_have_other_names(
+    is_marked: bool, place: Path, tmp_path: Path
+):
+    command, force = FOLDERS["export, minimind"]
+    out = tmp_path / "out"
+    assert main(words(place, command, out)) == 0
+    as_written = content(out)
+    if not is_marked:
+        as_an_earlier_version(out)
+    path = out / "decoder.py"
+    (module, *_) = re.findall(r"^from \.(\w+) import ", path.read_text(), re.MULTILINE)
+    for one in out.glob("*.py"):
+        one.write_text(one.read_text().replace(f"from .{module} import ", "from .blocks import "))
+    (out / f"{module}.py").rename(out / "blocks.py")
+    with open(out / "blocks.py", "a") as file:
+        file.write("\ndef late():\n    from .caches import cached\n    return cached\n")
+    (out / "caches.py").write_text("from .blocks import Block\n\ncached = Block\n")
+    assert main(words(place, f"{command} {force}", out)) == 0
+    assert content(out) == as_written
+
+
+@pytest.mark.parametrize(
+    ("writer", "name"),
+    [
+        ("export, minimind", "train.py"),
+        ("export, llama", "train.py"),
+        ("export, llama", "layers.py"),
+    ],
+)
+def test_force_replaces_no_code_of_others(
+    writer: str, name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command, force = FOLDERS[writer]
+    out = tmp_path / "out"
+    assert main(words(place, command, out)) == 0
+    (out / name).write_text("import torch\n")
+    before = content(out)
+    assert main(words(place, f"{command} {force}", out)) == 2
+    error = capsys.readouterr().err
+    assert f"--out {out} holds '{name}', which this version of export does not write, and" in error
+    assert error.endswith("; remove it if another version wrote it, or give another folder\n")
+    assert content(out) == before
+
+
 @pytest.mark.parametrize(
     "theirs", ["config.json", "generation_config.json", "README.md", "model.safetensors"]
 )
@@ -284,6 +330,46 @@ def test_a_config_in_out_dir_is_told_to_be_kept_elsewhere(place: Path, tmp_path:
         train(flags, out_dir=str(tmp_path))
 
 
+@pytest.mark.parametrize("way", ["{out}/config.yaml", "{link}/config.yaml"])
+def test_a_config_that_was_copied_from_a_run_does_not_prove_a_run(
+    way: str, place: Path, tmp_path: Path
+):
+    mine = {"tokenizer/tokenizer.json": "{}", "report.html": "mine"}
+    out = lay(tmp_path / "out", mine)
+    (tmp_path / "link").symlink_to("out")
+    shutil.copy(place / "things" / "run" / "config.yaml", out)
+    config = way.format(out=out, link=tmp_path / "link")
+    before = content(out)
+    for name, remedy in {
+        "config.yaml": "it is the file of --con",
+        "report.html": "move it",
+    }.items():
+        with pytest.raises(UsageError, match=rf"holds '{name}', which .*; {remedy}"):
+            require_writable(out, config=config)
+        (out / name).rename(tmp_path / name)
+    (tmp_path / "config.yaml").rename(out / "config.yaml")
+    require_writable(out)  # of another start
+    assert content(out).items() <= before.items()
+    shutil.copy(place / "things" / "run" / "metrics.jsonl", out)
+    require_writable(out, config=config)
+
+
+@pytest.mark.parametrize("way", ["out/tokenizer", "link/tokenizer", "out/../out/tokenizer"])
+def test_a_tokenizer_in_out_dir_is_known_by_every_path(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    lay(tmp_path / "out", {"tokenizer/tokenizer.model": ""})
+    (tmp_path / "link").symlink_to("out")
+    (tmp_path / "loop").symlink_to("loop")
+    for out in ("out", "link"):
+        require_writable(Path(out), way)
+        require_writable(Path(out), f"{way}/tokenizer.model")
+        for other in ("out", "elsewhere", "loop"):
+            with pytest.raises(UsageError, match="holds 'tokenizer', which a run would replace"):
+                require_writable(Path(out), other)
+
+
 @pytest.mark.parametrize(
     "left",
     [
@@ -306,6 +392,27 @@ def test_a_run_of_an_earlier_version_is_a_runs(tmp_path: Path):
     head = "# The flags of this run; --config reads them back. Behind each: where it came from."
     lay(tmp_path, {"config.yaml": f"{head}\nmax_steps: 1\n", "tokenizer/tokenizer.model": ""})
     require_writable(tmp_path)
+
+
+@pytest.mark.parametrize("is_dry", [False, True])
+@pytest.mark.parametrize("name", ["nul\0", "dangling"])
+def test_an_out_dir_that_cannot_be_there_is_told(
+    name: str, is_dry: bool, place: Path, tmp_path: Path
+):
+    (tmp_path / "dangling").symlink_to("nothing")
+    flags = {**FLAGS, "data_path": [str(place / "text.jsonl")], "dry_run": is_dry}
+    with pytest.raises(StorageError, match=r"(nul|dangling).*give another"):
+        train(flags, out_dir=str(tmp_path / name))
+
+
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_a_run_does_not_begin_in_a_mirror(is_dry: bool, place: Path, tmp_path: Path):
+    out = lay(tmp_path / "mirror", {"mirror.json": '{"run": "0123", "identity": {}}'})
+    before = content(out)
+    flags = {**FLAGS, "data_path": [str(place / "text.jsonl")], "dry_run": is_dry}
+    with pytest.raises(LockedError, match=f"^--out_dir {out} is the --mirror of a run; go on with"):
+        train(flags, out_dir=str(out))
+    assert content(out) == before
 
 
 @pytest.mark.parametrize("thing", [thing for thing in THINGS if thing != "run"])

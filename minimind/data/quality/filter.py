@@ -33,7 +33,7 @@ from minimind.data.text.inputs import find_files, require_once, segments_of
 from minimind.data.text.readers import read_segment
 from minimind.data.text.sources import Source
 from minimind.errors import DataError, UsageError
-from minimind.runtime.durable_files import canonical_json, sync_file, write_durably
+from minimind.runtime.durable_files import canonical_json, read_small, sync_file, write_durably
 from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import masked
@@ -41,6 +41,7 @@ from minimind.storage.object_cache import ObjectCache, named
 
 REPORT_NAME = "report.json"
 REMOVED_NAME = "removed.ndjson"  # a suffix that is no input, so that --data_path takes the folder
+LARGEST_REPORT = 2**28  # bytes: it lists every input
 OWN = (REPORT_NAME, REMOVED_NAME, "part-[0-9]*.jsonl.gz", "part-[0-9]*.jsonl.zst")
 
 
@@ -116,8 +117,15 @@ def filter_text(
 
 
 def _is_output(folder: Path) -> bool:
-    """Whether a folder has what every output has."""
-    return (folder / REPORT_NAME).exists() and (folder / REMOVED_NAME).exists()
+    """Whether a folder has what every output has, and a report that lists its parts."""
+    if not (folder / REPORT_NAME).exists() or not (folder / REMOVED_NAME).exists():
+        return False
+    try:
+        report = json.loads(read_small(folder / REPORT_NAME, LARGEST_REPORT))
+    except (ValueError, RecursionError):
+        return False
+    parts = sorted(path.name for path in folder.glob("part-*"))
+    return isinstance(report, dict) and report.get("parts") == parts
 
 
 class _Run:

@@ -199,6 +199,28 @@ def test_an_earlier_folder_is_replaced_only_by_force(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    "report",
+    [
+        *(b"", b"[]", b"[" * 100_000, b"\xff", b"3", b'{"parts": 3}', b'{"kept": 3}'),
+        *(b'{"parts": []}', b'{"parts": ["part-00000.jsonl.zst", "part-00001.jsonl.zst"]}'),
+    ],
+)
+def test_a_folder_with_names_of_an_output_is_known_by_its_report(report, tmp_path, capsys):
+    text = write(tmp_path / "t.jsonl", ["one", "three"])
+    out, forced = tmp_path / "out", (tmp_path / "out", text, "--min_chars", 1, "--force")
+    assert run(*forced) == 0
+    assert run(*forced) == 0
+    original = (out / "report.json").read_bytes()
+    (out / "report.json").write_bytes(report)
+    assert run(*forced) == 2
+    assert f"--out {out} was not written by minimind data filter" in capsys.readouterr().err
+    assert (out / "report.json").read_bytes() == report
+    (out / "report.json").write_bytes(original)
+    (out / "part-2024.jsonl.gz").touch()  # mine
+    assert run(*forced) == 2
+
+
+@pytest.mark.parametrize(
     ("words", "status", "message"),
     [
         ((), 2, "no step was given; give one or more of --min_chars, --max_chars"),
