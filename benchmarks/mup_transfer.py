@@ -24,8 +24,8 @@ import plotly.graph_objects as go
 from benchmarks.record import arguments, record
 from minimind.errors import NumericError
 from minimind.report.charts import TEMPLATE, Chart, run_style
+from minimind.report.formats import LIGHT
 from minimind.report.page import fill_page, plots
-from minimind.report.palette import LIGHT
 
 HEAD_DIM = 16
 RATES = [5e-4 * 2**n for n in range(8)]  # up to 0.064

@@ -34,7 +34,7 @@ from minimind.config.run_config import SPIKE_WINDOW
 from minimind.data.rows.batches import Batches
 from minimind.engine.clocks import COLLECTIVES
 from minimind.engine.engine import Engine
-from minimind.recovery.spike_guard import SpikeGuard
+from minimind.recovery.spikes import SpikeGuard
 
 WARM = 10  # steps
 KINDS = ("as ever", "hooks", "neither")

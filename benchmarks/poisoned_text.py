@@ -25,7 +25,7 @@ from benchmarks.record import arguments, record
 from minimind.cli.main import main as minimind
 from minimind.data.rows.order import skip_rows_text
 from minimind.errors import NumericError
-from minimind.provenance.step_rows import documents_of, read_run
+from minimind.recovery.step_rows import documents_of, read_run
 
 train: Any = training  # a package that is called like a function
 POISON = json.dumps({"text": "☃" * 420}, ensure_ascii=False) + "\n"

@@ -11,8 +11,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from minimind.report.charts import TEMPLATE, Chart, run_style
+from minimind.report.formats import LIGHT
 from minimind.report.page import fill_page, html_table, plots
-from minimind.report.palette import LIGHT
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]  # by contender, one of each seed
 

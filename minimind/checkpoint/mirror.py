@@ -52,6 +52,7 @@ from minimind.checkpoint.retention import (
 from minimind.config.flags import MIRROR_WAIT_S
 from minimind.config.run_config import RunConfig
 from minimind.errors import CheckpointError, LockedError, StorageError, UsageError
+from minimind.report.run_logger import RunLogger
 from minimind.runtime.checked_json import (
     CheckedJson,
     Unreadable,
@@ -69,7 +70,6 @@ from minimind.runtime.durable_files import (
 )
 from minimind.runtime.locks import ReadLock, lock_for_reading
 from minimind.runtime.terminal import phase, shorten_line
-from minimind.telemetry.progress import RunLogger
 
 RUN_FILES = ("config.yaml", "ds_config.resolved.json", "tokenizer/*")
 

@@ -27,8 +27,8 @@ from minimind.runtime.urls import masked
 if TYPE_CHECKING:
     from minimind.data.prepare.inspect import Inspection
     from minimind.data.prepare.prepare import Prepared, PrepareRequest
-    from minimind.provenance.documents import Documents, Place, Placed
-    from minimind.provenance.step_rows import Row
+    from minimind.recovery.documents import Documents, Place, Placed
+    from minimind.recovery.step_rows import Row
     from minimind.storage.object_cache import ObjectCache
 
 
@@ -373,7 +373,7 @@ def _place(text: str) -> tuple[str, int]:
 
 def run_at(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print the rows of a step, or the documents of steps with a high loss."""
-    from minimind.provenance.step_rows import documents_of, read_run, rows_at
+    from minimind.recovery.step_rows import documents_of, read_run, rows_at
 
     if (args.step is None) == (args.steps is None):
         given = "both were given" if args.step else "neither was given"
@@ -411,7 +411,7 @@ def run_at(args: argparse.Namespace, cache: ObjectCache) -> int:
 def _run_rows(args: argparse.Namespace) -> int:
     """Print the rows of steps, as a file for --skip_rows."""
     from minimind.data.rows.order import skip_rows_text
-    from minimind.provenance.step_rows import read_run
+    from minimind.recovery.step_rows import read_run
 
     if args.text or args.json or args.top is not None or args.rank is not None:
         raise UsageError("--rows prints row numbers alone; drop --text, --json, --top and --rank")
@@ -432,9 +432,8 @@ def _run_rows(args: argparse.Namespace) -> int:
 
 def _run_suspects(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print the documents whose steps have a high loss more often than expected."""
-    from minimind.provenance.documents import place_json
-    from minimind.provenance.high_losses import suspects
-    from minimind.provenance.step_rows import documents_of, read_run
+    from minimind.recovery.documents import place_json
+    from minimind.recovery.step_rows import documents_of, read_run, suspects
 
     log = read_run(args.run)
     texts = log.texts(args.steps)
@@ -466,8 +465,8 @@ def _run_suspects(args: argparse.Namespace, cache: ObjectCache) -> int:
 
 def run_where(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print the steps that read a document, for each text that the run read."""
-    from minimind.provenance.documents import place_json
-    from minimind.provenance.step_rows import documents_of, read_run, steps_reading
+    from minimind.recovery.documents import place_json
+    from minimind.recovery.step_rows import documents_of, read_run, steps_reading
     from minimind.storage.object_cache import named
 
     file, line = args.place
@@ -518,7 +517,7 @@ def _print_json(value: dict[str, Any]) -> None:
 def _row_json(
     row: Row, documents: Documents, places: dict[int, Place], with_text: bool
 ) -> dict[str, Any]:
-    from minimind.provenance.documents import place_json
+    from minimind.recovery.documents import place_json
 
     parts = []
     for part in row.parts:

@@ -59,8 +59,8 @@ def _add_report(subs: Any) -> None:
 
 def run_report(args: argparse.Namespace) -> None:
     """Print the summary of each run, or write the page."""
+    from minimind.report.history import read_runs
     from minimind.report.page import GENERATOR, write_report
-    from minimind.report.runs import read_runs
     from minimind.report.summary import Summary
 
     if args.out:
@@ -83,9 +83,7 @@ def run_scaling(args: argparse.Namespace) -> None:
             "minimind scaling needs the package scipy, which is not installed; pip install scipy"
         )
     from minimind.report.page import GENERATOR
-    from minimind.sweep.points import collect
-    from minimind.sweep.scaling import answer
-    from minimind.sweep.scaling_output import as_object, as_text, write_page
+    from minimind.sweep.scaling import answer, as_object, as_text, collect, write_page
 
     if args.out:
         require_free(args.out, args.force, GENERATOR)

@@ -118,8 +118,7 @@ def run_sweep(args: argparse.Namespace) -> int:
 def run_coord_check(args: argparse.Namespace) -> int:
     """Print the coordinate check; return 0 if it is flat, else 1."""
     from minimind.report.page import GENERATOR
-    from minimind.sweep.coordinate_check import coordinate_check
-    from minimind.sweep.coordinate_page import write_coordinates
+    from minimind.sweep.coordinate_check import coordinate_check, write_coordinates
 
     if args.out:
         require_free(args.out, args.force, GENERATOR)

@@ -29,8 +29,7 @@ from minimind.interop.gguf import NAME as GGUF_NAME
 from minimind.interop.tensor_sources import TRAINED
 from minimind.interop.weights import CHECKPOINT, OURS, Weights
 from minimind.interop.write_folder import PRODUCER
-from minimind.report.records import number
-from minimind.report.runs import Run, read_configuration, read_runs
+from minimind.report.history import Run, number, read_configuration, read_runs
 from minimind.runtime.durable_files import read_events, storing
 from minimind.runtime.terminal import printable
 from minimind.runtime.urls import BEGINS

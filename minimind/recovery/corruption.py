@@ -3,11 +3,185 @@
 from __future__ import annotations
 
 import math
+import random
+import socket
+import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
-from minimind.engine.replay import Key, Replay
+import torch
+from torch import Tensor
+
+from minimind.checkpoint.directory import is_due, published_checkpoints, set_aside, step_of
+from minimind.checkpoint.identity import hardware
+from minimind.config.run_config import RunConfig
+from minimind.data.rows.batches import Batches
+from minimind.engine.engine import Engine
+from minimind.engine.loss_of_batch import MicroBatchLoss, compute_loss, uncompiled
+from minimind.errors import CorruptionError
+from minimind.report.run_logger import RunLogger
+from minimind.runtime.collectives import on_rank_0
+
+PIECE = 2**22  # elements that are summed at once: the sum converts them to int64 first
+FP16_SCALE = 2.0**10  # of the loss, so that gradients in float16 are not too small
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+K = TypeVar("K", bound=Hashable)
+Key = tuple[str, int, int]  # a slice of a weight: name, first element, number of elements
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Result of one forward and backward pass over some rows."""
+
+    rows: int  # checksum of the token ids
+    loss: float  # nats per token; 0 without targets
+    norms: list[float]  # of the gradient of each weight; empty at stage 3
+    sums: list[int]  # checksums of the loss and of these gradients
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """The checksum of a tensor, int64 on its device."""
+    flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    parts = flat.view(INTEGERS[flat.element_size()]).split(PIECE)
+    sums = [part.sum(dtype=torch.int64) for part in parts]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def checksums(tensors: Iterable[tuple[K, Tensor]]) -> dict[K, int]:
+    """Checksums by key, with one wait for each device; holds one tensor at a time."""
+    by_device: dict[torch.device, dict[K, Tensor]] = {}
+    for key, tensor in tensors:
+        by_device.setdefault(tensor.device, {})[key] = sum_of_bits(tensor)
+        del tensor
+    found: dict[K, int] = {}
+    for sums in by_device.values():
+        found.update(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+    return found
+
+
+def is_sharded(engine: Engine) -> bool:
+    """Whether a rank holds only a part of each weight (stage 3)."""
+    return any(hasattr(p, "ds_tensor") for p in engine.model.parameters())
+
+
+class GradientRecord:
+    """Norms and checksums of the gradients of weights, each taken as soon as it is computed.
+
+    The gradient itself is dropped: all of them at once would need as much memory as the weights.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        device = weights[0].device
+        self.norms = [torch.zeros((), device=device) for _ in weights]
+        self.sums = [torch.zeros((), dtype=torch.int64, device=device) for _ in weights]
+        self._handles = [p.register_hook(partial(self._take, n)) for n, p in enumerate(weights)]
+
+    def _take(self, number: int, grad: Tensor) -> Tensor:
+        self.norms[number] = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        self.sums[number] = sum_of_bits(grad)
+        return grad.new_zeros(()).expand_as(grad)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def replay(engine: Engine, rows: Tensor, data_rank: int, is_whole: bool) -> Replay:
+    """Compute loss and gradients of rows (B, T + 1) with the random state of `data_rank`.
+
+    Gradients are not accumulated or reduced. `is_whole`: the rows are a micro-batch, for which the
+    model is compiled. At stage 3 only the loss is computed, which is collective.
+    """
+    engine.seed(engine.seeded_step, data_rank)
+    rows = rows.to(engine.device)
+    norms: list[Tensor] = []
+    sums = [sum_of_bits(rows)]
+    if is_sharded(engine):
+        loss_sum, targets = engine.loss_of(rows)
+    else:
+        loss, record = _loss_and_gradients(engine, rows, is_whole)
+        loss_sum, targets = loss.loss_sum.detach(), loss.tokens
+        norms, sums = record.norms, [*sums, *record.sums]
+    sums.append(sum_of_bits(loss_sum))
+    mean = loss_sum.double() / targets.clamp(min=1)
+    rows_sum, *others = torch.stack(sums).tolist()
+    return Replay(rows_sum, float(mean), torch.stack(norms).tolist() if norms else [], others)
+
+
+def _loss_and_gradients(
+    engine: Engine, rows: Tensor, is_whole: bool
+) -> tuple[MicroBatchLoss, GradientRecord]:
+    model: Any = engine.model
+    if not model.training:
+        engine.backend.forward.train()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    record = GradientRecord(weights)
+    scale = FP16_SCALE if engine.resolved.run.dtype == "float16" else 1.0
+    try:
+        with nullcontext() if is_whole else uncompiled(model):
+            loss = compute_loss(model, engine.inputs_of(rows), engine.loss_chunk_size)
+            total = loss.divided_by(loss.tokens.clamp(min=1)) * scale
+            # Not backward(), whose hooks reduce gradients.
+            torch.autograd.grad(total, weights, allow_unused=True)
+    finally:
+        record.close()
+    return loss, record
+
+
+def replicated_checksums(engine: Engine) -> dict[str, int]:
+    """Checksums of what every rank holds in full, by kind and name.
+
+    Buffers; without ZeRO also weights and moments; at stage 3 the small weights that each rank
+    keeps.
+    """
+    model = engine.model
+    tensors = {f"buffer|{name}": buffer for name, buffer in model.named_buffers()}
+    for name, p in model.named_parameters():
+        if getattr(p, "ds_persist", False) and p.numel() == p.ds_numel:
+            tensors[f"weight|{name}"] = p
+    held = engine.state()
+    for f in held.fragments:
+        if f.is_replicated:
+            tensors |= {f"{kind}|{f.name}": f.view(one) for kind, one in held.tensors_of(f).items()}
+    return checksums(tensors.items())
+
+
+def master_checksums(engine: Engine) -> dict[Key, int]:
+    """Checksums of this rank's fp32 weights, rounded to the weights they are copied to."""
+    return checksums(
+        (key, master.to(weight.device, weight.dtype)) for key, weight, master in _pairs(engine)
+    )
+
+
+def weight_checksums(engine: Engine, keys: Mapping[Key, Any]) -> dict[Key, int]:
+    """Checksums of slices of this rank's weights, except those that it has no copy of."""
+    if is_sharded(engine):
+        return checksums((key, weight) for key, weight, _ in _pairs(engine) if key in keys)
+    weights = dict(engine.model.named_parameters())
+    return checksums((key, weights[key[0]].view(-1).narrow(0, *key[1:])) for key in keys)
+
+
+def _pairs(engine: Engine) -> Iterator[tuple[Key, Tensor, Tensor]]:
+    """Slices of weights on this rank that have an fp32 copy here, each with that copy."""
+    weights = dict(engine.model.named_parameters())
+    for f in engine.state().fragments:
+        p: Any = weights[f.name]
+        if not f.length or f.is_frozen or f.owner is p:
+            continue
+        if hasattr(p, "ds_tensor"):  # stage 3: the partition of this rank
+            weight = p.ds_tensor.view(-1).narrow(0, 0, f.length)
+        else:
+            weight = p.detach().view(-1).narrow(0, f.start, f.length)
+        yield (f.name, f.start, f.length), weight, f.view(f.owner)
+
 
 # Relative differences that the order of summation explains: of a loss, of the norm of a gradient.
 ROUNDING = {
@@ -84,8 +258,8 @@ def state_faults(holdings: Sequence[Holding]) -> Iterator[Fault]:
     Without ZeRO every rank computes all of the state, on different hardware with other rounding.
     """
     names: dict[tuple[tuple[int, ...], bool], list[str]] = {}
-    for hardware in dict.fromkeys(holding.hardware for holding in holdings):
-        ranks = [r for r, holding in enumerate(holdings) if holding.hardware == hardware]
+    for model in dict.fromkeys(holding.hardware for holding in holdings):
+        ranks = [r for r, holding in enumerate(holdings) if holding.hardware == model]
         for name in holdings[ranks[0]].replicated:
             sums = {rank: holdings[rank].replicated.get(name) for rank in ranks}
             if odd := _odd_ranks(sums):
@@ -196,3 +370,157 @@ def _list(names: Sequence[str]) -> str:
     unique = list(dict.fromkeys(name.replace("|", " of ") for name in names))
     more = f" and {len(unique) - MOST_NAMES} more" if len(unique) > MOST_NAMES else ""
     return ", ".join(unique[:MOST_NAMES]) + more
+
+
+WHOLE = 4  # micro-batches of a step, from which on a check computes a whole one
+SHARE = 6  # otherwise the part of the rows of a step that it computes
+
+
+@dataclass
+class CorruptionCheck:
+    """Checks the state after a step, and computes some of the rows of the next step."""
+
+    run: RunConfig
+    engine: Engine
+    first: int = 0  # step from which the run goes on
+    last_passed: int | None = None  # step; None: none since `first`
+    seconds: float = 0.0  # that the last check took
+    places: list[str] = field(default_factory=list)  # of the ranks, after a check
+    _checks: int = 0
+    _is_cost_known: bool = False
+
+    @property
+    def good(self) -> int:
+        """The last step known to be good, or at which the run started."""
+        return self.first if self.last_passed is None else self.last_passed
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether to check after a step; the last one of a run is always checked."""
+        return self.run.verify_interval > 0 and is_due(step, self.run.verify_interval, last)
+
+    def go_back(self, first: int) -> None:
+        """Go on from an earlier step: checks after it no longer count."""
+        if self.last_passed is not None and self.last_passed > first:
+            self.last_passed = None
+        self.first = first
+
+    def rows_of_check(self, step: int) -> tuple[int, slice, bool]:
+        """A micro-batch of the step after `step`, rows of it, and whether these are all.
+
+        The same on every rank, and after a resume.
+        """
+        run, choose = self.run, random.Random(f"{self.run.seed} {step}")
+        size = run.micro_batch_rows(self.engine.world_size)
+        is_whole = run.accumulation_steps >= WHOLE
+        rows = size if is_whole else max(1, size * run.accumulation_steps // SHARE)
+        number, first = choose.randrange(run.accumulation_steps), choose.randrange(size - rows + 1)
+        return number, slice(first, first + rows), rows == size
+
+    def check(self, step: int, batches: Batches) -> list[Fault]:
+        """Everything that is wrong, on every rank (collective)."""
+        engine, run = self.engine, self.run
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+        started, before = time.perf_counter(), (engine.rank - 1) % engine.world_size
+        own = (self._replay(step, batches, engine.rank), self._replay(step, batches, engine.rank))
+        neighbour = own[0] if before == engine.rank else self._replay(step, batches, before)
+        holding = Holding(
+            place_of(engine.device),
+            kind_of(engine.device),
+            replicated_checksums(engine),
+            master_checksums(engine),
+        )
+        holdings = engine.gather(holding)
+        self.places = [one.place for one in holdings]
+        owner_of = owners(holdings)
+        # Of replicated masters every rank has its own.
+        expected = {key: holdings[rank].masters[key] for key, rank in owner_of.items()}
+        expected |= holding.masters
+        found = weight_checksums(engine, expected)
+        stale = [key for key, one in found.items() if one != expected[key]]
+        findings = engine.gather(Finding(stale, own, neighbour))
+        is_tf32 = run.tf32 and run.dtype == "float32" and engine.device.type == "cuda"
+        dtype = "tf32" if is_tf32 else run.dtype
+        wrong = faults(holdings, findings, dtype, run.deterministic)
+        self.seconds = time.perf_counter() - started
+        self._checks += 1
+        if not wrong:
+            self.last_passed = step
+        return wrong
+
+    def _replay(self, step: int, batches: Batches, rank: int) -> Replay:
+        number, part, is_whole = self.rows_of_check(step)
+        rows = batches.micro_batch_of(step, rank, number)[part]
+        return replay(self.engine, rows, rank, is_whole)
+
+    def report(self, found: list[Fault], step: int, logger: RunLogger, is_timed: bool) -> None:
+        """Log a check; `is_timed`: the logger knows the time of a step."""
+        logger.event("verified", step=step, seconds=self.seconds, passed=not found)
+        if found:
+            logger.event("corruption", step=step, faults=[self.fields(fault) for fault in found])
+            if self.run.on_corruption != "stop":
+                text = self.text(found)
+                logger.print(f"warning: corruption at step {step}: {text}; the run goes on")
+        elif is_timed and self._checks > 1 and not self._is_cost_known:  # now warm
+            self._is_cost_known = True
+            interval = self.run.verify_interval
+            share = self.seconds / (logger.seconds_per_step() * interval + self.seconds)
+            logger.print(
+                f"step {step}: checked for corruption in {self.seconds:.2g} s,"
+                f" {share:.1%} of the time with --verify_interval {interval}"
+            )
+
+    def error(self, found: list[Fault], root: Path) -> CorruptionError:
+        """The error of --on_corruption stop (collective).
+
+        Sets the checkpoints in `root` aside that are newer than the last good step.
+        """
+        exclude, step = "take that GPU or host out", self.last_passed
+        path = on_rank_0(self.engine, lambda: _abandon_after(root, self.good))
+        passed = f"the last check that passed, at step {step}"
+        if step is None:
+            passed = f"step {self.first}, where this run started; no check has passed since"
+        remedy = f"{exclude} and train again: no checkpoint is left from before {passed}"
+        if path is not None:
+            remedy = f"{exclude} and go on from {path} (--resume), saved before {passed}"
+        return CorruptionError(f"{self.text(found)}; {remedy}", cause_rank=found[0].ranks[0])
+
+    def text(self, found: list[Fault]) -> str:
+        """`rank 1 (host b, cuda:1) holds ...; rank 2 ...`."""
+        return "; ".join(map(self._sentence, found))
+
+    def _sentence(self, fault: Fault) -> str:
+        names = [f"rank {rank} (host {self.places[rank]})" for rank in fault.ranks]
+        return f"{(' or ' if fault.is_either else ' and ').join(names)} {fault.text}"
+
+    def fields(self, fault: Fault) -> dict[str, Any]:
+        """The fault in a `corruption` event."""
+        hosts = [self.places[rank] for rank in fault.ranks]
+        return {"kind": fault.kind, "ranks": fault.ranks, "hosts": hosts} | {
+            "is_either": fault.is_either,
+            "text": self._sentence(fault),
+        }
+
+
+def place_of(device: torch.device) -> str:
+    """Host and GPU of this rank: `b, cuda:1`, on a CPU `b`."""
+    gpu = f", {device}" if device.type == "cuda" else ""
+    return f"{socket.gethostname()}{gpu}"
+
+
+def kind_of(device: torch.device) -> str:
+    """What decides how this rank rounds: ranks of one kind compute the same bits."""
+    versions = f"torch {torch.__version__}"
+    if device.type == "cuda":
+        return f"{hardware(device)}, {versions}, cuDNN {torch.backends.cudnn.version()}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{hardware(device)}, {capability}, {torch.get_num_threads()} threads, {versions}"
+
+
+def _abandon_after(root: Path, step: int) -> Path | None:
+    """The newest checkpoint up to `step`; sets aside all that are newer."""
+    paths = published_checkpoints(root)
+    good = [path for path in paths if step_of(path) <= step]
+    for path in paths[: len(paths) - len(good)]:
+        set_aside(path, "abandoned")
+    return good[0] if good else None

@@ -12,11 +12,18 @@ import numpy as np
 import plotly.graph_objects as go
 
 from minimind.report import formats
-from minimind.report.downsample import downsample, group_lines, group_means, pixel_columns, smooth
-from minimind.report.palette import LIGHT
-from minimind.report.records import MAX_EXPERTS, PAUSES, PHASES, number
-from minimind.report.runs import Run
-from minimind.report.summary import NOUNS, smoothed_loss, window_of
+from minimind.report.formats import LIGHT
+from minimind.report.history import MAX_EXPERTS, PAUSES, PHASES, Run, number
+from minimind.report.summary import (
+    NOUNS,
+    downsample,
+    group_lines,
+    group_means,
+    pixel_columns,
+    smooth,
+    smoothed_loss,
+    window_of,
+)
 
 AXIS = {"gridcolor": LIGHT["rule"], "zeroline": False, "exponentformat": "SI"}
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}

@@ -13,9 +13,17 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from minimind.report import formats
-from minimind.report.palette import PALETTE
-from minimind.report.records import PAUSES, PHASES, Start, number
-from minimind.report.runs import Configuration, Run, read_configuration, read_runs
+from minimind.report.formats import PALETTE
+from minimind.report.history import (
+    PAUSES,
+    PHASES,
+    Configuration,
+    Run,
+    Start,
+    number,
+    read_configuration,
+    read_runs,
+)
 from minimind.report.summary import NOUNS, Summary, describe, rank_figures
 from minimind.runtime.durable_files import storing, write_whole
 

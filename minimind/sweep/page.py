@@ -15,12 +15,11 @@ import plotly.graph_objects as go
 
 from minimind.report import formats
 from minimind.report.charts import TEMPLATE, Chart
+from minimind.report.formats import LIGHT
 from minimind.report.page import fill_page, html_table, plots
-from minimind.report.palette import LIGHT
 from minimind.runtime.durable_files import storing, write_whole
-from minimind.sweep.study import Row
+from minimind.sweep.study import ORDER, Row, best_command, best_of, cells_of, parameters_text
 from minimind.sweep.sweep_file import Range, Sweep
-from minimind.sweep.table import ORDER, best_command, best_of, cells_of, parameters_text
 
 PAGE_NAME = "sweep.html"
 NOUNS = {"val_bpb": "bits per byte", "val_loss": "nats per token"}

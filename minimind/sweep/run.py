@@ -18,9 +18,17 @@ from minimind.errors import PREEMPTED, DataError, MemoryFull, NumericError, Usag
 from minimind.report import formats
 from minimind.runtime.local_workers import is_alive
 from minimind.runtime.process import StopRequest
-from minimind.sweep.study import DATABASE, Study, Trial, recording
+from minimind.sweep.study import (
+    DATABASE,
+    Study,
+    Trial,
+    best_command,
+    best_of,
+    parameters_text,
+    recording,
+    table_text,
+)
 from minimind.sweep.sweep_file import config_of, first_config, read_sweep
-from minimind.sweep.table import best_command, best_of, parameters_text, table_text
 from minimind.sweep.trial import LOG, TrialProcess, Validations, environments_of
 
 LOCK = ".lock"  # of lock_out_dir

@@ -39,17 +39,16 @@ from minimind.engine.build import (
     section_faults,
 )
 from minimind.errors import StorageError, UsageError
-from minimind.recovery.corruption_check import CorruptionCheck
-from minimind.recovery.spike_guard import SpikeGuard
+from minimind.recovery.corruption import CorruptionCheck
+from minimind.recovery.spikes import SpikeGuard
 from minimind.report.page import REPORT_NAME, write_report
+from minimind.report.run_logger import RunLogger
+from minimind.report.trace import require_traceable, trace_of, traced_steps
+from minimind.report.trackers import FINISH, open_trackers
+from minimind.report.verdict import Verdicts
 from minimind.runtime.durable_files import storing
 from minimind.runtime.local_workers import Layout, record_layout
 from minimind.runtime.process import Progress
-from minimind.telemetry.mfu import mfu_per_speed
-from minimind.telemetry.progress import RunLogger
-from minimind.telemetry.trace import require_traceable, trace_of, traced_steps
-from minimind.telemetry.trackers import FINISH, open_trackers
-from minimind.telemetry.verdict import Verdicts
 from minimind.train.build import (
     build_batches,
     plan_data_and_schedule,
@@ -61,16 +60,17 @@ from minimind.train.build import (
     with_local_folder,
     with_prepared,
 )
-from minimind.train.evaluate import held_out_of
+from minimind.train.evaluate import build_samples, held_out_of, read_sample_prompts
+from minimind.train.failures import SkippedSteps, report_out_of_memory
 from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
-from minimind.train.loop import GO_BACK, train
-from minimind.train.loop_actions import RunContext, register_cleanup
-from minimind.train.memory_report import report_out_of_memory
-from minimind.train.rollback import go_back
-from minimind.train.sample_text import build_samples, read_sample_prompts
-from minimind.train.settings import dry_run_text, setting_of
-from minimind.train.skipped_steps import SkippedSteps
-from minimind.train.start_summary import log_run_start, log_start_event
+from minimind.train.loop import GO_BACK, RunContext, go_back, register_cleanup, train
+from minimind.train.summary import (
+    dry_run_text,
+    log_run_start,
+    log_start_event,
+    mfu_per_speed,
+    setting_of,
+)
 from minimind.train.what_next import what_next
 
 # For reading and writing: a disk may be slow, and a dead rank is detected by other means.

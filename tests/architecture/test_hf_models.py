@@ -31,7 +31,7 @@ from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import next_token_loss
 from minimind.train.initial_weights import read_initial
-from minimind.train.settings import dry_run_text
+from minimind.train.summary import dry_run_text
 from tests.conftest import ROOT, Launcher, sentences
 from tests.distributed.conftest import config_of_stage
 

@@ -21,7 +21,7 @@ from minimind.inference.generate import Sampling, generate_texts
 from minimind.inference.load_model import load_checkpoint
 from minimind.interop.consolidate import consolidate
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.provenance.step_rows import read_run
+from minimind.recovery.step_rows import read_run
 from tests.checkpoint.weights import load_weights
 from tests.conftest import sentences
 

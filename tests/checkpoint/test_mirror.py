@@ -16,7 +16,7 @@ import minimind.train as training
 from minimind.checkpoint import mirror
 from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of, verify
 from minimind.errors import CheckpointError, DataError, LockedError, StorageError, UsageError
-from minimind.report.runs import read_runs
+from minimind.report.history import read_runs
 from minimind.report.summary import Summary
 from minimind.storage import filesystem
 from minimind.storage.filesystem import Retry

@@ -12,9 +12,9 @@ import torch
 
 from minimind.checkpoint.run_folder import lock_out_dir, require_writable
 from minimind.errors import LockedError, StorageError
+from minimind.report.run_logger import RunLogger
 from minimind.runtime.durable_files import Metrics, read_small
 from minimind.runtime.file_kinds import kind_of_file
-from minimind.telemetry.progress import RunLogger
 
 
 @pytest.fixture

@@ -20,15 +20,14 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
-import minimind.recovery.corruption_check as checking
+import minimind.recovery.corruption as checking
 from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.build import Engine, build_engine
 from minimind.engine.clocks import PhaseClock
-from minimind.engine.replay import INTEGERS
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.recovery.corruption_check import CorruptionCheck
+from minimind.recovery.corruption import INTEGERS, CorruptionCheck
 
 SHAPE = MiniMindConfig(
     vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1

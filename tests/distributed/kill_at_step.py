@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from minimind.launch.train_pretrain import run
-from minimind.telemetry.progress import RunLogger
+from minimind.report.run_logger import RunLogger
 
 if __name__ == "__main__":
     at, log = int(sys.argv[1]), RunLogger.event

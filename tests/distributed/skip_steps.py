@@ -30,8 +30,8 @@ from minimind.engine.clocks import PhaseClock
 from minimind.errors import NumericError
 from minimind.model import decoder
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.telemetry.progress import RunLogger
-from minimind.train.skipped_steps import SkippedSteps
+from minimind.report.run_logger import RunLogger
+from minimind.train.failures import SkippedSteps
 
 SHAPE = MiniMindConfig(
     vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1

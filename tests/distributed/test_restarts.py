@@ -21,14 +21,16 @@ from minimind.config.deepspeed.resolve import resolve
 from minimind.config.launcher_env import Launch
 from minimind.config.parse import parse_flags
 from minimind.errors import PeerError, Stopped
-from minimind.launch import hosts_left, restart
-from minimind.launch.hosts_left import Host, Meeting, own_address
+from minimind.launch import restart
 from minimind.launch.restart import (
+    Host,
     Launched,
+    Meeting,
     added_flags,
     back_off,
     choose,
     meeting_of,
+    own_address,
     this_host,
     variables,
     what_was_lost,
@@ -220,7 +222,7 @@ def test_the_address_is_the_one_towards_host_0():
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts_left, "POLL", 0.01)
+    monkeypatch.setattr(restart, "POLL", 0.01)
 
 
 @pytest.mark.usefixtures("quick")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import minimind.train as training
-from minimind.telemetry import progress
+from minimind.report import run_logger
 from tests.conftest import ROOT
 from tests.distributed.host_reads import counted
 from tests.train.terminal import Terminal
@@ -37,7 +37,7 @@ def test_a_step_without_deepspeed_reads_nothing(
             "REDRAW_INTERVAL",
             "MICRO_BATCH_INTERVAL",
         ):  # redrawn at every step and micro-batch
-            monkeypatch.setattr(progress, name, 0.0)
+            monkeypatch.setattr(run_logger, name, 0.0)
     found: list[Counter[str]] = []
     for steps in (4, 10):
         places = {"data_path": [str(corpus)], "out_dir": str(tmp_path / str(steps))}

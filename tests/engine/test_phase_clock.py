@@ -19,10 +19,9 @@ from minimind.engine import engine
 from minimind.engine.clocks import PHASES, PhaseClock, mean_ms, profile_table
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
-from minimind.report import records
+from minimind.report.run_logger import RunLogger
 from minimind.runtime.durable_files import Metrics
-from minimind.telemetry.progress import PAUSES, RunLogger
-from minimind.train.loop_actions import GC_WARMUP_STEPS
+from minimind.train.loop import GC_WARMUP_STEPS
 from tests import cuda_events
 
 
@@ -129,10 +128,6 @@ def test_a_straggler_shows_by_its_rank(tmp_path, capsys):
     assert event["ranks"]["checkpoint_ms"] == [5.0, 7.0]
     assert event["comm_ms"] == 1.0
     assert event["forward_ms"] == pytest.approx(14 / 3)
-
-
-def test_pauses_are_reported_and_read_by_the_same_names():
-    assert tuple(records.PAUSES) == tuple(PAUSES)
 
 
 def slowed(work: Callable[..., Any], seconds: float) -> Callable[..., Any]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, build_engine, leave_process_group
-from minimind.engine.replay import (
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.recovery.corruption import (
     INTEGERS,
     checksums,
     master_checksums,
@@ -22,7 +23,6 @@ from minimind.engine.replay import (
     sum_of_bits,
     weight_checksums,
 )
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 
 TINY = MiniMindConfig(
     vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1

@@ -20,8 +20,8 @@ from minimind.data.shards.conversation_shards import START
 from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
 from minimind.engine.loss_of_batch import PADDING, token_ids
-from minimind.engine.replay import replay
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.recovery.corruption import replay
 from tests.distributed.host_reads import counted
 
 SHAPE: dict[str, Any] = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 1}

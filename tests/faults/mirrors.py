@@ -26,9 +26,8 @@ from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.checkpoint.tools import look_at
 from minimind.data.shards.token_shards import TokenShards
 from minimind.errors import RunError
-from minimind.provenance.step_rows import read_run
-from minimind.recovery.corruption import Fault
-from minimind.recovery.corruption_check import CorruptionCheck
+from minimind.recovery.corruption import CorruptionCheck, Fault
+from minimind.recovery.step_rows import read_run
 from tests.checkpoint.saves import facts_of, save
 from tests.conftest import sentences
 from tests.faults.outcomes import Outcome, events

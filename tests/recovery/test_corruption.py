@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from minimind.engine.replay import Replay
-from minimind.recovery.corruption import Fault, Finding, Holding, faults
+from minimind.recovery.corruption import Fault, Finding, Holding, Replay, faults
 
 GOOD = Replay(rows=5, loss=2.5, norms=[1.0, 0.5], sums=[1, 2, 3])
 BAD = replace(GOOD, loss=2.75, sums=[9, 2, 3])

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-import minimind.recovery.corruption_check as checking
+import minimind.recovery.corruption as checking
 import minimind.train as training
 from minimind.config.parse import parse_flags
 from minimind.engine.engine import Engine
 from minimind.errors import CorruptionError, UsageError
-from minimind.recovery.corruption_check import CorruptionCheck
-from minimind.report.runs import read_runs
+from minimind.recovery.corruption import CorruptionCheck
+from minimind.report.history import read_runs
 from minimind.report.summary import Summary
 
 train: Any = training  # a package that is called like a function

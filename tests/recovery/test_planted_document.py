@@ -14,7 +14,7 @@ import pytest
 import minimind.train as training
 from minimind.engine.engine import Engine
 from minimind.errors import NumericError
-from minimind.recovery import spike_guard
+from minimind.recovery import spikes as spike_guard
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {

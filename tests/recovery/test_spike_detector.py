@@ -12,7 +12,7 @@ import pytest
 
 from minimind.config.run_config import PATIENCE
 from minimind.errors import CheckpointError
-from minimind.recovery.spike_detector import Estimate, Observed, SpikeDetector, SpikeState
+from minimind.recovery.spikes import Estimate, Observed, SpikeDetector, SpikeState
 from minimind.runtime.checked_json import validate
 
 WINDOW = 17

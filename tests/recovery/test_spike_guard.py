@@ -18,12 +18,12 @@ from minimind.config.run_config import MARGIN, PATIENCE
 from minimind.data.rows.order import skip_rows_text
 from minimind.data.shards.token_shards import TokenShards
 from minimind.errors import NumericError, UsageError
-from minimind.provenance.step_rows import read_run
-from minimind.report.runs import read_runs
+from minimind.recovery.step_rows import read_run
+from minimind.report.history import read_runs
+from minimind.report.run_logger import RunLogger
 from minimind.report.summary import Summary
-from minimind.telemetry.progress import RunLogger
-from minimind.train.rollback import write_rows
-from tests.telemetry.test_trackers import wandb_history
+from minimind.train.loop import write_rows
+from tests.report.test_trackers import wandb_history
 
 train: Any = training  # a package that is called like a function
 BAD_STEPS = range(40, 50)  # counted from 0

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minimind.cli.main import main
-from minimind.report.runs import Run, read_runs
+from minimind.report.history import Run, read_runs
 
 NOW = 1_800_100_000.0
 PHASES = {"data_ms": 1.0, "forward_ms": 29.0, "backward_ms": 60.0, "optimizer_ms": 10.0}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from minimind.report.charts import Charts, run_style
-from minimind.report.downsample import downsample, group_lines, group_means, smooth
 from minimind.report.formats import log_ticks
+from minimind.report.summary import downsample, group_lines, group_means, smooth
 from tests.report.made import (
     NOW,
     Drawn,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minimind.report.runs import read_runs
+from minimind.report.history import read_runs
 from minimind.report.summary import Summary, sparkline
 from tests.report.made import (
     NOW,

@@ -22,7 +22,7 @@ from minimind.storage.download import RemoteObject
 from minimind.storage.filesystem import Retry, is_url, open_filesystem, reason_of, retrying
 from minimind.storage.object_cache import named, naming_urls, open_cache
 from minimind.sweep.trial import command_line
-from minimind.train.settings import labelled_lines, non_default_settings, resolved_table
+from minimind.train.summary import labelled_lines, non_default_settings, resolved_table
 from tests.report.made import run_start
 from tests.runtime.signed_urls import INSIDE, NAME, TEXTS, Signed, signed_urls
 

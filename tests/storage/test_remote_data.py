@@ -22,12 +22,12 @@ from minimind.data.prepare.prepare import Prepared, PrepareRequest, open_prepare
 from minimind.data.rows.order import Order
 from minimind.data.text.sources import Source
 from minimind.errors import DataError, StorageError, UsageError
-from minimind.provenance.step_rows import logged_order
+from minimind.recovery.step_rows import logged_order
 from minimind.storage import download, filesystem
 from minimind.storage.download import etag_of_parts
 from minimind.storage.filesystem import Retry
 from minimind.storage.object_cache import ObjectCache, named, open_cache, path_of
-from minimind.train.settings import flags_table
+from minimind.train.summary import flags_table
 from tests.conftest import sentences
 from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
 

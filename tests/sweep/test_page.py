@@ -11,9 +11,8 @@ import numpy as np
 
 from minimind.config.parse import parse_flags
 from minimind.sweep.page import Scale, render, write_page
-from minimind.sweep.study import Row
+from minimind.sweep.study import Row, best_command, best_first, table_text
 from minimind.sweep.sweep_file import Sweep, read_sweep
-from minimind.sweep.table import best_command, best_first, table_text
 from tests.report.made import Drawn, values_of
 from tests.report.test_report_commands import in_browser
 from tests.sweep.made import write_sweep

@@ -11,7 +11,7 @@ import pytest
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
 from minimind.runtime.process import StopRequest
-from minimind.sweep.table import best_of
+from minimind.sweep.study import best_of
 from tests.sweep.made import Killed, made_process, sweep_in, write_sweep
 
 GRID: dict[str, Any] = {

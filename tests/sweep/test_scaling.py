@@ -19,7 +19,7 @@ from minimind.cli import report
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.sweep import scaling
-from minimind.sweep.points import collect
+from minimind.sweep.scaling import collect
 from tests.report.made import Drawn, end, evaluation, run_start, step_line, write_run
 from tests.report.test_report_commands import in_browser
 from tests.sweep.made_runs import DIMS, LAW, TOKENS, shape_of_dim, write_grid, write_point

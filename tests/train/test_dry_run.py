@@ -14,7 +14,7 @@ from minimind.config.deepspeed.backend_choice import ELSEWHERE, Setup, dry_run_n
 from minimind.config.launcher_env import planned_launch, read_launch
 from minimind.config.parse import parse_flags
 from minimind.errors import DataError, UsageError
-from minimind.train.settings import dry_run_text
+from minimind.train.summary import dry_run_text
 from tests.conftest import sentences
 
 

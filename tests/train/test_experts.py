@@ -25,7 +25,7 @@ from minimind.inference.load_model import load_checkpoint
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
 from minimind.model.experts import Routing
-from minimind.train import loop_actions
+from minimind.train import loop
 from tests.engine.test_backends import engine_of
 
 train: Any = training  # a package that is called like a function
@@ -149,10 +149,8 @@ def test_the_load_is_read_only_for_a_step_that_is_reported(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     read = []
-    true_facts = loop_actions.routing_fields
-    monkeypatch.setattr(
-        loop_actions, "routing_fields", lambda *given: read.append(1) or true_facts(*given)
-    )
+    true_facts = loop.routing_fields
+    monkeypatch.setattr(loop, "routing_fields", lambda *given: read.append(1) or true_facts(*given))
     train(flags, out_dir=str(tmp_path), log_interval=5, max_steps=11)
     assert [line["step"] for line in events(tmp_path, "step")] == [5, 10, 11]
     assert len(read) == 3

@@ -13,7 +13,7 @@ from minimind.checkpoint.directory import published_checkpoints, step_of
 from minimind.checkpoint.retention import kept, rules_of_run, saved_in, saved_of
 from minimind.checkpoint.saver import Saver
 from minimind.errors import UsageError
-from minimind.telemetry.progress import RunLogger
+from minimind.report.run_logger import RunLogger
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {

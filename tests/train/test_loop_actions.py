@@ -16,14 +16,9 @@ import minimind.train as training
 from minimind.checkpoint.directory import TrainState
 from minimind.config.parse import parse_flags
 from minimind.errors import StorageError
-from minimind.telemetry import progress
-from minimind.telemetry.progress import RunLogger
-from minimind.train.loop_actions import (
-    GC_WARMUP_STEPS,
-    advance_progress,
-    freeze_gc_after_warmup,
-    poll_save,
-)
+from minimind.report import run_logger
+from minimind.report.run_logger import RunLogger
+from minimind.train.loop import GC_WARMUP_STEPS, advance_progress, freeze_gc_after_warmup, poll_save
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -97,7 +92,7 @@ def test_an_hour_without_a_step_line_is_stated_once_steps_are_timed(
     output: str,
 ):
     now = 1000.0
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(run_logger.time, "perf_counter", lambda: now)
     logger = RunLogger(tmp_path, 200, torch.device("cpu"), is_rank_0=True, is_profiling=False)
     run = parse_flags(["--log_interval", str(interval)])
     ends = SimpleNamespace(total_steps=200)

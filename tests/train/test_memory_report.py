@@ -24,8 +24,8 @@ from minimind.engine.engine import Engine
 from minimind.errors import MemoryFull, known_error, which_memory
 from minimind.runtime.exit import Ending
 from minimind.runtime.process import Progress
-from minimind.train import memory_report
-from minimind.train.memory_report import remedy
+from minimind.train import failures
+from minimind.train.failures import remedy
 from minimind.train.pretrain import pretrain
 from tests.conftest import SMALL, Launcher, Trained, sentences
 
@@ -175,10 +175,10 @@ def test_the_advice_where_it_should_fit_and_where_nothing_does():
 def test_a_gpu_run_without_host_memory_is_reported_so(monkeypatch: pytest.MonkeyPatch):
     launch = SimpleNamespace(world_size=1, local_world_size=1)
     setup: Any = SimpleNamespace(device="cuda", launch=launch)
-    monkeypatch.setattr(memory_report, "_capacity", lambda setup: 80 * GIB)
+    monkeypatch.setattr(failures, "_capacity", lambda setup: 80 * GIB)
     resolved = ResolvedConfig(parse_flags([]), "single")
     with pytest.raises(MemoryFull, match=r"^the host is out of memory, not the GPU; give --no-"):
-        with memory_report.report_out_of_memory(setup, resolved):
+        with failures.report_out_of_memory(setup, resolved):
             raise MemoryError
 
 

@@ -20,7 +20,7 @@ from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
 from minimind.model import decoder
-from minimind.train.skipped_steps import MAX_PENDING, MAX_ROWS, SkippedSteps
+from minimind.train.failures import MAX_PENDING, MAX_ROWS, SkippedSteps
 from tests.conftest import PACE, SHAPE
 
 NAN = float("nan")

@@ -20,8 +20,15 @@ from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.data.rows.order import Order
-from minimind.train.settings import DEFAULT_KEYS, labelled_lines, non_default_settings, shorten
-from minimind.train.start_summary import balance_of, cadence_warnings, startup_summary
+from minimind.train.summary import (
+    DEFAULT_KEYS,
+    balance_of,
+    cadence_warnings,
+    labelled_lines,
+    non_default_settings,
+    shorten,
+    startup_summary,
+)
 from tests.train.starts import require_fit, start_of, unbroken_text
 
 train: Any = training  # a package that is called like a function

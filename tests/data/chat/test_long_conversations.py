@@ -18,7 +18,7 @@ from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.unit_reader import split_of
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.text.sources import Source
-from minimind.provenance.token_balance import conversation_balance
+from minimind.recovery.token_balance import conversation_balance
 from tests.data.chat.test_malformed import OPTIONS
 
 ROW_TOKENS = 60

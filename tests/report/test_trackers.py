@@ -16,8 +16,8 @@ import minimind.train as training
 from minimind.config.flags import TRACKERS
 from minimind.config.parse import parse_flags
 from minimind.errors import DataError, UsageError
-from minimind.telemetry import trackers
-from minimind.telemetry.trackers import Tracker, tracker_values
+from minimind.report import trackers
+from minimind.report.trackers import Tracker, tracker_values
 from tests.conftest import SMALL, Trained
 
 train: Any = training  # a package that is called like a function
@@ -344,7 +344,7 @@ def test_samples_draw_on_random_numbers_of_their_own(trained: Trained):
 
     from minimind.inference.generate import Sampling
     from minimind.inference.load_model import load_checkpoint
-    from minimind.train.sample_text import Samples, draw
+    from minimind.train.evaluate import Samples, draw
 
     model, tokenizer, _ = load_checkpoint(str(trained.run))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minimind.errors import StorageError
-from minimind.telemetry.progress import RunLogger
+from minimind.report.run_logger import RunLogger
 
 
 class Full(io.StringIO):

@@ -15,12 +15,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minimind.engine.clocks import LABELS, mean_ms, median_ms, profile_table, ranks_table
+from minimind.report.history import PAUSES
+from minimind.report.trackers import Trackers
+from minimind.report.verdict import Setting, Verdicts
 from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout
-from minimind.telemetry.trackers import Trackers
-from minimind.telemetry.verdict import Setting, Verdicts
 
-PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "verify", "trace", "gc")
 ERROR_TIMEOUT = 3.0  # seconds that a tracker gets to finish when a run ends by an error
 REDRAW_INTERVAL = 0.1  # seconds, between steps
 MICRO_BATCH_INTERVAL = 2.0  # seconds, within a step of many micro-batches

@@ -16,9 +16,9 @@ from minimind.architecture.select import MiniMind
 from minimind.config.parse import parse_flags
 from minimind.engine.clocks import PHASES, PhaseClock
 from minimind.errors import StorageError, UsageError
-from minimind.telemetry import trace as trace_module
-from minimind.telemetry.mfu import mfu_per_speed, peak_of, peak_text
-from minimind.telemetry.trace import Trace, trace_of, traced_steps
+from minimind.report import trace as trace_module
+from minimind.report.trace import Trace, trace_of, traced_steps
+from minimind.train.summary import mfu_per_speed, peak_of, peak_text
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import minimind.train as training
-from minimind.telemetry import progress
-from minimind.telemetry.progress import RunLogger
+from minimind.report import run_logger
+from minimind.report.run_logger import RunLogger
 from tests.train.terminal import Terminal, scrollback
 
 train: Any = training  # a package that is called like a function
@@ -33,8 +33,8 @@ def use_terminal(monkeypatch: pytest.MonkeyPatch, is_redrawn_always: bool = True
     monkeypatch.setattr(sys, "stdout", found)
     monkeypatch.setattr(sys, "stderr", found)
     if is_redrawn_always:
-        monkeypatch.setattr(progress, "REDRAW_INTERVAL", 0.0)
-        monkeypatch.setattr(progress, "MICRO_BATCH_INTERVAL", 0.0)
+        monkeypatch.setattr(run_logger, "REDRAW_INTERVAL", 0.0)
+        monkeypatch.setattr(run_logger, "MICRO_BATCH_INTERVAL", 0.0)
     return found
 
 

@@ -14,8 +14,8 @@ from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
 from minimind.data.prepare.prepare import Prepared, open_prepared
 from minimind.data.rows.order import Mixture, Order
-from minimind.provenance.step_rows import documents_of, read_run, rows_at
-from minimind.provenance.token_balance import ConversationBalance, token_balance
+from minimind.recovery.step_rows import documents_of, read_run, rows_at
+from minimind.recovery.token_balance import ConversationBalance, token_balance
 from minimind.train.what_next import what_next
 from tests.conftest import sentences
 

@@ -20,14 +20,14 @@ from minimind.data.prepare.prepare import Prepared, open_prepared
 from minimind.data.rows.batches import Batches
 from minimind.data.rows.order import Mixture, Order
 from minimind.errors import DataError, UsageError
-from minimind.provenance.documents import Documents
-from minimind.provenance.high_losses import suspects
-from minimind.provenance.step_rows import (
+from minimind.recovery.documents import Documents
+from minimind.recovery.step_rows import (
     documents_of,
     logged_order,
     read_run,
     rows_at,
     steps_reading,
+    suspects,
 )
 from tests.conftest import sentences
 

@@ -17,8 +17,7 @@ from minimind.checkpoint.saver import Saver
 from minimind.config.run_config import FLAGS
 from minimind.data.shards.token_shards import TokenShards
 from minimind.engine.plain_backend import PlainBackend
-from minimind.telemetry.period import Period
-from minimind.telemetry.verdict import MOST_WORKERS, Setting, Verdict, Verdicts, verdict
+from minimind.report.verdict import MOST_WORKERS, Period, Setting, Verdict, Verdicts, verdict
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -329,7 +328,7 @@ def test_a_run_of_two_names_the_rank_that_is_late(nursery: Any, corpus: Path, tm
     words = {**SHAPE, "data_path": corpus, "cache_dir": tmp_path / "cache", "out_dir": tmp_path}
     words = {**words, "eval_rows": 0, "dtype": "float32"}
     flags = [f"--{name}={value}" for name, value in words.items() if name != "profile"]
-    statuses, out, err = nursery.run("tests.telemetry.late_rank", [*flags, "--profile"], tmp_path)
+    statuses, out, err = nursery.run("tests.report.late_rank", [*flags, "--profile"], tmp_path)
     assert statuses == [0, 0], err
     *_, last = verdict_events(tmp_path)
     assert (last["kind"], last["figures"]["rank"]) == ("rank", 1)
