@@ -1,5 +1,7 @@
 """Imports go down the list of packages, and only one module is the seam."""
 
+import ast
+
 import pytest
 
 from tests.packages import modules, table, violations
