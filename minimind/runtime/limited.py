@@ -19,10 +19,11 @@ PATIENCE = 60  # seconds, on a host that gives the process hardly any time
 OUT_OF_MEMORY = 3  # exit status
 
 
-def ends_within(file: str, request: Any, seconds: float, most_bytes: int) -> bool:
-    """Whether `main(request)` of a module ends within some seconds of the processor, and memory.
+def tried_within(file: str, request: Any, seconds: float, most_bytes: int) -> str | None:
+    """The text that `main(request)` of a module returns, empty for none.
 
-    `main` catches what it calls may raise: an error of a limited process is not reported.
+    None if it does not end within some seconds of the processor, and memory. `main` catches what it
+    calls may raise: an error of a limited process is not reported.
     """
     command = [sys.executable, "-P", __file__, file]
     given = {"request": request, "seconds": seconds, "bytes": most_bytes}
@@ -35,12 +36,12 @@ def ends_within(file: str, request: Any, seconds: float, most_bytes: int) -> boo
             start_new_session=True,  # a signal to this program's group is for this program
         )
     except subprocess.TimeoutExpired:
-        return False
+        return None
     if ended.returncode < 0 or ended.returncode == OUT_OF_MEMORY:
-        return False
+        return None
     if ended.returncode:
         raise RuntimeError(f"{command} ended with {ended.returncode}: {ended.stderr.decode()}")
-    return True
+    return ended.stdout.decode()
 
 
 def _main() -> None:
@@ -54,7 +55,7 @@ def _main() -> None:
         resource.setrlimit(limit, (value, value))
     signal.setitimer(signal.ITIMER_PROF, given["seconds"])  # of the processor
     try:
-        module.main(given["request"])
+        sys.stdout.write(module.main(given["request"]) or "")
     except MemoryError:
         sys.exit(OUT_OF_MEMORY)
 

@@ -9,8 +9,9 @@ A record is a JSON object with one of
 A key beside them that carries text of the conversation, media, or a weight in the loss is refused
 (`LOST`): it would be lost. Others, such as "id", are ignored, and named to whoever reads. A key
 without a value (null, "", [], {}, also as text) counts as absent: the row of a table has its
-columns as keys, and gives every key to every turn. A switch ("off", "none") and a weight of 1 are
-ignored as well.
+columns as keys, and gives every key to every turn. Ignored as well are a weight of 1, a switch
+("off", "none") in place of a system prompt, tools, media or reasoning, and counts and flags
+("num_images": 2, "has_tools": "yes").
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,14 +29,15 @@ from minimind.data.chat.order import require_order
 from minimind.data.chat.turns import (
     ASSISTANT,
     OPENAI,
+    ROLES,
     SHAREGPT,
+    SWITCHES,
     SYSTEM,
     USER,
     WEIGHT,
     Message,
     Pairs,
     Spelling,
-    counts_fully,
     is_absent,
     message_of_turn,
     require_content,
@@ -42,6 +45,7 @@ from minimind.data.chat.turns import (
     shown,
     snake_case,
     turn_of,
+    weight_of,
 )
 from minimind.data.text.documents import (
     DocumentError,
@@ -73,24 +77,42 @@ class Lost:
     names: re.Pattern[str]
     remedy: str
     may_be_number: bool = True  # counts as lost; else only text, lists and objects do
-    may_repeat: bool = False  # text that a turn says too is not lost
+    may_be_switch: bool = False  # text that only switches something counts as none
+    said_by: tuple[str, ...] = ()  # roles; what a turn of theirs says too is not lost
+    as_whole: bool = False  # as all that the turn says
 
 
 _SYSTEM = r"(system|sys|developer)"
 _MEDIA = r"(screenshot|figure|frame|image|img|picture|photo|video|audio|speech|pixelvalue)"
+_FIRST_TURN = "write it as the first turn, with the role system, or remove it"
 TEMPLATE_VALUES = Lost(re.compile(r"(chat_)?template_(kwargs|args)"), "remove it")
-SYSTEM_PROMPTS = Lost(
-    re.compile(
-        rf"{_SYSTEM}|\w*{_SYSTEM}(prompt|message|msg|instruction|text|content)s?"
-        r"|(custom)?instructions?|(bot_)?persona|preamble|character|scenario|guidelines?|rules?"
-        r"|(meta|initial)_prompts?"
-    ),
-    "write it as the first turn, with the role system",
+# Of other names within, as a template may write their text.
+TEMPLATE_TEXT = Lost(
+    re.compile(".*"),
+    "write its text into a turn, or remove it",
     may_be_number=False,
-    may_repeat=True,
+    may_be_switch=True,
 )
 LOST = (
-    SYSTEM_PROMPTS,
+    Lost(
+        re.compile(r"instructions?"),
+        _FIRST_TURN,
+        may_be_number=False,
+        said_by=(SYSTEM, USER),
+        as_whole=True,
+    ),
+    Lost(
+        re.compile(
+            rf"{_SYSTEM}|\w*{_SYSTEM}(prompt|message|msg|instruction|text|content)s?"
+            r"|custom_?instructions?|(bot_)?persona|preamble|character|scenario|guidelines?|rules?"
+            r"|(meta|initial)_prompts?"
+        ),
+        _FIRST_TURN,
+        may_be_number=False,
+        may_be_switch=True,
+        said_by=(SYSTEM,),
+        as_whole=True,
+    ),
     Lost(
         re.compile(
             r"\w*(tool|function)s?(calls?|choice|definitions?|descriptions?|schemas?|list|specs?|json)?"
@@ -98,17 +120,25 @@ LOST = (
         ),
         "write them into the system message, or remove the conversation",
         may_be_number=False,
-        may_repeat=True,
+        may_be_switch=True,
+        said_by=ROLES,
+    ),
+    Lost(
+        re.compile(r"(reasoning|thinking)(content|text|traces?)?|thoughts?|cot"),
+        "write its text into a turn, or remove it",
+        may_be_number=False,
+        may_be_switch=True,
+        said_by=ROLES,
     ),
     Lost(
         re.compile(
             r"\w*(history|contexts?|documents?|passages?)|(previous|past)_(turns|dialogues?|messages)"
             r"|facts?|evidences?|articles?|knowledge|background|quer(y|ies)|inputs?"
-            r"|outputs?|responses?|(reasoning|thinking)(content|text|traces?)?|thoughts?|cot"
+            r"|outputs?|responses?"
         ),
         "write its text into a turn, or remove it",
         may_be_number=False,
-        may_repeat=True,
+        said_by=ROLES,
     ),
     Lost(
         re.compile(
@@ -117,11 +147,11 @@ LOST = (
         ),
         "remove the conversation, as a model of text cannot read it",
         may_be_number=False,
+        may_be_switch=True,
     ),
     Lost(
         re.compile(r"(chosen|rejected|negative)(s|responses?|messages?|conversations?|answers?)?"),
-        "keep the answer to train on as a turn, and remove it",
-        may_be_number=False,
+        "keep the answer to train on as a turn, or the conversations with good ones, and remove it",
     ),
     Lost(
         re.compile(r"labels?|kto(tag|label)|(un)?desirable"),
@@ -130,9 +160,13 @@ LOST = (
     Lost(WEIGHT, "remove it, or the conversation: all count alike"),
     TEMPLATE_VALUES,
 )
-COUNT = re.compile(r"(has|num|n|is|use)_")  # keys that tell about a conversation
-SWITCH = re.compile(r"\s*(on|off|true|false|none|no|yes)\s*", re.IGNORECASE)  # says nothing itself
-SPLITS = ("train", "test", "validation", "valid", "val", "dev")
+# Keys that tell about a conversation, unless their value is more than this. Some are another
+# spelling of a label or weight: is_rejected, use_loss.
+COUNT = re.compile(r"^(?:(has|num|n)|(is|use))_")
+SWITCH = re.compile(rf"\s*({'|'.join(SWITCHES)}|none)\s*", re.IGNORECASE)  # says nothing itself
+COUNTED = re.compile(rf"{SWITCH.pattern}|\s*[\d.,]+\s*", re.IGNORECASE)
+# Text within the values of a template that it does not write as it is.
+TEMPLATE_SETTING = re.compile(r"(reasoning|thinking)_(effort|mode|level|budget)")
 KEYS_SHOWN = 3
 MAX_BYTES_PER_CHARACTER = 4
 
@@ -192,12 +226,9 @@ def conversation_columns(names: Sequence[str], ignored: set[str] | None = None) 
 def lost_of(key: str) -> Lost | None:
     """What would be lost with a key beside the turns; None for one that is ignored."""
     name = snake_case(key)
-    if COUNT.match(name) and not WEIGHT.fullmatch(name):
-        return None
-    joined = name.replace("_", "")
-    return next(
-        (one for one in LOST if one.names.fullmatch(name) or one.names.fullmatch(joined)), None
-    )
+    names = {name, COUNT.sub("", name, count=1)}
+    names |= {one.replace("_", "") for one in names}
+    return next((one for one in LOST if any(map(one.names.fullmatch, names))), None)
 
 
 def _given(key: str, value: Any) -> Any:
@@ -269,14 +300,15 @@ def messages_of(value: Any, ignored: set[str] | None = None) -> list[Message]:
         names = " and ".join(f'"{key}"' for form in forms for key in form)
         raise DocumentError(f"has {names}, more than one conversation", "keep one of them")
     (keys,) = forms
-    beside = {key: fields[key] for key in fields if key not in keys and not is_absent(fields[key])}
     unread = set() if ignored is None else ignored
-    if beside:
-        unread.update(_require_nothing_lost(beside, [fields[key] for key in keys]))
     if keys == PAIR:
         messages = _messages_of_pair(fields)
     else:
         messages = _messages_of_turns(fields[keys[0]], keys[0], unread)
+    for key, given in fields.items():
+        if key not in keys and not is_absent(given):
+            _require_nothing_lost(key, given, lost_of(key), messages)
+            unread.add(key)
     require_order(messages)
     return [one for one in messages if one.role != SYSTEM or one.content]
 
@@ -318,58 +350,47 @@ def _in_turn(number: int, error: DocumentError) -> DocumentError:
     return DocumentError(f"turn {number}: {error.reason}", error.remedy)
 
 
-def _require_nothing_lost(beside: dict[str, Any], turns: list[Any]) -> list[str]:
-    """Return the keys that are ignored; raise DocumentError for one whose value would be lost."""
-    unread = []
-    for key, value in beside.items():
-        lost = lost_of(key)
-        if lost is TEMPLATE_VALUES and isinstance(value, tuple):
-            inner = {name: one for name, one in value if not is_absent(one)}
-            _require_nothing_lost(inner, turns)
-            unread.append(key)
-            continue
-        if lost is None or _says_nothing_else(value, lost, turns):
-            unread.append(key)
-            continue
+def _require_nothing_lost(
+    key: str, value: Any, lost: Lost | None, messages: Sequence[Message]
+) -> None:
+    """Raise DocumentError for a key whose value would be lost."""
+    if lost in (TEMPLATE_VALUES, TEMPLATE_TEXT) and isinstance(inner := _object(value), tuple):
+        for name, one in inner:
+            if not (isinstance(one, str) and TEMPLATE_SETTING.fullmatch(snake_case(name))):
+                within = lost_of(name) or TEMPLATE_TEXT
+                _require_nothing_lost(f"{key}.{name}", one, within, messages)
+    elif lost and not is_absent(value) and not _says_nothing_else(key, value, lost, messages):
         what = f"has {shown(key)} outside of the turns, which would be lost"
         raise DocumentError(what, lost.remedy)
-    return unread
 
 
-def _says_nothing_else(value: Any, lost: Lost, turns: list[Any]) -> bool:
+def _object(value: Any) -> Any:
+    """A value, or the JSON object that a text is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    with suppress(DocumentError):
+        return parse_line(value, EXAMPLE)
+    return value
+
+
+def _says_nothing_else(key: str, value: Any, lost: Lost, messages: Sequence[Message]) -> bool:
     """Whether a value is that of every conversation, or repeats what a turn says."""
-    if isinstance(value, str):
-        if lost.names is WEIGHT:
-            return counts_fully(value) or value in SPLITS
-        if not lost.may_be_number and SWITCH.fullmatch(value):
-            return True
-        if lost is SYSTEM_PROMPTS:
-            return _is_system_turn(value.strip(), turns)
-        return lost.may_repeat and _occurs(value.strip(), turns)
     if isinstance(value, list | tuple):
         return False
-    return not lost.may_be_number or (lost.names is WEIGHT and counts_fully(value))
-
-
-def _is_system_turn(text: str, turns: list[Any]) -> bool:
-    """Whether a system turn says just this."""
-    listed = [
-        dict(turn)
-        for one in turns
-        if isinstance(one, list)
-        for turn in one
-        if isinstance(turn, tuple)
-    ]
-    systems = [turn for turn in listed if SYSTEM in (turn.get("role"), turn.get("from"))]
-    said = [turn.get(key) for turn in systems for key in ("content", "value")]
-    return any(isinstance(one, str) and one.strip() == text for one in said)
-
-
-def _occurs(text: str, value: Any) -> bool:
-    if isinstance(value, str):
-        return text in value
-    inner = (one for _, one in value) if isinstance(value, tuple) else value
-    return isinstance(value, list | tuple) and any(_occurs(text, one) for one in inner)
+    is_text = isinstance(value, str)
+    if count := COUNT.match(snake_case(key)):
+        is_spelling = lost.may_be_number and count[2]
+        if not is_spelling and (not is_text or COUNTED.fullmatch(value)):
+            return True
+    if lost.names is WEIGHT:
+        return weight_of(value) == 1 or value == "train"
+    if not is_text:
+        return not lost.may_be_number
+    if lost.may_be_switch and SWITCH.fullmatch(value):
+        return True
+    text = value.strip()
+    said = [one.content for one in messages if one.role in lost.said_by]
+    return any(text == one.strip() if lost.as_whole else text in one for one in said)
 
 
 def _no_conversation(value: Pairs) -> DocumentError:

@@ -15,7 +15,7 @@ from minimind.data.chat.sandbox import Sandbox, Span, TooLarge, TooLong
 from minimind.data.chat.turns import ASSISTANT, SYSTEM, TOOL, USER, Message, turn_of
 from minimind.data.text.documents import DocumentError
 from minimind.errors import UsageError
-from minimind.runtime.limited import ends_within
+from minimind.runtime.limited import tried_within
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CLOCK = "strftime_now"  # the name by which a template asks for the date
@@ -40,7 +40,10 @@ def require_bounded(source: str, name: str) -> None:
         "tokens": {"bos_token": "<s>", "eos_token": "</s>"},
         "chats": [list(map(turn_of, chat)) for chat in (*PROBES, LONG_PROBE)],
     }
-    if not ends_within(sandbox.__file__, request, MAX_SECONDS, MAX_BYTES):
+    too_large = tried_within(sandbox.__file__, request, MAX_SECONDS, MAX_BYTES)
+    if too_large:
+        raise UsageError(f"{name} cannot be rendered ({too_large}); correct it, or give another")
+    if too_large is None:
         raise UsageError(
             f"{name} takes more than {MAX_SECONDS:g} s or {MAX_BYTES / 2**20:,.0f} MiB for short"
             " conversations; give another template"

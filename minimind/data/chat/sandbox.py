@@ -3,7 +3,8 @@
 transformers renders by the clock of the host and without limits. Here the date is given, what is
 written is bounded, and names that are random are missing: the tokens of a run depend on neither.
 Loops answer signals, but an operator or a method of Python ends when it ends. So the size of what
-it gives is bounded before it is computed (`_Bounded`).
+it gives is bounded before it is computed (`_Bounded`). What it is given may be large by itself: a
+list of itself twice, sixty times over, takes no memory, and years to write, compare or hash.
 `main` renders chats under limits of time and memory (`minimind.runtime.limited`), for which the
 module imports nothing but Jinja.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence, Sized, ValuesView
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from datetime import datetime
 from functools import wraps
@@ -21,11 +22,12 @@ from threading import Lock
 from typing import Any, NoReturn
 
 from jinja2 import Environment, nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import CodeGenerator, Frame, operators
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import (
     ImmutableSandboxedEnvironment,
     SandboxedEscapeFormatter,
@@ -45,13 +47,18 @@ FLOAT = 24  # characters of most that have no length
 # A number as %, and as format, writes it: its width, and its precision.
 OLD_FORMAT = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")
 DIGITS = re.compile(r"\d+")
-CONTAINER = 16  # counted for each list, tuple, set and dictionary
-CONTAINERS = (list, tuple, set, frozenset, ValuesView, ItemsView)
-# Filters that write, or compare, all that is in a value.
-WHOLE = (
-    "capitalize center e escape forceescape format groupby indent join lower max min pprint replace"
-    " sort string striptags sum title tojson trim truncate unique upper urlencode urlize wordcount"
-    " wordwrap xmlattr"
+CONTAINER = 64  # counted for each list, tuple, set and dictionary, which takes as many bytes
+VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+CONTAINERS = (list, tuple, set, frozenset, *VIEWS)
+ATOMS = {str, int, bool, float, type(None)}  # which are small by themselves
+# Filters, and tests, that neither write, compare nor hash what is in the value: others do.
+SHALLOW = (
+    "abs attr batch count d default filesizeformat first float int items last length list map"
+    " reject rejectattr reverse round select selectattr slice"
+).split()
+SHALLOW_TESTS = (
+    "boolean callable defined escaped false float integer iterable mapping none number sameas"
+    " sequence string true undefined"
 ).split()
 
 
@@ -72,7 +79,7 @@ class Sandbox:
         )
         del environment.filters["random"], environment.globals["lipsum"]
         environment.filters["tojson"] = _to_json
-        environment.bound_filters()
+        environment.bound_filters_and_tests()
         environment.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": date.strftime,
@@ -112,7 +119,7 @@ class Sandbox:
 
 
 class _Code(CodeGenerator):
-    """Code in which `~`, and comparisons, are those of `_Bounded`."""
+    """Code in which `~`, comparisons, and keys of dictionaries are those of `_Bounded`."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("(markup_join if context.eval_ctx.autoescape else str_join)(")
@@ -123,11 +130,41 @@ class _Code(CodeGenerator):
         self.write(")))")
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        self.write("(environment.finalize(")
-        self.visit(node.expr, frame)
+        compared = [node.expr, *(one.expr for one in node.ops)]
+        self.write("(")
+        for one, other, by in zip(compared, compared[1:], node.ops, strict=False):
+            # Two values are compared as far as the smaller one goes.
+            write = self.visit if isinstance(other, nodes.Const) else self._visit_whole
+            write(one, frame)
+            self.write(f" {operators[by.op]} ")
+        self.visit(compared[-1], frame)
         self.write(")")
-        for one in node.ops:
-            self.visit(one, frame)
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if isinstance(node.arg, nodes.Slice):
+            super().visit_Getitem(node, frame)
+            return
+        self.write("environment.getitem(")
+        self.visit(node.node, frame)
+        self.write(", ")
+        self._visit_whole(node.arg, frame)
+        self.write(")")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self.write("{")
+        for item in node.items:
+            self._visit_whole(item.key, frame)
+            self.write(": ")
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("}")
+
+    def _visit_whole(self, node: nodes.Node, frame: Frame) -> None:
+        if isinstance(node, nodes.Const):
+            self.visit(node, frame)
+            return
+        self.write("environment.finalize(")
+        self.visit(node, frame)
         self.write(")")
 
 
@@ -141,7 +178,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "**", "%"])
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, finalize=self._whole)
+        super().__init__(**options, finalize=self.whole)
         self.concat = self._concat
         self.start(LONGEST)
 
@@ -149,15 +186,25 @@ class _Bounded(ImmutableSandboxedEnvironment):
         """Begin a chat, whose values have at most so many characters or items."""
         self._most, self._left = most, REPEATED * most
 
-    def bound_filters(self) -> None:
+    def bound_filters_and_tests(self) -> None:
         for name, computes in [*self.filters.items()]:
             grown = _GROWN_BY_FILTER.get(name)
-            if grown or name in WHOLE:
-                self.filters[name] = self._bounded(computes, grown, name in WHOLE)
+            self.filters[name] = self._bounded(computes, grown, name not in SHALLOW)
         self.filters["format"] = self._bounded_format(self.filters["format"])
         self.filters["sum"] = self._bounded_sum(self.filters["sum"])
+        for name, computes in [*self.tests.items()]:
+            if name not in SHALLOW_TESTS:
+                self.tests[name] = self._bounded(computes)
+        self.tests |= {
+            "even": lambda value: self.call_binop(None, "%", value, 2) == 0,
+            "odd": lambda value: self.call_binop(None, "%", value, 2) == 1,
+            "divisibleby": lambda value, num: self.call_binop(None, "%", value, num) == 0,
+        }
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if type(left) is type(right) is str and operator == "+":
+            self._require_small(len(left) + len(right))
+            return left + right
         if isinstance(left, int) and isinstance(right, int):
             bits = [abs(one).bit_length() for one in (left, right)]
             if operator == "**":
@@ -177,13 +224,15 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **values: Any) -> Any:
+        if isinstance(__obj, Macro):  # which does nothing with values by itself
+            return super().call(__context, __obj, *args, **values)
+        args = tuple(map(_listed, args))
+        for one in (*args, *values.values()):
+            __self.whole(one)
         owner = getattr(__obj, "__self__", None)
-        name = getattr(__obj, "__name__", None)
-        grown = _GROWN_BY_METHOD.get(name) if isinstance(name, str) else None
-        if grown and isinstance(owner, str | bytes | int):
-            args = tuple([*one] if hasattr(one, "__next__") else one for one in args)
-            __self._size(args)
-            __self._grow(grown(owner, *args, *values.values()))
+        if isinstance(owner, str | bytes | int):
+            grown = _GROWN_BY_METHOD.get(__obj.__name__)
+            __self._grow(grown(owner, *args, **values) if grown else 0)
         return super().call(__context, __obj, *args, **values)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -212,17 +261,21 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return len(text) + size + stars + sum(_number(one) for one in asked if one.isdigit())
 
     def _bounded(
-        self, computes: Callable[..., Any], grown: Callable[..., int] | None, is_whole: bool
+        self,
+        computes: Callable[..., Any],
+        grown: Callable[..., int] | None = None,
+        is_whole: bool = True,
     ) -> Callable[..., Any]:
         is_given_more = hasattr(computes, "jinja_pass_arg")  # as the context, before the value
 
         @wraps(computes)
         def bounded(*given: Any, **values: Any) -> Any:
             more, args = (given[:1], given[1:]) if is_given_more else ((), given)
-            args = tuple([*one] if hasattr(one, "__next__") else one for one in args)
-            size = self._size((args, values)) if is_whole else 0
+            if is_whole or grown:
+                args = tuple(map(_listed, args))
+            size = sum(map(self._size, (*args[not is_whole :], *values.values())))
             if grown:
-                self._grow(grown(size, *args, *values.values()))
+                self._grow(grown(size, *args, **values))
             return computes(*more, *args, **values)
 
         return bounded
@@ -249,9 +302,9 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
         return bounded
 
-    def _whole(self, value: Any) -> Any:
-        """The value, if it is one to write or to compare."""
-        if isinstance(value, (*CONTAINERS, dict)):
+    def whole(self, value: Any) -> Any:
+        """The value, if it is one to write, to compare or to hash."""
+        if type(value) not in ATOMS:
             self._size(value)
         return value
 
@@ -267,15 +320,19 @@ class _Bounded(ImmutableSandboxedEnvironment):
             one = rest.pop()
             if isinstance(one, str | bytes):
                 size += len(one)
-            elif isinstance(one, CONTAINERS):
-                size += CONTAINER + len(one)
-                rest.extend(one)
             elif isinstance(one, dict):
                 size += CONTAINER + len(one)
                 rest.extend(chain.from_iterable(one.items()))
+            elif isinstance(one, CONTAINERS):
+                size += CONTAINER + len(one)
+                rest.extend(one)
+            elif isinstance(one, Namespace):
+                size += CONTAINER
+                rest.append(one._Namespace__attrs)
             else:
                 size += one.bit_length() // 3 if isinstance(one, int) else FLOAT
-            self._require_small(size)
+            if size > self._most:
+                self._require_small(size)
         return size
 
     def _grow(self, size: int) -> None:
@@ -290,15 +347,27 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
 
 class _Formatter(SandboxedFormatter):
+    _env: _Bounded
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        if conversion:  # to a text
+            self._env.whole(value)
+        return super().convert_field(value, conversion)
+
     def format_field(self, value: Any, format_spec: str) -> Any:
-        self._env.formatted(value, format_spec)  # pyright: ignore[reportAttributeAccessIssue] (a _Bounded)
+        self._env.formatted(value, format_spec)
         return super().format_field(value, format_spec)
 
 
-class _EscapeFormatter(SandboxedEscapeFormatter):
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        self._env.formatted(value, format_spec)  # pyright: ignore[reportAttributeAccessIssue] (a _Bounded)
-        return super().format_field(value, format_spec)
+class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
+    pass
+
+
+def _listed(value: Any) -> Any:
+    """A value; of an iterator, but for that of a loop, all that it gives."""
+    if type(value) in ATOMS or isinstance(value, LoopContext) or not hasattr(value, "__next__"):
+        return value
+    return [*value]
 
 
 def _number(digits: str) -> int:
@@ -317,38 +386,61 @@ def _widths(values: Iterable[Any]) -> int:
 
 
 def _texts(values: Iterable[Any]) -> int:
-    return sum(len(one) for one in values if isinstance(one, str))
+    """Characters of what is written as it is."""
+    return sum(len(str(one)) for one in values if type(one) is str or type(one) not in ATOMS)
 
 
-def _replaced(text: Any, old: Any, new: Any, *_: Any) -> int:
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list | tuple)]:
+        depth += 1
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [*chain.from_iterable(inner)]
+    return depth
+
+
+def _replaced(text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
     return text.count(old) * max(len(new) - len(old), 0)
 
 
-def _translated(text: Any, table: Any, *_: Any) -> int:
+def _translated(text: Any, table: Any, *_: Any, **__: Any) -> int:
     values = table.values() if isinstance(table, dict) else table
     longest = max((len(one) for one in values if isinstance(one, str)), default=0)
     return len(text) * max(longest - 1, 0)
 
 
-# What methods, and filters, add to what they are given.
+# What methods, and filters, add to what they are given, with the names that they give it.
 _GROWN_BY_METHOD: dict[str, Callable[..., int]] = {
     **dict.fromkeys(
-        ("center", "ljust", "rjust", "zfill", "to_bytes"), lambda _, *more: _numbers(more)
+        ("center", "ljust", "rjust", "zfill", "to_bytes"),
+        lambda _, *more, **named: _numbers((*more, *named.values())),
     ),
-    "expandtabs": lambda text, size=8: text.count("\t" if isinstance(text, str) else b"\t") * size,
+    "expandtabs": lambda text, tabsize=8: (
+        text.count("\t" if isinstance(text, str) else b"\t") * tabsize
+    ),
     "join": lambda text, items: len(text) * len(items),
     "replace": _replaced,
     "translate": _translated,
 }
 # What filters add; the size of all that is given comes before the value.
 _GROWN_BY_FILTER: dict[str, Callable[..., int]] = {
-    **dict.fromkeys(("batch", "center", "slice"), lambda _, value, *more: _numbers(more)),
-    "indent": lambda _, text, *more: (str(text).count("\n") + 2) * _widths(more or (4,)),
-    "join": lambda _, items, *more: _texts(more) * len(items),
-    "replace": lambda _, *given: _replaced(*map(str, given)),
-    "round": lambda _, value, *more: _numbers(more) ** 2,  # a power of ten is computed
-    "tojson": lambda size, value, *more: size * _widths(more),
-    **dict.fromkeys(("urlize", "wordwrap"), lambda size, value, *more: size * _texts(more)),
+    **dict.fromkeys(
+        ("batch", "center", "slice"),
+        lambda _, value, *more, **named: _numbers((*more, *named.values())),
+    ),
+    "indent": lambda _, s, width=4, *__, **___: (str(s).count("\n") + 2) * _widths((width,)),
+    "join": lambda _, value, d="", *__, **___: len(str(d)) * len(value),
+    "pprint": lambda size, value: size * _depth(value),
+    "replace": lambda _, s, old, new, *__, **___: _replaced(str(s), str(old), str(new)),
+    # A power of ten is computed.
+    "round": lambda _, value, *more, **named: _numbers((*more, *named.values())) ** 2,
+    "tojson": lambda size, value, *more, **named: (
+        size * _widths((*more, *named.values())) * _depth(value)
+    ),
+    **dict.fromkeys(
+        ("urlize", "wordwrap"),
+        lambda size, value, *more, **named: size * _texts((*more, *named.values())),
+    ),
 }
 
 
@@ -392,8 +484,8 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+def _raise_exception(message: Any) -> NoReturn:
+    raise TemplateError(str(message))
 
 
 class _Dictionary:
@@ -425,16 +517,20 @@ def _require_public(names: Iterable[Any]) -> None:
             raise SecurityError(f"a namespace has no {name}: names do not begin with _")
 
 
-def main(request: Mapping[str, Any]) -> None:
-    """Render the chats of a request, whatever the template raises: it is raised again, and
-    reported, where it is rendered without limits.
+def main(request: Mapping[str, Any]) -> str | None:
+    """Render the chats of a request; return why one is too large.
+
+    Whatever else the template raises is raised again, and reported, where it is rendered without
+    limits.
     """
     try:
         sandbox = Sandbox(request["source"], datetime.min)
         for chat, is_asked in product(request["chats"], (False, True)):
             with suppress(TemplateError):  # the template may refuse a chat
                 sandbox.render(chat, is_asked, request["tokens"])
-    except (MemoryError, TooLarge) as error:
-        raise MemoryError from error
+    except MemoryError:
+        raise
+    except TooLarge as error:
+        return f"{type(error).__name__}: {error}"
     except Exception:
-        return
+        return None

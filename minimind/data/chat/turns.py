@@ -6,8 +6,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 from minimind.data.text.documents import DocumentError, json_type, usable_size
@@ -30,6 +30,8 @@ WEIGHT = re.compile(
     r"|(loss|train|training)_?masks?"
     r"|(is_|do_)?(train|trained|training|trainable|loss)"
 )
+
+SWITCHES = {"true": 1, "yes": 1, "on": 1, "false": 0, "no": 0, "off": 0}
 
 
 @dataclass(frozen=True)
@@ -147,11 +149,15 @@ def shown(key: str) -> str:
     return json.dumps(key[:40])
 
 
-def counts_fully(value: Any) -> bool:
-    """Whether the value of a `WEIGHT` means what is done anyway."""
-    if isinstance(value, str):
-        return re.fullmatch(r"\s*1(\.0*)?\s*", value) is not None
-    return isinstance(value, int | float | Decimal) and value == 1
+def weight_of(value: Any) -> Any:
+    """The number that the value of a `WEIGHT` means, also as a text or a switch; None for none."""
+    if not isinstance(value, str):
+        return value
+    if (word := value.strip().lower()) in SWITCHES:
+        return SWITCHES[word]
+    with suppress(ValueError):
+        return float(word)
+    return None
 
 
 def _require_keys(fields: dict[str, Any], spelling: Spelling, ignored: set[str]) -> None:
@@ -180,8 +186,7 @@ def _require_keys(fields: dict[str, Any], spelling: Spelling, ignored: set[str])
         elif not WEIGHT.fullmatch(name):
             what = f"has {shown(key)}, which is not supported"
             raise DocumentError(what, f"remove it, or write {example}")
-        elif not counts_fully(fields[key]) and (is_answer or fields[key] != 0):
-            value = fields[key]
+        elif (weight := weight_of(value := fields[key])) != 1 and (is_answer or weight != 0):
             exact = json.dumps(value) if isinstance(value, int | float) else json_type(value)
             raise DocumentError(
                 f"has {shown(key)} ({exact}), which is not supported: all answers count alike",

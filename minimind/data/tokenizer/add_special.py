@@ -9,13 +9,17 @@ from typing import Any
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
-from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME, MODEL_NAME, write_tokenizer
+from minimind.data.tokenizer.files import (
+    CONFIG_NAME,
+    JSON_NAME,
+    LISTED,
+    MODEL_NAME,
+    write_tokenizer,
+)
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.data.tokenizer.vocabulary import name_error
 from minimind.errors import DataError
-
-LISTED = "added_tokens_decoder"  # of a tokenizer_config.json by transformers 4
 
 
 def with_special_tokens(

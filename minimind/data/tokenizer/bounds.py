@@ -19,7 +19,7 @@ from typing import Any
 
 from minimind.data.tokenizer import pattern_trial
 from minimind.errors import DataError
-from minimind.runtime.limited import ends_within
+from minimind.runtime.limited import tried_within
 
 MOST_GROWTH = 64  # characters that may be written for one; Unicode's own forms reach 18
 LONGEST_PIECE = 1024  # of a model that looks for every piece at every character
@@ -149,7 +149,8 @@ def _longest_form(table: bytes) -> int:
 @cache
 def _is_fast(parts: str) -> bool:
     request = {"parts": json.loads(parts)}
-    return ends_within(pattern_trial.__file__, request, MAX_SECONDS, MAX_BYTES)
+    tried = tried_within(pattern_trial.__file__, request, MAX_SECONDS, MAX_BYTES)
+    return tried is not None
 
 
 def _require_fast(path: Path, parts: str) -> None:

@@ -22,6 +22,7 @@ TEMPLATE_NAME = "chat_template.jinja"  # as transformers names it
 TEMPLATE_FOLDER = "additional_chat_templates"
 PROCESSOR_TEMPLATE_NAME = "chat_template.json"
 TEMPLATE_KEY = "chat_template"  # of the JSON files
+LISTED = "added_tokens_decoder"  # all added tokens, in a tokenizer_config.json by transformers 4
 DEFAULT = "default"  # name of the template that formats conversations
 TOKEN_ROLES = tuple(f"{role}_token" for role in "bos eos unk sep pad cls mask".split())
 TOKENIZER_FILES = (MODEL_NAME, JSON_NAME, CONFIG_NAME, SPECIALS_NAME, TEMPLATE_NAME)
@@ -49,7 +50,7 @@ class Configuration:
     """What the files beside a tokenizer say."""
 
     files: Mapping[str, bytes]  # by name, to be kept with the tokenizer
-    values: Mapping[str, Any]  # of its JSON files; the newer kind takes precedence
+    values: Mapping[str, Any]  # of its JSON files, as AutoTokenizer merges them
     templates: ChatTemplates
 
     @property
@@ -66,27 +67,57 @@ class Configuration:
 
 def read_configuration(path: Path) -> Configuration:
     """Read the files beside that of a tokenizer; raise DataError for one that cannot be read."""
-    files, values, config = {}, {}, {}
-    for name in (SPECIALS_NAME, CONFIG_NAME):
+    files, parsed = {}, {CONFIG_NAME: {}, SPECIALS_NAME: {}}
+    for name in parsed:
         if os.path.lexists(file := path.with_name(name)):
             files[name] = read_file(file)
-            config = parse_object(file, files[name])
-            values |= config
-    templates = _find_templates(path.parent, config if CONFIG_NAME in files else {})
-    if templates.origin == TEMPLATE_FOLDER:  # listed in a file, as folders of ours are flat
+            parsed[name] = parse_object(file, files[name])
+    config, specials = parsed.values()
+    if LISTED in config:  # AutoTokenizer then leaves the other file unread
+        files.pop(SPECIALS_NAME, None)
+        specials = {}
+    templates = _find_templates(path.parent, config, specials)
+    if TEMPLATE_KEY in specials:  # it would win over what is written beside it
+        files[SPECIALS_NAME] = dump_json(_without_template(specials))
+    is_in_config = templates.origin in ("", CONFIG_NAME)
+    if templates.origin == TEMPLATE_FOLDER or not (
+        is_in_config or [*templates.by_name] == [DEFAULT]
+    ):  # listed in a file, as folders of ours are flat
         named = [{"name": name, "template": text} for name, text in templates.by_name.items()]
-        config = config if CONFIG_NAME in files else {}
         files[CONFIG_NAME] = dump_json({**config, TEMPLATE_KEY: named})
-    elif templates.origin in (TEMPLATE_NAME, PROCESSOR_TEMPLATE_NAME):
+    elif not is_in_config:
         files[TEMPLATE_NAME] = templates.by_name[DEFAULT].encode()
-    return Configuration(files, values, templates)
+    elif TEMPLATE_KEY in config and not templates.origin:  # the other file says that it has none
+        files[CONFIG_NAME] = dump_json(_without_template(config))
+    return Configuration(files, config | specials, templates)
 
 
-def _find_templates(folder: Path, config: Mapping[str, Any]) -> ChatTemplates:
-    """The chat templates that AutoTokenizer finds in a folder with this tokenizer_config.json.
+def _without_template(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != TEMPLATE_KEY}
 
-    Where it finds none, that which only processors of transformers read (chat_template.json).
+
+def _find_templates(
+    folder: Path, config: Mapping[str, Any], specials: Mapping[str, Any]
+) -> ChatTemplates:
+    """The chat templates that AutoTokenizer finds in a folder with these JSON files.
+
+    The one of special_tokens_map.json, where it is read, wins over all others. Where there is none,
+    that which only processors of transformers read (chat_template.json).
     """
+    if TEMPLATE_KEY in specials:
+        place, value = folder / SPECIALS_NAME, specials[TEMPLATE_KEY]
+    else:
+        place, value = folder / CONFIG_NAME, config.get(TEMPLATE_KEY)
+        if (found := _find_template_files(folder)).by_name:
+            return found
+    if value is None and _is_there(place := folder / PROCESSOR_TEMPLATE_NAME):
+        value = parse_object(place, read_file(place)).get(TEMPLATE_KEY) or None
+    if value is None:
+        return ChatTemplates()
+    return ChatTemplates(_templates_by_name(place, value), place.name)
+
+
+def _find_template_files(folder: Path) -> ChatTemplates:
     jinja = folder / TEMPLATE_NAME
     files = {DEFAULT: jinja} if _is_there(jinja) else {}
     more = sorted(filter(_is_there, (folder / TEMPLATE_FOLDER).glob("*.jinja")))
@@ -96,16 +127,8 @@ def _find_templates(folder: Path, config: Mapping[str, Any]) -> ChatTemplates:
             " remove those that are not needed"
         )
     files |= {file.name.removesuffix(".jinja"): file for file in more}
-    if files:
-        origin = TEMPLATE_NAME if [*files.values()] == [jinja] else TEMPLATE_FOLDER
-        return ChatTemplates({name: _read_template(file) for name, file in files.items()}, origin)
-    if config.get(TEMPLATE_KEY) is not None:
-        place = folder / CONFIG_NAME
-        return ChatTemplates(_templates_by_name(place, config[TEMPLATE_KEY]), CONFIG_NAME)
-    place = folder / PROCESSOR_TEMPLATE_NAME
-    if _is_there(place) and (value := parse_object(place, read_file(place)).get(TEMPLATE_KEY)):
-        return ChatTemplates(_templates_by_name(place, value), PROCESSOR_TEMPLATE_NAME)
-    return ChatTemplates()
+    origin = TEMPLATE_NAME if [*files.values()] == [jinja] else TEMPLATE_FOLDER
+    return ChatTemplates({name: _read_template(file) for name, file in files.items()}, origin)
 
 
 def _is_there(template: Path) -> bool:

@@ -19,6 +19,7 @@ from minimind.data.tokenizer.escaping import require_unicode
 from minimind.data.tokenizer.files import (
     CONFIG_NAME,
     JSON_NAME,
+    SPECIALS_NAME,
     formatting_as_trained,
     parse_object,
     read_configuration,
@@ -98,7 +99,7 @@ class HuggingFaceTokenizer:
         if token_id is None:
             raise DataError(
                 f"{self.path}: has no token {token!r}, the {role} of the files beside it;"
-                f" correct {CONFIG_NAME}"
+                f" correct {CONFIG_NAME} or {SPECIALS_NAME}"
             )
         return token_id
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 GIGA = 3_000_000_000
 LOOPS = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
 BIG = "{% set big = 'ab ' * 30000000 %}"
+# Two values, each of which holds itself twice, sixty times over.
+TWICE = (
+    "{% set n = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
+    "{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}"
+)
+PAIRS = TWICE.replace("[1]", "(1,)").replace("[n.a, n.a]", "(n.a, n.a)").replace("[n.b, n.b]", "0")
+HUGE = "{% set a = ('f' * 900000)|int(base=16) %}{% set b = ('f' * 450000)|int(base=16) %}"
 
 # Each takes hours or gigabytes on its way to a text.
 HOSTILE = {
@@ -105,6 +112,73 @@ LARGE = {name: source for name, source in HOSTILE.items() if name not in LOOPING
     "the number of bytes": f"{{{{ 5 .to_bytes({GIGA}, 'big')|length }}}}",
     "translate": "{{ ('a' * 99999).translate({97: 'b' * 99999})|length }}",
     "the filter join": "{{ ('a' * 99999)|join('b' * 99999) }}",
+    **{
+        f"values that hold themselves twice, by {name}": f"{TWICE}{{{{ {source} }}}}"
+        for name, source in {
+            "a test": "n.a is eq(n.b)",
+            "a test without arguments": "n.a is lower",
+            "the test in": "n.a is in([n.b])",
+            "the test of a filter": "[n.a]|select('eq', n.b)|list|length",
+            "a filter of a test": "[n.a]|select(n.b)|list",
+            "a chain": "0 != n.a == n.b",
+            "a chain with in": "n.a in [n.b] == true",
+            "count": "[n.a].count(n.b)",
+            "index": "[n.a].index(n.b)",
+            "dictsort": "{1: n.a, 2: n.b}|dictsort(by='value')|length",
+            "a conversion": "'{!r}'.format(n.a)|length",
+            "another conversion": "'{!s}'.format(n.a)|length",
+            "a conversion of format_map": "'{a!r}'.format_map({'a': n.a})|length",
+            "a conversion of safe text": "('{!s}'|safe).format(n.a)|length",
+            "a conversion of an attribute": "'{0.a!r}'.format(n)|length",
+            "an error": "raise_exception(n.a)",
+            "an error of a key": "messages[n.a].x",
+            "an attribute": "messages|map(attribute=n.a)|list",
+            "safe": "(n.a|safe)|length",
+            "a namespace": "n",
+            "a namespace in a list": "[n]|string|length",
+            "views": "{1: n.a}.values() ~ {1: n.a}.items()",
+        }.items()
+    },
+    "values that hold themselves twice, by changed": TWICE
+    + "{% for x in [n.a, n.b] %}{{ loop.changed(x) }}{% endfor %}",
+    "values that hold themselves twice, by the loop": TWICE
+    + "{% for x in [n.a, 1] %}{{ '{0.previtem!r}'.format(loop) }}{% endfor %}",
+    "values that hold themselves twice, by a macro": "{% set n = namespace(a=1) %}"
+    "{% macro f() %}{% set n.a = varargs %}{% endmacro %}"
+    "{% for i in range(60) %}{{ f(n.a, n.a) }}{% endfor %}{{ n.a }}",
+    "values that hold themselves twice, by filters": "{% set n = namespace(a=1) %}"
+    "{% for i in range(60) %}{% set n.a = [0, 0]|map('default', n.a, true)|list %}"
+    "{% endfor %}{{ n.a }}",
+    "values that hold themselves twice, by fromkeys": "{% set n = namespace(a=1) %}"
+    "{% for i in range(60) %}{% set n.a = dict.fromkeys([1, 2], n.a) %}{% endfor %}{{ n.a }}",
+    **{
+        f"hashes of pairs of themselves, by {name}": f"{PAIRS}{{{{ {source} }}}}"
+        for name, source in {
+            "a dictionary": "{n.a: 1}|length",
+            "a key": "{}[n.a]",
+            "get": "{}.get(n.a)",
+            "in": "n.a in {}",
+            "the test filter": "n.a is filter",
+            "unique": "[n.a]|unique|list|length",
+            "fromkeys": "dict.fromkeys([n.a])|length",
+            "dict": "dict([[n.a, 1]]|map('list'))|length",
+        }.items()
+    },
+    "divisibleby": HUGE + "{{ a is divisibleby(b) }}",
+    "odd": f"{{{{ '%{GIGA}d' is odd }}}}",
+    "even": f"{{{{ ['%{GIGA}d']|select('even')|list }}}}",
+    "replace by names": "{{ ('a' * 99999)|replace(new='b' * 99999, old='a')|length }}",
+    "replace with a count": "{{ ('a' * 99999).replace('a', 'b' * 99999, *[-1])|length }}",
+    "indent by a name alone": "{{ ('a\n' * 99999)|indent(width='b' * 99999) }}",
+    "expandtabs by a name": "{{ '\t'.expandtabs(tabsize=2000000000) }}",
+    "batch by a name": "{{ range(9)|batch(fill_with=1, linecount=999999999)|list|length }}",
+    "join by a name": "{{ ('a' * 99999)|join(d='b' * 99999) }}",
+    "join by a list": "{{ ('a' * 99999)|join(d=['b' * 99999]) }}",
+    "urlize with a target": "{{ ('http://a.b ' * 99999)|urlize(target=['b' * 99999])|length }}",
+    "tojson of what is deep": "{% set n = namespace(s=[1] * 99999) %}{% for i in range(200) %}"
+    "{% set n.s = [n.s] %}{% endfor %}{{ n.s|tojson(indent=9)|length }}",
+    "pprint of what is deep": "{% set n = namespace(s=[1] * 99999) %}{% for i in range(200) %}"
+    "{% set n.s = [n.s] %}{% endfor %}{{ n.s|pprint|length }}",
     "the filter join of names": "{{ ([messages[0]] * 999999)|join('b' * 9, attribute='content') }}",
 }
 

@@ -12,7 +12,7 @@ from minimind.data.chat.conversations import (
     conversation_of_line,
     messages_of,
 )
-from minimind.data.chat.turns import Message, counts_fully
+from minimind.data.chat.turns import Message, weight_of
 from minimind.data.text.documents import DocumentError, ReadOptions, parse_line
 from tests.data.chat.made import conversation
 
@@ -351,6 +351,32 @@ LOSSES = [
     *[(key, 0.5, "all count alike") for key in ("loss_scale", "sampling_weight", "task_weight")],
     ("loss_masks", [0, 1], "all count alike"),
     *[(key, 0, "all count alike") for key in ("loss_weight", "sampleWeight", "train", "loss")],
+    # Names of counts and flags, with text or lists in place of a count.
+    *[(key, [{"name": "f"}], "into the system") for key in ("use_tools", "use_tool_calls")],
+    *[(key, "f", "into the system") for key in ("use_functions", "has_tools", "num_tools")],
+    *[(key, "The Eiffel tower", "into a turn") for key in ("use_context", "has_context")],
+    *[(key, "yes, it has", "into a turn") for key in ("has_context", "hasContext", "is_input")],
+    *[(key, "be kind", "as the first turn") for key in ("use_persona", "has_system_prompt")],
+    ("has_image", "x.jpg", "model of text"),
+    # Labels and preferences as flags.
+    *[("is_desirable", value, "good answers alone") for value in (False, True, "false", 0)],
+    *[(key, True, "good answers alone") for key in ("is_label", "isUndesirable")],
+    *[(key, True, "keep the answer") for key in ("is_rejected", "isRejected", "rejected")],
+    *[("is_chosen", value, "keep the answer") for value in (False, "no")],
+    *[
+        (key, value, "all count alike")
+        for key in ("is_train", "use_loss")
+        for value in (False, 0.5)
+    ],
+    # Switch words that are the text itself.
+    *[(key, "No", "into a turn") for key in ("response", "output", "query", "input", "history")],
+    *[(key, "true", "into a turn") for key in ("context", "answers_context", "facts")],
+    *[(key, word, "keep the answer") for key, word in (("chosen", "yes"), ("rejected", "no"))],
+    ("instruction", "no", "as the first turn"),
+    *[("weight", split, "all count alike") for split in ("val", "test", "validation", "dev")],
+    *[("train", word, "all count alike") for word in ("test", "no", "false", "off", "0")],
+    # Metadata, which may be removed.
+    *[(key, "of a tale", ", or remove it") for key in ("scenario", "character", "rules")],
 ]
 
 
@@ -386,9 +412,16 @@ IGNORED = [
     {"prompt": "another", "category": "qa", "prompt_id": "a1"},
     {"context": " one\n", "input": "two"},  # a turn says it
     {"reasoning": "off", "thinking": "On", "tools": "none", "cot": "no", "system": "yes"},
-    {"has_context": "yes, it has", "num_frames": 4, "n_documents": 3, "use_functions": "f"},
+    {"images": "no", "rules": "none"},
+    {"has_context": "yes", "num_frames": 4, "n_documents": "3", "use_functions": "no"},
+    {"has_label": True, "num_labels": 2, "is_system_prompt": False, "use_tools": True},
     {"train": "train", "weight": "1", "loss": "1.0", "sample_weight": 1.0},
+    *[{"train": word, "is_train": word} for word in (True, "true", "yes", "On", "1", "train", 1)],
+    {"instruction": " one\n", "response": "two"},
     {"chat_template_kwargs": {"enable_thinking": True, "custom_instructions": "", "xml_tools": []}},
+    {"chat_template_kwargs": {"reasoning_effort": "high", "reasoningMode": "deep", "top": 7}},
+    {"chat_template_kwargs": {"thinking": "on", "nested": {"tools": "none", "context": "one"}}},
+    {"chat_template_kwargs": '{"enable_thinking": false}'},
 ]
 
 
@@ -440,26 +473,73 @@ def test_the_name_of_a_turn_is_kept():
         read({"messages": [{**USER, "name": 7}, ANSWER]})
 
 
-@pytest.mark.parametrize("key", ["custom_instructions", "xml_tools", "python_tools"])
-def test_what_is_given_to_a_template_is_not_lost_in_silence(key):
-    for value in ("be kind", ["f"]):
-        given = {"chat_template_kwargs": {"enable_thinking": False, key: value}}
-        with pytest.raises(DocumentError) as caught:
-            read({"messages": [USER, ANSWER], **given})
-        assert f'has "{key}" outside of the turns' in caught.value.reason
+# Values for a template, the name of what is lost, and a part of the remedy.
+TEMPLATE_VALUES = [
+    *[({key: "be kind"}, key, "first turn") for key in ("custom_instructions", "system")],
+    *[({key: ["f"]}, key, "into the system") for key in ("xml_tools", "python_tools")],
+    *[({key: "be kind"}, key, "a turn") for key in ("model_identity", "custom_prompt", "tone")],
+    ({"identity": ["a", "b"]}, "identity", "into a turn"),
+    ({"date_string": "1 Jan"}, "date_string", "into a turn"),
+    ({"documents": [{"text": "x"}]}, "documents", "into a turn"),
+    ({"nested": {"system": "be kind"}}, "nested.system", "as the first turn"),
+    ({"nested": {"deep": {"tone": "kind"}}}, "nested.deep.tone", "into a turn"),
+    ({"nested": '{"tone": "kind"}'}, "nested.tone", "into a turn"),
+    ({"reasoning_effort": {"tone": "kind"}}, "reasoning_effort.tone", "into a turn"),
+]
+
+
+@pytest.mark.parametrize(("values", "name", "remedy"), TEMPLATE_VALUES, ids=repr)
+def test_what_is_given_to_a_template_is_not_lost_in_silence(values, name, remedy):
+    values = {"enable_thinking": False, **values}
+    for key in ("chat_template_kwargs", "template_args"):
+        for given in (values, json.dumps(values)):
+            with pytest.raises(DocumentError) as caught:
+                read({"messages": [USER, ANSWER], key: given})
+            assert f'has "{f"{key}.{name}"[:40]}" outside of the turns' in caught.value.reason
+            assert remedy in caught.value.remedy
+
+
+def test_values_of_a_template_that_are_no_object():
+    for value in (["x"], "x", "{x", '["x"]'):
+        with pytest.raises(DocumentError, match='has "chat_template_kwargs" outside'):
+            read({"messages": [USER, ANSWER], "chat_template_kwargs": value})
 
 
 def test_a_system_prompt_counts_as_said_by_a_system_turn_alone():
     system = {"role": "system", "content": " be kind\n"}
-    assert len(read({"system": "be kind", "messages": [system, USER, ANSWER]})) == 3
+    parts = {"role": "system", "content": [{"type": "text", "text": "be kind"}]}
+    for said in (system, parts):
+        for key in ("system", "system_prompt", "instruction", "instructions"):
+            assert len(read({key: "be kind", "messages": [said, USER, ANSWER]})) == 3
     for turns_with in (
         [{**USER, "content": "repeat: be kind"}, ANSWER],
+        [{**USER, "content": "be kind"}, ANSWER],
         [{**system, "content": "be kind!"}, USER, ANSWER],
     ):
         with pytest.raises(DocumentError, match='has "system" outside'):
             read({"system": "be kind", "messages": turns_with})
 
 
+def test_an_instruction_that_a_user_turn_repeats_as_a_whole_is_said():
+    row = {"instruction": "What is 2+2?", "response": "4"}  # as of Magpie
+    said = sharegpt(("human", "What is 2+2?"), ("gpt", "4"))
+    assert read({**row, **said}) == [Message("user", "What is 2+2?"), Message("assistant", "4")]
+    assert read({"prompt": "What is 2+2?", "completion": "4", **row})
+    for turn in ("What is 2+2? Be short.", "2+2?"):
+        with pytest.raises(DocumentError, match='has "instruction" outside'):
+            read({**row, **sharegpt(("human", turn), ("gpt", "4"))})
+    with pytest.raises(DocumentError, match='has "instruction" outside'):
+        read({**row, **sharegpt(("human", "Ask."), ("gpt", "What is 2+2?"))})
+
+
+@pytest.mark.parametrize("word", ["true", "Yes", "on", "1", " 1.0 "])
+def test_a_weight_of_a_turn_may_be_a_switch(word):
+    none = {"true": "false", "Yes": "No", "on": "off"}.get(word, "0")
+    assert read({"messages": [{**USER, "train": none}, {**ANSWER, "train": word}]}) == ROUND
+    with pytest.raises(DocumentError, match='turn 2: has "train"'):
+        read(second({**ANSWER, "train": none}))
+
+
 def test_a_decimal_weight_of_one():
-    assert counts_fully(Decimal("1.0"))
-    assert not counts_fully(Decimal("0.5"))
+    assert weight_of(Decimal("1.0")) == 1
+    assert weight_of(Decimal("0.5")) != 1

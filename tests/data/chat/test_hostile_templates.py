@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,13 +32,31 @@ def refusal(name: str) -> str:
     return "taken"
 
 
-def test_what_would_hang_or_fill_a_host_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.1)
-    assert len(HOSTILE) >= 40
+def refusals(names: set[str]) -> dict[str, str]:
     with ThreadPoolExecutor(4) as pool:
-        found = dict(zip(HOSTILE, pool.map(refusal, HOSTILE), strict=True))
+        return dict(zip(names, pool.map(refusal, names), strict=True))
+
+
+def test_what_would_hang_a_host_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.1)
     words = "takes more than 0.1 s or 512 MiB for short conversations; give another template"
-    assert found == {name: f"{name} {words}" for name in HOSTILE}
+    assert refusals(LOOPING) == {name: f"{name} {words}" for name in LOOPING}
+
+
+def test_what_would_fill_a_host_is_refused_with_its_reason():
+    large = HOSTILE.keys() - LOOPING
+    assert len(large) >= 30
+    why = re.compile(r" cannot be rendered \(TooLarge: .{20,}\); correct it, or give another")
+    found = refusals(large)
+    assert [one for one in large if not why.fullmatch(found[one].removeprefix(one))] == []
+
+
+def test_an_error_that_is_large_by_itself_is_refused_when_a_template_is_tried():
+    source = LARGE["values that hold themselves twice, by an error"]
+    with pytest.raises(
+        UsageError, match=r"^chat\.jinja cannot be rendered \(TooLarge: it computes"
+    ):
+        require_bounded(source, "chat.jinja")
 
 
 @pytest.mark.parametrize("name", FAILING)
@@ -100,6 +119,31 @@ ORDINARY = {
     ),
     "{{ messages|map(attribute='role')|join('/') }}{{ 'role' in messages[0] }}": (
         "user/assistantTrue"
+    ),
+    "{{ 3 is odd }}{{ 3 is even }}{{ 4 is divisibleby(2) }}{{ 4 is divisibleby(num=3) }}"
+    "{{ '%d' is odd }}{{ 'a' is in 'ab' }}{{ 'a' is lower }}{{ 'list' is filter }}": (
+        "TrueFalseTrueFalseFalseTrueTrueTrue"
+    ),
+    "{{ 1 < 2 < 3 }}{{ 1 < 3 < 2 }}{{ [1] == [1] != [2] }}{{ 1 in [1] in [[1]] }}"
+    "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}": "TrueFalseTrueTrue1",
+    "{{ {'a': 1, messages[0].role: 2, (1, 2): 3} }}{{ {'b': 5}['b'] }}{{ {(1, 2): 3}[(1, 2)] }}"
+    "{{ [1, 2][-1] }}{{ [1, 2, 3][1:] }}{{ {}['a'] is defined }}": (
+        "{'a': 1, 'user': 2, (1, 2): 3}532[2, 3]False"
+    ),
+    "{{ 'ab'|replace(new='c', old='b') }}{{ 'a\nb'|indent(first=true, width=1) }}"
+    "{{ ['a', 'b']|join(d='-') }}{{ ['a', 'b']|join(1) }}{{ 'a\tb'.expandtabs(tabsize=2) }}": (
+        "ac a\n ba-ba1ba b"
+    ),
+    "{{ '{!r:>4}{!s}{a}'.format('a', [1], a=2) }}{{ ('{!s}'|safe).format('<') }}": (" 'a'[1]2&lt;"),
+    "{% set n = namespace(a=[1]) %}{{ n }}{% for i in [1, 1, 2] %}{{ loop.changed(i) }}"
+    "{% endfor %}{{ {'b': 1, 'a': 2}|dictsort }}{{ [1]|safe }}{{ [3, [4]]|pprint }}": (
+        "<Namespace {'a': [1]}>TrueFalseTrue[('a', 2), ('b', 1)][1][3, [4]]"
+    ),
+    "{% for i in 'ab' %}{{ '{0.index}'.format(loop) }}{{ loop|string|length }}{% endfor %}": (
+        "117217"
+    ),
+    "{% macro f(a) %}{{ a }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ f(1, 2, b=3) }}": (
+        "1(2,){'b': 3}"
     ),
 }
 

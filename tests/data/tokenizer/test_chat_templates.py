@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer
 
 from minimind.data.chat.template import named_tokens, own_template
 from minimind.data.tokenizer.files import DEFAULT, MODEL_NAME, write_tokenizer
+from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
 from minimind.errors import DataError, UsageError
@@ -55,6 +57,38 @@ PLACES: dict[str, dict[str, Any]] = {
     "processor and config": {**PROCESSOR, "config": "in the config"},
     "processor and jinja": {**PROCESSOR, **JINJA},
 }
+
+
+# Of special_tokens_map.json, of tokenizer_config.json, and the files beside them.
+MAP_TEMPLATES: dict[str, dict[str, Any]] = {
+    "no template": {},
+    "a template": {"chat_template": "of the map"},
+    "no template by null": {"chat_template": None},
+    "an empty template": {"chat_template": ""},
+    "a named template": {"chat_template": listed("default")},
+    "named templates": {"chat_template": listed("default", "rag")},
+    "no default": {"chat_template": listed("rag", "tool_use")},
+    "no names": {"chat_template": []},
+}
+MAP_NAMES: dict[str, dict[str, Any]] = {
+    "no names": {},
+    "an end": {"eos_token": "<pad>"},
+    "an end with flags": {"eos_token": {"content": "<pad>", "lstrip": False, "special": True}},
+    "an end by null": {"eos_token": None, "bos_token": "</s>"},
+}
+CONFIGS: dict[str, dict[str, Any] | None] = {
+    "no config": None,
+    "names": CONFIG,
+    "a template": {**CONFIG, "chat_template": "in the config"},
+    "other names": {**CONFIG, "eos_token": "<unk>", "pad_token": "<pad>"},
+}
+BESIDE: dict[str, dict[str, Any]] = {"nothing": {}, "jinja": JINJA, "more": MORE}
+
+
+def added_tokens() -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    names = enumerate(("<unk>", "<s>", "</s>", "<pad>"))
+    return {str(i): {"content": name, **flags, "special": True} for i, name in names}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +144,53 @@ def test_it_is_that_of_autotokenizer(kind: str, place: str, models: Any, tmp_pat
 
 
 @pytest.mark.parametrize("kind", [MODEL_NAME, "tokenizer.json"])
+@pytest.mark.parametrize("is_listed", [False, True], ids=["", "with all added tokens"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_special_tokens_map_is_read_as_autotokenizer_reads_it(
+    kind: str, is_listed: bool, config: str, models: Any, tmp_path: Path
+):
+    values = CONFIGS[config]
+    if is_listed:
+        values = {**(values or CONFIG), "added_tokens_decoder": added_tokens()}
+    for number, (template, names, beside) in enumerate(product(MAP_TEMPLATES, MAP_NAMES, BESIDE)):
+        if beside != "nothing" and names != "an end":
+            continue  # names do not depend on the files of templates
+        case, place = (template, names, beside), tmp_path / str(number)
+        files = {
+            **BESIDE[beside],
+            "special_tokens_map.json": json.dumps(MAP_TEMPLATES[template] | MAP_NAMES[names]),
+            "tokenizer_config.json": json.dumps(values) if values else None,
+        }
+        source = folder(place / "source", models[kind], files)
+        expected = by_name(AutoTokenizer.from_pretrained(source).chat_template)
+        tokenizer = load_tokenizer(source)
+        assert dict(tokenizer.templates.by_name) == expected, case
+        write_tokenizer(place / "flat", tokenizer.files())
+        flat = load_tokenizer(place / "flat")
+        assert dict(flat.templates.by_name) == expected, case
+        assert flat.files() == tokenizer.files(), case
+        (place / "flat" / "config.json").write_text('{"model_type": "llama"}')
+        for copy in (place / "flat", exported(place / "out", source)):
+            assert by_name(AutoTokenizer.from_pretrained(copy).chat_template) == expected, case
+        ours = tokenizer.token_names
+        for one in ("source", "flat", "out"):
+            theirs = AutoTokenizer.from_pretrained(place / one).special_tokens_map
+            assert {**theirs, **ours} == theirs, (case, one)
+        if isinstance(tokenizer, HuggingFaceTokenizer) and "eos_token" in ours:
+            assert tokenizer.piece_name(tokenizer.eos_id) == ours["eos_token"], case
+
+
+def test_a_template_that_is_written_to_a_run_wins_there(models: Any, tmp_path: Path):
+    files = {"special_tokens_map.json": json.dumps({"chat_template": "of the map"})}
+    source = load_tokenizer(folder(tmp_path / "source", models["tokenizer.json"], files))
+    assert source.templates.origin == "special_tokens_map.json"
+    write_tokenizer(tmp_path / "run", {**source.files(), "chat_template.jinja": b"another"})
+    assert load_tokenizer(tmp_path / "run").chat_template == "another"
+    (tmp_path / "run" / "config.json").write_text('{"model_type": "llama"}')
+    assert AutoTokenizer.from_pretrained(tmp_path / "run").chat_template == "another"
+
+
+@pytest.mark.parametrize("kind", [MODEL_NAME, "tokenizer.json"])
 @pytest.mark.parametrize("place", ["config", "no default", "jinja and more", "named"])
 def test_an_export_keeps_all(kind: str, place: str, models: Any, tmp_path: Path):
     source = folder(tmp_path / "source", models[kind], PLACES[place])
@@ -154,6 +235,10 @@ def test_tokens_have_the_names_of_the_configuration(kind: str, models: Any, tmp_
         ({"chat_template.jinja": b"\xff\xfe"}, "chat_template.jinja: is not UTF-8"),
         ({"additional_chat_templates/a.jinja": b"\xff"}, "a.jinja: is not UTF-8"),
         ({"chat_template.jinja": "a" * (2**20 + 1)}, "cannot be read (larger than 1,048,576 byte"),
+        (
+            {"special_tokens_map.json": '{"chat_template": 7}'},
+            "special_tokens_map.json: is no configuration of a tokenizer (its chat_te",
+        ),
         ({"tokenizer_config.json": "{"}, "tokenizer_config.json: is not JSON"),
         ({"chat_template.json": "[]"}, "chat_template.json: is no JSON object"),
     ],

@@ -70,7 +70,11 @@ def test_ids_cover_added_tokens_and_the_roles_are_those_of_the_files_beside(dire
     config = {"eos_token": {"content": END, "lstrip": False}, "pad_token": "<pad>"}
     write(directory / "tokenizer_config.json", config)
     report = load_tokenizer(directory / "tokenizer.json")
-    assert (report.bos_id, report.eos_id, report.pad_id) == (0, 0, 701)
+    assert (report.bos_id, report.eos_id, report.pad_id) == (0, 701, 701)  # as AutoTokenizer
+    listed = {"added_tokens_decoder": {"0": {"content": END, "special": True}}}
+    write(directory / "tokenizer_config.json", config | listed)
+    report = load_tokenizer(directory / "tokenizer.json")
+    assert (report.bos_id, report.eos_id, report.pad_id) == (-1, 0, 701)
     assert len({plain.fingerprint, report.fingerprint, load_tokenizer(directory).fingerprint}) == 2
 
 
