@@ -29,7 +29,7 @@ from minimind.architecture.hf_models import (
 from minimind.architecture.shape import shape_of
 from minimind.config.checks import OF_EXPERTS
 from minimind.config.run_config import RunConfig
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.checked_json import (

@@ -105,9 +105,9 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
         return run, ""
     # These load numpy, which a plan of pretraining does not need.
     from minimind.data.chat.template import named_tokens, special_names
-    from minimind.data.prepare.chat_tokenizer import chosen_template
+    from minimind.data.prepare.prepare import chosen_template
     from minimind.data.tokenizer.add_special import lacking
-    from minimind.data.tokenizer.load import load_tokenizer
+    from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
 
     before, source = run.vocab_size, run.sources["vocab_size"]
     if run.tokenizer is None:

@@ -105,7 +105,7 @@ def run_average(args: argparse.Namespace) -> int:
 
 
 def _write_whole(places: Sequence[str], args: argparse.Namespace) -> int:
-    from minimind.interop.consolidate import OWN, consolidate  # imports torch
+    from minimind.interop.consolidate import OWN, consolidate
     from minimind.interop.write_folder import is_ours
 
     # Before files are hashed.

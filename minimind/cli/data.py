@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minimind.cli import filter as filter_command
 from minimind.config.arguments import (
     Parser,
     add_cache,
@@ -19,7 +20,6 @@ from minimind.config.arguments import (
     utf8,
 )
 from minimind.config.run_config import FLAGS
-from minimind.data.quality import command as filter_command
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.urls import masked
@@ -185,8 +185,8 @@ def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
     from minimind.data.prepare.prepare import PrepareRequest
     from minimind.data.prepare.remote import local_text
     from minimind.data.prepare.work_units import Options
-    from minimind.data.text.sources import Source, join_sources, parse_source, read_sources
-    from minimind.data.tokenizer.load import longest_document
+    from minimind.data.text.inputs import Source, join_sources, parse_source, read_sources
+    from minimind.data.tokenizer.hf_tokenizer import longest_document
 
     paths = (*args.paths, *args.data_path)
     sources = [Source("data", paths)] if paths else []
@@ -212,7 +212,7 @@ def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
 
 def _require_same_vocab_size(args: argparse.Namespace) -> None:
     """Raise UsageError if --vocab_size is not that of --tokenizer."""
-    from minimind.data.tokenizer.load import load_tokenizer
+    from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
 
     if args.tokenizer is None or args.vocab_size is None:
         return

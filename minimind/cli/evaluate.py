@@ -30,7 +30,7 @@ from minimind.runtime.durable_files import printing, storing
 if TYPE_CHECKING:
     from minimind.data.chat.template import ChatTemplate
     from minimind.data.prepare.prepare import Prepared
-    from minimind.data.tokenizer.load import AnyTokenizer
+    from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
     from minimind.inference.score import LossSums, Part
     from minimind.storage.object_cache import ObjectCache
 
@@ -114,7 +114,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def _score(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int) -> None:
     """Print the results on `device`, a part of them computed by each process."""
-    from minimind.data.chat.rendering import date_of
+    from minimind.data.chat.template import date_of
     from minimind.data.prepare.prepare import is_prepared
     from minimind.data.prepare.remote import local_data
     from minimind.engine.build import evaluation_accelerator
@@ -185,7 +185,7 @@ def _set_documents(model: Any, is_chat: bool) -> None:
 @contextmanager
 def _copied(tokenizer: AnyTokenizer) -> Iterator[str]:
     """A temporary folder with the tokenizer files: a running job may delete the original."""
-    from minimind.data.tokenizer.files import write_tokenizer
+    from minimind.data.tokenizer.vocabulary import write_tokenizer
 
     with storing("a temporary folder", "free some space, or name another place by TMPDIR"):
         folder = TemporaryDirectory()
@@ -207,7 +207,7 @@ def _open_data(
 
     `paths` are local files of `place`, `folder` has those of the tokenizer; only rank 0 prints.
     """
-    from minimind.data.chat.rendering import date_of
+    from minimind.data.chat.template import date_of
     from minimind.data.prepare.prepare import (
         PrepareRequest,
         holds_conversations,
@@ -216,7 +216,7 @@ def _open_data(
         prepare_for_run,
     )
     from minimind.data.prepare.work_units import Options, Source
-    from minimind.data.tokenizer.load import longest_document
+    from minimind.data.tokenizer.hf_tokenizer import longest_document
 
     if is_prepared(paths[0]):
         path = Path(paths[0]).expanduser()

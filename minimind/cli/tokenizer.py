@@ -99,11 +99,15 @@ def run_train(args: argparse.Namespace, cache: ObjectCache) -> int:
 def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
     from minimind.data.prepare.remote import local_text
     from minimind.data.text.sample import sample
-    from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME, MODEL_NAME
-    from minimind.data.tokenizer.load import load_tokenizer
+    from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
     from minimind.data.tokenizer.sentencepiece import is_trained, train_tokenizer
     from minimind.data.tokenizer.statistics import measure
-    from minimind.data.tokenizer.vocabulary import require_learnable
+    from minimind.data.tokenizer.vocabulary import (
+        CONFIG_NAME,
+        JSON_NAME,
+        MODEL_NAME,
+        require_learnable,
+    )
     from minimind.runtime.output_folder import NewFolder
 
     started = time.perf_counter()
@@ -161,7 +165,7 @@ class Reader:
 
     def training_texts(self, paths: Sequence[str]) -> Iterator[str]:
         """The texts of all documents that a run would train on."""
-        from minimind.data.prepare.unit_reader import split_of
+        from minimind.data.prepare.encode import split_of
         from minimind.data.text.inputs import find_files, require_once
 
         files = find_files(paths)
@@ -185,7 +189,7 @@ def read_texts(path: Path, reading: ReadOptions, skips_bad: bool) -> Iterator[st
     """
     from tqdm import tqdm
 
-    from minimind.data.prepare.unit_reader import documents_of, ignore, refuse
+    from minimind.data.prepare.encode import documents_of, ignore, refuse
     from minimind.data.text.inputs import segments_of
 
     reject = ignore if skips_bad else refuse
@@ -198,7 +202,7 @@ def read_texts(path: Path, reading: ReadOptions, skips_bad: bool) -> Iterator[st
 
 def _reading(args: argparse.Namespace, tokenizer: str | None) -> ReadOptions:
     from minimind.data.text.documents import ReadOptions
-    from minimind.data.tokenizer.load import longest_document
+    from minimind.data.tokenizer.hf_tokenizer import longest_document
 
     return ReadOptions(args.text_field, args.max_document_bytes or longest_document(tokenizer))
 
@@ -210,7 +214,7 @@ def run_inspect(args: argparse.Namespace, cache: ObjectCache) -> int:
     from minimind.data.prepare.remote import local_text
     from minimind.data.text.inputs import find_files
     from minimind.data.tokenizer import statistics as tables
-    from minimind.data.tokenizer.load import load_tokenizer
+    from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
     from minimind.data.tokenizer.statistics import AWKWARD, measure
 
     tokenizer, reading = load_tokenizer(args.tokenizer), _reading(args, args.tokenizer)

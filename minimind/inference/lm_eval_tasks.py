@@ -9,12 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import at_least, non_empty
-from minimind.data.tokenizer.files import JSON_NAME, write_tokenizer
+from minimind.data.tokenizer.vocabulary import JSON_NAME, write_tokenizer
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import printing
 
 if TYPE_CHECKING:
-    from minimind.data.tokenizer.load import AnyTokenizer
+    from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
 
 # Flags of `minimind eval` that select the text, with their defaults.
 OF_TEXT = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.flags import HUGGING_FACE
-from minimind.data.tokenizer.files import JSON_NAME, MODEL_NAME, read_configuration
+from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME, read_configuration
 from minimind.errors import DataError, UsageError
 
 

@@ -15,7 +15,7 @@ import torch
 from minimind.checkpoint.directory import differences, read_manifest
 from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.validation import read_config
-from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
+from minimind.data.tokenizer.vocabulary import MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError
 from minimind.interop.tensor_sources import INDEX, TRAINED, WHOLE, TensorSource, open_checkpoint
 from minimind.interop.write_folder import (

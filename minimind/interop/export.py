@@ -16,19 +16,28 @@ from transformers import PretrainedConfig
 
 from minimind.checkpoint.validation import ModelConfig
 from minimind.data.chat.template import ChatTemplate, own_template
-from minimind.data.tokenizer.files import DEFAULT, TOKENIZER_FILES, with_length
-from minimind.data.tokenizer.gguf_vocabulary import gguf_vocabulary
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+from minimind.data.tokenizer.vocabulary import DEFAULT, TOKENIZER_FILES, with_length
 from minimind.errors import UsageError
-from minimind.interop.auto import AUTO_MAP, remote_code, remote_code_in
 from minimind.interop.gguf import NAME as GGUF_NAME
-from minimind.interop.gguf import architecture, gguf_parts, require_gguf, write_gguf
-from minimind.interop.hf_folder import config_and_tokenizer_files, transformers_files
+from minimind.interop.gguf import (
+    architecture,
+    gguf_parts,
+    gguf_vocabulary,
+    require_gguf,
+    write_gguf,
+)
+from minimind.interop.hf_folder import (
+    AUTO_MAP,
+    config_and_tokenizer_files,
+    remote_code,
+    remote_code_in,
+    transformers_files,
+)
 from minimind.interop.model_card import NAME as CARD
 from minimind.interop.model_card import is_edited, model_card
 from minimind.interop.model_card import is_ours as is_card
-from minimind.interop.tensor_sources import INDEX, WHOLE
-from minimind.interop.weight_names import to_gguf, to_rotate_half
+from minimind.interop.tensor_sources import INDEX, WHOLE, to_gguf, to_rotate_half
 from minimind.interop.weights import TRANSFORMERS, Weights, check_vocabulary
 from minimind.interop.write_folder import (
     SHARDS,

@@ -17,7 +17,7 @@ from minimind.architecture.hf_models import require_unquantized
 from minimind.checkpoint.tensor_files import readable
 from minimind.checkpoint.validation import Positions, RopeScaling
 from minimind.errors import CheckpointError, UsageError
-from minimind.interop.weight_names import EMBEDDING, to_minimind2
+from minimind.interop.tensor_sources import EMBEDDING, to_minimind2
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.checked_json import (
     CheckedJson,

@@ -8,20 +8,32 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minimind.architecture.select import special_ids
-from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME, dump_json, with_length
-from minimind.data.tokenizer.load import AnyTokenizer
-from minimind.data.tokenizer.vocabulary import CONTROL, FILLER
+from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+from minimind.data.tokenizer.vocabulary import (
+    CONFIG_NAME,
+    CONTROL,
+    FILLER,
+    JSON_NAME,
+    dump_json,
+    with_length,
+)
+from minimind.errors import CheckpointError
 from minimind.interop.write_folder import configuration_files
+from minimind.model import decoder
+from minimind.model.configuration import MiniMindConfig
+from minimind.runtime.checked_json import read_object
+from minimind.runtime.durable_files import read_small
 from minimind.runtime.panics import panics_caught
 
 TEXTS = (
@@ -114,3 +126,68 @@ def _test_texts(tokenizer: AnyTokenizer) -> Iterator[str]:
     rng = random.Random(0)
     for _ in range(RANDOM_TEXTS if ids else 0):
         yield tokenizer.decode(rng.choices(ids, k=rng.randint(1, 20)))
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration.MiniMindConfig",
+    "AutoModel": "decoder.MiniMindModel",
+    "AutoModelForCausalLM": "decoder.MiniMindForCausalLM",
+    "AutoModelForQuestionAnswering": "decoder.MiniMindForQuestionAnswering",
+    "AutoModelForSequenceClassification": "decoder.MiniMindForSequenceClassification",
+    "AutoModelForTokenClassification": "decoder.MiniMindForTokenClassification",
+}
+"""The "auto_map" of config.json: file and class by Auto class."""
+
+_PACKAGE = Path(__file__).parents[1]
+_IMPORT = re.compile(r"^([ \t]*)from minimind((?:\.\w+)*)\.(\w+) import ", re.MULTILINE)
+_RELATIVE = re.compile(rb"^[ \t]*from \.(\w+) import ", re.MULTILINE)
+_FILE = re.compile(r"\w+\.py")
+
+
+def remote_code() -> dict[str, bytes]:
+    """Content by file name, sorted, read from this package: what is exported is what ran."""
+    files: dict[str, bytes] = {}
+    pending = [(".model", entry.split(".")[0]) for entry in AUTO_MAP.values()]
+    while pending:
+        package, module = pending.pop()
+        if f"{module}.py" in files:
+            continue
+        folder = _PACKAGE.joinpath(*package.split("."))
+        source = (folder / f"{module}.py").read_text(encoding="utf-8")
+        files[f"{module}.py"] = _IMPORT.sub(r"\1from .\3 import ", source).encode()
+        pending += [(package, name) for _, package, name in _IMPORT.findall(source)]
+    return dict(sorted(files.items()))
+
+
+def remote_code_in(folder: Path) -> set[str]:
+    """Names of these files in an export of any version, in which modules may have other names.
+
+    They are what its "auto_map" names, and what that imports.
+    """
+    try:
+        entries = read_object(folder / "config.json")[0].get("auto_map")
+    except CheckpointError:
+        return set()
+    found: set[str] = set()
+    pending = [
+        str(entry).partition(".")[0]
+        for entry in (entries if type(entries) is dict else {}).values()
+    ]
+    while pending:
+        name = f"{pending.pop()}.py"
+        if name not in found and _FILE.fullmatch(name) and (folder / name).is_file():
+            found.add(name)
+            pending += map(bytes.decode, _RELATIVE.findall(read_small(folder / name)))
+    return found
+
+
+def register() -> None:
+    """Register model_type "minimind" with the Auto classes of AUTO_MAP; may be repeated.
+
+    From then on they use these classes instead of the code in a directory.
+    """
+    AutoConfig.register(MiniMindConfig.model_type, MiniMindConfig, exist_ok=True)
+    for name, entry in AUTO_MAP.items():
+        if name != "AutoConfig":
+            kind = getattr(decoder, entry.split(".")[1])
+            getattr(transformers, name).register(MiniMindConfig, kind, exist_ok=True)

@@ -23,7 +23,7 @@ from minimind.checkpoint.directory import read_manifest
 from minimind.checkpoint.retention import saved_of
 from minimind.config.flags import HUGGING_FACE
 from minimind.config.parse import load_yaml
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.interop.gguf import NAME as GGUF_NAME
 from minimind.interop.tensor_sources import TRAINED

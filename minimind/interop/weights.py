@@ -8,21 +8,25 @@ tensors must be exactly those of the shape.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
+from minimind.architecture.hf_models import model_of
 from minimind.architecture.select import foreign_config_of
 from minimind.checkpoint.directory import MANIFEST, Chosen, choose, read_chosen, read_manifest
 from minimind.checkpoint.tensor_files import readable
 from minimind.checkpoint.validation import read_config
-from minimind.data.tokenizer.files import JSON_NAME, MODEL_NAME, TOKENIZER_FILES
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.interop.foreign_config import (
     LLAMA,
@@ -34,27 +38,69 @@ from minimind.interop.foreign_config import (
     shape_from_tensors,
     tensor_name,
 )
-from minimind.interop.hf_weights import match_tensors
 from minimind.interop.tensor_sources import (
     CONFIG,
+    EMBEDDING,
+    HEAD,
+    MINIMIND2_TABLES,
     REPLACE,
     TRAINED,
     TensorSource,
     check_shapes,
+    from_minimind2,
     open_checkpoint,
     open_tensors,
     require_trained,
-)
-from minimind.interop.weight_names import (
-    EMBEDDING,
-    HEAD,
-    MINIMIND2_TABLES,
-    from_minimind2,
     to_interleaved,
 )
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.checked_json import ELSEWHERE, read_foreign_object, require_listed, shown
 from minimind.runtime.locks import ReadLock
+
+
+def match_tensors(source: TensorSource, path: Path, config: PretrainedConfig) -> TensorSource:
+    """The tensors of the model that `config` describes, a tied one once; else CheckpointError.
+
+    As in transformers, names may lack the prefix of the base model (GPT-2 on the hub), and tensors
+    that earlier versions stored and the model now computes are ignored.
+    """
+    if config.num_hidden_layers > len(source.shapes):
+        raise CheckpointError(
+            f"{path}: has fewer tensors than {CONFIG} has layers ({config.num_hidden_layers});"
+            f" {REPLACE}"
+        )
+    with torch.device("meta"):
+        model = model_of(config)
+    expected = {name: list(value.shape) for name, value in model.state_dict().items()}
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    names = {}
+    for name in source.shapes:
+        full = f"{model.base_model_prefix}.{name}"
+        if name in expected or full not in expected:
+            if name not in expected and any(re.search(pattern, name) for pattern in ignored):
+                continue
+            full = name
+        names[full] = name
+    for tied, first in model.all_tied_weights_keys.items():
+        expected.pop(tied)
+        if tied not in names:
+            continue
+        if first in names and not torch.equal(source.read(names[tied]), source.read(names[first])):
+            raise CheckpointError(
+                f"{path}: {names[tied]} is not {names[first]}, though {CONFIG} ties them; correct"
+                " tie_word_embeddings there"
+            )
+        names.setdefault(first, names[tied])
+        names.pop(tied)
+    tensors = source.renamed(names)
+    check_shapes(tensors, path, expected)
+    for name in expected:
+        if not tensors.dtypes[name].is_floating_point:
+            raise CheckpointError(
+                f"{path}: {names[name]} has dtype {tensors.dtypes[name]}; {REPLACE}"
+            )
+    return tensors
+
 
 CHECKPOINT, OURS, TRANSFORMERS = "checkpoint", "minimind", "transformers"
 
@@ -308,3 +354,40 @@ def _validate(kind: str, path: Path, shape: dict[str, Any], source: TensorSource
                 f"{path}: {label} has dtype {dtype}, not {value.dtype}; {REPLACE}"
             )
     return Weights(kind, path, config, source, find_tokenizer(path))
+
+
+def grow_vocabulary(weights: Weights, vocab_size: int) -> Weights:
+    """Return the weights with `vocab_size` rows in each tensor that has a row per id.
+
+    These are read as float32: the rows of the file, then their mean. Raise UsageError for a model
+    whose other tensors depend on the size of its vocabulary.
+    """
+    config = deepcopy(weights.config)
+    rows, config.vocab_size = config.vocab_size, vocab_size
+    with torch.device("meta"):
+        state = model_of(config).state_dict()
+    source = weights.tensors
+    shapes = {name: list(state[name].shape) for name in source.shapes}
+    grown = {name for name, shape in shapes.items() if shape != source.shapes[name]}
+    for name in sorted(grown):
+        old, new = source.shapes[name], shapes[name]
+        if old != [rows, *old[1:]] or new != [vocab_size, *old[1:]]:
+            raise UsageError(
+                f"{weights.path}: {source.file_names.get(name, name)} of shape {old} would be of"
+                f" shape {new} with {vocab_size} ids; give a model with rows for them"
+            )
+
+    def read(name: str) -> Tensor:
+        value = source.read(name)
+        return with_mean_rows(value.float(), vocab_size) if name in grown else value
+
+    dtypes = {**source.dtypes, **dict.fromkeys(grown, torch.float32)}
+    return replace(
+        weights, config=config, tensors=replace(source, shapes=shapes, dtypes=dtypes, read=read)
+    )
+
+
+def with_mean_rows(value: Tensor, rows: int) -> Tensor:
+    """Return `value` of shape (old rows, ...), followed by its mean up to `rows` rows."""
+    mean = value.mean(0, keepdim=True)
+    return torch.cat([value, mean.expand(rows - len(value), *mean.shape[1:])])

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from minimind.data.prepare.encode import Work
+from minimind.data.prepare.encode import Work, split_of
 from minimind.data.prepare.prepare import Prepared
 from minimind.data.prepare.remote import local_text
-from minimind.data.prepare.unit_reader import split_of
 from minimind.data.prepare.work_units import Plan, Unit, placed, read_described
 from minimind.data.shards.conversation_shards import TARGET
 from minimind.data.text.documents import ReadOptions, Rejection

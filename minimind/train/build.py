@@ -28,8 +28,8 @@ from minimind.data.prepare.work_units import Options
 from minimind.data.rows.batches import Batches
 from minimind.data.rows.order import Mixture, Order, Ranges, count_rows, read_skip_rows
 from minimind.data.shards.conversation_shards import ConversationShards
-from minimind.data.text.sources import Source
-from minimind.data.tokenizer.load import load_tokenizer, longest_document
+from minimind.data.text.inputs import Source
+from minimind.data.tokenizer.hf_tokenizer import load_tokenizer, longest_document
 from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE

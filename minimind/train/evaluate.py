@@ -15,7 +15,7 @@ from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepare import Prepared
 from minimind.data.rows.batches import held_out_rows
 from minimind.data.shards.token_shards import TokenShards
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
 from minimind.engine.build import Engine
 from minimind.engine.loss_of_batch import PADDING, uncompiled
 from minimind.errors import UsageError

@@ -30,19 +30,22 @@ from minimind.config.flags import BY_TASK, HUGGING_FACE
 from minimind.config.flags import SHAPE as FLAGS_OF_SHAPE
 from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
-from minimind.data.chat.rendering import date_of
-from minimind.data.chat.template import ChatTemplate
-from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template, with_vocabulary_of
-from minimind.data.prepare.prepare import is_prepared
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.chat.template import ChatTemplate, date_of
+from minimind.data.prepare.prepare import (
+    chat_tokenizer,
+    chosen_template,
+    is_prepared,
+    with_vocabulary_of,
+)
+from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer, load_tokenizer
 from minimind.engine.optimizers import scale_initial_weights
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.foreign_config import ShapeFlags
-from minimind.interop.grow_vocabulary import grow_vocabulary
 from minimind.interop.weights import (
     Weights,
     check_vocabulary,
     find_tokenizer,
+    grow_vocabulary,
     load_transformers_weights,
     load_weights_from,
 )

@@ -30,7 +30,7 @@ from minimind.data.prepare.prepare import Prepared
 from minimind.data.prepare.work_units import Options
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import is_whole, read_manifest, where_listed
-from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
 from minimind.data.tokenizer.lossless import loss_lines
 from minimind.engine.build import Engine
 from minimind.engine.optimizers import iteration_dtype, mup_line

@@ -27,7 +27,7 @@ from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import LAUNCH, deepspeed_files
 from minimind.data.tokenizer.add_special import with_special_tokens
-from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from tests.conftest import ROOT, sentences
 

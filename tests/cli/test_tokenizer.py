@@ -10,11 +10,11 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from minimind.cli.main import main
+from minimind.data.prepare.encode import split_of
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
-from minimind.data.prepare.unit_reader import split_of
 from minimind.data.prepare.work_units import Options
+from minimind.data.text.inputs import Source
 from minimind.data.text.sample import sample
-from minimind.data.text.sources import Source
 from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.data.tokenizer.statistics import quote
 from tests.data.tokenizer.test_tokenizer import prose, verse

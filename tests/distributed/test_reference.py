@@ -16,7 +16,7 @@ from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.work_units import Options
 from minimind.data.rows.order import Order
-from minimind.data.text.sources import Source
+from minimind.data.text.inputs import Source
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.checkpoint.weights import load_weights
 from tests.conftest import Launcher, Run

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from minimind.cli.main import main as minimind
-from minimind.data.chat.turns import Message
+from minimind.data.chat.conversations import Message
 from minimind.inference.chat import template_of
 from minimind.inference.load_model import load_model
 from tests.conftest import ROOT, sentences

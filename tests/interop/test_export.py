@@ -26,7 +26,7 @@ from minimind.errors import CheckpointError, UsageError
 from minimind.inference.load_model import load_checkpoint, load_model
 from minimind.interop import export as export_module
 from minimind.interop import tensor_sources
-from minimind.interop.auto import AUTO_MAP, remote_code
+from minimind.interop.hf_folder import AUTO_MAP, remote_code
 from minimind.interop.weights import load_weights_from
 from minimind.model.decoder import MiniMindForCausalLM
 from tests.conftest import ROOT, sentences

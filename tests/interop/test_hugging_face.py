@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from minimind.interop import auto
+from minimind.interop import hf_folder
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from tests.model.references import as_reference, build
@@ -122,8 +122,8 @@ def test_auto_classes_load_the_model_once_registered(tmp_path: Path, unregistere
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="minimind"):
         AutoConfig.from_pretrained(tmp_path)
-    auto.register()
-    auto.register()
+    hf_folder.register()
+    hf_folder.register()
     assert isinstance(AutoConfig.from_pretrained(tmp_path), MiniMindConfig)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert isinstance(loaded, MiniMindForCausalLM)

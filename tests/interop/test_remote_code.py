@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
-from minimind.interop.auto import AUTO_MAP, remote_code
+from minimind.interop.hf_folder import AUTO_MAP, remote_code
 from tests.conftest import ROOT, sentences
 from tests.model.references import build
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minimind.interop.weight_names import (
+from minimind.interop.tensor_sources import (
     from_minimind2,
     to_gguf,
     to_interleaved,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from transformers.models.auto import modeling_auto as auto
 
-from minimind.interop.auto import register
+from minimind.interop.hf_folder import register
 from minimind.model import decoder
 from minimind.model.configuration import MiniMindConfig
 from tests.generation.test_utils import GenerationTesterMixin  # pyright: ignore[reportMissingImports] (theirs)

@@ -20,7 +20,7 @@ from minimind.data.prepare import remote
 from minimind.data.prepare.dataset_folder import prepare_folder
 from minimind.data.prepare.prepare import Prepared, PrepareRequest, open_prepared
 from minimind.data.rows.order import Order
-from minimind.data.text.sources import Source
+from minimind.data.text.inputs import Source
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.recovery.step_rows import logged_order
 from minimind.storage import download, filesystem

@@ -19,20 +19,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
-from minimind.data.chat.conversations import conversation_of_line, messages_of
-from minimind.data.chat.rendering import DATE
-from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
-from minimind.data.chat.turns import Message
+from minimind.data.chat.conversations import Message, conversation_of_line, messages_of
+from minimind.data.chat.template import DATE, DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
+from minimind.data.prepare.encode import split_of
 from minimind.data.prepare.prepare import holds_conversations
-from minimind.data.prepare.unit_reader import split_of
 from minimind.data.text.documents import ReadOptions, parse_line
-from minimind.data.tokenizer.gguf_vocabulary import CONTROL
-from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.chat import Chat, template_of
 from minimind.inference.generate import Sampling
 from minimind.inference.load_model import load_model
+from minimind.interop.gguf import CONTROL
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 
 train: Any = training  # a package that is called like a function
@@ -284,7 +282,7 @@ def test_a_template_that_asks_for_the_date_is_told_one_on_every_day_of_a_run(
 
     out, other = tmp_path / "out", {"cache_dir": str(tmp_path / "cache of another host")}
     assert train(given, out_dir=str(out), stop_at_step=2) == 75
-    monkeypatch.setattr("minimind.data.chat.rendering.date", OtherDay)
+    monkeypatch.setattr("minimind.data.chat.template.date", OtherDay)
     assert train({**given, **other}, out_dir=str(out)) == 0
     assert losses(out) == losses(tmp_path / "whole")
     (manifest,) = (tmp_path / "cache of another host").glob("tokens-*/manifest.json")

@@ -16,7 +16,7 @@ from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.errors import UsageError
 from minimind.inference.load_model import load_checkpoint
-from minimind.interop.weight_names import to_minimind2
+from minimind.interop.tensor_sources import to_minimind2
 from minimind.train.initial_weights import read_initial
 from tests.conftest import sentences
 from tests.faults import tiny

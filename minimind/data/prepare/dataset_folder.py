@@ -31,8 +31,8 @@ from minimind.data.prepare.work_units import (
 )
 from minimind.data.prepare.workers import encode_plan
 from minimind.data.shards.manifest import MANIFEST_NAME
-from minimind.data.tokenizer.files import TOKENIZER_FILES, write_tokenizer
-from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.vocabulary import TOKENIZER_FILES, write_tokenizer
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import (
     canonical_json,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from minimind.data.chat.readable import readable
+from minimind.data.chat.template import readable
 from minimind.data.prepare.merge import tokens_fingerprint
 from minimind.data.prepare.prepare import Prepared
 from minimind.data.shards.conversation_shards import ConversationShards, unmarked

@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minimind.data.prepare.encode import MAX_IGNORED, TOKENIZER_NAME, Work
-from minimind.data.prepare.unit_reader import MAX_LISTED, refusal
+from minimind.data.prepare.encode import MAX_IGNORED, MAX_LISTED, TOKENIZER_NAME, Work, refusal
 from minimind.data.prepare.work_units import PLAN_NAME, Plan, Source, Unit
 from minimind.data.shards.manifest import (
     FORMAT_VERSION,

@@ -6,10 +6,14 @@ and gives the same files.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import random
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -19,10 +23,26 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from minimind.config.flags import BY_TASK
+from minimind.config.run_config import RunConfig
 from minimind.data.chat.conversations import require_records
-from minimind.data.chat.readable import readable
-from minimind.data.prepare.cache import build_once
-from minimind.data.prepare.encode import TOKENIZER_NAME, Work
+from minimind.data.chat.template import (
+    DEFAULT_TEMPLATE,
+    named_tokens,
+    own_template,
+    readable,
+    require_bounded,
+    special_names,
+)
+from minimind.data.prepare.encode import (
+    TOKENIZER_NAME,
+    Work,
+    documents_of,
+    ignore,
+    refusal,
+    refuse,
+    split_of,
+)
 from minimind.data.prepare.merge import (
     REJECTED_NAME,
     clear,
@@ -30,7 +50,6 @@ from minimind.data.prepare.merge import (
     no_training_documents,
     require_few_rejected,
 )
-from minimind.data.prepare.unit_reader import documents_of, ignore, refusal, refuse, split_of
 from minimind.data.prepare.work_units import PLAN_NAME, Options, Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
 from minimind.data.shards.conversation_shards import ConversationShards
@@ -41,17 +60,75 @@ from minimind.data.shards.manifest import (
     require_untouched,
 )
 from minimind.data.shards.token_shards import TokenShards
-from minimind.data.text.inputs import kind_of
-from minimind.data.text.sources import Source
-from minimind.data.tokenizer.files import MODEL_NAME, write_tokenizer
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.text.inputs import Source, kind_of
+from minimind.data.tokenizer.add_special import with_special_tokens
+from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.lossless import MOST_LOST, TextLoss, require_kept
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
-from minimind.data.tokenizer.vocabulary import require_learnable
-from minimind.errors import DataError
-from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, write_whole
+from minimind.data.tokenizer.vocabulary import (
+    MODEL_NAME,
+    TEMPLATE_NAME,
+    ChatTemplates,
+    require_learnable,
+    write_tokenizer,
+)
+from minimind.errors import DataError, StorageError, UsageError
+from minimind.runtime.durable_files import (
+    canonical_json,
+    fingerprint,
+    read_small_text,
+    sha256_of,
+    storing,
+    sync_directory,
+    write_whole,
+)
+from minimind.runtime.file_kinds import kind_of_file
 from minimind.runtime.terminal import phase
 from minimind.storage.object_cache import named
+
+
+def build_once(
+    directory: Path, build: Callable[[Path], None], remedy: str, is_resumable: bool = False
+) -> None:
+    """Call `build` to fill `directory` unless it exists; other processes wait meanwhile.
+
+    A resumable build continues from what a killed one left.
+
+    `build` fills a temporary directory that is renamed when complete, so `directory` can be used
+    without a lock, also in a read-only cache. The kernel releases the lock when its process ends.
+    The lock file stays: if it were removed, two processes could lock two files of one name.
+    """
+    if directory.is_dir():
+        return
+    with storing(f"{directory}: cannot be written", remedy):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with open(directory.with_name(f"{directory.name}.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not directory.is_dir():
+                _build(directory, build, is_resumable)
+
+
+def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -> None:
+    if is_resumable:
+        draft = directory.with_name(f"{directory.name}.part")
+        draft.mkdir(exist_ok=True)
+    else:
+        for leftover in directory.parent.glob(f"{directory.name}.tmp-*"):  # of a killed process
+            shutil.rmtree(leftover)
+        draft = Path(tempfile.mkdtemp(prefix=f"{directory.name}.tmp-", dir=directory.parent))
+        draft.chmod(0o755)  # mkdtemp makes it private
+    try:
+        build(draft)
+        sync_directory(draft)
+        os.rename(draft, directory)
+        sync_directory(directory.parent)
+    except BaseException as error:
+        # Kept after Ctrl-C and after the death of a worker, not if the same text would fail again
+        # or the disk is full.
+        if isinstance(error, DataError | UsageError | StorageError | OSError) or not is_resumable:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
 
 REMEDY = "free space or give another --cache_dir"
 NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
@@ -334,3 +411,78 @@ def _sampled(units: Sequence[Unit]) -> list[Unit]:
         kept.append(unit)
         size += unit.bytes
     return sorted(kept, key=lambda unit: unit.number)
+
+
+def read_template(path: str) -> tuple[str, str]:
+    """Source and name in messages of --chat_template `path`.
+
+    Raise UsageError if it cannot be read, or takes too much time or memory.
+    """
+    name = f"--chat_template {path}"
+    try:
+        source = read_small_text(Path(path).expanduser())
+    except (OSError, UnicodeDecodeError) as error:
+        kind = kind_of_file(Path(path).expanduser())
+        reason = f"it is {kind}" if kind else "it is not UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else reason
+        raise UsageError(
+            f"{name}: cannot be read ({reason}); name a file with a Jinja template"
+        ) from error
+    require_bounded(source, name)
+    return source, name
+
+
+def chosen_template(path: str | None, tokenizer: AnyTokenizer | None) -> tuple[str, str, str]:
+    """The source of a run's template, its name in messages, and its line of the start summary.
+
+    It is that of --chat_template `path`, else that of the tokenizer, else ours.
+    """
+    templates = ChatTemplates() if tokenizer is None else tokenizer.templates
+    if path is not None:
+        source, name = read_template(path)
+        instead = f", instead of that in {templates.origin}" if templates.by_name else ""
+        return source, name, f"template  {name}{instead}"
+    if tokenizer is not None and (own := own_template(tokenizer)):
+        others = len(templates.by_name) - 1
+        more = f", the default one of {others + 1}" if others else ""
+        return *own, f"template  its own ({templates.origin}{more})"
+    return DEFAULT_TEMPLATE, "--chat_template by default", "template  the default: it has none"
+
+
+def chat_tokenizer(
+    tokenizer: AnyTokenizer, template: str, name: str, cache_dir: Path
+) -> AnyTokenizer:
+    """The tokenizer with the special tokens that a template writes, and the template beside it.
+
+    Tokens that it lacks are appended after its last id. `name` is what messages call the template.
+    """
+    names = special_names(template, named_tokens(tokenizer), name)
+    templates = tokenizer.templates
+    is_one_of_several = template == templates.default and len(templates.by_name) > 1
+    beside = {} if is_one_of_several else {TEMPLATE_NAME: template.encode()}
+    files = {name: sha256(content).hexdigest() for name, content in tokenizer.files().items()}
+    directory = cache_dir / f"tokenizer-{fingerprint([files, names, template])}"
+
+    def build(draft: Path) -> None:
+        extended = with_special_tokens(tokenizer, names, draft / "extended")
+        write_tokenizer(draft, {**extended.files(), **beside})
+
+    build_once(directory, build, REMEDY)
+    return load_tokenizer(directory)
+
+
+def with_vocabulary_of(run: RunConfig, checkpoint: Path, rows: int) -> RunConfig:
+    """Return the run with the rows of a checkpoint, which include added special tokens.
+
+    Raise UsageError if --vocab_size is neither with nor without them.
+    """
+    if run.is_explicit("vocab_size"):
+        special, before = {*load_tokenizer(checkpoint).special_tokens().values()}, rows
+        while before - 1 in special:
+            before -= 1
+        if not before <= run.vocab_size <= rows:
+            raise UsageError(
+                f"vocab_size = {run.vocab_size} ({run.sources['vocab_size']}), but {checkpoint} has"
+                f" {rows}; drop it"
+            )
+    return run.with_values(BY_TASK, vocab_size=rows)

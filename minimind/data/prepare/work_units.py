@@ -15,8 +15,7 @@ from typing import Any
 
 from minimind.data.shards.manifest import FORMAT_VERSION
 from minimind.data.text.documents import ReadOptions
-from minimind.data.text.inputs import Segment, find_files, is_cut, require_once, segments_of
-from minimind.data.text.sources import Source
+from minimind.data.text.inputs import Segment, Source, find_files, is_cut, require_once, segments_of
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import fingerprint
 

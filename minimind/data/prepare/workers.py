@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from minimind.data.prepare.encode import TOKENIZER_NAME, Work, encode_unclaimed
 from minimind.data.prepare.work_units import PLAN_NAME, Plan, Unit
-from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
 from minimind.errors import RunError
 
 SIGNAL_GRACE = 1.0  # seconds

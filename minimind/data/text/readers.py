@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from minimind.data.text.compressed import BUFFER_BYTES, Damage, unpacked
 from minimind.data.text.documents import (
     DocumentError,
     ReadOptions,
@@ -20,7 +19,7 @@ from minimind.data.text.documents import (
     too_long_line,
 )
 from minimind.data.text.inputs import DATASET, Segment, kind_of
-from minimind.data.text.tables import dataset_texts, parquet_texts
+from minimind.data.text.tables import BUFFER_BYTES, Damage, dataset_texts, parquet_texts, unpacked
 from minimind.errors import DataError
 from minimind.runtime.file_kinds import JSON_TEXT, LOOKED_AT, Kind, kind_of_content, kind_of_file
 

@@ -11,9 +11,16 @@ import sentencepiece
 import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
-from minimind.data.tokenizer.escaping import GUARD, MARK, SPACE_SIGN, escape, unescape
-from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME
-from minimind.data.tokenizer.vocabulary import FILLER_PREFIX
+from minimind.data.tokenizer.vocabulary import (
+    CONFIG_NAME,
+    FILLER_PREFIX,
+    GUARD,
+    JSON_NAME,
+    MARK,
+    SPACE_SIGN,
+    escape,
+    unescape,
+)
 
 PROBES = 500
 

@@ -10,8 +10,7 @@ from unicodedata import normalize
 
 import numpy as np
 
-from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer, HuggingFaceTokenizer
 from minimind.errors import DataError
 
 MOST_LOST = 0.001  # of the bytes of a source

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 
-from minimind.data.tokenizer.escaping import SPACE_SIGN
-from minimind.errors import UsageError
+from minimind.errors import DataError, UsageError
+from minimind.runtime.checked_json import is_deeper
+from minimind.runtime.durable_files import read_small, storing, write_whole
+from minimind.runtime.file_kinds import JSON_TEXT, kind_of_content
+
+# SentencePiece writes a space as U+2581 and cannot tell them apart when decoding. Two Unicode
+# noncharacters replace it: MARK stands for U+2581, GUARD escapes MARK and GUARD in the text. All
+# three take 3 bytes in UTF-8, so U+2581 keeps its size.
+SPACE_SIGN, MARK, GUARD = "\u2581", "\ufdd0", "\ufdd1"
+ESCAPES = {ord(SPACE_SIGN): MARK, ord(MARK): GUARD + MARK, ord(GUARD): GUARD + GUARD}
+ESCAPED = re.compile(f"{GUARD}([{MARK}{GUARD}])|{MARK}")
+
+
+def escape(text: str) -> str:
+    """Replace every U+2581."""
+    if SPACE_SIGN in text or MARK in text or GUARD in text:
+        return text.translate(ESCAPES)
+    return text
+
+
+def unescape(text: str) -> str:
+    """Undo `escape`, and turn U+2581 into the space that it stands for."""
+    text = text.replace(SPACE_SIGN, " ")
+    return ESCAPED.sub(lambda match: match.group(1) or SPACE_SIGN, text)
+
+
+def require_unicode(text: str) -> None:
+    """Raise DataError if the text cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"a text is not Unicode: a lone surrogate at character {error.start};"
+            " check its encoding"
+        ) from error
+
 
 CONTROL, FILLER, BYTE, CHARACTER, LONGER = "control", "filler", "byte", "character", "longer"
 KINDS = {
@@ -115,3 +154,230 @@ def name_error(name: str, before: Sequence[str]) -> str:
     if SPACE_SIGN in name:
         return "holds U+2581, which stands for a space in pieces"
     return ""
+
+
+MODEL_NAME = "tokenizer.model"
+JSON_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"
+SPECIALS_NAME = "special_tokens_map.json"
+TEMPLATE_NAME = "chat_template.jinja"  # as transformers names it
+TEMPLATE_FOLDER = "additional_chat_templates"
+PROCESSOR_TEMPLATE_NAME = "chat_template.json"
+TEMPLATE_KEY = "chat_template"  # of the JSON files
+LISTED = "added_tokens_decoder"  # all added tokens, in a tokenizer_config.json by transformers 4
+DEFAULT = "default"  # name of the template that formats conversations
+TOKEN_ROLES = tuple(f"{role}_token" for role in "bos eos unk sep pad cls mask".split())
+TOKENIZER_FILES = (MODEL_NAME, JSON_NAME, CONFIG_NAME, SPECIALS_NAME, TEMPLATE_NAME)
+LARGEST_TEMPLATE = 2**20  # bytes
+MOST_TEMPLATES = 100
+DEEPEST = 100  # of JSON; the library reads 128
+LARGEST_FILE = 2**28  # bytes; a million pieces take a tenth of it
+
+
+@dataclass(frozen=True)
+class ChatTemplates:
+    """The chat templates of a folder by name, and the file that they are from."""
+
+    by_name: Mapping[str, str] = field(default_factory=dict)
+    origin: str = ""
+
+    @property
+    def default(self) -> str | None:
+        """The one that formats conversations; None if there is none, or none of several is it."""
+        return self.by_name.get(DEFAULT)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What the files beside a tokenizer say."""
+
+    files: Mapping[str, bytes]  # by name, to be kept with the tokenizer
+    values: Mapping[str, Any]  # of its JSON files, as AutoTokenizer merges them
+    templates: ChatTemplates
+
+    @property
+    def token_names(self) -> dict[str, str]:
+        """Names of tokens by role, such as `bos_token`."""
+        found = {}
+        for role in TOKEN_ROLES:
+            token = self.values.get(role)
+            token = token.get("content") if isinstance(token, dict) else token  # with flags
+            if isinstance(token, str):
+                found[role] = token
+        return found
+
+
+def read_configuration(path: Path) -> Configuration:
+    """Read the files beside that of a tokenizer; raise DataError for one that cannot be read."""
+    files, parsed = {}, {CONFIG_NAME: {}, SPECIALS_NAME: {}}
+    for name in parsed:
+        if os.path.lexists(file := path.with_name(name)):
+            files[name] = read_file(file)
+            parsed[name] = parse_object(file, files[name])
+    config, specials = parsed.values()
+    if LISTED in config:  # AutoTokenizer then leaves the other file unread
+        files.pop(SPECIALS_NAME, None)
+        specials = {}
+    templates = _find_templates(path.parent, config, specials)
+    if TEMPLATE_KEY in specials:  # it would win over what is written beside it
+        files[SPECIALS_NAME] = dump_json(_without_template(specials))
+    is_in_config = templates.origin in ("", CONFIG_NAME)
+    if templates.origin == TEMPLATE_FOLDER or not (
+        is_in_config or [*templates.by_name] == [DEFAULT]
+    ):  # listed in a file, as folders of ours are flat
+        named = [{"name": name, "template": text} for name, text in templates.by_name.items()]
+        files[CONFIG_NAME] = dump_json({**config, TEMPLATE_KEY: named})
+    elif not is_in_config:
+        files[TEMPLATE_NAME] = templates.by_name[DEFAULT].encode()
+    elif TEMPLATE_KEY in config and not templates.origin:  # the other file says that it has none
+        files[CONFIG_NAME] = dump_json(_without_template(config))
+    return Configuration(files, config | specials, templates)
+
+
+def _without_template(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != TEMPLATE_KEY}
+
+
+def _find_templates(
+    folder: Path, config: Mapping[str, Any], specials: Mapping[str, Any]
+) -> ChatTemplates:
+    """The chat templates that AutoTokenizer finds in a folder with these JSON files.
+
+    The one of special_tokens_map.json, where it is read, wins over all others. Where there is none,
+    that which only processors of transformers read (chat_template.json).
+    """
+    if TEMPLATE_KEY in specials:
+        place, value = folder / SPECIALS_NAME, specials[TEMPLATE_KEY]
+    else:
+        place, value = folder / CONFIG_NAME, config.get(TEMPLATE_KEY)
+        if (found := _find_template_files(folder)).by_name:
+            return found
+    if value is None and _is_there(place := folder / PROCESSOR_TEMPLATE_NAME):
+        value = parse_object(place, read_file(place)).get(TEMPLATE_KEY) or None
+    if value is None:
+        return ChatTemplates()
+    return ChatTemplates(_templates_by_name(place, value), place.name)
+
+
+def _find_template_files(folder: Path) -> ChatTemplates:
+    jinja = folder / TEMPLATE_NAME
+    files = {DEFAULT: jinja} if _is_there(jinja) else {}
+    more = sorted(filter(_is_there, (folder / TEMPLATE_FOLDER).glob("*.jinja")))
+    if len(more) > MOST_TEMPLATES:
+        raise DataError(
+            f"{folder / TEMPLATE_FOLDER}: has {len(more):,} templates, more than {MOST_TEMPLATES};"
+            " remove those that are not needed"
+        )
+    files |= {file.name.removesuffix(".jinja"): file for file in more}
+    origin = TEMPLATE_NAME if [*files.values()] == [jinja] else TEMPLATE_FOLDER
+    return ChatTemplates({name: _read_template(file) for name, file in files.items()}, origin)
+
+
+def _is_there(template: Path) -> bool:
+    """Whether AutoTokenizer reads it, or should: not a folder, but a link that leads nowhere."""
+    return os.path.lexists(template) and not template.is_dir()
+
+
+def _templates_by_name(path: Path, value: Any) -> dict[str, str]:
+    """The templates of a JSON file: one text, or several by name."""
+    named = {DEFAULT: value} if isinstance(value, str) else value
+    found: dict[Any, Any]
+    try:
+        found = dict(
+            named if isinstance(named, dict) else ((one["name"], one["template"]) for one in named)
+        )
+    except (TypeError, KeyError):
+        found = {"": None}
+    if not all(isinstance(text, str) for text in (*found, *found.values())):
+        what = 'neither a text nor a list of {"name": ..., "template": ...}'
+        refuse(path, f"no configuration of a tokenizer (its {TEMPLATE_KEY} is {what})")
+    return found
+
+
+def _read_template(path: Path) -> str:
+    """The text of a template, with universal newlines as transformers reads it."""
+    content = read_file(path, LARGEST_TEMPLATE)
+    kind = kind_of_content(content)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        refuse(path, f"{kind}, not a template" if kind else "not UTF-8", error)
+    if kind and kind.is_pointer:
+        refuse(path, f"{kind}, not a template")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_file(path: Path, most: int = LARGEST_FILE) -> bytes:
+    """A file of a tokenizer; raise DataError if it cannot be read."""
+    try:
+        return read_small(path, most)
+    except OSError as error:
+        raise DataError(
+            f"{path}: the tokenizer cannot be read ({error.strerror}); check the file"
+        ) from error
+
+
+def parse_object(path: Path, content: bytes) -> dict[str, Any]:
+    """The JSON object in a file of a tokenizer; raise DataError for anything else."""
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        kind = kind_of_content(content, JSON_TEXT)
+        refuse(path, f"{kind}, not JSON" if kind else f"not JSON ({error})", error)
+    if not isinstance(parsed, dict):
+        refuse(path, "no JSON object")
+    if is_deeper(parsed, DEEPEST):
+        refuse(path, f"nested deeper than {DEEPEST}")
+    return parsed
+
+
+def refuse(path: Path, what: str, error: BaseException | None = None) -> NoReturn:
+    """Raise DataError for a file that is not what its name says."""
+    raise DataError(
+        f"{path}: is {what}; restore it, or write it with save_pretrained again"
+    ) from error
+
+
+def dump_json(values: Any) -> bytes:
+    """JSON of a tokenizer's file."""
+    return json.dumps(values, ensure_ascii=False, indent=1).encode()
+
+
+def formatting_as_trained(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files, such that transformers formats conversations to the ids of training.
+
+    It renders a chat template to one text and encodes that. With a template, special tokens are
+    therefore matched in texts, those that a user writes too; without one they are not.
+    """
+    config = json.loads(files.get(CONFIG_NAME, b"{}"))
+    if CONFIG_NAME not in files or not (TEMPLATE_NAME in files or config.get(TEMPLATE_KEY)):
+        return dict(files)
+    return {**files, CONFIG_NAME: dump_json(config | {"split_special_tokens": False})}
+
+
+def with_length(files: Mapping[str, bytes], positions: Any) -> dict[str, bytes]:
+    """The files, such that transformers truncates to the positions of a model where it is asked to.
+
+    A smaller `model_max_length` stays.
+    """
+    if CONFIG_NAME not in files or not isinstance(positions, int):
+        return dict(files)
+    config = json.loads(files[CONFIG_NAME])
+    given = config.get("model_max_length")
+    if isinstance(given, int) and 0 < given <= positions:
+        return dict(files)
+    return {**files, CONFIG_NAME: dump_json(config | {"model_max_length": positions})}
+
+
+def write_tokenizer(directory: str | Path, files: Mapping[str, bytes]) -> None:
+    """Write each file atomically and remove those of another tokenizer."""
+    directory = Path(directory)
+    with storing(f"{directory}: cannot write the tokenizer", "free space, or correct the path"):
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in TOKENIZER_FILES:
+            for leftover in directory.glob(f"{name}.tmp-*"):  # of a killed process
+                leftover.unlink(missing_ok=True)
+            if name in files:
+                write_whole(directory / name, files[name])
+            else:
+                (directory / name).unlink(missing_ok=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from minimind.data.chat.conversations import Message
 from minimind.data.chat.template import SPECIAL_TOKENS, Encoded
-from minimind.data.chat.turns import Message
 from minimind.data.text.documents import DocumentError
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")

@@ -7,12 +7,13 @@ from decimal import Decimal
 import pytest
 
 from minimind.data.chat.conversations import (
+    Message,
     canonical_text,
     conversation_of,
     conversation_of_line,
     messages_of,
+    weight_of,
 )
-from minimind.data.chat.turns import Message, weight_of
 from minimind.data.text.documents import DocumentError, ReadOptions, parse_line
 from tests.data.chat.made import conversation
 

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minimind.data.chat import rendering
-from minimind.data.chat.rendering import PROBE, Renderer, require_bounded
-from minimind.data.chat.template import DEFAULT_TEMPLATE
-from minimind.data.chat.turns import Message, turn_of
+from minimind.data.chat import template as rendering
+from minimind.data.chat.conversations import Message, turn_of
+from minimind.data.chat.template import DEFAULT_TEMPLATE, PROBE, Renderer, require_bounded
 from minimind.errors import UsageError
 from tests.data.chat.hostile import FAILING, HOSTILE, LARGE, LOOPING, LOOPS
 from tests.data.chat.made import CHATML, CHATML_MARKED, HEADERS, HEADERS_MARKED
@@ -162,7 +161,7 @@ def test_a_signal_is_answered_while_a_template_loops_for_some_chats(name: str):
     code = (
         "import signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
-        "from minimind.data.chat.rendering import Message, Renderer\n"
+        "from minimind.data.chat.template import Message, Renderer\n"
         "print('rendering', flush=True)\n"
         f"Renderer({source!r}, {{}}, 'chat.jinja').render([Message('user', 'whales')])\n"
     )
@@ -195,7 +194,7 @@ def test_a_signal_is_answered_while_a_template_is_tried(tmp_path: Path):
     code = (
         "import signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
-        "from minimind.data.chat.rendering import require_bounded\n"
+        "from minimind.data.chat.template import require_bounded\n"
         "print('trying', flush=True)\n"
         f"require_bounded({LOOPS!r}, 'chat.jinja')\n"
     )

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from minimind.data.chat.conversations import canonical_text
+from minimind.data.chat.conversations import Message, canonical_text
 from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate
-from minimind.data.chat.turns import Message
+from minimind.data.prepare.encode import split_of
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
-from minimind.data.prepare.unit_reader import split_of
 from minimind.data.shards.conversation_shards import ConversationShards
-from minimind.data.text.sources import Source
+from minimind.data.text.inputs import Source
 from minimind.recovery.token_balance import conversation_balance
 from tests.data.chat.test_malformed import OPTIONS
 

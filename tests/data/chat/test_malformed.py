@@ -14,8 +14,7 @@ from minimind.data.chat.template import DEFAULT_TEMPLATE
 from minimind.data.prepare.encode import Work, encode_unit
 from minimind.data.prepare.prepare import Prepared, PrepareRequest, prepare_for_run
 from minimind.data.prepare.work_units import Options, Unit, make_plan
-from minimind.data.text.inputs import segments_of
-from minimind.data.text.sources import Source
+from minimind.data.text.inputs import Source, segments_of
 from minimind.errors import DataError
 from tests.data.chat.malformed import Faulty, faulty_files
 

@@ -6,9 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from minimind.data.chat.rendering import spans_by_piece
-from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
-from minimind.data.chat.turns import Message
+from minimind.data.chat.conversations import Message
+from minimind.data.chat.template import (
+    DEFAULT_TEMPLATE,
+    SPECIAL_TOKENS,
+    ChatTemplate,
+    spans_by_piece,
+)
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer

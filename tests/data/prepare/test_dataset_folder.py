@@ -17,10 +17,10 @@ import pytest
 
 from minimind.cli.main import main
 from minimind.data.prepare import dataset_folder as folder
-from minimind.data.prepare import encode, merge, unit_reader
+from minimind.data.prepare import encode, merge
 from minimind.data.prepare.prepare import open_prepared
 from minimind.data.prepare.work_units import MAX_UNITS, SMALLEST_UNIT, Options, Plan, make_plan
-from minimind.data.text.sources import Source, parse_source
+from minimind.data.text.inputs import Source, parse_source
 from minimind.data.tokenizer.sentencepiece import MODEL_NAME, train_tokenizer
 from minimind.errors import UsageError
 from tests.conftest import ROOT, sentences
@@ -346,7 +346,7 @@ def test_what_was_passed_over_is_judged_by_who_asks_last(
 def test_of_much_that_is_bad_all_is_counted_and_a_part_listed(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(unit_reader, "MAX_LISTED", 3)
+    monkeypatch.setattr(encode, "MAX_LISTED", 3)
     monkeypatch.setattr(merge, "MAX_LISTED", 3)
     good = (place / "b.jsonl").read_text()
     (tmp_path / "a.jsonl").write_text(good + "[]\n" * 5 + good[: good.index("\n") + 1])

@@ -13,15 +13,14 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from minimind.data.prepare import encode, unit_reader
+from minimind.data.prepare import encode
 from minimind.data.prepare import prepare as module
+from minimind.data.prepare.encode import UnitReader, split_of
 from minimind.data.prepare.prepare import Prepared, PrepareRequest, prepare_for_run
-from minimind.data.prepare.unit_reader import UnitReader, split_of
 from minimind.data.prepare.work_units import Options, Unit, make_plan
 from minimind.data.shards.manifest import seal
 from minimind.data.text import readers
-from minimind.data.text.inputs import Segment, segments_of
-from minimind.data.text.sources import Source
+from minimind.data.text.inputs import Segment, Source, segments_of
 from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.errors import DataError, StorageError, UsageError
 
@@ -224,7 +223,7 @@ def test_a_file_that_changes_while_it_is_read_is_reported(
         write_lines(segment.path, [*TEXTS, "more"])
         return ((text, 1) for text in TEXTS)
 
-    monkeypatch.setattr(unit_reader, "read_segment", growing)
+    monkeypatch.setattr(encode, "read_segment", growing)
     with pytest.raises(DataError, match="changed since its preparation started"):
         make([corpus], tmp_path / "cache", tokenizer_path)
     assert names(tmp_path / "cache") == []

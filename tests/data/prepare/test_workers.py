@@ -18,8 +18,8 @@ import pytest
 from minimind.cli.main import main
 from minimind.config.run_config import PROJECT
 from minimind.data.prepare import workers
-from minimind.data.prepare.cache import build_once
-from minimind.data.prepare.unit_reader import Batch, UnitReader
+from minimind.data.prepare.encode import Batch, UnitReader
+from minimind.data.prepare.prepare import build_once
 from minimind.data.shards.token_shards import ShardWriter
 from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.errors import DataError, RunError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from minimind.cli.main import main
-from minimind.data.quality import parts
+from minimind.data.quality import filter
 from minimind.data.text.documents import ReadOptions
 from minimind.data.text.inputs import find_files, segments_of
 from minimind.data.text.readers import read_segment
@@ -135,7 +135,7 @@ def test_bad_lines_end_it_or_are_skipped_and_counted(tmp_path, capsys):
 def test_parts_are_cut_and_the_same_text_gives_the_same_bytes(tmp_path, monkeypatch):
     texts = sentences(6, 60)
     text = write(tmp_path / "t.jsonl", texts)
-    monkeypatch.setattr(parts, "PART_BYTES", 1000)
+    monkeypatch.setattr(filter, "PART_BYTES", 1000)
     contents = []
     for name in ("a", "b"):
         assert run(tmp_path / name, text, "--min_chars", 1) == 0

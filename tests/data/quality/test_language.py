@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minimind.data.quality.language import FIRST_CHARS
+from minimind.data.quality.filter import FIRST_CHARS
 from tests.data.quality.test_filter import kept, removed, report_of, run, write
 
 ENGLISH = "The ship left the harbour early in the morning, and nobody on the quay waved."

@@ -9,11 +9,11 @@ from tokenizers import models
 from transformers import AutoTokenizer
 
 from minimind.data.tokenizer.add_special import lacking, with_special_tokens
-from minimind.data.tokenizer.files import write_tokenizer
-from minimind.data.tokenizer.gguf_vocabulary import CONTROL, gguf_vocabulary
-from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
+from minimind.data.tokenizer.vocabulary import write_tokenizer
 from minimind.errors import DataError
+from minimind.interop.gguf import CONTROL, gguf_vocabulary
 from tests.data.tokenizer.test_hf_export import PLAIN, given
 from tests.data.tokenizer.test_hf_tokenizer import END, byte_level
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse

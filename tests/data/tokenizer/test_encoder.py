@@ -11,7 +11,7 @@ import pytest
 import sentencepiece
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
-from minimind.data.tokenizer import encoder as text_encoder
+from minimind.data.tokenizer import sentencepiece as text_encoder
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
 from minimind.errors import DataError
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse

@@ -8,10 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from minimind.data.tokenizer import encoder as text_encoder
-from minimind.data.tokenizer import long_texts
-from minimind.data.tokenizer.long_texts import adjacent_pairs, chunks
-from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.data.tokenizer import sentencepiece
+from minimind.data.tokenizer import sentencepiece as text_encoder
+from minimind.data.tokenizer.sentencepiece import Tokenizer, adjacent_pairs, chunks, train_tokenizer
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse
 
 
@@ -36,8 +35,8 @@ def small_chunks(monkeypatch):
 def test_ids_decoded_a_run_at_a_time_are_the_text_of_the_whole(tokenizer, monkeypatch, most):
     text = "".join([*prose(2, 5), *verse(2, 5), *AWKWARD, *fuzz(most, 50)])
     ids = tokenizer.encode_arrays([text], threads=1)[0]
-    monkeypatch.setattr(long_texts, "CHUNK_TOKENS", most)
-    parts = list(long_texts.id_chunks(ids, tokenizer.pieces))
+    monkeypatch.setattr(sentencepiece, "CHUNK_TOKENS", most)
+    parts = list(sentencepiece.id_chunks(ids, tokenizer.pieces))
     assert len(parts) > 100
     assert [i for part in parts for i in part] == ids.tolist()
     assert tokenizer.decode(ids) == text
