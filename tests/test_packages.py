@@ -1,10 +1,12 @@
 """Imports go down the list of packages, and only one module is the seam."""
 
 import ast
+import subprocess
+import sys
 
 import pytest
 
-from tests.packages import modules, table, violations
+from tests.packages import ROOT, modules, table, violations
 
 
 def test_imports_go_down():
@@ -51,3 +53,25 @@ def test_the_table_counts_every_module():
 def test_no_module_has_a_name_without_meaning():
     names = {name.rsplit(".", 1)[-1] for name in modules()}
     assert not names & {"utils", "common", "helpers", "misc"}
+
+
+# A mistake in a flag is told before torch is imported, and reports and plans need none.
+WITHOUT_TORCH = """
+    cli.main cli.train cli.report launch.plan launch.restart launch.train_pretrain train.inputs
+    config.parse config.flags config.checks config.launcher_env config.deepspeed.resolve
+    architecture.plan architecture.costs architecture.shape checkpoint.directory checkpoint.tools
+    checkpoint.retention report.page report.summary report.history report.verdict
+    inference.prompts inference.stored_template data.tokenizer.vocabulary storage.filesystem
+    runtime.exit runtime.process runtime.durable_files runtime.locks runtime.urls model.sizes
+""".split()
+HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "plotly", "datatrove", "ray"}
+
+
+def test_what_needs_no_torch_imports_none():
+    """Each in the same process: what one imports would be seen at the next."""
+    program = "import importlib, sys\n"
+    program += f"for name in {WITHOUT_TORCH}:\n"
+    program += "    importlib.import_module(f'minimind.{name}')\n"
+    program += f"    assert not (found := sorted({HEAVY} & {{*sys.modules}})), (name, found)\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -14,12 +14,20 @@ CHINESE = (ROOT / "README_zh.md").read_text(encoding="utf-8")
 
 
 def test_the_tree_lists_every_package_and_nothing_that_is_not_there():
+    packages = [*dict.fromkeys(name.split(".")[0] for name in PACKAGES)]
     for text, head in ((README, "## Where things are"), (CHINESE, "## 代码在哪里")):
         block = text.split(head)[1].split("```")[1]
         listed = re.findall(r"^  (\w+)/ ", block, re.MULTILINE)
-        assert sorted(listed) == sorted({name.split(".")[0] for name in PACKAGES} - {"errors"})
+        assert [*listed, "errors"] == packages  # in the order in which they may import
         assert [name for name in re.findall(r"^([\w.]+/?) ", block, re.MULTILINE)
                 if not (ROOT / name).exists()] == []  # fmt: skip
+
+
+def test_the_design_lists_every_package_in_the_order_of_imports():
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    block = design.split("## Packages")[1].split("```")[1]
+    listed = re.findall(r"^(\w+) ", block, re.MULTILINE)
+    assert listed == [*dict.fromkeys(name.split(".")[0] for name in PACKAGES)]
 
 
 def test_every_flag_named_exists():

@@ -140,7 +140,7 @@ class DataOrder(CheckedJson):
 
 
 class RopeScaling(ClosedJson):
-    """How the rotary positions of a decoder are scaled (model/rope_scaling.py)."""
+    """How the rotary positions of a decoder are scaled (model/rotary.py)."""
 
     rope_type: Literal["linear", "ntk", "yarn"]
     factor: Annotated[float, Field(ge=1, le=MAX_FACTOR)]

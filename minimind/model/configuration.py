@@ -14,7 +14,7 @@ class MiniMindConfig(PretrainedConfig):
     `doc_mask`: attention and positions restart at every eos_token_id, unless keys are cached.
     `qk_norm`: queries and keys are normalized per head before the rotation (Qwen3). `use_moe`:
     every feed-forward is a mixture of experts, each of intermediate_size; else fields of experts
-    are ignored. `rope_scaling`: of a context extended beyond the trained one (rope_scaling.py).
+    are ignored. `rope_scaling`: of a context extended beyond the trained one (rotary.py).
     `use_flash_attn=False` means attn_implementation "eager", where none is given.
     """
 

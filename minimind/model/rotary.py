@@ -99,7 +99,7 @@ def build_pos_cis(
     """Return the rotation of each channel pair as complex64 (max_positions, head_dim // 2).
 
     Entry (t, j) rotates pair j at position t by the angle t * theta ** (-2j / head_dim), and has
-    unit length; `scaling` (rope_scaling.py) changes the angles, and yarn the length too. Pairs are
+    unit length; `scaling` changes the angles, and yarn the length too. Pairs are
     ADJACENT channels (0, 1), (2, 3), ... as in RoFormer (Su et al. 2021, section 3.4). Llama in
     transformers pairs channel j with j + D/2, so import and export permute the rows of q and k.
 

@@ -190,7 +190,7 @@ ENGINE = frozenset(
     gradient_accumulation_steps
     """.split()
 )
-# incompatible.py allows a single value of each.
+# A rule above allows a single value of each.
 ONE_VALUE = frozenset(
     """
     managed_gradient_accumulation gradient_allreduce_op sequence_parallel_size data_parallel_size

@@ -69,7 +69,7 @@ SECTIONS = {
     "scheduler": _kinds("text: type  object: params"),
 }
 # Here it has a model of its own, which refuses other names, but late and without a suggestion.
-# Of `any` other modules report: incompatible.py of stage, config_values.py of enabled.
+# Of `any` other modules report: rules.py of stage, values.py of enabled.
 MODELLED = {
     "zero_optimization": _kinds("""
         any: stage

@@ -8,14 +8,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from minimind.errors import DataError, UsageError
 from minimind.runtime.checked_json import is_deeper
 from minimind.runtime.durable_files import read_small, storing, write_whole
 from minimind.runtime.file_kinds import JSON_TEXT, kind_of_content
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # SentencePiece writes a space as U+2581 and cannot tell them apart when decoding. Two Unicode
 # noncharacters replace it: MARK stands for U+2581, GUARD escapes MARK and GUARD in the text. All
@@ -81,6 +82,8 @@ def piece_of(content: bytes) -> Piece:
 
 def sizes(pieces: Sequence[Piece]) -> np.ndarray:
     """Bytes of text of each piece, int32 (pieces,)."""
+    import numpy as np  # not needed by commands that only name the files of a tokenizer
+
     return np.array([len(piece.content) for piece in pieces], dtype=np.int32)
 
 

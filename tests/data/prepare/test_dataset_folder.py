@@ -280,7 +280,10 @@ def test_what_is_there_is_replaced_by_force_alone(
     for name in ("manifest.json", "weights"):
         (tmp_path / "mine" / name).touch()
     assert main(words(place, tmp_path / "mine", "--force")) == 2
-    assert "holds 'weights', which minimind prepare did not write" in capsys.readouterr().err
+    assert (
+        "holds 'weights', which this version of minimind prepare does not write"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("at", range(1, 5))

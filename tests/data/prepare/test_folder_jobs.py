@@ -268,7 +268,9 @@ def test_what_appears_during_the_work_is_not_replaced(
         assert f"--out {out} exists; give another folder, or --force" in refused(capsys, command)
         (out / "thesis.tex").unlink()
         out.rmdir()
-        assert "which minimind prepare did not write" in refused(capsys, [*command, "--force"])
+        assert "which this version of minimind prepare does not write" in refused(
+            capsys, [*command, "--force"]
+        )
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]
     (out / "thesis.tex").rename(tmp_path / "thesis.tex")
     assert main([*command, "--force"]) == 0  # of what is done in the .part

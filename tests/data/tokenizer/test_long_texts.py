@@ -80,7 +80,7 @@ def test_a_text_without_a_place_to_cut_still_comes_back(tmp_path, small_chunks):
 
 MEASURED = """
 import resource, sys
-from minimind.data.tokenizer import encoder as text_encoder
+from minimind.data.tokenizer import sentencepiece as text_encoder
 from minimind.data.tokenizer.sentencepiece import Tokenizer
 text_encoder.MAX_CHARACTERS_PER_SPACE = int(sys.argv[3])
 tokenizer = Tokenizer(sys.argv[1])
