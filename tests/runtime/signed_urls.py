@@ -14,6 +14,8 @@ SCHEMES = (*OURS, "HTTPS", "Http", "S3", "ftp", "wss", "postgresql", "git+https"
 STORAGE = ("s3", "gs", "hf", "file")  # "?" is a wildcard of these, and "#" part of a name
 HOSTS = ("data7.example", "data7.example:8443", "127.0.0.1:9000", "[2001:db8::7]", "[::1]:9000")
 HOSTS += ("müller7.example", "acct.blob.core.windows.net", "bucket7")
+# What every part of a secret begins with; rare enough in the random text of a page.
+MARKER = "ZqXj"
 NAME = "corpus5"
 PATHS = ("{}.jsonl", "a/{}(1).jsonl", "a(b)/{}.jsonl", "it's/{}.jsonl", "my {}.jsonl", "[1]/{}")
 PATHS += ('a "b"/{}.jsonl', "春/{}.jsonl", "a%20b/{}.jsonl", "{}*.jsonl", "{{a,b}}/{}.jsonl")
@@ -48,7 +50,9 @@ def signed_urls(seed: int, number: int, inside: tuple[str, ...] = INSIDE) -> Ite
 
 def _secret(draw: random.Random, inside: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     letters = string.ascii_letters + string.digits
-    parts = tuple(f"Zq{''.join(draw.choices(letters, k=8))}" for _ in range(draw.randint(1, 3)))
+    parts = tuple(
+        f"{MARKER}{''.join(draw.choices(letters, k=8))}" for _ in range(draw.randint(1, 3))
+    )
     return parts[0] + "".join(draw.choice(inside) + part for part in parts[1:]), parts
 
 

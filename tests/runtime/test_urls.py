@@ -24,7 +24,7 @@ from minimind.storage.object_cache import named, naming_urls, open_cache
 from minimind.sweep.trial import command_line
 from minimind.train.summary import labelled_lines, non_default_settings, resolved_table
 from tests.report.made import run_start
-from tests.runtime.signed_urls import INSIDE, NAME, TEXTS, Signed, signed_urls
+from tests.runtime.signed_urls import INSIDE, MARKER, NAME, TEXTS, Signed, signed_urls
 
 NUMBER = 10_000
 END = ("end", "; correct the URL")  # of texts
@@ -159,8 +159,9 @@ def test_no_secret_is_in_what_is_written_and_printed(
     texts: dict[str, str] = {"stdout": out, "stderr": err}
     for path in tmp_path.rglob("*"):
         texts[str(path.relative_to(tmp_path))] = path.read_text() if path.is_file() else ""
-    found = {name: re.findall(".{80}Zq.{20}", text) for name, text in texts.items() if "Zq" in text}
-    found |= {name: [name] for name in texts if "Zq" in name}
+    near = re.compile(f".{{,80}}{MARKER}.{{,20}}")
+    found = {name: parts for name, text in texts.items() if (parts := near.findall(text))}
+    found |= {name: [name] for name in texts if MARKER in name}
     assert not found, "\n".join(f"{name}: {part}" for name in found for part in found[name][:9])
     for name in ("stdout", "stderr", "run/config.yaml", "run/metrics.jsonl"):
         assert texts[name].count(NAME) > NUMBER // 20, name  # paths stay
