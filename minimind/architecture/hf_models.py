@@ -1,6 +1,7 @@
 """Causal language models of transformers with the interface of ours.
 
-The class of a model is extended, so its weights keep the names of transformers.
+The class of a model is extended, so its weights keep the names of transformers. A config.json is
+read without running its code: keys that fetch or run code are refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The architecture of a run: our decoder, or a transformers model given by a config.json.
 
-Both classes have config, build, identity, flops_per_token, costs and line.
+Both classes have config, build, identity, parameters, flops_per_token, costs and
+start_summary_line. The scaling of rotary positions follows from --rope_scaling and the model that
+the run starts from.
 """
 
 from __future__ import annotations

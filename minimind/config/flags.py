@@ -1,4 +1,4 @@
-"""Flags of training, data, output and engine: one dataclass field each."""
+"""The flags of a run: one dataclass field each, with its default, limits and help."""
 
 from __future__ import annotations
 

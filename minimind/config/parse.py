@@ -2,7 +2,8 @@
 
 Precedence: a flag on the command line > `--config FILE.yaml` > the model preset > the default.
 Values of the Accelerate and DeepSpeed files override only the default (deepspeed/values.py).
-Imports only the standard library and PyYAML, so errors appear before torch is imported.
+Imports only the standard library and PyYAML, so errors appear before torch is imported. A flag or
+command of another project is told its equivalent here.
 """
 
 from __future__ import annotations

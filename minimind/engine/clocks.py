@@ -1,4 +1,7 @@
-"""Time of each phase of a step: every moment belongs to exactly one phase."""
+"""Time of each phase of a step, and of a rank's collectives in flight (`comm_ms`).
+
+Every moment belongs to exactly one phase.
+"""
 
 from __future__ import annotations
 

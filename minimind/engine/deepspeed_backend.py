@@ -1,4 +1,8 @@
-"""The backend that steps a DeepSpeed engine, which build.py creates."""
+"""The backend that steps a DeepSpeed engine, which build.py creates.
+
+DeepSpeed 0.19.8's comms_logger and flops_profiler are corrected, and an update whose gradient norm
+is above a limit can be skipped.
+"""
 
 from __future__ import annotations
 

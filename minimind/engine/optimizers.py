@@ -1,4 +1,4 @@
-"""Parameter groups, their optimizer, and trial optimizers that check parameters."""
+"""Parameter groups and their optimizer: torch's, Muon, Lion; muP; the average of the weights."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 ZeRO partitions split parameters at arbitrary offsets. A `Fragment` is the part of a parameter that
 a rank owns, with the location of its fp32 master and moments. Stored as `kind|parameter|start`,
-fragments can be read by any world size, stage and optimizer class. adapters.py
-finds them in each engine.
+fragments can be read by any world size, stage and optimizer class. adapters.py finds them in each
+engine. Under tensor parallelism a rank holds part of a weight, whose place in the whole is here.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 A stopping criterion decodes, streams and ends each text: a streamer of transformers cannot end a
 row, and `stop_strings` needs a tokenizer of transformers and keeps the stop string in the text.
+Sampling settings are applied by logits processors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Write a model and its vocabulary as one GGUF file, for llama.cpp and others.
 
 Its "llama" architecture pairs adjacent channels, as ours does, and "qwen3" pairs j with j + D/2.
-Norms stay float32 in every precision: llama.cpp multiplies by nothing else.
+Norms stay float32 in every precision: llama.cpp multiplies by nothing else. The vocabulary is that
+of a SentencePiece model.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 AutoTokenizer selects a class by model_type as well as by tokenizer_config.json, and some classes
 rebuild what tokenizer.json defines. So the files are loaded and compared before they are written.
+The model itself goes along as code, for trust_remote_code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Named tensors of checkpoints, safetensors and .pth files, read one at a time.
 
-Headers are checked before any tensor is read, and no pickled code is run.
+Headers are checked before any tensor is read, and no pickled code is run. Names and layouts of
+other formats are translated here.
 """
 
 from __future__ import annotations

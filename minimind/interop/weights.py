@@ -2,7 +2,7 @@
 
 Sources are training checkpoints, what `export --format minimind` and `checkpoint consolidate`
 write, directories of Hugging Face's Llama, Mistral and Qwen3, and MiniMind2's files. In each the
-tensors must be exactly those of the shape.
+tensors must be exactly those of the shape. Special tokens that a model has no rows for get some.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention kernels: flex attention within documents on a GPU, blockwise attention on a CPU.
+"""Masks and kernels of attention: flex attention of documents on a GPU, blocks on a CPU.
 
 `SequenceGroup` divides the positions of a row over ranks, each of which attends for some heads.
 

@@ -1,4 +1,4 @@
-"""The MiniMind decoder: the model, its initialization and its transformers interface.
+"""The MiniMind decoder: model, initialization, loss as sum and count, interface of transformers.
 
 Shape letters: B rows, T positions, S keys (cached ones included), D channels per head, E model
 width, V vocabulary.

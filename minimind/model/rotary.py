@@ -1,4 +1,4 @@
-"""Rotary position embedding: the pos_cis table and the rotation of queries and keys.
+"""Rotary position embedding: the pos_cis table, its scaling, the rotation of queries and keys.
 
 Weights and caches use the interleaved layout: a pair is two ADJACENT channels. Only a compiled
 training pass uses the half layout, in which channel j is paired with j + D/2, because its loads and

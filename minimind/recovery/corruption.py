@@ -1,4 +1,8 @@
-"""Which ranks hold or compute something wrong, by comparing what all of them found."""
+"""Which ranks hold or compute something wrong, by comparing what all of them found.
+
+With --verify_interval checksums of state are compared between ranks, and the passes of some rows
+are repeated.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Observes the steps of a run for --spike_guard, and names the documents of spikes."""
+"""Decide which steps are spikes, by loss and gradient norm, and name their documents.
+
+`SpikeGuard` observes the steps of a run with --spike_guard.
+"""
 
 from __future__ import annotations
 

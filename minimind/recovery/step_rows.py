@@ -1,4 +1,4 @@
-"""Rows of a step, and steps of a document, from the log of a run.
+"""Rows of a step, steps of a document, and documents of high losses, from the log of a run.
 
 Steps are numbered as in the log: step 1 is the first, and reads what the row order has at 0.
 """

@@ -1,4 +1,4 @@
-"""Numbers as text; an en dash for NaN and infinity."""
+"""Numbers as text, an en dash for NaN and infinity; the colors of the pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as one history of its starts, and its configuration."""
+"""Read metrics.jsonl: the starts of a run, one history of them, and its configuration."""
 
 from __future__ import annotations
 

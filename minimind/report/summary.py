@@ -1,4 +1,4 @@
-"""The figures of a run, and the run as a few lines of text."""
+"""The figures of a run, its columns in fewer points, and the run as a few lines of text."""
 
 from __future__ import annotations
 

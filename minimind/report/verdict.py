@@ -1,4 +1,7 @@
-"""What held a run back: as it recorded it, or from its profiles or step lines."""
+"""What holds a run back: one sentence and its figures, from phase times of profiles or steps.
+
+Imports no torch: `minimind report` computes the verdict of runs that recorded none.
+"""
 
 from __future__ import annotations
 

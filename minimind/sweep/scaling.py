@@ -1,4 +1,7 @@
-"""`minimind scaling`: which law the runs determine, and the optimum of each budget."""
+"""`minimind scaling`: which law the runs determine, and the optimum of each budget.
+
+The points are sizes, tokens and losses of finished runs; the output is text, JSON or a page.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study of a sweep in DIR/sweep.db. This module alone imports optuna and its SQLAlchemy.
+"""The study of a sweep in DIR/sweep.db, and its trials as a table; imports optuna, alone.
 
 A trial of a sweep is a folder. Optuna's record of one that was interrupted is closed as failed, and
 a new one with the same parameters and folder is put at the head of its queue.

@@ -1,4 +1,4 @@
-"""Loss of held-out rows during training, per source."""
+"""Loss of held-out rows during training, per source, and samples of text."""
 
 from __future__ import annotations
 

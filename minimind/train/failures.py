@@ -1,7 +1,7 @@
-"""Steps skipped because the loss or gradient is not finite: logged, dumped, limited.
+"""Steps without a finite loss or gradient, and memory that is not enough.
 
 A backend skips by the gradient that all ranks have reduced. All ranks skip the same steps, so the
-code for skipped steps may be collective.
+code for skipped steps may be collective. Out of memory names a micro-batch that fits.
 """
 
 from __future__ import annotations

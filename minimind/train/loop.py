@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop, and its actions between steps."""
 
 from __future__ import annotations
 

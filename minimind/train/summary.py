@@ -1,4 +1,4 @@
-"""The log of a start: run_start, and a summary with the settings that are not default."""
+"""The log of a start: run_start, the first screen, and the tables of --dry_run and --verbose."""
 
 from __future__ import annotations
 

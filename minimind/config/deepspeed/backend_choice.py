@@ -1,4 +1,7 @@
-"""Choose the backend, the DeepSpeed file and the device."""
+"""Choose the backend, the DeepSpeed file and the device, and what replaces ops of DeepSpeed.
+
+An op that an optimizer needs is compiled at the start, if the host has what that takes.
+"""
 
 from __future__ import annotations
 

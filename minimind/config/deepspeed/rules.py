@@ -1,5 +1,7 @@
-"""Faults of incompatible settings whose values are valid on their own.
+"""Faults of settings whose values are valid on their own.
 
+Settings that exclude one another, that have no effect in this training loop, or that DeepSpeed's
+parser accepts and its engine refuses; and the optimizer as a block of the file or as flags.
 DeepSpeed 0.19.8 rejects some of these late and with a traceback, silently ignores others, and
 trains a few of them incorrectly.
 """

@@ -1,4 +1,4 @@
-"""Faults of a DeepSpeed JSON: unknown keys and values of the wrong type, each with its remedy.
+"""The keys of a DeepSpeed JSON and their types; faults of others, each with its remedy.
 
 DeepSpeed silently ignores unknown keys: with `zero_optimisation` it runs stage 0. The contents of
 compile, hybrid_engine, tensor_parallel, weight_quantization, comms_logger and the monitors are not

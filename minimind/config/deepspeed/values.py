@@ -1,7 +1,8 @@
-"""Adopt values of the DeepSpeed and Accelerate files as values of the run.
+"""Values of the DeepSpeed and Accelerate files: adopted by the run, or filled from it if "auto".
 
 A config value overrides a default, with the file as its source. A contradiction with an explicit
-flag is a fault that names both values and both remedies.
+flag is a fault that names both values and both remedies. Values are normalized to what DeepSpeed
+0.19.8 reads, and each has its source.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Encode a work unit of a plan into shards.
+"""Read the documents of a work unit of a plan, and encode them into shards.
 
 Its marker is written last, so that a killed preparation resumes with the units that have none.
 """

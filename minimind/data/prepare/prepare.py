@@ -1,7 +1,7 @@
 """Text -> tokenizer and token shards, in the cache of a run.
 
 The folder is filled under a temporary name and renamed when complete. A killed preparation resumes
-and gives the same files.
+and gives the same files. A fine-tuning run has the tokenizer of its model.
 """
 
 from __future__ import annotations

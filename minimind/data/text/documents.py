@@ -1,4 +1,7 @@
-"""Parse a JSON line, a text file or a table cell into a document, or raise DocumentError."""
+"""Parse a JSON line, a text file or a table cell into a document, or raise DocumentError.
+
+A document is a text, or a record of several fields; advice says which field of a record is none.
+"""
 
 from __future__ import annotations
 

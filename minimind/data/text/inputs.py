@@ -1,4 +1,4 @@
-"""Find the files of paths, directories and globs, and split them into segments."""
+"""Sources by name and weight: their files, of paths, directories and globs, in segments."""
 
 from __future__ import annotations
 

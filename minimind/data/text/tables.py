@@ -1,4 +1,6 @@
-"""Read a text column, or records, of Parquet files and of Hugging Face datasets on disk.
+"""Read a text column, or records, of tables; and .gz and .zst files as bounded streams.
+
+Tables are Parquet files and Hugging Face datasets on disk.
 
 Both are read in Arrow batches. Memory for a Parquet file is bounded by the columns that are read of
 one row group; a dataset is memory-mapped.

@@ -1,4 +1,4 @@
-"""Tokenizer from a tokenizer.json, the file of Hugging Face's fast tokenizers."""
+"""Load a tokenizer of either kind by its path; that of a tokenizer.json of Hugging Face."""
 
 from __future__ import annotations
 

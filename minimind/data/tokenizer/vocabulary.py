@@ -1,4 +1,4 @@
-"""Pieces of a vocabulary, its size limits, and the names of special tokens."""
+"""Pieces of a vocabulary, its limits and special tokens; the files of a tokenizer."""
 
 from __future__ import annotations
 
