@@ -35,7 +35,6 @@ PACKAGES = [
     "data.text",
     "config.deepspeed",
     "config",
-    "storage",
     "runtime",
     "errors",
 ]

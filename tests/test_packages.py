@@ -61,7 +61,7 @@ WITHOUT_TORCH = """
     config.parse config.flags config.checks config.launcher_env config.deepspeed.resolve
     architecture.plan architecture.costs architecture.shape checkpoint.directory checkpoint.tools
     checkpoint.retention report.page report.summary report.history report.verdict
-    inference.prompts inference.stored_template data.tokenizer.vocabulary storage.filesystem
+    inference.prompts inference.stored_template data.tokenizer.vocabulary runtime.filesystem
     runtime.exit runtime.process runtime.durable_files runtime.locks runtime.urls model.sizes
 """.split()
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "plotly", "datatrove", "ray"}

@@ -28,10 +28,10 @@ from minimind.checkpoint.directory import (
 from minimind.checkpoint.retention import VALIDATION
 from minimind.errors import CheckpointError, DataError, StorageError
 from minimind.runtime.checked_json import MAX_BYTES
+from minimind.runtime.download import RemoteObject, download, etag_of
 from minimind.runtime.durable_files import storing, sync_directory, write_durably
+from minimind.runtime.filesystem import AWS, LOCAL, Truncated, open_filesystem, retrying, scheme_of
 from minimind.runtime.urls import masked
-from minimind.storage.download import RemoteObject, download, etag_of
-from minimind.storage.filesystem import AWS, LOCAL, Truncated, open_filesystem, retrying, scheme_of
 
 CHECKPOINTS = "checkpoints"
 BLOCK = 2**23  # bytes of a request that reads

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from minimind.data.prepare.prepare import Prepared, PrepareRequest
     from minimind.recovery.documents import Documents, Place, Placed
     from minimind.recovery.step_rows import Row
-    from minimind.storage.object_cache import ObjectCache
+    from minimind.runtime.object_cache import ObjectCache
 
 
 OPTIONS = ("text_field", "max_document_bytes", "val_fraction")
@@ -135,7 +135,7 @@ def _share(text: str) -> tuple[int, int]:
 def run_prepare(args: argparse.Namespace) -> int:
     """Prepare and print a summary; raise Interrupted, naming what Ctrl-C leaves."""
     from minimind.data.prepare.dataset_folder import draft_of
-    from minimind.storage.object_cache import open_cache
+    from minimind.runtime.object_cache import open_cache
 
     try:
         with open_cache(args.cache_dir, args.max_cache_gib) as cache:
@@ -270,7 +270,7 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
 
 def run_data(args: argparse.Namespace) -> int:
     """Run one action of `minimind data`."""
-    from minimind.storage.object_cache import open_cache
+    from minimind.runtime.object_cache import open_cache
 
     actions = {"filter": filter_command.run, "inspect": _run_inspect}
     actions |= {"at": run_at, "where": run_where}
@@ -467,7 +467,7 @@ def run_where(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print the steps that read a document, for each text that the run read."""
     from minimind.recovery.documents import place_json
     from minimind.recovery.step_rows import documents_of, read_run, steps_reading
-    from minimind.storage.object_cache import named
+    from minimind.runtime.object_cache import named
 
     file, line = args.place
     log = read_run(args.run)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from minimind.data.prepare.prepare import Prepared
     from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
     from minimind.inference.score import LossSums, Part
-    from minimind.storage.object_cache import ObjectCache
+    from minimind.runtime.object_cache import ObjectCache
 
 COLUMNS = {  # of the table: name, width and format by field
     "loss": ("loss", 8, ".4f"),
@@ -100,7 +100,7 @@ def run_eval(args: argparse.Namespace) -> int:
         require_stored_template(args)
     from minimind.config.deepspeed.backend_choice import device_for
     from minimind.config.launcher_env import read_launch
-    from minimind.storage.object_cache import open_cache
+    from minimind.runtime.object_cache import open_cache
 
     launch = read_launch(os.environ)
     device = device_for(args.device, "--device", launch)

@@ -16,7 +16,7 @@ from minimind.config.arguments import (
 from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import mebibytes
-from minimind.storage.object_cache import ObjectCache
+from minimind.runtime.object_cache import ObjectCache
 
 EXAMPLE = "minimind data filter my_text.jsonl --out dataset/clean --exact_dedup"
 STEPS = ("min_chars", "max_chars", "languages", "exact_dedup", "minhash")

@@ -25,7 +25,7 @@ from minimind.runtime.durable_files import mebibytes
 
 if TYPE_CHECKING:
     from minimind.data.text.documents import ReadOptions
-    from minimind.storage.object_cache import ObjectCache
+    from minimind.runtime.object_cache import ObjectCache
 
 HELD_OUT_BYTES = 2**22
 SMALLEST_SAMPLE = 2**16
@@ -80,7 +80,7 @@ def add_parser(subs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `minimind tokenizer ACTION` and return its exit status."""
-    from minimind.storage.object_cache import open_cache
+    from minimind.runtime.object_cache import open_cache
 
     with open_cache(args.cache_dir, args.max_cache_gib) as cache:
         return ACTIONS[args.action](args, cache)

@@ -171,7 +171,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cache(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the arguments of `minimind.storage.object_cache.open_cache`."""
+    """Add the arguments of `minimind.runtime.object_cache.open_cache`."""
     add = parser.add_argument
     add("--cache_dir", default=PlaceFlags.cache_dir, help=what)
     text = "GiB of fetched objects that --cache_dir keeps; others are deleted, oldest first"

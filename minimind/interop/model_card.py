@@ -31,9 +31,9 @@ from minimind.interop.weights import CHECKPOINT, OURS, Weights
 from minimind.interop.write_folder import PRODUCER
 from minimind.report.history import Run, number, read_configuration, read_runs
 from minimind.runtime.durable_files import read_events, storing
+from minimind.runtime.object_cache import named
 from minimind.runtime.terminal import printable
 from minimind.runtime.urls import BEGINS
-from minimind.storage.object_cache import named
 
 NAME = "README.md"
 LICENSE = "# license: the Hub asks for one, such as apache-2.0; this line is where it is written\n"

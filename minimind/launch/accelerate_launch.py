@@ -3,7 +3,7 @@
 Run with the arguments of `accelerate launch`. torchrun, which this process becomes, forwards TERM
 to its workers but not USR1, and a second TERM makes it abandon them while they save. As their
 parent it alone learns how a worker ended, and records that for the other workers
-(minimind/runtime/local_workers.py). If no worker reported how the run ended, it does.
+(minimind/runtime/heartbeat.py). If no worker reported how the run ended, it does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if not __package__:  # run as a script: import the package from this checkout or
     project = str(Path(__file__).resolve().parents[2])
     sys.path[0:1] = [] if project in sys.path else [project]
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
-from minimind.runtime.local_workers import Worker, describe_end, folder, record_end
+from minimind.runtime.heartbeat import Worker, describe_end, folder, record_end
 from minimind.runtime.process import (
     CAUGHT,
     LAUNCHER_PID,

@@ -26,7 +26,7 @@ from minimind.config.parse import load_yaml
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
 from minimind.launch.plan import count_gpus
 from minimind.runtime.durable_files import storing, write_durably, write_whole
-from minimind.runtime.local_workers import Layout, read_layout
+from minimind.runtime.heartbeat import Layout, read_layout
 from minimind.runtime.terminal import one_line
 
 FOLDER = ".restarts"  # in out_dir

@@ -24,9 +24,9 @@ from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Segment, kind_of
 from minimind.data.text.readers import line_offset, newlines, read_segment
 from minimind.errors import DataError, UsageError
+from minimind.runtime.filesystem import is_url
+from minimind.runtime.object_cache import ObjectCache, named
 from minimind.runtime.urls import masked
-from minimind.storage.filesystem import is_url
-from minimind.storage.object_cache import ObjectCache, named
 
 CHANGED = "changed since it was prepared"
 

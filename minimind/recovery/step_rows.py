@@ -22,8 +22,8 @@ from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.recovery.documents import Documents
 from minimind.report.history import Run, Start, number, read_runs
 from minimind.runtime.checked_json import CheckedJson, Count, Integer, Size, validate
-from minimind.storage.filesystem import is_url
-from minimind.storage.object_cache import ObjectCache, named
+from minimind.runtime.filesystem import is_url
+from minimind.runtime.object_cache import ObjectCache, named
 
 
 class LoggedOrder(CheckedJson):

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from minimind.errors import PREEMPTED, PeerError, RendezvousError, RunError, Stopped, known_error
 from minimind.runtime.durable_files import Metrics
-from minimind.runtime.heartbeat import FailedRank
-from minimind.runtime.local_workers import is_alive
+from minimind.runtime.heartbeat import FailedRank, is_alive
 from minimind.runtime.process import (
     CAUGHT,
     LAUNCHER_PID,

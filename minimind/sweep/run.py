@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.errors import PREEMPTED, DataError, MemoryFull, NumericError, UsageError
 from minimind.report import formats
-from minimind.runtime.local_workers import is_alive
+from minimind.runtime.heartbeat import is_alive
 from minimind.runtime.process import StopRequest
 from minimind.sweep.study import (
     DATABASE,

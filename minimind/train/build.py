@@ -33,8 +33,8 @@ from minimind.data.tokenizer.hf_tokenizer import load_tokenizer, longest_documen
 from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
+from minimind.runtime.object_cache import ObjectCache, named, open_cache
 from minimind.runtime.terminal import phase
-from minimind.storage.object_cache import ObjectCache, named, open_cache
 
 
 def prepared_folder(run: RunConfig) -> Path | None:

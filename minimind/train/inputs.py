@@ -25,7 +25,7 @@ from minimind.data.text.documents import ReadOptions, Records, Rejection
 from minimind.data.text.inputs import find_files, require_once, segments_of
 from minimind.data.text.readers import read_segment
 from minimind.errors import CheckpointError, UsageError
-from minimind.storage.filesystem import is_url, require_path
+from minimind.runtime.filesystem import is_url, require_path
 
 LOOKED_AT = 1000  # files; the first record of more takes seconds on a network
 LONGEST_TEXT = 2**22  # bytes of a .txt file, which is one record

@@ -47,7 +47,7 @@ from minimind.report.trace import require_traceable, trace_of, traced_steps
 from minimind.report.trackers import FINISH, open_trackers
 from minimind.report.verdict import Verdicts
 from minimind.runtime.durable_files import storing
-from minimind.runtime.local_workers import Layout, record_layout
+from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
 from minimind.train.build import (
     build_batches,

@@ -44,9 +44,9 @@ from minimind.recovery.token_balance import (
 )
 from minimind.report.trace import traced_steps
 from minimind.report.verdict import Setting
+from minimind.runtime.filesystem import is_url
+from minimind.runtime.object_cache import named
 from minimind.runtime.urls import masked, masked_values
-from minimind.storage.filesystem import is_url
-from minimind.storage.object_cache import named
 from minimind.train.build import (
     check_enough_rows,
     prepared_folder,

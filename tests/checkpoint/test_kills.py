@@ -17,10 +17,10 @@ from minimind.checkpoint.mirror import Uploads, claim
 from minimind.checkpoint.remote_run import RemoteRun
 from minimind.checkpoint.retention import Rules, prune
 from minimind.errors import DataError
-from minimind.storage import filesystem
-from minimind.storage.filesystem import Retry
+from minimind.runtime import filesystem
+from minimind.runtime.filesystem import Retry
 from tests.checkpoint.saves import facts_of, save
-from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
+from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
 
 PREFIX = "runs/killed"
 RULES = Rules(keep_last=3)

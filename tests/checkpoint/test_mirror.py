@@ -18,10 +18,10 @@ from minimind.checkpoint.directory import published_checkpoints, set_aside, step
 from minimind.errors import CheckpointError, DataError, LockedError, StorageError, UsageError
 from minimind.report.history import read_runs
 from minimind.report.summary import Summary
-from minimind.storage import filesystem
-from minimind.storage.filesystem import Retry
+from minimind.runtime import filesystem
+from minimind.runtime.filesystem import Retry
 from minimind.train import pretrain
-from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
+from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
 
 train: Any = training  # a package that is called like a function
 URL = f"s3://{BUCKET}/runs/one"

@@ -20,7 +20,7 @@ from minimind.config.parse import parse_flags
 from minimind.errors import LockedError, StorageError, UsageError
 from tests.checkpoint.saves import facts_of, save
 from tests.conftest import Trained
-from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
+from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
 
 IDENTITY = {"seed": {"seed": 42}}
 WHOLE = json.dumps({"run": "0123", "start": "4567", "identity": IDENTITY}).encode()

@@ -17,7 +17,7 @@ from minimind.checkpoint.directory import verify
 from minimind.checkpoint.remote_run import RemoteRun, by_step, complete
 from tests.conftest import PACE, SHAPE, Launcher, sentences
 from tests.forking import Nursery, state_of
-from tests.storage.servers import BUCKET, KEYS, FaultyProxy, ObjectStore
+from tests.runtime.servers import BUCKET, KEYS, FaultyProxy, ObjectStore
 
 MIRROR = f"s3://{BUCKET}/runs/one"
 CUT = 0.05  # of the connections

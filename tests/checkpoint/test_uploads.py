@@ -17,7 +17,7 @@ from minimind.checkpoint.retention import Rules, prune, record_validation
 from minimind.errors import StorageError
 from tests.checkpoint.saves import facts_of, save
 from tests.conftest import Launcher, Trained
-from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
+from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
 
 
 class Fixture:

@@ -35,7 +35,7 @@ from minimind.launch.restart import (
     variables,
     what_was_lost,
 )
-from minimind.runtime.local_workers import Layout, read_layout
+from minimind.runtime.heartbeat import Layout, read_layout
 from minimind.train.pretrain import record_for_restart
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32, LONGER

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from minimind.runtime import heartbeat as module
-from minimind.runtime.heartbeat import FailedRank, Peers, main_thread_location
-from minimind.runtime.local_workers import (
+from minimind.runtime.heartbeat import (
+    FailedRank,
+    Peers,
     Worker,
     describe_end,
+    main_thread_location,
     read_end,
     record_end,
     registered_workers,

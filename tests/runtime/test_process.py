@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.exit import Ending
-from minimind.runtime.local_workers import describe_end, is_alive
+from minimind.runtime.heartbeat import describe_end, is_alive
 from minimind.runtime.process import (
     CAUGHT,
     ERROR_FILE,

@@ -30,7 +30,7 @@ from minimind.runtime.durable_files import (
     sync_file,
     write_whole,
 )
-from minimind.storage.object_cache import named
+from minimind.runtime.object_cache import named
 
 REJECTED_NAME = "rejected.jsonl"
 

@@ -83,8 +83,8 @@ from minimind.runtime.durable_files import (
     write_whole,
 )
 from minimind.runtime.file_kinds import kind_of_file
+from minimind.runtime.object_cache import named
 from minimind.runtime.terminal import phase
-from minimind.storage.object_cache import named
 
 
 def build_once(

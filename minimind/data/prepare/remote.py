@@ -24,10 +24,9 @@ from minimind.data.text.inputs import (
     with_names,
 )
 from minimind.errors import DataError
+from minimind.runtime.download import RemoteObject, etag_of, modified_of
 from minimind.runtime.durable_files import canonical_json, fingerprint, storing, write_whole
-from minimind.runtime.urls import masked
-from minimind.storage.download import RemoteObject, etag_of, modified_of
-from minimind.storage.filesystem import (
+from minimind.runtime.filesystem import (
     WEB,
     NoAnswer,
     is_url,
@@ -36,7 +35,8 @@ from minimind.storage.filesystem import (
     retrying,
     scheme_of,
 )
-from minimind.storage.object_cache import REMEDY, ObjectCache, naming_urls
+from minimind.runtime.object_cache import REMEDY, ObjectCache, naming_urls
+from minimind.runtime.urls import masked
 
 
 def local_text(paths: Sequence[str], cache: ObjectCache) -> tuple[str, ...]:

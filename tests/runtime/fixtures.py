@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.storage.servers import KEYS, FaultyProxy, ObjectStore, faulty_proxy, running_store
+from tests.runtime.servers import KEYS, FaultyProxy, ObjectStore, faulty_proxy, running_store
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,8 @@
 
 `CACHE/by-url/s3/bucket/key` is `s3://bucket/key`; `CACHE/by-url/@VERSION/s3/...` are the files of a
 prepared folder. Beside each file is a hidden record of its object and of the state in which it was
-verified: any write changes a size or a time of a file.
+verified: any write changes a size or a time of a file. Objects that running commands use stay when
+others are deleted within --max_cache_gib.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import IO, Any, TypeVar
 
-from minimind.errors import DataError, RunError, StorageError
+from minimind.errors import DataError, RunError, StorageError, UsageError
+from minimind.runtime.download import DRAFT, RemoteObject, download
 from minimind.runtime.durable_files import (
     canonical_json,
     free_bytes,
@@ -29,11 +34,211 @@ from minimind.runtime.durable_files import (
     storing,
     write_whole,
 )
+from minimind.runtime.filesystem import SCHEMES
 from minimind.runtime.urls import has_credentials, masked, without_query
-from minimind.storage.cache_use import CacheUse, record_path
-from minimind.storage.download import RemoteObject, download
-from minimind.storage.filesystem import SCHEMES
-from minimind.storage.parallel import in_parallel
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_parallel(
+    work: Callable[[Item, threading.Event], Result], items: Sequence[Item], threads: int
+) -> Generator[Result, None, None]:
+    """Yield `work(item, stopped)` as each is done; raise the first error.
+
+    `stopped` is set when the results are not wanted any more. An error waits for the work that is
+    under way, Ctrl-C does not: daemon threads end with the process, those of an executor delay it.
+    """
+    todo: SimpleQueue[Item] = SimpleQueue()
+    for item in items:
+        todo.put(item)
+    done: SimpleQueue[Future[Result]] = SimpleQueue()
+    stopped = threading.Event()
+    running = [
+        threading.Thread(target=_work, args=(work, todo, done, stopped), daemon=True)
+        for _ in range(min(threads, len(items)))
+    ]
+    for thread in running:
+        thread.start()
+    try:
+        for _ in items:
+            yield done.get().result()
+    except Exception:
+        stopped.set()
+        for thread in running:
+            thread.join()
+        raise
+    finally:
+        stopped.set()
+
+
+def _work(
+    work: Callable[[Item, threading.Event], Result],
+    todo: SimpleQueue[Item],
+    done: SimpleQueue[Future[Result]],
+    stopped: threading.Event,
+) -> None:
+    """Do what is left until nothing is, or one fails."""
+    while not stopped.is_set():
+        try:
+            item = todo.get_nowait()
+        except Empty:
+            return
+        result: Future[Result] = Future()
+        try:
+            result.set_result(work(item, stopped))
+        except BaseException as error:
+            result.set_exception(error)
+            return
+        finally:
+            done.put(result)
+
+
+LIST = ".use-"
+A_WHOLE_DRAFT = re.compile(r".+\.tmp-\d+")  # of `write_whole`
+A_DRAFT = re.compile(rf"\.(.+){re.escape(DRAFT)}\d+-\d+")  # by process and thread
+GIB = 2**30
+
+
+def record_path(target: Path) -> Path:
+    """The record of a cached file; its time is that of the last use."""
+    return target.with_name(f".{target.name}.json")
+
+
+class CacheUse:
+    """The objects that this process uses, and at most `max_gib` of all objects of the cache."""
+
+    def __init__(self, folder: Path, max_gib: float | None = None) -> None:
+        self._folder = folder
+        self._max_gib = max_gib
+        self._most = None if max_gib is None else int(max_gib * GIB)
+        self._sizes: dict[str, int] = {}  # by path in the folder
+        self._list: IO[str] | None = None
+
+    def claim(self, sizes: Mapping[Path, int], what: str) -> None:
+        """Keep files, there or still to be fetched, until `close`; make room for their bytes.
+
+        Raise UsageError if this process alone needs more than the bound, StorageError if it does
+        together with others. Drafts of processes that were killed are deleted.
+        """
+        if self._folder.exists() and not os.access(self._folder, os.W_OK):
+            return  # a cache for reading
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._all_locked() as is_locked:
+            if not is_locked:
+                return  # as well
+            own = {str(path.relative_to(self._folder)): size for path, size in sizes.items()}
+            others = self._of_others()
+            sizes_now = {**self._sizes, **own}
+            self._require_room(sizes_now, others, what)
+            self._delete_drafts({path.parent for path in sizes}, others)
+            self._sizes = sizes_now
+            self._write_list()
+            if self._most is not None:
+                self._make_room(self._most, {**others, **sizes_now})
+
+    def close(self) -> None:
+        """End the use of all files."""
+        if self._list is not None:
+            with suppress(OSError):
+                os.unlink(self._list.name)
+            self._list.close()
+            self._list = None
+
+    @contextmanager
+    def _all_locked(self) -> Iterator[bool]:
+        """Hold the lock of all lists; yield False if it is another user's."""
+        try:
+            lock = open(self._folder / ".lock", "w")
+        except PermissionError:
+            yield False
+            return
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield True
+
+    def _write_list(self) -> None:
+        if self._list is None:
+            path = self._folder / f"{LIST}{secrets.token_hex(8)}"
+            self._list = open(path, "w+")
+            fcntl.flock(self._list, fcntl.LOCK_EX)
+        self._list.seek(0)
+        self._list.truncate()
+        json.dump(self._sizes, self._list)
+        self._list.flush()
+
+    def _of_others(self) -> dict[str, int]:
+        """What other processes use, by path; the lists of dead ones are deleted."""
+        found: dict[str, int] = {}
+        own = self._list and self._list.name
+        for path in self._folder.glob(f"{LIST}*"):
+            if str(path) == own:
+                continue
+            with suppress(FileNotFoundError), open(path) as file:
+                try:  # NFS refuses an exclusive lock on what is open for reading
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    with suppress(ValueError):  # cut by a full disk, which ends that process
+                        found |= json.load(file)
+                else:
+                    path.unlink()
+        return found
+
+    def _require_room(self, own: dict[str, int], others: dict[str, int], what: str) -> None:
+        needed, together = sum(own.values()), sum({**others, **own}.values())
+        if self._most is None or together <= self._most:
+            return
+        bound = f"max_cache_gib = {self._max_gib:g} ({self._most:,} bytes)"
+        if needed > self._most:
+            raise UsageError(
+                f"{what}: needs {needed:,} bytes ({mebibytes(needed)}) of objects at once, more"
+                f" than {bound}; raise --max_cache_gib, or drop it"
+            )
+        raise StorageError(
+            f"{what}: needs {needed:,} bytes ({mebibytes(needed)}), and with the"
+            f" {together - needed:,} that other commands use from {self._folder} they are more than"
+            f" {bound}; wait for those, raise --max_cache_gib, or give another --cache_dir"
+        )
+
+    def _make_room(self, most: int, used: dict[str, int]) -> None:
+        """Delete the files that were not used for the longest time, until all fit."""
+        unused = [one for one in self._files() if one[1] not in used]
+        total = sum(used.values()) + sum(size for _, _, size in unused)
+        for _, name, size in sorted(unused):
+            if total <= most:
+                return
+            path = self._folder / name
+            for one in (record_path(path), path, path.with_name(f".{path.name}.lock")):
+                one.unlink(missing_ok=True)
+            total -= size  # folders stay: another process may be about to write there
+
+    def _files(self) -> Iterator[tuple[float, str, int]]:
+        """Time of the last use, path and bytes of every object.
+
+        The time of one without a record, whose process was killed before it, is its own.
+        """
+        for folder, _, names in os.walk(self._folder):
+            if Path(folder) == self._folder:  # listings
+                continue
+            for name in names:
+                path = Path(folder, name)
+                record = record_path(path)
+                has_record = record.exists()
+                if not has_record and (name.startswith(".") or A_WHOLE_DRAFT.fullmatch(name)):
+                    continue
+                with suppress(FileNotFoundError):
+                    when = (record if has_record else path).stat().st_mtime
+                    yield when, str(path.relative_to(self._folder)), path.stat().st_size
+
+    def _delete_drafts(self, folders: set[Path], used: Mapping[str, int]) -> None:
+        """Delete what killed processes were fetching."""
+        for folder in filter(Path.is_dir, folders):
+            for path in folder.iterdir():
+                if found := A_DRAFT.fullmatch(path.name):
+                    target = folder / found[1]
+                    if str(target.relative_to(self._folder)) not in used:
+                        path.unlink(missing_ok=True)
+
 
 MIRROR = "by-url"
 PLACE = rf"(?:@[0-9a-f]{{16}}/)?({'|'.join(SCHEMES)})/"  # below it

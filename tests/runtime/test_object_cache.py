@@ -15,12 +15,10 @@ import pytest
 
 from minimind.data.prepare.remote import local_text
 from minimind.errors import DataError, StorageError, UsageError
-from minimind.storage import object_cache
-from minimind.storage.cache_use import CacheUse
-from minimind.storage.download import RemoteObject, download
-from minimind.storage.object_cache import named, open_cache
-from minimind.storage.parallel import in_parallel
-from tests.storage.servers import FaultyProxy, ObjectStore
+from minimind.runtime import object_cache
+from minimind.runtime.download import RemoteObject, download
+from minimind.runtime.object_cache import CacheUse, in_parallel, named, open_cache
+from tests.runtime.servers import FaultyProxy, ObjectStore
 
 KIB = 2**-20  # in GiB
 LINE = b'{"text": "%s"}\n'
@@ -87,7 +85,7 @@ def test_what_another_command_uses_stays(three: list[str], tmp_path: Path):
 USING = """
 import os, signal, sys
 from pathlib import Path
-from minimind.storage.cache_use import CacheUse
+from minimind.runtime.object_cache import CacheUse
 CacheUse(Path(sys.argv[1])).claim({Path(sys.argv[1], "s3/bucket/a.jsonl"): 1024}, "text")
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -24,11 +24,11 @@ from minimind.cli.main import main
 from minimind.data.prepare.remote import local_data, local_text
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.launch import train_pretrain
+from minimind.runtime import download, filesystem
+from minimind.runtime.download import RemoteObject
 from minimind.runtime.exit import Ending
-from minimind.storage import download, filesystem
-from minimind.storage.download import RemoteObject
-from minimind.storage.filesystem import Retry, Truncated
-from minimind.storage.object_cache import open_cache
+from minimind.runtime.filesystem import Retry, Truncated
+from minimind.runtime.object_cache import open_cache
 from tests.conftest import sentences
 
 TEXT = b"".join(b'{"text": "line %d"}\n' % number for number in range(20_000))
@@ -369,7 +369,7 @@ def test_https_with_a_certificate_of_ones_own(secure: Web, tmp_path: Path):
         fetched(secure.url, tmp_path / "refused")
     secure.cuts = 1
     # The library reads SSL_CERT_FILE when it is imported.
-    code = "import sys; from pathlib import Path; from tests.storage.test_web_text import fetched;"
+    code = "import sys; from pathlib import Path; from tests.runtime.test_web_text import fetched;"
     code += " fetched(sys.argv[1], Path(sys.argv[2]))"
     place = tmp_path / "cache"
     subprocess.run([sys.executable, "-c", code, secure.url, str(place)], check=True, timeout=120)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from minimind.errors import DataError, StorageError, UsageError
-from minimind.storage import filesystem
-from minimind.storage.filesystem import Retry, Truncated, is_url, masked, open_filesystem, retrying
-from tests.storage.servers import FaultyProxy, ObjectStore
+from minimind.runtime import filesystem
+from minimind.runtime.filesystem import Retry, Truncated, is_url, masked, open_filesystem, retrying
+from tests.runtime.servers import FaultyProxy, ObjectStore
 
 AT_ONCE = Retry(first_wait=0.0)
 

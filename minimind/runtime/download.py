@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.errors import DataError
-from minimind.runtime.urls import masked
-from minimind.storage.filesystem import (
+from minimind.runtime.filesystem import (
     AWS,
     PARTIAL,
     WEB,
@@ -25,6 +24,7 @@ from minimind.storage.filesystem import (
     retrying,
     scheme_of,
 )
+from minimind.runtime.urls import masked
 
 BLOCK_BYTES = 2**23
 MOST_DOWNLOADS = 4  # of one object whose content does not match

@@ -23,13 +23,13 @@ from minimind.data.rows.order import Order
 from minimind.data.text.inputs import Source
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.recovery.step_rows import logged_order
-from minimind.storage import download, filesystem
-from minimind.storage.download import etag_of_parts
-from minimind.storage.filesystem import Retry
-from minimind.storage.object_cache import ObjectCache, named, open_cache, path_of
+from minimind.runtime import download, filesystem
+from minimind.runtime.download import etag_of_parts
+from minimind.runtime.filesystem import Retry
+from minimind.runtime.object_cache import ObjectCache, named, open_cache, path_of
 from minimind.train.summary import flags_table
 from tests.conftest import sentences
-from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
+from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
 
 URL = f"s3://{BUCKET}/text"
 NAMES = ("b.jsonl", "a/z.txt", "a.txt", "a/a.jsonl")

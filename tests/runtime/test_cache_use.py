@@ -10,8 +10,8 @@ from typing import IO
 
 import pytest
 
-from minimind.storage import cache_use
-from minimind.storage.cache_use import GIB, CacheUse
+from minimind.runtime import object_cache
+from minimind.runtime.object_cache import GIB, CacheUse
 
 REAL = fcntl.flock
 
@@ -25,7 +25,7 @@ def flock_of_nfs(file: IO[str], how: int) -> None:
 
 
 def test_two_commands_use_a_cache_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cache_use.fcntl, "flock", flock_of_nfs)
+    monkeypatch.setattr(object_cache.fcntl, "flock", flock_of_nfs)
     (tmp_path / ".use-dead").write_text("{}")
     one, other = CacheUse(tmp_path), CacheUse(tmp_path)
     one.claim({tmp_path / "s3/b/k": 5}, "text")
@@ -49,7 +49,7 @@ def test_a_cache_whose_lock_is_of_another_user_is_for_reading(
     def refused(path: Path, *how: str) -> IO[str]:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(cache_use, "open", refused, raising=False)
+    monkeypatch.setattr(object_cache, "open", refused, raising=False)
     CacheUse(tmp_path).claim({tmp_path / "s3/b/k": 5}, "text")
     assert not [*tmp_path.glob(".use-*")]
 

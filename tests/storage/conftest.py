@@ -1,3 +1,0 @@
-"""The S3 server and the proxy as fixtures."""
-
-from tests.storage.fixtures import _server, proxy, store  # noqa: F401 (fixtures)
