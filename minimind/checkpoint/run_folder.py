@@ -80,7 +80,7 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
     """Raise UsageError if out_dir is no run's and has what a run would replace or append to.
 
     A `tokenizer` that the run reads there is none of it. The file of --config `config` there proves
-    no run: people copy a run's to edit it.
+    no run, as people copy a run's to edit it, unless a start has left its empty log beside it.
     """
     own, what = out_dir / "config.yaml", f"out_dir {out_dir}"
     with storing(what, "move it away, or give another --out_dir"):
@@ -93,13 +93,13 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
         if not at_risk or EVENT.match(metrics):
             return
         is_given = bool(config) and own.exists() and Path(config).exists() and own.samefile(config)
-        if not is_given and _beginning(own).startswith(OF_EVERY_VERSION):
+        was_started = not is_given or (METRICS in names and METRICS not in at_risk)
+        if was_started and _beginning(own).startswith(OF_EVERY_VERSION):
             return
         saved = published_checkpoints(out_dir / "checkpoints")
         if any((path / MANIFEST).is_file() for path in saved):
             return
-    own_tokenizer = os.path.realpath(out_dir / "tokenizer")
-    if tokenizer and Path(os.path.realpath(tokenizer)).is_relative_to(own_tokenizer):
+    if is_in(out_dir, tokenizer):
         at_risk.discard("tokenizer")
     for name in sorted(at_risk):
         harm = "to which a run would append" if name == METRICS else "which a run would replace"
@@ -109,6 +109,14 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
         raise UsageError(
             f"--out_dir {out_dir} holds {name!r}, {harm}, and is not that of a run; {remedy}"
         )
+
+
+def is_in(out_dir: Path, tokenizer: str | None) -> bool:
+    """Whether a run in out_dir reads its `tokenizer` there, by no link that leads elsewhere."""
+    folder = out_dir / "tokenizer"
+    if not tokenizer or folder.is_symlink():
+        return False
+    return Path(os.path.realpath(tokenizer)).is_relative_to(os.path.realpath(folder))
 
 
 def _beginning(path: Path) -> bytes:

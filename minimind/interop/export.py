@@ -70,7 +70,8 @@ def output(out: Path, force: bool) -> NewFolder:
     card = out / CARD
     with storing(str(out), "correct its permissions, or give another --out"):
         own = (*REPLACEABLE, *(remote_code_in(out) if force else ()))
-    if force and card.is_file() and not card.is_symlink():
+        has_card = force and card.is_file() and not card.is_symlink()
+    if has_card:
         with storing(str(card), "correct its permissions, or give another --out"):
             content = card.read_bytes()
         if is_edited(content):

@@ -16,6 +16,7 @@ from minimind.checkpoint.mirror import Mirror, require_mirror, require_no_mirror
 from minimind.checkpoint.resume import Resumed, resume
 from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.run_folder import (
+    is_in,
     lock_out_dir,
     recorded_flags,
     require_outputs,
@@ -98,17 +99,27 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     require_outputs(resolved)
     read_sample_prompts(run)
     traced_steps(run)
+    out_dir = Path(run.out_dir)
+    tokenizer = run.tokenizer if keeps_tokenizer(run) else None
     if run.dry_run:
-        require_own(Path(run.out_dir), run.tokenizer, run.config)
+        require_own(out_dir, tokenizer, run.config)
         if launch.rank == 0:
-            require_no_mirror(Path(run.out_dir), run.mirror)
+            require_no_mirror(out_dir, run.mirror)
             print(dry_run_text(setup, resolved, initial.architecture))
         return 0
-    require_writable(Path(run.out_dir), run.tokenizer, run.config)
+    require_writable(out_dir, tokenizer, run.config)
     if launch.rank == 0:
-        require_no_mirror(Path(run.out_dir), run.mirror)
-        require_mirror(run.mirror, Path(run.out_dir), run.resume)
+        require_no_mirror(out_dir, run.mirror)
+        require_mirror(run.mirror, out_dir, run.resume)
     return train_resolved(setup, resolved, initial, progress, cleanup)
+
+
+def keeps_tokenizer(run: RunConfig) -> bool:
+    """Whether the tokenizer in out_dir, which the run reads, stays as it is.
+
+    That of a fine-tuning run gets a template and special tokens.
+    """
+    return run.task == "pretrain" and is_in(Path(run.out_dir), run.tokenizer)
 
 
 def train_resolved(
@@ -155,7 +166,8 @@ def train_resolved(
         with storing(str(out_dir), "free some space, or give another --out_dir"):
             write_reference(out_dir, resolved)
             prepared.list_rejected(out_dir)
-        prepared.tokenizer.save(out_dir / "tokenizer")
+        if not keeps_tokenizer(run):
+            prepared.tokenizer.save(out_dir / "tokenizer")
         context.mirror.start(context.saver.good)
         if resumed.state.step < schedule.total_steps:  # else the trackers' runs would be empty
             logger.trackers = open_trackers(run, resumed.state.step, recorded_flags(run))

@@ -16,6 +16,7 @@ from minimind.checkpoint.run_folder import require_writable
 from minimind.cli.main import TAKE_RUN_FLAGS, build_parser, main
 from minimind.config.parse import parse_flags
 from minimind.errors import LockedError, StorageError, UsageError
+from minimind.train.pretrain import keeps_tokenizer
 from tests.conftest import Trained, sentences
 from tests.faults.mirrors import FLAGS, content, train
 
@@ -368,6 +369,45 @@ def test_a_tokenizer_in_out_dir_is_known_by_every_path(
         for other in ("out", "elsewhere", "loop"):
             with pytest.raises(UsageError, match="holds 'tokenizer', which a run would replace"):
                 require_writable(Path(out), other)
+
+
+def test_a_link_to_a_tokenizer_is_not_written_through(tmp_path: Path):
+    lay(tmp_path / "shared", {"tokenizer.model": ""})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tokenizer").symlink_to(tmp_path / "shared")
+    for tokenizer in (tmp_path / "shared", tmp_path / "out" / "tokenizer"):
+        with pytest.raises(UsageError, match="holds 'tokenizer', which a run would replace"):
+            require_writable(tmp_path / "out", str(tokenizer))
+
+
+@pytest.mark.parametrize("task", ["pretrain", "sft"])
+def test_a_run_leaves_the_tokenizer_that_it_reads_in_out_dir_as_it_is(
+    task: str, place: Path, tmp_path: Path
+):
+    """Files that it does not read included; one that fine-tunes would change it, and is refused."""
+    tokenizer = tmp_path / "out" / "tokenizer"
+    shutil.copytree(place / "things" / "run" / "tokenizer", tokenizer)
+    (tokenizer / "special_tokens_map.json").write_text("{}")
+    before = content(tokenizer)
+    flags = {"out_dir": str(tmp_path / "out"), "tokenizer": str(tokenizer), "task": task}
+    run = parse_flags([word for name, value in flags.items() for word in (f"--{name}", value)])
+    if task == "sft":
+        assert not keeps_tokenizer(run)
+        return
+    flags |= {"data_path": str(place / "text.jsonl"), "max_steps": "1"}
+    train({**FLAGS, **flags, "data_path": [flags["data_path"]], "max_steps": 1})
+    assert content(tokenizer) == before
+
+
+def test_the_config_of_a_start_that_ended_before_its_first_event_is_a_runs(
+    place: Path, tmp_path: Path
+):
+    shutil.copy(place / "things" / "run" / "config.yaml", tmp_path)
+    config = str(tmp_path / "config.yaml")
+    with pytest.raises(UsageError, match="is the file of --config"):
+        require_writable(tmp_path, config=config)
+    (tmp_path / "metrics.jsonl").touch()
+    require_writable(tmp_path, config=config)
 
 
 @pytest.mark.parametrize(
