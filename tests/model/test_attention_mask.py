@@ -141,7 +141,7 @@ def test_those_positions_are_what_queries_and_keys_are_turned_by(monkeypatch: py
         seen.append(pos_cis)
         return apply_rotary(x, pos_cis)
 
-    monkeypatch.setattr("minimind.model.decoder.apply_rotary", watched)
+    monkeypatch.setattr("minimind.model.layers.apply_rotary", watched)
     model, ids = build(), torch.tensor([[9, 9, EOS, 9, 9, EOS, EOS, 9]])
     model(ids)
     assert len(seen) == 6  # no logit could show it: turns matter by their differences alone

@@ -87,7 +87,7 @@ def test_of_each_block_its_input_alone_is_kept():
 
 def test_every_block_is_computed_twice_and_only_in_training(monkeypatch: pytest.MonkeyPatch):
     calls = []
-    monkeypatch.setattr("minimind.model.decoder.apply_rotary", lambda x, _: calls.append(1) or x)
+    monkeypatch.setattr("minimind.model.layers.apply_rotary", lambda x, _: calls.append(1) or x)
     model = build()
     for enabled, is_training, passes in ((0, 1, 1), (1, 1, 2), (1, 0, 1)):
         if enabled:
