@@ -86,6 +86,11 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
     with storing(what, "move it away, or give another --out_dir"):
         for name in (METRICS, *sorted(REPLACED - {"tokenizer"})):
             require_regular(out_dir / name)
+        if (out_dir / "tokenizer").is_symlink():
+            raise UsageError(
+                f"--out_dir {out_dir} holds 'tokenizer', a link, through which a run would replace"
+                " the files of another folder; remove it, or give another"
+            )
         names = set(os.listdir(out_dir)) if _is_there(out_dir, what) else set()
         at_risk = names & REPLACED
         if (metrics := _beginning(out_dir / METRICS)) and not EVENT.match(metrics):
@@ -112,11 +117,11 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
 
 
 def is_in(out_dir: Path, tokenizer: str | None) -> bool:
-    """Whether a run in out_dir reads its `tokenizer` there, by no link that leads elsewhere."""
-    folder = out_dir / "tokenizer"
-    if not tokenizer or folder.is_symlink():
+    """Whether a run in out_dir reads its `tokenizer` there."""
+    if not tokenizer:
         return False
-    return Path(os.path.realpath(tokenizer)).is_relative_to(os.path.realpath(folder))
+    path = os.path.realpath(os.path.expanduser(tokenizer))
+    return Path(path).is_relative_to(os.path.realpath(out_dir / "tokenizer"))
 
 
 def _beginning(path: Path) -> bytes:

@@ -355,11 +355,14 @@ def test_a_config_that_was_copied_from_a_run_does_not_prove_a_run(
     require_writable(out, config=config)
 
 
-@pytest.mark.parametrize("way", ["out/tokenizer", "link/tokenizer", "out/../out/tokenizer"])
+@pytest.mark.parametrize(
+    "way", ["out/tokenizer", "link/tokenizer", "out/../out/tokenizer", "~/out/tokenizer"]
+)
 def test_a_tokenizer_in_out_dir_is_known_by_every_path(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     lay(tmp_path / "out", {"tokenizer/tokenizer.model": ""})
     (tmp_path / "link").symlink_to("out")
     (tmp_path / "loop").symlink_to("loop")
@@ -371,13 +374,17 @@ def test_a_tokenizer_in_out_dir_is_known_by_every_path(
                 require_writable(Path(out), other)
 
 
-def test_a_link_to_a_tokenizer_is_not_written_through(tmp_path: Path):
+def test_a_link_to_a_tokenizer_is_not_written_through(place: Path, tmp_path: Path):
+    """Nor in the folder of a run, whose own tokenizer people may have moved and linked."""
     lay(tmp_path / "shared", {"tokenizer.model": ""})
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "tokenizer").symlink_to(tmp_path / "shared")
-    for tokenizer in (tmp_path / "shared", tmp_path / "out" / "tokenizer"):
-        with pytest.raises(UsageError, match="holds 'tokenizer', which a run would replace"):
-            require_writable(tmp_path / "out", str(tokenizer))
+    out = lay(tmp_path / "out", {"rejected.jsonl": ""})
+    (out / "tokenizer").symlink_to(tmp_path / "shared")
+    for of_a_run in (False, True):
+        if of_a_run:
+            shutil.copy(place / "things" / "run" / "metrics.jsonl", out)
+        for tokenizer in (None, str(tmp_path / "shared"), str(out / "tokenizer")):
+            with pytest.raises(UsageError, match="holds 'tokenizer', a link, through which a run"):
+                require_writable(out, tokenizer)
 
 
 @pytest.mark.parametrize("task", ["pretrain", "sft"])
