@@ -605,8 +605,8 @@ def exchanged_bytes(shape: Shape, layout: Layout) -> int:
 
 
 MIB = 2**20
-# Of the output of two layers in the forward pass; DeepSpeed reduces the gradient of the input of q,
-# k, v, gate and up one by one in the backward pass.
+# All-reduces of a block: in the forward pass the outputs of two layers, in the backward pass the
+# gradients of the inputs of q, k, v, gate and up, one by one.
 FORWARD, BACKWARD = 2, 5
 
 

@@ -327,7 +327,7 @@ def _variants(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 def _succeeds(attempt: Callable[..., Any], values: Mapping[str, Any]) -> bool:
     try:
         attempt(deepcopy(values))
-    except Exception:  # another key is at fault
+    except Exception:  # whatever is raised, another key causes it
         return False
     return True
 

@@ -217,7 +217,7 @@ class Uploads:
             self.events.append(("checkpoint_mirrored", fields))
             what = "older checkpoints could not be deleted: "
             self._prune(job.good)
-        except Exception as error:  # whatever it is: the run goes on, its checkpoints are on disk
+        except Exception as error:  # the checkpoints are on disk: no error of a copy ends a run
             if job is self._stale:
                 return
             self._forget_missing(job.path if isinstance(error, CheckpointError) else None)
@@ -229,7 +229,7 @@ class Uploads:
         try:
             self.owner.require()
             self._abandon_later()
-        except Exception as error:
+        except Exception as error:  # likewise
             what = "checkpoints of later steps could not be set aside, and must not be used: "
             self._report_failure(step or 0, what, error)
         with self._changed:
@@ -241,7 +241,7 @@ class Uploads:
         try:
             self.owner.require()
             self._find_missing(self._saved_there(by_step(self.remote.files())), self._good)
-        except Exception as error:
+        except Exception as error:  # likewise
             self._report_failure(step, "missing checkpoints could not be looked for: ", error)
         with self._changed:
             self._must_look = False
@@ -525,7 +525,7 @@ class Mirror:
         self._out_dir = Path(run.out_dir)
         self._root = self._out_dir / CHECKPOINTS
         self._uploads: Uploads | None = None
-        self._resumed: Path | None = None  # the checkpoint of out_dir that the run goes on from
+        self._resumed: Path | None = None  # the checkpoint of out_dir that was loaded
         self._is_only_here = False
         self._restored: list[tuple[str, dict[str, Any]]] = []  # to be logged after run_start
 

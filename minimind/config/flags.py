@@ -146,7 +146,7 @@ class PlaceFlags:
         "data",
     )
     template_date: str | None = flag(
-        "with --task sft: the date YYYY-MM-DD that a chat template with strftime_now is told, on"
+        "with --task sft: the date YYYY-MM-DD that strftime_now gives a chat template, on"
         " every day of the run (default: 2024-07-26, which Llama 3 has for a host without a clock)",
         None,
         "data",

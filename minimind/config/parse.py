@@ -2,8 +2,8 @@
 
 Precedence: a flag on the command line > `--config FILE.yaml` > the model preset > the default.
 Values of the Accelerate and DeepSpeed files override only the default (deepspeed/values.py).
-Imports only the standard library and PyYAML, so errors appear before torch is imported. A flag or
-command of another project is told its equivalent here.
+Imports only the standard library and PyYAML, so errors appear before torch is imported. For a flag or
+command of another project the message names ours.
 """
 
 from __future__ import annotations

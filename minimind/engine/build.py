@@ -134,7 +134,7 @@ def _refusals(resolved: ResolvedConfig) -> Iterator[None]:
             raise
         problem = f"{error.filename}: {error.strerror}"
         raise StorageError(f"{resolved.path}: DeepSpeed cannot use {problem}; change it") from error
-    except Exception as error:
+    except Exception as error:  # a tracker raises its own types; others are raised again
         if not (message := rules.tracker_refusal(error)):
             raise
         raise UsageError(f"{resolved.path}: {message}") from error

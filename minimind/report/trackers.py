@@ -35,7 +35,7 @@ class Tracker:
     """One tracker and its thread."""
 
     def __init__(self, name: str, opener: Callable[[int], Any], step: int) -> None:
-        """`opener` is called in the thread with the step that the run goes on from."""
+        """`opener` is called in the thread with the step at which the run resumes."""
         self.name = name
         self._open = opener
         self._lines: queue.Queue[tuple[dict[str, Any] | None, int] | None]

@@ -16,7 +16,7 @@ from minimind.report.history import PHASES, Run, Start, number, read_configurati
 
 COMPUTING = ("forward", "backward", "optimizer")
 # Pauses that recur; garbage collection and traces do not.
-PAUSES = ("checkpoint", "evaluate", "sample", "verify")
+RECURRING = ("checkpoint", "evaluate", "sample", "verify")
 
 
 class Period:
@@ -38,7 +38,7 @@ class Period:
         self.all_steps += steps
         self.last_step = profile["step"]
         means = {name: profile[f"{name}_ms"] for name in ("data", *COMPUTING)}
-        pauses = {name: profile.get(f"{name}_ms", 0.0) for name in PAUSES}
+        pauses = {name: profile.get(f"{name}_ms", 0.0) for name in RECURRING}
         for name, ms in (*((name, mean * steps) for name, mean in means.items()), *pauses.items()):
             self._sums[name] += ms
         for name, values in ranks.items():
@@ -73,7 +73,7 @@ class Period:
     @property
     def time(self) -> float:
         """Milliseconds of a step with its part of the pauses."""
-        return self.step + sum(map(self.mean, PAUSES))
+        return self.step + sum(map(self.mean, RECURRING))
 
     def has_due(self, interval: int, total_steps: int) -> bool:
         """Whether a multiple of `interval` lies in the period, besides the last step of the run.
@@ -398,7 +398,7 @@ def _profile(event: Mapping[str, Any]) -> dict[str, Any] | None:
     means = {f"{name}_ms": number(event.get(f"{name}_ms")) for name in PHASES}
     if steps < 1 or not all(ms >= 0 for ms in means.values()):
         return None
-    pauses = {f"{name}_ms": max(0.0, number(event.get(f"{name}_ms"), 0.0)) for name in PAUSES}
+    pauses = {f"{name}_ms": max(0.0, number(event.get(f"{name}_ms"), 0.0)) for name in RECURRING}
     ranks = {
         f"{name}_ms": [
             max(0.0, ms) for ms in values_by_rank(event.get("ranks"), f"{name}_ms").values()
@@ -418,5 +418,5 @@ def _step_lines(start: Start) -> dict[str, Any] | None:
     if not (math.isfinite(steps) and steps >= 1 and sum(spent[name] for name in PHASES) > 0):
         return None
     means = {f"{name}_ms": max(0.0, spent[name]) / steps for name in PHASES}
-    pauses = {f"{name}_ms": max(0.0, spent[name]) for name in PAUSES}
+    pauses = {f"{name}_ms": max(0.0, spent[name]) for name in RECURRING}
     return {"step": int(start.last_step), "steps": int(steps), **means, **pauses, "ranks": {}}

@@ -155,7 +155,7 @@ class _Stream:
             content = self._body.read(BLOCK_BYTES)
             if not content and size is not None and self._at < size:
                 raise Truncated(f"{self._at:,} of {size:,} bytes arrived")
-        except Exception:
+        except Exception:  # raised again; the next attempt opens the object anew
             self.close()
             raise
         self._at += len(content)

@@ -257,7 +257,7 @@ def retrying(
     for attempt in range(1, retry.attempts + 1):
         try:
             return work()
-        except Exception as error:
+        except Exception as error:  # every file system has its own types; others are raised again
             if not is_of_storage(error):
                 raise
             if not is_passing(error):

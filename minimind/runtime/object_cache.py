@@ -63,7 +63,7 @@ def in_parallel(
     try:
         for _ in items:
             yield done.get().result()
-    except Exception:
+    except Exception:  # of any work: the threads end before it is raised again
         stopped.set()
         for thread in running:
             thread.join()
@@ -87,7 +87,7 @@ def _work(
         result: Future[Result] = Future()
         try:
             result.set_result(work(item, stopped))
-        except BaseException as error:
+        except BaseException as error:  # raised by the caller's thread; here it is only printed
             result.set_exception(error)
             return
         finally:

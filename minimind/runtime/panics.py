@@ -15,8 +15,8 @@ def panics_caught() -> Iterator[None]:
     """Raise `Panic` for a panic in the block. Rust itself prints a line about it to stderr."""
     try:
         yield
-    except BaseException as error:
-        # Each library has its own class below BaseException, so the name is compared.
+    except BaseException as error:  # each library has its own class of panic below it
+        # No common class, so the name is compared; others are raised again.
         if type(error).__name__ != "PanicException":
             raise
         raise Panic((str(error).splitlines() or ["panic"])[0]) from error

@@ -84,7 +84,7 @@ def _is_shipped_default(block: Mapping[str, Any], path: str) -> bool:
 
 
 def replaced_block(document: Mapping[str, Any], path: str, run: RunConfig) -> str:
-    """Notice that --optimizer is in force in place of the block of a shipped file; else empty."""
+    """Notice that --optimizer replaces the block of a shipped file; else empty."""
     written = optimizer_name(get(document, "optimizer.type")) or ""
     if FLAG_OF_TYPE.get(written, run.optimizer) == run.optimizer:
         return ""
@@ -132,7 +132,7 @@ def _adopt_muon(config: dict[str, Any], path: str, run: RunConfig, faults: list[
 
 
 def with_optimizer_defaults(run: RunConfig) -> RunConfig:
-    """Return the run with every value of Muon or SGD that is in force."""
+    """Return the run with every value of Muon or SGD, defaults included."""
     for name, value in (run.muon | run.sgd).items():
         if getattr(run, name) is None:
             is_shared = name == "muon_lr" and run.muon["muon_scaling"] != "original"
@@ -622,7 +622,7 @@ GPU_ONLY = (
 )
 # Blocks that import a package when the engine is built.
 PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
-# These select which other keys are read; require_accepted tries them last.
+# Each decides which other keys DeepSpeed reads, so require_accepted tries them last.
 SELECTORS = ("optimizer.type", "optimizer.params.torch_adam", "scheduler.type", f"{ZERO}stage")
 OUTPUTS = {  # path -> the switch of the block that writes there, and the name of a folder in it
     "tensorboard.output_path": ("tensorboard.enabled", "tensorboard.job_name"),

@@ -69,7 +69,7 @@ SECTIONS = {
     "scheduler": _kinds("text: type  object: params"),
 }
 # Here it has a model of its own, which refuses other names, but late and without a suggestion.
-# Of `any` other modules report: rules.py of stage, values.py of enabled.
+# Faults of `any` are reported elsewhere: those of stage by rules.py, of enabled by values.py.
 MODELLED = {
     "zero_optimization": _kinds("""
         any: stage
@@ -111,7 +111,7 @@ FIELD_NAMES = {
     for key in MODELLED["zero_optimization"]
     if key.startswith("stage3_")
 }
-# Of the sections that schema.py leaves to DeepSpeed's own models: what a rule looks at.
+# The keys that a rule reads in sections which DeepSpeed's own models check.
 READ_BY_PYDANTIC = {
     "hybrid_engine": _kinds("bool: enabled"),
     "tensor_parallel": _kinds("whole: autotp_size"),
@@ -158,7 +158,7 @@ REMOVED = {
     "zero_optimization.zeropp_loco_param": f"{_GONE}; zero_quantized_gradients works without it",
     "optimizer.params.max_grad_norm": "is refused by DeepSpeed; use gradient_clipping",
 }
-# These ask for nothing where they are false or null, unless the new name is there too.
+# A false or null value is ignored, unless the new name is there too.
 SUCCESSORS = {
     "zero_optimization.cpu_offload": ("offload_optimizer",),
     "zero_optimization.cpu_offload_param": ("offload_param",),
@@ -215,7 +215,7 @@ SCHEDULERS = {
         lr_range_test_staircase last_batch_iteration""",
 }
 NEEDED = {"OneCycle": ("cycle_min_lr", "cycle_max_lr")}  # total_num_steps is always filled
-# Of optimizers and schedulers alike; any other is a number.
+# Parameters of optimizers and schedulers; every other parameter is a number.
 PARAMS = _kinds("""
     bool: amsgrad maximize differentiable capturable decoupled_weight_decay torch_adam adam_w_mode
         fp32_optimizer_states bias_correction set_grad_none eps_inside_sqrt nesterov centered

@@ -257,10 +257,10 @@ def _text_of_part(part: Any, number: int) -> str:
 
 
 START = ""  # before the first turn
-# A chat begins with the user and goes on in turn. Several tools may answer one assistant turn. A
-# model is only ever asked to write after a user or a tool, so two assistant turns in a row would
-# train on what never happens, as would a chat that begins with the assistant. A last turn without
-# an answer is accepted: nothing is trained on it.
+# A chat begins with the user; user and assistant alternate. Several tools may answer one assistant
+# turn. A model is only ever asked to write after a user or a tool, so two assistant turns in a row
+# would train on what never happens, as would a chat that begins with the assistant. A last turn
+# without an answer is accepted: nothing is trained on it.
 MAY_FOLLOW = {
     START: {SYSTEM, USER},
     SYSTEM: {USER},
@@ -329,7 +329,7 @@ _SYSTEM = r"(system|sys|developer)"
 _MEDIA = r"(screenshot|figure|frame|image|img|picture|photo|video|audio|speech|pixelvalue)"
 _FIRST_TURN = "write it as the first turn, with the role system, or remove it"
 TEMPLATE_VALUES = Lost(re.compile(r"(chat_)?template_(kwargs|args)"), "remove it")
-# Of other names within, as a template may write their text.
+# Text under any other name there, as a template may write it.
 TEMPLATE_TEXT = Lost(
     re.compile(".*"),
     "write its text into a turn, or remove it",

@@ -532,5 +532,5 @@ def main(request: Mapping[str, Any]) -> str | None:
         raise
     except TooLarge as error:
         return f"{type(error).__name__}: {error}"
-    except Exception:
+    except Exception:  # a template may raise anything; rendered for real, it is reported
         return None

@@ -27,7 +27,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CLOCK = "strftime_now"  # the name by which a template asks for the date
 DATE = "2024-07-26"  # of runs that give none
 SHOWN_CHARACTERS = 200  # of a template's own message
-# Of the processor, and of memory, for all chats of `require_bounded`; templates take hundredths.
+# CPU time and memory of all chats of `require_bounded`; ordinary templates take hundredths.
 MAX_SECONDS, MAX_BYTES = 2.0, 2**29
 PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
 PROBES = (PROBE, (Message(SYSTEM, " e f "), *PROBE), (*PROBE, Message(TOOL, " g h "), *PROBE[1:]))
@@ -94,7 +94,7 @@ class Renderer:
             return
         try:
             text = self._sandbox.render(chat, False, self._tokens)[0]
-        except Exception:  # of a template that knows no parts
+        except Exception:  # a template that knows no parts may raise anything for them
             return
         if is_in(text):
             raise UsageError(

@@ -122,7 +122,7 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
         sync_directory(draft)
         os.rename(draft, directory)
         sync_directory(directory.parent)
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C, too; raised again
         # Kept after Ctrl-C and after the death of a worker, not if the same text would fail again
         # or the disk is full.
         if isinstance(error, DataError | UsageError | StorageError | OSError) or not is_resumable:

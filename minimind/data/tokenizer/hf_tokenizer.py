@@ -123,8 +123,8 @@ class HuggingFaceTokenizer:
         except TypeError:  # raised for a lone surrogate
             require_unicode(text)
             raise
-        except Exception as error:
-            if type(error) not in (Exception, Panic):  # the library raises plain Exception
+        except Exception as error:  # the library raises plain Exception
+            if type(error) not in (Exception, Panic):
                 raise
             said = f"{what} {shorten_line(text[: 2 * SHOWN], SHOWN)!r}" if text else what
             raise DataError(
