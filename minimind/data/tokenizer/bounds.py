@@ -149,8 +149,7 @@ def _longest_form(table: bytes) -> int:
 @cache
 def _is_fast(parts: str) -> bool:
     request = {"parts": json.loads(parts)}
-    tried = tried_within(pattern_trial.__file__, request, MAX_SECONDS, MAX_BYTES)
-    return tried is not None
+    return tried_within(pattern_trial.__file__, request, MAX_SECONDS, MAX_BYTES) is not None
 
 
 def _require_fast(path: Path, parts: str) -> None:
