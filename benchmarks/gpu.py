@@ -33,8 +33,8 @@ from benchmarks.record import arguments, record
 from benchmarks.throughput import BARE, Contender, race, summary
 from benchmarks.throughput import BASE as LLAMA
 from examples.stdlib_corpus import main as write_corpus
-from minimind.architecture.costs import flops_per_token
 from minimind.architecture.plan import shape_of
+from minimind.architecture.shape import flops_per_token
 from minimind.config.parse import parse_flags
 from minimind.train.summary import peak_of
 

@@ -25,7 +25,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,12 @@ from minimind.data.rows.batches import Batches
 from minimind.engine.clocks import COLLECTIVES
 from minimind.engine.engine import Engine
 from minimind.recovery.spikes import SpikeGuard
+from minimind.train.optional import NoSpikeGuard
 
 WARM = 10  # steps
 KINDS = ("as ever", "hooks", "neither")
 GUARD = "guard"
+NO_GUARD = NoSpikeGuard()
 GUARD_METHODS = ("norm_limit", "own_sums", "observe", "hold")  # that the loop calls in a step
 # A step of some milliseconds, which hides nothing: `--model least`.
 LEAST = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32}
@@ -69,7 +70,6 @@ class Race:
         self.pairs: list[dict[str, Any]] = []  # seconds of each pair, and whether it had hooks
         self.kind = KINDS[0]
         self.timed: dict[str, Any] = {}
-        self.no_guard: SpikeGuard | None = None
 
     def at(self, read: Any, batches: Batches, step: int) -> Any:
         """The rows of a step; the loop's last step ends here, and its next one begins."""
@@ -154,8 +154,10 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
 
         def called(self: SpikeGuard, *given: Any) -> Any:
             """As without --spike_guard, except in steps that have it."""
-            race.no_guard = race.no_guard or replace(self, detector=None)
-            return call(self if race.kind == GUARD else race.no_guard, *given)
+            if race.kind == GUARD:
+                return call(self, *given)
+            off = getattr(NO_GUARD, name)
+            return off(*given) if callable(off) else off
 
         return property(called) if isinstance(true, property) else called
 

@@ -28,7 +28,7 @@ from minimind.data.prepare.prepare import PrepareRequest
 from minimind.data.text.documents import ReadOptions
 from minimind.data.text.inputs import Source, find_files, segments_of
 from minimind.data.text.readers import read_segment
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 
 

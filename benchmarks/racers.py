@@ -75,7 +75,7 @@ def documents(data: Path) -> list[np.ndarray]:
 
 def all_tokens(data: Path) -> tuple[np.ndarray, int]:
     """Training tokens of a prepared folder, and the end-of-document token."""
-    from minimind.data.prepare.prepare import open_prepared
+    from minimind.data.prepare.prepared import open_prepared
 
     prepared = open_prepared(data)
     tokens = prepared.train.stretch(0, len(prepared.train))

@@ -70,6 +70,30 @@ def imports_of(source: str) -> set[str]:
     return names
 
 
+def loaded_by(module: str, sources: dict[str, str]) -> set[str]:
+    """`module` and all that importing it imports, of ours and others: no import in a function."""
+    found, left = set(), [module]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += _imports_at_once(ast.parse(sources.get(name, "")).body)
+    return found & {*sources} | {name.partition(".")[0] for name in found - {*sources}}
+
+
+def _imports_at_once(body: list[ast.stmt]) -> set[str]:
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= imports_of(ast.unparse(node))
+        elif isinstance(node, ast.If):
+            is_typing = "TYPE_CHECKING" in ast.unparse(node.test)
+            names |= _imports_at_once(node.orelse if is_typing else [*node.body, *node.orelse])
+        elif isinstance(node, ast.ClassDef | ast.Try | ast.With):
+            names |= _imports_at_once(node.body)
+    return names
+
+
 def violations(sources: dict[str, str]) -> list[str]:
     """One sentence for each import against the direction, foreign to the seam, or in a cycle."""
     found = []

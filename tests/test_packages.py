@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.packages import ROOT, modules, table, violations
+from tests.packages import ROOT, loaded_by, modules, table, violations
 
 
 def test_imports_go_down():
@@ -75,3 +75,32 @@ def test_what_needs_no_torch_imports_none():
     program += f"    assert not (found := sorted({HEAVY} & {{*sys.modules}})), (name, found)\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+# What a flag, a URL, a kind of data or the end of a run turns on, and the libraries of these.
+OFF = """
+    checkpoint.mirror checkpoint.remote_run recovery.corruption recovery.spikes recovery.step_rows
+    recovery.documents report.trace report.trackers report.page report.summary interop data.chat
+    data.text data.prepare.prepare data.prepare.encode data.prepare.remote data.tokenizer.hf_export
+    data.tokenizer.hf_tokenizer data.tokenizer.sentencepiece inference.generate inference.prompts
+    architecture.plan architecture.costs engine.deepspeed_backend engine.op_build_lock
+    runtime.filesystem runtime.download runtime.object_cache cli sweep
+""".split()
+OF_OFF = {"plotly", "wandb", "ray", "fsspec", "jinja2", "tokenizers", "sentencepiece", "pyarrow"}
+
+
+def test_a_plain_start_loads_nothing_that_is_off():
+    loaded = loaded_by("minimind.train.pretrain", modules())
+    off = {f"minimind.{name}" for name in OFF}
+    assert not {name for name in loaded for part in off if f"{name}.".startswith(f"{part}.")}
+    assert not loaded & OF_OFF
+    names = {*modules()}
+    assert not {part for part in off if not any(f"{n}.".startswith(f"{part}.") for n in names)}
+
+
+def test_an_import_of_what_is_off_is_found():
+    sources = modules()
+    sources["minimind.train.loop"] += "\nfrom minimind.checkpoint.mirror import Mirror\n"
+    sources["minimind.engine.build"] += "\nimport plotly.express\n"
+    loaded = loaded_by("minimind.train.pretrain", sources)
+    assert loaded >= {"minimind.checkpoint.mirror", "minimind.checkpoint.remote_run", "plotly"}

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from minimind.architecture.shape import Shape
+from minimind.architecture.shape import Shape, flops_per_token
 from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -285,17 +285,6 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
         passes = 2 * p * (micro_batches if layout.stage == 2 else 1) + p
     updates = shape.hidden_matrices if layout.optimizer == "muon" and layout.stage else 0
     return (b * passes + ITERATION[layout.device] * updates) * (n - 1) // n
-
-
-def flops_per_token(shape: Shape) -> int:
-    """FLOPs of one token's forward and backward pass: 6 M + 12 layers dim T.
-
-    As in PaLM, appendix B (Chowdhery et al. 2022), and Kaplan et al. (2020): M counts the weights
-    that multiply a token (with the head; without embedding, norms and experts not visited), and
-    attention counts all T positions, although a causal kernel computes half of them.
-    """
-    matrices = shape.n_layers * shape.active + shape.vocab_size * shape.dim
-    return 6 * matrices + 12 * shape.n_layers * shape.dim * shape.max_seq_len
 
 
 def seconds(shape: Shape, tokens: float, world_size: int, peak_tflops: float, mfu: float) -> float:

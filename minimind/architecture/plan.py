@@ -24,7 +24,7 @@ from minimind.architecture.costs import (
     memory_of_rank,
     tensor_parallel_lines,
 )
-from minimind.architecture.shape import Shape, shape_of, with_special_tokens
+from minimind.architecture.shape import Shape, flops_per_token, shape_of, with_special_tokens
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.deepspeed.rules import plain_faults
 from minimind.config.deepspeed.values import auto_values, offloads
@@ -115,7 +115,7 @@ def plan_text(
     machine = machine or Machine(world_size)
     shape, here = shape_of(run), layout_of(run, world_size, config or {}, device)
     tokens = run.rows_per_step(world_size) * run.max_seq_len
-    flops, data_size = costs.flops_per_token(shape), run.parallel(world_size).data_size
+    flops, data_size = flops_per_token(shape), run.parallel(world_size).data_size
     active = "active " if shape.use_moe else ""
     lines = [
         f"parameters  {shape.parameters:,}: {run.n_layers} blocks of {shape.layer:,}, embedding"

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from minimind.architecture.costs import flops_per_token
 from minimind.architecture.hf_models import (
     IDS,
     first_line,
@@ -28,10 +27,10 @@ from minimind.architecture.hf_models import (
     require_separate_documents,
     transformers_model,
 )
-from minimind.architecture.shape import shape_of
+from minimind.architecture.shape import flops_per_token, shape_of
 from minimind.config.checks import OF_EXPERTS
 from minimind.config.run_config import RunConfig
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.checked_json import (

@@ -105,9 +105,9 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
         return run, ""
     # These load numpy, which a plan of pretraining does not need.
     from minimind.data.chat.template import named_tokens, special_names
-    from minimind.data.prepare.prepare import chosen_template
+    from minimind.data.prepare.chat_tokenizer import chosen_template
     from minimind.data.tokenizer.add_special import lacking
-    from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+    from minimind.data.tokenizer.load import load_tokenizer
 
     before, source = run.vocab_size, run.sources["vocab_size"]
     if run.tokenizer is None:
@@ -125,3 +125,14 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
         before, added = tokenizer.vocab_size, len(lacking(tokenizer, names))
     run = run.with_values(BY_TASK, vocab_size=before + added, doc_mask=True)
     return run, f"vocabulary  {before:,} and {added} special tokens of the chat template\n"
+
+
+def flops_per_token(shape: Shape) -> int:
+    """FLOPs of one token's forward and backward pass: 6 M + 12 layers dim T.
+
+    As in PaLM, appendix B (Chowdhery et al. 2022), and Kaplan et al. (2020): M counts the weights
+    that multiply a token (with the head; without embedding, norms and experts not visited), and
+    attention counts all T positions, although a causal kernel computes half of them.
+    """
+    matrices = shape.n_layers * shape.active + shape.vocab_size * shape.dim
+    return 6 * matrices + 12 * shape.n_layers * shape.dim * shape.max_seq_len

@@ -45,6 +45,7 @@ LEGACY_DEFAULTS = {
     "norm_eps": 1e-5,
 }
 MANIFEST = "manifest.json"
+OWNER = "mirror.json"  # in out_dir and at the URL of --mirror: the run that both are of
 NAME = re.compile(r"step_(\d{8,})")
 
 

@@ -15,7 +15,7 @@ import torch
 from minimind import __version__
 from minimind.config.run_config import PROJECT, RunConfig
 from minimind.config.schedule import Schedule
-from minimind.data.prepare.prepare import Prepared
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order, Ranges, count_rows
 from minimind.engine.build import Engine
 from minimind.runtime.urls import masked_values

@@ -21,6 +21,7 @@ from pydantic import Field
 
 from minimind.checkpoint.directory import (
     MANIFEST,
+    OWNER,
     Rejected,
     differences,
     publish,
@@ -32,7 +33,6 @@ from minimind.checkpoint.directory import (
 from minimind.checkpoint.remote_run import (
     ABANDONED,
     CHECKPOINTS,
-    OWNER,
     PROBE,
     RemoteRun,
     by_step,
@@ -382,14 +382,12 @@ def require_no_mirror(out_dir: Path, url: str | None) -> None:
         )
 
 
-def require_mirror(url: str | None, out_dir: Path, resume: str) -> None:
+def require_mirror(url: str, out_dir: Path, resume: str) -> None:
     """Raise StorageError unless a small file can be written, read and deleted at the URL.
 
     Raise UsageError if the URL is out_dir or in it, and LockedError, before anything is written,
     if it is neither empty nor a mirror that may be this run's.
     """
-    if url is None:
-        return
     remote, token = RemoteRun(url), secrets.token_hex(8)
     probe = f"{PROBE}{token}"
     if remote.folder and remote.folder.is_relative_to(out_dir.resolve()):
@@ -517,11 +515,11 @@ def _parsed(remote: RemoteRun, content: bytes) -> dict[str, Any]:
 
 
 class Mirror:
-    """The uploads of rank 0 and their events; without --mirror and on other ranks, nothing."""
+    """The uploads of rank 0 and their events; on other ranks, nothing."""
 
-    def __init__(self, run: RunConfig, ranks: Ranks, logger: RunLogger) -> None:
+    def __init__(self, run: RunConfig, url: str, ranks: Ranks, logger: RunLogger) -> None:
         self.run, self.ranks, self.logger = run, ranks, logger
-        self._url = run.mirror
+        self._url = url
         self._out_dir = Path(run.out_dir)
         self._root = self._out_dir / CHECKPOINTS
         self._uploads: Uploads | None = None
@@ -532,8 +530,6 @@ class Mirror:
     @phase("looking for a checkpoint at --mirror")
     def restore(self, identity: dict[str, Any]) -> None:
         """Claim the URL, and fetch its newest checkpoint if none here is as new (collective)."""
-        if self._url is None:
-            return
         url, run, ranks = self._url, self.run, self.ranks
 
         def begin() -> tuple[list[Path], list[int]]:
@@ -555,8 +551,6 @@ class Mirror:
 
         After a start on an empty disk, those before that of the start are at the URL only.
         """
-        if self._url is None:
-            return
         local = on_rank_0(self.ranks, lambda: published_checkpoints(self._root))
         valid = self._newest_here([path for path in local if step_of(path) in steps])
         if valid is None or (valid[0] >= 0 and not valid[1]):
@@ -645,8 +639,7 @@ class Mirror:
             if is_own:
                 self._resumed, self._is_only_here = path, step not in complete(remote.files())
 
-        if self._url is not None:
-            on_rank_0(self.ranks, begin)
+        on_rank_0(self.ranks, begin)
 
     def start(self, good: int | None) -> None:
         """Upload what is missing there, the resumed first; out_dir has its other files by now."""
@@ -683,9 +676,8 @@ class Mirror:
 
     def finish(self) -> None:
         """Wait for the uploads, up to MIRROR_WAIT_S (collective: other ranks wait here, too)."""
-        if self._url is not None:
-            on_rank_0(self.ranks, self._finish)
-            self.report()
+        on_rank_0(self.ranks, self._finish)
+        self.report()
 
     def _finish(self) -> None:
         uploads = self._uploads

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from minimind.checkpoint.directory import (
     MANIFEST,
     NAME,
+    OWNER,
     Rejected,
     read_manifest,
     rejected,
@@ -38,7 +39,6 @@ BLOCK = 2**23  # bytes of a request that reads
 PART = 2**25  # bytes of a request of a large upload; S3 takes 10,000 of them
 PART_ATTEMPTS = 5  # of the library, since a file is otherwise sent again as a whole
 ABANDONED = f"abandoned-{MANIFEST}"
-OWNER = "mirror.json"
 PROBE = ".probe-"
 OF_SYSTEMS = (
     r"lost\+found|\.Trash-\d+|\.snapshot"

@@ -20,8 +20,7 @@ from minimind.config.flags import BY_TASK, SHAPE
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import LockedError, StorageError, UsageError
 from minimind.runtime.durable_files import require_regular, storing, write_whole
-from minimind.runtime.object_cache import named
-from minimind.runtime.urls import masked_values
+from minimind.runtime.urls import masked_values, named
 
 START_FLAGS = (
     "config",

@@ -26,7 +26,8 @@ from minimind.runtime.urls import masked
 
 if TYPE_CHECKING:
     from minimind.data.prepare.inspect import Inspection
-    from minimind.data.prepare.prepare import Prepared, PrepareRequest
+    from minimind.data.prepare.prepare import PrepareRequest
+    from minimind.data.prepare.prepared import Prepared
     from minimind.recovery.documents import Documents, Place, Placed
     from minimind.recovery.step_rows import Row
     from minimind.runtime.object_cache import ObjectCache
@@ -186,7 +187,7 @@ def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
     from minimind.data.prepare.remote import local_text
     from minimind.data.prepare.work_units import Options
     from minimind.data.text.inputs import Source, join_sources, parse_source, read_sources
-    from minimind.data.tokenizer.hf_tokenizer import longest_document
+    from minimind.data.tokenizer.load import longest_document
 
     paths = (*args.paths, *args.data_path)
     sources = [Source("data", paths)] if paths else []
@@ -212,7 +213,7 @@ def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
 
 def _require_same_vocab_size(args: argparse.Namespace) -> None:
     """Raise UsageError if --vocab_size is not that of --tokenizer."""
-    from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+    from minimind.data.tokenizer.load import load_tokenizer
 
     if args.tokenizer is None or args.vocab_size is None:
         return
@@ -281,7 +282,7 @@ def run_data(args: argparse.Namespace) -> int:
 def _run_inspect(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print a summary of a folder; return 3, and print the damage, if a file has changed."""
     from minimind.data.prepare.inspect import damage, inspect
-    from minimind.data.prepare.prepare import NEEDED, missing_of, open_prepared
+    from minimind.data.prepare.prepared import NEEDED, missing_of, open_prepared
     from minimind.data.prepare.remote import local_folder
 
     place, args.directory = args.directory, Path(local_folder(args.directory, cache))
@@ -467,7 +468,7 @@ def run_where(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print the steps that read a document, for each text that the run read."""
     from minimind.recovery.documents import place_json
     from minimind.recovery.step_rows import documents_of, read_run, steps_reading
-    from minimind.runtime.object_cache import named
+    from minimind.runtime.urls import named
 
     file, line = args.place
     log = read_run(args.run)

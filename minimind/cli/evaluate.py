@@ -29,8 +29,8 @@ from minimind.runtime.durable_files import printing, storing
 
 if TYPE_CHECKING:
     from minimind.data.chat.template import ChatTemplate
-    from minimind.data.prepare.prepare import Prepared
-    from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+    from minimind.data.prepare.prepared import Prepared
+    from minimind.data.tokenizer.load import AnyTokenizer
     from minimind.inference.score import LossSums, Part
     from minimind.runtime.object_cache import ObjectCache
 
@@ -115,7 +115,7 @@ def run_eval(args: argparse.Namespace) -> int:
 def _score(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int) -> None:
     """Print the results on `device`, a part of them computed by each process."""
     from minimind.data.chat.template import date_of
-    from minimind.data.prepare.prepare import is_prepared
+    from minimind.data.prepare.prepared import is_prepared
     from minimind.data.prepare.remote import local_data
     from minimind.engine.build import evaluation_accelerator
     from minimind.inference.chat import template_of
@@ -208,15 +208,10 @@ def _open_data(
     `paths` are local files of `place`, `folder` has those of the tokenizer; only rank 0 prints.
     """
     from minimind.data.chat.template import date_of
-    from minimind.data.prepare.prepare import (
-        PrepareRequest,
-        holds_conversations,
-        is_prepared,
-        open_text,
-        prepare_for_run,
-    )
+    from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
+    from minimind.data.prepare.prepared import holds_conversations, is_prepared, open_text
     from minimind.data.prepare.work_units import Options, Source
-    from minimind.data.tokenizer.hf_tokenizer import longest_document
+    from minimind.data.tokenizer.load import longest_document
 
     if is_prepared(paths[0]):
         path = Path(paths[0]).expanduser()

@@ -99,7 +99,7 @@ def run_train(args: argparse.Namespace, cache: ObjectCache) -> int:
 def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
     from minimind.data.prepare.remote import local_text
     from minimind.data.text.sample import sample
-    from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+    from minimind.data.tokenizer.load import load_tokenizer
     from minimind.data.tokenizer.sentencepiece import is_trained, train_tokenizer
     from minimind.data.tokenizer.statistics import measure
     from minimind.data.tokenizer.vocabulary import (
@@ -202,7 +202,7 @@ def read_texts(path: Path, reading: ReadOptions, skips_bad: bool) -> Iterator[st
 
 def _reading(args: argparse.Namespace, tokenizer: str | None) -> ReadOptions:
     from minimind.data.text.documents import ReadOptions
-    from minimind.data.tokenizer.hf_tokenizer import longest_document
+    from minimind.data.tokenizer.load import longest_document
 
     return ReadOptions(args.text_field, args.max_document_bytes or longest_document(tokenizer))
 
@@ -214,7 +214,7 @@ def run_inspect(args: argparse.Namespace, cache: ObjectCache) -> int:
     from minimind.data.prepare.remote import local_text
     from minimind.data.text.inputs import find_files
     from minimind.data.tokenizer import statistics as tables
-    from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+    from minimind.data.tokenizer.load import load_tokenizer
     from minimind.data.tokenizer.statistics import AWKWARD, measure
 
     tokenizer, reading = load_tokenizer(args.tokenizer), _reading(args, args.tokenizer)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,22 +29,17 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.schema import MODELS, format_model_fault, optimizer_name
 from minimind.config.deepspeed.values import BATCH, leaves, offloads
 from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
-from minimind.engine.deepspeed_backend import (
-    Backend,
-    CollectivesLog,
-    DeepSpeedBackend,
-    configuration,
-    fix_start_time,
-)
 from minimind.engine.engine import Engine
 from minimind.engine.loss_of_batch import compile_model
-from minimind.engine.op_build_lock import monitored_builds
 from minimind.engine.optimizers import optimizer_of, run_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.runtime.collectives import collective_backend, lost_peers, own_store, rendezvous
 from minimind.runtime.hardware import set_numerics
 from minimind.runtime.terminal import phase
+
+if TYPE_CHECKING:
+    from minimind.engine.deepspeed_backend import CollectivesLog, DeepSpeedBackend
 
 # Raised by DeepSpeed and torch's optimizers for a configuration they do not support.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
@@ -68,10 +63,13 @@ def build_engine(resolved: ResolvedConfig, model: PreTrainedModel, device: str) 
 
 def _deepspeed(
     resolved: ResolvedConfig, model: PreTrainedModel, device: str
-) -> tuple[Backend, torch.device]:
+) -> tuple[DeepSpeedBackend, torch.device]:
     import deepspeed
     from accelerate.utils import DeepSpeedPlugin, DummyOptim
     from deepspeed.ops.op_builder.builder import OpBuilder
+
+    from minimind.engine.deepspeed_backend import DeepSpeedBackend, configuration
+    from minimind.engine.op_build_lock import monitored_builds
 
     run = resolved.run
     if "log_level" not in resolved.config:
@@ -142,6 +140,8 @@ def _refusals(resolved: ResolvedConfig) -> Iterator[None]:
 
 def _enable_logs(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> CollectivesLog:
     """Return DeepSpeed's log of collectives; correct its loggers and profilers if enabled."""
+    from minimind.engine.deepspeed_backend import CollectivesLog, fix_start_time
+
     log = CollectivesLog(deepspeed.comm.comm, config.get("comms_logger"))
     if log.is_on and config["comms_logger"].get("verbose") and "log_level" not in config:
         deepspeed.utils.logging.set_log_level_from_string("info")
@@ -152,7 +152,7 @@ def _enable_logs(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> Coll
 
 def _plain(
     resolved: ResolvedConfig, model: PreTrainedModel, device: str
-) -> tuple[Backend, torch.device]:
+) -> tuple[PlainBackend, torch.device]:
     from accelerate.utils import DistributedDataParallelKwargs
 
     run = resolved.run

@@ -24,7 +24,6 @@ from minimind.config.deepspeed.values import BATCH
 from minimind.engine.adapters import require_tested_deepspeed, tensor_split, zero_state
 from minimind.engine.clocks import CommunicationClock
 from minimind.engine.optimizers import MuonWithAdamW, shards_of
-from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.state import ZeroState, gradient_norm, layer_specs, sum_partial_gradients
 
 TEST = "is_invalid_grad_norm"  # the test of the norm in each of DeepSpeed's optimizers, by name
@@ -302,6 +301,3 @@ def _skip_if_overflowed(optimizer: Any, *_: Any) -> None:
         for group in optimizer.param_groups:  # FusedAdam's zero_grad takes no set_to_none
             for p in group["params"]:
                 p.grad = None
-
-
-Backend = DeepSpeedBackend | PlainBackend

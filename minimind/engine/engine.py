@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.run_config import ParallelLayout
 from minimind.engine.clocks import CommunicationClock, PhaseClock
-from minimind.engine.deepspeed_backend import Backend
 from minimind.engine.loss_of_batch import (
     CompileClock,
     ModelInputs,
@@ -24,10 +23,13 @@ from minimind.engine.loss_of_batch import (
     uncompiled,
 )
 from minimind.engine.optimizers import WeightAverage
-from minimind.engine.plain_backend import StepResult
+from minimind.engine.plain_backend import PlainBackend, StepResult
 from minimind.engine.state import ZeroState
 from minimind.model.attention import SequenceGroup
 from minimind.runtime.collectives import Ranks, collective_backend, lost_peers
+
+if TYPE_CHECKING:
+    from minimind.engine.deepspeed_backend import DeepSpeedBackend
 
 COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles
 
@@ -36,7 +38,11 @@ class Engine(Ranks):
     """Runs optimizer steps over all ranks on one of the backends."""
 
     def __init__(
-        self, backend: Backend, resolved: ResolvedConfig, device: torch.device, parameters: int
+        self,
+        backend: DeepSpeedBackend | PlainBackend,
+        resolved: ResolvedConfig,
+        device: torch.device,
+        parameters: int,
     ) -> None:
         super().__init__(timedelta(seconds=resolved.run.dist_timeout))
         self.backend = backend

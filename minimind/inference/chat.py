@@ -18,9 +18,9 @@ from minimind.data.chat.conversations import (
     require_content,
 )
 from minimind.data.chat.template import ChatTemplate, own_template
-from minimind.data.prepare.prepare import read_template
+from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.data.text.documents import DocumentError, ReadOptions
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.inference.generate import Sampling, continue_ids
 from minimind.inference.stored_template import no_template

@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import DataError, NumericError, UsageError
 
 

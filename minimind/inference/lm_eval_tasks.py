@@ -14,7 +14,7 @@ from minimind.errors import UsageError
 from minimind.runtime.durable_files import printing
 
 if TYPE_CHECKING:
-    from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+    from minimind.data.tokenizer.load import AnyTokenizer
 
 # Flags of `minimind eval` that select the text, with their defaults.
 OF_TEXT = {

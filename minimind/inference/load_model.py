@@ -9,7 +9,7 @@ from typing import Any
 from minimind.architecture.hf_models import model_of
 from minimind.checkpoint.directory import read_chosen
 from minimind.config.flags import HUGGING_FACE
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.interop.tensor_sources import TRAINED, require_trained
 from minimind.interop.weights import (

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from minimind.data.prepare.prepare import Prepared
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import Windows
 from minimind.data.shards.conversation_shards import ConversationRows, ConversationShards
 from minimind.engine.loss_of_batch import PADDING, ModelInputs

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from minimind.checkpoint.validation import ModelConfig
 from minimind.data.chat.template import ChatTemplate, own_template
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.vocabulary import DEFAULT, TOKENIZER_FILES, with_length
 from minimind.errors import UsageError
 from minimind.interop.gguf import NAME as GGUF_NAME

@@ -23,7 +23,7 @@ from minimind.checkpoint.directory import read_manifest
 from minimind.checkpoint.retention import saved_of
 from minimind.config.flags import HUGGING_FACE
 from minimind.config.parse import load_yaml
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.interop.gguf import NAME as GGUF_NAME
 from minimind.interop.tensor_sources import TRAINED
@@ -31,9 +31,8 @@ from minimind.interop.weights import CHECKPOINT, OURS, Weights
 from minimind.interop.write_folder import PRODUCER
 from minimind.report.history import Run, number, read_configuration, read_runs
 from minimind.runtime.durable_files import read_events, storing
-from minimind.runtime.object_cache import named
 from minimind.runtime.terminal import printable
-from minimind.runtime.urls import BEGINS
+from minimind.runtime.urls import BEGINS, named
 
 NAME = "README.md"
 LICENSE = "# license: the Hub asks for one, such as apache-2.0; this line is where it is written\n"

@@ -25,7 +25,7 @@ from minimind.architecture.select import foreign_config_of
 from minimind.checkpoint.directory import MANIFEST, Chosen, choose, read_chosen, read_manifest
 from minimind.checkpoint.tensor_files import readable
 from minimind.checkpoint.validation import read_config
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.interop.foreign_config import (

@@ -400,7 +400,7 @@ class CorruptionCheck:
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether to check after a step; the last one of a run is always checked."""
-        return self.run.verify_interval > 0 and is_due(step, self.run.verify_interval, last)
+        return is_due(step, self.run.verify_interval, last)
 
     def go_back(self, first: int) -> None:
         """Go on from an earlier step: checks after it no longer count."""

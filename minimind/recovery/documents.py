@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from minimind.data.prepare.encode import Work, split_of
-from minimind.data.prepare.prepare import Prepared
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.prepare.remote import local_text
 from minimind.data.prepare.work_units import Plan, Unit, placed, read_described
 from minimind.data.shards.conversation_shards import TARGET
@@ -24,9 +24,8 @@ from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Segment, kind_of
 from minimind.data.text.readers import line_offset, newlines, read_segment
 from minimind.errors import DataError, UsageError
-from minimind.runtime.filesystem import is_url
-from minimind.runtime.object_cache import ObjectCache, named
-from minimind.runtime.urls import masked
+from minimind.runtime.object_cache import ObjectCache
+from minimind.runtime.urls import is_url, masked, named
 
 CHANGED = "changed since it was prepared"
 

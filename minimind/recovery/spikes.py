@@ -18,7 +18,7 @@ from pydantic import Field
 
 from minimind.checkpoint.resume import Resumed
 from minimind.config.run_config import PATIENCE, RunConfig
-from minimind.data.prepare.prepare import Prepared, missing_of
+from minimind.data.prepare.prepared import Prepared, missing_of
 from minimind.data.rows.batches import Batches
 from minimind.engine.build import Engine
 from minimind.engine.plain_backend import StepResult
@@ -180,13 +180,13 @@ class HeldStep:
 
 @dataclass
 class SpikeGuard:
-    """Observes every step, one step late; without a detector it does nothing.
+    """Observes every step, one step late.
 
     Every rank calls the same methods, since naming the rows of a spike is collective.
     """
 
-    detector: SpikeDetector | None
-    options: dict[str, Any]  # factor, window and max_rollbacks; empty: off
+    detector: SpikeDetector
+    options: dict[str, Any]  # factor, window and max_rollbacks
     engine: Engine
     batches: Batches
     prepared: Prepared
@@ -207,7 +207,9 @@ class SpikeGuard:
     ) -> SpikeGuard:
         """The guard of a run that starts or resumes."""
         rows = run.micro_batch_rows(engine.world_size)
-        guard = cls(None, run.guard, engine, batches, prepared, run.max_seq_len + 1, rows, logger)
+        detector = SpikeDetector(run.guard["factor"], run.guard["window"])
+        row_tokens = run.max_seq_len + 1
+        guard = cls(detector, run.guard, engine, batches, prepared, row_tokens, rows, logger)
         return guard.restored(batches, resumed)
 
     def restored(
@@ -218,8 +220,6 @@ class SpikeGuard:
         After an allowed change, of the data for example, the window starts empty: values before
         and after cannot be compared.
         """
-        if not self.options:
-            return replace(self, batches=batches)
         state = None if resumed.changed else resumed.manifest.get("spikes")
         if state is not None:
             validate(SpikeState, state, "spikes.")
@@ -231,7 +231,7 @@ class SpikeGuard:
     @property
     def norm_limit(self) -> float:
         """Gradient norm above which the next update is skipped."""
-        return self.detector.norms.limit if self.detector else math.inf
+        return self.detector.norms.limit
 
     def own_sums(self) -> list[float]:
         """This rank's summed loss and targets of the held step, to be summed over ranks.
@@ -239,8 +239,6 @@ class SpikeGuard:
         Last its norm, of rank 0 alone: where every rank computes the norm, the last bits may
         differ, and all have to decide alike.
         """
-        if self.detector is None:
-            return []
         if not isinstance(self.held, HeldStep):
             return [0.0, 0.0, 0.0]
         loss_sum, targets, norm = self.held.values()
@@ -248,7 +246,7 @@ class SpikeGuard:
 
     def observe(self, sums: Sequence[float]) -> bool:
         """Observe the held step; whether the run must go back. `sums` is over all ranks."""
-        if self.detector is None or self.held is None:
+        if self.held is None:
             return False
         seen, limit = self._seen(sums), self.detector.losses.limit
         if self.detector.observe(seen):
@@ -257,13 +255,10 @@ class SpikeGuard:
 
     def hold(self, step: int, result: StepResult, norm_limit: float) -> None:
         """Hold a step for the next call of `observe`; `step` counts from 0."""
-        if self.detector:
-            self.held = HeldStep(step, result, norm_limit)
+        self.held = HeldStep(step, result, norm_limit)
 
     def state(self) -> dict[str, Any]:
         """Fields of a checkpoint's manifest (collective)."""
-        if self.detector is None:
-            return {}
         seen = self.held and self._seen(self.engine.sum_over_ranks(self.own_sums()))
         return {"spikes": self.detector.state(seen)}
 
@@ -280,7 +275,6 @@ class SpikeGuard:
 
         The weights are to blame, and no document, where usual rows have such losses too.
         """
-        assert self.detector is not None
         highest = self.highest_rows()
         row_limit = self._row_limit() if highest else None
         outliers = [row for row in highest if row_limit is not None and row[0] > row_limit]
@@ -346,7 +340,6 @@ class SpikeGuard:
 
         Decided as for steps, by the weights of now; None where there are no such rows.
         """
-        assert self.detector is not None
         engine, order, rows = self.engine, self.batches.order, np.arange(0)
         step = self.detector.first or 0
         while step > order.origin.step and len(rows) < USUAL:

@@ -15,15 +15,15 @@ import numpy as np
 
 from minimind.checkpoint.validation import Mixture, OrderOrigin, validate_order
 from minimind.config.run_config import ParallelLayout
-from minimind.data.prepare.prepare import Prepared, missing_of, open_prepared
+from minimind.data.prepare.prepared import missing_of, open_prepared
 from minimind.data.prepare.remote import local_folder
 from minimind.data.rows.order import Order
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.recovery.documents import Documents
 from minimind.report.history import Run, Start, number, read_runs
 from minimind.runtime.checked_json import CheckedJson, Count, Integer, Size, validate
-from minimind.runtime.filesystem import is_url
-from minimind.runtime.object_cache import ObjectCache, named
+from minimind.runtime.object_cache import ObjectCache
+from minimind.runtime.urls import is_url
 
 
 class LoggedOrder(CheckedJson):
@@ -56,25 +56,6 @@ class LoggedStart(CheckedJson):
     sequence_parallel: Size = 1
     order: LoggedOrder
     data: LoggedData
-
-
-def logged_order(order: Order, row_tokens: int, prepared: Prepared) -> dict[str, Any]:
-    """Fields of a run_start from which `read_run` knows the rows of its steps."""
-    directory = str(prepared.directory.absolute())
-    url = named(directory)
-    return {
-        "order": {
-            **{"rows": order.n_rows, "rows_per_step": order.rows_per_step, "seed": order.seed},
-            **{"row_tokens": row_tokens, "origin": order.start_json()},
-            "mixture": order.mixture_json(),
-        },
-        "data": {
-            "directory": directory,
-            **({} if url == directory else {"url": url}),
-            "fingerprint": prepared.manifest["fingerprint"],
-            "renamed": {old: new for old, new in prepared.names.items() if old != new},
-        },
-    }
 
 
 @dataclass(frozen=True)

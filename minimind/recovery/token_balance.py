@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minimind.data.prepare.prepare import Prepared
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Mixture, Order
 from minimind.data.shards.conversation_shards import ConversationShards
 

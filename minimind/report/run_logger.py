@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -16,10 +16,12 @@ from tqdm import tqdm
 
 from minimind.engine.clocks import LABELS, mean_ms, median_ms, profile_table, ranks_table
 from minimind.report.history import PAUSES
-from minimind.report.trackers import Trackers
 from minimind.report.verdict import Setting, Verdicts
 from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout
+
+if TYPE_CHECKING:
+    from minimind.report.trackers import Trackers
 
 ERROR_TIMEOUT = 3.0  # seconds that a tracker gets to finish when a run ends by an error
 REDRAW_INTERVAL = 0.1  # seconds, between steps
@@ -118,7 +120,7 @@ class RunLogger:
         self._table_times: list[dict[str, float]] = []  # phase times since the last profile
         self._table_pauses: dict[str, float] = {}  # ms by cause, since the last profile
         self._line_pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)
-        self.trackers = Trackers()
+        self.trackers: Trackers | None = None  # of --report_to
         self.verdicts = Verdicts(Setting())
 
     def print(self, text: str) -> None:
@@ -136,7 +138,8 @@ class RunLogger:
         if self._metrics:
             with storing(str(self._path), "free some space, or correct the path of --out_dir"):
                 self._metrics.write(name, **fields)
-            self.trackers.event(name, fields)
+            if self.trackers:
+                self.trackers.event(name, fields)
 
     def begin(self, step: int) -> None:
         """Show the progress bar from `step` on (terminals only) and start the tokens/s clock."""
@@ -241,7 +244,8 @@ class RunLogger:
 
     def close(self, timeout: float = ERROR_TIMEOUT) -> None:
         """Close trackers, metrics and the bar; trackers get `timeout` seconds to finish."""
-        self.trackers.close(timeout)
+        if self.trackers:
+            self.trackers.close(timeout)
         if self._metrics:
             self._metrics.close()
             self._metrics = None

@@ -7,42 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
-from minimind.config.run_config import RunConfig
-from minimind.errors import UsageError
 from minimind.runtime.durable_files import storing
-
-
-def traced_steps(run: RunConfig) -> tuple[int, int] | None:
-    """Return the first and last step of --trace_steps, or None; raise UsageError if malformed."""
-    if run.trace_steps is None:
-        return None
-    match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", run.trace_steps)
-    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= first <= last:
-        raise UsageError(
-            f"trace_steps = {run.trace_steps} ({run.sources['trace_steps']}) is not FIRST:LAST with"
-            " 1 <= FIRST <= LAST; write 10:13 for steps 10 to 13"
-        )
-    return first, last
-
-
-def require_traceable(run: RunConfig, total_steps: int) -> None:
-    """Raise UsageError if the run ends before the first step of --trace_steps."""
-    steps = traced_steps(run)
-    if steps and steps[0] > total_steps:
-        raise UsageError(
-            f"trace_steps = {run.trace_steps} ({run.sources['trace_steps']}) begins after the run's"
-            f" last step, {total_steps}; give steps that it takes"
-        )
-
-
-def trace_of(run: RunConfig, rank: int, device: torch.device) -> Trace | None:
-    """Return the recorder for --trace_steps, or None."""
-    steps = traced_steps(run)
-    return Trace(steps, Path(run.out_dir), rank, device.type == "cuda") if steps else None
 
 
 class Trace:

@@ -88,14 +88,14 @@ class Tracker:
 
 
 class Trackers:
-    """All trackers of --report_to; none on ranks other than 0."""
+    """All trackers of --report_to, on rank 0."""
 
-    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Log an event of metrics.jsonl if its kind is in KINDS."""
-        if self._trackers and name in KINDS:
+        if name in KINDS:
             values = tracker_values(KINDS[name], fields)
             for tracker in self._trackers:
                 tracker.log(values, fields["step"])
@@ -107,9 +107,9 @@ class Trackers:
                 tracker.log(None, step)
 
     def close(self, seconds: float) -> None:
-        """Wait for all to finish, at most `seconds` each."""
+        """Wait for all to finish, at most `seconds` each, and no longer than FINISH."""
         for tracker in self._trackers:
-            tracker.close(seconds)
+            tracker.close(min(FINISH, seconds))
         self._trackers = ()
 
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
-from minimind.runtime.urls import HIDDEN, has_credentials, masked, masked_text
+from minimind.runtime.urls import HIDDEN, SCHEMES, has_credentials, masked, masked_text
 
 # It logs tracebacks of errors that it raises as well.
 logging.getLogger("aiobotocore.credentials").addHandler(logging.NullHandler())
@@ -55,9 +55,7 @@ HUB = Scheme(
 )
 WEB = Scheme("aiohttp", "pip install fsspec aiohttp", "use a URL that needs none")
 LOCAL = Scheme("fsspec", "pip install fsspec", "correct its permissions")
-SCHEMES = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "file": LOCAL}
-LIKE_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.]+:/+")
-URL = re.compile(rf"({'|'.join(SCHEMES)})://")
+LIBRARY_OF: dict[str, Scheme] = dict(zip(SCHEMES, (AWS, GOOGLE, HUB, WEB, WEB, LOCAL), strict=True))
 
 # Names, since the libraries are optional: errors of botocore, aiohttp, httpx and requests that say
 # that a connection could not be made, was cut or was silent for too long.
@@ -83,23 +81,9 @@ REASON = 200  # characters of a library's message
 T = TypeVar("T")
 
 
-def is_url(text: object) -> bool:
-    """Whether `text` is a URL of one of `SCHEMES`, as opposed to a local path."""
-    return isinstance(text, str) and URL.match(text) is not None
-
-
-def require_path(text: str) -> None:
-    """Raise UsageError for a path that was meant as a URL."""
-    if (found := LIKE_A_URL.match(text)) and not os.path.exists(text):
-        raise UsageError(
-            f"{masked(text)}: begins with {found[0]}, and URLs begin with"
-            f" {', '.join(f'{name}://' for name in SCHEMES)}; correct it"
-        )
-
-
 def scheme_of(url: str) -> Scheme:
     """The scheme of a URL."""
-    return SCHEMES[url.partition("://")[0]]
+    return LIBRARY_OF[url.partition("://")[0]]
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:

@@ -34,8 +34,16 @@ from minimind.runtime.durable_files import (
     storing,
     write_whole,
 )
-from minimind.runtime.filesystem import SCHEMES
-from minimind.runtime.urls import has_credentials, masked, without_query
+from minimind.runtime.urls import (
+    CACHED,
+    OF_A_QUERY,
+    PLACE,
+    begin_of,
+    has_credentials,
+    masked,
+    named,
+    without_query,
+)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -240,10 +248,6 @@ class CacheUse:
                         path.unlink(missing_ok=True)
 
 
-MIRROR = "by-url"
-PLACE = rf"(?:@[0-9a-f]{{16}}/)?({'|'.join(SCHEMES)})/"  # below it
-BEGINNING = re.compile(rf"^/.*?/{MIRROR}/{PLACE}", re.DOTALL)
-OF_A_QUERY = re.compile(r"/q-[0-9a-f]{16}/")
 REMEDY = "free some space, or give another --cache_dir"
 PARALLEL = 8  # downloads
 LONGEST_NAME = 200  # of a file, which gets a suffix while it is written
@@ -270,19 +274,6 @@ def path_of(url: str, folder: Path, version: str = "") -> Path:
     return folder.joinpath(*([f"@{version}"] if version else []), scheme, *names)
 
 
-def named(text: str) -> str:
-    """A path as records name it: one of a cache by its URL, and a URL without its query."""
-    found = BEGINNING.match(text)
-    if found is None:
-        return masked(text)
-    return OF_A_QUERY.sub("/", f"{_begin(found)}{text[found.end() :]}")
-
-
-def _begin(place: re.Match[str]) -> str:
-    """How the URLs below a place of the cache begin: those of files have no host."""
-    return "file:///" if place[1] == "file" else f"{place[1]}://"
-
-
 @contextmanager
 def naming_urls(folder: Path) -> Iterator[None]:
     """Replace paths below `CACHE/by-url` in the messages of errors by their URLs."""
@@ -290,7 +281,7 @@ def naming_urls(folder: Path) -> Iterator[None]:
     paths = re.compile(rf"(?:{places})/{PLACE}")
 
     def with_urls(text: str) -> str:
-        return OF_A_QUERY.sub("/", paths.sub(_begin, text)) if paths.search(text) else text
+        return OF_A_QUERY.sub("/", paths.sub(begin_of, text)) if paths.search(text) else text
 
     try:
         yield
@@ -367,7 +358,7 @@ def open_cache(cache_dir: str | Path, max_gib: float | None = None) -> Iterator[
 
     Others are deleted, oldest first, to keep all within `max_gib`. Errors of the block name URLs.
     """
-    folder = Path(cache_dir).expanduser().absolute() / MIRROR
+    folder = Path(cache_dir).expanduser().absolute() / CACHED
     with naming_urls(folder), closing(CacheUse(folder, max_gib)) as use:
         yield ObjectCache(folder, use)
 

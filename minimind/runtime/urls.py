@@ -6,10 +6,14 @@ its word, and what looks like a parameter is left out as well.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 from urllib.parse import unquote
 
+from minimind.errors import UsageError
+
+SCHEMES = ("s3", "gs", "hf", "http", "https", "file")  # that can be read
 HIDDEN = "?***"  # in place of a query, its like or a fragment
 STORAGE = ("s3:", "gs:", "hf:", "file:")  # "?" is a wildcard of these
 
@@ -40,6 +44,12 @@ IN_TEXT = re.compile(
 )
 PARAMETER = re.compile(rf"{_MARK}{_NAME}{_EQUALS}{_REST}", re.IGNORECASE)
 SECRET_PARAMETER = re.compile(rf"{_MARK}{_SECRET}{_EQUALS}{_REST}", re.IGNORECASE)
+URL = re.compile(rf"({'|'.join(SCHEMES)})://")
+LIKE_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.]+:/+")
+CACHED = "by-url"  # the folder of a cache that holds what was fetched
+PLACE = rf"(?:@[0-9a-f]{{16}}/)?({'|'.join(SCHEMES)})/"  # below it
+IN_A_CACHE = re.compile(rf"^/.*?/{CACHED}/{PLACE}", re.DOTALL)
+OF_A_QUERY = re.compile(r"/q-[0-9a-f]{16}/")
 LONGEST_HOST = 2000  # characters of a percent-encoded URL
 
 
@@ -128,3 +138,30 @@ def masked_values(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(masked_values, value))
     return masked(value) if isinstance(value, str) else value
+
+
+def is_url(text: object) -> bool:
+    """Whether `text` is a URL of one of `SCHEMES`, as opposed to a local path."""
+    return isinstance(text, str) and URL.match(text) is not None
+
+
+def require_path(text: str) -> None:
+    """Raise UsageError for a path that was meant as a URL."""
+    if (found := LIKE_A_URL.match(text)) and not os.path.exists(text):
+        raise UsageError(
+            f"{masked(text)}: begins with {found[0]}, and URLs begin with"
+            f" {', '.join(f'{name}://' for name in SCHEMES)}; correct it"
+        )
+
+
+def named(text: str) -> str:
+    """A path as records name it: one of a cache by its URL, and a URL without its query."""
+    found = IN_A_CACHE.match(text)
+    if found is None:
+        return masked(text)
+    return OF_A_QUERY.sub("/", f"{begin_of(found)}{text[found.end() :]}")
+
+
+def begin_of(place: re.Match[str]) -> str:
+    """How the URLs below a place of the cache begin: those of files have no host."""
+    return "file:///" if place[1] == "file" else f"{place[1]}://"

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from minimind.architecture.costs import flops_per_token
-from minimind.architecture.shape import Shape, shape_of
+from minimind.architecture.shape import Shape, flops_per_token, shape_of
 from minimind.checkpoint.directory import published_checkpoints, read_manifest
 from minimind.config.parse import convert, load_yaml_texts
 from minimind.config.run_config import FLAGS, RunConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,16 @@ from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
-from minimind.data.prepare.prepare import (
-    Prepared,
-    PrepareRequest,
-    is_prepared,
-    open_text,
-    prepare_for_run,
-)
-from minimind.data.prepare.remote import local_folder, local_text
-from minimind.data.prepare.work_units import Options
+from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
 from minimind.data.rows.batches import Batches
 from minimind.data.rows.order import Mixture, Order, Ranges, count_rows, read_skip_rows
 from minimind.data.shards.conversation_shards import ConversationShards
-from minimind.data.text.inputs import Source
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer, longest_document
+from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
-from minimind.runtime.object_cache import ObjectCache, named, open_cache
 from minimind.runtime.terminal import phase
+from minimind.runtime.urls import is_url, named
 
 
 def prepared_folder(run: RunConfig) -> Path | None:
@@ -51,6 +42,11 @@ def prepared_folder(run: RunConfig) -> Path | None:
 @phase("fetching the prepared folder")
 def with_local_folder(run: RunConfig, cleanup: ExitStack) -> RunConfig:
     """Return the run with a local copy, kept until `cleanup`, for the URL of a prepared folder."""
+    if not any(map(is_url, run.data_path)):
+        return run
+    from minimind.data.prepare.remote import local_folder
+    from minimind.runtime.object_cache import open_cache
+
     cache = cleanup.enter_context(open_cache(run.cache_dir, run.max_cache_gib))
     return replace(run, data_path=tuple(local_folder(path, cache) for path in run.data_path))
 
@@ -60,11 +56,10 @@ def prepare_data(run: RunConfig) -> Prepared:
     """Return the run's token shards: a prepared folder, or raw text prepared in the cache."""
     if folder := prepared_folder(run):
         return open_text(folder, run.tokenizer, run.allow_lossy_tokenizer)
-    with open_cache(run.cache_dir, run.max_cache_gib) as cache:
-        return _prepare_text(run, cache)
+    from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
+    from minimind.data.prepare.work_units import Options
+    from minimind.data.text.inputs import Source
 
-
-def _prepare_text(run: RunConfig, cache: ObjectCache) -> Prepared:
     is_explicit = run.is_explicit("max_document_bytes")
     max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
     options = Options(run.text_field, max_bytes, float(run.val_fraction))
@@ -76,10 +71,24 @@ def _prepare_text(run: RunConfig, cache: ObjectCache) -> Prepared:
             train_on=run.train_on or "assistant",
             template_date=run.template_date,
         )
-    sources = (Source("data", local_text(run.data_path, cache)),)
     policy = (run.on_bad_data == "skip", run.max_bad_fraction, run.allow_lossy_tokenizer)
-    request = PrepareRequest(sources, run.tokenizer, run.vocab_size, options, *policy)
-    return prepare_for_run(request, Path(run.cache_dir).expanduser())
+    with local_text_of(run) as paths:
+        sources = (Source("data", paths),)
+        request = PrepareRequest(sources, run.tokenizer, run.vocab_size, options, *policy)
+        return prepare_for_run(request, Path(run.cache_dir).expanduser())
+
+
+@contextmanager
+def local_text_of(run: RunConfig) -> Iterator[tuple[str, ...]]:
+    """Paths of the run's text, with local copies of what URLs name; kept meanwhile."""
+    if not any(map(is_url, run.data_path)):
+        yield run.data_path
+        return
+    from minimind.data.prepare.remote import local_text
+    from minimind.runtime.object_cache import open_cache
+
+    with open_cache(run.cache_dir, run.max_cache_gib) as cache:
+        yield local_text(run.data_path, cache)
 
 
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
@@ -87,7 +96,7 @@ def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     place = f"--data_path {named(str(prepared.directory))}"
     by = f"--tokenizer {run.tokenizer}" if run.tokenizer else place
     run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
-    options = Options(**prepared.manifest["options"]).to_json()
+    options = prepared.manifest["options"]
     if not is_prepared(run.data_path[0]):
         return with_derived_values(run, by, {"max_document_bytes": options["max_document_bytes"]})
     return with_derived_values(run, place, options)

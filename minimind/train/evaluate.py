@@ -6,23 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from minimind.config.run_config import RunConfig
-from minimind.data.prepare.prepare import Prepared
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import held_out_rows
 from minimind.data.shards.token_shards import TokenShards
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.engine.build import Engine
 from minimind.engine.loss_of_batch import PADDING, uncompiled
 from minimind.errors import UsageError
-from minimind.inference.generate import Sampling, generate_texts
-from minimind.inference.prompts import read_prompts
 from minimind.inference.score import LossSums
 from minimind.report.run_logger import RunLogger
+
+if TYPE_CHECKING:
+    from minimind.inference.generate import Sampling
 
 
 @dataclass(frozen=True)
@@ -172,19 +173,25 @@ def read_sample_prompts(run: RunConfig) -> tuple[str, ...]:
         return ()
     if run.sample_prompts is None:
         return ("",)
+    from minimind.inference.prompts import read_prompts
+
     return tuple(read_prompts(run.sample_prompts, "--sample_prompts", pipes=False))
 
 
 def build_samples(run: RunConfig, tokenizer: AnyTokenizer) -> Samples | None:
     """The samples of a run, if it has any; raise UsageError if a prompt is too long."""
     prompts = read_sample_prompts(run)
+    if not prompts:
+        return None
+    from minimind.inference.generate import Sampling
+
     for number, prompt in enumerate(prompts, 1):
         if (length := len(tokenizer.encode(prompt))) >= run.max_seq_len:
             raise UsageError(
                 f"--sample_prompts {run.sample_prompts}: prompt {number} has {length} tokens, and"
                 f" max_seq_len is {run.max_seq_len}; shorten it"
             )
-    return Samples(prompts, tokenizer, Sampling(MAX_NEW_TOKENS, seed=run.seed)) if prompts else None
+    return Samples(prompts, tokenizer, Sampling(MAX_NEW_TOKENS, seed=run.seed))
 
 
 def draw(engine: Engine, samples: Samples) -> tuple[str, ...]:
@@ -192,6 +199,8 @@ def draw(engine: Engine, samples: Samples) -> tuple[str, ...]:
 
     Call on all ranks, which generate the same texts: under ZeRO-3 a forward pass is collective.
     """
+    from minimind.inference.generate import generate_texts
+
     synced_gpus = engine.resolved.zero_stage == 3 and engine.world_size > 1
     engine.backend.forward.eval()
     with uncompiled(engine.model):

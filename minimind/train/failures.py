@@ -13,13 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minimind.architecture import costs
-from minimind.architecture.costs import Layout
-from minimind.architecture.plan import GIB, fits, largest_step, layout_of, name_of, recommend
 from minimind.architecture.shape import shape_of
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.deepspeed.resolve import ResolvedConfig
@@ -31,6 +28,9 @@ from minimind.errors import MemoryFull, NumericError, which_memory
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.durable_files import storing
+
+if TYPE_CHECKING:
+    from minimind.architecture.costs import Layout
 
 ROWS_FILE = "nonfinite_rows.jsonl"
 MAX_ROWS = 64  # dumped per rank and step: if the weights are not finite, every row is affected
@@ -204,6 +204,9 @@ def remedy(
             "halve --batch_size and double --accumulation_steps, which leaves the step as it is"
             f"{recompute}{why}"
         )
+    from minimind.architecture import costs
+    from minimind.architecture.plan import GIB, fits, largest_step, layout_of, name_of, recommend
+
     shape, current = shape_of(run), layout_of(run, world_size, resolved.config, device)
     needed = costs.memory(shape, current)
     estimate = f"`minimind plan` counts {needed.total / GIB:.2f} GiB for it, of {memory / GIB:.2f}"

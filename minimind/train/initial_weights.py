@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,28 +30,17 @@ from minimind.config.flags import BY_TASK, HUGGING_FACE
 from minimind.config.flags import SHAPE as FLAGS_OF_SHAPE
 from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
-from minimind.data.chat.template import ChatTemplate, date_of
-from minimind.data.prepare.prepare import (
-    chat_tokenizer,
-    chosen_template,
-    is_prepared,
-    with_vocabulary_of,
-)
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.data.prepare.prepared import is_prepared
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.engine.optimizers import scale_initial_weights
 from minimind.errors import CheckpointError, UsageError
-from minimind.interop.foreign_config import ShapeFlags
-from minimind.interop.weights import (
-    Weights,
-    check_vocabulary,
-    find_tokenizer,
-    grow_vocabulary,
-    load_transformers_weights,
-    load_weights_from,
-)
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.train.build import with_derived_values
+
+if TYPE_CHECKING:
+    from minimind.interop.foreign_config import ShapeFlags
+    from minimind.interop.weights import Weights
 
 # Flags of the shape that a model of transformers only bounds.
 FREE = ("max_seq_len", "vocab_size")
@@ -101,6 +90,8 @@ class InitialModel:
             architecture = architecture.with_vocabulary(after.vocab_size)
         if self.weights is None:  # those of a checkpoint of this run
             return replace(self, run=run, architecture=architecture)
+        from minimind.interop.weights import check_vocabulary, grow_vocabulary
+
         check_vocabulary(before, self.weights.config)
         weights = grow_vocabulary(self.weights, after.vocab_size)
         return InitialModel(run, architecture, weights, rows, self.template_line)
@@ -162,6 +153,8 @@ def read_initial(run: RunConfig) -> InitialModel:
             run = with_vocabulary_of(run, path, config.vocab_size)
         run = _with_shape_and_tokenizer(run, f"checkpoint {path}", config, path)
         return InitialModel(run, MiniMind())
+    from minimind.interop.weights import load_weights_from
+
     weights = load_weights_from(run.init_from, _shape_flags(run))
     by = f"--init_from {run.init_from}"
     if not isinstance(weights.config, MiniMindConfig):
@@ -179,6 +172,9 @@ def fine_tuned(initial: InitialModel) -> InitialModel:
     The template is that of --chat_template, of the tokenizer, or ours. Raise UsageError without
     weights to start from, for a prepared folder, and for a template that does not fit.
     """
+    from minimind.data.chat.template import ChatTemplate, date_of
+    from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template
+
     run = initial.run.with_values(BY_TASK, doc_mask=True)
     if folder := next(filter(is_prepared, run.data_path), None):
         raise UsageError(f"--data_path: {folder} is prepared; give the files of conversations")
@@ -217,6 +213,8 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
 
     Flags of the shape that it does not define become None.
     """
+    from minimind.interop.weights import find_tokenizer, load_transformers_weights
+
     by, config = f"model {run.model}", model.parsed
     run = run.with_values(by, **dict.fromkeys(name for name in FLAGS_OF_SHAPE if name not in FREE))
     run = run.with_values(
@@ -248,6 +246,23 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
     return InitialModel(run, model, load_transformers_weights(run.init_from, config))
 
 
+def with_vocabulary_of(run: RunConfig, checkpoint: Path, rows: int) -> RunConfig:
+    """Return the run with the rows of a checkpoint, which include added special tokens.
+
+    Raise UsageError if --vocab_size is neither with nor without them.
+    """
+    if run.is_explicit("vocab_size"):
+        special, before = {*load_tokenizer(checkpoint).special_tokens().values()}, rows
+        while before - 1 in special:
+            before -= 1
+        if not before <= run.vocab_size <= rows:
+            raise UsageError(
+                f"vocab_size = {run.vocab_size} ({run.sources['vocab_size']}), but {checkpoint} has"
+                f" {rows}; drop it"
+            )
+    return run.with_values(BY_TASK, vocab_size=rows)
+
+
 def _checkpoint_to_resume(
     run: RunConfig, check: Callable[[Path, Any], Any] | None = None
 ) -> Path | None:
@@ -271,6 +286,8 @@ def _checkpoint_to_resume(
 
 def _shape_flags(run: RunConfig) -> ShapeFlags:
     """Flags given for a weights file that has no configuration; None for those not given."""
+    from minimind.interop.foreign_config import ShapeFlags
+
     names = ("n_heads", "n_kv_heads", "rope_theta", "norm_eps")
     values = [getattr(run, name) if run.sources[name] != "default" else None for name in names]
     if run.rope_scaling:  # max_seq_len is the length to reach

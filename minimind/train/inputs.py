@@ -19,13 +19,12 @@ from minimind.data.chat.conversations import (
     require_records,
 )
 from minimind.data.prepare.encode import refuse
-from minimind.data.prepare.work_units import PLAN_NAME
-from minimind.data.shards.manifest import MANIFEST_NAME
+from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME
 from minimind.data.text.documents import ReadOptions, Records, Rejection
 from minimind.data.text.inputs import find_files, require_once, segments_of
 from minimind.data.text.readers import read_segment
 from minimind.errors import CheckpointError, UsageError
-from minimind.runtime.filesystem import is_url, require_path
+from minimind.runtime.urls import is_url, require_path
 
 LOOKED_AT = 1000  # files; the first record of more takes seconds on a network
 LONGEST_TEXT = 2**22  # bytes of a .txt file, which is one record
@@ -43,12 +42,12 @@ def require_inputs(run: RunConfig) -> None:
         config_file(run.hugging_face)
     _require_init_from(run)
     if run.tokenizer is not None:
-        from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+        from minimind.data.tokenizer.load import load_tokenizer
 
         load_tokenizer(run.tokenizer)
     # Each of the next raises where there is no file; what is there may be a pipe, to be read once.
     if (path := _missing(run.chat_template)) is not None:
-        from minimind.data.prepare.prepare import read_template
+        from minimind.data.prepare.chat_tokenizer import read_template
 
         read_template(path)
     if (path := _missing(run.skip_rows)) is not None:

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minimind.checkpoint.directory import TrainState, is_due, published_checkpoints, step_of
-from minimind.checkpoint.mirror import Mirror
 from minimind.checkpoint.resume import Resumed, resume
 from minimind.checkpoint.saver import Saver
 from minimind.config.flags import CHANGEABLE
@@ -25,10 +25,7 @@ from minimind.engine.clocks import CommunicationClock, PhaseClock
 from minimind.engine.loss_of_batch import routing_fields
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import PREEMPTED, NumericError
-from minimind.recovery.corruption import CorruptionCheck
-from minimind.recovery.spikes import SpikeGuard
 from minimind.report.run_logger import RunLogger, duration
-from minimind.report.trace import Trace
 from minimind.runtime.collectives import lost_peers, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import mebibytes, storing
 from minimind.runtime.process import Progress, StopRequest
@@ -36,6 +33,13 @@ from minimind.runtime.terminal import shorten_line
 from minimind.train.build import build_batches
 from minimind.train.evaluate import HeldOutRows, Samples, draw, log_evaluation
 from minimind.train.failures import SkippedSteps
+from minimind.train.optional import NoMirror, NoSpikeGuard
+
+if TYPE_CHECKING:
+    from minimind.checkpoint.mirror import Mirror
+    from minimind.recovery.corruption import CorruptionCheck
+    from minimind.recovery.spikes import SpikeGuard
+    from minimind.report.trace import Trace
 
 GC_WARMUP_STEPS = 2  # all long-lived objects exist after them
 FROZEN_AT_START = 1000  # or fewer objects of the interpreter itself: Python 3.12 freezes 375
@@ -54,12 +58,12 @@ class RunContext:
     held_out: HeldOutRows
     samples: Samples | None
     saver: Saver
-    mirror: Mirror
+    mirror: Mirror | NoMirror
     trace: Trace | None
     communication: CommunicationClock | None  # None unless profiling
     logger: RunLogger
-    spikes: SpikeGuard
-    corruption: CorruptionCheck
+    spikes: SpikeGuard | NoSpikeGuard
+    corruption: CorruptionCheck | None
     skipped: SkippedSteps
     stop: StopRequest
     progress: Progress
@@ -231,7 +235,7 @@ def check_skipped_steps(
 def check_corruption(context: RunContext, state: TrainState, first: int) -> None:
     """Check for corruption if due; `first`: step from which the loop goes on (collective)."""
     check, logger, saver = context.corruption, context.logger, context.saver
-    if not check.is_due(state.step, context.schedule.total_steps):
+    if check is None or not check.is_due(state.step, context.schedule.total_steps):
         return
     with logger.pausing("verify"):
         found = check.check(state.step, context.batches)
@@ -363,12 +367,12 @@ def checkpoints_in(root: Path, steps: range) -> list[Path]:
     return [path for path in published_checkpoints(root) if step_of(path) in steps]
 
 
-def write_rows(context: RunContext, rows: np.ndarray, step: int) -> Path:
+def write_rows(context: RunContext, guard: SpikeGuard, rows: np.ndarray, step: int) -> Path:
     """Write the rows that a rollback leaves out as a file for --skip_rows; return its path.
 
     Files of other rollbacks that ended at the same step are kept (collective).
     """
-    guard, out_dir = context.spikes, Path(context.run.out_dir)
+    out_dir = Path(context.run.out_dir)
     fingerprint = guard.prepared.manifest["fingerprint"]
     text = skip_rows_text(rows.tolist(), guard.row_tokens, fingerprint)
 
@@ -384,9 +388,9 @@ def write_rows(context: RunContext, rows: np.ndarray, step: int) -> Path:
     return on_rank_0(context.saver.ranks, write)
 
 
-def require_rollback(context: RunContext, steps: range, what: str) -> None:
+def require_rollback(context: RunContext, steps: range, rollbacks: int, what: str) -> None:
     """Raise NumericError, which begins with `what`, if the run cannot go back to one of `steps`."""
-    saver, detector, limit = context.saver, context.spikes.detector, context.run.guard
+    saver, limit = context.saver, context.run.guard
     good = on_rank_0(saver.ranks, lambda: checkpoints_in(saver.root, steps))
     if not good:
         raise NumericError(
@@ -394,9 +398,9 @@ def require_rollback(context: RunContext, steps: range, what: str) -> None:
             " save earlier with --save_interval, or train with a lower --learning_rate or"
             " --grad_clip"
         )
-    if detector and detector.rollbacks >= limit["max_rollbacks"]:
+    if rollbacks >= limit["max_rollbacks"]:
         raise NumericError(
-            f"{what} after {detector.rollbacks} rollbacks, and max_rollbacks ="
+            f"{what} after {rollbacks} rollbacks, and max_rollbacks ="
             f" {limit['max_rollbacks']} ({context.run.sources['max_rollbacks']}); the last"
             f" checkpoint before them is {good[0]}: train on from it (--resume) with a lower"
             " --learning_rate or --grad_clip (and --allow_change lr), or with a higher"
@@ -411,8 +415,8 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
     the last one. Raise NumericError without such a checkpoint, and after --max_rollbacks.
     """
     guard, saver, order = context.spikes, context.saver, context.batches.order
+    assert not isinstance(guard, NoSpikeGuard)  # which never asks for it
     detector = guard.detector
-    assert detector is not None
     assert detector.first is not None
     first, last = detector.first, detector.first + detector.in_a_row - 1
     poll_save(context, wait=True)
@@ -422,7 +426,7 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
     start, limit = first - MARGIN, context.run.guard["max_rollbacks"]
     steps = range(order.origin.step, start + 1)
     context.mirror.fetch(steps)
-    require_rollback(context, steps, what)
+    require_rollback(context, steps, detector.rollbacks, what)
     with context.logger.pausing("checkpoint"):
         resumed = resume(
             context.engine,
@@ -437,11 +441,12 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
         )
     log_rejected(context.logger, resumed)
     context.mirror.go_back(resumed.state.step)
-    context.logger.trackers.go_back(resumed.state.step)
+    if trackers := context.logger.trackers:
+        trackers.go_back(resumed.state.step)
     assert resumed.path is not None  # the newest of `good` that is not damaged
     after = order.jumping(start, last + 1)
     positions = [order.positions(start).start, order.positions(last).stop]
-    file = write_rows(context, order.rows_for(start, 0, 1, last + 1 - start), last + 1)
+    file = write_rows(context, guard, order.rows_for(start, 0, 1, last + 1 - start), last + 1)
     facts = {"to": resumed.state.step, "steps": [start + 1, last + 1], "positions": positions}
     facts |= {"rows": str(file)}
     facts |= {"rollbacks": detector.rollbacks + 1, **context.logger.unlogged_pauses()}
@@ -451,8 +456,8 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
         f" {start + 1} to {last + 1} (listed in {file}); rollback {detector.rollbacks + 1} of"
         f" {limit}"
     )
-    context.corruption.go_back(resumed.state.step)
-    if context.run.verify_interval:
+    if context.corruption:
+        context.corruption.go_back(resumed.state.step)
         saver.good = context.corruption.good
     context.batches.close()
     batches = build_batches(context.run, context.engine, guard.prepared, after)

@@ -12,13 +12,11 @@ from pathlib import Path
 
 from minimind.checkpoint.directory import TrainState
 from minimind.checkpoint.identity import facts, identity
-from minimind.checkpoint.mirror import Mirror, require_mirror, require_no_mirror
 from minimind.checkpoint.resume import Resumed, resume
 from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.run_folder import (
     is_in,
     lock_out_dir,
-    recorded_flags,
     require_outputs,
     require_own,
     require_writable,
@@ -30,7 +28,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import planned_launch, read_launch
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
-from minimind.data.prepare.prepare import Prepared
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order
 from minimind.engine.build import (
     Engine,
@@ -40,12 +38,7 @@ from minimind.engine.build import (
     section_faults,
 )
 from minimind.errors import StorageError, UsageError
-from minimind.recovery.corruption import CorruptionCheck
-from minimind.recovery.spikes import SpikeGuard
-from minimind.report.page import REPORT_NAME, write_report
 from minimind.report.run_logger import RunLogger
-from minimind.report.trace import require_traceable, trace_of, traced_steps
-from minimind.report.trackers import FINISH, open_trackers
 from minimind.report.verdict import Verdicts
 from minimind.runtime.durable_files import storing
 from minimind.runtime.heartbeat import Layout, record_layout
@@ -65,6 +58,16 @@ from minimind.train.evaluate import build_samples, held_out_of, read_sample_prom
 from minimind.train.failures import SkippedSteps, report_out_of_memory
 from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
 from minimind.train.loop import GO_BACK, RunContext, go_back, register_cleanup, train
+from minimind.train.optional import (
+    build_corruption_check,
+    build_mirror,
+    build_spike_guard,
+    build_trace,
+    open_trackers,
+    require_place_of_mirror,
+    require_traceable,
+    traced_steps,
+)
 from minimind.train.summary import (
     dry_run_text,
     log_run_start,
@@ -104,13 +107,12 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     if run.dry_run:
         require_own(out_dir, tokenizer, run.config)
         if launch.rank == 0:
-            require_no_mirror(out_dir, run.mirror)
+            require_place_of_mirror(run, is_start=False)
             print(dry_run_text(setup, resolved, initial.architecture))
         return 0
     require_writable(out_dir, tokenizer, run.config)
     if launch.rank == 0:
-        require_no_mirror(out_dir, run.mirror)
-        require_mirror(run.mirror, out_dir, run.resume)
+        require_place_of_mirror(run, is_start=True)
     return train_resolved(setup, resolved, initial, progress, cleanup)
 
 
@@ -170,7 +172,7 @@ def train_resolved(
             prepared.tokenizer.save(out_dir / "tokenizer")
         context.mirror.start(context.saver.good)
         if resumed.state.step < schedule.total_steps:  # else the trackers' runs would be empty
-            logger.trackers = open_trackers(run, resumed.state.step, recorded_flags(run))
+            logger.trackers = open_trackers(run, resumed.state.step)
     log_run_start(context, prepared, resumed, initial, advice(setup, resolved))
     context.mirror.report()
     record_for_restart(run, engine)
@@ -232,7 +234,7 @@ def build_context(
     model_identity = initial.architecture.identity(run)
     run_identity = identity(run, model_identity, prepared, schedule, order, engine)
     ranks = engine.another_group(CHECKPOINT_TIMEOUT_S)
-    mirror = Mirror(run, ranks, logger)
+    mirror = build_mirror(run, ranks, logger)
     cleanup.callback(mirror.close)
     mirror.restore(run_identity)
     resumed = resume(engine, ranks, root, run.resume, run_identity, run.allowed_changes())
@@ -261,11 +263,11 @@ def build_context(
         samples=build_samples(run, prepared.tokenizer),
         saver=saver,
         mirror=mirror,
-        trace=trace_of(run, engine.rank, engine.device),
+        trace=build_trace(run, engine.rank, engine.device),
         communication=engine.instrument_collectives() if run.profile else None,
         logger=logger,
-        corruption=CorruptionCheck(run, engine, resumed.state.step),
-        spikes=SpikeGuard.of(run, engine, batches, prepared, logger, resumed),
+        corruption=build_corruption_check(run, engine, resumed.state.step),
+        spikes=build_spike_guard(run, engine, batches, prepared, logger, resumed),
         skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, logger),
         stop=progress.begin(),
         progress=progress,
@@ -286,7 +288,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     code = "DONE" if status == 0 else "PREEMPTED"
     end = {"code": code, "status": status, "reason": reason, "step": state.step}
     logger.event("exit", **end, **logger.unlogged_pauses())
-    logger.close(timeout=min(FINISH, run.dist_timeout / 2))  # other ranks wait at the barrier
+    logger.close(timeout=run.dist_timeout / 2)  # other ranks wait at the barrier
     if status:
         command = "run the same command again"
         if run.resume != "auto":  # the same command would resume from the same checkpoint
@@ -295,6 +297,8 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     else:
         logger.print(f"done: {state.step} steps, {state.tokens:,} tokens; next\n{what_next(run)}")
     if context.engine.rank == 0:
+        from minimind.report.page import REPORT_NAME, write_report
+
         out_dir = Path(run.out_dir)
         try:
             write_report([out_dir], out_dir / REPORT_NAME, "free some space")

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from tqdm.utils import disp_len, disp_trim
 
-from minimind.architecture.costs import known_gpu
 from minimind.architecture.hf_models import rotary_dtype
-from minimind.architecture.plan import plan_text
 from minimind.architecture.select import Architecture, scaling_text
 from minimind.checkpoint.directory import TrainState
 from minimind.checkpoint.identity import hardware, layout, source_commit, versions
@@ -26,27 +24,23 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import leaves
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
-from minimind.data.prepare.prepare import Prepared
-from minimind.data.prepare.work_units import Options
+from minimind.data.prepare.prepared import Prepared
+from minimind.data.rows.order import Order
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import is_whole, read_manifest, where_listed
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.lossless import loss_lines
 from minimind.engine.build import Engine
 from minimind.engine.optimizers import iteration_dtype, mup_line
 from minimind.errors import DataError
-from minimind.recovery.step_rows import logged_order
 from minimind.recovery.token_balance import (
     ConversationBalance,
     TokenBalance,
     conversation_balance,
     token_balance,
 )
-from minimind.report.trace import traced_steps
 from minimind.report.verdict import Setting
-from minimind.runtime.filesystem import is_url
-from minimind.runtime.object_cache import named
-from minimind.runtime.urls import masked, masked_values
+from minimind.runtime.urls import is_url, masked, masked_values, named
 from minimind.train.build import (
     check_enough_rows,
     prepared_folder,
@@ -56,6 +50,7 @@ from minimind.train.build import (
 )
 from minimind.train.initial_weights import InitialModel
 from minimind.train.loop import RunContext, log_rejected
+from minimind.train.optional import traced_steps
 
 # Flags that have their own line in the start summary, and flags that do not affect training.
 SHOWN_ABOVE = ("model", "data_path", "out_dir", "save_interval", "save_minutes", "deepspeed_config")
@@ -206,7 +201,7 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     if folder := prepared_folder(run):
         manifest = read_manifest(folder)
         _require_usable(folder, manifest, run.tokenizer)
-        derived = {"vocab_size": manifest["vocab_size"], **Options(**manifest["options"]).to_json()}
+        derived = {"vocab_size": manifest["vocab_size"], **manifest["options"]}
         run = with_derived_values(run, f"--data_path {named(str(folder))}", derived)
         row_tokens, lines = run.max_seq_len + 1, [f"data: {named(str(folder))}"]
         for split, part in manifest["splits"].items():
@@ -225,6 +220,8 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         tables.append(deepspeed_table(resolved))
     if resolved.scheduler is None and (length := length_text(run, world_size, model)):
         tables.append(length)
+    from minimind.architecture.plan import plan_text
+
     costs = model.costs(run) or plan_text(run, world_size, resolved.config, device=setup.device)
     notices = [*filter(None, [mup_line(resolved.run)]), *dry_run_notices(setup, resolved)]
     return "\n\n".join([*tables, *notices, costs])
@@ -282,6 +279,8 @@ def peak_of(run: RunConfig, device: torch.device) -> tuple[float, str] | None:
         return run.peak_tflops, run.sources["peak_tflops"]
     if device.type != "cuda" or run.dtype == "float32":
         return None
+    from minimind.architecture.costs import known_gpu
+
     gpu = known_gpu(torch.cuda.get_device_name(device))
     return gpu and (gpu.peak_tflops, f"NVIDIA's data sheet, {gpu.name}, dense bf16")
 
@@ -329,6 +328,25 @@ def log_run_start(
     if (traced := traced_steps(run)) and traced[1] <= state.step:
         notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
     logger.print(startup_summary(context, prepared, resumed, balance, capacity, notes))
+
+
+def logged_order(order: Order, row_tokens: int, prepared: Prepared) -> dict[str, Any]:
+    """Fields of a run_start from which `recovery.step_rows` knows the rows of its steps."""
+    directory = str(prepared.directory.absolute())
+    url = named(directory)
+    return {
+        "order": {
+            **{"rows": order.n_rows, "rows_per_step": order.rows_per_step, "seed": order.seed},
+            **{"row_tokens": row_tokens, "origin": order.start_json()},
+            "mixture": order.mixture_json(),
+        },
+        "data": {
+            "directory": directory,
+            **({} if url == directory else {"url": url}),
+            "fingerprint": prepared.manifest["fingerprint"],
+            "renamed": {old: new for old, new in prepared.names.items() if old != new},
+        },
+    }
 
 
 def log_start_event(

@@ -12,16 +12,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from minimind.architecture.costs import (
-    Layout,
-    activation_bytes,
-    bytes_sent,
-    flops_per_token,
-    memory,
-    seconds,
-)
+from minimind.architecture.costs import Layout, activation_bytes, bytes_sent, memory, seconds
 from minimind.architecture.plan import Machine, alternatives, layout_of, plan, shape_of
-from minimind.architecture.shape import Shape
+from minimind.architecture.shape import Shape, flops_per_token
 from minimind.config.parse import PRESETS, parse_flags
 from minimind.model import attention as attention_kernels
 from minimind.model.activation_checkpointing import enable_checkpointing

@@ -22,7 +22,7 @@ from minimind.cli.main import main
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import config_file, parse_flags
-from minimind.data.prepare.prepare import open_prepared
+from minimind.data.prepare.prepared import open_prepared
 from minimind.data.rows.order import Order
 from minimind.engine.loss_of_batch import compile_model, uncompiled
 from minimind.errors import CheckpointError, UsageError

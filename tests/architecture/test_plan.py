@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from minimind.architecture.costs import GPUS, Layout, flops_per_token, memory
+from minimind.architecture.costs import GPUS, Layout, memory
 from minimind.architecture.plan import (
     HEADROOM,
     alternatives,
@@ -22,12 +22,13 @@ from minimind.architecture.plan import (
     recommend,
     shape_of,
 )
+from minimind.architecture.shape import flops_per_token
 from minimind.cli.main import main
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import LAUNCH, deepspeed_files
 from minimind.data.tokenizer.add_special import with_special_tokens
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from tests.conftest import ROOT, sentences
 

@@ -19,13 +19,12 @@ from minimind.architecture.costs import (
     LAUNCHES,
     OUTSIDE,
     Layout,
-    flops_per_token,
     known_gpu,
     step_launches,
     step_time,
     step_work,
 )
-from minimind.architecture.shape import Shape, shape_of
+from minimind.architecture.shape import Shape, flops_per_token, shape_of
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.engine.build import leave_process_group

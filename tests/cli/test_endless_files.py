@@ -12,8 +12,8 @@ from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
 from minimind.config.deepspeed.resolve import read_deepspeed_json
 from minimind.config.parse import load_preset, load_yaml_texts
-from minimind.data.prepare.prepare import read_template
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.prepare.chat_tokenizer import read_template
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import RunError, StorageError
 from minimind.inference.prompts import read_text
 from minimind.runtime.durable_files import read_small_text

@@ -20,7 +20,7 @@ import sentencepiece
 import torch
 
 from minimind.cli.main import main
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import NumericError, UsageError
 from minimind.inference.generate import Sampling, generate_texts, logits_processors
 from minimind.inference.load_model import load_checkpoint

@@ -12,7 +12,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minimind.cli.main import main
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from tests.conftest import ROOT, Trained
 
 FOLDER = ROOT / "examples" / "lm_eval"

@@ -15,7 +15,7 @@ from minimind.cli.main import main
 from minimind.data.chat.conversations import Message
 from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from minimind.data.tokenizer.add_special import with_special_tokens
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
 from minimind.inference.load_model import load_model
 from tests.cli.test_lm_eval import FOLDER, TASK, questions, write_llama

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import minimind.train
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from tests.conftest import ROOT, SMALL, Trained, sentences
 from tests.interop import minimind2
 

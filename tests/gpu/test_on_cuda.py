@@ -19,9 +19,9 @@ from minimind.architecture.plan import GIB, layout_of
 from minimind.architecture.shape import shape_of
 from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
-from minimind.report.trace import traced_steps
 from minimind.runtime.hardware import GPU
 from minimind.train.failures import remedy
+from minimind.train.optional import traced_steps
 from tests.conftest import PACE, SHAPE
 from tests.gpu import losses, memory, ranks, speed, waits
 from tests.gpu.findings import Finding

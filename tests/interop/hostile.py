@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from tests.faults import tiny
 from tests.model.references import as_reference, build
 

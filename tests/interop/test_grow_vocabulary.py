@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.data.tokenizer.add_special import with_special_tokens
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.weights import grow_vocabulary, load_weights_from

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.interop.hf_folder import transformers_files
 from tests.conftest import sentences

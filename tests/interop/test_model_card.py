@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GPT2Config
 from minimind.checkpoint.directory import describe_file, write_manifest
 from minimind.checkpoint.retention import record_validation
 from minimind.cli.main import main
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import dump_json, with_length
 from minimind.interop.hf_folder import transformers_files
 from minimind.interop.model_card import shown_place

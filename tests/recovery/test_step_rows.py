@@ -16,19 +16,13 @@ import torch
 
 from minimind.cli.main import main as minimind
 from minimind.config.run_config import ParallelLayout
-from minimind.data.prepare.prepare import Prepared, open_prepared
+from minimind.data.prepare.prepared import Prepared, open_prepared
 from minimind.data.rows.batches import Batches
 from minimind.data.rows.order import Mixture, Order
 from minimind.errors import DataError, UsageError
 from minimind.recovery.documents import Documents
-from minimind.recovery.step_rows import (
-    documents_of,
-    logged_order,
-    read_run,
-    rows_at,
-    steps_reading,
-    suspects,
-)
+from minimind.recovery.step_rows import documents_of, read_run, rows_at, steps_reading, suspects
+from minimind.train.summary import logged_order
 from tests.conftest import sentences
 
 ROW_TOKENS = 33

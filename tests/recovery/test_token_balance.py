@@ -12,7 +12,7 @@ import pytest
 import minimind.train as training
 from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
-from minimind.data.prepare.prepare import Prepared, open_prepared
+from minimind.data.prepare.prepared import Prepared, open_prepared
 from minimind.data.rows.order import Mixture, Order
 from minimind.recovery.step_rows import documents_of, read_run, rows_at
 from minimind.recovery.token_balance import ConversationBalance, token_balance

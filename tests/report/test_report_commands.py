@@ -21,8 +21,8 @@ from plotly.offline import get_plotlyjs
 import minimind.train as training
 from minimind.cli.main import main
 from minimind.errors import StorageError
+from minimind.report import page
 from minimind.report.page import GENERATOR, write_report
-from minimind.train import pretrain
 from tests.conftest import ROOT, SMALL, Trained
 from tests.report.made import (
     Drawn,
@@ -154,7 +154,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(
             return write_report(places, out, remedy)
         raise StorageError(f"{out}: No space left on device; {remedy}")
 
-    monkeypatch.setattr(pretrain, "write_report", no_report)
+    monkeypatch.setattr(page, "write_report", no_report)
     train: Any = training  # a package that is called like a function
     places = {"data_path": str(trained.mixed), "cache_dir": str(trained.cache)}
     out = tmp_path / "out"

@@ -17,7 +17,8 @@ from minimind.config.parse import parse_flags
 from minimind.engine.clocks import PHASES, PhaseClock
 from minimind.errors import StorageError, UsageError
 from minimind.report import trace as trace_module
-from minimind.report.trace import Trace, trace_of, traced_steps
+from minimind.report.trace import Trace
+from minimind.train.optional import build_trace, traced_steps
 from minimind.train.summary import mfu_per_speed, peak_of, peak_text
 
 CPU = torch.device("cpu")
@@ -88,7 +89,7 @@ def test_only_a_run_on_a_gpu_records_what_the_gpu_does(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(trace_module, "profile", profile)
     run = parse_flags(["--trace_steps", "1:2", "--out_dir", str(tmp_path)])
-    trace = trace_of(run, 0, torch.device(device))
+    trace = build_trace(run, 0, torch.device(device))
     assert trace
     trace.begin(0)
     assert asked == kinds

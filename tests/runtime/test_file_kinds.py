@@ -25,10 +25,10 @@ from pyarrow import parquet
 from safetensors.torch import save
 
 from minimind.architecture.select import hugging_face
-from minimind.data.prepare.prepare import read_template
+from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.data.text.documents import Rejection
 from minimind.data.text.inputs import segments_of
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.prompts import read_text
 from minimind.interop.foreign_config import ShapeFlags, read_llama_config, read_minimind2_config

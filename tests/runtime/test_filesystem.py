@@ -9,7 +9,8 @@ import pytest
 
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime import filesystem
-from minimind.runtime.filesystem import Retry, Truncated, is_url, masked, open_filesystem, retrying
+from minimind.runtime.filesystem import Retry, Truncated, open_filesystem, retrying
+from minimind.runtime.urls import is_url, masked
 from tests.runtime.servers import FaultyProxy, ObjectStore
 
 AT_ONCE = Retry(first_wait=0.0)

@@ -17,7 +17,8 @@ from minimind.data.prepare.remote import local_text
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime import object_cache
 from minimind.runtime.download import RemoteObject, download
-from minimind.runtime.object_cache import CacheUse, in_parallel, named, open_cache
+from minimind.runtime.object_cache import CacheUse, in_parallel, open_cache
+from minimind.runtime.urls import named
 from tests.runtime.servers import FaultyProxy, ObjectStore
 
 KIB = 2**-20  # in GiB

@@ -18,16 +18,17 @@ from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.data.prepare import remote
 from minimind.data.prepare.dataset_folder import prepare_folder
-from minimind.data.prepare.prepare import Prepared, PrepareRequest, open_prepared
+from minimind.data.prepare.prepare import PrepareRequest
+from minimind.data.prepare.prepared import Prepared, open_prepared
 from minimind.data.rows.order import Order
 from minimind.data.text.inputs import Source
 from minimind.errors import DataError, StorageError, UsageError
-from minimind.recovery.step_rows import logged_order
 from minimind.runtime import download, filesystem
 from minimind.runtime.download import etag_of_parts
 from minimind.runtime.filesystem import Retry
-from minimind.runtime.object_cache import ObjectCache, named, open_cache, path_of
-from minimind.train.summary import flags_table
+from minimind.runtime.object_cache import ObjectCache, open_cache, path_of
+from minimind.runtime.urls import named
+from minimind.train.summary import flags_table, logged_order
 from tests.conftest import sentences
 from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
 

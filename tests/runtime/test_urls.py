@@ -17,10 +17,10 @@ from minimind.errors import DataError, RunError, StorageError
 from minimind.report.page import write_report
 from minimind.runtime.download import RemoteObject
 from minimind.runtime.exit import Ending
-from minimind.runtime.filesystem import Retry, is_url, open_filesystem, reason_of, retrying
-from minimind.runtime.object_cache import named, naming_urls, open_cache
+from minimind.runtime.filesystem import Retry, open_filesystem, reason_of, retrying
+from minimind.runtime.object_cache import naming_urls, open_cache
 from minimind.runtime.process import Progress
-from minimind.runtime.urls import has_credentials, masked, masked_text
+from minimind.runtime.urls import has_credentials, is_url, masked, masked_text, named
 from minimind.sweep.trial import command_line
 from minimind.train.summary import labelled_lines, non_default_settings, resolved_table
 from tests.report.made import run_start

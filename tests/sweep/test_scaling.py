@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minimind.architecture.costs import flops_per_token
-from minimind.architecture.shape import shape_of
+from minimind.architecture.shape import flops_per_token, shape_of
 from minimind.cli import report
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags

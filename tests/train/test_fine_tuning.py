@@ -22,9 +22,9 @@ from minimind.cli.main import main as minimind
 from minimind.data.chat.conversations import Message, conversation_of_line, messages_of
 from minimind.data.chat.template import DATE, DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from minimind.data.prepare.encode import split_of
-from minimind.data.prepare.prepare import holds_conversations
+from minimind.data.prepare.prepared import holds_conversations
 from minimind.data.text.documents import ReadOptions, parse_line
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.chat import Chat, template_of

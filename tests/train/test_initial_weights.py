@@ -18,7 +18,7 @@ import minimind.train
 from minimind.checkpoint.directory import published_checkpoints, read_manifest
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
-from minimind.data.prepare.prepare import open_prepared
+from minimind.data.prepare.prepared import open_prepared
 from minimind.data.rows.order import Order
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.errors import CheckpointError, UsageError

@@ -17,7 +17,8 @@ from minimind.data.chat import sandbox
 from minimind.data.chat.conversations import ASSISTANT, SYSTEM, TOOL, USER, Message, turn_of
 from minimind.data.chat.sandbox import Sandbox, Span, TooLarge, TooLong
 from minimind.data.text.documents import DocumentError
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer, HuggingFaceTokenizer
+from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
 from minimind.errors import UsageError
 from minimind.runtime.limited import tried_within

@@ -11,27 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from minimind.data.prepare.encode import TOKENIZER_NAME, Work
+from minimind.data.prepare.encode import Work
 from minimind.data.prepare.merge import clear, merge
-from minimind.data.prepare.prepare import (
-    Prepared,
-    PrepareRequest,
-    is_prepared,
-    open_prepared,
-    tokenizer_of,
-)
+from minimind.data.prepare.prepare import PrepareRequest, tokenizer_of
+from minimind.data.prepare.prepared import Prepared, is_prepared, open_prepared
 from minimind.data.prepare.ray_tasks import encode_with_ray
-from minimind.data.prepare.work_units import (
-    PLAN_NAME,
-    TEXT,
-    Plan,
-    described,
-    differences,
-    read_described,
-)
+from minimind.data.prepare.work_units import TEXT, Plan, described, differences, read_described
 from minimind.data.prepare.workers import encode_plan
-from minimind.data.shards.manifest import MANIFEST_NAME
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import TOKENIZER_FILES, write_tokenizer
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import (

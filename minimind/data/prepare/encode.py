@@ -37,7 +37,7 @@ from minimind.data.shards.token_shards import ShardWriter, token_dtype
 from minimind.data.text.documents import DocumentError, ReadOptions, Records, Rejection
 from minimind.data.text.inputs import Segment, kind_of
 from minimind.data.text.readers import in_file, read_segment
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
@@ -181,7 +181,6 @@ class UnitReader:
             os.fsync(self._rejections.fileno())
 
 
-TOKENIZER_NAME = "tokenizer"
 MARKER_VERSION = 4  # increase when the content of a marker, or of files that merge reads, changes
 LARGE_BYTES = 2**23  # of one document
 PREFETCH_BATCHES = 6  # short documents are read slower than they are encoded

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from minimind.data.chat.template import readable
 from minimind.data.prepare.merge import tokens_fingerprint
-from minimind.data.prepare.prepare import Prepared
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.shards.conversation_shards import ConversationShards, unmarked
 from minimind.data.shards.manifest import index_name, read_manifest
 from minimind.data.shards.token_shards import INDEX_DTYPE

@@ -10,12 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minimind.data.prepare.encode import MAX_IGNORED, MAX_LISTED, TOKENIZER_NAME, Work, refusal
-from minimind.data.prepare.work_units import PLAN_NAME, Plan, Source, Unit
+from minimind.data.prepare.encode import MAX_IGNORED, MAX_LISTED, Work, refusal
+from minimind.data.prepare.work_units import Plan, Source, Unit
 from minimind.data.shards.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    PLAN_NAME,
+    REJECTED_NAME,
     SPLITS,
+    TOKENIZER_NAME,
     index_name,
     read_manifest,
     seal,
@@ -30,9 +33,7 @@ from minimind.runtime.durable_files import (
     sync_file,
     write_whole,
 )
-from minimind.runtime.object_cache import named
-
-REJECTED_NAME = "rejected.jsonl"
+from minimind.runtime.urls import named
 
 
 def merge(work: Work, max_bad_fraction: float, allow_lossy: bool) -> dict[str, Any]:

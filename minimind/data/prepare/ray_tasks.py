@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from minimind.data.prepare.encode import Work, encode_unclaimed
-from minimind.data.prepare.work_units import PLAN_NAME, Plan, Unit
+from minimind.data.prepare.work_units import Plan, Unit
 from minimind.data.prepare.workers import load_work, progress_bar
+from minimind.data.shards.manifest import PLAN_NAME
 from minimind.errors import DataError, RendezvousError, RunError, StorageError, UsageError
 
 LOCAL = "local"  # a Ray that is started for the command

@@ -12,9 +12,8 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from minimind.data.prepare.prepare import is_prepared
-from minimind.data.prepare.work_units import PLAN_NAME
-from minimind.data.shards.manifest import MANIFEST_NAME, index_name, read_manifest
+from minimind.data.prepare.prepared import is_prepared
+from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME, index_name, read_manifest
 from minimind.data.text.inputs import (
     KNOWN,
     SUFFIXES,
@@ -26,17 +25,9 @@ from minimind.data.text.inputs import (
 from minimind.errors import DataError
 from minimind.runtime.download import RemoteObject, etag_of, modified_of
 from minimind.runtime.durable_files import canonical_json, fingerprint, storing, write_whole
-from minimind.runtime.filesystem import (
-    WEB,
-    NoAnswer,
-    is_url,
-    open_filesystem,
-    require_path,
-    retrying,
-    scheme_of,
-)
+from minimind.runtime.filesystem import WEB, NoAnswer, open_filesystem, retrying, scheme_of
 from minimind.runtime.object_cache import REMEDY, ObjectCache, naming_urls
-from minimind.runtime.urls import masked
+from minimind.runtime.urls import is_url, masked, require_path
 
 
 def local_text(paths: Sequence[str], cache: ObjectCache) -> tuple[str, ...]:

@@ -13,13 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from minimind.data.shards.manifest import FORMAT_VERSION
+from minimind.data.shards.manifest import FORMAT_VERSION, PLAN_NAME
 from minimind.data.text.documents import ReadOptions
 from minimind.data.text.inputs import Segment, Source, find_files, is_cut, require_once, segments_of
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import fingerprint
 
-PLAN_NAME = "plan.json"
 TEXT = "text"
 SMALLEST_UNIT = 2**24  # bytes of input; a killed preparation repeats at most this much per process
 MAX_UNITS = 1024  # about; every rank of a run maps all shards

@@ -21,9 +21,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minimind.data.prepare.encode import TOKENIZER_NAME, Work, encode_unclaimed
-from minimind.data.prepare.work_units import PLAN_NAME, Plan, Unit
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.prepare.encode import Work, encode_unclaimed
+from minimind.data.prepare.work_units import Plan, Unit
+from minimind.data.shards.manifest import PLAN_NAME, TOKENIZER_NAME
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import RunError
 
 SIGNAL_GRACE = 1.0  # seconds

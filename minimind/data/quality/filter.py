@@ -30,10 +30,10 @@ from minimind.data.text.inputs import Source, find_files, require_once, segments
 from minimind.data.text.readers import read_segment
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime.durable_files import canonical_json, read_small, sync_file, write_durably
-from minimind.runtime.object_cache import ObjectCache, named
+from minimind.runtime.object_cache import ObjectCache
 from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import phase
-from minimind.runtime.urls import masked
+from minimind.runtime.urls import masked, named
 
 LINE_BITS = 40  # of a place: the number of a file above them, the line or row in them
 

@@ -12,7 +12,11 @@ from minimind.errors import CheckpointError, DataError
 from minimind.runtime.checked_json import CheckedJson, ClosedJson, Count, Positive, shown, validate
 from minimind.runtime.durable_files import fingerprint, sha256_of
 
+# Of a prepared folder.
 MANIFEST_NAME = "manifest.json"
+PLAN_NAME = "plan.json"
+TOKENIZER_NAME = "tokenizer"
+REJECTED_NAME = "rejected.jsonl"
 FORMAT_VERSION = 2  # increment when the same text would give other files
 SPLITS = ("train", "val")
 ITEM_BYTES = {"uint16": 2, "uint32": 4}

@@ -9,7 +9,7 @@ from typing import Any
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.data.tokenizer.vocabulary import (
     CONFIG_NAME,

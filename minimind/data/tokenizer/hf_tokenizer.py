@@ -1,10 +1,9 @@
-"""Load a tokenizer of either kind by its path; that of a tokenizer.json of Hugging Face."""
+"""The tokenizer of a tokenizer.json of Hugging Face."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import numpy as np
 import tokenizers
 
 from minimind.data.tokenizer.bounds import require_bounded_json
-from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.data.tokenizer.vocabulary import (
     BYTE,
     CONFIG_NAME,
@@ -24,7 +22,6 @@ from minimind.data.tokenizer.vocabulary import (
     FILLER,
     FILLER_PREFIX,
     JSON_NAME,
-    MODEL_NAME,
     SPECIALS_NAME,
     Piece,
     decode_byte_level,
@@ -38,7 +35,7 @@ from minimind.data.tokenizer.vocabulary import (
     sizes,
     write_tokenizer,
 )
-from minimind.errors import DataError, UsageError
+from minimind.errors import DataError
 from minimind.runtime.durable_files import fingerprint
 from minimind.runtime.panics import Panic, panics_caught
 from minimind.runtime.terminal import shorten_line
@@ -281,38 +278,3 @@ def _load(path: Path, content: bytes) -> tokenizers.Tokenizer:
         loaded.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue] (of BPE alone)
     loaded.encode_special_tokens = True
     return loaded
-
-
-AnyTokenizer = Tokenizer | HuggingFaceTokenizer
-LONGEST_DOCUMENT = 2**26  # bytes
-
-
-def longest_document(path: str | None) -> int:
-    """Default limit for a document in bytes, so that encoding takes at most 1 GiB of memory.
-
-    64 MiB, or less for a tokenizer that encodes a text as a whole.
-    """
-    limit = None if path is None else load_tokenizer(path).longest_at_once
-    return LONGEST_DOCUMENT if limit is None else limit
-
-
-def load_tokenizer(path: str | Path) -> AnyTokenizer:
-    """Load a tokenizer.json or a SentencePiece model, from a file or a directory.
-
-    tokenizer.model takes precedence in a directory that has both. Raise DataError if there is none.
-    """
-    if str(path) == "":
-        raise UsageError("--tokenizer is empty, as of a variable that is not set; name one")
-    path = Path(path).expanduser()
-    if not os.path.lexists(path):
-        raise DataError(f"{path}: there is no such tokenizer file or directory; correct the path")
-    if not path.is_dir():
-        return HuggingFaceTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
-    if os.path.lexists(path / MODEL_NAME):
-        return Tokenizer(path)
-    if os.path.lexists(path / JSON_NAME):
-        return HuggingFaceTokenizer(path)
-    raise DataError(
-        f"{path}: has neither {MODEL_NAME} (SentencePiece) nor {JSON_NAME} (Hugging Face);"
-        " name a directory that has one of them, or the file itself"
-    )

@@ -10,7 +10,7 @@ from unicodedata import normalize
 
 import numpy as np
 
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer, HuggingFaceTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import DataError
 
 MOST_LOST = 0.001  # of the bytes of a source
@@ -111,7 +111,7 @@ def require_kept(
             remedy = (
                 "give one with byte pieces (byte fallback or byte level) and without normalization"
             )
-            if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.lacks_decoder:
+            if tokenizer.lacks_decoder:
                 remedy = (
                     'it has no decoder for its bytes: write "decoder": {"type": "ByteLevel"} there'
                 )

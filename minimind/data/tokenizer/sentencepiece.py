@@ -300,6 +300,7 @@ class Tokenizer:
     """A SentencePiece model in a `.model` file, or as `tokenizer.model` in a directory."""
 
     KIND = "SentencePiece"
+    lacks_decoder = False  # only a tokenizer.json may
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)

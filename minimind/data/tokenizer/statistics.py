@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minimind.data.tokenizer.hf_tokenizer import AnyTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import lost_bytes
 from minimind.data.tokenizer.vocabulary import CONTROL, FILLER, KINDS, Piece
 from minimind.runtime.durable_files import mebibytes

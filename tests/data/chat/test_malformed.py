@@ -12,7 +12,8 @@ import pytest
 
 from minimind.data.chat.template import DEFAULT_TEMPLATE
 from minimind.data.prepare.encode import Work, encode_unit
-from minimind.data.prepare.prepare import Prepared, PrepareRequest, prepare_for_run
+from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.prepare.work_units import Options, Unit, make_plan
 from minimind.data.text.inputs import Source, segments_of
 from minimind.errors import DataError

@@ -21,8 +21,8 @@ from minimind.cli import evaluate as eval_commands
 from minimind.cli.main import build_parser, main
 from minimind.data.prepare import encode
 from minimind.data.prepare.encode import Batch
-from minimind.data.prepare.prepare import open_prepared
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer, longest_document
+from minimind.data.prepare.prepared import open_prepared
+from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.data.tokenizer.sentencepiece import MODEL_NAME, train_tokenizer
 from minimind.data.tokenizer.statistics import measure
 from minimind.errors import DataError

@@ -15,7 +15,7 @@ import pytest
 
 from minimind.cli.main import main
 from minimind.data.prepare import dataset_folder as folder
-from minimind.data.prepare.prepare import open_prepared
+from minimind.data.prepare.prepared import open_prepared
 from minimind.data.tokenizer.sentencepiece import MODEL_NAME, train_tokenizer
 from minimind.runtime.locks import held, is_locked_by_anyone
 from minimind.runtime.output_folder import NewFolder

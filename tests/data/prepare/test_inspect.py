@@ -12,7 +12,7 @@ import pytest
 
 from minimind.cli.main import main
 from minimind.data.prepare import inspect as module
-from minimind.data.prepare.prepare import open_prepared
+from minimind.data.prepare.prepared import open_prepared
 from tests.conftest import sentences
 
 

@@ -16,7 +16,8 @@ from pyarrow import parquet
 from minimind.data.prepare import encode
 from minimind.data.prepare import prepare as module
 from minimind.data.prepare.encode import UnitReader, split_of
-from minimind.data.prepare.prepare import Prepared, PrepareRequest, prepare_for_run
+from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.prepare.work_units import Options, Unit, make_plan
 from minimind.data.shards.manifest import seal
 from minimind.data.text import readers

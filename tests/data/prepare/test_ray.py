@@ -16,7 +16,7 @@ import pytest
 
 from minimind.cli.main import main
 from minimind.data.prepare import ray_tasks
-from minimind.data.prepare.work_units import PLAN_NAME
+from minimind.data.shards.manifest import PLAN_NAME
 from minimind.errors import DataError, RendezvousError, StorageError
 from tests.conftest import sentences
 

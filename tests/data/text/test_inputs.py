@@ -13,7 +13,7 @@ from minimind.data.prepare.work_units import Options, make_plan
 from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Source, find_files, kind_of, require_once, segments_of
 from minimind.data.text.readers import read_segment
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import DataError, UsageError
 
 GOOD = b'{"text": "one"}\n'

@@ -9,7 +9,7 @@ from tokenizers import models
 from transformers import AutoTokenizer
 
 from minimind.data.tokenizer.add_special import lacking, with_special_tokens
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.data.tokenizer.vocabulary import write_tokenizer
 from minimind.errors import DataError

@@ -14,7 +14,7 @@ from tokenizers import normalizers
 
 from minimind.data.tokenizer import bounds
 from minimind.data.tokenizer.bounds import require_bounded_json, require_bounded_model
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import DataError
 from tests.conftest import sentences
 from tests.faults import tiny

@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from minimind.data.chat.template import named_tokens, own_template
-from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
 from minimind.data.tokenizer.vocabulary import DEFAULT, MODEL_NAME, write_tokenizer
 from minimind.errors import DataError, UsageError

@@ -9,7 +9,8 @@ from minimind.cli.main import main
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.work_units import Options
 from minimind.data.text.inputs import Source
-from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import DataError
 from tests.data.tokenizer.failing import ON_LOADING, ON_TEXT, ON_TOKENS, TEXT, failing
 

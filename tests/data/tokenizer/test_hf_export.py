@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from minimind.data.tokenizer import hf_export
 from minimind.data.tokenizer.hf_export import hugging_face_files
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
 from minimind.data.tokenizer.vocabulary import CONTROL
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse

@@ -10,7 +10,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.work_units import Options
 from minimind.data.text.inputs import Source
-from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
 from minimind.errors import DataError
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse

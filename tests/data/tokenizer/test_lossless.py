@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
-from minimind.data.prepare.prepare import open_prepared, open_text
+from minimind.data.prepare.prepared import open_prepared, open_text
 from minimind.data.shards.manifest import read_manifest, seal
-from minimind.data.tokenizer.hf_tokenizer import load_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.lossless import TextLoss, lost_bytes
 from minimind.errors import DataError
 

@@ -1,0 +1,186 @@
+"""A folder of prepared text, open for reading: its tokenizer and the tokens of both splits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minimind.data.shards.conversation_shards import ConversationShards
+from minimind.data.shards.manifest import (
+    MANIFEST_NAME,
+    PLAN_NAME,
+    REJECTED_NAME,
+    TOKENIZER_NAME,
+    read_manifest,
+    require_untouched,
+)
+from minimind.data.shards.token_shards import TokenShards
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.lossless import MOST_LOST, TextLoss, require_kept
+from minimind.errors import DataError
+from minimind.runtime.durable_files import canonical_json
+from minimind.runtime.urls import named
+
+NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
+CONVERSATIONS = "chat_template"  # the option that a folder of conversations has
+TOKENS_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A tokenizer and the tokens of both splits, open for reading."""
+
+    directory: Path
+    tokenizer: AnyTokenizer
+    train: TokenShards
+    val: TokenShards
+    manifest: dict[str, Any]
+    names: dict[str, str]  # of inputs when they were prepared -> now
+
+    def bytes_per_id(self, split: str) -> list[np.ndarray]:
+        """Bytes of text that each id stands for, (vocabulary,), by source; see `mean_bytes`."""
+        sizes, found = self.tokenizer.piece_bytes(), []
+        is_text = ~np.isin(np.arange(len(sizes)), [*self.tokenizer.special_tokens().values()])
+        for number, source in enumerate(self.manifest["sources"]):
+            loss, mean = TextLoss(**source.get("text_loss", {})), self.mean_bytes(number, split)
+            if mean is not None:
+                found.append(np.full(len(sizes), mean))
+            elif loss.share > MOST_LOST:  # of conversations
+                found.append(np.where(is_text, loss.bytes / max(1, loss.tokens), 0.0))
+            else:
+                found.append(sizes * (loss.bytes / loss.token_bytes) if loss.token_bytes else sizes)
+        return found
+
+    def mean_bytes(self, source: int, split: str) -> float | None:
+        """Bytes of text per token of a split; None unless its tokenizer loses some of the text.
+
+        What each token stands for is then less than the text, so the text is spread over them.
+        """
+        given, size = self.manifest["sources"][source], self.split_bytes(source, split)
+        is_lossy = TextLoss(**given.get("text_loss", {})).share > MOST_LOST
+        if not size or not is_lossy or CONVERSATIONS in self.manifest["options"]:
+            return None
+        return size / max(1, given["tokens"][split])
+
+    def split_bytes(self, source: int, split: str) -> int:
+        """Bytes of text of a source in a split; 0 in early folders of several sources."""
+        sources = self.manifest["sources"]
+        whole = self.manifest["splits"][split]["text_bytes"] if len(sources) == 1 else 0
+        return sources[source].get("split_bytes", {}).get(split, whole)
+
+    @property
+    def first_rejected(self) -> str:
+        """The first skipped document and the reason; "" if there is none."""
+        first = self.manifest["rejected"]["first"]
+        before = next((name for name in self.names if first.startswith(f"{name}:")), "")
+        return f"{named(self.names.get(before, ''))}{first[len(before) :]}"
+
+    def text(self, start: int, length: int) -> str:
+        """Text of `length` training tokens from `start` on; of conversations as `readable`."""
+        if isinstance(self.train, ConversationShards):
+            from minimind.data.chat.template import readable
+
+            return readable(self.tokenizer, *self.train.with_targets(start, length))
+        return self.tokenizer.decode(self.train.stretch(start, length).tolist())
+
+    def list_rejected(self, out_dir: Path) -> None:
+        """Write rejected.jsonl to `out_dir` if documents were skipped."""
+        own = self.directory / REJECTED_NAME
+        if own.exists():
+            with open(own, "rb") as lines, open(out_dir / REJECTED_NAME, "wb") as copy:
+                for line in lines:
+                    entry = json.loads(line)
+                    name: str = entry["file"]
+                    entry["file"] = named(self.names.get(name, name))
+                    copy.write(canonical_json(entry) + b"\n")
+
+
+def is_prepared(path: str | Path) -> bool:
+    """Whether the folder holds shards and not text."""
+    return not missing_of(path)
+
+
+def missing_of(path: str | Path) -> list[str]:
+    """Return the required files that a folder lacks."""
+    return [name for name in NEEDED if not (Path(path).expanduser() / name).exists()]
+
+
+def open_prepared(
+    directory: Path, tokenizer_path: str | None = None, names: Sequence[str] = ()
+) -> Prepared:
+    """Open the shards of a folder; raise DataError if they changed or have another tokenizer.
+
+    `names` are the current names of its inputs, in order.
+    """
+    manifest = read_manifest(directory)
+    require_untouched(directory, manifest)
+    tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
+    problem = f"is not the tokenizer of {directory}"
+    if tokenizer.fingerprint != manifest["tokenizer"]:
+        raise DataError(f"{tokenizer.path}: {problem}; restore that one, or prepare the text again")
+    if tokenizer_path is not None:
+        given = load_tokenizer(tokenizer_path)
+        if given.fingerprint != manifest["tokenizer"]:
+            raise DataError(
+                f"{tokenizer_path}: {problem}; leave out --tokenizer, or prepare the text"
+                " again with it"
+            )
+    if CONVERSATIONS in manifest["options"]:
+        kind = partial(ConversationShards, eos_id=manifest["eos_id"])
+    else:
+        kind = TokenShards
+    train, val = (kind(directory, split) for split in ("train", "val"))
+    before = [given["path"] for source in manifest["sources"] for given in source["inputs"]]
+    renamed = dict(zip(before, names, strict=True)) if names else {}
+    return Prepared(directory, tokenizer, train, val, manifest, renamed)
+
+
+def holds_conversations(directory: Path) -> bool:
+    """Whether the shards of a folder are conversations and not text."""
+    return CONVERSATIONS in read_manifest(directory)["options"]
+
+
+def open_text(
+    directory: Path, tokenizer_path: str | None = None, allow_lossy: bool = False
+) -> Prepared:
+    """Open a folder of text to pretrain on; raise DataError for the conversations of a run.
+
+    A folder that was finished with a tokenizer that loses text was allowed to be. An early one says
+    nothing of it: then the bytes of its tokens are compared with those of its text.
+    """
+    prepared = open_prepared(directory, tokenizer_path)
+    if isinstance(prepared.train, ConversationShards):
+        raise DataError(
+            f"{directory}: holds conversations, as --task sft prepares them; give text, or --task"
+            " sft and the files of the conversations"
+        )
+    sources = prepared.manifest["sources"]
+    if not prepared.tokenizer.is_lossless and not any("text_loss" in one for one in sources):
+        _add_early_losses(prepared)
+        require_kept(sources, prepared.tokenizer, allow_lossy)
+    return prepared
+
+
+def _add_early_losses(prepared: Prepared) -> None:
+    """Add to each source what its tokens lack in bytes, of its held-out text if it has some."""
+    sizes, eos_id = prepared.tokenizer.piece_bytes(), prepared.tokenizer.eos_id
+    for shards, split in ((prepared.val, "val"), (prepared.train, "train")):
+        begin = 0
+        for number, end in enumerate(shards.source_ends().tolist()):
+            source, size = prepared.manifest["sources"][number], prepared.split_bytes(number, split)
+            loss = TextLoss(size, example="it was prepared without a comparison of the text")
+            for at in range(begin, end, TOKENS_AT_ONCE):
+                ids = shards.stretch(at, min(TOKENS_AT_ONCE, end - at))
+                loss.tokens += int((ids != eos_id).sum())
+                loss.token_bytes += int(sizes[ids].sum())
+            spaces = end - begin - loss.tokens  # one may be added before each document
+            loss.lost = max(size - loss.token_bytes, loss.token_bytes - size - spaces, 0)
+            if size and "text_loss" not in source:
+                source["text_loss"] = asdict(loss)
+            begin = end

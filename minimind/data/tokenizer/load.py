@@ -1,0 +1,60 @@
+"""Load a tokenizer of either kind by its path; the library of a kind is imported for it alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME
+from minimind.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
+    from minimind.data.tokenizer.sentencepiece import Tokenizer
+
+AnyTokenizer: TypeAlias = Union["Tokenizer", "HuggingFaceTokenizer"]
+LONGEST_DOCUMENT = 2**26  # bytes
+
+
+def longest_document(path: str | None) -> int:
+    """Default limit for a document in bytes, so that encoding takes at most 1 GiB of memory.
+
+    64 MiB, or less for a tokenizer that encodes a text as a whole.
+    """
+    limit = None if path is None else load_tokenizer(path).longest_at_once
+    return LONGEST_DOCUMENT if limit is None else limit
+
+
+def load_tokenizer(path: str | Path) -> AnyTokenizer:
+    """Load a tokenizer.json or a SentencePiece model, from a file or a directory.
+
+    tokenizer.model takes precedence in a directory that has both. Raise DataError if there is none.
+    """
+    if str(path) == "":
+        raise UsageError("--tokenizer is empty, as of a variable that is not set; name one")
+    path = Path(path).expanduser()
+    if not os.path.lexists(path):
+        raise DataError(f"{path}: there is no such tokenizer file or directory; correct the path")
+    if not path.is_dir():
+        return _of_hugging_face(path) if path.suffix == ".json" else _of_sentencepiece(path)
+    if os.path.lexists(path / MODEL_NAME):
+        return _of_sentencepiece(path)
+    if os.path.lexists(path / JSON_NAME):
+        return _of_hugging_face(path)
+    raise DataError(
+        f"{path}: has neither {MODEL_NAME} (SentencePiece) nor {JSON_NAME} (Hugging Face);"
+        " name a directory that has one of them, or the file itself"
+    )
+
+
+def _of_sentencepiece(path: Path) -> Tokenizer:
+    from minimind.data.tokenizer.sentencepiece import Tokenizer
+
+    return Tokenizer(path)
+
+
+def _of_hugging_face(path: Path) -> HuggingFaceTokenizer:
+    from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer(path)
