@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from minimind.config.optimizers import OPTIMIZERS
+
 DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
 
 MOST_LEFT_OUT = 100_000  # rows; their places are computed for every 1,000 rows, in 10 ms on a CPU
@@ -434,14 +436,6 @@ class ModelFlags:
         return self.hidden_dim or 64 * -(-8 * self.dim // (3 * 64))
 
 
-# Optimizers that read a flag; the flags that are not listed are read by all.
-READ_BY = {
-    **dict.fromkeys(("beta1", "beta2"), ("adamw", "muon", "lion")),
-    **dict.fromkeys(("muon_lr", "muon_momentum", "muon_scaling"), ("muon",)),
-    "sgd_momentum": ("sgd",),
-}
-
-
 @dataclass(frozen=True)
 class OptimizerFlags:
     """Optimizer, learning rate and precision."""
@@ -451,7 +445,7 @@ class OptimizerFlags:
         " embedding, head and norms; an optimizer block in the DeepSpeed JSON takes its place",
         "adamw",
         "optimizer",
-        choices=("adamw", "muon", "lion", "sgd"),
+        choices=tuple(OPTIMIZERS),
     )
     learning_rate: float = flag("peak learning rate", 5e-4, "optimizer", above=0.0)
     min_lr_ratio: float = flag(

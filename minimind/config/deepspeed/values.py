@@ -17,11 +17,12 @@ from minimind.config.deepspeed.schema import (
     FIELD_NAMES,
     LOWERED,
     MODELLED,
-    OPTIMIZERS,
+    OPTIMIZER_PARAMS,
     READ_BY_PYDANTIC,
     optimizer_name,
 )
 from minimind.config.launcher_env import Launch
+from minimind.config.optimizers import ADAM_TYPES
 from minimind.config.parse import convert
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, planned_warmup
@@ -285,9 +286,9 @@ def required_keys(config: Mapping[str, Any], run: RunConfig) -> tuple[str, ...]:
     """Keys that are filled even if the file does not contain them."""
     keys = ALWAYS + ((TENSOR_PARALLEL,) if run.tensor_parallel > 1 else ())
     optimizer = optimizer_name(get(config, "optimizer.type"))
-    accepted = OPTIMIZERS.get(optimizer or "", "").split()
+    accepted = OPTIMIZER_PARAMS.get(optimizer or "", "").split()
     keys += tuple(key for key in OPTIMIZER if key.rsplit(".", 1)[1] in accepted)
-    keys += ADAM + FUSED if optimizer in ("Adam", "AdamW") else ()
+    keys += ADAM + FUSED if optimizer in ADAM_TYPES else ()
     keys += UNTESTED if optimizer and optimizer not in ANY_CASE else ()
     scheduler = get(config, "scheduler.type")
     keys += WARMUP if scheduler in ("WarmupLR", "WarmupDecayLR") else ()
@@ -392,7 +393,7 @@ def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
 
 def _sgd(run: RunConfig) -> Filled:
     """Momentum of SGD."""
-    momentum = run.sgd.get("sgd_momentum")
+    momentum = run.optimizer_values.get("sgd_momentum")
     if momentum is None:
         return {}
     return {"optimizer.params.momentum": (momentum, _by(run, "sgd_momentum"))}
