@@ -27,7 +27,7 @@ from minimind.architecture.costs import (
 from minimind.architecture.shape import Shape, shape_of, with_special_tokens
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.deepspeed.rules import plain_faults
-from minimind.config.deepspeed.values import auto_values, offloads
+from minimind.config.deepspeed.values import Facts, auto_values, offloads
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.parse import parse_flags, unknown_flag
 from minimind.config.run_config import (
@@ -143,7 +143,7 @@ def plan_text(
 
 def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device: str) -> Layout:
     """Return the layout of the run; config is the resolved DeepSpeed configuration or empty."""
-    derived = auto_values(config, run, world_size, device, None)
+    derived = auto_values(Facts(config, run, world_size, device))
     ours = {key.split(".")[-1]: value for key, (value, _) in derived.items()}
     zero: Mapping[str, Any] = config["zero_optimization"] if config else ours
     stage = int(zero["stage"]) if config else None

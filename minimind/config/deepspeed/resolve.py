@@ -19,6 +19,7 @@ from minimind.config.deepspeed.values import (
     DEEPSPEED_ADAM,
     MICRO_BATCH,
     MISSING,
+    Facts,
     apply_file,
     apply_launch,
     apply_yaml_fields,
@@ -222,8 +223,9 @@ def _fill(
     schedule: Schedule | None,
 ) -> None:
     """Fill "auto" and missing required values in `config`, and record their sources."""
-    required = required_keys(config, run)
-    for key, (value, source) in auto_values(config, run, world_size, device, schedule).items():
+    facts = Facts(config, run, world_size, device, schedule)
+    required = required_keys(facts)
+    for key, (value, source) in auto_values(facts).items():
         config_value = get(config, key)
         if config_value == AUTO or (config_value is MISSING and key in required):
             put(config, key, value)

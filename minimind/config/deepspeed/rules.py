@@ -22,7 +22,9 @@ from minimind.config.deepspeed.schema import AUTO, DTYPES, optimizer_name
 from minimind.config.deepspeed.values import (
     BATCH,
     MISSING,
+    PARAMS,
     TENSOR_PARALLEL,
+    ZERO,
     adopt,
     get,
     leaves,
@@ -31,7 +33,6 @@ from minimind.config.deepspeed.values import (
 from minimind.config.optimizers import ADAM_TYPES, FLAG_OF_TYPE, OPTIMIZERS, READ_BY, RESUMABLE
 from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, RunConfig
 
-PARAMS = "optimizer.params."
 # Parameters of DeepSpeed's Muon that torch's does not have, with their only accepted values.
 OTHERS = {
     "torch_adam": (True,),
@@ -291,7 +292,6 @@ NVME_ONLY = (
     " offload_optimizer.pipeline_write offload_optimizer.fast_init offload_param.nvme_path"
     " offload_param.buffer_count offload_param.buffer_size offload_param.max_in_cpu"
 ).split()
-ZERO = "zero_optimization."
 
 
 def ignored_faults(config: Mapping[str, Any]) -> list[str]:
