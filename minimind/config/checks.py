@@ -10,19 +10,11 @@ from datetime import date
 from pathlib import Path
 
 from minimind.config.arguments import is_utf8, utf8_fault
-from minimind.config.flags import SHAPE, TRACKERS
+from minimind.config.flags import OF_EXPERTS, SHAPE, TRACKERS
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.urls import begins_as_url, masked
-
-OF_EXPERTS = (
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "n_shared_experts",
-    "aux_loss_alpha",
-    "norm_topk_prob",
-)
 
 OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "tokenizer")
 OF_THIS_HOST += ("chat_template", "skip_rows")

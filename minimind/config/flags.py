@@ -318,28 +318,41 @@ class PlaceFlags:
 MOST_EXPERTS = 1024  # per layer
 MAX_ROPE_FACTOR = 1024  # also MAX_FACTOR of the model, which does not import this package
 HUGGING_FACE = "hf:"  # prefix of --model for a model of transformers
-SHAPE = (
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "hidden_dim",
-    "max_seq_len",
-    "vocab_size",
-    "rope_theta",
-    "rope_scaling",
-    "rope_factor",
-    "rope_original_length",
-    "norm_eps",
-    "qk_norm",
-    "tie_word_embeddings",
-    "use_moe",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "n_shared_experts",
-    "aux_loss_alpha",
-    "norm_topk_prob",
-)
+
+
+@dataclass(frozen=True)
+class ShapeField:
+    """How model and checkpoints know a flag of the shape."""
+
+    name: str  # in MiniMindConfig
+    group: str = "model"  # of the identity of a run
+    of_experts: bool = False  # has no effect without them
+    legacy: Any = None  # value in checkpoints that do not record it
+
+
+SHAPE = {
+    "dim": ShapeField("hidden_size"),
+    "n_layers": ShapeField("num_hidden_layers"),
+    "n_heads": ShapeField("num_attention_heads"),
+    "n_kv_heads": ShapeField("num_key_value_heads"),
+    "hidden_dim": ShapeField("intermediate_size"),
+    "max_seq_len": ShapeField("max_position_embeddings", group="batch"),
+    "vocab_size": ShapeField("vocab_size"),
+    "rope_theta": ShapeField("rope_theta"),
+    "rope_scaling": ShapeField("rope_scaling.rope_type"),
+    "rope_factor": ShapeField("rope_scaling.factor"),
+    "rope_original_length": ShapeField("rope_scaling.original_max_position_embeddings"),
+    "norm_eps": ShapeField("rms_norm_eps", legacy=1e-5),
+    "qk_norm": ShapeField("qk_norm", legacy=False),
+    "tie_word_embeddings": ShapeField("tie_word_embeddings", legacy=True),
+    "use_moe": ShapeField("use_moe", legacy=False),
+    "n_routed_experts": ShapeField("n_routed_experts", of_experts=True),
+    "num_experts_per_tok": ShapeField("num_experts_per_tok", of_experts=True),
+    "n_shared_experts": ShapeField("n_shared_experts", of_experts=True),
+    "aux_loss_alpha": ShapeField("aux_loss_alpha", of_experts=True),
+    "norm_topk_prob": ShapeField("norm_topk_prob", of_experts=True),
+}
+OF_EXPERTS = tuple(flag for flag, row in SHAPE.items() if row.of_experts)
 
 
 @dataclass(frozen=True)
