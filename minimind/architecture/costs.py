@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from minimind.architecture.shape import Shape, flops_per_token
+from minimind.config.optimizers import OPTIMIZERS
 from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -105,19 +106,21 @@ def memory(shape: Shape, layout: Layout) -> Memory:
 def _state(shape: Shape, layout: Layout, has_masters: bool = True) -> int:
     """Bytes of fp32 masters and moments of one process."""
     numbers = (has_masters + layout.moments) * shape.parameters
-    numbers -= shape.hidden_matrices if layout.optimizer == "muon" else 0
+    if OPTIMIZERS[layout.optimizer].orthogonalizes:
+        numbers -= shape.hidden_matrices
     return FP32 * -(-numbers // layout.shards)
 
 
 def _temporaries(shape: Shape, layout: Layout) -> int:
-    """Bytes of an update of Lion or Muon beyond those of AdamW.
+    """Bytes of an update beyond those of AdamW.
 
-    Lion's is the direction of a weight or a shard. Muon's is a shard's update in two precisions,
+    A copy is of a weight or a shard. Muon's is a shard's update in two precisions,
     then all gathered updates, one of them iterated; ZeRO has freed gradients of others by then.
     """
     part = -(-shape.parameters // layout.shards)
-    if layout.optimizer != "muon":
-        return (layout.optimizer == "lion") * FP32 * (part if layout.stage else shape.largest)
+    row = OPTIMIZERS[layout.optimizer]
+    if not row.orthogonalizes:
+        return row.copies * FP32 * (part if layout.stage else shape.largest)
     b, matrix = ITERATION[layout.device], shape.dim * max(shape.dim, shape.hidden_dim)
     iterated = (FP32 + 2 * b) * matrix
     if not layout.stage:
@@ -283,8 +286,9 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
         passes = micro_batches * (2 * p + max(0, p - REUSE // 2))
     else:
         passes = 2 * p * (micro_batches if layout.stage == 2 else 1) + p
-    updates = shape.hidden_matrices if layout.optimizer == "muon" and layout.stage else 0
-    return (b * passes + ITERATION[layout.device] * updates) * (n - 1) // n
+    if OPTIMIZERS[layout.optimizer].orthogonalizes and layout.stage:
+        return (b * passes + ITERATION[layout.device] * shape.hidden_matrices) * (n - 1) // n
+    return b * passes * (n - 1) // n
 
 
 def seconds(shape: Shape, tokens: float, world_size: int, peak_tflops: float, mfu: float) -> float:

@@ -27,7 +27,8 @@ from minimind.architecture.costs import (
 from minimind.architecture.shape import Shape, flops_per_token, shape_of, with_special_tokens
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.deepspeed.rules import plain_faults
-from minimind.config.deepspeed.values import auto_values, offloads
+from minimind.config.deepspeed.values import Facts, auto_values, offloads
+from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.parse import parse_flags, unknown_flag
 from minimind.config.run_config import (
     DEFAULT_DEEPSPEED_CONFIG,
@@ -40,7 +41,6 @@ from minimind.errors import UsageError, fault_error
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
 OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
-MOMENTS = {"adamw": 2, "muon": 2, "lion": 1, "sgd": 1}  # fp32 numbers per weight
 GIB = 2**30
 # Shipped files by stage and offloading of optimizer and parameters; without DeepSpeed: none.
 FILES = {
@@ -143,10 +143,11 @@ def plan_text(
 
 def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device: str) -> Layout:
     """Return the layout of the run; config is the resolved DeepSpeed configuration or empty."""
-    derived = auto_values(config, run, world_size, device, None)
+    derived = auto_values(Facts(config, run, world_size, device))
     ours = {key.split(".")[-1]: value for key, (value, _) in derived.items()}
     zero: Mapping[str, Any] = config["zero_optimization"] if config else ours
     stage = int(zero["stage"]) if config else None
+    row = OPTIMIZERS[run.optimizer]
     return Layout(
         stage,
         world_size,
@@ -162,7 +163,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         compiles=run.compile != "off" and not (run.use_moe or run.is_divided),
         averages=run.ema is not None,
         optimizer=run.optimizer,
-        moments=0 if run.sgd.get("sgd_momentum") == 0 else MOMENTS[run.optimizer],
+        moments=0 if run.optimizer_values.get("sgd_momentum") == 0 else len(row.state),
         loss=run.loss,
         sequence=run.sequence_parallel,
     )
@@ -178,7 +179,7 @@ def alternatives(current: Layout) -> list[Layout]:
         for stage, optimizer, param in FILES
         if stage is not None
         and not (stage == 0 and current.dtype == "float16")
-        and not (optimizer and current.optimizer == "muon")
+        and not (optimizer and OPTIMIZERS[current.optimizer].orthogonalizes)
     ]
 
 

@@ -28,7 +28,7 @@ from minimind.architecture.hf_models import (
     transformers_model,
 )
 from minimind.architecture.shape import flops_per_token, shape_of
-from minimind.config.checks import OF_EXPERTS
+from minimind.config.flags import OF_EXPERTS, SHAPE
 from minimind.config.run_config import RunConfig
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import CheckpointError, UsageError
@@ -40,24 +40,24 @@ from minimind.runtime.checked_json import (
     shown,
 )
 
-FIELDS = {  # flag -> key of MiniMindConfig.rope_scaling
-    "rope_scaling": "rope_type",
-    "rope_factor": "factor",
-    "rope_original_length": "original_max_position_embeddings",
-}
+SCALING = "rope_scaling."
+# Fields of MiniMindConfig by flag, and keys of its rope_scaling.
+PLAIN = {flag: f.name for flag, f in SHAPE.items() if not f.name.startswith(SCALING)}
+ROTARY = {flag: SHAPE[flag].name.removeprefix(SCALING) for flag in SHAPE if flag not in PLAIN}
 
 
 def scaling_of(run: RunConfig) -> dict[str, Any] | None:
     """Return `rope_scaling` of the run's MiniMindConfig."""
     if run.rope_scaling is None:
         return None
-    return {key: getattr(run, flag) for flag, key in FIELDS.items()}
+    return {key: getattr(run, flag) for flag, key in ROTARY.items()}
 
 
-def scaling_flags(config: MiniMindConfig) -> dict[str, Any]:
-    """Return the values of the flags that describe the scaling of a model; None without one."""
+def shape_flags(config: MiniMindConfig) -> dict[str, Any]:
+    """Return the values of the flags that describe a model; those of its scaling come last."""
     scaling = config.rope_scaling or {}
-    return {flag: scaling.get(key) for flag, key in FIELDS.items()}
+    shape = {flag: getattr(config, name) for flag, name in PLAIN.items()}
+    return shape | {flag: scaling.get(key) for flag, key in ROTARY.items()}
 
 
 def extend(run: RunConfig, by: str, config: MiniMindConfig) -> tuple[RunConfig, MiniMindConfig]:
@@ -68,7 +68,7 @@ def extend(run: RunConfig, by: str, config: MiniMindConfig) -> tuple[RunConfig, 
     if run.rope_scaling is None:
         return run, config
     if run.rope_original_length is None:  # that of the model before any scaling
-        before = scaling_flags(config)["rope_original_length"]
+        before = shape_flags(config)["rope_original_length"]
         length = before or config.max_position_embeddings
         run = run.with_values(by, rope_original_length=length)
     run, extended = run.with_complete_scaling(), deepcopy(config)
@@ -113,22 +113,10 @@ class MiniMind:
 
     def identity(self, run: RunConfig) -> dict[str, Any]:
         """Values that must not change on resume."""
-        return {
-            "dim": run.dim,
-            "n_layers": run.n_layers,
-            "n_heads": run.n_heads,
-            "n_kv_heads": run.n_kv_heads,
-            "hidden_dim": run.feed_forward_width,
-            "vocab_size": run.vocab_size,
-            "rope_theta": run.rope_theta,
-            "norm_eps": run.norm_eps,
-            "doc_mask": run.doc_mask,
-            "qk_norm": run.qk_norm,
-            "tie_word_embeddings": run.tie_word_embeddings,
-            "use_moe": run.use_moe,
-            **({name: getattr(run, name) for name in OF_EXPERTS} if run.use_moe else {}),
-            **({} if run.rope_scaling is None else {flag: getattr(run, flag) for flag in FIELDS}),
-        }
+        unread = {*(() if run.use_moe else OF_EXPERTS), *(() if run.rope_scaling else ROTARY)}
+        names = [name for name, field in SHAPE.items() if field.group == "model"]
+        shape = {name: getattr(run, name) for name in names if name not in unread}
+        return {**shape, "hidden_dim": run.feed_forward_width, "doc_mask": run.doc_mask}
 
     def parameters(self, run: RunConfig) -> int:
         """Number of parameters."""
@@ -150,26 +138,10 @@ class MiniMind:
 def minimind_config(run: RunConfig, **ids: Any) -> MiniMindConfig:
     """The configuration of the MiniMind decoder with these special ids."""
     return MiniMindConfig(
-        vocab_size=run.vocab_size,
-        hidden_size=run.dim,
-        intermediate_size=run.hidden_dim,
-        num_hidden_layers=run.n_layers,
-        num_attention_heads=run.n_heads,
-        num_key_value_heads=run.n_kv_heads,
-        max_position_embeddings=run.max_seq_len,
-        rope_theta=run.rope_theta,
+        **{field: getattr(run, flag) for flag, field in PLAIN.items()},
         rope_scaling=scaling_of(run),
-        rms_norm_eps=run.norm_eps,
         use_flash_attn=run.use_flash_attn,
         doc_mask=run.doc_mask and run.task != "sft",  # rows say where conversations start
-        qk_norm=run.qk_norm,
-        use_moe=run.use_moe,
-        n_routed_experts=run.n_routed_experts,
-        num_experts_per_tok=run.num_experts_per_tok,
-        n_shared_experts=run.n_shared_experts,
-        aux_loss_alpha=run.aux_loss_alpha,
-        norm_topk_prob=run.norm_topk_prob,
-        tie_word_embeddings=run.tie_word_embeddings,
         **ids,
     )
 

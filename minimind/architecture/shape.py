@@ -20,7 +20,7 @@ class Shape:
     hidden_dim: int
     vocab_size: int
     max_seq_len: int
-    is_tied: bool = True
+    tie_word_embeddings: bool = True
     use_flash_attn: bool = True
     doc_mask: bool = False
     qk_norm: bool = False
@@ -38,7 +38,7 @@ class Shape:
     @property
     def embedding(self) -> int:
         """Parameters of the token embedding and the output head; a tied one counts once."""
-        return self.vocab_size * self.dim * (1 if self.is_tied else 2)
+        return self.vocab_size * self.dim * (1 if self.tie_word_embeddings else 2)
 
     @property
     def layer(self) -> int:
@@ -90,9 +90,7 @@ class Shape:
 def shape_of(run: RunConfig) -> Shape:
     """Return the shape described by the flags."""
     flags = {f.name: getattr(run, f.name) for f in fields(Shape) if f.name in FLAGS}
-    return Shape(
-        **{**flags, "hidden_dim": run.feed_forward_width, "is_tied": run.tie_word_embeddings}
-    )
+    return Shape(**{**flags, "hidden_dim": run.feed_forward_width})
 
 
 def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:

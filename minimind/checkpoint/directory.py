@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from minimind.checkpoint.validation import require_manifest
+from minimind.config.flags import SHAPE
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import Unreadable, read_object, shown
 from minimind.runtime.durable_files import (
@@ -37,13 +38,8 @@ from minimind.runtime.durable_files import (
 from minimind.runtime.locks import ReadLock, lock_for_reading, locked_for_deletion
 
 FORMAT = 4
-# Defaults for fields that earlier writers of this format did not record.
-LEGACY_DEFAULTS = {
-    "qk_norm": False,
-    "tie_word_embeddings": True,
-    "use_moe": False,
-    "norm_eps": 1e-5,
-}
+# Values of fields that earlier writers of this format did not record.
+LEGACY_DEFAULTS = {flag: field.legacy for flag, field in SHAPE.items()}
 MANIFEST = "manifest.json"
 OWNER = "mirror.json"  # in out_dir and at the URL of --mirror: the run that both are of
 NAME = re.compile(r"step_(\d{8,})")

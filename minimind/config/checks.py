@@ -10,18 +10,11 @@ from datetime import date
 from pathlib import Path
 
 from minimind.config.arguments import is_utf8, utf8_fault
-from minimind.config.flags import SHAPE, TRACKERS
+from minimind.config.flags import OF_EXPERTS, SHAPE, TRACKERS
+from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.urls import begins_as_url, masked
-
-OF_EXPERTS = (
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "n_shared_experts",
-    "aux_loss_alpha",
-    "norm_topk_prob",
-)
 
 OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "tokenizer")
 OF_THIS_HOST += ("chat_template", "skip_rows")
@@ -73,11 +66,11 @@ def conflicts(run: RunConfig) -> Iterator[str]:
             f"spike_guard = True ({run.sources['spike_guard']}) and dtype = float16"
             f" ({run.sources['dtype']}) skip updates for different reasons; use bfloat16"
         )
-    if run.mup_base_dim is not None and run.optimizer == "sgd":
+    if run.mup_base_dim is not None and not OPTIMIZERS[run.optimizer].normalizes:
         yield (
             f"mup_base_dim = {run.mup_base_dim} ({run.sources['mup_base_dim']}) has rates for"
             f" optimizers that normalize the gradient, and optimizer ="
-            f" sgd ({run.sources['optimizer']}) does not; take another, or drop it"
+            f" {run.optimizer} ({run.sources['optimizer']}) does not; take another, or drop it"
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from minimind.config.optimizers import OPTIMIZERS
+
 DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
 
 MOST_LEFT_OUT = 100_000  # rows; their places are computed for every 1,000 rows, in 10 ms on a CPU
@@ -316,28 +318,41 @@ class PlaceFlags:
 MOST_EXPERTS = 1024  # per layer
 MAX_ROPE_FACTOR = 1024  # also MAX_FACTOR of the model, which does not import this package
 HUGGING_FACE = "hf:"  # prefix of --model for a model of transformers
-SHAPE = (
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "hidden_dim",
-    "max_seq_len",
-    "vocab_size",
-    "rope_theta",
-    "rope_scaling",
-    "rope_factor",
-    "rope_original_length",
-    "norm_eps",
-    "qk_norm",
-    "tie_word_embeddings",
-    "use_moe",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "n_shared_experts",
-    "aux_loss_alpha",
-    "norm_topk_prob",
-)
+
+
+@dataclass(frozen=True)
+class ShapeField:
+    """How model and checkpoints know a flag of the shape."""
+
+    name: str  # in MiniMindConfig
+    group: str = "model"  # of the identity of a run
+    of_experts: bool = False  # has no effect without them
+    legacy: Any = None  # value in checkpoints that do not record it
+
+
+SHAPE = {
+    "dim": ShapeField("hidden_size"),
+    "n_layers": ShapeField("num_hidden_layers"),
+    "n_heads": ShapeField("num_attention_heads"),
+    "n_kv_heads": ShapeField("num_key_value_heads"),
+    "hidden_dim": ShapeField("intermediate_size"),
+    "max_seq_len": ShapeField("max_position_embeddings", group="batch"),
+    "vocab_size": ShapeField("vocab_size"),
+    "rope_theta": ShapeField("rope_theta"),
+    "rope_scaling": ShapeField("rope_scaling.rope_type"),
+    "rope_factor": ShapeField("rope_scaling.factor"),
+    "rope_original_length": ShapeField("rope_scaling.original_max_position_embeddings"),
+    "norm_eps": ShapeField("rms_norm_eps", legacy=1e-5),
+    "qk_norm": ShapeField("qk_norm", legacy=False),
+    "tie_word_embeddings": ShapeField("tie_word_embeddings", legacy=True),
+    "use_moe": ShapeField("use_moe", legacy=False),
+    "n_routed_experts": ShapeField("n_routed_experts", of_experts=True),
+    "num_experts_per_tok": ShapeField("num_experts_per_tok", of_experts=True),
+    "n_shared_experts": ShapeField("n_shared_experts", of_experts=True),
+    "aux_loss_alpha": ShapeField("aux_loss_alpha", of_experts=True),
+    "norm_topk_prob": ShapeField("norm_topk_prob", of_experts=True),
+}
+OF_EXPERTS = tuple(flag for flag, row in SHAPE.items() if row.of_experts)
 
 
 @dataclass(frozen=True)
@@ -434,14 +449,6 @@ class ModelFlags:
         return self.hidden_dim or 64 * -(-8 * self.dim // (3 * 64))
 
 
-# Optimizers that read a flag; the flags that are not listed are read by all.
-READ_BY = {
-    **dict.fromkeys(("beta1", "beta2"), ("adamw", "muon", "lion")),
-    **dict.fromkeys(("muon_lr", "muon_momentum", "muon_scaling"), ("muon",)),
-    "sgd_momentum": ("sgd",),
-}
-
-
 @dataclass(frozen=True)
 class OptimizerFlags:
     """Optimizer, learning rate and precision."""
@@ -451,7 +458,7 @@ class OptimizerFlags:
         " embedding, head and norms; an optimizer block in the DeepSpeed JSON takes its place",
         "adamw",
         "optimizer",
-        choices=("adamw", "muon", "lion", "sgd"),
+        choices=tuple(OPTIMIZERS),
     )
     learning_rate: float = flag("peak learning rate", 5e-4, "optimizer", above=0.0)
     min_lr_ratio: float = flag(

@@ -530,7 +530,7 @@ def load_preset(name: str) -> dict[str, Any]:
     shape = load_yaml_texts(path, "--model")
     for key in shape:
         if key not in SHAPE:
-            raise UsageError(f"{path}: {key!r} is not a shape field; {suggest(key, SHAPE)}")
+            raise UsageError(f"{path}: {key!r} is not a shape field; {suggest(key, [*SHAPE])}")
     return shape
 
 

@@ -13,13 +13,13 @@ from minimind.config.flags import (
     CHANGEABLE,
     HUGGING_FACE,
     MAX_ROPE_FACTOR,
-    READ_BY,
     ModelFlags,
     OptimizerFlags,
     PlaceFlags,
     ReportFlags,
     TrainingFlags,
 )
+from minimind.config.optimizers import OPTIMIZERS, READ_BY
 from minimind.errors import UsageError
 
 DISTRIBUTION = f"minimind-deepspeed {__version__}"  # what --version prints
@@ -29,8 +29,6 @@ PROJECT = PACKAGE.parent  # the checkout, or site-packages
 LAUNCH = "bash run_accelerate.sh" if (PROJECT / "run_accelerate.sh").exists() else "minimind launch"
 # A wheel has the folder inside the package (pyproject.toml).
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PROJECT) / "configs"
-MUON_LR, MUON_MOMENTUM = 0.02, 0.95  # of --optimizer muon, if not given
-SGD_MOMENTUM = 0.9
 SPIKE_FACTOR, SPIKE_WINDOW, MAX_ROLLBACKS = 8.0, 128, 3  # of --spike_guard, if not given
 PATIENCE = 8  # spikes in a row until the run goes back
 MARGIN = 8  # steps before the first of them whose rows are left out, too
@@ -101,29 +99,23 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
         return name.removeprefix(HUGGING_FACE) if name.startswith(HUGGING_FACE) else None
 
     @property
-    def sgd(self) -> dict[str, float]:
-        """Momentum of --optimizer sgd; empty for another optimizer."""
-        if self.optimizer != "sgd":
-            return {}
-        return {"sgd_momentum": SGD_MOMENTUM if self.sgd_momentum is None else self.sgd_momentum}
-
-    @property
     def unread_flags(self) -> list[str]:
         """Flags that the optimizer does not read."""
         return [name for name, optimizers in READ_BY.items() if self.optimizer not in optimizers]
 
     @property
+    def optimizer_values(self) -> dict[str, Any]:
+        """Values of the flags that only this optimizer reads, defaults included."""
+        defaults = dict(OPTIMIZERS[self.optimizer].defaults)
+        if self.muon_scaling == "match_rms_adamw" and "muon_lr" in defaults:
+            defaults["muon_lr"] = self.learning_rate
+        given = {name: getattr(self, name) for name in defaults}
+        return defaults | {name: value for name, value in given.items() if value is not None}
+
+    @property
     def muon(self) -> dict[str, Any]:
         """Peak rate, momentum and scaling of --optimizer muon; empty for another optimizer."""
-        if self.optimizer != "muon":
-            return {}
-        scaling = self.muon_scaling or "original"
-        rate = MUON_LR if scaling == "original" else self.learning_rate
-        return {
-            "muon_lr": rate if self.muon_lr is None else self.muon_lr,
-            "muon_momentum": MUON_MOMENTUM if self.muon_momentum is None else self.muon_momentum,
-            "muon_scaling": scaling,
-        }
+        return self.optimizer_values if OPTIMIZERS[self.optimizer].orthogonalizes else {}
 
     @property
     def guard(self) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minimind.config.deepspeed.rules import RESUMABLE
-from minimind.engine.state import MOMENTS, Fragment, TensorSplit, ZeroState
+from minimind.config.optimizers import BARE_CLASSES, KINDS_OF_CLASS, RESUMABLE
+from minimind.engine.state import Fragment, TensorSplit, ZeroState
 from minimind.errors import CheckpointError
 
 TESTED = "0.19.8"  # constraints.txt and pyproject.toml pin the same
@@ -40,7 +40,7 @@ def zero_state(engine: Any) -> ZeroState:
     """
     wrapper = engine.optimizer
     base = getattr(wrapper, "optimizer", wrapper)
-    if type(base).__name__ not in MOMENTS:
+    if type(base).__name__ not in KINDS_OF_CLASS:
         raise CheckpointError(
             f"no checkpoints of the optimizer {type(base).__name__} yet; name"
             f" {', '.join(RESUMABLE)} in the DeepSpeed file"
@@ -209,5 +209,5 @@ ADAPTERS = {
     "DeepSpeedZeroOptimizer_Stage3": _sharded_weights,
     **dict.fromkeys(("FP16_UnfusedOptimizer", "MasterWeights"), _replicated_masters),
     "FP16_Optimizer": _replicated_flat_masters,
-    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "SGD", "Lion", "MuonWithAdamW"), _plain),
+    **dict.fromkeys(BARE_CLASSES, _plain),
 }

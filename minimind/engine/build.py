@@ -29,6 +29,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.schema import MODELS, format_model_fault, optimizer_name
 from minimind.config.deepspeed.values import BATCH, leaves, offloads
 from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
+from minimind.config.optimizers import ADAM_TYPES
 from minimind.engine.engine import Engine
 from minimind.engine.loss_of_batch import compile_model
 from minimind.engine.optimizers import optimizer_of, run_groups, trial_optimizer
@@ -291,7 +292,7 @@ def _refusal(config: Mapping[str, Any]) -> str:
         block = config.get("optimizer", {})
         name, params = optimizer_name(block.get("type")), block.get("params", {})
         optimizer = trial_optimizer(name, params)
-        if name in ("Adam", "AdamW") and params.get("torch_adam") is not True:
+        if name in ADAM_TYPES and params.get("torch_adam") is not True:
             kind = DeepSpeedCPUAdam if offloads(config, "optimizer") else FusedAdam
             signature(kind).bind([], **{k: v for k, v in params.items() if k not in NOT_PASSED})
         if "scheduler" in config:

@@ -1,10 +1,11 @@
-"""Parameter groups and their optimizer: torch's, Muon, Lion; muP; the average of the weights."""
+"""Parameter groups and their optimizer; Muon, Lion; muP; the average of the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from math import prod
 from typing import Any, Protocol
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from minimind.config.deepspeed.schema import ANY_CASE
+from minimind.config.optimizers import ADAM_TYPES, OPTIMIZERS
 from minimind.config.run_config import RunConfig
 from minimind.engine.state import Fragment, ZeroState
 from minimind.model.experts import MixtureOfExperts
@@ -330,19 +333,17 @@ def _by_factor(
 
 
 def optimizer_of(groups: Groups, run: RunConfig) -> torch.optim.Optimizer:
-    """The optimizer of --optimizer: torch's except Lion, with fused kernels where torch has them.
-
-    Muon is beside AdamW and has the groups with `use_muon`.
-    """
-    betas = run.beta1, run.beta2
-    if run.optimizer == "lion":
-        return Lion(groups, lr=run.learning_rate, betas=betas)
-    if run.sgd:
-        momentum = run.sgd["sgd_momentum"]
-        return torch.optim.SGD(groups, lr=run.learning_rate, momentum=momentum, fused=True)
-    if any(group.get("use_muon") for group in groups):
-        return MuonWithAdamW(groups, lr=run.learning_rate, betas=betas)
-    return torch.optim.AdamW(groups, lr=run.learning_rate, betas=betas, fused=True)
+    """The optimizer of --optimizer, with fused kernels where it is torch's."""
+    row = OPTIMIZERS[run.optimizer]
+    options: dict[str, Any] = {"lr": run.learning_rate}
+    if "beta1" in row.flags:
+        options["betas"] = run.beta1, run.beta2
+    if row.keeps_block:  # Muon's own values are in its groups
+        options |= {key: run.optimizer_values[flag] for key, flag in row.params.items()}
+    module, _, name = row.path.rpartition(".")
+    if module == "torch.optim":
+        options["fused"] = True
+    return getattr(import_module(module), name)(groups, **options)
 
 
 def trial_optimizer(name: str | None, params: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -352,14 +353,14 @@ def trial_optimizer(name: str | None, params: Mapping[str, Any]) -> torch.optim.
     is none, returns AdamW, whose groups suit schedulers too.
     """
     options = {key: value for key, value in params.items() if key != "torch_adam"}
-    if name in ("Adam", "AdamW"):
+    if name in ADAM_TYPES:
         is_torch = params.get("torch_adam") is True
         decoupled = options.pop("adam_w_mode", True) or name == "AdamW"
         options.pop("fp32_optimizer_states", None)
-        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        kind: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
     else:
-        is_torch = name == "SGD"
-        kind = torch.optim.SGD
+        is_torch = name is not None and name not in ANY_CASE
+        kind = getattr(torch.optim, name or "", None)
     weights = [torch.zeros((2, 2), requires_grad=True), torch.zeros(2, requires_grad=True)]
     groups = [{"params": [weight]} for weight in weights]
     if not is_torch:

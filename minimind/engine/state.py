@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minimind.config.optimizers import ADAM, KINDS_OF_CLASS, MOMENTUM
 from minimind.runtime.collectives import lost_peers
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -153,14 +154,6 @@ def _layer(name: str) -> str:
 
 
 MASTER, AVERAGE = "fp32", "ema"
-ADAM, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"
-# State of each optimizer per weight.
-MOMENTS = {
-    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), ADAM),
-    **dict.fromkeys(("Lion", "FusedLion", "DeepSpeedCPULion"), ("exp_avg",)),
-    "SGD": (MOMENTUM,),
-    "MuonWithAdamW": (*ADAM, MOMENTUM),  # a weight has either
-}
 
 
 @dataclass(frozen=True)
@@ -252,9 +245,10 @@ class ZeroState:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Names of the moments of the base optimizer."""
-        name = type(self.base).__name__
-        is_stateless = name == "SGD" and not any(g["momentum"] for g in self.base.param_groups)
-        return () if is_stateless else MOMENTS[name]
+        kinds = KINDS_OF_CLASS[type(self.base).__name__]
+        if kinds == (MOMENTUM,) and not any(g["momentum"] for g in self.base.param_groups):
+            return ()
+        return kinds
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
         """Names of the moments of one parameter."""

@@ -400,7 +400,8 @@ def command_of(one: Optimum) -> str:
     return (
         f"minimind train --dim {shape.dim} --n_layers {shape.n_layers} --n_heads {shape.n_heads}"
         f" --n_kv_heads {shape.n_kv_heads} --max_seq_len {shape.max_seq_len}"
-        f" --vocab_size {shape.vocab_size}{'' if shape.is_tied else ' --no-tie_word_embeddings'}"
+        f" --vocab_size {shape.vocab_size}"
+        f"{'' if shape.tie_word_embeddings else ' --no-tie_word_embeddings'}"
         f" {one.limit}"
     )
 

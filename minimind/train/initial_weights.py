@@ -20,14 +20,13 @@ from minimind.architecture.select import (
     MiniMind,
     extend,
     hugging_face,
-    scaling_flags,
+    shape_flags,
 )
 from minimind.checkpoint.directory import Rejected, newest_valid, read_manifest, rejected
 from minimind.checkpoint.resume import requested_checkpoints
 from minimind.checkpoint.validation import read_config
 from minimind.config.checks import check
-from minimind.config.flags import BY_TASK, HUGGING_FACE
-from minimind.config.flags import SHAPE as FLAGS_OF_SHAPE
+from minimind.config.flags import BY_TASK, HUGGING_FACE, SHAPE
 from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepared import is_prepared
@@ -44,24 +43,8 @@ if TYPE_CHECKING:
 
 # Flags of the shape that a model of transformers only bounds.
 FREE = ("max_seq_len", "vocab_size")
-# Flag -> field of MiniMindConfig. No weight depends on max_seq_len.
-SHAPE = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "hidden_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "rope_theta": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-    "qk_norm": "qk_norm",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "use_moe": "use_moe",
-    "n_routed_experts": "n_routed_experts",
-    "num_experts_per_tok": "num_experts_per_tok",
-    "n_shared_experts": "n_shared_experts",
-    "norm_topk_prob": "norm_topk_prob",
-}
+# Flags of the shape on which neither a weight nor what is computed with it depends.
+NOT_OF_WEIGHTS = ("max_seq_len", "aux_loss_alpha")
 
 
 @dataclass(frozen=True)
@@ -216,7 +199,7 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
     from minimind.interop.weights import find_tokenizer, load_transformers_weights
 
     by, config = f"model {run.model}", model.parsed
-    run = run.with_values(by, **dict.fromkeys(name for name in FLAGS_OF_SHAPE if name not in FREE))
+    run = run.with_values(by, **dict.fromkeys(name for name in SHAPE if name not in FREE))
     run = run.with_values(
         by,
         dim=config.hidden_size,
@@ -310,8 +293,8 @@ def _with_shape_and_tokenizer(
 
 
 def _with_shape(run: RunConfig, by: str, config: MiniMindConfig) -> RunConfig:
-    shape = {flag: getattr(config, name) for flag, name in SHAPE.items()}
-    run = with_derived_values(run, by, shape | scaling_flags(config), over_presets=False)
+    shape = {name: v for name, v in shape_flags(config).items() if name not in NOT_OF_WEIGHTS}
+    run = with_derived_values(run, by, shape, over_presets=False)
     length = config.max_position_embeddings
     if run.sources["max_seq_len"] == "default" and length != run.max_seq_len:
         run = run.with_values(by, max_seq_len=length)

@@ -36,7 +36,7 @@ def model_of(shape: Shape) -> MiniMindForCausalLM:
             hidden_dim=shape.hidden_dim,
             vocab_size=shape.vocab_size,
             max_seq_len=shape.max_seq_len,
-            tie_word_embeddings=shape.is_tied,
+            tie_word_embeddings=shape.tie_word_embeddings,
             use_flash_attn=shape.use_flash_attn,
             doc_mask=shape.doc_mask,
             qk_norm=shape.qk_norm,
@@ -208,7 +208,7 @@ def test_flops_of_a_token_by_hand():
     """Six FLOPs per multiplying weight; 12 x layers x dim x T for the attention's products."""
     block = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192
     assert flops_per_token(SMALL) == 6 * (2 * block + 64 * 600) + 12 * 2 * 64 * 32
-    assert flops_per_token(replace(SMALL, is_tied=False)) == flops_per_token(SMALL)
+    assert flops_per_token(replace(SMALL, tie_word_embeddings=False)) == flops_per_token(SMALL)
     experts = replace(SMALL, use_moe=True, n_routed_experts=8)  # of which a token visits 2, and 1
     visited = block + 2 * 3 * 64 * 192 + 8 * 64
     assert flops_per_token(experts) == 6 * (2 * visited + 64 * 600) + 12 * 2 * 64 * 32

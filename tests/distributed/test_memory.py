@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from minimind.architecture.costs import Layout, bytes_sent, memory
-from minimind.architecture.plan import MOMENTS, shape_of
+from minimind.architecture.plan import shape_of
+from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.parse import parse_flags
 from tests.forking import Nursery
 
@@ -70,7 +71,7 @@ def layout_of_case(case: tuple[int | None, str, int, str], found: dict[str, Any]
     stage, dtype, accumulation, optimizer = case
     bucket, overlap = found["reduce_bucket"], found["overlap"]
     layout = Layout(stage, 2, dtype, 1, accumulation, bucket, overlap, device="cpu")
-    return replace(layout, optimizer=optimizer, moments=MOMENTS[optimizer])
+    return replace(layout, optimizer=optimizer, moments=len(OPTIMIZERS[optimizer].state))
 
 
 @pytest.mark.parametrize("case", marked(ALL), ids=str)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minimind.config.deepspeed.schema import OPTIMIZER_PARAMS
+from minimind.config.optimizers import OPTIMIZERS
+from minimind.config.run_config import FLAGS
 from tests.engine.test_muon import backend_of, gradient_step
 
 KINDS = {
@@ -21,6 +24,19 @@ def test_the_flags_reach_the_optimizer(optimizer):
     assert matrices["lr"] == gains["lr"] == 2e-3
     read = {"betas": (0.8, 0.7)} if "lion" in optimizer else {"momentum": 0.8, "nesterov": False}
     assert {name: matrices[name] for name in read} == read
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_row_says_what_the_class_keeps_and_which_flags_and_parameters_it_reads(name):
+    row, backend = OPTIMIZERS[name], backend_of(f"--optimizer {name}")
+    gradient_step(backend)
+    assert type(backend.torch_optimizer).__name__ == row.class_name
+    states = [set(state) - {"step"} for state in backend.torch_optimizer.state.values()]
+    assert set().union(*states) == {*row.kinds}
+    assert FLAGS.keys() >= {*row.flags} >= {*row.defaults} >= {*row.params.values()}
+    assert all(FLAGS[flag].default is None for flag in row.defaults)
+    for kind in row.types:
+        assert {*row.params, *row.fixed} <= {*OPTIMIZER_PARAMS[kind].split()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

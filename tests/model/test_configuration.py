@@ -5,6 +5,10 @@ from typing import Any
 
 import pytest
 
+from minimind.architecture.select import minimind_config
+from minimind.checkpoint.validation import ModelConfig
+from minimind.config import flags
+from minimind.config.parse import parse_flags
 from minimind.model.configuration import MiniMindConfig
 
 SHORT_NAMES = {
@@ -74,3 +78,13 @@ def test_every_field_survives_saving(tmp_path: Path):
 def test_impossible_shape_is_refused_in_one_sentence(shape: dict, sentence: str):
     with pytest.raises(ValueError, match=sentence):
         MiniMindConfig(**shape)
+
+
+def test_flags_configuration_and_checkpoints_have_the_same_fields():
+    names = {row.name.partition(".")[0] for row in flags.SHAPE.values()}
+    others = {"use_flash_attn", "doc_mask", "bos_token_id", "eos_token_id", "pad_token_id"}
+    assert {*ModelConfig.model_fields} == names | others
+    for alias, name in MiniMindConfig.attribute_map.items():
+        assert flags.SHAPE[alias].name == name
+    default, by_flags = MiniMindConfig().to_dict(), minimind_config(parse_flags([])).to_dict()
+    assert [by_flags.get(name) for name in names] == [default.get(name) for name in names]

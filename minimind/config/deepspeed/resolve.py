@@ -12,18 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minimind.config.deepspeed import schema as deepspeed_schema
-from minimind.config.deepspeed.rules import (
-    TYPES,
-    adopt_optimizer,
-    engine_faults,
-    incompatible_settings,
-)
+from minimind.config.deepspeed.rules import adopt_optimizer, engine_faults, incompatible_settings
 from minimind.config.deepspeed.values import (
     AUTO,
     BATCH,
     DEEPSPEED_ADAM,
     MICRO_BATCH,
     MISSING,
+    Facts,
     apply_file,
     apply_launch,
     apply_yaml_fields,
@@ -35,6 +31,7 @@ from minimind.config.deepspeed.values import (
     required_keys,
 )
 from minimind.config.launcher_env import Launch
+from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
@@ -70,24 +67,21 @@ class ResolvedConfig:
     def optimizer(self) -> str:
         """Name of the optimizer: from the file, else of --optimizer."""
         type_name = self.config.get("optimizer", {}).get("type")
-        return deepspeed_schema.optimizer_name(type_name) or TYPES[self.run.optimizer]
+        return deepspeed_schema.optimizer_name(type_name) or OPTIMIZERS[self.run.optimizer].name
 
     @property
     def optimizer_params(self) -> dict[str, Any]:
         """Optimizer parameters that affect updates and have no flag."""
+        row, values = OPTIMIZERS[self.run.optimizer], self.run.optimizer_values
+        if row.keeps_block:  # named as in the block
+            values = {key: values[flag] for key, flag in row.params.items()}
         params = self.config.get("optimizer", {}).get("params", {})
-        eps = {"eps": 1e-8} if self.optimizer in ("Adam", "AdamW") else {}
-        momentum = {"momentum": self.run.sgd["sgd_momentum"]} if self.run.sgd else {}
-        return (
-            eps
-            | self.run.muon
-            | momentum
-            | {
-                k: v
-                for k, v in params.items()
-                if k not in NOT_IDENTITY and v not in DEEPSPEED_ADAM.get(k, ())
-            }
-        )
+        written = {
+            key: value
+            for key, value in params.items()
+            if key not in NOT_IDENTITY and value not in DEEPSPEED_ADAM.get(key, ())
+        }
+        return {**row.fixed, **values, **written}
 
     def table(self) -> str:
         """One line per value: key path, value, source."""
@@ -229,8 +223,9 @@ def _fill(
     schedule: Schedule | None,
 ) -> None:
     """Fill "auto" and missing required values in `config`, and record their sources."""
-    required = required_keys(config, run)
-    for key, (value, source) in auto_values(config, run, world_size, device, schedule).items():
+    facts = Facts(config, run, world_size, device, schedule)
+    required = required_keys(facts)
+    for key, (value, source) in auto_values(facts).items():
         config_value = get(config, key)
         if config_value == AUTO or (config_value is MISSING and key in required):
             put(config, key, value)

@@ -22,19 +22,17 @@ from minimind.config.deepspeed.schema import AUTO, DTYPES, optimizer_name
 from minimind.config.deepspeed.values import (
     BATCH,
     MISSING,
+    PARAMS,
     TENSOR_PARALLEL,
+    ZERO,
     adopt,
     get,
     leaves,
     offloads,
 )
-from minimind.config.flags import READ_BY
+from minimind.config.optimizers import ADAM_TYPES, FLAG_OF_TYPE, OPTIMIZERS, READ_BY, RESUMABLE
 from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, RunConfig
 
-PARAMS = "optimizer.params."
-TYPES = {"adamw": "AdamW", "muon": "Muon", "lion": "Lion", "sgd": "SGD"}  # in DeepSpeed's words
-FLAG_OF_TYPE = {"Adam": "adamw", **{written: flag for flag, written in TYPES.items()}}
-FLAGS_OF_MUON = {"muon_lr": "muon_lr", "momentum": "muon_momentum"}
 # Parameters of DeepSpeed's Muon that torch's does not have, with their only accepted values.
 OTHERS = {
     "torch_adam": (True,),
@@ -66,8 +64,9 @@ def adopt_optimizer(
             f" configs/deepspeed/{file}"
         )
         return run
-    adopt_params = {"muon": _adopt_muon, "sgd": _adopt_sgd}.get(name)
-    return adopt_params(config, path, run, faults) if adopt_params else run
+    if not OPTIMIZERS[name].keeps_block:
+        return _adopt_muon(config, path, run, faults)
+    return _adopt_params(config, path, run, faults)
 
 
 def _is_shipped_default(block: Mapping[str, Any], path: str) -> bool:
@@ -78,7 +77,7 @@ def _is_shipped_default(block: Mapping[str, Any], path: str) -> bool:
     return (
         is_shipped
         and block.keys() <= {"type", "params"}
-        and block["type"] == TYPES["adamw"]
+        and block["type"] == "AdamW"
         and all(value == AUTO or (key, value) == ("eps", 1e-8) for key, value in params.items())
     )
 
@@ -92,16 +91,18 @@ def replaced_block(document: Mapping[str, Any], path: str, run: RunConfig) -> st
     return f"optimizer {run.optimizer} by {by}, in place of {path}'s {written}"
 
 
-def _adopt_sgd(config: dict[str, Any], path: str, run: RunConfig, faults: list[str]) -> RunConfig:
-    """Adopt the momentum of the block; one without it has the flag's if given, else torch's 0."""
-    params = config["optimizer"].setdefault("params", {})
-    if "momentum" not in params and not run.is_explicit("sgd_momentum"):
-        run = run.with_values("torch's default", sgd_momentum=0.0)
-    momentum = params.setdefault("momentum", AUTO)
-    if momentum in (AUTO, None):
-        return run
-    where = f"{path}: {PARAMS}momentum"
-    return adopt(run, "sgd_momentum", momentum, where, 'write "auto" in the file', faults)
+def _adopt_params(
+    config: dict[str, Any], path: str, run: RunConfig, faults: list[str]
+) -> RunConfig:
+    """Adopt parameters of the block; one that lacks it has the flag's if given, else torch's 0."""
+    for key, name in OPTIMIZERS[run.optimizer].params.items():
+        params = config["optimizer"].setdefault("params", {})
+        if key not in params and not run.is_explicit(name):
+            run = run.with_values("torch's default", **{name: 0.0})
+        if params.setdefault(key, AUTO) not in (AUTO, None):
+            where, remedy = f"{path}: {PARAMS}{key}", 'write "auto" in the file'
+            run = adopt(run, name, params[key], where, remedy, faults)
+    return run
 
 
 def _adopt_muon(config: dict[str, Any], path: str, run: RunConfig, faults: list[str]) -> RunConfig:
@@ -111,7 +112,7 @@ def _adopt_muon(config: dict[str, Any], path: str, run: RunConfig, faults: list[
     fit one number of processes only; torch's has neither fault.
     """
     params = config.pop("optimizer").get("params", {})
-    for key, name in FLAGS_OF_MUON.items():
+    for key, name in OPTIMIZERS[run.optimizer].params.items():
         if params.get(key, AUTO) not in (AUTO, None):
             where, remedy = f"{path}: {PARAMS}{key}", 'write "auto" in the file'
             run = adopt(run, name, params[key], where, remedy, faults)
@@ -132,11 +133,15 @@ def _adopt_muon(config: dict[str, Any], path: str, run: RunConfig, faults: list[
 
 
 def with_optimizer_defaults(run: RunConfig) -> RunConfig:
-    """Return the run with every value of Muon or SGD, defaults included."""
-    for name, value in (run.muon | run.sgd).items():
+    """Return the run with every value that only its optimizer reads, defaults included."""
+    for name, value in run.optimizer_values.items():
         if getattr(run, name) is None:
             is_shared = name == "muon_lr" and run.muon["muon_scaling"] != "original"
-            source = "derived: learning_rate" if is_shared else f"{TYPES[run.optimizer]}'s default"
+            source = (
+                "derived: learning_rate"
+                if is_shared
+                else f"{OPTIMIZERS[run.optimizer].name}'s default"
+            )
             run = run.with_values(source, **{name: value})
     return run
 
@@ -287,7 +292,6 @@ NVME_ONLY = (
     " offload_optimizer.pipeline_write offload_optimizer.fast_init offload_param.nvme_path"
     " offload_param.buffer_count offload_param.buffer_size offload_param.max_in_cpu"
 ).split()
-ZERO = "zero_optimization."
 
 
 def ignored_faults(config: Mapping[str, Any]) -> list[str]:
@@ -340,7 +344,6 @@ def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in harmless)
 
 
-RESUMABLE = ("Adam", "AdamW", "Lion", "SGD")  # state supported by engine/optimizer/state.py
 # DeepSpeed schedulers that support these flags; any other scheduler ignores them.
 SUPPORTED_BY = {
     "schedule": (),
@@ -445,9 +448,9 @@ def _mup(config: Mapping[str, Any], run: RunConfig) -> list[str]:
         return []
     flag = f"mup_base_dim = {run.mup_base_dim} ({run.sources['mup_base_dim']})"
     name, faults = optimizer_name(get(config, "optimizer.type")), []
-    if name == "SGD":
+    if name in FLAG_OF_TYPE and not OPTIMIZERS[FLAG_OF_TYPE[name]].normalizes:
         faults.append(
-            f"optimizer.type is SGD, and {flag} has rates for optimizers that normalize the"
+            f"optimizer.type is {name}, and {flag} has rates for optimizers that normalize the"
             " gradient; use AdamW, or drop mup_base_dim"
         )
     if name == "Adam" and get(config, "optimizer.params.adam_w_mode") is False:
@@ -773,7 +776,7 @@ def _adam_faults(config: Mapping[str, Any]) -> list[str]:
     name = optimizer_name(get(config, "optimizer.type"))
     is_torch_adam = get(config, "optimizer.params.torch_adam") is True
     key = "optimizer.params.amsgrad"
-    if name not in ("Adam", "AdamW") or is_torch_adam or get(config, key) is not True:
+    if name not in ADAM_TYPES or is_torch_adam or get(config, key) is not True:
         return []
     return [f'{key} is true, and only torch\'s Adam has it; write "torch_adam": true, or remove it']
 
@@ -782,7 +785,7 @@ def _is_cpu_adam(config: Mapping[str, Any]) -> bool:
     """Return whether DeepSpeed builds its DeepSpeedCPUAdam."""
     name = optimizer_name(get(config, "optimizer.type"))
     is_torch_adam = get(config, "optimizer.params.torch_adam") is True
-    return name in ("Adam", "AdamW") and not is_torch_adam and offloads(config, "optimizer")
+    return name in ADAM_TYPES and not is_torch_adam and offloads(config, "optimizer")
 
 
 def _norm_faults(config: Mapping[str, Any]) -> list[str]:

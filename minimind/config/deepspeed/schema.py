@@ -186,7 +186,7 @@ ANY_CASE = {  # names that DeepSpeed itself lowers before it compares them
     "Muon": "lr muon_lr adam_lr momentum weight_decay ns_method betas eps per_head_muon torch_adam"
     " adam_w_mode fp32_optimizer_states foreach",
 }
-OPTIMIZERS = ANY_CASE | {  # from torch.optim, as spelt there
+OPTIMIZER_PARAMS = ANY_CASE | {  # from torch.optim, as spelt there
     "ASGD": f"{_TORCH} lambd alpha t0 capturable",
     "Adadelta": f"{_TORCH} rho eps capturable",
     "Adafactor": "lr beta2_decay eps d weight_decay foreach maximize",
@@ -262,17 +262,17 @@ def faults(config: Mapping[str, Any], path: str) -> list[str]:
     if not isinstance(config, Mapping):
         return [f"{path}: holds {_shown(config)}, not a JSON object; write one"]
     problems = _members("", config, TOP_LEVEL) + _extremes("", config)
-    problems += _built("optimizer", config.get("optimizer"), OPTIMIZERS, "AdamW")
+    problems += _built("optimizer", config.get("optimizer"), OPTIMIZER_PARAMS, "AdamW")
     problems += _built("scheduler", config.get("scheduler"), SCHEDULERS, "WarmupLR")
     return [f"{path}: {fault}" for fault in problems]
 
 
 def optimizer_name(written: Any) -> str | None:
-    """Return the optimizer that DeepSpeed builds for a type, as in `OPTIMIZERS`, or None."""
+    """Return the optimizer that DeepSpeed builds for a type, as in `OPTIMIZER_PARAMS`, or None."""
     if not isinstance(written, str):
         return None
     lowered = {name.lower(): name for name in ANY_CASE}
-    return lowered.get(written.lower(), written if written in OPTIMIZERS else None)
+    return lowered.get(written.lower(), written if written in OPTIMIZER_PARAMS else None)
 
 
 def _members(

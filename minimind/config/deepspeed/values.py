@@ -8,7 +8,8 @@ flag is a fault that names both values and both remedies. Values are normalized 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from minimind.config.deepspeed.schema import (
@@ -17,11 +18,12 @@ from minimind.config.deepspeed.schema import (
     FIELD_NAMES,
     LOWERED,
     MODELLED,
-    OPTIMIZERS,
+    OPTIMIZER_PARAMS,
     READ_BY_PYDANTIC,
     optimizer_name,
 )
 from minimind.config.launcher_env import Launch
+from minimind.config.optimizers import ADAM_TYPES, OPTIMIZERS
 from minimind.config.parse import convert
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, planned_warmup
@@ -29,18 +31,6 @@ from minimind.errors import UsageError
 
 MISSING = object()
 DTYPE_BLOCKS = {"bf16": "bfloat16", "fp16": "float16"}
-FLAG_OF_KEY = {
-    "gradient_accumulation_steps": "accumulation_steps",
-    "gradient_clipping": "grad_clip",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-    "scheduler.params.cycle_max_lr": "learning_rate",
-    "scheduler.params.lr_range_test_min_lr": "learning_rate",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "max_steps",
-    "scheduler.params.cos_min_ratio": "min_lr_ratio",
-}
 TENSOR_PARALLEL = "tensor_parallel.autotp_size"
 MICRO_BATCH, BATCH = "train_micro_batch_size_per_gpu", "train_batch_size"
 BETAS, TOTAL_STEPS = "optimizer.params.betas", "scheduler.params.total_num_steps"
@@ -90,9 +80,8 @@ def apply_file(
             f" {run.epochs}; {auto}, or give the same --max_steps"
         )
         run = run.with_values(f"{path}: {TOTAL_STEPS}", max_steps=total)
-    for key, name in FLAG_OF_KEY.items():
-        config_value = get(config, key)
-        where = f"{path}: {key}"
+    for key in (key for key in KEYS if key.flag and key.is_adopted):
+        name, config_value, where = key.flag, get(config, key.path), f"{path}: {key.path}"
         # null defers to the parameter groups; a list has one value per group.
         if isinstance(config_value, list) and run.is_explicit(name):
             faults.append(
@@ -229,71 +218,12 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-Filled = dict[str, tuple[Any, str]]  # key path: value, source
-
-# Always written, because DeepSpeed has its own defaults (clipping: 1.0). The last one is a timer
-# that would synchronize with the GPU twice per micro-batch.
-ALWAYS = (
-    BATCH,
-    MICRO_BATCH,
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
-    "zero_optimization.stage",
-    "timers.throughput.synchronized",
-)
-# Written if the file has an optimizer or a scheduler, or offloads the optimizer.
-OPTIMIZER = tuple(f"optimizer.params.{name}" for name in ("lr", "betas", "weight_decay"))
-ADAM = ("optimizer.params.torch_adam",)
-FUSED = ("optimizer.params.fused",)
 # Parameters that only DeepSpeed's Adam has, with the values by which torch's AdamW is equal.
 DEEPSPEED_ADAM = {
     "bias_correction": (True,),
     "set_grad_none": (True, False),
     "fp32_optimizer_states": (True,),
 }
-# DeepSpeed's own models read "auto" as the default of a field.
-DEFAULTS = {
-    **dict.fromkeys(
-        (
-            "zero_optimization.sub_group_size",
-            "zero_optimization.stage3_max_live_parameters",
-            "zero_optimization.stage3_max_reuse_distance",
-        ),
-        10**9,
-    ),
-    "zero_optimization.contiguous_gradients": True,
-    "zero_optimization.reduce_scatter": True,
-    "zero_optimization.allgather_partitions": True,
-    "zero_optimization.offload_optimizer.device": "none",
-    "zero_optimization.offload_param.device": "none",
-    "fp16.loss_scale": 0,
-    "fp16.loss_scale_window": 1000,
-    "fp16.initial_scale_power": 16,
-    "fp16.hysteresis": 2,
-    "fp16.min_loss_scale": 1,
-}
-WARMUP = ("scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps")
-DECAY = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
-COSINE, CYCLE = ("scheduler.params.cos_min_ratio",), ("scheduler.params.cycle_momentum",)
-UNTESTED = ("zero_allow_untested_optimizer",)
-OFFLOAD = ("zero_force_ds_cpu_optimizer",)
-
-
-def required_keys(config: Mapping[str, Any], run: RunConfig) -> tuple[str, ...]:
-    """Keys that are filled even if the file does not contain them."""
-    keys = ALWAYS + ((TENSOR_PARALLEL,) if run.tensor_parallel > 1 else ())
-    optimizer = optimizer_name(get(config, "optimizer.type"))
-    accepted = OPTIMIZERS.get(optimizer or "", "").split()
-    keys += tuple(key for key in OPTIMIZER if key.rsplit(".", 1)[1] in accepted)
-    keys += ADAM + FUSED if optimizer in ("Adam", "AdamW") else ()
-    keys += UNTESTED if optimizer and optimizer not in ANY_CASE else ()
-    scheduler = get(config, "scheduler.type")
-    keys += WARMUP if scheduler in ("WarmupLR", "WarmupDecayLR") else ()
-    keys += DECAY if scheduler in ("WarmupDecayLR", "WarmupCosineLR") else ()
-    keys += COSINE if scheduler == "WarmupCosineLR" else CYCLE if scheduler == "OneCycle" else ()
-    return keys + (OFFLOAD if offloads(config, "optimizer") else ())
 
 
 def offloads(config: Mapping[str, Any], what: str) -> bool:
@@ -302,125 +232,253 @@ def offloads(config: Mapping[str, Any], what: str) -> bool:
     return device in ("cpu", "nvme")
 
 
-def auto_values(
-    config: Mapping[str, Any],
-    run: RunConfig,
-    world_size: int,
-    device: str,
-    schedule: Schedule | None,
-) -> Filled:
-    """Return value and source of every key that this package can fill."""
-    values: Filled = {key: (value, "DeepSpeed's default") for key, value in DEFAULTS.items()}
-    values |= _numbers(run, world_size) | _buckets(run, world_size, device)
-    return values | _optimizer(config, run) | _sgd(run) | _rates(run, schedule)
+Value = tuple[Any, str]  # and its source
 
 
-def _by(run: RunConfig, name: str) -> str:
-    return f"{name} ({run.sources[name]})"
+@dataclass(frozen=True)
+class Facts:
+    """What the values of keys are derived from."""
+
+    config: Mapping[str, Any]
+    run: RunConfig
+    world_size: int
+    device: str
+    schedule: Schedule | None = None
+
+    def by(self, name: str) -> str:
+        """A flag with its source."""
+        return f"{name} ({self.run.sources[name]})"
+
+    @property
+    def optimizer(self) -> str:
+        """DeepSpeed's type of the optimizer block; empty without one."""
+        return optimizer_name(get(self.config, "optimizer.type")) or ""
+
+    def takes(self, param: str) -> bool:
+        """Whether the optimizer of the file has the parameter."""
+        return param in OPTIMIZER_PARAMS.get(self.optimizer, "").split()
+
+    def schedules(self, *types: str) -> bool:
+        """Whether the scheduler of the file is of one of these types."""
+        return get(self.config, "scheduler.type") in types
+
+    @property
+    def own_adam(self) -> list[str]:
+        """Parameters in the file that only DeepSpeed's Adam has."""
+        params = get(self.config, "optimizer.params")
+        return [name for name in DEEPSPEED_ADAM if isinstance(params, Mapping) and name in params]
+
+    @property
+    def is_torch_adam(self) -> bool:
+        """Whether AdamW is torch's; DeepSpeed's is compiled (on GPUs by nvcc)."""
+        written = get(self.config, "optimizer.params.torch_adam")
+        is_chosen = written in (MISSING, AUTO) and not self.own_adam
+        return get(self.config, "optimizer") is MISSING or written is True or is_chosen
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the run; None before the text is read."""
+        return self.schedule.total_steps if self.schedule else self.run.max_steps
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the warm-up."""
+        total = self.steps
+        return planned_warmup(self.run, total) if total else self.run.warmup_steps or 0
 
 
-def _numbers(run: RunConfig, world_size: int) -> Filled:
-    """Batch sizes, clipping, precision and timers."""
-    rows, data_size = run.micro_batch_rows(world_size), run.parallel(world_size).data_size
-    shared = f"derived: {run.batch_size} rows / {data_size} processes (--split_batches)"
-    steps = run.accumulation_steps
-    return {
-        MICRO_BATCH: (rows, shared if run.split_batches else _by(run, "batch_size")),
-        "gradient_accumulation_steps": (steps, _by(run, "accumulation_steps")),
-        BATCH: (
-            run.rows_per_step(world_size),
-            f"derived: {rows} rows x {steps} micro-batches x {data_size} processes",
-        ),
-        "gradient_clipping": (run.grad_clip, _by(run, "grad_clip")),
-        "bf16.enabled": (run.dtype == "bfloat16", _by(run, "dtype")),
-        "fp16.enabled": (run.dtype == "float16", _by(run, "dtype")),
-        "timers.throughput.synchronized": (False, "derived: it would wait for the device"),
-        TENSOR_PARALLEL: (run.tensor_parallel, _by(run, "tensor_parallel")),
-    }
+@dataclass(frozen=True)
+class Key:
+    """A key of the DeepSpeed file that has a flag, or a value in place of "auto"."""
+
+    path: str
+    flag: str = ""  # with the same value
+    needed: Callable[[Facts], bool] = lambda f: False  # filled even where the file lacks it
+    value: Callable[[Facts], Value | None] | None = None  # if not the flag's; None: unknown
+    is_adopted: bool = True  # by the flag, as it is written; else by a function of its own
 
 
-def _buckets(run: RunConfig, world_size: int, device: str) -> Filled:
-    """ZeRO bucket sizes and communication overlap."""
-    overlap = device == "cuda" and world_size > 1
+def _always(f: Facts) -> bool:
+    return True
+
+
+def _fixed(value: Any, source: str = "DeepSpeed's default") -> Callable[[Facts], Value]:
+    return lambda f: (value, source)
+
+
+def _micro_batch(f: Facts) -> Value:
+    data_size = f.run.parallel(f.world_size).data_size
+    shared = f"derived: {f.run.batch_size} rows / {data_size} processes (--split_batches)"
+    source = shared if f.run.split_batches else f.by("batch_size")
+    return f.run.micro_batch_rows(f.world_size), source
+
+
+def _batch(f: Facts) -> Value:
+    rows, data_size = f.run.micro_batch_rows(f.world_size), f.run.parallel(f.world_size).data_size
+    factors = f"{rows} rows x {f.run.accumulation_steps} micro-batches x {data_size} processes"
+    return f.run.rows_per_step(f.world_size), f"derived: {factors}"
+
+
+def _overlap(f: Facts) -> Value:
+    is_useful = f.device == "cuda" and f.world_size > 1
+    return is_useful, f"derived: {'' if is_useful else 'not '}several GPUs"
+
+
+def _bucket(f: Facts) -> Value:
     # the usual dim x dim means 64 all-reduces per step for the tiny preset
-    block = (12 * run.dim**2, "derived: 12 x dim x dim, about a block")
-    zero = {
-        "stage": (0, "DeepSpeed's default: no stage is named"),
-        "overlap_comm": (overlap, f"derived: {'' if overlap else 'not '}several GPUs"),
-        "reduce_bucket_size": block,
-        "allgather_bucket_size": block,
-        "stage3_prefetch_bucket_size": (run.dim**2 * 9 // 10, "derived: 0.9 x dim x dim"),
-        "stage3_param_persistence_threshold": (run.dim * 10, "derived: 10 x dim"),
-        "stage3_gather_16bit_weights_on_model_save": (False, "derived: DeepSpeed saves nothing"),
+    return 12 * f.run.dim**2, "derived: 12 x dim x dim, about a block"
+
+
+def _fused(f: Facts) -> Value | None:
+    others = (f"{PARAMS}{name}" for name in ("foreach", "differentiable"))
+    if not f.is_torch_adam or any(get(f.config, name) is True for name in others):
+        return None
+    return True, "derived: an AdamW of torch's, in one kernel"
+
+
+def _torch_adam(f: Facts) -> Value:
+    reason = f"of {f.own_adam[0]}" if f.own_adam else "nothing has to be compiled"
+    return not f.own_adam, f"derived: {reason}"
+
+
+def _cpu_optimizer(f: Facts) -> Value:
+    by = "torch" if f.is_torch_adam else "DeepSpeed"
+    return not f.is_torch_adam, f"derived: the optimizer is {by}'s"
+
+
+def _of_optimizer(name: str) -> Callable[[Facts], Value | None]:
+    """The value of a flag if the run's optimizer reads it, its default included."""
+
+    def value(f: Facts) -> Value | None:
+        values = f.run.optimizer_values
+        return (values[name], f.by(name)) if name in values else None
+
+    return value
+
+
+def _warmup_steps(f: Facts) -> Value:
+    if f.warmup > 1:
+        return f.warmup, f.by("warmup_steps")
+    return 2, "the shortest warm-up of DeepSpeed's schedulers"
+
+
+def _total_steps(f: Facts) -> Value:
+    if f.steps is None:
+        return max(f.warmup, 2) + 1, "not known before the text is read"
+    return f.steps, "derived: the steps of the run"
+
+
+ZERO, PARAMS, RATE = "zero_optimization.", "optimizer.params.", "scheduler.params."
+_DECAYING = ("WarmupDecayLR", "WarmupCosineLR")
+# In the order in which they are adopted and filled. Some are always filled, because DeepSpeed has
+# defaults of its own (clipping: 1.0).
+KEYS = (
+    Key(MICRO_BATCH, "batch_size", _always, _micro_batch, is_adopted=False),
+    Key("gradient_accumulation_steps", "accumulation_steps", _always),
+    Key(BATCH, "", _always, _batch),
+    Key("gradient_clipping", "grad_clip", _always),
+    Key("bf16.enabled", "", _always, lambda f: (f.run.dtype == "bfloat16", f.by("dtype"))),
+    Key("fp16.enabled", "", _always, lambda f: (f.run.dtype == "float16", f.by("dtype"))),
+    # a timer that would synchronize with the GPU twice per micro-batch
+    Key(
+        "timers.throughput.synchronized",
+        "",
+        _always,
+        _fixed(False, "derived: it would wait for the device"),
+    ),
+    Key(TENSOR_PARALLEL, "tensor_parallel", lambda f: f.run.tensor_parallel > 1, is_adopted=False),
+    # DeepSpeed's own models read "auto" as the default of a field.
+    Key("fp16.loss_scale", value=_fixed(0)),
+    Key("fp16.loss_scale_window", value=_fixed(1000)),
+    Key("fp16.initial_scale_power", value=_fixed(16)),
+    Key("fp16.hysteresis", value=_fixed(2)),
+    Key("fp16.min_loss_scale", value=_fixed(1)),
+    Key(f"{ZERO}sub_group_size", value=_fixed(10**9)),
+    Key(f"{ZERO}stage3_max_live_parameters", value=_fixed(10**9)),
+    Key(f"{ZERO}stage3_max_reuse_distance", value=_fixed(10**9)),
+    Key(f"{ZERO}contiguous_gradients", value=_fixed(True)),
+    Key(f"{ZERO}reduce_scatter", value=_fixed(True)),
+    Key(f"{ZERO}allgather_partitions", value=_fixed(True)),
+    Key(f"{ZERO}offload_optimizer.device", value=_fixed("none")),
+    Key(f"{ZERO}offload_param.device", value=_fixed("none")),
+    Key(f"{ZERO}stage", "", _always, _fixed(0, "DeepSpeed's default: no stage is named")),
+    Key(f"{ZERO}overlap_comm", value=_overlap),
+    Key(f"{ZERO}reduce_bucket_size", value=_bucket),
+    Key(f"{ZERO}allgather_bucket_size", value=_bucket),
+    Key(
+        f"{ZERO}stage3_prefetch_bucket_size",
+        value=lambda f: (f.run.dim**2 * 9 // 10, "derived: 0.9 x dim x dim"),
+    ),
+    Key(
+        f"{ZERO}stage3_param_persistence_threshold",
+        value=lambda f: (f.run.dim * 10, "derived: 10 x dim"),
+    ),
+    Key(
+        f"{ZERO}stage3_gather_16bit_weights_on_model_save",
+        value=_fixed(False, "derived: DeepSpeed saves nothing"),
+    ),
+    Key(f"{PARAMS}fused", "", lambda f: f.optimizer in ADAM_TYPES, _fused),
+    Key(f"{PARAMS}lr", "learning_rate", lambda f: f.takes("lr")),
+    Key(
+        BETAS,
+        "",
+        lambda f: f.takes("betas"),
+        lambda f: ([f.run.beta1, f.run.beta2], f"{f.by('beta1')}, {f.by('beta2')}"),
+    ),
+    Key(f"{PARAMS}eps", value=_fixed(1e-8, "AdamW's default")),
+    Key(f"{PARAMS}weight_decay", "weight_decay", lambda f: f.takes("weight_decay")),
+    Key(f"{PARAMS}torch_adam", "", lambda f: f.optimizer in ADAM_TYPES, _torch_adam),
+    Key(
+        "zero_allow_untested_optimizer",
+        "",
+        lambda f: f.optimizer not in ("", *ANY_CASE),
+        _fixed(True, "derived: an optimizer of torch's"),
+    ),
+    Key(
+        "zero_force_ds_cpu_optimizer", "", lambda f: offloads(f.config, "optimizer"), _cpu_optimizer
+    ),
+    *(
+        Key(f"{PARAMS}{param}", flag, value=_of_optimizer(flag), is_adopted=False)
+        for row in OPTIMIZERS.values()
+        if row.keeps_block
+        for param, flag in row.params.items()
+    ),
+    Key(f"{RATE}warmup_min_lr", value=_fixed(0.0)),
+    Key(
+        f"{RATE}warmup_max_lr", "learning_rate", lambda f: f.schedules("WarmupLR", "WarmupDecayLR")
+    ),
+    Key(
+        f"{RATE}warmup_num_steps",
+        "warmup_steps",
+        lambda f: f.schedules("WarmupLR", *_DECAYING),
+        _warmup_steps,
+    ),
+    Key(TOTAL_STEPS, "max_steps", lambda f: f.schedules(*_DECAYING), _total_steps),
+    Key(f"{RATE}warmup_min_ratio", value=_fixed(0.0)),
+    Key(f"{RATE}cos_min_ratio", "min_lr_ratio", lambda f: f.schedules("WarmupCosineLR")),
+    Key(f"{RATE}cycle_max_lr", "learning_rate"),
+    Key(
+        f"{RATE}cycle_momentum",
+        "",
+        lambda f: f.schedules("OneCycle"),
+        _fixed(False, "derived: the betas are beta1 and beta2"),
+    ),
+    Key(f"{RATE}lr_range_test_min_lr", "learning_rate"),
+)
+
+
+def required_keys(facts: Facts) -> set[str]:
+    """Keys that are filled even if the file does not contain them."""
+    return {key.path for key in KEYS if key.needed(facts)}
+
+
+def auto_values(facts: Facts) -> dict[str, Value]:
+    """Return value and source, by key path, of every key that this package can fill."""
+    flags = {
+        key.path: (getattr(facts.run, key.flag), facts.by(key.flag)) for key in KEYS if key.flag
     }
-    return {f"zero_optimization.{name}": value for name, value in zero.items()}
-
-
-def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
-    """Optimizer parameters and implementation.
-
-    torch's AdamW unless a parameter needs DeepSpeed's, which is compiled (on GPUs by nvcc).
-    """
-    params = get(config, "optimizer.params")
-    named = [name for name in DEEPSPEED_ADAM if isinstance(params, Mapping) and name in params]
-    config_value = get(config, "optimizer.params.torch_adam")
-    is_torch_adam = get(config, "optimizer") is MISSING or config_value is True
-    is_torch_adam = is_torch_adam or (config_value in (MISSING, AUTO) and not named)
-    otherwise = any(
-        get(config, f"optimizer.params.{name}") is True for name in ("foreach", "differentiable")
-    )
-    one_kernel = {"optimizer.params.fused": (True, "derived: an AdamW of torch's, in one kernel")}
-    return (one_kernel if is_torch_adam and not otherwise else {}) | {
-        "optimizer.params.lr": (run.learning_rate, _by(run, "learning_rate")),
-        "optimizer.params.betas": (
-            [run.beta1, run.beta2],
-            f"{_by(run, 'beta1')}, {_by(run, 'beta2')}",
-        ),
-        "optimizer.params.eps": (1e-8, "AdamW's default"),
-        "optimizer.params.weight_decay": (run.weight_decay, _by(run, "weight_decay")),
-        "optimizer.params.torch_adam": (
-            not named,
-            f"derived: {f'of {named[0]}' if named else 'nothing has to be compiled'}",
-        ),
-        "zero_allow_untested_optimizer": (True, "derived: an optimizer of torch's"),
-        "zero_force_ds_cpu_optimizer": (
-            not is_torch_adam,
-            f"derived: the optimizer is {'torch' if is_torch_adam else 'DeepSpeed'}'s",
-        ),
-    }
-
-
-def _sgd(run: RunConfig) -> Filled:
-    """Momentum of SGD."""
-    momentum = run.sgd.get("sgd_momentum")
-    if momentum is None:
-        return {}
-    return {"optimizer.params.momentum": (momentum, _by(run, "sgd_momentum"))}
-
-
-def _rates(run: RunConfig, schedule: Schedule | None) -> Filled:
-    """Scheduler parameters."""
-    total = schedule.total_steps if schedule else run.max_steps
-    warmup = planned_warmup(run, total) if total else run.warmup_steps or 0
-    length = "derived: the steps of the run"
-    if total is None:
-        total, length = max(warmup, 2) + 1, "not known before the text is read"
-    peak = (run.learning_rate, _by(run, "learning_rate"))
-    floor = (run.min_lr_ratio, _by(run, "min_lr_ratio"))
-    least = "the shortest warm-up of DeepSpeed's schedulers"
-    steps = (warmup, _by(run, "warmup_steps")) if warmup > 1 else (2, least)
-    params = {
-        "warmup_min_lr": (0.0, "DeepSpeed's default"),
-        "warmup_max_lr": peak,
-        "warmup_num_steps": steps,
-        "total_num_steps": (total, length),
-        "warmup_min_ratio": (0.0, "DeepSpeed's default"),
-        "cos_min_ratio": floor,
-        "cycle_max_lr": peak,
-        "cycle_momentum": (False, "derived: the betas are beta1 and beta2"),
-        "lr_range_test_min_lr": peak,
-    }
-    return {f"scheduler.params.{name}": value for name, value in params.items()}
+    values = {key.path: key.value(facts) if key.value else flags[key.path] for key in KEYS}
+    return {path: value for path, value in values.items() if value is not None}
 
 
 OTHER_KINDS = {"stage": "whole", "enabled": "bool"}  # of the kind `any` in MODELLED

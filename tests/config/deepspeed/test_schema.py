@@ -189,21 +189,21 @@ def test_the_sections_that_are_covered_whole():
 
 
 def test_every_optimizer_type_is_taken_or_refused_for_a_reason(survey):
-    known = {name.lower() for name in (*schema.OPTIMIZERS, *schema.REFUSED_OPTIMIZERS)}
+    known = {name.lower() for name in (*schema.OPTIMIZER_PARAMS, *schema.REFUSED_OPTIMIZERS)}
     built = {*survey["by_name"], *(name.lower() for name in survey["torch"])}
     gone = {"onebitadam", "zerooneadam", "onebitlamb"}
     assert known == (built - {"optimizer"}) | gone
     assert {name.lower() for name in schema.ANY_CASE} <= set(survey["by_name"])
 
 
-@pytest.mark.parametrize("name", schema.OPTIMIZERS)
+@pytest.mark.parametrize("name", schema.OPTIMIZER_PARAMS)
 def test_optimizer_parameters_are_those_of_the_classes(name, survey):
     real = set(survey["optimizers"][name]) - {"adamw_mode", "max_grad_norm"}
     if name in ("Adam", "AdamW"):
         real |= POPPED
     if name == "Muon":
         real |= POPPED | {"foreach", "muon_lr", "adam_lr", "per_head_muon"}
-    assert set(schema.OPTIMIZERS[name].split()) == real
+    assert set(schema.OPTIMIZER_PARAMS[name].split()) == real
 
 
 def test_scheduler_parameters_are_those_of_the_classes(survey):
@@ -223,10 +223,10 @@ def test_a_scheduler_needs_the_parameters_without_a_default(survey):
     }
 
 
-@pytest.mark.parametrize("name", [*schema.OPTIMIZERS, *schema.SCHEDULERS])
+@pytest.mark.parametrize("name", [*schema.OPTIMIZER_PARAMS, *schema.SCHEDULERS])
 def test_every_default_of_the_classes_is_a_value_of_its_kind(name, survey):
-    block = "optimizer" if name in schema.OPTIMIZERS else "scheduler"
-    taken = (schema.OPTIMIZERS | schema.SCHEDULERS)[name].split()
+    block = "optimizer" if name in schema.OPTIMIZER_PARAMS else "scheduler"
+    taken = (schema.OPTIMIZER_PARAMS | schema.SCHEDULERS)[name].split()
     given = {k: v for k, v in survey[f"{block}s"][name].items() if k in taken}
     assert faults({block: {"type": name, "params": given}}, "ds.json") == []
 
@@ -413,7 +413,7 @@ def test_auto_is_right_inside_the_sections(name):
 
 
 def test_auto_is_right_inside_the_blocks():
-    params = dict.fromkeys(schema.OPTIMIZERS["AdamW"].split(), "auto")
+    params = dict.fromkeys(schema.OPTIMIZER_PARAMS["AdamW"].split(), "auto")
     warmup = dict.fromkeys(schema.SCHEDULERS["WarmupDecayLR"].split(), "auto")
     config = {
         "optimizer": {"type": "AdamW", "params": params},

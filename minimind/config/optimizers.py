@@ -1,0 +1,105 @@
+"""The optimizers: one row for each value of --optimizer, and what follows from the rows.
+
+Configuration, engine, checkpoints and estimates of memory read the same row. The engine imports a
+class when it builds the optimizer, so that this module needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ADAM, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer; its class takes the groups, `lr`, and what `flags` and `params` say."""
+
+    name: str  # in checkpoints and messages
+    path: str  # dotted name of the class
+    state: tuple[str, ...]  # names of its fp32 numbers per weight, 4 bytes each
+    orthogonalizes: bool = False  # Muon: a hidden matrix has a momentum instead of this state
+    types: tuple[str, ...] = ()  # of a block in the DeepSpeed file that names it
+    keeps_block: bool = True  # DeepSpeed builds it from such a block, which else becomes flags
+    twins: tuple[str, ...] = ()  # other classes with this state
+    zero_twins: tuple[str, ...] = ()  # those that have checkpoints under ZeRO only
+    flags: tuple[str, ...] = ()  # that it reads and another optimizer does not
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of flags that are its own
+    params: Mapping[str, str] = field(default_factory=dict)  # parameter of a block: own flag
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # parameters without a flag
+    normalizes: bool = True  # the size of an update does not follow that of the gradient
+    copies: int = 0  # of a weight or shard in fp32 that an update makes, beyond those of AdamW
+
+    @property
+    def class_name(self) -> str:
+        """Name of the class without its module."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of all state, of which a weight of Muon has one kind or the other."""
+        return (*self.state, MOMENTUM) if self.orthogonalizes else self.state
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(
+        "AdamW",
+        "torch.optim.AdamW",
+        ADAM,
+        types=("Adam", "AdamW"),
+        twins=("Adam", "FusedAdam"),
+        zero_twins=("DeepSpeedCPUAdam",),
+        flags=("beta1", "beta2"),
+        fixed={"eps": 1e-8},
+    ),
+    "muon": Optimizer(
+        "Muon",
+        "minimind.engine.optimizers.MuonWithAdamW",
+        ADAM,
+        orthogonalizes=True,
+        types=("Muon",),
+        keeps_block=False,
+        flags=("beta1", "beta2", "muon_lr", "muon_momentum", "muon_scaling"),
+        defaults={"muon_lr": 0.02, "muon_momentum": 0.95, "muon_scaling": "original"},
+        params={"muon_lr": "muon_lr", "momentum": "muon_momentum"},
+    ),
+    "lion": Optimizer(
+        "Lion",
+        "minimind.engine.optimizers.Lion",
+        ("exp_avg",),
+        types=("Lion",),
+        zero_twins=("FusedLion", "DeepSpeedCPULion"),
+        flags=("beta1", "beta2"),
+        copies=1,
+    ),
+    "sgd": Optimizer(
+        "SGD",
+        "torch.optim.SGD",
+        (MOMENTUM,),
+        types=("SGD",),
+        flags=("sgd_momentum",),
+        defaults={"sgd_momentum": 0.9},
+        params={"momentum": "sgd_momentum"},
+        normalizes=False,
+    ),
+}
+
+ADAM_TYPES = OPTIMIZERS["adamw"].types
+FLAG_OF_TYPE = {kind: flag for flag, row in OPTIMIZERS.items() for kind in row.types}
+# DeepSpeed's types whose state checkpoints hold.
+RESUMABLE = tuple(kind for row in OPTIMIZERS.values() if row.keeps_block for kind in row.types)
+# Optimizers that read a flag, the first of which a message names; other flags are read by all.
+READ_BY = {
+    name: tuple(flag for flag, row in OPTIMIZERS.items() if name in row.flags)
+    for row in OPTIMIZERS.values()
+    for name in row.flags
+}
+# Classes that update weights with and without ZeRO, and all classes, with the names of their state.
+BARE_CLASSES = {
+    name: row.kinds for row in OPTIMIZERS.values() for name in (row.class_name, *row.twins)
+}
+KINDS_OF_CLASS = BARE_CLASSES | {
+    name: row.kinds for row in OPTIMIZERS.values() for name in row.zero_twins
+}
