@@ -72,7 +72,7 @@ def test_the_messages_shown_are_those_of_the_program(
 
 def test_the_plan_shown_is_what_minimind_plan_prints(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    command, shown = blocks(PAGES["zero.md"])
+    command, shown = blocks(PAGES["memory.md"])[:2]
     requested = ".venv/bin/minimind plan --gpus 4 --memory 16GiB "
     assert command.startswith(requested)
     flags = command.removeprefix(requested).split()
@@ -81,7 +81,7 @@ def test_the_plan_shown_is_what_minimind_plan_prints(monkeypatch: pytest.MonkeyP
 
 def test_the_memory_shown_is_as_near_the_arithmetic_as_on_the_page():
     shape = shape_of(parse_flags(["--model", "tiny"]))
-    table = rows(PAGES["zero.md"], "## Measured")
+    table = rows(PAGES["memory.md"], "## Measured")
     assert [cells[0] for cells in table] == list(STAGES)
     for name, measured, report in table:
         held = memory(shape, Layout(STAGES[name], 2, "bfloat16", 1, 1, 12 * 192**2, device="cpu"))
@@ -91,7 +91,7 @@ def test_the_memory_shown_is_as_near_the_arithmetic_as_on_the_page():
 
 
 def test_the_times_of_the_stages_are_those_of_the_results_file():
-    text = PAGES["zero.md"]
+    text = PAGES["memory.md"]
     (path,) = re.findall(r"benchmarks/results/stages-[\d-]+-cpu\.json", text)
     results = json.loads((ROOT / path).read_text(encoding="utf-8"))["table"]
     table = rows(text, path)
@@ -160,4 +160,4 @@ def step_column(name: str) -> dict[str, str]:
 def test_the_table_of_a_step_is_that_of_the_estimate():
     columns = [step_column(name) for name in STEPS]
     expected = [[what, *(column[what] for column in columns)] for what in columns[0]]
-    assert rows(PAGES["performance.md"], "## What bounds a step on an H100") == expected
+    assert rows(PAGES["measurements.md"], "## What bounds a step on an H100") == expected
