@@ -1,4 +1,4 @@
-"""What README.md says against what is there: its flags, make targets and figures; the list of packages."""
+"""README.md against what is there: flags, files, make targets; the list of packages, the speeds."""
 
 import re
 from collections import Counter
