@@ -10,9 +10,10 @@ import pytest
 from minimind.config.run_config import FLAGS
 from tests.conftest import ROOT
 
-WHERE = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+EXAMPLES = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+WHERE = EXAMPLES.split("## What is where")[1].split("\n## ")[0]
 TUTORIALS = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
-PAGE = WHERE + TUTORIALS.split("## From tutorials on Accelerate")[1]
+PAGE = EXAMPLES + TUTORIALS.split("## From tutorials on Accelerate")[1]
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "`" in line]
 DEFINED: dict[str, set[str]] = {}  # the files of tests, by the name of the test
 for path in (ROOT / "tests").rglob("test_*.py"):
