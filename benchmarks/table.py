@@ -1,8 +1,8 @@
-"""The table of whole training loops in both READMEs, from the newest results file.
+"""The table of whole training loops in docs/measurements.md, from the newest results file.
 
     python -m benchmarks.table [--write]
 
-Prints it, or writes it between its two marks; a test checks that the READMEs have it.
+Prints it, or writes it between its two marks; a test checks that the page has it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.throughput import ratio
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "measurements.md"
 TRAINER = "Llama, Trainer, ZeRO-2"
 BEGIN, END = "<!-- benchmarks.table -->", "<!-- /benchmarks.table -->"
 
@@ -53,12 +54,11 @@ def written(text: str) -> str:
     """Return `text` with the table between its marks."""
     head, rest = text.split(BEGIN)
     _, tail = rest.split(END)
-    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+    return f"{head}{BEGIN}\n\n{table()}\n\n{END}{tail}"
 
 
 if __name__ == "__main__":
-    if "--write" not in sys.argv:
+    if "--write" in sys.argv:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
         print(table())
-    for readme in (ROOT / "README.md", ROOT / "README_zh.md"):
-        if "--write" in sys.argv:
-            readme.write_text(written(readme.read_text(encoding="utf-8")), encoding="utf-8")

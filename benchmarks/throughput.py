@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=2 python -m benchmarks.throughput TEXT.jsonl [--model 26m] [--rows 8]
         [--rounds 20] [--warm 4] [--only NAME ...] [--dtype float32] [--out FILE.json]
 
-litgpt takes part if it is installed (docs/performance.md).
+litgpt takes part if it is installed (docs/measurements.md).
 
 Every contender (benchmarks/contenders.py) is a separate process that waits between its steps, so
 that all see the same machine and none shares an allocator. In each round every contender takes one
@@ -213,7 +213,7 @@ def installed() -> list[str]:
     """Return the contenders whose library is installed; print which are left out."""
     if find_spec("litgpt"):
         return list(CONTENDERS)
-    print("litgpt is left out: it is not installed (docs/performance.md)")
+    print("litgpt is left out: it is not installed (docs/measurements.md)")
     return [name for name in CONTENDERS if not name.startswith("litgpt")]
 
 

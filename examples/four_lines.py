@@ -10,7 +10,7 @@
 One process gets the same 159 right: it sees the same rows in the same steps. gather_for_metrics
 leaves out the rows that only fill the last batch: 201 are judged, not 202.
 Without GPUs the same commands start CPU processes, but only `cpu=True` makes them know one another
-(see docs/accelerate.md). Without --split_batches each process takes 16 rows of its own: twice the
+(see docs/coming_from.md). Without --split_batches each process takes 16 rows of its own: twice the
 rows in a step, half the steps. `transformers.AdamW` is gone; torch has one. The schedule is not
 prepared here: a prepared one is moved on once for each process.
 """

@@ -87,6 +87,7 @@ def _foreign_table(project: str) -> str:
     lines += [
         f"| {cell(theirs)} | {cell(ours)} | {note} |".replace("|  |", "| |")
         for theirs, ours, note in foreign_rows({**TABLES, "command or script": COMMANDS}[project])
+        if note or theirs != [name.removeprefix("--") for name in ours]
     ]
     return "\n".join(lines) + "\n"
 

@@ -261,7 +261,7 @@ def _advice(
 ) -> str:
     """Return the recommendation with its command line, or what would make the run fit.
 
-    One process needs no DeepSpeed (docs/zero.md). A stage is that of a shipped file, unless `path`
+    One process needs no DeepSpeed (docs/memory.md). A stage is a shipped file, unless `path`
     has more to it than a stage; the file of an installed package is not to be edited.
     """
     shape, gpus, memory = shape_of(run), here.world_size, machine.memory or 0

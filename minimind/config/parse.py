@@ -162,7 +162,7 @@ save_every | --save_interval |
 model_tag | --out_dir |
 run | --wandb_run_name | with `--report_to wandb`
 device_type | --device |
-fp8 fp8_recipe |  | training in FP8 is not available, as it is slower for small models ([parallelism](parallelism.md#what-is-not-available))
+fp8 fp8_recipe |  | training in FP8 is not available, as it is slower for small models ([parallelism](memory.md#what-is-not-available))
 window_pattern |  | attention is not windowed
 core_metric_every core_metric_max_per_task |  | evaluate a checkpoint with `minimind eval` or lm-eval
 """,
@@ -247,7 +247,7 @@ exit_interval exit_duration_in_mins | --stop_at_step, --max_minutes |
 wandb_exp_name | --wandb_run_name |
 num_experts moe_router_topk | --n_routed_experts, --num_experts_per_tok | with `--use_moe`
 distributed_timeout_minutes | --dist_timeout | seconds here
-context_parallel_size | --sequence_parallel | divides the heads of attention, not a ring ([long rows](parallelism.md))
+context_parallel_size | --sequence_parallel | divides the heads of attention, not a ring ([long rows](memory.md#sequence-parallelism))
 tensor_model_parallel_size | --tensor_parallel | under DeepSpeed at ZeRO stages 0 to 2
 pipeline_model_parallel_size |  | models up to 1B parameters are not split so; ZeRO shards their state
 untie_embeddings_and_output_weights | --no-tie_word_embeddings |
@@ -272,7 +272,7 @@ activation_checkpoint.mode | --gradient_checkpointing |
 profiling.enable_profiling | --profile |
 metrics.log_freq | --log_interval |
 metrics.enable_wandb metrics.enable_tensorboard | --report_to wandb, --report_to tensorboard |
-parallelism.context_parallel_degree | --sequence_parallel | divides the heads of attention, not a ring ([long rows](parallelism.md))
+parallelism.context_parallel_degree | --sequence_parallel | divides the heads of attention, not a ring ([long rows](memory.md#sequence-parallelism))
 parallelism.tensor_parallel_degree | --tensor_parallel | under DeepSpeed at ZeRO stages 0 to 2
 parallelism.data_parallel_shard_degree |  | the ZeRO stage of the DeepSpeed JSON shards over all processes
 """,

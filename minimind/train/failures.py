@@ -220,7 +220,7 @@ def remedy(
     if best := largest_step(shape, current, memory):
         return f"{estimate}; {_flags(run, best)} fits{recompute}"
     if best := recommend(shape, current, memory):
-        return f"{estimate}; {name_of(best)} with {_flags(run, best)} fits (docs/zero.md)"
+        return f"{estimate}; {name_of(best)} with {_flags(run, best)} fits (docs/memory.md)"
     return f"{estimate}, and nothing fits; lower --dim, --n_layers or --max_seq_len"
 
 

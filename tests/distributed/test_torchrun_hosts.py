@@ -25,7 +25,7 @@ Agents = list[subprocess.Popen[str]]
 
 @pytest.fixture
 def start(launch: Launcher, tmp_path: Path) -> Iterator[Callable[[str], Agents]]:
-    """The command of docs/clusters.md for each of two hosts with one process each."""
+    """The command of docs/launching.md for each of two hosts with one process each."""
     started: Agents = []
 
     def run(flags: str) -> Agents:

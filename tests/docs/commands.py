@@ -67,7 +67,8 @@ def _filled(command: str) -> str:
 
 def pages() -> list[Path]:
     """The pages whose commands are checked."""
-    return [ROOT / "README.md", ROOT / "README_zh.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    top = [ROOT / "README.md", ROOT / "README_zh.md", ROOT / "examples" / "README.md"]
+    return [*top, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks_of(text: str, page: str) -> Iterator[Block]:

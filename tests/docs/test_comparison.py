@@ -1,4 +1,4 @@
-"""The comparison of both READMEs has the same marks, and names tests that exist."""
+"""The comparison names tests that exist, and both READMEs have rows of it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,29 @@ from tests.docs.pages import PAGES, rows
 
 NO = "\N{EN DASH}"
 HEADS = {"README.md": "## Comparison\n", "README_zh.md": "## 与其他项目相比\n"}
+ROWS = rows(PAGES["comparison.md"], "# Comparison\n")
+MARKS = {name: marks for name, *marks in ROWS}
 
 
-def marks(name: str) -> list[list[str]]:
-    """The marks of each row of a README's comparison."""
-    found = rows((ROOT / name).read_text(encoding="utf-8"), HEADS[name])
-    return [cells[1:] for cells in found]
+def rows_of(name: str) -> list[list[str]]:
+    """The rows of a README's comparison."""
+    return rows((ROOT / name).read_text(encoding="utf-8"), HEADS[name])
 
 
-def test_both_languages_have_the_same_marks():
-    assert marks("README.md") == marks("README_zh.md")
-    assert {mark for cells in marks("README.md") for mark in cells} == {"●", "◐", NO}
+def test_both_readmes_have_rows_of_the_page():
+    english, chinese = rows_of("README.md"), rows_of("README_zh.md")
+    assert {name: marks for name, *marks in english}.items() <= MARKS.items()
+    assert [marks for _, *marks in english] == [marks for _, *marks in chinese]
+    assert f"All {len(ROWS)} rows" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"全部 {len(ROWS)} 行" in (ROOT / "README_zh.md").read_text(encoding="utf-8")
 
 
 def test_each_mark_of_this_project_names_where_it_ran():
-    ours = [cells for cells in marks("README.md") if cells[0] != NO]
-    assert len(rows(PAGES["comparison.md"], "## What was run here\n")) == len(ours)
+    assert {mark for marks in MARKS.values() for mark in marks} == {"●", "◐", NO}
+    evidence = rows(PAGES["comparison.md"], "## Evidence\n")
+    assert len(evidence) == len(MARKS)
+    ours = [marks for marks in MARKS.values() if marks[0] != NO]
+    assert sum(bool(here) for _, here, _ in evidence) == len(ours)
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`(tests/\S+)`", PAGES["comparison.md"]))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from minimind.architecture.costs import (
     known_gpu,
     memory,
     step_time,
-    step_work,
 )
 from minimind.architecture.plan import Machine, plan
 from minimind.architecture.shape import shape_of
@@ -72,7 +70,7 @@ def test_the_messages_shown_are_those_of_the_program(
 
 def test_the_plan_shown_is_what_minimind_plan_prints(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    command, shown = blocks(PAGES["zero.md"])
+    command, shown = blocks(PAGES["memory.md"])[:2]
     requested = ".venv/bin/minimind plan --gpus 4 --memory 16GiB "
     assert command.startswith(requested)
     flags = command.removeprefix(requested).split()
@@ -81,7 +79,7 @@ def test_the_plan_shown_is_what_minimind_plan_prints(monkeypatch: pytest.MonkeyP
 
 def test_the_memory_shown_is_as_near_the_arithmetic_as_on_the_page():
     shape = shape_of(parse_flags(["--model", "tiny"]))
-    table = rows(PAGES["zero.md"], "## Measured")
+    table = rows(PAGES["memory.md"], "## Measured")
     assert [cells[0] for cells in table] == list(STAGES)
     for name, measured, report in table:
         held = memory(shape, Layout(STAGES[name], 2, "bfloat16", 1, 1, 12 * 192**2, device="cpu"))
@@ -91,7 +89,7 @@ def test_the_memory_shown_is_as_near_the_arithmetic_as_on_the_page():
 
 
 def test_the_times_of_the_stages_are_those_of_the_results_file():
-    text = PAGES["zero.md"]
+    text = PAGES["memory.md"]
     (path,) = re.findall(r"benchmarks/results/stages-[\d-]+-cpu\.json", text)
     results = json.loads((ROOT / path).read_text(encoding="utf-8"))["table"]
     table = rows(text, path)
@@ -123,15 +121,10 @@ def step_column(name: str) -> dict[str, str]:
     """The column of a preset in the table of a step; pairs are of H100 and H200."""
     shape = replace(shape_of(parse_flags(["--model", name])), max_seq_len=1024)
     layout = Layout(None, 1, "bfloat16", STEPS[name])
-    flops: Counter[str] = Counter()
-    moved: Counter[str] = Counter()
-    for work in step_work(shape, layout):
-        flops[work.part] += int(work.flops)
-        moved[work.part] += int(work.bytes)
 
-    def both(rates: Rates, how: str = "compiled", micro_batches: int = 1) -> list[StepTime]:
+    def both(rates: Rates, micro_batches: int = 1) -> list[StepTime]:
         large = replace(layout, accumulation_steps=micro_batches)
-        return [step_time(shape, large, gpu, rates, how) for gpu in (H100, H200)]
+        return [step_time(shape, large, gpu, rates, "compiled") for gpu in (H100, H200)]
 
     def milliseconds(times: list[StepTime]) -> str:
         return ", ".join(f"{time.kernels * 1e3:.1f} ms" for time in times)
@@ -139,25 +132,17 @@ def step_column(name: str) -> dict[str, str]:
     def share(times: list[StepTime]) -> str:
         return ", ".join(f"{time.mfu:.0%}" for time in times)
 
-    least, likely, eager = both(DATA_SHEET), both(ASSUMED), both(ASSUMED, "eager")
-    parts = {
-        part: f"{flops[part] / 1e12:.2f}, {moved[part] / 1e9:.2f}, {seconds * 1e3:.1f} ms"
-        for part, seconds in likely[0].parts.items()
-    }
+    least, likely = both(DATA_SHEET), both(ASSUMED)
     return {
-        **parts,
-        "launches, compiled": f"{likely[0].launches:,}, {likely[0].host * 1e3:.1f} ms",
-        "launches, eager": f"{eager[0].launches:,}, {eager[0].host * 1e3:.1f} ms",
         "all kernels at the data sheet's rates": milliseconds(least),
         "all kernels at assumed rates": milliseconds(likely),
         "MFU at most": share(least),
         "MFU at assumed rates": share(likely),
-        "the same with 8 micro-batches in a step": share(both(ASSUMED, "compiled", 8)),
-        "the same, eager": share(eager),
+        "the same with 8 micro-batches in a step": share(both(ASSUMED, 8)),
     }
 
 
 def test_the_table_of_a_step_is_that_of_the_estimate():
     columns = [step_column(name) for name in STEPS]
     expected = [[what, *(column[what] for column in columns)] for what in columns[0]]
-    assert rows(PAGES["performance.md"], "## What bounds a step on an H100") == expected
+    assert rows(PAGES["measurements.md"], "## What bounds a step on an H100") == expected

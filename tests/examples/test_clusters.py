@@ -1,4 +1,4 @@
-"""The manifests of docs/clusters.md: their flags, variables, statuses and fields are there."""
+"""The manifests of docs/launching.md: their flags, variables, statuses and fields are there."""
 
 from __future__ import annotations
 

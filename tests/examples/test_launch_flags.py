@@ -53,7 +53,7 @@ def launched(tmp_path: Path) -> Launched:
 
 
 def test_the_help_of_accelerate_launch_names_the_flags_of_the_page():
-    page = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     section = page.split("## Launch flags")[1].split("\n## ")[0]
     named = set(re.findall(r"(--[a-z]\w+)", section))
     taken = {name for action in launch_command_parser()._actions for name in action.option_strings}

@@ -1,4 +1,4 @@
-"""docs/accelerate.md names tests, files and flags: each of them is there."""
+"""examples/README.md and docs/coming_from.md name tests, files and flags: each of them is there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 from minimind.config.run_config import FLAGS
 from tests.conftest import ROOT
 
-PAGE = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
+EXAMPLES = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+WHERE = EXAMPLES.split("## What is where")[1].split("\n## ")[0]
+TUTORIALS = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+PAGE = EXAMPLES + TUTORIALS.split("## From tutorials on Accelerate")[1]
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "`" in line]
-WHERE = PAGE.split("## What is where")[1]
 DEFINED: dict[str, set[str]] = {}  # the files of tests, by the name of the test
 for path in (ROOT / "tests").rglob("test_*.py"):
     for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):

@@ -399,7 +399,7 @@ def single_process_advice(resolved: ResolvedConfig, world_size: int) -> str:
         return ""
     return (
         f"ZeRO stage {resolved.zero_stage} has nothing to share out at 1 process, and costs"
-        " time and memory; --deepspeed_config none does without it (docs/performance.md)"
+        " time and memory; --deepspeed_config none does without it (docs/memory.md)"
     )
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.docs.pages import PAGES
 from tests.gpu.parts import PARTS
 
-PAGE = PAGES["cuda.md"]
+PAGE = Path(__file__).with_name("PATHS.md").read_text(encoding="utf-8")
 HEAD = "| path | file | shown | a failure looks like |"
 KINDS = ("run", "read", "stand-in", "H100", "not shown")
 BY_TEST = re.compile(r"(run|stand-in): `(tests/[\w./]+\.py)`")
