@@ -592,17 +592,6 @@ def test_an_environment_that_lacks_accelerate_is_reported_with_a_command_that_me
         launch.require_installed({})
 
 
-def test_make_train_uses_the_checkouts_environment():
-    shown = subprocess.run(
-        ["make", "-n", "-o", ".venv/.ready", "PYTHON=python3.12", "CONDA_PREFIX=/x", "train"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    ).stdout
-    assert f"PYTHON={ROOT}/.venv/bin/python bash run_accelerate.sh" in shown
-    assert "python3.12" not in shown
-
-
 def handed_on(run: Run) -> tuple[str, dict[str, Any]]:
     """(the command line of `accelerate`, the YAML it was given)."""
     assert run.status == 0, run.stderr
