@@ -193,6 +193,7 @@ def graphs() -> list[Graphs]:
     return found
 
 
+@pytest.mark.long
 def test_a_compiled_model_launches_what_is_stated(graphs: list[Graphs]):
     two, three = (sum(map(len, found.kernels)) for found in graphs)
     block, rest = LAUNCHES["compiled"]

@@ -84,8 +84,15 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
 
 
-# Under --long: each costs ten seconds and more.
-RARER = ("accelerate-flags", "accelerate-multi-gpu", "torchrun-ddp", "deepspeed", "notebook")
+# Under --long: each costs ten seconds and more. The tutorial's line below is accelerate's with a file.
+RARER = (
+    "accelerate-yaml",
+    "accelerate-flags",
+    "accelerate-multi-gpu",
+    "torchrun-ddp",
+    "deepspeed",
+    "notebook",
+)
 
 
 @pytest.mark.launch

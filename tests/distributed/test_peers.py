@@ -222,7 +222,9 @@ def test_a_stop_requested_twice_saves_once_and_loses_no_step(
     ("who", "number", "status", "words"),
     [
         ("worker", signal.SIGTERM, 75, "stopped on SIGTERM before the first step"),
-        ("worker", signal.SIGKILL, 7, "died: killed by SIGKILL"),
+        pytest.param(
+            "worker", signal.SIGKILL, 7, "died: killed by SIGKILL", marks=pytest.mark.long
+        ),
         pytest.param("launcher", signal.SIGUSR1, 75, "before the", marks=pytest.mark.long),
         pytest.param("script", signal.SIGUSR1, 75, "before the", marks=pytest.mark.long),
     ],

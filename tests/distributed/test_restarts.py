@@ -317,6 +317,7 @@ def script(begin, tmp_path: Path) -> Callable[..., tuple[Run, list[str]]]:
     return run
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("status", [0, 2, 3, 4, 5, 6, 8, 9, 10, 70, 75])
 def test_any_other_end_is_final(script, status: int):
     run, started = script(str(status), MAX_RESTARTS="3")
@@ -351,6 +352,7 @@ def test_a_restart_ends_as_the_run_then_does(script):
     assert (run.status, len(started)) == (3, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("variable", "value"), [("MAX_RESTARTS", "-1"), ("MAX_RESTARTS", "two"), ("RESTART_WAIT", "0")]
 )
@@ -419,8 +421,9 @@ def largest_difference(run: Run, unbroken: Run) -> float:
     return max(abs(step["loss"] - expected[step["step"]]["loss"]) for step in taken)
 
 
+@pytest.mark.long  # a worker of one host is killed below, and above hosts agree on who is left
 @pytest.mark.launch
-@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("lost", [0, 1])
 def test_after_a_host_is_killed_for_good_the_other_finishes_the_same_run(
     lost: int, start_hosts: Start, longer_fp32: Run, tmp_path: Path
 ):

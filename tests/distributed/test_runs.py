@@ -33,6 +33,7 @@ def test_a_run_ends_well_and_reports_what_ran(unbroken: Run):
     assert (end["status"], end["step"]) == (0, 60)
 
 
+@pytest.mark.long
 def test_a_recipe_trains_in_place_of_the_shipped_optimizer(launch: Launcher, tmp_path: Path):
     """The start script with its own files; in-process tests resolve every optimizer's flag."""
     run = launch.run(tmp_path / "out", "--config fast --max_steps 2 --eval_rows 0")

@@ -64,6 +64,7 @@ def test_whatever_a_template_raises_is_its_error(name: str):
         Renderer(FAILING[name], {}, "chat.jinja").render(PROBE)
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("name", LARGE)
 def test_what_is_large_for_some_chats_only_is_refused_before_it_is_computed(name: str):
     source = f"{CHATML}{{% if 'whales' in messages[0].content %}}{LARGE[name]}{{% endif %}}"
