@@ -86,7 +86,7 @@ def outside_samples(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sample"):
+        if item.get_closest_marker("sample") and not item.get_closest_marker("long"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, left in cases.items():
         random.Random(name).shuffle(left)

@@ -44,7 +44,7 @@ def flips_of(course: dict[str, Any], what: str) -> list[dict[str, Any]]:
 
 
 def test_clean_steps_raise_no_alarm(courses: dict[str, dict[str, Any]]):
-    assert {case: seen["alarms"] for case, seen in courses.items()} == dict.fromkeys(CASES, [])
+    assert [seen["alarms"] for seen in courses.values()] == [[]] * len(CASES)
 
 
 def test_every_flipped_weight_is_found(courses: dict[str, dict[str, Any]]):

@@ -84,7 +84,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
 
 
-# Under --long: each costs ten seconds and more. The tutorial's line below is accelerate's with a file.
+# Under --long: each costs ten seconds and more. The tutorial's line below starts by accelerate.
 RARER = (
     "accelerate-yaml",
     "accelerate-flags",

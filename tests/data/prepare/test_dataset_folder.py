@@ -113,6 +113,7 @@ def kill_at_random(place: Path, out: Path, times: int, seed: int, *more: str) ->
     return hits
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [(), ("--processes", "2")])
 @pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.long)])
 def test_killed_at_random_and_started_again_gives_the_same_bytes(
@@ -286,6 +287,7 @@ def test_what_is_there_is_replaced_by_force_alone(
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at", range(1, 5))
 def test_killed_while_the_new_folder_takes_the_place_of_the_old_one_of_them_is_put_there(
     place: Path, whole: dict[str, bytes], tmp_path: Path, at: int
@@ -457,6 +459,7 @@ def test_two_at_once_in_one_folder_are_one_preparation(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [(), ("--processes", "2")])
 def test_ctrl_c_is_answered_in_one_line_and_the_same_command_continues(
     place: Path, tmp_path: Path, more: tuple[str, ...]
