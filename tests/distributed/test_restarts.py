@@ -309,7 +309,7 @@ def script(begin, tmp_path: Path) -> Callable[..., tuple[Run, list[str]]]:
 
     def run(statuses: str, **more: str) -> tuple[Run, list[str]]:
         started = begin(statuses, **more)
-        output, report = started.communicate(timeout=60)
+        output, report = started.communicate(timeout=300)
         path = tmp_path / "started"
         lines = path.read_text().splitlines() if path.exists() else []
         return Run(tmp_path, started.returncode, output, report), lines
@@ -367,7 +367,7 @@ def test_a_stop_in_the_wait_is_75(begin, tmp_path: Path):
     started = begin("7", MAX_RESTARTS="1", RESTART_WAIT="300")
     assert any("restart 1 of 1 in 300 s" in line for line in started.stderr)
     started.send_signal(signal.SIGTERM)
-    _, report = started.communicate(timeout=30)
+    _, report = started.communicate(timeout=300)
     assert started.returncode == 75
     assert report.endswith("stopped on SIGTERM before restart 1; run it again to go on\n")
     assert len((tmp_path / "started").read_text().splitlines()) == 1
@@ -431,7 +431,7 @@ def test_after_a_host_is_killed_for_good_the_other_finishes_the_same_run(
     for words in ('"step": 8,', "checkpoint_saved"):
         wait_for(hosts[lost], tmp_path / "out", words)
     kill_all(hosts[lost])
-    _, report = hosts[1 - lost].communicate(timeout=120)
+    _, report = hosts[1 - lost].communicate(timeout=300)
     run = Run(tmp_path / "out", hosts[1 - lost].returncode, "", report)
     assert run.status == 0, report
     assert left_over(tmp_path / "out") == []
@@ -458,7 +458,7 @@ def test_two_hosts_of_three_go_on_with_another_host_0(
     flags = f"{FP32} {LONGER} --accumulation_steps 6"
     wait_for(hosts[0], tmp_path / "out", '"step": 8,')
     kill_all(hosts[0])
-    reports = [host.communicate(timeout=120)[1] for host in hosts[1:]]
+    reports = [host.communicate(timeout=300)[1] for host in hosts[1:]]
     assert [host.returncode for host in hosts[1:]] == [0, 0], reports
     run = Run(tmp_path / "out", 0, "", reports[0])
     first, second = run.events("run_start")
@@ -477,7 +477,7 @@ def test_a_killed_worker_of_one_host_is_started_again_and_the_run_is_the_same(
     started = launch.start(tmp_path, f"{LONGER} --eval_interval 30")
     wait_for(started, tmp_path, '"step": 8,')
     os.kill(workers(started.pid)[1].pid, signal.SIGKILL)
-    _, report = started.communicate(timeout=120)
+    _, report = started.communicate(timeout=300)
     run = Run(tmp_path, started.returncode, "", report)
     assert run.status == 0, report
     line = "rank 1 was lost (status 7); restart 1 of 1 in 1 s on 2 of 2 processes\n"

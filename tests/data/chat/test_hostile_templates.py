@@ -171,7 +171,7 @@ def test_a_signal_is_answered_while_a_template_loops_for_some_chats(name: str):
         assert process.stdout.readline() == b"rendering\n"
         time.sleep(0.5)
         process.terminate()
-        assert process.wait(timeout=20) == 75
+        assert process.wait(timeout=120) == 75
 
 
 def test_usual_templates_are_bounded():
@@ -205,7 +205,7 @@ def test_a_signal_is_answered_while_a_template_is_tried(tmp_path: Path):
         assert process.stdout.readline() == b"trying\n"
         time.sleep(0.3)
         os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=20) == 75
+        assert process.wait(timeout=120) == 75
 
 
 def test_a_template_is_told_one_date():

@@ -469,7 +469,7 @@ def test_ctrl_c_is_answered_in_one_line_and_the_same_command_continues(
     command = ["prepare", str(text), "--tokenizer", str(place / MODEL_NAME), *SHARDS, *more]
     command += ["--out", str(out)]
     process = start(command, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (done := [*draft.glob("unit-*.json")]):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -504,7 +504,7 @@ def test_helpers_end_with_a_parent_that_is_killed(place: Path, tmp_path: Path):
     command = ["prepare", str(text), "--tokenizer", str(place / MODEL_NAME), *SHARDS]
     process = start([*command, "--out", str(tmp_path / "out"), "--processes", "3"])
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(pids := children.read_text().split()) < 2:
         assert time.monotonic() < deadline
     process.kill()
