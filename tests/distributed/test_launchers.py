@@ -84,22 +84,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
 
 
-# Under --long: each costs ten seconds and more. The tutorial's line below starts by accelerate.
-RARER = (
-    "accelerate-yaml",
-    "accelerate-flags",
-    "accelerate-multi-gpu",
-    "torchrun-ddp",
-    "deepspeed",
-    "notebook",
-)
-
-
+@pytest.mark.long  # run_accelerate.sh starts the run of test_runs.py, accelerate's own the tutorial's below
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.long) if name in RARER else name for name in COMMANDS],
-)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_launcher_gives_the_same_run(name: str, launch: Launcher, fp32: Run, tmp_path: Path):
     command, behind = COMMANDS[name]
     done = subprocess.run(

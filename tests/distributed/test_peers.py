@@ -117,7 +117,10 @@ def ended(started: subprocess.Popen[str], out_dir: Path) -> Run:
 @pytest.mark.parametrize(
     ("fault", "timeout", "status", "words"),
     [
-        pytest.param("SIGKILL", 120, 7, "died: killed by SIGKILL, perhaps for lack of", id="kill"),
+        pytest.param(
+            "SIGKILL", 120, 7, "died: killed by SIGKILL, perhaps for lack of", id="kill",
+            marks=pytest.mark.long,  # test_restarts.py kills one too
+        ),
         pytest.param(
             "SIGSTOP", 8, 7, "is stopped (SIGSTOP)", id="stop", marks=pytest.mark.long
         ),

@@ -476,10 +476,16 @@ def test_a_killed_worker_of_one_host_is_started_again_and_the_run_is_the_same(
         monkeypatch.setenv(name, value)
     started = launch.start(tmp_path, f"{LONGER} --eval_interval 30")
     wait_for(started, tmp_path, '"step": 8,')
-    os.kill(workers(started.pid)[1].pid, signal.SIGKILL)
+    victim = workers(started.pid)[1].pid
+    os.kill(victim, signal.SIGKILL)
     _, report = started.communicate(timeout=300)
+    assert left_over(tmp_path) == []
     run = Run(tmp_path, started.returncode, "", report)
     assert run.status == 0, report
+    first = next(line for line in report.splitlines() if "error[" in line)
+    assert first.startswith("train_pretrain: error[E_PEER] rank=0 step=")
+    assert f": rank 1 (process {victim} on " in first
+    assert "died: killed by SIGKILL, perhaps for lack of" in first
     line = "rank 1 was lost (status 7); restart 1 of 1 in 1 s on 2 of 2 processes\n"
     assert f"run_accelerate.sh: {line}" in report
     assert len(run.events("run_start")) == 2

@@ -39,6 +39,7 @@ def course(out_dir: Path) -> tuple[list[list[Any]], dict[int, float]]:
     return decisions, losses
 
 
+@pytest.mark.long
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "more",

@@ -91,6 +91,7 @@ def loaded(path: Path, **options: Any) -> Any:
     return face.from_pretrained(path, **options)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_exported_model_has_the_logits_of_the_checkpoint(name, form, runs, exports):

@@ -249,6 +249,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", MISUSE)
 def test_a_mistake_is_one_line_and_leaves_no_folder(
     case: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
