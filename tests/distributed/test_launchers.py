@@ -84,7 +84,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
 
 
-@pytest.mark.long  # run_accelerate.sh starts the run of test_runs.py, accelerate's own the tutorial's below
+@pytest.mark.long  # the tutorial's lines below are one of them, and test_runs.py has the script
 @pytest.mark.launch
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_launcher_gives_the_same_run(name: str, launch: Launcher, fp32: Run, tmp_path: Path):
