@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 READY := $(VENV)/.ready
+# A run needs far fewer packages than the tests, and has them where those of the tests are.
+RUN_READY := $(if $(wildcard $(READY)),$(READY),$(VENV)/.run-ready)
 export OMP_NUM_THREADS ?= 1
 # Bytecode is written, whatever the environment says: hundreds of processes would compile all modules.
 export PYTHONDONTWRITEBYTECODE :=
@@ -32,14 +34,16 @@ help: ## this list
 setup: $(READY) ## make .venv, install the tested versions into it, and name its build of torch
 	@$(BIN)/minimind env --brief
 
-$(READY): pyproject.toml constraints.txt
+$(READY): EXTRA := dev
+$(VENV)/.run-ready: EXTRA := data
+$(READY) $(VENV)/.run-ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed; make PYTHON=python3.12 setup"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt --editable '.[dev]'
-	@touch $(READY)
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt --editable '.[$(EXTRA)]'
+	@touch $@
 
-train: $(READY) ## train the tiny model on what this Python says about itself: 5 to 8 minutes on two CPU cores after installing
+train: $(RUN_READY) ## train the tiny model on what this Python says about itself: 5 to 8 minutes on two CPU cores after installing
 	@$(BIN)/python examples/stdlib_corpus.py $(SAMPLE)/stdlib.jsonl
 	@PYTHON=$(BIN)/python bash run_accelerate.sh --config fast --model tiny --data_path $(SAMPLE)/stdlib.jsonl \
 	  --out_dir $(SAMPLE)/run --cache_dir $(SAMPLE)/cache --max_steps $(STEPS) --batch_size 8 \

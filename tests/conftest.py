@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -49,6 +50,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run what takes minutes")
 
 
+def pytest_collection_finish() -> None:
+    """Freeze what the tests consist of; a run in this process would collect garbage among it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """No objects frozen, as where a run has a process to itself."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if STARTS_RUNS & {*getattr(item, "fixturenames", ())}:
@@ -58,9 +73,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device here"))
     if not config.getoption("--long"):
-        kept = [item for item in items if not item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        spared = {id(item) for item in items if item.get_closest_marker("long")}
+        spared |= {id(item) for item in outside_samples(items)}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in spared])
+        items[:] = [item for item in items if id(item) not in spared]
+
+
+def outside_samples(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Cases of tests with the marker sample(n) beyond n, in which as many values as fit occur.
+
+    They are the same in every run, and in every worker of one.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("long"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, left in cases.items():
+        random.Random(name).shuffle(left)
+        values = {id(item): {*map(repr, item.callspec.params.items())} for item in left}  # pyright: ignore[reportAttributeAccessIssue]
+        (mark,) = left[0].iter_markers("sample")
+        for _ in range(min(mark.args[0], len(left))):
+            chosen = max(left, key=lambda item: len(values[id(item)]))
+            left.remove(chosen)
+            occurs = values.pop(id(chosen))
+            for others in values.values():
+                others -= occurs
+        yield from left
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,6 +8,7 @@ it waits for SIGCONT, so that strace can attach; with "" it does not wait.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -24,6 +25,8 @@ def warm_up() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     for module in ("accelerate", "deepspeed", "minimind.train.pretrain", "train_pretrain"):
         import_module(module)
+    gc.collect()
+    gc.freeze()  # a fork that collected garbage would copy every page of it
 
 
 def stop_before_training() -> None:

@@ -1,8 +1,9 @@
-"""`make gpu PYTHON=...` checks the environment of that interpreter, and installs nothing."""
+"""What make installs: for a run the packages of a run, for tests those too, for `gpu` none."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -101,3 +102,38 @@ def test_a_version_below_its_bound_is_named_with_the_bound():
 )
 def test_versions_are_compared_as_pip_compares_them(installed, bounds, is_ok):
     assert is_within(installed, bounds) == is_ok
+
+
+INSTALLED = re.compile(r"pip install .*'\.\[(\w+)\]'")
+
+
+@pytest.mark.parametrize("target", ["train", "setup", "test", "check"])
+def test_a_run_and_the_tests_install_what_each_needs_once(checkout: Path, target: str):
+    needed = "data" if target == "train" else "dev"
+    ready = checkout / ".venv" / (".run-ready" if target == "train" else ".ready")
+    first = make(checkout, "--dry-run", target).stdout
+    assert INSTALLED.findall(first) == [needed]
+    assert f"touch {ready.relative_to(checkout)}\n" in first
+    ready.parent.mkdir()
+    ready.touch()
+    assert not INSTALLED.findall(make(checkout, "--dry-run", target).stdout)
+    again = make(checkout, "--dry-run", "-W", "pyproject.toml", target).stdout
+    assert INSTALLED.findall(again) == [needed]
+
+
+def test_a_run_uses_the_packages_of_the_tests_where_they_are(checkout: Path):
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / ".run-ready").touch()
+    assert INSTALLED.findall(make(checkout, "--dry-run", "test").stdout) == ["dev"]
+    (checkout / ".venv" / ".ready").touch()
+    # An update must not leave the tests' packages behind.
+    again = make(checkout, "--dry-run", "-W", "pyproject.toml", "train").stdout
+    assert INSTALLED.findall(again) == ["dev"]
+
+
+def test_make_train_uses_the_checkouts_environment(checkout: Path):
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / ".run-ready").touch()
+    shown = make(checkout, "--dry-run", "PYTHON=python3.12", "CONDA_PREFIX=/x", "train").stdout
+    assert f"PYTHON={checkout}/.venv/bin/python bash run_accelerate.sh" in shown
+    assert "python3.12" not in shown

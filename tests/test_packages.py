@@ -13,6 +13,7 @@ def test_imports_go_down():
     assert violations(modules()) == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("module", "line"),
     [

@@ -132,6 +132,7 @@ def test_an_installed_wheel_plans_and_trains_without_a_checkout(installed: Path,
     assert (tmp_path / "train" / "checkpoints" / "step_00000001").is_dir()
 
 
+@pytest.mark.long
 @pytest.mark.launch
 def test_an_installed_wheel_launches_two_processes(installed: Path, tmp_path: Path):
     (tmp_path / "text.txt").write_text("\n\n".join(sentences(3, 80)))

@@ -98,6 +98,7 @@ def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor) -> int:
     return peak
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("attention", ["flash", "reference", "flash, masked", "masked"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
@@ -118,6 +119,7 @@ def test_activations_are_what_the_allocator_gives_out(shape: Shape, dtype: str, 
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("attention", ["flash", "reference", "flash, masked", "masked"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -137,6 +139,7 @@ def test_activations_of_normed_heads_and_of_recomputed_blocks_likewise(
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("use_flash_attn", [False, True])

@@ -140,6 +140,7 @@ def test_the_first_loss_is_that_of_transformers(kind, text, tmp_path):
     assert started["init_from"] == {"place": str(tmp_path / "place"), "kind": "transformers"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_stopped_continues_bit_for_bit(kind, text, trained, tmp_path):
     straight = run(text, trained(kind) / "place", tmp_path / "out")

@@ -269,6 +269,7 @@ def test_every_printed_command_parses_and_resolves_to_what_is_recommended(
                     assert getattr(run, name) == getattr(given, name)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("text", "name", "memory"),
     [

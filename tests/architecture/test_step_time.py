@@ -192,6 +192,7 @@ def graphs() -> list[Graphs]:
     return found
 
 
+@pytest.mark.long
 def test_a_compiled_model_launches_what_is_stated(graphs: list[Graphs]):
     two, three = (sum(map(len, found.kernels)) for found in graphs)
     block, rest = LAUNCHES["compiled"]
@@ -199,6 +200,7 @@ def test_a_compiled_model_launches_what_is_stated(graphs: list[Graphs]):
     assert two == 2 * block + rest - OUTSIDE
 
 
+@pytest.mark.long
 def test_a_compiled_block_moves_the_bytes_that_are_stated(graphs: list[Graphs]):
     """But for the rotary table, which every row of a batch shares."""
     moved: list[list[int]] = [

@@ -69,6 +69,7 @@ def test_nothing_changed_continues_bit_for_bit(stopped: Path, run: Path, flags: 
         assert [steps(run)[step][n] for n in names] == [line[n] for n in names]
 
 
+@pytest.mark.long
 def test_variants_continue_bit_for_bit_and_recomputing_is_none_of_them(
     stopped: Path, flags: dict[str, Any], tmp_path: Path
 ):
@@ -109,6 +110,7 @@ def test_a_checkpoint_from_before_there_were_variants_is_one_without_them():
     assert [str(one) for one in differences(before, now)] == report
 
 
+@pytest.mark.long
 def test_documents_masked_apart_continue_bit_for_bit(
     stopped: Path, flags: dict[str, Any], tmp_path: Path
 ):
@@ -145,6 +147,7 @@ def test_another_split_of_the_same_global_batch_is_allowed_and_reported(
         assert abs(steps(run)[step]["loss"] - whole[step]["loss"]) < 2e-3
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("change", "report", "group"),
     [

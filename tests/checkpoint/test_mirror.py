@@ -84,7 +84,7 @@ def unbroken(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     return losses(out_dir)
 
 
-@pytest.mark.parametrize("cut", [0.0, 0.05])
+@pytest.mark.parametrize("cut", [pytest.param(0.0, marks=pytest.mark.long), 0.05])
 def test_a_wiped_disk_is_resumed_from_the_mirror_bit_for_bit(
     flags: dict[str, Any],
     unbroken: dict[int, float],
@@ -142,6 +142,7 @@ def test_damaged_checkpoints_are_skipped_and_never_a_silent_step_0(
             train(flags, out_dir=str(tmp_path / "c"))
 
 
+@pytest.mark.long
 def test_a_newer_checkpoint_here_is_used_and_uploaded(
     flags: dict[str, Any],
     tmp_path: Path,
@@ -171,6 +172,7 @@ def test_a_newer_checkpoint_here_is_used_and_uploaded(
     assert mirrored(store)[-1] == 8
 
 
+@pytest.mark.long
 def test_a_start_at_the_end_of_a_run_uploads_what_is_missing(
     flags: dict[str, Any], tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
 ):
@@ -183,6 +185,7 @@ def test_a_start_at_the_end_of_a_run_uploads_what_is_missing(
     assert events(tmp_path / "a", "checkpoint_mirrored")[-1]["step"] == 6
 
 
+@pytest.mark.long
 def test_a_fresh_start_leaves_no_checkpoint_that_a_restart_would_take(
     flags: dict[str, Any],
     unbroken: dict[int, float],
@@ -318,6 +321,7 @@ def test_the_end_waits_for_uploads_only_so_long(
     assert failed["reason"] == "not uploaded within 0.1 s after the last step"
 
 
+@pytest.mark.long
 def test_resuming_from_elsewhere_leaves_nothing_of_before(
     flags: dict[str, Any], tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
 ):
@@ -331,6 +335,7 @@ def test_resuming_from_elsewhere_leaves_nothing_of_before(
     assert mirrored(store) == [3]
 
 
+@pytest.mark.long
 def test_what_the_disk_knows_as_abandoned_is_not_fetched(
     flags: dict[str, Any], tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
 ):

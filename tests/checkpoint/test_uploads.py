@@ -240,6 +240,7 @@ def test_a_large_file_is_verified_by_the_etag_of_its_parts(
     assert remote.put(tmp_path / "file", "file") == len(content)
 
 
+@pytest.mark.long
 def test_two_ranks_resume_from_the_mirror(forked: Launcher, tmp_path: Path):
     mirror = tmp_path / "mirror"
     flags = f"--mirror file://{mirror} --max_steps 6 --save_interval 3 --eval_rows 0"

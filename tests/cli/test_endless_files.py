@@ -32,6 +32,7 @@ def pipe(path: Path) -> Path:
     return path
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("kind", ["device", "directory", "large"])
 def test_special_and_large_files_are_rejected_at_once(tmp_path, reader, kind):

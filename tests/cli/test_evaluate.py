@@ -314,6 +314,7 @@ CONFIGS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("change", "message"), CONFIGS.values(), ids=CONFIGS.keys())
 def test_invalid_config_of_a_directory_gives_a_one_line_error(
     trained: Trained, exported: Path, change: Any, message: str, capsys: pytest.CaptureFixture[str]

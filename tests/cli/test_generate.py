@@ -94,12 +94,12 @@ def test_sampled_text_depends_on_the_prompt_number_and_not_on_the_batch(loaded):
 
 def test_sampling_follows_the_requested_probabilities():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    ids: Any = torch.zeros(1, 1, dtype=torch.long)
+    ids: Any = torch.zeros(2000, 1, dtype=torch.long)
 
     def shares(**flags: Any) -> list[float]:
         how = Sampling(**{"temperature": 1.0, "top_p": 1.0, **flags})
-        processors = logits_processors(how, 4, [how.generator(1)])
-        drawn = [int(processors(ids, logits).argmax()) for _ in range(2000)]
+        processors = logits_processors(how, 4, [how.generator(n) for n in range(len(ids))])
+        drawn = processors(ids, logits.repeat(len(ids), 1)).argmax(dim=-1).tolist()
         return [drawn.count(token) / len(drawn) for token in range(4)]
 
     assert shares() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)

@@ -121,6 +121,7 @@ def test_every_command_with_an_output_is_in_a_table():
     assert {name for name in TAKE_RUN_FLAGS if name not in listed} - {"plan"} == runs
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("thing", THINGS)
 @pytest.mark.parametrize("writer", FOLDERS)
 def test_a_folder_that_holds_something_else_is_left_alone(
@@ -462,6 +463,7 @@ def test_a_run_does_not_begin_in_a_mirror(is_dry: bool, place: Path, tmp_path: P
     assert content(out) == before
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("thing", [thing for thing in THINGS if thing != "run"])
 def test_a_run_changes_nothing_that_is_there(thing: str, place: Path, tmp_path: Path):
     out = Path(shutil.copytree(place / "things" / thing, tmp_path / "out"))
@@ -535,6 +537,7 @@ PATHS = (
 )
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("url", ["s3://bucket/x", "file:///x", "HTTPS://h/x?sig=secret"])
 @pytest.mark.parametrize("command", PATHS)
 def test_a_url_in_place_of_a_path_is_refused(

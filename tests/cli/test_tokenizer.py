@@ -203,6 +203,7 @@ def test_force_replaces_no_tokenizer_of_others(name, text, tmp_path, capsys):
     assert contents(out) == before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at", range(1, 5))
 def test_next_command_cleans_up_after_a_kill(text, tmp_path, at):
     out = tmp_path / "out"

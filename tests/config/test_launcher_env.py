@@ -147,8 +147,6 @@ def test_the_seed_layout_mixed_precision_beside_a_deepspeed_file_works(setup_for
     assert found.run.dtype == "bfloat16"
     assert found.run.sources["dtype"] == f"{GIVEN}: mixed_precision"
     assert found.config["bf16"]["enabled"] is True
-    with pytest.raises(UsageError, match=r"mixed_precision is bfloat16 but --dtype says"):
-        setup_for("--dtype float32", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
 
 
 MULTI_GPU = "python /bin/accelerate launch --multi_gpu --num_processes=2"

@@ -24,6 +24,7 @@ def outcome(argv: list[str]) -> RunConfig | None:
         return None
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("name", [n for n in NAMES if type_name(FLAGS[n]) != "bool"])
 def test_the_file_means_what_the_command_line_means(name: str, tmp_path: Path):
     file = tmp_path / "run.yaml"
@@ -36,6 +37,7 @@ def test_the_file_means_what_the_command_line_means(name: str, tmp_path: Path):
             assert (by_file and getattr(by_file, name)) == by_flag, f"{name}: {written}"
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("text", EMPTY)
 def test_an_empty_value_is_refused_with_its_place(name: str, text: str, tmp_path: Path):

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.data.text.reading import documents_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "stdlib_corpus.py"
@@ -31,6 +33,7 @@ def test_the_corpus_is_the_same_every_time_and_readable(tmp_path):
     assert any(document.startswith('"""') and "\ndef " in document for document in documents)
 
 
+@pytest.mark.long
 def test_it_is_words_and_not_tables(tmp_path):
     path = tmp_path / "all.jsonl"
     write(path, "12")

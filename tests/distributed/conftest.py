@@ -41,7 +41,9 @@ def config_of_stage(stage: int, directory: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="session", params=[0, 1, 3])
+@pytest.fixture(
+    scope="session", params=[*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1)), 3]
+)
 def other_stage(
     request: pytest.FixtureRequest, forked: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, Path, Run]:

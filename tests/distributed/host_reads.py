@@ -28,6 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minimind.engine.clocks import PhaseClock
+from tests.conftest import ROOT
 from tests.distributed.engines import Case, build, course
 
 PACKAGES = ("minimind", "deepspeed", "accelerate")
@@ -38,9 +39,10 @@ OFF_DEVICE = ("sum_over_ranks", "gather")  # small facts, which travel over gloo
 def origin() -> str:
     """`package: function` of the innermost frame of a package that is asked about."""
     for frame in reversed(traceback.extract_stack()):
-        parts = Path(frame.filename).parts
+        file = Path(frame.filename)
+        parts = (file.relative_to(ROOT) if file.is_relative_to(ROOT) else file).parts
         package = next((name for name in PACKAGES if name in parts), None)
-        if package and "tests" not in parts:
+        if package and parts[0] != "tests":
             return f"{package}: {frame.name}"
     return "test"
 

@@ -24,7 +24,8 @@ def run_with(launch: Launcher, nursery: Any, out_dir: Path, word: str, backend: 
     return Run(out_dir, statuses[0], out, err)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("ddp", marks=pytest.mark.long), "stage 2"])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["ddp", "stage 2"])
 def test_a_rank_that_compiles_for_longer_than_dist_timeout_is_waited_for(
     backend: str, launch: Launcher, nursery: Any, tmp_path: Path
 ):

@@ -37,35 +37,35 @@ def courses(
     return {one["case"]: one for one in json.loads((root / "results.json").read_text())}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_clean_steps_raise_no_alarm(courses: dict[str, dict[str, Any]], case: str):
-    assert courses[case]["alarms"] == []
+def flips_of(course: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    flips = [one for one in course["flips"] if one["what"] == what]
+    assert flips, course["case"]
+    return flips
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_flipped_weight_is_found(courses: dict[str, dict[str, Any]], case: str):
-    flips = [one for one in courses[case]["flips"] if one["what"] == "weight"]
-    assert flips
-    assert all(one["rank"] in one["named"] for one in flips)
-    if case != "None,float32,deterministic":  # there two ranks hold different weights, no third one
-        assert all(one["named"] == [one["rank"]] for one in flips)
+def test_clean_steps_raise_no_alarm(courses: dict[str, dict[str, Any]]):
+    assert [seen["alarms"] for seen in courses.values()] == [[]] * len(CASES)
 
 
-@pytest.mark.parametrize("case", [case for case, held in CASES.items() if held == "all"])
-def test_every_flip_of_replicated_state_is_found(courses: dict[str, dict[str, Any]], case: str):
-    flips = [one for one in courses[case]["flips"] if one["what"] == "state"]
-    assert flips
-    assert all(one["rank"] in one["named"] for one in flips)
+def test_every_flipped_weight_is_found(courses: dict[str, dict[str, Any]]):
+    for case, seen in courses.items():
+        flips = flips_of(seen, "weight")
+        assert all(one["rank"] in one["named"] for one in flips), case
+        if case != "None,float32,deterministic":  # there two ranks differ, and no third one
+            assert all(one["named"] == [one["rank"]] for one in flips), case
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_flip_in_a_computation_is_that_of_a_named_rank(
-    courses: dict[str, dict[str, Any]], case: str
-):
-    flips = [one for one in courses[case]["flips"] if one["what"] == "activation"]
-    found = [one for one in flips if one["named"]]
-    assert found
-    assert all(one["rank"] in one["named"] for one in found)
-    # Only a rank that differs from itself is named alone: two ranks have no third one.
-    assert all(one["either"] == (len(one["named"]) == 2) for one in found)
-    assert any(one["named"] == [one["rank"]] for one in found)
+def test_every_flip_of_replicated_state_is_found(courses: dict[str, dict[str, Any]]):
+    for case in (case for case, held in CASES.items() if held == "all"):
+        flips = flips_of(courses[case], "state")
+        assert all(one["rank"] in one["named"] for one in flips), case
+
+
+def test_a_flip_in_a_computation_is_that_of_a_named_rank(courses: dict[str, dict[str, Any]]):
+    for case, seen in courses.items():
+        found = [one for one in flips_of(seen, "activation") if one["named"]]
+        assert found, case
+        assert all(one["rank"] in one["named"] for one in found), case
+        # Only a rank that differs from itself is named alone: two ranks have no third one.
+        assert all(one["either"] == (len(one["named"]) == 2) for one in found), case
+        assert any(one["named"] == [one["rank"]] for one in found), case

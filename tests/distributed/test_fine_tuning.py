@@ -78,6 +78,7 @@ def test_killed_twice_it_takes_the_same_steps(nursery: Nursery, one: Place, tmp_
     assert all(loss == one.losses[step] for step, loss in lines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stages",
     [

@@ -84,15 +84,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
 
 
-# Under --long: each costs ten seconds and more.
-RARER = ("accelerate-flags", "accelerate-multi-gpu", "torchrun-ddp", "deepspeed", "notebook")
-
-
+@pytest.mark.long  # the tutorial's lines below are one of them, and test_runs.py has the script
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.long) if name in RARER else name for name in COMMANDS],
-)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_launcher_gives_the_same_run(name: str, launch: Launcher, fp32: Run, tmp_path: Path):
     command, behind = COMMANDS[name]
     done = subprocess.run(
@@ -590,17 +584,6 @@ def test_an_environment_that_lacks_accelerate_is_reported_with_a_command_that_me
     shutil.rmtree(checkout / ".venv")
     with pytest.raises(UsageError, match=f"; make -C '{checkout}' setup installs into"):
         launch.require_installed({})
-
-
-def test_make_train_uses_the_checkouts_environment():
-    shown = subprocess.run(
-        ["make", "-n", "-o", ".venv/.ready", "PYTHON=python3.12", "CONDA_PREFIX=/x", "train"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    ).stdout
-    assert f"PYTHON={ROOT}/.venv/bin/python bash run_accelerate.sh" in shown
-    assert "python3.12" not in shown
 
 
 def handed_on(run: Run) -> tuple[str, dict[str, Any]]:

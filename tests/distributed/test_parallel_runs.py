@@ -15,6 +15,7 @@ ROWS = f"{FP32} --batch_size 4 --accumulation_steps 2 --eval_interval 10"
 ALSO = "--sample_interval 10 --gradient_checkpointing --spike_guard"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("flag", ["sequence_parallel", "tensor_parallel"])
 def test_a_divided_run_goes_on_as_one_process_with_the_same_losses(
     flag: str, fp32: Run, forked: Launcher, tmp_path: Path
@@ -37,6 +38,7 @@ def test_a_divided_run_goes_on_as_one_process_with_the_same_losses(
     assert len({line["text"] for line in run.events("sample") if line["step"] == 10}) == 1
 
 
+@pytest.mark.long
 def test_four_ranks_without_deepspeed_go_on_bit_for_bit(forked: Launcher, tmp_path: Path):
     """On more than two ranks the order of DDP's sums depends on its buckets."""
     flags = "--deepspeed_config none --sequence_parallel 2 --max_steps 8"

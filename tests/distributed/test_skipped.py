@@ -41,69 +41,64 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_all_ranks_skip_the_same_steps_and_count_them(skip_runs, case):
+def test_all_ranks_skip_the_same_steps_and_count_them(skip_runs):
     so_far = [sum(step <= at for step in SPOILT) for at in range(1, len(COURSE) + 1)]
     expected = [[at in SPOILT, count] for at, count in enumerate(so_far, 1)]
-    for rank in (0, 1):
-        assert skip_runs[case][rank]["skipped"] == expected
+    found = {case: [seen["skipped"] for seen in ranks] for case, ranks in skip_runs.items()}
+    assert found == dict.fromkeys(CASES, [expected] * 2)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_skipped_step_changes_nothing_and_the_others_are_as_without_it(skip_runs, case):
-    for rank in (0, 1):
-        seen = skip_runs[case][rank]
-        assert seen["unchanged"] == [bool(fault) for fault in COURSE]
-        spoilt, clean = seen["ends"]
-        assert spoilt == clean
-        assert clean[1] == COURSE.count(None)  # the optimizer's own count
+def test_a_skipped_step_changes_nothing_and_the_others_are_as_without_it(skip_runs):
+    for case, ranks in skip_runs.items():
+        for seen in ranks:
+            assert seen["unchanged"] == [bool(fault) for fault in COURSE], case
+            spoilt, clean = seen["ends"]
+            assert spoilt == clean, case
+            assert clean[1] == COURSE.count(None), case  # the optimizer's own count
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_norm_above_the_limit_is_that_of_the_gradient(skip_runs, case):
+def test_the_norm_above_the_limit_is_that_of_the_gradient(skip_runs):
     at = COURSE.index(("limit", 0))
-    norms = [skip_runs[case][rank]["norms"][at] for rank in (0, 1)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
-    ddp = skip_runs[f"None,{case.split(',')[1]}"][0]["norms"][at]
-    assert norms[0] == pytest.approx(ddp, rel=2e-2 if "bfloat16" in case else 1e-5)
-    assert norms[0] > NORM_LIMIT
+    for case, ranks in skip_runs.items():
+        norms = [seen["norms"][at] for seen in ranks]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6), case
+        ddp = skip_runs[f"None,{case.split(',')[1]}"][0]["norms"][at]
+        assert norms[0] == pytest.approx(ddp, rel=2e-2 if "bfloat16" in case else 1e-5), case
+        assert norms[0] > NORM_LIMIT, case
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_only_the_spoilt_loss_is_not_finite(skip_runs, case):
-    for rank in (0, 1):
-        for fault, losses in zip(COURSE, skip_runs[case][rank]["losses"], strict=True):
-            bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
-            assert bad == ([fault[1]] if rank == 1 and fault and fault[0] == "loss" else [])
+def test_only_the_spoilt_loss_is_not_finite(skip_runs):
+    for case, ranks in skip_runs.items():
+        for rank, seen in enumerate(ranks):
+            for fault, losses in zip(COURSE, seen["losses"], strict=True):
+                bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
+                is_spoilt = rank == 1 and fault and fault[0] == "loss"
+                assert bad == ([fault[1]] if is_spoilt else []), (case, rank)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_stage_continues_alike(skip_runs, dtype):
-    rel, abs_ = (2e-6, None) if dtype == "float32" else (None, 2e-3)
-    for case in (case for case in CASES if dtype in case and "=" not in case):
+def test_every_stage_continues_alike(skip_runs):
+    for case in (case for case in CASES if "=" not in case):
+        dtype = case.split(",")[1]
+        rel, abs_ = (2e-6, None) if dtype == "float32" else (None, 2e-3)
         for rank in (0, 1):
-            losses, ddp = (
-                skip_runs[case][rank]["losses"],
-                skip_runs[f"None,{dtype}"][rank]["losses"],
-            )
+            losses = skip_runs[case][rank]["losses"]
+            ddp = skip_runs[f"None,{dtype}"][rank]["losses"]
             for at in (at for at, fault in enumerate(COURSE) if not fault):
-                assert losses[at] == pytest.approx(ddp[at], rel=rel, abs=abs_)
+                assert losses[at] == pytest.approx(ddp[at], rel=rel, abs=abs_), case
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_one_too_many_is_the_end_on_every_rank(skip_runs, case):
-    raised = [skip_runs[case][rank]["raised"] for rank in (0, 1)]
-    assert raised[0] == raised[1]
-    step, message, cause_rank = raised[0]
-    assert (step, cause_rank) == (SPOILT[-1], 1)
-    assert "the loss is not finite on rank 1 (micro-batch 1); 3 in all" in message
-    assert "max_skipped = 2 (--max_skipped)" in message
-    assert "nonfinite_rows.jsonl" in message
+def test_one_too_many_is_the_end_on_every_rank(skip_runs):
+    for case, ranks in skip_runs.items():
+        raised = [seen["raised"] for seen in ranks]
+        assert raised[0] == raised[1], case
+        step, message, cause_rank = raised[0]
+        assert (step, cause_rank) == (SPOILT[-1], 1), case
+        assert "the loss is not finite on rank 1 (micro-batch 1); 3 in all" in message
+        assert "max_skipped = 2 (--max_skipped)" in message
+        assert "nonfinite_rows.jsonl" in message
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_rows_at_fault_are_dumped(skip_runs, root, case):
-    lines = lines_of(root / case / "nonfinite_rows.jsonl")
+def test_the_rows_at_fault_are_dumped(skip_runs, root):
     rows = all_rows()
     expected = []
     for step in SPOILT:
@@ -119,17 +114,18 @@ def test_the_rows_at_fault_are_dumped(skip_runs, root, case):
             place = {"rank": 1, "micro_batch": micro_batch, "position": positions.start + 4 + at}
             line = {"step": step, "reason": "loss", **place, "row": own[at], "loss": None}
             expected.append({**line, "tokens": tokens, "text": str(tokens)})
-    assert lines == expected
+    found = {case: lines_of(root / case / "nonfinite_rows.jsonl") for case in skip_runs}
+    assert found == dict.fromkeys(CASES, expected)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_each_is_an_event(skip_runs, root, case):
-    lines = lines_of(root / case / "metrics.jsonl")
-    events = [{k: line[k] for k in line if k != "time"} for line in lines]
-    assert events == [
+def test_each_is_an_event(skip_runs, root):
+    expected = [
         {"event": "step_skipped", "step": step, "reason": what, "ranks": [1] * (what == "loss")}
         for step, what in zip(SPOILT, ("loss", "gradient", "loss"), strict=True)
     ]
+    for case in skip_runs:
+        lines = lines_of(root / case / "metrics.jsonl")
+        assert [{k: line[k] for k in line if k != "time"} for line in lines] == expected, case
 
 
 def test_a_run_that_diverges_ends_with_6_and_is_reported_once(forked: Launcher, tmp_path: Path):

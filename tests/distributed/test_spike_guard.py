@@ -39,13 +39,14 @@ def course(out_dir: Path) -> tuple[list[list[Any]], dict[int, float]]:
     return decisions, losses
 
 
+@pytest.mark.long
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "more",
     [
         "--batch_size 4",
-        pytest.param("--batch_size 8 --tensor_parallel 2", marks=pytest.mark.long),
-        pytest.param("--batch_size 8 --sequence_parallel 2", marks=pytest.mark.long),
+        "--batch_size 8 --tensor_parallel 2",
+        "--batch_size 8 --sequence_parallel 2",
     ],
 )
 def test_two_ranks_decide_like_one_process(more: str, forked: Launcher, tmp_path: Path):

@@ -77,6 +77,7 @@ def losses_of(engine: Engine, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("changes", "more"),
     [
@@ -109,6 +110,7 @@ def test_regions_are_compiled_once_for_all_blocks_with_the_losses_of_an_eager_ru
     assert not counters["graph_break"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", ["", "--gradient_checkpointing"])
 def test_of_experts_all_but_the_routed_ones_is_compiled_once(quickly, monkeypatch, more):
     """The tokens of an expert are others in every batch; as shapes they would recompile."""

@@ -27,6 +27,7 @@ BASE: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("profile", "at_terminal"), [(False, False), (True, False), (False, True)])
 def test_a_step_without_deepspeed_reads_nothing(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: bool, at_terminal: bool

@@ -39,14 +39,17 @@ print("taken", flush=True)
 time.sleep(600)
 """
 RACE = """
-import os, sys, time
+import os, sys
 from minimind.engine.op_build_lock import MonitoredBaton
+(answers, answer), (end, keep) = os.pipe(), os.pipe()
 for rank in range(4):
     if os.fork() == 0:
-        taken = MonitoredBaton(sys.argv[1]).try_acquire()
-        time.sleep(2)  # a winner that has ended would leave a dead lock to the next
-        os._exit(bool(taken))
-print(sum(os.waitstatus_to_exitcode(os.wait()[1]) for rank in range(4)))
+        os.close(keep)
+        os.write(answer, b"1" if MonitoredBaton(sys.argv[1]).try_acquire() else b"0")
+        os.read(end, 1)  # a winner that has ended would leave a dead lock to the next
+        os._exit(0)
+print(sum(int(os.read(answers, 1)) for rank in range(4)))
+os.close(keep)
 """
 
 

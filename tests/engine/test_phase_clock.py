@@ -140,6 +140,7 @@ def slowed(work: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return late
 
 
+@pytest.mark.usefixtures("thawed")
 def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, monkeypatch):
     """By the clock of metrics.jsonl, which knows of no phase; every part of a step is slow."""
     for owner, name, seconds in (

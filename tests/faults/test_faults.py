@@ -49,7 +49,9 @@ def test_a_save_is_on_the_disk_before_it_has_its_name_and_is_reported(bench: Ben
     require_right([in_order(bench)])
 
 
-@pytest.mark.parametrize(("call", "at_least"), [("fsync", 8), ("rename", 2)])
+@pytest.mark.parametrize(
+    ("call", "at_least"), [pytest.param("fsync", 8, marks=pytest.mark.long), ("rename", 2)]
+)
 def test_killed_at_each_call_of_a_save_it_continues(call: str, at_least: int, bench: Bench):
     outcomes = list(kill_at_each(bench, call, rank=0, since="training"))
     assert len(outcomes) >= at_least

@@ -34,7 +34,6 @@ SHARD, BUFFERS, STATE, CONFIG = (
 )
 ROOM = 2 * 2**30  # address space beyond what the process has
 PATIENCE = 60  # seconds
-TRIALS = 150
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +119,14 @@ def changed(document: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 @pytest.mark.parametrize("name", [MANIFEST, STATE, CONFIG])
 def test_any_other_value_anywhere_is_accepted_or_reported(
-    name: str, only: Path, capsys: pytest.CaptureFixture[str]
+    name: str, only: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ):
+    trials = 150 if request.config.getoption("--long") else 30
     document = json.loads((only / name).read_bytes())
     command = {MANIFEST: "resume", STATE: "resume", CONFIG: "generate"}[name]
     cases = [(path, wrong) for path in places(document) for wrong in (..., *WRONG)]
     refusals = 0
-    for path, wrong in random.Random(1).sample(cases, TRIALS):
+    for path, wrong in random.Random(1).sample(cases, trials):
         hostile = changed(document, path, wrong)
         if name == MANIFEST:
             seal(only, hostile)
@@ -145,7 +145,7 @@ def test_any_other_value_anywhere_is_accepted_or_reported(
         for aside in only.parent.glob("*-step_*"):
             aside.rename(only)
         assert only.is_dir(), case
-    assert refusals > TRIALS / 10
+    assert refusals > trials / 10
 
 
 READ: dict[str, list[tuple[Any, ...]]] = {
@@ -175,6 +175,7 @@ READ: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.sample(36)
 @pytest.mark.parametrize(("name", "path"), [(n, p) for n, paths in READ.items() for p in paths])
 @pytest.mark.parametrize("wrong", [..., "7", [[]]])
 def test_what_is_read_is_refused_when_it_is_missing_or_of_another_kind(

@@ -26,6 +26,7 @@ BRIEF = ("validation.json there: another digit", "validation.json there: a cut")
 LONG = [name for name in CASES if "there" in name and name not in BRIEF]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES]
 )

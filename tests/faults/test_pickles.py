@@ -95,6 +95,7 @@ def restored(run: Path, place: Path) -> Path:
     return Path(shutil.copytree(run, place))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", PICKLES)
 def test_no_pickle_in_any_file_is_run_by_any_command(
     kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -124,6 +125,7 @@ def test_no_pickle_in_any_file_is_run_by_any_command(
     assert not canary.exists()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["torch zip", "torch legacy"])
 @pytest.mark.parametrize("tool", TOOLS)
 def test_no_pickle_in_any_file_is_run_by_any_tool(

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.gpu.parts import PARTS
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.long]
 
 
 def ran(out: Path, *words: str) -> tuple[dict[str, Any], str]:
@@ -41,7 +41,6 @@ def test_kernels(tmp_path: Path):
     assert "flash_attention_for_cpu" in output
 
 
-@pytest.mark.long
 def test_the_whole_command(tmp_path: Path):
     found, _ = ran(tmp_path)
     assert [*found["parts"]] == [*PARTS]

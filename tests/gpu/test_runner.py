@@ -19,6 +19,8 @@ from tests.gpu.site import Site
 
 command = import_module("tests.gpu.__main__").main
 
+pytestmark = pytest.mark.long  # of the command, which is no part of the package
+
 
 def good(site: Site) -> Iterator[Finding]:
     """Has a figure."""

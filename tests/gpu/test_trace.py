@@ -8,6 +8,8 @@ import pytest
 
 from tests.gpu.trace import kind_of, overlap, shares
 
+pytestmark = pytest.mark.long  # of the command, which is no part of the package
+
 
 def event(name: str, start: float, length: float, cat: str = "kernel", tid: int = 7) -> Any:
     return {"ph": "X", "name": name, "ts": start, "dur": length, "cat": cat, "tid": tid}

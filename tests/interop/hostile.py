@@ -85,6 +85,10 @@ def _text(content: str | bytes) -> Change:
     )
 
 
+def _bytes(make: Callable[[], bytes]) -> Change:
+    return lambda path: path.write_bytes(make())
+
+
 SPECIAL: dict[str, Change] = {
     "a pipe": os.mkfifo,
     "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
@@ -245,21 +249,23 @@ def cases() -> dict[str, Case]:
         for name in (JSON, CONFIG, "special_tokens_map.json"):
             add(f"{name} has {kind}", _instead(name, put), name)
 
-    weights: dict[str, bytes] = {
-        "300,000 empty tensors": empty_tensors(300_000),
-        "300,000 empty layers": empty_tensors(300_000, "model.layers.{}.mlp.up_proj.weight"),
-        "60,000 empty layers": empty_tensors(60_000, "model.layers.{}.mlp.up_proj.weight"),
-        "a header of 2**63 bytes": header({}, 2**63),
-        "a header of 99 MB": header({}, 99_000_000),
-        "a header of 90 MB of spaces": header(b"{" + b" " * 90_000_000 + b"}"),
-        "a header nested 100,000 deep": header(b'{"a":' * 100_000),
-        "one tensor of 2**60 numbers": header(
+    weights: dict[str, Callable[[], bytes]] = {  # of up to 90 MB, so none before its test
+        "300,000 empty tensors": lambda: empty_tensors(300_000),
+        "300,000 empty layers": lambda: empty_tensors(
+            300_000, "model.layers.{}.mlp.up_proj.weight"
+        ),
+        "60,000 empty layers": lambda: empty_tensors(60_000, "model.layers.{}.mlp.up_proj.weight"),
+        "a header of 2**63 bytes": lambda: header({}, 2**63),
+        "a header of 99 MB": lambda: header({}, 99_000_000),
+        "a header of 90 MB of spaces": lambda: header(b"{" + b" " * 90_000_000 + b"}"),
+        "a header nested 100,000 deep": lambda: header(b'{"a":' * 100_000),
+        "one tensor of 2**60 numbers": lambda: header(
             {"a": {"dtype": "F32", "shape": [2**60], "data_offsets": [0, 2**62]}}
         ),
     }
-    for kind, content in weights.items():
+    for kind, make in weights.items():
         named = "config.json" if kind == "60,000 empty layers" else WEIGHTS
-        add(f"the weights have {kind}", _instead(WEIGHTS, _text(content)), named, MODEL)
+        add(f"the weights have {kind}", _instead(WEIGHTS, _bytes(make)), named, MODEL)
     add("a pickle that is expanded", _pickled(_large_pickle), "pytorch_model.bin", MODEL)
     add("layers of a billion", _json("config.json", num_hidden_layers=10**9), "config.json", MODEL)
     add("a vocabulary of 10**12", _json("config.json", vocab_size=10**12), "", MODEL)

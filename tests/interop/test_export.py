@@ -91,6 +91,7 @@ def loaded(path: Path, **options: Any) -> Any:
     return face.from_pretrained(path, **options)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_exported_model_has_the_logits_of_the_checkpoint(name, form, runs, exports):
@@ -236,6 +237,7 @@ def test_tensor_without_a_name_in_the_format_is_rejected(form, runs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_python_code_of_the_docs_loads_each_export(exports, tmp_path):
     """In one process; the options of each format are those that the page names."""
     page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from minimind.cli.main import main
 from tests.interop.hostile import HARMLESS, cases, good_folder
 
 CASES = cases()
-PATIENCE = 30.0  # seconds; each takes one or two
+PATIENCE = 120.0  # seconds, of a loaded machine; each takes one or two
 TEXT = '{"text": "春眠不覺曉, a word and another"}\n'
 COMMANDS = {
     "import": "import --from llama {folder} --out {out}",
@@ -47,6 +47,7 @@ def test_there_are_enough():
     assert {reader for case in CASES.values() for reader in case.readers} == {*COMMANDS}
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", CASES)
 def test_each_reader_ends_soon_and_names_the_file(name: str, folder: Path, nursery: Any):
     case = CASES[name]
@@ -64,6 +65,7 @@ def test_each_reader_ends_soon_and_names_the_file(name: str, folder: Path, nurse
         assert "; " in report[0], (reader, stderr)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("reader", COMMANDS)
 @pytest.mark.parametrize("name", [*HARMLESS, "nothing"])
 def test_what_is_not_read_does_not_matter(name: str, reader: str, folder: Path):

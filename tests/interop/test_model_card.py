@@ -137,6 +137,7 @@ LEAKS = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("leak", LEAKS)
 @pytest.mark.parametrize("flag", ["data_path", "init_from", "tokenizer", "mirror", "unheard_of"])
 def test_no_secret_of_a_url_is_published(flag, leak, tmp_path):

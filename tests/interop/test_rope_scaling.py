@@ -54,6 +54,7 @@ def logits(model: Any) -> torch.Tensor:
     return model.eval()(input_ids=ids).logits
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("form", ["minimind", "llama", "gguf"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_exports_agree_beyond_the_trained_length(kind, form, runs, tmp_path):

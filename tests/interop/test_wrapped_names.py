@@ -50,6 +50,7 @@ def rename(folder: Path, as_named: Callable[[str], str]) -> dict[str, Tensor]:
     return renamed
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("as_file", [False, True], ids=["folder", "pickle"])
 @pytest.mark.parametrize("how", WRAPPED)
 def test_they_are_read_exactly(how: str, as_file: bool, folder: Path, tmp_path: Path):

@@ -161,6 +161,7 @@ def kept_of(model: Any, rows: Tensor) -> dict[tuple[torch.dtype, tuple[int, ...]
     return dict(found)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without")
 def test_compiled_what_is_kept_is_bf16_and_units_and_norms_are_computed_again():
     layers = 2

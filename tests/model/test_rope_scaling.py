@@ -37,6 +37,7 @@ def theirs(
     return ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=positions)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 @pytest.mark.parametrize("theta", [50.0, 1e4, 1e6])
 @pytest.mark.parametrize("length", [32, 512, 8192])
@@ -92,6 +93,7 @@ def test_flags_and_model_have_the_same_kinds_and_limit():
     assert FLAGS["rope_factor"].metadata["at_most"] == MAX_FACTOR
 
 
+@pytest.mark.long
 def test_a_scaled_model_finds_the_needle_where_the_unscaled_one_does_not():
     """In rows of four times the trained length, without more training; chance is 1 in 62."""
     model = trained(seed=0, steps=700)

@@ -63,6 +63,7 @@ def flip_weight(engine: Engine) -> None:
     weight.detach().view(-1).view(torch.int16)[3] ^= 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -31,6 +31,7 @@ def spikes_of(out_dir: Path) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["event"].startswith("spike")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_far", [False, True])
 def test_a_planted_document_is_named_unless_it_is_far_into_its_file(
     is_far: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -51,6 +52,7 @@ def test_a_planted_document_is_named_unless_it_is_far_into_its_file(
     assert found[0] == (None, None) or not is_far
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ["weights", "norm", "not finite"])
 def test_no_document_is_named_where_usual_rows_have_such_losses(
     case: str,

@@ -197,6 +197,7 @@ def test_killed_at_any_decision_a_run_decides_alike(
         assert {one for one in decisions(guarded) if one[1] > 50} <= {*decisions(out_dir)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("step", [41, 48])
 def test_saved_and_resumed_amid_spikes_a_run_decides_alike(
     step: int, guarded: Path, flags: dict[str, Any], tmp_path: Path

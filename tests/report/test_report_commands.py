@@ -242,9 +242,9 @@ def test_a_run_with_little_to_draw_has_a_page(tmp_path, lines):
     Drawn(text)
 
 
-def test_whatever_a_line_holds_there_is_a_page(tmp_path):
+def test_whatever_a_line_holds_there_is_a_page(tmp_path, request):
     odd = [None, "x", [], {}, [1], {"a": 1}, -1, 0, 1e308, 10**400, True, EVIL, 1e-320, 5e98, 0.5]
-    for seed in range(40):
+    for seed in range(40 if request.config.getoption("--long") else 8):
         draw = random.Random(seed)
         lines = crashed_and_resumed()
         lines[3] |= {"expert_load": [0.5, 0.5], "expert_load_range": [0.9, 1.1], "comm_ms": 3.0}

@@ -286,6 +286,7 @@ def verdict_events(out_dir: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == "verdict"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "owner", "name", "flags", "words"),
     [

@@ -142,6 +142,7 @@ SERVERS += ["http:/h", "http://[::1", "http://h h", "http://h/a?b", "localhost:9
 SERVERS += ["http://user:secret@h", "https://", "http://h#a", "http://h:0"]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("value", SERVERS)
 @pytest.mark.parametrize(
     "name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "FSSPEC_S3_ENDPOINT_URL"]

@@ -102,7 +102,7 @@ def meeting() -> Iterator[Callable[..., tuple[Peers, Store]]]:
 
 def seen(child: subprocess.Popen[bytes], state: str) -> Worker:
     worker = worker_of(child, 1)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while worker.state() != state:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -125,7 +125,7 @@ def test_a_process_is_running_stopped_or_gone_and_no_other_is_taken_for_it(child
     Worker(1, worker.host, worker.pid, "1").kill()  # another process of that number: not ours
     assert worker.state() == "stopped"
     worker.kill()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while worker.state() != "gone":  # a zombie, not waited for
         assert time.monotonic() < deadline
     worker.kill()

@@ -229,6 +229,7 @@ def test_files_of_any_name_are_read_by_url(tmp_path: Path):
     assert sorted(Path(one).read_text() for one in whole) == sorted(ODD)
 
 
+@pytest.mark.long
 def test_objects_of_any_name_are_read(tmp_path: Path, store: ObjectStore, proxy: FaultyProxy):
     for name in ODD:
         store.put(f"text/{name}", name.encode())

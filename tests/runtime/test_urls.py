@@ -140,6 +140,7 @@ def print_cached(made: list[Signed], cache_dir: Path) -> None:
             print(caught.value)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(10))
 def test_no_secret_is_in_what_is_written_and_printed(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -182,6 +183,7 @@ LONG = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG)
 def test_a_long_text_is_masked_in_a_time_of_its_length(text: str):
     began = time.process_time()

@@ -402,6 +402,7 @@ RUN: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("end", SIGNED)
 def test_no_secret_of_a_url_is_printed_or_stored_by_a_run(
     end: str,

@@ -20,6 +20,7 @@ def coordinates(line: str, is_mup: bool = True) -> Coordinates:
     return measure(runs_of_widths(_run_of(line.split()), WIDTHS, is_mup), steps=5, seeds=1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "line",
     [
@@ -40,6 +41,7 @@ def test_changes_are_equal_at_every_width_with_mup_only(line: str):
     assert without.slope("logits") > 0.4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("line", "powers", "role", "kind"),
     [

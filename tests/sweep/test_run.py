@@ -59,6 +59,7 @@ def test_the_pruner_waits_for_its_first_trials_and_steps(tmp_path: Path):
     assert {row.steps for row in pruned} <= {30, 40}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("sampler", "looks"), [("tpe", 1), ("tpe", 44), ("random", 12), ("grid", 12), ("grid", 28)]
 )
@@ -123,6 +124,7 @@ def test_a_grid_is_every_combination_once(tmp_path: Path):
     assert found == [(rate, size) for rate in ("1e-3", "1e-2") for size in (2, 4, 6)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stop_status", [75, -15, 130])
 def test_a_stop_asks_every_trial_to_save_and_the_next_start_goes_on(
     tmp_path: Path, stop_status: int
@@ -165,6 +167,7 @@ def test_a_database_that_is_none_is_named(tmp_path: Path, capsys: Any):
     assert f"{out / 'sweep.db'}: file is not a database; " in capsys.readouterr().err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["a?b", "a%41b", "a#b", "a{b}", "a @:x", "ü&=;", "?", "%(x)s"])
 def test_a_sweep_in_a_folder_of_any_name_goes_on(tmp_path: Path, name: str):
     out = tmp_path / name

@@ -198,6 +198,7 @@ def test_recomputed_blocks_train_to_the_same_loss(
     assert curve(tmp_path) == curve(runs / "whole")[:3]
 
 
+@pytest.mark.long
 def test_compiled_it_reports_the_same_losses_and_loads(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -93,6 +93,7 @@ def talk(place: Path) -> Path:
 # --- in our decoder -----------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
 def test_a_directory_of_transformers_is_fine_tuned_in_our_decoder(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -184,6 +185,7 @@ def test_a_model_that_does_not_separate_documents_is_refused(tmp_path: Path):
         train({**RUN, **more, "cache_dir": str(tmp_path)}, out_dir=str(tmp_path / "out"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "spare"), [("qwen2", 0), ("gpt2", 0), ("qwen2", 9)])
 def test_it_is_fine_tuned_with_rows_for_the_tokens_of_the_template(
     kind: str, spare: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -60,6 +60,7 @@ def test_the_best_and_every_fifth_are_kept_beside_the_last(unbroken: Path):
     assert all(kept(saved_in(unbroken / "checkpoints"), rules).values())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", [2, 4, 8])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_killed_at_a_validation_the_same_ones_are_kept(

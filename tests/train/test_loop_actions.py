@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,13 +27,7 @@ FLAGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    gc.unfreeze()
-    yield
-    gc.unfreeze()
-
-
+@pytest.mark.usefixtures("thawed")
 def test_live_objects_are_frozen_after_warmup_until_the_run_ends(tmp_path: Path):
     logger = RunLogger(tmp_path, 9, torch.device("cpu"), is_rank_0=True, is_profiling=False)
     with ExitStack() as cleanup:
@@ -47,6 +40,7 @@ def test_live_objects_are_frozen_after_warmup_until_the_run_ends(tmp_path: Path)
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("thawed")
 def test_objects_that_python_3_12_freezes_at_its_start_are_not_those_of_a_notebook(monkeypatch):
     frozen: list[bool] = []
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
@@ -56,6 +50,7 @@ def test_objects_that_python_3_12_freezes_at_its_start_are_not_those_of_a_notebo
     assert frozen
 
 
+@pytest.mark.usefixtures("thawed")
 def test_objects_frozen_by_a_notebook_stay_frozen(corpus: Path, tmp_path: Path):
     flags = {**FLAGS, "data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
     gc.freeze()

@@ -196,6 +196,7 @@ def test_a_command_out_of_memory_ends_with_10(
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 def test_the_script_answers_10_and_the_other_rank_does_not_hang(launch: Launcher, tmp_path: Path):
     """Attention scores of 51 GB, under a limit that holds on every machine: torch's own error.
 

@@ -30,6 +30,7 @@ def saved_steps(out_dir: Path) -> list[int]:
     return [event["step"] for event in events(out_dir, "checkpoint_saved")]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("minutes", "interval", "steps"),
     [

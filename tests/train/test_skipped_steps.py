@@ -122,9 +122,9 @@ def test_rows_that_a_group_shares_are_dumped_and_counted_once(tmp_path, flag):
     def check(rank: int) -> None:
         def gather(value: Any) -> list[Any]:
             shares[rank] = value
-            meeting.wait(10)
+            meeting.wait(60)
             every = list(shares)
-            meeting.wait(10)
+            meeting.wait(60)
             return every
 
         ranks: Any = SimpleNamespace(rank=rank, world_size=4, gather=gather)

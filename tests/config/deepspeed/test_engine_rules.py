@@ -22,6 +22,7 @@ from minimind.model.sizes import feed_forward_width
 from tests.config.deepspeed.test_normalize import leaves as spelt
 from tests.config.deepspeed.test_normalize import replaced, spellings
 from tests.conftest import ROOT, SMALL, Trained
+from tests.forking import Nursery
 
 train: Any = sys.modules["minimind.train"]
 ZERO = "zero_optimization."
@@ -275,8 +276,7 @@ def test_a_folder_of_a_job_that_cannot_be_made_is_of_storage(kind, tmp_path):
         train(started(tmp_path, edits, dry_run=True))
 
 
-@pytest.mark.launch
-def test_deepspeed_writes_its_defaults_into_a_copy(tmp_path):
+def test_deepspeed_writes_its_defaults_into_a_copy(tmp_path, nursery: Nursery):
     """It adds data_routing and data_sampling, which the printed table has no source for."""
     edits = {"data_efficiency": {}, f"{ZERO}stage": 1}
     flags = started(tmp_path, edits, max_seq_len=16, vocab_size=512, eval_rows=0)
@@ -285,18 +285,14 @@ def test_deepspeed_writes_its_defaults_into_a_copy(tmp_path):
     text.write_text("".join(lines))
     flags["data_path"] = text
     words = [f"--{name}={value}" for name, value in flags.items()]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train_pretrain.py"), *words, "--verbose"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    argv = [*words, "--verbose"]
+    statuses, _, report = nursery.run("train_pretrain", argv, tmp_path / "rank", processes=1)
+    assert statuses == [0], report[-3000:]
     kept = json.loads((tmp_path / "out" / "ds_config.resolved.json").read_text())
     assert kept["data_efficiency"] == {}
 
 
+@pytest.mark.long
 def test_a_tracker_that_deepspeed_cannot_open_is_named(trained: Trained, tmp_path: Path):
     """In a process of its own: wandb keeps threads."""
     (tmp_path / "ds.json").write_text(json.dumps(document({"wandb.enabled": True})))

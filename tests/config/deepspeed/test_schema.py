@@ -231,19 +231,15 @@ def test_every_default_of_the_classes_is_a_value_of_its_kind(name, survey):
     assert faults({block: {"type": name, "params": given}}, "ds.json") == []
 
 
+# Beside the rows of tests/config/test_malformed.py.
 BAD = [
-    ({"zero_optimisation": {"stage": 3}}, "zero_optimisation is no key", "zero_optimization?"),
     ({"Zero_Optimization": {}}, "Zero_Optimization is no key", "did you mean zero_optimization?"),
     ({"qqq": 1}, "qqq is no key of DeepSpeed 0.19.8", "remove it"),
-    ({"_comment": "mine"}, "_comment", "no place for notes, remove it"),
     ({"comment": "mine"}, "comment", "no place for notes, remove it"),
-    ({"stage": 3}, "stage is no key", "write it inside zero_optimization"),
     ({"max_reuse_distance": 3}, "max_reuse_distance is no key", "it inside zero_optimization"),
-    ({"lr": 3e-4}, "lr is no key", "write it inside optimizer.params"),
     *(
         ({"zero_optimization": inside}, f"zero_optimization.{what}", advice)
         for inside, what, advice in (
-            ({"stge": 3}, "stge is no key of DeepSpeed 0.19.8", "did you mean stage?"),
             ({"qqq": 3}, "qqq is no key", "remove it"),
             ({"prefetch_bucket_sise": 9}, "prefetch", "did you mean stage3_prefetch_bucket_size?"),
             (
@@ -254,17 +250,8 @@ BAD = [
             ({"overlap_comm": 1}, "overlap_comm is 1, not true or false or null", "write one"),
             ({"reduce_scatter": None}, "reduce_scatter is null, not true or false", "write one"),
             ({"reduce_bucket_size": 1.5}, "reduce_bucket_size is 1.5, not a whole", "write one"),
-            ({"reduce_bucket_size": "big"}, 'reduce_bucket_size is "big", not a whole', "write"),
             ({"sub_group_size": True}, "sub_group_size is true, not a whole number", "write one"),
             ({"sub_group_size": float("inf")}, "sub_group_size is Infinity", "write one"),
-            ({"offload_param": "cpu"}, 'offload_param is "cpu", not an object;', "write {...}"),
-            ({"offload_optimizer": {"devise": "cpu"}}, "offload_optimizer.devise", "mean device?"),
-            ({"offload_param": {"devise": "cpu"}}, "offload_param.devise is no", "mean device?"),
-            (
-                {"offload_param": {"device": "gpu"}},
-                'offload_param.device is "gpu"',
-                "one of none, cpu, nvme",
-            ),
             (
                 {"offload_param": {"device": "CPU"}},
                 'offload_param.device is "CPU"',
@@ -275,7 +262,6 @@ BAD = [
                 "offload_optimizer.device is null, not",
                 "write one",
             ),
-            ({"cpu_offload": True}, "cpu_offload is the old name", "offload_optimizer"),
             ({"cpu_offload_param": True}, "cpu_offload_param is the old", "offload_param"),
             ({"cpu_offload_use_pin_memory": True}, "cpu_offload_use_pin", "write pin_memory"),
             (
@@ -295,40 +281,22 @@ BAD = [
             ),
         )
     ),
-    ({"bf16": {"enable": True}}, "bf16.enable is no key", "did you mean enabled?"),
     ({"fp16": {"loss_scael": 1}}, "fp16.loss_scael is no key", "did you mean loss_scale?"),
     ({"fp16": {"loss_scale": True}}, "fp16.loss_scale is true, not a number", "write one"),
     ({"fp16": {"hysteresis": 2.5}}, "fp16.hysteresis is 2.5, not a whole number", "write one"),
     ({"overlap_comm": True}, "overlap_comm is no key", "write it inside zero_optimization"),
-    ({"amp": {"enabled": True}}, "amp was removed from DeepSpeed", "use bf16"),
     ({"bfloat16": {"enabled": True}}, "bfloat16", "write bf16"),
-    ({"elasticity": None}, "elasticity was removed from DeepSpeed", "remove it"),
-    ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size was removed", "hpz"),
-    ({"zero_optimization": 3}, "zero_optimization is 3, not an object", "write {...}"),
     ({"zero_optimization": True}, "zero_optimization is true, not an object", "write {...}"),
     ({"bf16": None}, "bf16 is null, not an object", "write {...}"),
-    ({"steps_per_print": "often"}, 'steps_per_print is "often", not a number or null', "write one"),
     ({"gradient_clipping": True}, "gradient_clipping is true, not a number", "write one"),
-    ({"gradient_clipping": float("nan")}, "gradient_clipping is NaN", "write one"),
-    ({"train_batch_size": 8.5}, "train_batch_size is 8.5, not a whole number", "write one"),
-    ({"wall_clock_breakdown": 1}, "wall_clock_breakdown is 1, not true or false", "write one"),
     ({"communication_data_type": "f32"}, '"f32", not one of fp32, fp16, bf16', "write one"),
     ({"aio": {"blok_size": 1}}, "aio.blok_size is no key", "did you mean block_size?"),
     ({"data_types": {"grad_dtype": "fp32"}}, "data_types.grad_dtype is no key", "grad_accum_dtype"),
     ({"optimizer": "AdamW"}, 'optimizer is "AdamW", not an object', "write {...}"),
-    ({"optimizer": {"params": {}}}, "optimizer has no type", 'write "type": "AdamW"'),
     ({"optimizer": {"type": 3}}, "optimizer.type is 3, not a text", "write one"),
-    ({"optimizer": {"type": "AdmaW"}}, 'optimizer.type is "AdmaW"', "did you mean AdamW?"),
     ({"optimizer": {"type": "sgd"}}, 'optimizer.type is "sgd"', "did you mean SGD?"),
     ({"optimizer": {"type": "zzz"}}, "no optimizer of DeepSpeed 0.19.8", "there are Adam, AdamW"),
-    ({"optimizer": {"type": "OneBitAdam"}}, "which was removed from DeepSpeed", "use AdamW"),
-    ({"optimizer": {"type": "SGD", "parms": {}}}, "optimizer.parms is no key", "mean params?"),
     ({"optimizer": {"type": "SGD", "params": 1}}, "optimizer.params is 1, not an object", "write"),
-    (
-        {"optimizer": {"type": "adamw", "params": {"weight_decy": 0.1}}},
-        "optimizer.params.weight_decy is no parameter of AdamW",
-        "did you mean weight_decay?",
-    ),
     (
         {"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.99]}}},
         "optimizer.params.betas is no parameter of SGD",
@@ -344,21 +312,10 @@ BAD = [
         "optimizer.params.max_grad_norm is refused by DeepSpeed",
         "use gradient_clipping",
     ),
-    ({"scheduler": {"type": "WarmUpLR"}}, 'scheduler.type is "WarmUpLR"', "did you mean WarmupLR?"),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 10}}},
-        "scheduler.params.warmup_steps is no parameter of WarmupLR",
-        "did you mean warmup_num_steps?",
-    ),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linaer"}}},
         'warmup_type is "linaer", not one of log, linear',
         "write one",
-    ),
-    (
-        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4}}},
-        "scheduler.params.cycle_max_lr is missing",
-        "OneCycle needs it",
     ),
 ]
 
@@ -387,14 +344,6 @@ def test_one_fault_is_one_sentence_that_reports_what_to_do(config, what, advice)
 )
 def test_what_deepspeed_obeys_or_another_module_reports_is_no_fault(inside):
     assert faults({"zero_optimization": inside}, "ds.json") == []
-
-
-def test_faults_are_all_reported():
-    config = {}
-    for one, _, _ in BAD[:4]:
-        config |= one
-    config["optimizer"] = {"type": "AdamW", "parms": {}, "params": {"weight_decy": 1, "lr": []}}
-    assert len(faults(config, "ds.json")) == 4 + 3
 
 
 def test_the_shipped_file_has_no_faults():

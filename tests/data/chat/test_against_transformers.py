@@ -17,7 +17,6 @@ from tests.data.chat.made import (
 )
 
 SEED = 29
-CONVERSATIONS = 1000
 MARKED = {"default": DEFAULT_TEMPLATE, "chatml": CHATML_MARKED, "headers": HEADERS_MARKED}
 
 
@@ -30,18 +29,19 @@ def pair(request, tokenizer, byte_level):
     return ours, theirs
 
 
-def conversations():
-    draw = random.Random(SEED)
-    return [conversation(draw) for _ in range(CONVERSATIONS)]
+@pytest.fixture(scope="module")
+def conversations(request):
+    draw, number = random.Random(SEED), 1000 if request.config.getoption("--long") else 100
+    return [conversation(draw) for _ in range(number)]
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_ids_and_masks_of_random_conversations(pair, name):
+def test_ids_and_masks_of_random_conversations(pair, conversations, name):
     ours, theirs = pair
     template = ChatTemplate(MARKED[name], ours)
     theirs.chat_template = MARKED[name]
-    made = conversations()
-    for messages, found in zip(made, all_good(template.encode_batch(made)), strict=True):
+    encoded = all_good(template.encode_batch(conversations))
+    for messages, found in zip(conversations, encoded, strict=True):
         expected = theirs.apply_chat_template(
             [asdict(message) for message in messages],
             tokenize=True,
@@ -53,10 +53,10 @@ def test_ids_and_masks_of_random_conversations(pair, name):
 
 
 @pytest.mark.parametrize("source", [DEFAULT_TEMPLATE, CHATML, HEADERS])
-def test_prompts(pair, source):
+def test_prompts(pair, conversations, source):
     ours, theirs = pair
     template = ChatTemplate(source, ours)
-    for messages in conversations()[:200]:
+    for messages in conversations[:200]:
         expected = theirs.apply_chat_template(
             [asdict(message) for message in messages[:-1]],
             chat_template=source,
@@ -69,9 +69,11 @@ def test_prompts(pair, source):
 
 @pytest.mark.parametrize(("source", "marked"), [(CHATML, CHATML_MARKED), (HEADERS, HEADERS_MARKED)])
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
-def test_a_template_without_generation_gives_what_one_with_it_gives(pair, source, marked, train_on):
+def test_a_template_without_generation_gives_what_one_with_it_gives(
+    pair, conversations, source, marked, train_on
+):
     ours, _ = pair
-    made = conversations()[:300]
+    made = conversations[:300]
     found = all_good(ChatTemplate(source, ours).encode_batch(made, train_on))
     expected = all_good(ChatTemplate(marked, ours).encode_batch(made, train_on))
     for (ids, targets), (their_ids, their_targets) in zip(found, expected, strict=True):
@@ -79,9 +81,9 @@ def test_a_template_without_generation_gives_what_one_with_it_gives(pair, source
         assert targets.tolist() == their_targets.tolist()
 
 
-def test_one_by_one_is_the_same_as_a_batch(pair):
+def test_one_by_one_is_the_same_as_a_batch(pair, conversations):
     template = ChatTemplate(DEFAULT_TEMPLATE, pair[0])
-    made = conversations()[:100]
+    made = conversations[:100]
     batch = all_good(template.encode_batch(made))
     for messages, (ids, targets) in zip(made, batch, strict=True):
         own_ids, own_targets = template.encode(messages)

@@ -113,6 +113,7 @@ def kill_at_random(place: Path, out: Path, times: int, seed: int, *more: str) ->
     return hits
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [(), ("--processes", "2")])
 @pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.long)])
 def test_killed_at_random_and_started_again_gives_the_same_bytes(
@@ -248,6 +249,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", MISUSE)
 def test_a_mistake_is_one_line_and_leaves_no_folder(
     case: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -286,6 +288,7 @@ def test_what_is_there_is_replaced_by_force_alone(
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at", range(1, 5))
 def test_killed_while_the_new_folder_takes_the_place_of_the_old_one_of_them_is_put_there(
     place: Path, whole: dict[str, bytes], tmp_path: Path, at: int
@@ -457,6 +460,7 @@ def test_two_at_once_in_one_folder_are_one_preparation(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [(), ("--processes", "2")])
 def test_ctrl_c_is_answered_in_one_line_and_the_same_command_continues(
     place: Path, tmp_path: Path, more: tuple[str, ...]
@@ -466,7 +470,7 @@ def test_ctrl_c_is_answered_in_one_line_and_the_same_command_continues(
     command = ["prepare", str(text), "--tokenizer", str(place / MODEL_NAME), *SHARDS, *more]
     command += ["--out", str(out)]
     process = start(command, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (done := [*draft.glob("unit-*.json")]):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -501,7 +505,7 @@ def test_helpers_end_with_a_parent_that_is_killed(place: Path, tmp_path: Path):
     command = ["prepare", str(text), "--tokenizer", str(place / MODEL_NAME), *SHARDS]
     process = start([*command, "--out", str(tmp_path / "out"), "--processes", "3"])
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(pids := children.read_text().split()) < 2:
         assert time.monotonic() < deadline
     process.kill()

@@ -196,7 +196,7 @@ def finish_while_waited_for(out: Path, monkeypatch: pytest.MonkeyPatch, command:
     with held(out, "work", fcntl.LOCK_EX):
         thread = threading.Thread(target=lambda: status.append(main(command)))
         thread.start()
-        assert waiting.wait(30)
+        assert waiting.wait(120)
         NewFolder(out, False, (), "test", Path.exists).replace(out.with_name("done"))
     thread.join()
     return status[0]
@@ -298,7 +298,7 @@ def test_who_waited_for_a_lock_that_was_removed_takes_the_new_one(tmp_path: Path
     fcntl.flock(holder, fcntl.LOCK_EX)
     thread = threading.Thread(target=wait)
     thread.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while _waiters(lock) < 1:
         assert time.monotonic() < deadline
     lock.unlink()  # as its holder does, before it lets go

@@ -165,7 +165,7 @@ print(len(made.train), made.directory, made.tokenizer.fingerprint)
     command = [sys.executable, "-W", "error", "-c", code]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     started = [subprocess.Popen(command, **pipes) for _ in range(2)]
-    ended = [process.communicate(timeout=60) for process in started]
+    ended = [process.communicate(timeout=120) for process in started]
     assert [error for _, error in ended] == ["", ""]
     text = sorted(out.splitlines() for out, _ in ended)
     assert [len(lines) for lines in text] in ([1, 2], [2, 1])

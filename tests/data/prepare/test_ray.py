@@ -77,6 +77,7 @@ def kill_a_worker_in_a_unit(driver: subprocess.Popen[str], draft: Path) -> str:
     raise AssertionError("no worker was seen in a unit")
 
 
+@pytest.mark.long
 @pytest.mark.launch
 def test_four_workers_one_of_them_killed_write_the_shards_of_one_process(tmp_path: Path):
     text = write(tmp_path / "t.jsonl", sentences(1, 10_000))

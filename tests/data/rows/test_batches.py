@@ -98,7 +98,7 @@ def test_what_follows_is_read_before_it_is_requested(shards, batches, workers):
 
     read = threading.Semaphore(0)
     batches(2, reader=Counting(), workers=workers).at(0)
-    assert all(read.acquire(timeout=30) for _ in range(1 + workers))
+    assert all(read.acquire(timeout=120) for _ in range(1 + workers))
     assert not read.acquire(blocking=False)
 
 

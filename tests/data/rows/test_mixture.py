@@ -85,6 +85,7 @@ def test_every_step_is_mixed_about_as_the_weights_say():
     assert 1.5 < np.mean(chi_squared) < 2.5  # two degrees of freedom: neither lumped nor combed
 
 
+@pytest.mark.long
 def test_no_row_of_a_source_is_favoured_where_an_epoch_begins():
     order = mixed(8, 0, (50, 50), (3.0, 1.0))
     first = [order.rows_for(epoch * order.steps_per_epoch, 0, 1) for epoch in range(4000)]

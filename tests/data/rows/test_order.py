@@ -149,6 +149,7 @@ def test_unpermute_inverts_permute(size):
             np.testing.assert_array_equal(unpermute(image, size, 9, epoch, source), positions)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("mixture", [None, Mixture((40, 3, 60), (1.0, 1.0, 2.0))])
 @pytest.mark.parametrize("origin", [Origin(), Origin(4, 30, 2, 9), Origin(4, 30, 2, 100)])
 @pytest.mark.parametrize("stop", [3, 4, 5, 40, 90])

@@ -100,6 +100,7 @@ def test_any_depth_ends_where_links_lead_back_up(tmp_path, pattern, names, monke
     assert find_files([pattern]) == [Path(name) for name in names]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["", "**", "**/*.jsonl"])
 def test_directories_may_be_nested_deeper_than_calls(tmp_path, form):
     deepest = tmp_path / "data"

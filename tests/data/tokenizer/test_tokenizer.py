@@ -62,6 +62,7 @@ def fuzz(seed, texts):
         )
 
 
+@pytest.mark.sample(1)
 def test_every_text_comes_back(tokenizer):
     texts = AWKWARD + prose(2, 20) + verse(2, 20) + list(fuzz(3, 3000))
     for text, ids in zip(texts, tokenizer.encode_batch(texts, threads=2), strict=True):
@@ -123,6 +124,7 @@ def test_tiny_text_still_gives_exactly_the_pieces_requested(tmp_path, texts):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("vocab_size", [512, 1024])
 def test_thousands_of_characters_fit_a_small_vocabulary(tmp_path, vocab_size):
     texts = verse(5, characters=8000)
