@@ -370,6 +370,22 @@ def _total_steps(f: Facts) -> Value:
 
 ZERO, PARAMS, RATE = "zero_optimization.", "optimizer.params.", "scheduler.params."
 _DECAYING = ("WarmupDecayLR", "WarmupCosineLR")
+# DeepSpeed's own models read "auto" as the default of a field.
+DEFAULTS = {
+    f"{ZERO}sub_group_size": 10**9,
+    f"{ZERO}stage3_max_live_parameters": 10**9,
+    f"{ZERO}stage3_max_reuse_distance": 10**9,
+    f"{ZERO}contiguous_gradients": True,
+    f"{ZERO}reduce_scatter": True,
+    f"{ZERO}allgather_partitions": True,
+    f"{ZERO}offload_optimizer.device": "none",
+    f"{ZERO}offload_param.device": "none",
+    "fp16.loss_scale": 0,
+    "fp16.loss_scale_window": 1000,
+    "fp16.initial_scale_power": 16,
+    "fp16.hysteresis": 2,
+    "fp16.min_loss_scale": 1,
+}
 # In the order in which they are adopted and filled. Some are always filled, because DeepSpeed has
 # defaults of its own (clipping: 1.0).
 KEYS = (
@@ -387,20 +403,7 @@ KEYS = (
         _fixed(False, "derived: it would wait for the device"),
     ),
     Key(TENSOR_PARALLEL, "tensor_parallel", lambda f: f.run.tensor_parallel > 1, is_adopted=False),
-    # DeepSpeed's own models read "auto" as the default of a field.
-    Key("fp16.loss_scale", value=_fixed(0)),
-    Key("fp16.loss_scale_window", value=_fixed(1000)),
-    Key("fp16.initial_scale_power", value=_fixed(16)),
-    Key("fp16.hysteresis", value=_fixed(2)),
-    Key("fp16.min_loss_scale", value=_fixed(1)),
-    Key(f"{ZERO}sub_group_size", value=_fixed(10**9)),
-    Key(f"{ZERO}stage3_max_live_parameters", value=_fixed(10**9)),
-    Key(f"{ZERO}stage3_max_reuse_distance", value=_fixed(10**9)),
-    Key(f"{ZERO}contiguous_gradients", value=_fixed(True)),
-    Key(f"{ZERO}reduce_scatter", value=_fixed(True)),
-    Key(f"{ZERO}allgather_partitions", value=_fixed(True)),
-    Key(f"{ZERO}offload_optimizer.device", value=_fixed("none")),
-    Key(f"{ZERO}offload_param.device", value=_fixed("none")),
+    *(Key(path, value=_fixed(value)) for path, value in DEFAULTS.items()),
     Key(f"{ZERO}stage", "", _always, _fixed(0, "DeepSpeed's default: no stage is named")),
     Key(f"{ZERO}overlap_comm", value=_overlap),
     Key(f"{ZERO}reduce_bucket_size", value=_bucket),
