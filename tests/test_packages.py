@@ -90,9 +90,13 @@ OFF = """
 OF_OFF = {"plotly", "wandb", "ray", "fsspec", "jinja2", "tokenizers", "sentencepiece", "pyarrow"}
 
 
-def test_a_plain_start_loads_nothing_that_is_off():
-    loaded = loaded_by("minimind.train.pretrain", modules())
-    off = {f"minimind.{name}" for name in OFF}
+@pytest.mark.parametrize(
+    ("start", "is_on"),
+    [("train.pretrain", set()), ("launch.train_pretrain", {"minimind.data.text"})],
+)
+def test_a_plain_start_loads_nothing_that_is_off(start: str, is_on: set[str]):
+    loaded = loaded_by(f"minimind.{start}", modules())
+    off = {f"minimind.{name}" for name in OFF} - is_on
     assert not {name for name in loaded for part in off if f"{name}.".startswith(f"{part}.")}
     assert not loaded & OF_OFF
     names = {*modules()}

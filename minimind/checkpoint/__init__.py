@@ -1,5 +1,5 @@
 """Checkpoints: written aside, hashed, renamed, verified before reading; elastic.
 
-The format is in `directory.py` and `tensor_files.py`; a value that a resume compares starts in
-`identity.py`.
+The format is in `directory.py` and `tensor_files.py`; `saver.py` writes the files. A value that
+a resume compares starts in `identity.py`.
 """

@@ -1,7 +1,7 @@
 """Checkpoint directories: written aside, published by one rename, verified before they are read.
 
     out_dir/checkpoints/step_00000042/
-        shard-R-of-N.safetensors   what rank R of N owned: fp32 weights and Adam moments
+        shard-R-of-N.safetensors   what rank R of N owned: fp32 weights and the optimizer's moments
         buffers.safetensors        persistent buffers
         state.json                 shapes, optimizer step, the engine's counters
         config.json tokenizer.model ds_config.resolved.json   for generate and for readers

@@ -64,7 +64,7 @@ class Contents:
     def _require_all_kinds(self) -> None:
         """Raise CheckpointError if a parameter lacks a moment or the average that others have.
 
-        A parameter has the moments of Adam or of Muon.
+        Which moments a parameter has depends on its optimizer.
         """
         kinds = dict(self.shards.kinds)
         kinds.pop(MASTER, None)

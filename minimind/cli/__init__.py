@@ -1,4 +1,4 @@
-"""`minimind COMMAND`: one module per command parses, calls, prints and returns the exit status.
+"""`minimind COMMAND`: a module per subject parses, calls, prints and returns the exit status.
 
-A new command starts in `main.py`.
+A new command starts in `main.py`, which lists them.
 """

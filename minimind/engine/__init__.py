@@ -1,5 +1,5 @@
 """One optimizer step on DeepSpeed, DDP or a single process.
 
-`build.py` is the only module of the library that imports accelerate and deepspeed. A backend starts
-in `build.py`.
+`build.py` is the only module that imports accelerate and deepspeed, besides the launcher. A backend
+starts there, a time of a step in `clocks.py`.
 """

@@ -341,7 +341,7 @@ def optimizer_of(groups: Groups, run: RunConfig) -> torch.optim.Optimizer:
     if row.keeps_block:  # Muon's own values are in its groups
         options |= {key: run.optimizer_values[flag] for key, flag in row.params.items()}
     module, _, name = row.path.rpartition(".")
-    if module == "torch.optim":
+    if module == "torch.optim":  # fused: it heeds found_inf, by which a step is skipped
         options["fused"] = True
     return getattr(import_module(module), name)(groups, **options)
 

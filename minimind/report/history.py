@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from minimind.errors import UsageError
+from minimind.errors import PREEMPTED, UsageError
 from minimind.runtime.durable_files import storing
 
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -200,7 +200,6 @@ def _follows_missing_start(start: Start, line: dict[str, Any]) -> bool:
     return line["event"] == "step" and number(line.get("step")) <= start.last_step
 
 
-PREEMPTED = 75
 SILENCE = 120.0  # seconds without a line after which a run of quick steps counts as ended
 LINE = re.compile(r"(?P<name>\w+): (?P<value>.*?)(?:  # (?P<source>[^#]*))?", re.DOTALL)
 MAX_CHARACTERS, MAX_DEPTH = 300, 8  # of a value of the configuration

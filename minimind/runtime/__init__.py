@@ -1,5 +1,5 @@
 """Processes, signals, exit status, files and locks; object storage and its cache.
 
-A new way for a run to end starts in `exit.py`, a new kind of file in `durable_files.py`, a scheme
-of URLs in `SCHEMES` in `urls.py` and in `filesystem.py`.
+`exit.py` ends a run; a new exit status starts in `minimind/errors.py`. A kind of file starts in
+`file_kinds.py`, a scheme of URLs in `SCHEMES` of `urls.py` and `LIBRARY_OF` of `filesystem.py`.
 """

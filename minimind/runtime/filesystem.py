@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
-from minimind.runtime.urls import HIDDEN, SCHEMES, has_credentials, masked, masked_text
+from minimind.runtime.urls import HIDDEN, has_credentials, masked, masked_text
 
 # It logs tracebacks of errors that it raises as well.
 logging.getLogger("aiobotocore.credentials").addHandler(logging.NullHandler())
@@ -55,7 +55,7 @@ HUB = Scheme(
 )
 WEB = Scheme("aiohttp", "pip install fsspec aiohttp", "use a URL that needs none")
 LOCAL = Scheme("fsspec", "pip install fsspec", "correct its permissions")
-LIBRARY_OF: dict[str, Scheme] = dict(zip(SCHEMES, (AWS, GOOGLE, HUB, WEB, WEB, LOCAL), strict=True))
+LIBRARY_OF = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "file": LOCAL}
 
 # Names, since the libraries are optional: errors of botocore, aiohttp, httpx and requests that say
 # that a connection could not be made, was cut or was silent for too long.

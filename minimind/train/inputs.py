@@ -12,13 +12,6 @@ from minimind.config.deepspeed.resolve import read_deepspeed_json
 from minimind.config.flags import DEFAULT_DATA, HUGGING_FACE
 from minimind.config.parse import config_file
 from minimind.config.run_config import LAUNCH, RunConfig
-from minimind.data.chat.conversations import (
-    conversation_columns,
-    conversation_of_line,
-    conversation_of_row,
-    require_records,
-)
-from minimind.data.prepare.encode import refuse
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME
 from minimind.data.text.documents import ReadOptions, Records, Rejection
 from minimind.data.text.inputs import find_files, require_once, segments_of
@@ -108,6 +101,13 @@ def _require_text(run: RunConfig) -> None:
     require_once(files)
     reading = ReadOptions(run.text_field, run.max_document_bytes)
     if run.task == "sft":
+        from minimind.data.chat.conversations import (
+            conversation_columns,
+            conversation_of_line,
+            conversation_of_row,
+            require_records,
+        )
+
         require_records(files)
         conversations = Records(
             of_line=partial(conversation_of_line, reading=reading),
@@ -121,6 +121,8 @@ def _require_text(run: RunConfig) -> None:
         segment = segments_of(file, sys.maxsize)[0]
         first = next(read_segment(segment, reading), None)
         if isinstance(first, Rejection) and run.on_bad_data != "skip":
+            from minimind.data.prepare.encode import refuse
+
             refuse(first)
 
 

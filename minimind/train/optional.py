@@ -1,6 +1,7 @@
 """The parts of a run that a flag turns on: each is imported if its flag is given.
 
-What is off has a null object in its place, so that the loop calls both alike.
+What the loop calls at many places has a null object in place of what is off; a check, a trace or
+trackers that are off are None.
 """
 
 from __future__ import annotations

@@ -280,9 +280,8 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     """Log the end of the run and write its report; every rank leaves the process group."""
     run, logger = context.run, context.logger
     context.batches.close()
-    if run.mirror:
-        context.mirror.finish()
-        context.saver.prune()  # what was being uploaded at the last save
+    context.mirror.finish()
+    context.saver.prune()  # also what was being uploaded at the last save
     if message := context.saver.prune_error(wait=True):
         logger.print(message)
     code = "DONE" if status == 0 else "PREEMPTED"

@@ -19,10 +19,15 @@ from minimind.engine import engine
 from minimind.engine.clocks import PHASES, PhaseClock, mean_ms, profile_table
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
+from minimind.report import history
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.durable_files import Metrics
 from minimind.train.loop import GC_WARMUP_STEPS
 from tests import cuda_events
+
+
+def test_the_report_knows_the_same_phases():
+    assert PHASES == history.PHASES
 
 
 def test_every_moment_of_a_step_is_charged_to_one_phase():

@@ -10,8 +10,13 @@ import pytest
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime import filesystem
 from minimind.runtime.filesystem import Retry, Truncated, open_filesystem, retrying
-from minimind.runtime.urls import is_url, masked
+from minimind.runtime.urls import SCHEMES, is_url, masked
 from tests.runtime.servers import FaultyProxy, ObjectStore
+
+
+def test_every_scheme_has_a_library():
+    assert tuple(filesystem.LIBRARY_OF) == SCHEMES
+
 
 AT_ONCE = Retry(first_wait=0.0)
 
