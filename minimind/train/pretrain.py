@@ -90,13 +90,14 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
 
 def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     """Check a run whose prepared folder is here, and train; `cleanup` closes what is opened."""
+    # 1. The launcher, the model and the backend decide what flags leave open.
     launch = read_launch(os.environ)
     if run.dry_run:
         launch = planned_launch(launch, os.environ)
     initial = fine_tuned(read_initial(run)) if run.task == "sft" else read_initial(run)
     run = initial.run
     setup = read_setup(run, launch)
-    # Report every mistake before the long work.
+    # 2. Every mistake is reported before the long work.
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
     require_accepted(resolved, setup.device)
     require_outputs(resolved)
@@ -134,6 +135,7 @@ def train_resolved(
     """Prepare the data, build the engine, train; `cleanup` closes what is opened."""
     run, is_rank_0 = setup.run, setup.launch.rank == 0
     out_dir = Path(run.out_dir)
+    # 3. The text, which decides the vocabulary and the schedule.
     is_locked = is_rank_0 and out_dir.exists()
     if is_locked:  # refuse a folder in use before the long work
         progress.lock = lock_out_dir(out_dir)
@@ -142,17 +144,20 @@ def train_resolved(
         resolved.run, prepared, setup.launch.world_size, initial.architecture
     )
     require_traceable(run, schedule.total_steps)
+    # 4. The configuration in force, read from here on.
     setup = replace(setup, run=with_prepared(run, prepared))
     resolved = setup.resolve(schedule)
     run = resolved.run
     if is_rank_0 and not is_locked:
         progress.lock = lock_out_dir(out_dir)
     progress.out_dir = out_dir
+    # 5. The engine, with its process group.
     cleanup.enter_context(report_out_of_memory(setup, resolved))
     engine = build_engine(resolved, initial.build(run, prepared.tokenizer), setup.device)
     cleanup.callback(engine.release)
     engine.introduce(progress.peers)
     require_same_files(engine, out_dir, prepared, order.left_out)
+    # 6. The log, the state that is resumed, and the objects of the loop.
     with storing(str(out_dir), "correct its permissions, or give another --out_dir"):
         mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size)
         logger = RunLogger(
@@ -164,6 +169,7 @@ def train_resolved(
         run, prepared, order, schedule, engine, logger, progress, initial, cleanup
     )
     register_cleanup(context)
+    # 7. Files of the run in out_dir, and what reads them.
     if engine.rank == 0:
         with storing(str(out_dir), "free some space, or give another --out_dir"):
             write_reference(out_dir, resolved)
@@ -173,6 +179,7 @@ def train_resolved(
         context.mirror.start(context.saver.good)
         if resumed.state.step < schedule.total_steps:  # else the trackers' runs would be empty
             logger.trackers = open_trackers(run, resumed.state.step)
+    # 8. The start as people and as a restart see it.
     log_run_start(context, prepared, resumed, initial, advice(setup, resolved))
     context.mirror.report()
     record_for_restart(run, engine)
