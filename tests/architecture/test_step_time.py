@@ -223,6 +223,7 @@ def test_a_compiled_block_moves_the_bytes_that_are_stated(graphs: list[Graphs]):
     assert moved[1][1] - moved[0][1] == pytest.approx(called, rel=0.1)
 
 
+@pytest.mark.long
 def test_a_compiled_loss_stores_no_logits_in_float32(graphs: list[Graphs]):
     """Logits and their gradient are stored once each, in bf16."""
     stored = [

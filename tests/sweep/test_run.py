@@ -38,6 +38,7 @@ def test_every_trial_is_a_run_in_a_folder_and_the_lowest_metric_is_the_best(tmp_
     assert best.curve[40] == best.metric
 
 
+@pytest.mark.long
 def test_bad_trials_are_stopped_by_the_median_of_the_others(tmp_path: Path):
     status, rows = sweep_in(tmp_path / "out", made_process(), trials=12, sampler="random")
     assert status == 0
