@@ -126,18 +126,6 @@ FLAGS = {
     "flag seed": bad("seed = 4294967296", "at most", flags="--seed 4294967296"),
     "flag choice": bad("dtype = fp16 (--dtype)", "float16", flags="--dtype fp16"),
     "flag empty": bad("deepspeed_config = ''", flags="--deepspeed_config="),
-    "flag warm-up beyond the end": bad(
-        "warmup_steps = 20 (--warmup_steps)",
-        "max_steps = 10 (--max_steps)",
-        flags="--warmup_steps 20 --max_steps 10",
-    ),
-    "flag dim against heads": bad(
-        "dim = 100 (--dim)", "n_heads = 8 (--n_heads)", flags="--dim 100 --n_heads 8"
-    ),
-    "flag odd head": bad("is odd", "dim", "n_heads", flags="--dim 24 --n_heads 8"),
-    "flag heads against kv heads": bad(
-        "n_heads = 8 (default)", "n_kv_heads = 3 (--n_kv_heads)", flags="--n_kv_heads 3"
-    ),
     "flag batch not divisible": bad(
         "batch_size = 3 (--batch_size)",
         "2 processes (--split_batches)",
