@@ -364,7 +364,7 @@ def setting_faults(f: Facts) -> list[str]:
         *(f"{f.path}: {fault}" for fault in of_file),
         *of_flags,
         *(f"{f.path}: {fault}" for fault in of_engine),
-        *tensor_parallel_faults(f.config, f.path, f.run),
+        *tensor_parallel_faults(f),
     ]
 
 
@@ -642,29 +642,21 @@ def _unsupported(f: Facts) -> Iterator[str]:
         yield f"{key} is {json.dumps(f[key])}, but no layer drops tokens here; remove it"
 
 
-def tensor_parallel_faults(config: Mapping[str, Any], path: str, run: RunConfig) -> list[str]:
+def tensor_parallel_faults(f: Facts) -> list[str]:
     """Keys and flags beside which tensor parallelism is wrong, or not tested."""
+    run = f.run
     if run.tensor_parallel == 1:
         return []
     flag = f"{given(run, 'tensor_parallel')}"
-    stage, of_adam = get(config, f"{ZERO}stage"), get(config, "optimizer.params.torch_adam")
+    torch_adam, accumulated = f["optimizer.params.torch_adam"], f["data_types.grad_accum_dtype"]
     keys = {
-        f"{ZERO}stage is 3": (stage == 3, "use stage 0, 1 or 2"),
-        f"{ZERO}offload_optimizer": (offloads(config, "optimizer"), "remove it"),
-        f"{ZERO}round_robin_gradients": (
-            get(config, f"{ZERO}round_robin_gradients") is True,
-            "remove it",
-        ),
-        f"{ZERO}compute_grad_norm is false": (
-            get(config, f"{ZERO}compute_grad_norm") is False,
-            "remove it",
-        ),
-        "data_types.grad_accum_dtype": (
-            get(config, "data_types.grad_accum_dtype") not in (MISSING, None),
-            "remove it",
-        ),
-        "optimizer.params.torch_adam is false": (of_adam is False, "remove it"),
-        "flops_profiler": (get(config, "flops_profiler.enabled") is True, "switch it off"),
+        f"{ZERO}stage is 3": (f.stage == 3, "use stage 0, 1 or 2"),
+        f"{ZERO}offload_optimizer": (offloads(f.config, "optimizer"), "remove it"),
+        f"{ZERO}round_robin_gradients": (f[f"{ZERO}round_robin_gradients"] is True, "remove it"),
+        f"{ZERO}compute_grad_norm is false": (f[f"{ZERO}compute_grad_norm"] is False, "remove it"),
+        "data_types.grad_accum_dtype": (accumulated not in (MISSING, None), "remove it"),
+        "optimizer.params.torch_adam is false": (torch_adam is False, "remove it"),
+        "flops_profiler": (f["flops_profiler.enabled"] is True, "switch it off"),
     }
     flags = {
         "dtype": (run.dtype == "float16", "use bfloat16 or float32"),
@@ -676,10 +668,10 @@ def tensor_parallel_faults(config: Mapping[str, Any], path: str, run: RunConfig)
         "verify_interval": (run.verify_interval > 0, "drop it"),
         "sequence_parallel": (run.sequence_parallel > 1, "drop it"),
     }
-    found = [(f"{path}: {key}", remedy) for key, (is_set, remedy) in keys.items() if is_set]
-    if stage == 0 and run.dtype == "bfloat16":
+    found = [(f"{f.path}: {key}", remedy) for key, (is_set, remedy) in keys.items() if is_set]
+    if f.stage == 0 and run.dtype == "bfloat16":
         # DeepSpeed 0.19.8 then counts the gradients of the first rank only.
-        at = f"{given(run, 'dtype')} at stage 0 ({path})"
+        at = f"{given(run, 'dtype')} at stage 0 ({f.path})"
         found.append((at, "use stage 1, which needs less memory"))
     found += [(given(run, name), remedy) for name, (is_set, remedy) in flags.items() if is_set]
     faults = [
