@@ -161,11 +161,6 @@ def test_a_current_directory_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
         parse_flags(["--dry_run"])
 
 
-def test_mup_is_refused_with_an_optimizer_that_does_not_normalize_the_gradient():
-    with pytest.raises(UsageError, match=r"mup_base_dim = 64 .*optimizer = sgd \(--optimizer\)"):
-        parse_flags("--mup_base_dim 64 --optimizer sgd".split())
-
-
 def test_what_the_deepspeed_launcher_appends_is_accepted():
     assert parse("--local_rank=1").local_rank == 1
     assert parse("--local-rank 0").local_rank == 0

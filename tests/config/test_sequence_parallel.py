@@ -19,23 +19,6 @@ from minimind.errors import UsageError
 TWO = "--n_heads 8 --n_kv_heads 2 --max_seq_len 512 --sequence_parallel"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (f"{TWO} 3", "n_kv_heads = 2; give one of 1, 2, 4, 8"),
-        ("--n_heads 8 --n_kv_heads 8 --sequence_parallel 16", "give one of 1, 2, 4, 8"),
-        (f"{TWO} 8 --max_seq_len 12", "does not divide max_seq_len = 12"),
-        (f"{TWO} 2 --use_moe", "use_moe = True .* computes its balance loss"),
-        (f"{TWO} 2 --compile on", "compile = on .* not supported with sequence_parallel = 2"),
-        (f"{TWO} 2 --verify_interval 5", "verify_interval = 5 .* not supported"),
-        (f"--model hf:{__file__} --sequence_parallel 2", "only for the built-in decoder"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(words: str, message: str):
-    with pytest.raises(UsageError, match=message):
-        parse_flags(words.split())
-
-
 SCALED = "--sequence_parallel 2 --rope_scaling linear --rope_original_length"
 
 

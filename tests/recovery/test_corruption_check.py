@@ -14,7 +14,7 @@ import minimind.recovery.corruption as checking
 import minimind.train as training
 from minimind.config.parse import parse_flags
 from minimind.engine.engine import Engine
-from minimind.errors import CorruptionError, UsageError
+from minimind.errors import CorruptionError
 from minimind.recovery.corruption import CorruptionCheck
 from minimind.report.history import read_runs
 from minimind.report.summary import Summary
@@ -215,8 +215,3 @@ def test_the_rows_of_a_check_are_random_and_within_the_step():
         assert {(part.start, part.stop) for _, part, _ in seen} == parts
         assert {is_whole for _, _, is_whole in seen} == {rows == 5}
         assert seen == [CorruptionCheck(run, engine).rows_of_check(step) for step in range(300)]
-
-
-def test_on_corruption_needs_the_checks(tmp_path: Path):
-    with pytest.raises(UsageError, match="no effect without --verify_interval"):
-        train({**BASE, "on_corruption": "stop"}, out_dir=str(tmp_path / "out"))

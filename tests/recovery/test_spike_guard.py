@@ -17,7 +17,7 @@ from minimind.checkpoint.directory import published_checkpoints, read_manifest
 from minimind.config.run_config import MARGIN, PATIENCE
 from minimind.data.rows.order import skip_rows_text
 from minimind.data.shards.token_shards import TokenShards
-from minimind.errors import NumericError, UsageError
+from minimind.errors import NumericError
 from minimind.recovery.step_rows import read_run
 from minimind.report.history import read_runs
 from minimind.report.run_logger import RunLogger
@@ -287,16 +287,3 @@ def test_the_report_counts_it(guarded: Path):
     assert summary.spikes == len({one["step"] for one in events(guarded, "spike_skipped")}) > 0
     assert ("rolled back at 30") in [label for _, _, label in run.marks(0.0)]
     assert (guarded / "report.html").exists()
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"spike_factor": 5.0}, "no effect without --spike_guard"),
-        ({"max_rollbacks": 1}, "no effect without --spike_guard"),
-        ({"spike_guard": True, "dtype": "float16"}, "use bfloat16"),
-    ],
-)
-def test_flags_that_contradict_are_refused(given: dict[str, Any], words: str, tmp_path: Path):
-    with pytest.raises(UsageError, match=words):
-        train({**BASE, **given}, out_dir=str(tmp_path / "out"))

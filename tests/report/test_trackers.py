@@ -303,11 +303,6 @@ def test_a_tracker_that_hangs_is_not_waited_for(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.count("warning: tracker slow: did not finish in 0.05 s") == 1
 
 
-def test_a_misspelt_tracker_is_refused(trained: Trained, tmp_path: Path):
-    with pytest.raises(UsageError, match=r"report_to = wandbb .*'wandbb' is none of wandb,"):
-        train(flags(trained, report_to="wandbb", out_dir=str(tmp_path / "run")))
-
-
 @pytest.mark.parametrize("requested", ["none,wandb", "wandb, none", "none,none"])
 def test_none_beside_trackers_is_refused(requested: str):
     with pytest.raises(

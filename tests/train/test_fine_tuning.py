@@ -432,11 +432,6 @@ def test_conversations_that_fit_no_row_are_counted_with_the_way_out(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"doc_mask": False}, "see each other"),
-        ({"text_field": "body"}, "is not read with --task sft"),
-        ({"template_date": "26.7.2024"}, "is no date such as 2024-07-26"),
-        ({"task": "pretrain", "template_date": "2024-07-26"}, "no effect without --task sft"),
-        ({"task": "pretrain", "train_on": "last"}, "no effect without --task sft"),
         ({"init_from": None}, "needs a model to start from"),
         ({"chat_template": "/nowhere.jinja"}, "--chat_template /nowhere.jinja: cannot be read"),
     ],

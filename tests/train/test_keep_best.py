@@ -12,7 +12,6 @@ import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, step_of
 from minimind.checkpoint.retention import kept, rules_of_run, saved_in, saved_of
 from minimind.checkpoint.saver import Saver
-from minimind.errors import UsageError
 from minimind.report.run_logger import RunLogger
 
 train: Any = training  # a package that is called like a function
@@ -97,18 +96,3 @@ def test_killed_at_a_validation_the_same_ones_are_kept(
         {e["step"]: e["loss"] for e in events(place, "step")} for place in (out_dir, unbroken)
     )
     assert next(curves) == next(curves)
-
-
-@pytest.mark.parametrize(
-    ("change", "report"),
-    [
-        ({"keep_every": 5, "save_interval": 2}, "meet only every 10 steps; make keep_every"),
-        ({"save_interval": 3, "eval_interval": 2, "keep_every": 0}, "only every 6 steps; make one"),
-        ({"eval_rows": 0}, "keep_best = 2 .* has no validation"),
-    ],
-)
-def test_rules_that_hardly_any_checkpoint_meets_are_refused(
-    change: dict[str, Any], report: str, flags: dict[str, Any], tmp_path: Path
-):
-    with pytest.raises(UsageError, match=report):
-        train({**flags, **change}, out_dir=str(tmp_path / "out"))

@@ -100,8 +100,6 @@ def test_factor_and_row_length_follow_from_one_another(base):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--rope_factor 4", r"rope_factor = 4.0 .* no effect without --rope_scaling"),
-        ("--rope_original_length 8", r"rope_original_length = 8 .* no effect"),
         ("--rope_scaling yarn", r"rows of 32 tokens \(--init_from .*\) without a length to reach"),
         ("--rope_scaling ntk --max_seq_len 32", "give --rope_factor, or a larger --max_seq_len"),
         ("--rope_scaling yarn --rope_factor 4 --rope_theta 10", "but --init_from .* has 1000000"),

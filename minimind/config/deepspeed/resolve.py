@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minimind.config.deepspeed import schema as deepspeed_schema
-from minimind.config.deepspeed.rules import adopt_optimizer, engine_faults, incompatible_settings
+from minimind.config.deepspeed.rules import adopt_optimizer, setting_faults
 from minimind.config.deepspeed.values import (
     AUTO,
     BATCH,
@@ -190,10 +190,10 @@ def resolve(
     except UsageError as error:
         raise fault_error([*faults, str(error)]) from error
     sources = {key: path for key in leaves(config)} | from_yaml
-    _fill(config, sources, run, world_size, device, schedule)
+    facts = Facts(config, run, world_size, device, schedule, path, sources)
+    _fill(config, sources, facts)
     faults += _unsupported_autos(config, path, faults)
-    faults += incompatible_settings(config, path, run, world_size, device, sources)
-    faults += engine_faults(config, path, run, device)
+    faults += setting_faults(facts)
     # Skip DeepSpeed's message for a key that already has a fault.
     reported = [_key(fault, path) for fault in faults]
     for fault in sections(config, path):
@@ -214,16 +214,8 @@ OBJECTS += ("scheduler.params", "zero_optimization.offload_optimizer")
 OBJECTS += ("zero_optimization.offload_param",)
 
 
-def _fill(
-    config: dict[str, Any],
-    sources: dict[str, str],
-    run: RunConfig,
-    world_size: int,
-    device: str,
-    schedule: Schedule | None,
-) -> None:
+def _fill(config: dict[str, Any], sources: dict[str, str], facts: Facts) -> None:
     """Fill "auto" and missing required values in `config`, and record their sources."""
-    facts = Facts(config, run, world_size, device, schedule)
     required = required_keys(facts)
     for key, (value, source) in auto_values(facts).items():
         config_value = get(config, key)

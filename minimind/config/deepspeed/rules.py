@@ -11,20 +11,23 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 from typing import Any
 
+from minimind.config.checks import given
 from minimind.config.deepspeed.schema import AUTO, DTYPES, optimizer_name
 from minimind.config.deepspeed.values import (
     BATCH,
     MISSING,
     PARAMS,
     TENSOR_PARALLEL,
+    TOTAL_STEPS,
     ZERO,
+    Facts,
     adopt,
     get,
     leaves,
@@ -149,8 +152,7 @@ def with_optimizer_defaults(run: RunConfig) -> RunConfig:
 def unread_flag_faults(run: RunConfig) -> list[str]:
     """Faults of given flags that the optimizer does not read."""
     return [
-        f"{name} = {getattr(run, name)} ({run.sources[name]}) has no effect with"
-        f" optimizer = {run.optimizer} ({run.sources['optimizer']}); drop it, or use"
+        f"{given(run, name)} has no effect with {given(run, 'optimizer')}; drop it, or use"
         f" --optimizer {READ_BY[name][0]}"
         for name in run.unread_flags
         if run.is_explicit(name)
@@ -161,28 +163,8 @@ def plain_faults(run: RunConfig) -> list[str]:
     """Faults of given flags without DeepSpeed."""
     faults = unread_flag_faults(run)
     if run.tensor_parallel > 1:
-        faults.append(
-            f"tensor_parallel = {run.tensor_parallel} ({run.sources['tensor_parallel']}) needs"
-            " DeepSpeed; give --deepspeed_config FILE, or drop it"
-        )
-    return faults
-
-
-def muon_faults(run: RunConfig, config: Mapping[str, Any]) -> list[str]:
-    """Faults of settings of the resolved file that exclude Muon; the caller adds its path."""
-    flag, faults = f"optimizer = {run.optimizer} ({run.sources['optimizer']})", []
-    if not run.muon:
-        return []
-    if get(config, "scheduler.type") is not MISSING:
-        faults.append(
-            f"scheduler sets one learning rate, and {flag} has two; remove the block, and use"
-            " --schedule"
-        )
-    if offloads(config, "optimizer"):
-        faults.append(
-            f"zero_optimization.offload_optimizer is not supported with {flag}; remove it, or use"
-            " AdamW"
-        )
+        flag = given(run, "tensor_parallel")
+        faults.append(f"{flag} needs DeepSpeed; give --deepspeed_config FILE, or drop it")
     return faults
 
 
@@ -294,31 +276,29 @@ NVME_ONLY = (
 ).split()
 
 
-def ignored_faults(config: Mapping[str, Any]) -> list[str]:
-    """Return one sentence per setting without effect in a normalized `config`."""
-    faults = []
-    for name, value in leaves(config).items():
+def _without_effect(f: Facts) -> Iterator[str]:
+    for name, value in leaves(f.config).items():
         rules = [key for key in IGNORED if f"{name}.".startswith(f"{key}.")]
         if rules and value != AUTO and name != TENSOR_PARALLEL:
             harmless, remedy = IGNORED[max(rules, key=len)]
             if not _is_one_of(value, harmless) and not (value == {} and harmless):
-                faults.append(f"{name} is {json.dumps(value)}, which has no effect here; {remedy}")
+                yield f"{name} is {json.dumps(value)}, which has no effect here; {remedy}"
     for key, why in OFF.items():
-        block = get(config, key)
+        block = f[key]
         if isinstance(block, Mapping) and block and block.get("enabled") is not False:
             shown = json.dumps(block.get("enabled", "missing"))
-            faults.append(
-                f'{key}.enabled is {shown}, but {why}; write "enabled": false or remove it'
-            )
-    stage = get(config, f"{ZERO}stage")
+            yield f'{key}.enabled is {shown}, but {why}; write "enabled": false or remove it'
     for name, harmless in SAVINGS.items():
-        value = get(config, ZERO + name)
-        if stage in (0, 1, 2) and value not in (MISSING, AUTO) and not _is_one_of(value, harmless):
-            faults.append(
+        value = f[ZERO + name]
+        if (
+            f.stage in (0, 1, 2)
+            and value not in (MISSING, AUTO)
+            and not _is_one_of(value, harmless)
+        ):
+            yield (
                 f"{ZERO}{name} is {json.dumps(value)}, which only stage 3 supports, and stage is"
-                f' {stage}; remove it, or write "stage": 3'
+                f' {f.stage}; remove it, or write "stage": 3'
             )
-    return faults
 
 
 def keys_without_effect(
@@ -374,47 +354,18 @@ LEAST = {
 }
 
 
-def incompatible_settings(
-    config: Mapping[str, Any],
-    path: str,
-    run: RunConfig,
-    world_size: int,
-    device: str,
-    sources: Mapping[str, str],
-) -> list[str]:
-    """Return one sentence per incompatible combination in a filled `config`."""
-    faults = _batch(config, run, world_size) + _scheduler(config, run)
-    faults += [
-        f"{block}.type is {kind}, which ignores {name} = {getattr(run, name)}"
-        f" ({run.sources[name]}); drop {name}, or change the block"
-        for block, kind, name in ignored_flags(config)
-        if run.is_explicit(name)
+def setting_faults(f: Facts) -> list[str]:
+    """Return one sentence per fault of the settings of a filled file, and of flags beside them."""
+    parts = (_batch, _scheduler, _least, _other_values, _without_effect, _compiled, _by_stage)
+    of_file = [fault for part in (*parts, _muon, _mup) for fault in part(f)]
+    of_flags = precision_faults(f.run, f.device) + unread_flag_faults(f.run)  # name their source
+    of_engine = [fault for part in (_zero, _norm, _packages, _unsupported) for fault in part(f)]
+    return [
+        *(f"{f.path}: {fault}" for fault in of_file),
+        *of_flags,
+        *(f"{f.path}: {fault}" for fault in of_engine),
+        *tensor_parallel_faults(f),
     ]
-    faults += _least(config) + _other_values(config) + ignored_faults(config)
-    if run.compile == "on" and get(config, "flops_profiler.enabled") is True:
-        faults.append(
-            "flops_profiler.enabled is true, and in a model that is compiled the profiler miscounts"
-            f" and has it compiled again and again; drop compile = on ({run.sources['compile']})"
-            " or switch the profiler off"
-        )
-    stage = get(config, f"{ZERO}stage")
-    if run.compile == "on" and stage == 3:
-        where = sources.get(f"{ZERO}stage", path)
-        faults.append(
-            f"zero_optimization.stage is 3 ({where}), whose hooks in every module would be compiled"
-            f" again and again; drop compile = on ({run.sources['compile']}), or use stage 2"
-        )
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        where = sources.get(f"{ZERO}stage", path)
-        faults.append(
-            f"zero_optimization.stage is {json.dumps(stage)} ({where}); write 0, 1, 2 or 3"
-        )
-    else:
-        faults += _precision(config, run, device, stage) + _optimizer(config, device)
-        faults += _stage(config, stage, sources) + _reduction(config, stage)
-    faults += muon_faults(run, config) + _mup(config, run)
-    of_flags = precision_faults(run, device) + unread_flag_faults(run)  # which name their source
-    return [f"{path}: {fault}" for fault in faults] + of_flags
 
 
 def ignored_flags(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -429,199 +380,193 @@ def ignored_flags(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return ignored
 
 
-def _optimizer(config: Mapping[str, Any], device: str) -> list[str]:
-    """Optimizers without checkpoint support."""
-    name = optimizer_name(get(config, "optimizer.type"))
-    if name == "Lion" and device == "cpu" and not offloads(config, "optimizer"):
-        return [
-            "optimizer.type Lion runs on a CPU only with offload_optimizer; remove the block, and"
-            " use --optimizer lion"
-        ]
-    if name and name not in RESUMABLE:
-        return [f"optimizer.type {name} has no checkpoints; use {', '.join(RESUMABLE)}"]
-    return []
-
-
-def _mup(config: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """Blocks that do not apply a rate and a decoupled weight decay per parameter group."""
-    if run.mup_base_dim is None:
-        return []
-    flag = f"mup_base_dim = {run.mup_base_dim} ({run.sources['mup_base_dim']})"
-    name, faults = optimizer_name(get(config, "optimizer.type")), []
-    if name in FLAG_OF_TYPE and not OPTIMIZERS[FLAG_OF_TYPE[name]].normalizes:
-        faults.append(
-            f"optimizer.type is {name}, and {flag} has rates for optimizers that normalize the"
-            " gradient; use AdamW, or drop mup_base_dim"
-        )
-    if name == "Adam" and get(config, "optimizer.params.adam_w_mode") is False:
-        faults.append(
-            f"optimizer.params.adam_w_mode is false, and {flag} scales a decoupled weight decay;"
-            " remove it, or drop mup_base_dim"
-        )
-    if get(config, "scheduler.type") is not MISSING:
-        faults.append(
-            f"scheduler sets one learning rate, and {flag} sets several; remove the block, and use"
-            " --schedule"
-        )
-    return faults
-
-
-def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[str]:
-    rows, in_step = run.micro_batch_rows(world_size), run.rows_per_step(world_size)
-    config_value = config[BATCH]
-    if config_value == in_step or not isinstance(
-        config_value, int | None
-    ):  # schema.py checks types
-        return []
-    return [
-        f"{BATCH} is {json.dumps(config[BATCH])}, but {rows} rows ({run.sources['batch_size']}) x"
-        f" {run.accumulation_steps} micro-batches ({run.sources['accumulation_steps']}) x"
-        f' {run.parallel(world_size).data_size} processes = {in_step}; write "auto" there, or'
-        " change --batch_size or"
-        " --accumulation_steps"
-    ]
-
-
 def precision_faults(run: RunConfig, device: str) -> list[str]:
     """Faults of float16 and TF32 where they do not apply, with or without DeepSpeed."""
     faults = []
     elsewhere = ", or check the run of a GPU host (--device cuda)" if run.dry_run else ""
     if run.dtype == "float16" and device == "cpu":
-        place = run.sources["dtype"]
-        faults.append(
-            f"dtype = float16 ({place}) needs a GPU; use bfloat16 or float32 here{elsewhere}"
-        )
+        dtype = given(run, "dtype")
+        faults.append(f"{dtype} needs a GPU; use bfloat16 or float32 here{elsewhere}")
     if run.tf32 and (run.dtype != "float32" or device == "cpu"):
         where = "on a CPU" if device == "cpu" else f"in {run.dtype} ({run.sources['dtype']})"
         remedy = f"drop it{elsewhere}" if device == "cpu" else "drop it"
-        faults.append(f"tf32 = True ({run.sources['tf32']}) has no effect {where}; {remedy}")
+        faults.append(f"{given(run, 'tf32')} has no effect {where}; {remedy}")
     return faults
 
 
-def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: int) -> list[str]:
-    faults = []
-    if run.dtype == "float16" and stage == 0 and device != "cpu":
-        faults.append(
-            f"dtype = float16 ({run.sources['dtype']}) trains incorrectly at ZeRO stage 0 in"
-            " DeepSpeed 0.19.8 (gradients are unscaled that were never scaled); use bfloat16, or"
-            " stage 1 to 3"
+def _batch(f: Facts) -> Iterator[str]:
+    run, value = f.run, f[BATCH]
+    rows, in_step = run.micro_batch_rows(f.world_size), run.rows_per_step(f.world_size)
+    if value != in_step and isinstance(value, int | None):  # schema.py checks types
+        yield (
+            f"{BATCH} is {json.dumps(value)}, but {rows} rows ({run.sources['batch_size']}) x"
+            f" {run.accumulation_steps} micro-batches ({run.sources['accumulation_steps']}) x"
+            f" {run.parallel(f.world_size).data_size} processes = {in_step}; write"
+            ' "auto" there, or change --batch_size or --accumulation_steps'
         )
-    accumulated = get(config, "data_types.grad_accum_dtype")
-    if accumulated == "fp32" and run.dtype == "bfloat16" and stage == 0:
-        faults.append(
-            "data_types.grad_accum_dtype is fp32 in bfloat16 at stage 0, which DeepSpeed 0.19.8 has"
-            " not implemented; use stage 1 to 3"
-        )
-    return faults
 
 
-def _stage(config: Mapping[str, Any], stage: int, sources: Mapping[str, str]) -> list[str]:
-    """Offload options that the stage does not support."""
-    faults = []
-    for what, least in (("optimizer", 1), ("param", 3)):
-        name = f"{ZERO}offload_{what}"
-        if offloads(config, what) and stage < least:
-            where = sources[f"{name}.device"]
-            faults.append(
-                f"{name} ({where}) needs stage {least} or above and stage is"
-                f" {stage} ({sources[f'{ZERO}stage']}); change one"
-            )
-        elif get(config, f"{name}.device") == "nvme":
-            faults.append(
-                f'{name}.device is "nvme" ({sources[f"{name}.device"]}), of which there are no'
-                ' checkpoints; write "cpu"'
-            )
-    return faults
-
-
-def _reduction(config: Mapping[str, Any], stage: int) -> list[str]:
-    """Gradient reduction options that only some stages support."""
-    faults = []
-    ratio = get(config, f"{ZERO}offload_optimizer.ratio")
-    if isinstance(ratio, int | float) and ratio != 1 and stage != 3:
-        faults.append(f"{ZERO}offload_optimizer.ratio = {ratio} needs stage 3; remove it")
-    if get(config, f"{ZERO}compute_grad_norm") is False and stage in (0, 3):
-        faults.append(f"{ZERO}compute_grad_norm is false, which stage {stage} refuses; remove it")
-    if stage >= 2 and get(config, f"{ZERO}reduce_scatter") in (MISSING, True):
-        if get(config, "gradient_predivide_factor") not in (MISSING, 1, 1.0):
-            faults.append(
-                "gradient_predivide_factor is refused beside reduce_scatter at stage"
-                f' {stage}; remove it, or write "reduce_scatter": false'
-            )
-        if get(config, "prescale_gradients") is True:
-            faults.append(
-                f"prescale_gradients is refused beside reduce_scatter at stage {stage}; remove it,"
-                ' or write "reduce_scatter": false'
-            )
-    if stage == 3 and get(config, f"{ZERO}round_robin_gradients") is True:
-        faults.append(
-            f"{ZERO}round_robin_gradients is for stages 1 and 2, and stage is 3; remove it"
-        )
-    for block in ("bf16", "fp16"):
-        if get(config, f"{block}.{block}_master_weights_and_grads") is True:
-            faults.append(
-                f"{block}.{block}_master_weights_and_grads gives up the fp32 weights, which every"
-                " checkpoint holds; remove it"
-            )
-    return faults
-
-
-def _scheduler(config: Mapping[str, Any], run: RunConfig) -> list[str]:
-    faults = []
+def _scheduler(f: Facts) -> Iterator[str]:
+    run, warmup, total = f.run, f["scheduler.params.warmup_num_steps"], f[TOTAL_STEPS]
     momenta = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
-    given = [n for n in momenta if get(config, f"scheduler.params.{n}") is not MISSING]
-    if given and get(config, "scheduler.params.cycle_momentum") is False:
-        faults.append(
-            f"scheduler.params.{given[0]} is ignored while cycle_momentum is false; write"
-            " true, or remove it"
+    written = [name for name in momenta if f[f"scheduler.params.{name}"] is not MISSING]
+    if written and f["scheduler.params.cycle_momentum"] is False:
+        yield (
+            f"scheduler.params.{written[0]} is ignored while cycle_momentum is false; write true,"
+            " or remove it"
         )
-    warmup, total = (get(config, f"scheduler.params.{n}_num_steps") for n in ("warmup", "total"))
     if isinstance(warmup, int) and warmup < 2:
-        faults.append(
+        yield (
             f"scheduler.params.warmup_num_steps = {warmup}, and DeepSpeed's schedulers warm up over"
             " 2 steps at least; write 2 or more"
         )
     elif warmup == 2 and run.is_explicit("warmup_steps") and run.warmup_steps in (0, 1):
-        faults.append(
-            f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}), and DeepSpeed's"
-            " schedulers warm up over 2 steps at least; raise it, or remove the scheduler block"
+        yield (
+            f"{given(run, 'warmup_steps')}, and DeepSpeed's schedulers warm up over 2 steps at"
+            " least; raise it, or remove the scheduler block"
         )
     total = run.max_steps if total is MISSING else total
     if isinstance(warmup, int) and isinstance(total, int) and total < warmup:
         length = run.sources["max_steps"] if total == run.max_steps else "the steps of the run"
-        faults.append(
-            f"scheduler.params.total_num_steps = {total} ({length}) is less than warmup_num_steps ="
-            f" {warmup} ({run.sources['warmup_steps']}); lower the warm-up, or train longer"
+        yield (
+            f"{TOTAL_STEPS} = {total} ({length}) is less than warmup_num_steps = {warmup}"
+            f" ({run.sources['warmup_steps']}); lower the warm-up, or train longer"
         )
-    return faults
+    for block, kind, name in ignored_flags(f.config):
+        if run.is_explicit(name):
+            flag = given(run, name)
+            yield f"{block}.type is {kind}, which ignores {flag}; drop {name}, or change the block"
 
 
-def _least(config: Mapping[str, Any]) -> list[str]:
+def _least(f: Facts) -> Iterator[str]:
     """Numbers below their lower bound."""
-    faults = []
     for bound, (keys, words) in LEAST.items():
         for key in keys.split():
-            value = get(config, key)
+            value = f[key]
             if isinstance(value, int | float) and not isinstance(value, bool):
                 if value < 0 or (bound == "above" and value == 0):
-                    faults.append(f"{key} is {json.dumps(value)}, not {words}; change it")
-    return faults
+                    yield f"{key} is {json.dumps(value)}, not {words}; change it"
 
 
-def _other_values(config: Mapping[str, Any]) -> list[str]:
-    faults = []
+def _other_values(f: Facts) -> Iterator[str]:
     for key, (value, why) in ONLY.items():
-        config_value = get(config, key)
-        if config_value is not MISSING and config_value is not None and config_value != value:
-            faults.append(f"{key} is {json.dumps(config_value)}, but {why}; remove it")
-    return faults
+        if f[key] is not MISSING and f[key] is not None and f[key] != value:
+            yield f"{key} is {json.dumps(f[key])}, but {why}; remove it"
 
 
-WITHOUT_CHECKPOINTS = ("zenflow", "offload_optimizer.super_offload")
+def _compiled(f: Facts) -> Iterator[str]:
+    """Settings of a model that is not compiled."""
+    if f.run.compile == "on" and f["flops_profiler.enabled"] is True:
+        yield (
+            "flops_profiler.enabled is true, and in a model that is compiled the profiler miscounts"
+            f" and has it compiled again and again; drop {given(f.run, 'compile')} or switch the"
+            " profiler off"
+        )
+    if f.run.compile == "on" and f.stage == 3:
+        yield (
+            f"{ZERO}stage is 3 ({f.sources[f'{ZERO}stage']}), whose hooks in every module would be"
+            f" compiled again and again; drop {given(f.run, 'compile')}, or use stage 2"
+        )
+
+
+def _by_stage(f: Facts) -> Iterator[str]:
+    """A stage that does not exist, or does not support a setting."""
+    run, stage = f.run, f.stage
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        where = f.sources.get(f"{ZERO}stage", f.path)
+        yield f"{ZERO}stage is {json.dumps(stage)} ({where}); write 0, 1, 2 or 3"
+        return
+    if run.dtype == "float16" and stage == 0 and f.device != "cpu":
+        yield (
+            f"{given(run, 'dtype')} trains incorrectly at ZeRO stage 0 in DeepSpeed 0.19.8"
+            " (gradients are unscaled that were never scaled); use bfloat16, or stage 1 to 3"
+        )
+    if f["data_types.grad_accum_dtype"] == "fp32" and run.dtype == "bfloat16" and stage == 0:
+        yield (
+            "data_types.grad_accum_dtype is fp32 in bfloat16 at stage 0, which DeepSpeed 0.19.8 has"
+            " not implemented; use stage 1 to 3"
+        )
+    if f.optimizer == "Lion" and f.device == "cpu" and not offloads(f.config, "optimizer"):
+        yield (
+            "optimizer.type Lion runs on a CPU only with offload_optimizer; remove the block, and"
+            " use --optimizer lion"
+        )
+    elif f.optimizer and f.optimizer not in RESUMABLE:
+        yield f"optimizer.type {f.optimizer} has no checkpoints; use {', '.join(RESUMABLE)}"
+    for what, least in (("optimizer", 1), ("param", 3)):
+        name = f"{ZERO}offload_{what}"
+        if offloads(f.config, what) and stage < least:
+            yield (
+                f"{name} ({f.sources[f'{name}.device']}) needs stage {least} or above and stage is"
+                f" {stage} ({f.sources[f'{ZERO}stage']}); change one"
+            )
+        elif f[f"{name}.device"] == "nvme":
+            yield (
+                f'{name}.device is "nvme" ({f.sources[f"{name}.device"]}), of which there are no'
+                ' checkpoints; write "cpu"'
+            )
+    yield from _reduction(f)
+
+
+def _reduction(f: Facts) -> Iterator[str]:
+    """Gradient reduction options that only some stages support."""
+    stage, ratio = f.stage, f[f"{ZERO}offload_optimizer.ratio"]
+    if isinstance(ratio, int | float) and ratio != 1 and stage != 3:
+        yield f"{ZERO}offload_optimizer.ratio = {ratio} needs stage 3; remove it"
+    if f[f"{ZERO}compute_grad_norm"] is False and stage in (0, 3):
+        yield f"{ZERO}compute_grad_norm is false, which stage {stage} refuses; remove it"
+    scattered = f"is refused beside reduce_scatter at stage {stage}; remove it, or write"
+    if stage >= 2 and f[f"{ZERO}reduce_scatter"] in (MISSING, True):
+        if f["gradient_predivide_factor"] not in (MISSING, 1, 1.0):
+            yield f'gradient_predivide_factor {scattered} "reduce_scatter": false'
+        if f["prescale_gradients"] is True:
+            yield f'prescale_gradients {scattered} "reduce_scatter": false'
+    if stage == 3 and f[f"{ZERO}round_robin_gradients"] is True:
+        yield f"{ZERO}round_robin_gradients is for stages 1 and 2, and stage is 3; remove it"
+    for key in ("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads"):
+        if f[key] is True:
+            yield f"{key} gives up the fp32 weights, which every checkpoint holds; remove it"
+
+
+def _muon(f: Facts) -> Iterator[str]:
+    """Settings that exclude Muon."""
+    if f.run.muon and f["scheduler.type"] is not MISSING:
+        yield (
+            f"scheduler sets one learning rate, and {given(f.run, 'optimizer')} has two; remove the"
+            " block, and use --schedule"
+        )
+    if f.run.muon and offloads(f.config, "optimizer"):
+        flag = given(f.run, "optimizer")
+        yield f"{ZERO}offload_optimizer is not supported with {flag}; remove it, or use AdamW"
+
+
+def _mup(f: Facts) -> Iterator[str]:
+    """Blocks that do not apply a rate and a decoupled weight decay per parameter group."""
+    if f.run.mup_base_dim is None:
+        return
+    flag = given(f.run, "mup_base_dim")
+    if f.optimizer in FLAG_OF_TYPE and not OPTIMIZERS[FLAG_OF_TYPE[f.optimizer]].normalizes:
+        yield (
+            f"optimizer.type is {f.optimizer}, and {flag} has rates for optimizers that normalize"
+            " the gradient; use AdamW, or drop mup_base_dim"
+        )
+    if f.optimizer == "Adam" and f["optimizer.params.adam_w_mode"] is False:
+        yield (
+            f"optimizer.params.adam_w_mode is false, and {flag} scales a decoupled weight decay;"
+            " remove it, or drop mup_base_dim"
+        )
+    if f["scheduler.type"] is not MISSING:
+        yield (
+            f"scheduler sets one learning rate, and {flag} sets several; remove the block, and use"
+            " --schedule"
+        )
+
+
+WITHOUT_CHECKPOINTS = (f"{ZERO}zenflow", f"{ZERO}offload_optimizer.super_offload")
 # Stage 3 options that DeepSpeed implements for GPUs only.
 GPU_ONLY = (
-    *("zero_quantized_weights", "zero_quantized_gradients"),
-    "stage3_module_granularity_threshold",
+    *(f"{ZERO}zero_quantized_weights", f"{ZERO}zero_quantized_gradients"),
+    f"{ZERO}stage3_module_granularity_threshold",
 )
 # Blocks that import a package when the engine is built.
 PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
@@ -635,59 +580,83 @@ OUTPUTS = {  # path -> the switch of the block that writes there, and the name o
 JOB = "DeepSpeedJobName"  # DeepSpeed's default
 
 
-def engine_faults(config: Mapping[str, Any], path: str, run: RunConfig, device: str) -> list[str]:
-    """Return one sentence for each setting in a filled `config` that the engine refuses."""
-    faults = (
-        _zero_faults(config, device)
-        + _norm_faults(config)
-        + _packages_faults(config)
-        + _adam_faults(config)
-    )
-    config_value = get(config, "data_types.param_dtype")
-    if isinstance(config_value, str) and DTYPES.get(config_value, run.dtype) != run.dtype:
-        faults.append(
-            f"data_types.param_dtype is {config_value}, and dtype = {run.dtype}"
-            f" ({run.sources['dtype']}); remove it, or give --dtype {DTYPES[config_value]}"
+def _zero(f: Facts) -> Iterator[str]:
+    for key in WITHOUT_CHECKPOINTS:
+        if f[key] not in (MISSING, None, False):
+            yield f"{key} has an optimizer that cannot be checkpointed; remove it"
+    for key in GPU_ONLY:
+        if f.device == "cpu" and f.stage == 3 and f[key] not in (MISSING, None, False, 0):
+            yield f"{key} is {json.dumps(f[key])} and needs a GPU; remove it"
+    bucket, ratio = f[f"{ZERO}allgather_bucket_size"], f[f"{ZERO}offload_optimizer.ratio"]
+    if f.stage in (1, 2) and isinstance(bucket, int | float) and bucket % 2:
+        yield f"{ZERO}allgather_bucket_size is {bucket}, an odd number; write an even one"
+    is_own_adam = f.optimizer in ADAM_TYPES and f["optimizer.params.torch_adam"] is not True
+    is_cpu_adam = is_own_adam and offloads(f.config, "optimizer")
+    if f.stage == 3 and isinstance(ratio, int | float) and ratio != 1 and not is_cpu_adam:
+        yield (
+            f"{ZERO}offload_optimizer.ratio = {ratio} needs DeepSpeed's own Adam on the CPU;"
+            ' remove it, or write "torch_adam": false in an AdamW block'
         )
-    config_value = get(config, "data_types.buffer_dtype")
-    if isinstance(config_value, str) and DTYPES.get(config_value) != "float32":
-        faults.append(
-            f"data_types.buffer_dtype is {config_value}, and rotary frequencies stay in fp32;"
-            " remove it"
-        )
-    random_ltd = "data_efficiency.data_routing.random_ltd.enabled"
-    config_value = get(config, random_ltd)
-    if config_value is not MISSING and config_value:  # DeepSpeed tests for truth, and only this key
-        faults.append(
-            f"{random_ltd} is {json.dumps(config_value)}, but no layer drops tokens here; remove it"
-        )
-    of_tensors = tensor_parallel_faults(config, path, run)  # which name where a value comes from
-    return [f"{path}: {fault}" for fault in faults] + of_tensors
 
 
-def tensor_parallel_faults(config: Mapping[str, Any], path: str, run: RunConfig) -> list[str]:
+def _norm(f: Facts) -> Iterator[str]:
+    """Settings that conflict with compute_grad_norm = false at stages 1 and 2."""
+    key, clipping = f"{ZERO}compute_grad_norm", f["gradient_clipping"]
+    if f[key] is not False or f.stage not in (1, 2):
+        return
+    if isinstance(clipping, int | float) and clipping > 0:
+        yield f"{key} is false beside gradient_clipping = {clipping}; remove it, or set that to 0"
+    elif offloads(f.config, "optimizer"):
+        yield f"{key} is false beside {ZERO}offload_optimizer; remove one"
+
+
+def _packages(f: Facts) -> Iterator[str]:
+    for block, package in PACKAGES.items():
+        if f[f"{block}.enabled"] is True and find_spec(package) is None:
+            yield (
+                f"{block}.enabled is true and the package {package} is not installed; remove the"
+                f" block, or pip install {package}"
+            )
+
+
+def _unsupported(f: Facts) -> Iterator[str]:
+    """Values that the engine refuses late, or that say what it does not do."""
+    is_own_adam = f.optimizer in ADAM_TYPES and f["optimizer.params.torch_adam"] is not True
+    if is_own_adam and f["optimizer.params.amsgrad"] is True:
+        yield (
+            "optimizer.params.amsgrad is true, and only torch's Adam has it; write"
+            ' "torch_adam": true, or remove it'
+        )
+    param, buffer = f["data_types.param_dtype"], f["data_types.buffer_dtype"]
+    if isinstance(param, str) and DTYPES.get(param, f.run.dtype) != f.run.dtype:
+        yield (
+            f"data_types.param_dtype is {param}, and {given(f.run, 'dtype')}; remove it, or give"
+            f" --dtype {DTYPES[param]}"
+        )
+    if isinstance(buffer, str) and DTYPES.get(buffer) != "float32":
+        yield (
+            f"data_types.buffer_dtype is {buffer}, and rotary frequencies stay in fp32; remove it"
+        )
+    key = "data_efficiency.data_routing.random_ltd.enabled"
+    if f[key] is not MISSING and f[key]:  # DeepSpeed tests for truth, and only this key
+        yield f"{key} is {json.dumps(f[key])}, but no layer drops tokens here; remove it"
+
+
+def tensor_parallel_faults(f: Facts) -> list[str]:
     """Keys and flags beside which tensor parallelism is wrong, or not tested."""
+    run = f.run
     if run.tensor_parallel == 1:
         return []
-    flag = f"tensor_parallel = {run.tensor_parallel} ({run.sources['tensor_parallel']})"
-    stage, of_adam = get(config, f"{ZERO}stage"), get(config, "optimizer.params.torch_adam")
+    flag = f"{given(run, 'tensor_parallel')}"
+    torch_adam, accumulated = f["optimizer.params.torch_adam"], f["data_types.grad_accum_dtype"]
     keys = {
-        f"{ZERO}stage is 3": (stage == 3, "use stage 0, 1 or 2"),
-        f"{ZERO}offload_optimizer": (offloads(config, "optimizer"), "remove it"),
-        f"{ZERO}round_robin_gradients": (
-            get(config, f"{ZERO}round_robin_gradients") is True,
-            "remove it",
-        ),
-        f"{ZERO}compute_grad_norm is false": (
-            get(config, f"{ZERO}compute_grad_norm") is False,
-            "remove it",
-        ),
-        "data_types.grad_accum_dtype": (
-            get(config, "data_types.grad_accum_dtype") not in (MISSING, None),
-            "remove it",
-        ),
-        "optimizer.params.torch_adam is false": (of_adam is False, "remove it"),
-        "flops_profiler": (get(config, "flops_profiler.enabled") is True, "switch it off"),
+        f"{ZERO}stage is 3": (f.stage == 3, "use stage 0, 1 or 2"),
+        f"{ZERO}offload_optimizer": (offloads(f.config, "optimizer"), "remove it"),
+        f"{ZERO}round_robin_gradients": (f[f"{ZERO}round_robin_gradients"] is True, "remove it"),
+        f"{ZERO}compute_grad_norm is false": (f[f"{ZERO}compute_grad_norm"] is False, "remove it"),
+        "data_types.grad_accum_dtype": (accumulated not in (MISSING, None), "remove it"),
+        "optimizer.params.torch_adam is false": (torch_adam is False, "remove it"),
+        "flops_profiler": (f["flops_profiler.enabled"] is True, "switch it off"),
     }
     flags = {
         "dtype": (run.dtype == "float16", "use bfloat16 or float32"),
@@ -699,12 +668,12 @@ def tensor_parallel_faults(config: Mapping[str, Any], path: str, run: RunConfig)
         "verify_interval": (run.verify_interval > 0, "drop it"),
         "sequence_parallel": (run.sequence_parallel > 1, "drop it"),
     }
-    found = [(f"{path}: {key}", remedy) for key, (is_set, remedy) in keys.items() if is_set]
-    if stage == 0 and run.dtype == "bfloat16":
+    found = [(f"{f.path}: {key}", remedy) for key, (is_set, remedy) in keys.items() if is_set]
+    if f.stage == 0 and run.dtype == "bfloat16":
         # DeepSpeed 0.19.8 then counts the gradients of the first rank only.
-        at = f"{_given(run, 'dtype')} at stage 0 ({path})"
+        at = f"{given(run, 'dtype')} at stage 0 ({f.path})"
         found.append((at, "use stage 1, which needs less memory"))
-    found += [(_given(run, name), remedy) for name, (is_set, remedy) in flags.items() if is_set]
+    found += [(given(run, name), remedy) for name, (is_set, remedy) in flags.items() if is_set]
     faults = [
         f"{what} is not supported with {flag}; {remedy}, or drop tensor_parallel"
         for what, remedy in found
@@ -712,14 +681,9 @@ def tensor_parallel_faults(config: Mapping[str, Any], path: str, run: RunConfig)
     return faults or _indivisible(run, flag)
 
 
-def _given(run: RunConfig, name: str) -> str:
-    """A flag with its value and source."""
-    return f"{name} = {getattr(run, name)} ({run.sources[name]})"
-
-
 def _indivisible(run: RunConfig, flag: str) -> list[str]:
     """Numbers of heads and channels that cannot be divided over the ranks."""
-    sizes = {_given(run, name): getattr(run, name) for name in ("n_heads", "n_kv_heads")}
+    sizes = {f"{given(run, name)}": getattr(run, name) for name in ("n_heads", "n_kv_heads")}
     width = run.feed_forward_width
     source = run.sources["hidden_dim"]
     if run.hidden_dim is None:
@@ -728,9 +692,9 @@ def _indivisible(run: RunConfig, flag: str) -> list[str]:
     largest = gcd(*sizes.values())
     works = ", ".join(str(n) for n in range(2, largest + 1) if largest % n == 0)
     return [
-        f"{given} is not divisible by {flag}; "
+        f"{shown} is not divisible by {flag}; "
         + (f"with this shape {works} would be possible" if works else "change the shape")
-        for given, size in sizes.items()
+        for shown, size in sizes.items()
         if size % run.tensor_parallel
     ]
 
@@ -746,70 +710,6 @@ def output_paths(config: Mapping[str, Any]) -> dict[str, str]:
             base = place if isinstance(place, str) else ""
             paths[key] = os.path.join(base, job) if isinstance(job, str) else base
     return paths
-
-
-def _zero_faults(config: Mapping[str, Any], device: str) -> list[str]:
-    faults = []
-    stage = get(config, f"{ZERO}stage")
-    for name in WITHOUT_CHECKPOINTS:
-        if get(config, ZERO + name) not in (MISSING, None, False):
-            faults.append(f"{ZERO}{name} has an optimizer that cannot be checkpointed; remove it")
-    for name in GPU_ONLY:
-        value = get(config, ZERO + name)
-        if device == "cpu" and stage == 3 and value not in (MISSING, None, False, 0):
-            faults.append(f"{ZERO}{name} is {json.dumps(value)} and needs a GPU; remove it")
-    bucket = get(config, f"{ZERO}allgather_bucket_size")
-    if stage in (1, 2) and isinstance(bucket, int | float) and bucket % 2:
-        faults.append(f"{ZERO}allgather_bucket_size is {bucket}, an odd number; write an even one")
-    ratio = get(config, f"{ZERO}offload_optimizer.ratio")
-    is_part = isinstance(ratio, int | float) and ratio != 1
-    if stage == 3 and is_part and not _is_cpu_adam(config):
-        faults.append(
-            f"{ZERO}offload_optimizer.ratio = {ratio} needs DeepSpeed's own Adam on the CPU;"
-            ' remove it, or write "torch_adam": false in an AdamW block'
-        )
-    return faults
-
-
-def _adam_faults(config: Mapping[str, Any]) -> list[str]:
-    """Parameters that DeepSpeed's Adam classes reject after compilation."""
-    name = optimizer_name(get(config, "optimizer.type"))
-    is_torch_adam = get(config, "optimizer.params.torch_adam") is True
-    key = "optimizer.params.amsgrad"
-    if name not in ADAM_TYPES or is_torch_adam or get(config, key) is not True:
-        return []
-    return [f'{key} is true, and only torch\'s Adam has it; write "torch_adam": true, or remove it']
-
-
-def _is_cpu_adam(config: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed builds its DeepSpeedCPUAdam."""
-    name = optimizer_name(get(config, "optimizer.type"))
-    is_torch_adam = get(config, "optimizer.params.torch_adam") is True
-    return name in ADAM_TYPES and not is_torch_adam and offloads(config, "optimizer")
-
-
-def _norm_faults(config: Mapping[str, Any]) -> list[str]:
-    """Settings that conflict with compute_grad_norm = false at stages 1 and 2."""
-    key = f"{ZERO}compute_grad_norm"
-    if get(config, key) is not False or get(config, f"{ZERO}stage") not in (1, 2):
-        return []
-    clipping = get(config, "gradient_clipping")
-    if isinstance(clipping, int | float) and clipping > 0:
-        return [
-            f"{key} is false beside gradient_clipping = {clipping}; remove it, or set that to 0"
-        ]
-    if offloads(config, "optimizer"):
-        return [f"{key} is false beside {ZERO}offload_optimizer; remove one"]
-    return []
-
-
-def _packages_faults(config: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{block}.enabled is true and the package {package} is not installed; remove the block, or"
-        f" pip install {package}"
-        for block, package in PACKAGES.items()
-        if get(config, f"{block}.enabled") is True and find_spec(package) is None
-    ]
 
 
 def error_text(error: Exception) -> str:

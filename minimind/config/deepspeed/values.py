@@ -7,6 +7,7 @@ flag is a fault that names both values and both remedies. Values are normalized 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -237,13 +238,24 @@ Value = tuple[Any, str]  # and its source
 
 @dataclass(frozen=True)
 class Facts:
-    """What the values of keys are derived from."""
+    """What the values of keys are derived from, and rules look at."""
 
     config: Mapping[str, Any]
     run: RunConfig
     world_size: int
     device: str
     schedule: Schedule | None = None
+    path: str = ""  # of the file
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of its keys
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of the file at a dotted path, or `MISSING`."""
+        return get(self.config, key)
+
+    @property
+    def stage(self) -> Any:
+        """ZeRO stage as it is written."""
+        return self[f"{ZERO}stage"]
 
     def by(self, name: str) -> str:
         """A flag with its source."""

@@ -14,7 +14,7 @@ import pytest
 import minimind.train  # noqa: F401 (a module that is called)
 from minimind.config.deepspeed.resolve import resolve
 from minimind.config.deepspeed.rules import remedy_for, tensor_parallel_faults
-from minimind.config.deepspeed.values import put
+from minimind.config.deepspeed.values import Facts, put
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.errors import StorageError, UsageError
@@ -313,6 +313,16 @@ def test_a_tracker_that_deepspeed_cannot_open_is_named(trained: Trained, tmp_pat
     assert "give --report_to wandb" in done.stderr.splitlines()[-1]
 
 
+def of_tensors(line: str, edits: dict[str, Any]) -> list[str]:
+    """Faults of a file with stage 2 and these edits."""
+    config: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+    for key, value in edits.items():
+        put(config, key, value)
+    return tensor_parallel_faults(
+        Facts(config, parse_flags(line.split()), 2, "cpu", path="ds.json")
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "edits", "word"),
     [
@@ -342,34 +352,26 @@ def test_a_tracker_that_deepspeed_cannot_open_is_named(trained: Trained, tmp_pat
 def test_what_tensor_parallelism_excludes_is_one_sentence(
     flags: str, edits: dict[str, Any], word: str
 ):
-    config: dict[str, Any] = {"zero_optimization": {"stage": 2}}
-    for key, value in edits.items():
-        put(config, key, value)
-    run = parse_flags(f"--dtype float32 --tensor_parallel 2 {flags}".split())
-    (fault,) = tensor_parallel_faults(config, "ds.json", run)
+    (fault,) = of_tensors(f"--dtype float32 --tensor_parallel 2 {flags}", edits)
     assert fault.startswith(word)
     assert "tensor_parallel = 2 (--tensor_parallel)" in fault
-    alone = parse_flags(f"--dtype float32 {flags}".split())
-    assert tensor_parallel_faults(config, "ds.json", alone) == []
+    assert of_tensors(f"--dtype float32 {flags}", edits) == []
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_tensor_parallelism_is_taken_at_stages_0_to_2(stage: int):
-    run = parse_flags("--dtype float32 --tensor_parallel 2".split())
-    assert tensor_parallel_faults({"zero_optimization": {"stage": stage}}, "", run) == []
+    assert of_tensors("--dtype float32 --tensor_parallel 2", {f"{ZERO}stage": stage}) == []
 
 
 def test_sizes_that_would_divide_the_shape_are_named():
-    run = parse_flags("--dim 384 --n_heads 12 --n_kv_heads 4 --tensor_parallel 3".split())
-    (fault, other) = tensor_parallel_faults({"zero_optimization": {"stage": 2}}, "", run)
+    fault, other = of_tensors("--dim 384 --n_heads 12 --n_kv_heads 4 --tensor_parallel 3", {})
     assert fault.endswith("with this shape 2, 4 would be possible")
     assert other.startswith("hidden_dim = 1024 (default for dim = 384) is not divisible by")
 
 
 def test_the_default_width_of_the_feed_forward_is_divided():
-    run = parse_flags("--dim 576 --n_heads 12 --n_kv_heads 6 --tensor_parallel 3".split())
-    assert feed_forward_width(run.dim) == 1536
-    assert tensor_parallel_faults({"zero_optimization": {"stage": 2}}, "", run) == []
+    assert feed_forward_width(576) == 1536
+    assert of_tensors("--dim 576 --n_heads 12 --n_kv_heads 6 --tensor_parallel 3", {}) == []
 
 
 @pytest.mark.parametrize("dim", [1, 64, 100, 384, 512, 4096])

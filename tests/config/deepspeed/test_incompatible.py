@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -11,9 +16,10 @@ from minimind.config.deepspeed import backend_choice
 from minimind.config.deepspeed.backend_choice import exact_float32, with_choices, with_compile
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.deepspeed.values import put
-from minimind.config.launcher_env import Launch, read_launch
+from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.engine.build import section_faults
 from minimind.errors import UsageError
 
 ENGAGED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}
@@ -23,52 +29,29 @@ LIST = {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3, 1e-3], "warmup_nu
 DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 8}}
 OFFLOAD = {"device": "cpu"}
 ZERO = "zero_optimization."
+PART = {f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5}, "optimizer.params.torch_adam": False}
 
 
-def resolved(
-    line: str, edits: dict[str, Any], device: str = "cpu", launch: Launch | None = None
-) -> ResolvedConfig:
+def resolved(line: str, edits: dict[str, Any], device: str = "cpu", **more: Any) -> ResolvedConfig:
     """The shipped file with these edits, for two processes."""
     config = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
     for key, value in edits.items():
         put(config, key, value)
-    return resolve(config, "ds.json", parse_flags(line.split()), 2, device, launch=launch)
+    return resolve(config, "ds.json", parse_flags(line.split()), 2, device, **more)
 
 
 def scheduler(kind: str, **params: Any) -> dict[str, Any]:
     return {"scheduler": {"type": kind, "params": params}}
 
 
-# Each is one change away from a row of tests/config/test_malformed.py.
+# Beside the pairs below.
 RIGHT = {
-    "optimizer offload from stage 1": {f"{ZERO}stage": 1, f"{ZERO}offload_optimizer": OFFLOAD},
     "optimizer offload at stage 2": {f"{ZERO}offload_optimizer": OFFLOAD},
     "no offload at stage 0": {f"{ZERO}stage": 0, f"{ZERO}offload_optimizer": {"device": "none"}},
     "offload of nothing": {f"{ZERO}offload_optimizer": None},
-    "parameter offload at stage 3": {f"{ZERO}stage": 3, f"{ZERO}offload_param": OFFLOAD},
-    "offload ratio at stage 3": {
-        f"{ZERO}stage": 3,
-        f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5},
-        "optimizer.params.torch_adam": False,
-    },
-    "predivision at stage 1": {"gradient_predivide_factor": 2.0, f"{ZERO}stage": 1},
-    "prescaling at stage 1": {"prescale_gradients": True, f"{ZERO}stage": 1},
     "no gradient norm at stage 2": {f"{ZERO}compute_grad_norm": False, "gradient_clipping": 0.0},
-    "round robin at stage 2": {f"{ZERO}round_robin_gradients": True},
-    "fp32 accumulation at stage 1": {"data_types.grad_accum_dtype": "fp32", f"{ZERO}stage": 1},
-    "total as long as the warm-up": scheduler(
-        "WarmupDecayLR", warmup_num_steps=10, total_num_steps=10
-    ),
-    "warm-up of two steps": scheduler("WarmupLR", warmup_num_steps=2),
     "both precisions off": {"bf16.enabled": False, "fp16.enabled": False},
-    "masters in fp32": {"bf16.bf16_master_weights_and_grads": False},
-    "switched off": {"data_efficiency.enabled": False, "torch_autocast.enabled": False},
-    "sizes of one": {
-        "sequence_parallel_size": 1,
-        "tensor_parallel.autotp_size": 1,
-        "data_parallel_size": 1,
-    },
-    "mean of gradients": {"gradient_allreduce_op": "mean"},
+    "a tensor group of one": {"tensor_parallel.autotp_size": 1},
     "batch of two factors": {
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 4,
@@ -77,6 +60,82 @@ RIGHT = {
 }
 # right, wrong by one change, and the words of the refusal
 PAIRS = {
+    "optimizer offload": (
+        {f"{ZERO}stage": 1, f"{ZERO}offload_optimizer": OFFLOAD},
+        {f"{ZERO}stage": 0, f"{ZERO}offload_optimizer": OFFLOAD},
+        "offload_optimizer (ds.json) needs stage 1 or above and stage is 0 (ds.json); change one",
+    ),
+    "parameter offload": (
+        {f"{ZERO}stage": 3, f"{ZERO}offload_param": OFFLOAD},
+        {f"{ZERO}stage": 2, f"{ZERO}offload_param": OFFLOAD},
+        "offload_param (ds.json) needs stage 3 or above and stage is 2 (ds.json); change one",
+    ),
+    "offload to a disk": (
+        {f"{ZERO}offload_optimizer": OFFLOAD},
+        {f"{ZERO}offload_optimizer": {"device": "nvme"}},
+        'offload_optimizer.device is "nvme" (ds.json), of which there are no checkpoints; write',
+    ),
+    "a part of the optimizer": (
+        {**PART, f"{ZERO}stage": 3},
+        {**PART, f"{ZERO}stage": 2},
+        "offload_optimizer.ratio = 0.5 needs stage 3; remove it",
+    ),
+    "predivision by stage": (
+        {"gradient_predivide_factor": 2.0, f"{ZERO}stage": 1},
+        {"gradient_predivide_factor": 2.0, f"{ZERO}stage": 3},
+        "gradient_predivide_factor is refused beside reduce_scatter at stage 3; remove it, or",
+    ),
+    "prescaling by stage": (
+        {"prescale_gradients": True, f"{ZERO}stage": 1},
+        {"prescale_gradients": True, f"{ZERO}stage": 3},
+        "prescale_gradients is refused beside reduce_scatter at stage 3; remove it, or write",
+    ),
+    "norm of gradients": (
+        {f"{ZERO}compute_grad_norm": True, f"{ZERO}stage": 3},
+        {f"{ZERO}compute_grad_norm": False, f"{ZERO}stage": 3},
+        "compute_grad_norm is false, which stage 3 refuses; remove it",
+    ),
+    "round robin": (
+        {f"{ZERO}round_robin_gradients": True},
+        {f"{ZERO}round_robin_gradients": True, f"{ZERO}stage": 3},
+        "round_robin_gradients is for stages 1 and 2, and stage is 3; remove it",
+    ),
+    "fp32 accumulation": (
+        {"data_types.grad_accum_dtype": "fp32", f"{ZERO}stage": 1},
+        {"data_types.grad_accum_dtype": "fp32", f"{ZERO}stage": 0},
+        "grad_accum_dtype is fp32 in bfloat16 at stage 0, which DeepSpeed 0.19.8 has not impl",
+    ),
+    "warm-up and end": (
+        scheduler("WarmupDecayLR", warmup_num_steps=10, total_num_steps=10),
+        scheduler("WarmupDecayLR", warmup_num_steps=50, total_num_steps=10),
+        "total_num_steps = 10 (ds.json: scheduler.params.total_num_steps) is less than warmup_num",
+    ),
+    "warm-up of one step": (
+        scheduler("WarmupLR", warmup_num_steps=2),
+        scheduler("WarmupLR", warmup_num_steps=1),
+        "warmup_num_steps = 1, and DeepSpeed's schedulers warm up over 2 steps at least; write",
+    ),
+    **{
+        f"{block} masters": (
+            {f"{block}.{block}_master_weights_and_grads": False},
+            {f"{block}.{block}_master_weights_and_grads": True},
+            f"{block}_master_weights_and_grads gives up the fp32 weights, which every checkpoint",
+        )
+        for block in ("bf16", "fp16")
+    },
+    **{
+        key: ({key: right}, {key: wrong}, f"{key} is ")
+        for key, right, wrong in (
+            ("torch_autocast.enabled", False, True),
+            ("sequence_parallel_size", 1, 2),
+            ("data_parallel_size", 1, 4),
+            ("gradient_allreduce_op", "mean", "sum"),
+            ("data_efficiency.enabled", False, True),
+            ("hybrid_engine.enabled", False, True),
+            ("expert_parallel.enabled", False, True),
+            ("autotuning.enabled", False, True),
+        )
+    },
     "gradients that are looked at": (
         {"bf16.check_grad_overflow": True},
         {"bf16.check_grad_overflow": False},
@@ -105,11 +164,23 @@ def test_the_neighbour_of_a_refusal_is_taken(right: dict[str, Any]):
     assert resolved("", right).backend == "deepspeed"
 
 
+@pytest.fixture(scope="module")
+def sections() -> Iterator[Any]:
+    """The faults that DeepSpeed's own models find, whose import is full of warnings."""
+    with mock.patch.dict(os.environ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            section_faults({}, "ds.json", "cpu")
+        yield partial(section_faults, device="cpu")
+
+
 @pytest.mark.parametrize(("right", "wrong", "words"), PAIRS.values(), ids=PAIRS.keys())
-def test_the_closest_right_one_is_taken(right: dict[str, Any], wrong: dict[str, Any], words: str):
-    assert resolved("", right).backend == "deepspeed"
+def test_the_closest_right_one_is_taken(
+    right: dict[str, Any], wrong: dict[str, Any], words: str, sections: Any
+):
+    assert resolved("", right, sections=sections).backend == "deepspeed"
     with pytest.raises(UsageError) as caught:
-        resolved("", wrong)
+        resolved("", wrong, sections=sections)
     assert words in str(caught.value)
     assert "faults:" not in str(caught.value)
 
