@@ -18,7 +18,7 @@ from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP32 = 4  # bytes
-ITERATION = {"cuda": 2, "cpu": FP32}  # of Muon; on a CPU those without bf16 instructions
+ITERATION = {"cuda": 2, "cpu": FP32}  # bytes in Muon; fp32 on a CPU without bf16 instructions
 # DeepSpeed's defaults, in elements: the flat buffer of stage 0's all-reduce, and of stage 3
 # max_live_parameters and max_reuse_distance.
 FLATTENED, LIVE, REUSE = 5 * 10**8, 10**9, 10**9
@@ -31,7 +31,7 @@ class Layout:
     stage: int | None
     world_size: int
     dtype: str
-    rows: int  # in one micro-batch of one process
+    rows: int  # rows in one micro-batch of one process
     accumulation_steps: int = 1
     reduce_bucket: int = 0  # elements
     overlap: bool = False  # DeepSpeed's overlap_comm
@@ -48,7 +48,6 @@ class Layout:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a GPU runs compiled code."""
         return self.compiles and self.device == "cuda" and self.stage != 3
 
     @property
@@ -222,7 +221,7 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     is_flex = layout.device == "cuda" and e // shape.n_heads >= MIN_FLEX_HEAD_DIM
     is_flex = is_flex and shape.use_flash_attn and shape.max_seq_len >= MIN_FLEX_LENGTH
     mask = FP32 if is_flex else (b if shape.use_flash_attn else 1) * shape.max_seq_len
-    mask *= shape.doc_mask * layout.sequence  # of all positions
+    mask *= shape.doc_mask * layout.sequence  # the mask spans all positions
     rotations = shape.doc_mask * FP32 * e // shape.n_heads
     if shape.use_flash_attn:
         is_gpu_fp32 = layout.device == "cuda" and b == FP32
@@ -334,8 +333,12 @@ GPUS = (
 
 
 def known_gpu(name: str) -> GPUModel | None:
-    """Return the entry for a device name such as `NVIDIA H100 80GB HBM3`; None if there is none."""
-    return next((gpu for gpu in GPUS if is_model(gpu.name, name)), None)
+    """Return the entry for a device name such as `NVIDIA H100 80GB HBM3`; None if there is none.
+
+    A variant, a laptop GPU or a MIG slice is another model.
+    """
+    other = r"(?! Laptop| D\b| Ti\b| NVL| PCIe| .*\bMIG\b)"
+    return next((gpu for gpu in GPUS if re.search(rf"\b{gpu.name}\b{other}", name)), None)
 
 
 def named_gpu(text: str) -> str:
@@ -345,8 +348,8 @@ def named_gpu(text: str) -> str:
     """
     base, size = _plain_name(text)
     named = [(gpu, *_plain_name(gpu.name)) for gpu in GPUS if gpu.bandwidth]
-    found = [gpu for gpu, name, _ in named if name == base and size in (0, gpu.memory)]
-    return max(found, key=lambda gpu: gpu.memory).name if found else text
+    matches = [gpu for gpu, name, _ in named if name == base and size in (0, gpu.memory)]
+    return max(matches, key=lambda gpu: gpu.memory).name if matches else text
 
 
 def _plain_name(text: str) -> tuple[str, int]:
@@ -355,12 +358,6 @@ def _plain_name(text: str) -> tuple[str, int]:
     size = re.search(r"\b(\d+) ?g(?:i?b)?\b", text)
     base = text.replace(size[0], " ") if size else text
     return re.sub(r"[\W_]+", "", base), int(size[1]) if size else 0
-
-
-def is_model(model: str, name: str) -> bool:
-    """Whether device `name` is exactly that model, not a variant, a laptop GPU or a MIG slice."""
-    other = r"(?! Laptop| D\b| Ti\b| NVL| PCIe| .*\bMIG\b)"
-    return re.search(rf"\b{model}\b{other}", name) is not None
 
 
 ASSUMED_MFU = 0.4
@@ -372,7 +369,7 @@ class Machine:
 
     gpus: int = 1
     memory: int | None = None  # bytes of one device
-    peak_tflops: float | None = None  # of one device, 10^12 FLOPs a second
+    peak_tflops: float | None = None  # one device, 10^12 FLOPs a second
     mfu: float | None = None  # None: that of the estimate, else ASSUMED_MFU
     tokens: float | None = None
     gpu: GPUModel | None = None  # its model
@@ -399,8 +396,8 @@ LAUNCH_US = {"eager": 9.0, "compiled": 6.0}
 # of everything else. OUTSIDE is what a compiled model leaves to eager code: embedding, mean loss.
 LAUNCHES = {"eager": (55, 25), "compiled": (40, 22)}
 OUTSIDE = 13
-UPDATE_LAUNCHES = 24  # of a step: copies, norm, clipping, AdamW, in multi-tensor kernels
-WEIGHTS = (9, 2)  # of a block, and others; each further micro-batch adds to every gradient
+UPDATE_LAUNCHES = 24  # launches of a step: copies, norm, clipping, AdamW, in multi-tensor kernels
+WEIGHTS = (9, 2)  # weights of a block, and others; each further micro-batch adds to every gradient
 FORWARD_AND_BACKWARD = 3  # products: the output, the gradients of its input and of its weight
 
 
@@ -413,7 +410,6 @@ class Work:
     bytes: float
 
     def seconds(self, gpu: GPUModel, rates: Rates) -> float:
-        """Seconds of these kernels on `gpu`."""
         share = rates.attention if self.part == "attention" else rates.products
         assert gpu.bandwidth is not None
         compute = self.flops / (gpu.peak_tflops * 1e12 * share)
@@ -426,18 +422,16 @@ class StepTime:
 
     parts: dict[str, float]  # seconds of the GPU
     host: float  # seconds of the host for all launches
-    flops: float  # of the model, as MFU counts them
+    flops: float  # FLOPs of the model, as MFU counts them
     launches: int
     gpu: GPUModel
 
     @property
     def kernels(self) -> float:
-        """Seconds of all kernels."""
         return sum(self.parts.values())
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step."""
         return max(self.kernels, self.host)
 
     @property
@@ -447,7 +441,6 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """The part that takes longest, or `launches`."""
         return (
             "launches" if self.host > self.kernels else max(self.parts, key=self.parts.__getitem__)
         )
@@ -638,22 +631,22 @@ def saving_bytes(part: Shape, ranks: Layout) -> int:
 def memory_of_rank(shape: Shape, layout: Layout, size: int) -> Memory:
     """Peak memory of a rank, with the activations of undivided matrices; `update` or a save."""
     part, ranks = own_part(shape, layout, size)
-    held = memory(part, ranks)
-    return replace(held, update=max(held.update, saving_bytes(part, ranks)))
+    needed = memory(part, ranks)
+    return replace(needed, update=max(needed.update, saving_bytes(part, ranks)))
 
 
 def tensor_parallel_lines(shape: Shape, layout: Layout, size: int) -> list[str]:
     """Lines of a plan, in place of the table of ZeRO stages."""
     part, ranks = own_part(shape, layout, size)
-    held = memory(part, ranks)
+    needed = memory(part, ranks)
     saving = saving_bytes(part, ranks)
     parts = {
-        "weights": held.weights,
-        "optimizer": held.optimizer,
-        "gradients": held.gradients,
-        "buffers": held.buffers,
-        "activations at most": held.activations,
-        "update": held.update,
+        "weights": needed.weights,
+        "optimizer": needed.optimizer,
+        "gradients": needed.gradients,
+        "buffers": needed.buffers,
+        "activations at most": needed.activations,
+        "update": needed.update,
         "saving": saving,
     }
     shown = ", ".join(f"{name} {value / MIB:,.1f}" for name, value in parts.items())

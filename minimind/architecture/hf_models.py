@@ -37,6 +37,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
 from minimind.model.experts import MiniMindOutput
 from minimind.runtime.checked_json import shown
+from minimind.runtime.terminal import first_lines
 
 
 def model_of(config: PretrainedConfig) -> Any:
@@ -76,9 +77,9 @@ def with_sums(model: PreTrainedModel) -> PreTrainedModel:
     `document_starts` positions follow that restart there, and from them transformers derives the
     attention mask.
     """
-    kind: Any = type(model)
+    model_class: Any = type(model)
 
-    @wraps(kind.forward)
+    @wraps(model_class.forward)
     def forward(
         self: Any,
         *args: Any,
@@ -89,24 +90,24 @@ def with_sums(model: PreTrainedModel) -> PreTrainedModel:
         if document_starts is not None:
             kwargs["position_ids"] = document_positions(0, None, document_starts)
         if loss_chunk_size is None:
-            return kind.forward(self, *args, **kwargs)
+            return model_class.forward(self, *args, **kwargs)
         targets_BT = kwargs.pop("shift_labels")
-        logits = kind.forward(self, *args, use_cache=False, **kwargs).logits
+        logits = model_class.forward(self, *args, use_cache=False, **kwargs).logits
         loss_sum, targets = next_token_loss(logits, targets_BT)
         return MiniMindOutput(loss_sum=loss_sum, targets=targets)
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         """Move rotary frequencies without rounding them to the new dtype."""
         exact = _rotary_tables(self)
-        kind._apply(self, fn, recurse)
+        model_class._apply(self, fn, recurse)
         for name, table in exact.items():
             path, _, leaf = name.rpartition(".")
             module = self.get_submodule(path)
             setattr(module, leaf, table.to(getattr(module, leaf).device))
         return self
 
-    own = {"forward": forward, "_apply": _apply, "__module__": kind.__module__}
-    model.__class__ = type(kind.__name__, (kind,), own)
+    attributes = {"forward": forward, "_apply": _apply, "__module__": model_class.__module__}
+    model.__class__ = type(model_class.__name__, (model_class,), attributes)
     return model
 
 
@@ -276,7 +277,7 @@ def _try_model(values: Mapping[str, Any]) -> None:
             length = min(8, config.max_position_embeddings)
             tokens = torch.ones((2, length), dtype=torch.int64)
             model(input_ids=tokens, use_cache=False)
-            model.eval()(input_ids=tokens)  # with its cache, as in generation
+            model.eval()(input_ids=tokens)  # generation uses the cache, too
     except (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -288,7 +289,7 @@ def _try_model(values: Mapping[str, Any]) -> None:
 
 def _refusal(values: Mapping[str, Any], error: Exception, attempt: Callable[..., Any]) -> str:
     """Describe what transformers refuses: its error, and the key that makes `attempt` fail."""
-    reason = first_line(error)
+    reason = first_lines(error, 2)
     if isinstance(error, LookupError):  # its text is only the missing name
         reason = f"{type(error).__name__}: {reason}"
     key = _key_at_fault(values, attempt)
@@ -330,9 +331,3 @@ def _succeeds(attempt: Callable[..., Any], values: Mapping[str, Any]) -> bool:
     except Exception:  # whatever is raised, another key causes it
         return False
     return True
-
-
-def first_line(error: Exception) -> str:
-    """Return the first two lines of an error as one, or its type if it has no text."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]).rstrip(".") or type(error).__name__

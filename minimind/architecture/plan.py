@@ -39,7 +39,7 @@ from minimind.config.run_config import (
 )
 from minimind.errors import UsageError, fault_error
 
-HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
+HEADROOM = 0.1  # share for the CUDA context, the libraries' own buffers and fragmentation
 OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
 GIB = 2**30
 # Shipped files by stage and offloading of optimizer and parameters; without DeepSpeed: none.
@@ -53,7 +53,7 @@ FILES = {
     (3, True, True): "zero3_offload",
 }
 COPY = "my_deepspeed.json"
-WIDTH = 75  # of the flags of a command
+WIDTH = 75  # columns for the flags of a command
 
 
 def plan(argv: Sequence[str], machine: Machine) -> str:
@@ -89,9 +89,9 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
         return f"{text}\n\nGive --memory (of one GPU, say 24GiB) or --gpu_model to see what fits."
     current = layout_of(run, machine.gpus, config, device)
     if run.tensor_parallel > 1:  # other stages are no alternatives
-        held = memory_of_rank(shape_of(run), current, run.tensor_parallel)
-        verb = "Fits" if fits(held, machine.memory) else "May not fit"
-        sizes = f"at most {held.total / GIB:.2f} of {machine.memory / GIB:.2f} GiB"
+        needed = memory_of_rank(shape_of(run), current, run.tensor_parallel)
+        verb = "Fits" if fits(needed, machine.memory) else "May not fit"
+        sizes = f"at most {needed.total / GIB:.2f} of {machine.memory / GIB:.2f} GiB"
         return f"{text}\n\n{verb}: {sizes}, with {HEADROOM:.0%} kept free."
     return f"{text}\n\n{_advice(run, current, machine, path, document)}"
 
@@ -154,8 +154,8 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         run.dtype,
         run.micro_batch_rows(world_size),
         run.accumulation_steps,
-        int(zero.get("reduce_bucket_size", costs.FLATTENED)),  # else DeepSpeed's default
-        bool(zero.get("overlap_comm", stage == 3)),  # else DeepSpeed's default
+        int(zero.get("reduce_bucket_size", costs.FLATTENED)),  # DeepSpeed's default
+        bool(zero.get("overlap_comm", stage == 3)),  # DeepSpeed's default
         offloads(config, "optimizer"),
         offloads(config, "param"),
         device,
@@ -188,8 +188,8 @@ def name_of(layout: Layout) -> str:
     if layout.stage is None:
         return "DDP" if layout.world_size > 1 else "no DeepSpeed"
     optimizer, param = layout.offload_optimizer, layout.offload_param
-    what = "all" if optimizer and param else "opt" if optimizer else "par" if param else ""
-    return f"ZeRO-{layout.stage}" + (f" offload {what}" if what else "")
+    offloaded = "all" if optimizer and param else "opt" if optimizer else "par" if param else ""
+    return f"ZeRO-{layout.stage}" + (f" offload {offloaded}" if offloaded else "")
 
 
 COLUMNS = ("weights", "optimizer", "gradients", "buffers", "activations", "update")
@@ -206,12 +206,12 @@ def _table(shape: Shape, here: Layout, memory: int | None) -> list[str]:
         f"Per process in {word}, {here.dtype}, micro-batch {here.rows}:",
         f"{'':<19}" + "".join(f"{head:>6}" for head in HEADS) + " fits" * bool(memory),
     ]
-    for layout, held in zip(layouts, needed, strict=True):
-        numbers = [getattr(held, column) for column in COLUMNS]
+    for layout, use in zip(layouts, needed, strict=True):
+        numbers = [getattr(use, column) for column in COLUMNS]
         sent = costs.bytes_sent(shape, layout) + exchanged_bytes(shape, layout)
-        numbers += [held.total, held.host, sent]
+        numbers += [use.total, use.host, sent]
         row = f"{'*' if layout == here else ' '}{name_of(layout):<18}"
-        verdict = f"{'yes' if fits(held, memory) else 'no':>5}" if memory else ""
+        verdict = f"{'yes' if fits(use, memory) else 'no':>5}" if memory else ""
         lines.append(row + "".join(_cell(n / unit) for n in numbers) + verdict)
     return [
         *lines,
@@ -275,11 +275,11 @@ def _advice(
         best = largest_step(shape, here, memory) or best
     if best is None:
         return _no_fit(shape, here, memory)
-    held = costs.memory(shape, best)
-    beside = held.weights + held.optimizer + held.gradients + held.buffers
+    needed = costs.memory(shape, best)
+    beside = needed.weights + needed.optimizer + needed.gradients + needed.buffers
     row = costs.activation_bytes(shape, replace(best, rows=1))
     largest = int((memory * (1 - HEADROOM) - beside) // row)
-    host = f", {held.host * gpus / GIB:.1f} GiB of RAM" if held.host else ""
+    host = f", {needed.host * gpus / GIB:.1f} GiB of RAM" if needed.host else ""
     rows = best.rows * (run.parallel(gpus).data_size if run.split_batches else 1)
     given, flags = _command_flags(run), f"--batch_size {rows}"
     flags += f" --accumulation_steps {best.accumulation_steps}"
@@ -304,7 +304,7 @@ def _advice(
     more = [s.world_size for s in layouts if s and not s.offload_optimizer]
     return (
         f"Recommended: {name_of(best)}, micro-batch {best.rows}, accumulation"
-        f" {best.accumulation_steps}: {held.total / GIB:.2f} of {memory / GIB:.2f} GiB{host}.\n"
+        f" {best.accumulation_steps}: {needed.total / GIB:.2f} of {memory / GIB:.2f} GiB{host}.\n"
         f"{HEADROOM:.0%} stays free for the CUDA context and fragmentation;"
         f" the largest micro-batch that fits is {largest}.\n"
         + (f"With {more[0]} GPUs nothing has to be offloaded.\n" if more else "")
@@ -379,15 +379,15 @@ def _no_fit(shape: Shape, here: Layout, memory: int) -> str:
     """Describe the smallest layout and its largest part."""
     rows = replace(here, rows=1, accumulation_steps=here.rows * here.accumulation_steps)
     least = min(alternatives(rows), key=lambda s: costs.memory(shape, s).total)
-    held = costs.memory(shape, least)
-    size, largest = max((getattr(held, column), column) for column in COLUMNS)
+    needed = costs.memory(shape, least)
+    size, largest = max((getattr(needed, column), column) for column in COLUMNS)
     helps = "--dim or --n_layers"
     if largest == "activations":
         helps = "--max_seq_len or --n_layers"
         helps += "" if here.recomputes else ", give --gradient_checkpointing"
     return (
         f"Nothing fits in {memory / GIB:.2f} GiB with {HEADROOM:.0%} kept free:\n"
-        f"{name_of(least)} needs {held.total / GIB:.2f} GiB with 1 row in a micro-batch.\n"
+        f"{name_of(least)} needs {needed.total / GIB:.2f} GiB with 1 row in a micro-batch.\n"
         f"The largest part is {largest}, {size / GIB:.2f} GiB, which more GPUs do not share: lower"
         f"\n{helps}, or use GPUs with more memory."
     )

@@ -18,7 +18,6 @@ from transformers import PretrainedConfig
 
 from minimind.architecture.hf_models import (
     IDS,
-    first_line,
     foreign_config,
     is_bidirectional,
     matrix_weights,
@@ -39,6 +38,7 @@ from minimind.runtime.checked_json import (
     read_foreign_object,
     shown,
 )
+from minimind.runtime.terminal import first_lines
 
 SCALING = "rope_scaling."
 # Fields of MiniMindConfig by flag, and keys of its rope_scaling.
@@ -67,7 +67,7 @@ def extend(run: RunConfig, by: str, config: MiniMindConfig) -> tuple[RunConfig, 
     """
     if run.rope_scaling is None:
         return run, config
-    if run.rope_original_length is None:  # that of the model before any scaling
+    if run.rope_original_length is None:  # the length of the model before any scaling
         before = shape_flags(config)["rope_original_length"]
         length = before or config.max_position_embeddings
         run = run.with_values(by, rope_original_length=length)
@@ -119,7 +119,6 @@ class MiniMind:
         return {**shape, "hidden_dim": run.feed_forward_width, "doc_mask": run.doc_mask}
 
     def parameters(self, run: RunConfig) -> int:
-        """Number of parameters."""
         return shape_of(run).parameters
 
     def flops_per_token(self, run: RunConfig) -> int:
@@ -151,7 +150,7 @@ class HuggingFace:
     """A causal language model of transformers, described by a config.json."""
 
     path: str
-    values: Mapping[str, Any]  # of the file
+    values: Mapping[str, Any]  # content of the file
     parsed: PretrainedConfig
 
     def config(self, run: RunConfig, tokenizer: AnyTokenizer) -> PretrainedConfig:
@@ -173,7 +172,6 @@ class HuggingFace:
             )
 
     def with_vocabulary(self, vocab_size: int) -> HuggingFace:
-        """Return the same model with another number of embedding rows."""
         parsed = deepcopy(self.parsed)
         parsed.vocab_size = vocab_size
         return replace(self, values={**self.values, "vocab_size": vocab_size}, parsed=parsed)
@@ -193,7 +191,7 @@ class HuggingFace:
             model = model_of(self.config(run, tokenizer))
             is_causal = not is_bidirectional(model)
         except VALUE_ERRORS as error:
-            raise UsageError(f"{self.path}: {first_line(error)}; correct it there") from error
+            raise UsageError(f"{self.path}: {first_lines(error, 2)}; correct it there") from error
         if not is_causal:
             raise UsageError(
                 f"{self.path}: {type(model).__name__} attends to later tokens;"
@@ -208,7 +206,6 @@ class HuggingFace:
         return {name: self.values[name] for name in sorted({*self.values} - {*NO_SHAPE})}
 
     def parameters(self, run: RunConfig) -> int:
-        """Number of parameters."""
         return sum(p.numel() for p in self._meta_model().parameters())
 
     def flops_per_token(self, run: RunConfig) -> int:
@@ -228,7 +225,6 @@ class HuggingFace:
         )
 
     def _meta_model(self) -> Any:
-        """The model on the meta device."""
         with torch.device("meta"):
             return transformers_model(self.parsed, dtype=torch.float32)
 

@@ -77,7 +77,6 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
         return self.embedding + self.n_layers * self.layer + self.dim
 
     @property
@@ -96,8 +95,8 @@ def shape_of(run: RunConfig) -> Shape:
 def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
     """Return a run of --task sft as its start resolves it, and a line on its vocabulary.
 
-    Of the special tokens of the chat template those are counted that --tokenizer lacks; without
-    one all are. Another run is returned as it is, with an empty line.
+    The special tokens of the chat template count if --tokenizer lacks them, and all without a
+    tokenizer. Another run is returned as it is, with an empty line.
     """
     if run.task != "sft":
         return run, ""

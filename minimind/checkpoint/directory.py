@@ -36,12 +36,13 @@ from minimind.runtime.durable_files import (
     write_durably,
 )
 from minimind.runtime.locks import ReadLock, lock_for_reading, locked_for_deletion
+from minimind.runtime.terminal import shorten_line
 
 FORMAT = 4
 # Values of fields that earlier writers of this format did not record.
 LEGACY_DEFAULTS = {flag: field.legacy for flag, field in SHAPE.items()}
 MANIFEST = "manifest.json"
-OWNER = "mirror.json"  # in out_dir and at the URL of --mirror: the run that both are of
+OWNER = "mirror.json"  # names the run, in out_dir and at the URL of --mirror
 NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -245,17 +246,13 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
 def difference_table(changed: list[Difference], allowed: Set[str]) -> list[str]:
     """Table of changed values, old and new, with the flag that allows each."""
     rows = [("changed", "checkpoint", "this run", "let through by")]
-    for one in changed:
-        by = f"--allow_change {one.group}" + (" (given)" if one.group in allowed else "")
-        rows.append((f"{one.group}.{one.name}", _short(one.old), _short(one.new), by))
+    for change in changed:
+        by = f"--allow_change {change.group}" + (" (given)" if change.group in allowed else "")
+        old, new = (shorten_line(str(value), 32) for value in (change.old, change.new))
+        rows.append((f"{change.group}.{change.name}", old, new, by))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
     return ["  " + "  ".join(cells).rstrip() for cells in padded]
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 32 else f"{text[:29]}..."
 
 
 def require_same_run(
@@ -263,11 +260,11 @@ def require_same_run(
 ) -> list[Difference]:
     """Return the allowed differences; raise CheckpointError with a table for others."""
     changed = differences(saved, now)
-    refused = [one for one in changed if one.group not in allowed]
+    refused = [change for change in changed if change.group not in allowed]
     if refused:
-        groups = ",".join(dict.fromkeys(one.group for one in changed))
+        groups = ",".join(dict.fromkeys(change.group for change in changed))
         text = "; ".join(map(str, refused))
-        if any(one.name == "rows_per_step" for one in refused):
+        if any(change.name == "rows_per_step" for change in refused):
             text += "; rows_per_step is --batch_size x --accumulation_steps x processes"
         raise CheckpointError(
             f"{directory} belongs to another run ({text}); give the old values back,"

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,15 +93,15 @@ class Uploads:
 
     def __init__(self, remote: RemoteRun, owner: Owner, out_dir: Path, rules: Rules) -> None:
         self.remote = remote
-        self.events: deque[tuple[str, dict[str, Any]]] = deque()  # for the run to log
+        self.events: deque[tuple[str, dict[str, Any]]] = deque()  # events for the run to log
         self.owner, self._out_dir, self._rules = owner, out_dir, rules
         self._changed = threading.Condition()
         self._waiting: Waiting | None = None  # the newest
         self._missing: list[Path] = []  # oldest first
         self._until = -1  # the step of the last offer: later ones are not reported yet
         self._unfit: set[Path] = set()  # damaged or unreadable here
-        self._must_look = False  # for missing ones, at a start
-        self._good: int | None = None  # that of the missing
+        self._must_look = False  # whether to look for missing ones, at a start
+        self._good: int | None = None  # `good` of the missing ones
         self._is_turn_of_missing = False
         self._uploading: Waiting | None = None
         self._last: int | None = None  # the step gone back to: later ones there are abandoned
@@ -108,8 +109,8 @@ class Uploads:
         self._stale: Waiting | None = None  # the upload of such a later one
         self._is_over = False
         self._validated: set[int] = set()  # steps whose validations are there as they are here
-        self._doubted: set[int] = set()  # and those in doubt that were reported
-        self._copied: set[Path] = set()  # of RUN_FILES
+        self._doubted: set[int] = set()  # steps in doubt that were reported
+        self._copied: set[Path] = set()  # copied files of RUN_FILES
         threading.Thread(target=self._work, daemon=True, name="mirror").start()
 
     def offer(self, path: Path, good: int | None) -> None:
@@ -122,7 +123,7 @@ class Uploads:
                 self._changed.notify_all()
 
     def look(self, step: int, good: int | None) -> None:
-        """Look soon for missing ones up to a step, that of a start, and upload them."""
+        """Look soon for missing checkpoints up to a step, at which the run starts; upload them."""
         with self._changed:
             if not self._is_over:
                 self._must_look, self._until, self._good = True, step, good
@@ -149,7 +150,7 @@ class Uploads:
             return sorted({*map(step_of, self._pending())})
 
     def _pending(self) -> list[Path]:
-        return [one.path for one in (self._uploading, self._waiting) if one] + self._missing
+        return [job.path for job in (self._uploading, self._waiting) if job] + self._missing
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is to be uploaded, for a time; return whether that is so."""
@@ -159,7 +160,7 @@ class Uploads:
             )
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no further upload."""
         with self._changed:
             self._is_over, self._waiting, self._missing = True, None, []
             self._must_look = self._must_set_aside = False
@@ -205,7 +206,7 @@ class Uploads:
 
     def _mirror(self, job: Waiting) -> None:
         """Upload a checkpoint and apply the rules; report what became of it."""
-        step, started, what = step_of(job.path), time.perf_counter(), ""
+        step, started, prefix = step_of(job.path), time.perf_counter(), ""
         try:
             self.owner.require()
             self._abandon_later()
@@ -215,13 +216,13 @@ class Uploads:
             url = f"{self.remote.shown}/{CHECKPOINTS}/{job.path.name}"
             fields = {"step": step, "url": url, "bytes": size, "seconds": seconds}
             self.events.append(("checkpoint_mirrored", fields))
-            what = "older checkpoints could not be deleted: "
+            prefix = "older checkpoints could not be deleted: "
             self._prune(job.good)
         except Exception as error:  # the checkpoints are on disk: no error of a copy ends a run
             if job is self._stale:
                 return
             self._forget_missing(job.path if isinstance(error, CheckpointError) else None)
-            self._report_failure(step, what, error)
+            self._report_failure(step, prefix, error)
 
     def _set_aside(self) -> None:
         """Set aside what the run has gone back from; report it if that fails."""
@@ -229,9 +230,9 @@ class Uploads:
         try:
             self.owner.require()
             self._abandon_later()
-        except Exception as error:  # likewise
-            what = "checkpoints of later steps could not be set aside, and must not be used: "
-            self._report_failure(step or 0, what, error)
+        except Exception as error:  # no error of a copy ends a run
+            prefix = "checkpoints of later steps could not be set aside, and must not be used: "
+            self._report_failure(step or 0, prefix, error)
         with self._changed:
             self._must_set_aside = self._last not in (None, step)  # gone further back meanwhile
 
@@ -241,13 +242,13 @@ class Uploads:
         try:
             self.owner.require()
             self._find_missing(self._saved_there(by_step(self.remote.files())), self._good)
-        except Exception as error:  # likewise
+        except Exception as error:  # no error of a copy ends a run
             self._report_failure(step, "missing checkpoints could not be looked for: ", error)
         with self._changed:
             self._must_look = False
 
-    def _report_failure(self, step: int, what: str, error: Exception) -> None:
-        reason = f"{what}{str(error) or type(error).__name__}"
+    def _report_failure(self, step: int, prefix: str, error: Exception) -> None:
+        reason = f"{prefix}{str(error) or type(error).__name__}"
         self.events.append(("mirror_failed", {"step": step, "reason": reason}))
         if isinstance(error, LockedError):
             self.close()
@@ -268,8 +269,8 @@ class Uploads:
 
     def _copy_run_files(self) -> None:
         """Upload what identifies the run to a reader, once."""
-        found = {path for name in RUN_FILES for path in self._out_dir.glob(name)}
-        for path in sorted(found - self._copied):
+        paths = {path for name in RUN_FILES for path in self._out_dir.glob(name)}
+        for path in sorted(paths - self._copied):
             self.remote.put(path, path.relative_to(self._out_dir).as_posix())
             self._copied.add(path)
 
@@ -291,17 +292,17 @@ class Uploads:
             for step, names in files.items()
             if MANIFEST in names
         }
-        for one in found.values() if self._rules.keep_best else ():
-            if one.doubt and one.step not in self._doubted:
-                self._doubted.add(one.step)
-                reason = f"{VALIDATION} {one.doubt}; {STAYS}"
-                self.events.append(("mirror_kept", {"step": one.step, "reason": reason}))
+        for saved in found.values() if self._rules.keep_best else ():
+            if saved.doubt and saved.step not in self._doubted:
+                self._doubted.add(saved.step)
+                reason = f"{VALIDATION} {saved.doubt}; {STAYS}"
+                self.events.append(("mirror_kept", {"step": saved.step, "reason": reason}))
         return found
 
     def _find_missing(self, there: dict[int, Saved], good: int | None) -> None:
         """Look for checkpoints that are only here, which the rules would keep there, too."""
         root = self._out_dir / CHECKPOINTS
-        both = {one.step: one for one in saved_in(root)} | there
+        both = {saved.step: saved for saved in saved_in(root)} | there
         reasons = kept([*both.values()], self._rules, good)
         steps = [step for step in sorted(reasons) if reasons[step] and step not in there]
         with self._changed:
@@ -318,16 +319,16 @@ class Uploads:
     def _saved(self, step: int, is_validated: bool) -> Saved:
         """A checkpoint there with its validation loss, which may be recorded after its upload."""
         local = step_directory(self._out_dir / CHECKPOINTS, step)
-        name, own = f"{CHECKPOINTS}/{local.name}/{VALIDATION}", saved_of(local)
-        if not own.doubt and (local / VALIDATION).is_file():
+        name, saved = f"{CHECKPOINTS}/{local.name}/{VALIDATION}", saved_of(local)
+        if not saved.doubt and (local / VALIDATION).is_file():
             content = (local / VALIDATION).read_bytes()
-            # That of a copy is looked at once, and is written again if it is damaged.
+            # The file of a copy is read once, and is written again if it is damaged.
             is_new = step not in self._validated and self.remote.read(name) != content
             if is_new or not is_validated:
                 self.remote.write(name, content)
             self._validated.add(step)
-            return own
-        return saved_with(step, self.remote.read(name) or b"") if is_validated else own
+            return saved
+        return saved_with(step, self.remote.read(name) or b"") if is_validated else saved
 
 
 def _locked(path: Path, good: int | None) -> Waiting | None:
@@ -368,14 +369,14 @@ def require_no_mirror(out_dir: Path, url: str | None) -> None:
     A copy of the mirror at `url`, the --mirror of this start, is none.
     """
     try:
-        found, _ = read_object(out_dir / OWNER)
+        claim, _ = read_object(out_dir / OWNER)
     except CheckpointError:  # reported where it is used
         return
-    if "identity" not in found:
+    if "identity" not in claim:
         return
     remote = RemoteRun(url) if url else None
     content = remote.read(OWNER) if remote else None
-    if not remote or content is None or _parsed(remote, content)["run"] != found.get("run"):
+    if not remote or content is None or _parsed(remote, content)["run"] != claim.get("run"):
         raise LockedError(
             f"--out_dir {out_dir} is the --mirror of a run; go on with that run by an empty"
             f" --out_dir and --mirror file://{out_dir.resolve()}, or give another --out_dir"
@@ -399,7 +400,7 @@ def require_mirror(url: str, out_dir: Path, resume: str) -> None:
         _claims(remote, out_dir, resume)
         remote.write(probe, token.encode())
         remote.delete(probe)
-    except StorageError as error:  # of the URL as it was given
+    except StorageError as error:  # show the URL as it was given
         raise StorageError(f"--mirror {str(error).replace(f'/{probe}', '')}") from error
 
 
@@ -424,13 +425,13 @@ def claim(
     An out_dir that is new, with `--resume auto`, takes over the run of the mirror if all that
     identifies a run (but the `allowed` groups) is the same.
     """
-    url, (own, there) = remote.shown, _claims(remote, out_dir, resume)
-    if there and there["run"] != own:
+    url, (ours, there) = remote.shown, _claims(remote, out_dir, resume)
+    if there and there["run"] != ours:
         changed = differences(there["identity"], identity)
-        if refused := [str(one) for one in changed if one.group not in allowed]:
+        if refused := [str(change) for change in changed if change.group not in allowed]:
             text = shorten_line("; ".join(refused[:3]))
             raise LockedError(f"--mirror {url} is that of another run ({text}); {REMEDY}")
-    run = own or (there["run"] if there else secrets.token_hex(8))
+    run = ours or (there["run"] if there else secrets.token_hex(8))
     with storing(str(out_dir / OWNER), "free some space, or correct the path of --out_dir"):
         write_whole(out_dir / OWNER, json.dumps({"run": run}).encode())
     facts = {"run": run, "start": secrets.token_hex(8), "identity": identity}
@@ -446,7 +447,7 @@ def _claims(
 
     Raise LockedError if the URL has something else, or the mirror of another run than out_dir's.
     """
-    url, own = remote.shown, _read_own(out_dir / OWNER)
+    url, ours = remote.shown, _read_own(out_dir / OWNER)
     _require_no_out_dir(remote)
     names, content = remote.names(), remote.read(OWNER)
     if content is None:
@@ -455,15 +456,15 @@ def _claims(
                 f"--mirror {url} holds {names[0]!r} and is not the mirror of this run; give an"
                 " empty place"
             )
-        return own, None
+        return ours, None
     there = _parsed(remote, content)
-    if there["run"] != own:
-        if own or resume != "auto" or published_checkpoints(out_dir / "checkpoints"):
+    if there["run"] != ours:
+        if ours or resume != "auto" or published_checkpoints(out_dir / "checkpoints"):
             raise LockedError(
                 f"--mirror {url} is that of another run than {out_dir}; go on with that one by"
                 " --resume auto and an empty --out_dir, or give another --mirror"
             )
-    return own, there
+    return ours, there
 
 
 def _require_no_out_dir(remote: RemoteRun) -> None:
@@ -498,18 +499,18 @@ def _read_own(path: Path) -> str | None:
 
 
 def _parsed(remote: RemoteRun, content: bytes) -> dict[str, Any]:
-    """The content of `mirror.json` at a URL; raise LockedError if it is not that of a mirror."""
-    place = f"--mirror {remote.shown}: {OWNER} there"
+    """The content of `mirror.json` at a URL; raise LockedError if no mirror wrote it."""
+    where = f"--mirror {remote.shown}: {OWNER} there"
     try:
         found = parse_object(content)
         validate(Own, found)
         if "identity" not in found:
-            raise LockedError(f"{place} is that of an --out_dir; {REMEDY}")
+            raise LockedError(f"{where} is that of an --out_dir; {REMEDY}")
         validate(Claim, found)
         canonical_json(found)
     except (CheckpointError, UnicodeEncodeError) as error:
         raise LockedError(
-            f"{place} is not what a run writes ({error}); give an empty place"
+            f"{where} is not what a run writes ({error}); give an empty place"
         ) from error
     return found
 
@@ -525,7 +526,7 @@ class Mirror:
         self._uploads: Uploads | None = None
         self._resumed: Path | None = None  # the checkpoint of out_dir that was loaded
         self._is_only_here = False
-        self._restored: list[tuple[str, dict[str, Any]]] = []  # to be logged after run_start
+        self._restored: list[tuple[str, dict[str, Any]]] = []  # events to log after run_start
 
     @phase("looking for a checkpoint at --mirror")
     def restore(self, identity: dict[str, Any]) -> None:
@@ -558,7 +559,7 @@ class Mirror:
         newest, damaged = valid
 
         def later() -> list[int]:
-            assert self._uploads is not None  # as on rank 0
+            assert self._uploads is not None  # this is rank 0
             there = complete(self._uploads.remote.files())
             return [step for step in there if step in steps and step > newest]
 
@@ -572,8 +573,8 @@ class Mirror:
         """
         damaged: dict[int, Rejected] = {}
         for path in local:
-            found = run_on_all_ranks(self.ranks, lambda path=path: verify_part(self.ranks, path))
-            bad = next(filter(None, found), None)
+            share = partial(verify, path, self.ranks.rank, self.ranks.world_size)
+            bad = next(filter(None, run_on_all_ranks(self.ranks, share)), None)
             if bad and bad.is_unreadable:
                 return None
             if bad is None:
@@ -595,7 +596,7 @@ class Mirror:
         `damaged` are the damaged ones here, of which one of the same step is set aside. Raise
         CheckpointError if one is needed, and all are damaged.
         """
-        assert self._uploads is not None  # as on rank 0
+        assert self._uploads is not None  # this is rank 0
         remote = self._uploads.remote
         events: list[tuple[str, dict[str, Any]]] = []
         for step in steps:
@@ -697,14 +698,8 @@ class Mirror:
         uploads.close()
 
     def close(self) -> None:
-        """Begin no further upload."""
         if self._uploads:
             self._uploads.close()
-
-
-def verify_part(ranks: Ranks, path: Path) -> Rejected | None:
-    """The damage that this rank finds in its share of a checkpoint's files."""
-    return verify(path, ranks.rank, ranks.world_size)
 
 
 def _rejection(place: str, bad: Rejected) -> tuple[str, dict[str, Any]]:

@@ -37,7 +37,7 @@ from minimind.runtime.urls import masked
 CHECKPOINTS = "checkpoints"
 BLOCK = 2**23  # bytes of a request that reads
 PART = 2**25  # bytes of a request of a large upload; S3 takes 10,000 of them
-PART_ATTEMPTS = 5  # of the library, since a file is otherwise sent again as a whole
+PART_ATTEMPTS = 5  # the library's attempts; without them the whole file is sent again
 ABANDONED = f"abandoned-{MANIFEST}"
 PROBE = ".probe-"
 OF_SYSTEMS = (
@@ -59,7 +59,7 @@ class RemoteRun:
     def __init__(self, url: str) -> None:
         self._filesystem, root = open_filesystem(url)
         self.url = url.rstrip("/")
-        self.shown = masked(self.url)  # for messages
+        self.shown = masked(self.url)  # the URL in messages
         self._root = root.rstrip("/")
         self._scheme = scheme_of(self.url)
         if self._scheme is LOCAL:
@@ -110,7 +110,7 @@ class RemoteRun:
     def read(self, name: str) -> bytes | None:
         """The content of a small file; None if there is no such file, or a folder or a pipe.
 
-        Of a large one as much as shows a reader that it is.
+        A file that is too large is read as far as shows a reader that it is.
         """
 
         def read(path: str) -> bytes | None:
@@ -189,7 +189,7 @@ class RemoteRun:
     def upload(self, directory: Path, before_manifest: Callable[[], None]) -> int:
         """Upload a published checkpoint, its manifest last; return its bytes."""
         manifest, prefix = read_manifest(directory), f"{CHECKPOINTS}/{directory.name}"
-        # Those of the same step, damaged or from before a rollback.
+        # The step may have such files already, damaged or from before a rollback.
         for name in (MANIFEST, ABANDONED, VALIDATION):
             self.delete(f"{prefix}/{name}")
         size = 0
@@ -217,18 +217,16 @@ class RemoteRun:
             if size is None or size != entry["bytes"]:
                 text = "is missing" if size is None else f"is {size} of {entry['bytes']} bytes"
                 return Rejected(into, name, text)
+            path, url = f"{self._root}/{folder}/{name}", f"{self.url}/{folder}/{name}"
+            remote = RemoteObject(url, path, size, sha256=entry["sha256"])
             try:
-                self._download(f"{folder}/{name}", into / name, size, entry["sha256"])
+                download(self._filesystem, remote, into / name)
             except DataError as error:
                 return Rejected(into, name, str(error))
         if validation := self.read(f"{folder}/{VALIDATION}"):
             write_durably(into / VALIDATION, validation)
         sync_directory(into)
         return None
-
-    def _download(self, name: str, local: Path, size: int, sha256: str) -> None:
-        path, url = f"{self._root}/{name}", f"{self.url}/{name}"
-        download(self._filesystem, RemoteObject(url, path, size, sha256=sha256), local)
 
     def abandon(self, step: int) -> None:
         """Rename the manifest of a checkpoint: kept until the step is saved again, never used."""

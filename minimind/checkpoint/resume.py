@@ -187,7 +187,7 @@ def _reader(shards: ShardFiles, state: ZeroState) -> Callable[[str, str, int, in
     return read
 
 
-def shape_mismatches(saved: dict[str, list[int]], own: dict[str, list[int]]) -> list[str]:
+def shape_mismatches(saved: dict[str, list[int]], now: dict[str, list[int]]) -> list[str]:
     """`name: saved -> own` for parameters whose shapes differ or that one side lacks."""
-    names = sorted({*saved, *own})
-    return [f"{n}: {saved.get(n)} -> {own.get(n)}" for n in names if saved.get(n) != own.get(n)]
+    names = sorted({*saved, *now})
+    return [f"{n}: {saved.get(n)} -> {now.get(n)}" for n in names if saved.get(n) != now.get(n)]

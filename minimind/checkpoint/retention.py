@@ -46,12 +46,11 @@ class Rules:
     keep_every: int = 0
     keep_best: int = 0
     reach: int = 0  # steps that the spike guard may go back
-    interval: int = 1  # of steps between saves
+    interval: int = 1  # steps between saves
     verifies: bool = False
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Rules:
-        """The rules of a run's flags."""
         return cls(
             settings["keep_last"],
             settings["keep_every"],
@@ -70,7 +69,7 @@ class Rules:
     def most(self, last_step: int) -> int:
         """The most checkpoints of a run of `last_step` steps, with the one that is being written.
 
-        Those that two rules keep are counted twice, and saves by the clock are not.
+        A checkpoint kept by two rules counts twice; saves by the clock do not count.
         """
         last = max(self.keep_last, math.ceil(self.reach / self.interval) + 1 if self.reach else 0)
         every = last_step // math.lcm(self.interval, self.keep_every) if self.keep_every else 0
@@ -86,24 +85,24 @@ class Saved:
     doubt: str = ""  # why the loss is not proven, or not known
 
 
-def kept(found: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[int, list[str]]:
+def kept(listed: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[int, list[str]]:
     """The reasons to keep each checkpoint, by step, newest first; without one it is deleted.
 
     `good` is the last step at which a check for corruption passed.
     """
-    newest_first = sorted(found, key=lambda one: one.step, reverse=True)
-    reasons: dict[int, list[str]] = {one.step: [] for one in newest_first}
+    newest_first = sorted(listed, key=lambda saved: saved.step, reverse=True)
+    reasons: dict[int, list[str]] = {saved.step: [] for saved in newest_first}
     steps = [*reasons]
     for step in steps[: rules.keep_last]:
         reasons[step].append("last")
     for step in steps:
         if rules.keep_every and step % rules.keep_every == 0:
             reasons[step].append("every")
-    proven = [one for one in found if not one.doubt]
-    evaluated = [(one.val_loss, -one.step) for one in proven if one.val_loss is not None]
-    for one in found if rules.keep_best else ():
-        if one.doubt:
-            reasons[one.step].append("unproven")
+    proven = [saved for saved in listed if not saved.doubt]
+    evaluated = [(saved.val_loss, -saved.step) for saved in proven if saved.val_loss is not None]
+    for saved in listed if rules.keep_best else ():
+        if saved.doubt:
+            reasons[saved.step].append("unproven")
     for loss, step in sorted(evaluated)[: rules.keep_best]:
         reasons[-step].append(f"best {loss:.4g}")
     if rules.reach:  # all that a rollback may have to pass over, and one before them
@@ -116,11 +115,11 @@ def kept(found: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[
     return reasons
 
 
-def fate(found: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[int, str]:
+def fate(listed: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[int, str]:
     """Why each checkpoint is kept, by step, and whether the next save ends that."""
-    now = kept(found, rules, good)
+    now = kept(listed, rules, good)
     following = Saved(max(now, default=0) + rules.interval)
-    then = kept([*found, following], rules, good)
+    then = kept([*listed, following], rules, good)
     end = "goes with the next save"
     return {
         step: ", ".join(reasons if then[step] else [*reasons, end]) for step, reasons in now.items()
@@ -155,7 +154,7 @@ class Validation(ClosedJson):
 
     step: Count
     val_loss: Real | None
-    sha256: Digest | None = None  # of the canonical form without it; older files have none
+    sha256: Digest | None = None  # digest of the canonical form without it; older files have none
 
 
 def record_validation(directory: Path, val_loss: float) -> None:

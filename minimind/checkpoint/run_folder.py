@@ -164,14 +164,14 @@ def _is_there(path: Path, what: str) -> bool:
 def require_outputs(resolved: ResolvedConfig) -> None:
     """Raise StorageError if a folder or file that a DeepSpeed JSON names cannot be written."""
     for key, path in output_paths(resolved.config).items():
-        place, name, is_file = Path(path), f"{resolved.path}: {key}", key.endswith("_file")
-        if is_file and _is_there(place, f"{name} {place}"):
-            if not (place.is_file() or place.is_char_device()):
-                raise StorageError(f"{name} {place}: is a folder, a pipe or a link; name a file")
-            if not os.access(place, os.W_OK):
-                raise StorageError(f"{name} {place}: cannot be written; correct its permissions")
+        output, name, is_file = Path(path), f"{resolved.path}: {key}", key.endswith("_file")
+        if is_file and _is_there(output, f"{name} {output}"):
+            if not (output.is_file() or output.is_char_device()):
+                raise StorageError(f"{name} {output}: is a folder, a pipe or a link; name a file")
+            if not os.access(output, os.W_OK):
+                raise StorageError(f"{name} {output}: cannot be written; correct its permissions")
         else:
-            require_folder(place.parent if is_file else place, name)
+            require_folder(output.parent if is_file else output, name)
 
 
 def recorded_flags(run: RunConfig) -> dict[str, Any]:

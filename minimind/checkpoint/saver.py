@@ -79,22 +79,23 @@ class Saver:
         self.root = root
         self.rules = rules
         self.good: int | None = None  # the last step at which a check for corruption passed
-        self.facts = facts  # of the manifest
+        self.facts = facts  # facts of the manifest
         self.texts = texts  # small files kept beside the tensors, by name
         self.in_background = in_background
         self._run_id = engine.gather(secrets.token_hex(4))[0]
-        held = engine.state()  # raises for an engine that cannot be saved
-        elements = _elements(held, engine)
+        state = engine.state()  # raises for an engine that cannot be saved
+        elements = _elements(state, engine)
         self._staging = Staging(elements, engine.device) if in_background else None
-        small = sum(map(len, texts.values())) + _bytes(_persistent_buffers(engine.model))
+        small = sum(map(len, texts.values()))
+        small += sum(buffer.nbytes for buffer in _persistent_buffers(engine.model).values())
         self.bytes = sum(engine.gather(4 * elements)) + small
         self._thread = ThreadPoolExecutor(1, "save", use_device, (engine.device,))
         self._interval = 60 * minutes or math.inf
         self._last_begin = time.monotonic()
         self._saving: Saving | None = None
         self._pruning: Future[list[str]] | None = None
-        self._told: set[str] = set()  # of what pruning keeps in doubt
-        self._recording: list[Future[None]] = []  # of validations
+        self._told: set[str] = set()  # reported checkpoints that pruning keeps in doubt
+        self._recording: list[Future[None]] = []  # validations that are being recorded
 
     def has(self, step: int) -> bool:
         """Whether a checkpoint of `step` exists, as seen by rank 0."""
@@ -168,7 +169,7 @@ class Saver:
     def has_failed(self) -> bool:
         """Whether the save in progress, or recording a validation, has failed on this rank."""
         futures = [self._saving.future] if self._saving else []
-        return any(one.done() and one.exception() for one in (*futures, *self._recording))
+        return any(future.done() and future.exception() for future in (*futures, *self._recording))
 
     def poll(self, wait: bool) -> dict[str, Any] | None:
         """Return the `checkpoint_saved` event of a finished save, else None.
@@ -200,8 +201,8 @@ class Saver:
         """Wait until validations are recorded; raise an error on every rank (collective)."""
 
         def wait() -> None:
-            for one in self._recording:
-                one.result()
+            for future in self._recording:
+                future.result()
             self._recording = []  # not before: `_prune` looks at them
 
         run_on_all_ranks(self.engine, wait)
@@ -212,7 +213,7 @@ class Saver:
             self._pruning = self._thread.submit(self._prune, self.good)
 
     def _prune(self, good: int | None) -> list[str]:
-        # What has no validation may be the best.
+        # A checkpoint without a validation may be the best.
         return [] if self.has_failed else prune(self.root, self.rules, good)
 
     def prune_error(self, wait: bool = False) -> str:
@@ -282,12 +283,12 @@ class Saver:
             publish(tmp, final)
 
 
-def shapes(model: torch.nn.Module, held: ZeroState) -> dict[str, list[int]]:
+def shapes(model: torch.nn.Module, state: ZeroState) -> dict[str, list[int]]:
     """Full shapes of all parameters, also at stage 3 and under tensor parallelism."""
-    own = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
-    if held.split is None:
-        return own
-    return {name: held.split.whole_shape(name, shape) for name, shape in own.items()}
+    local = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    if state.split is None:
+        return local
+    return {name: state.split.whole_shape(name, shape) for name, shape in local.items()}
 
 
 def _persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -295,15 +296,12 @@ def _persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: b.detach().cpu().clone() for name, b in model.named_buffers() if name in kept}
 
 
-def _bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def _elements(held: ZeroState, engine: Engine) -> int:
+def _elements(state: ZeroState, engine: Engine) -> int:
     """Elements in this rank's shard once optimizer state exists."""
-    keys = ((key.split("|"), values) for key, values in held.slices(engine.rank, engine.world_size))
+    slices = state.slices(engine.rank, engine.world_size)
+    keys = ((key.split("|"), values) for key, values in slices)
     return sum(
-        values.numel() * (1 + len(held.kinds_of(name)) if kind == MASTER else 1)
+        values.numel() * (1 + len(state.kinds_of(name)) if kind == MASTER else 1)
         for (kind, name, _), values in keys
         if kind in (MASTER, AVERAGE)
     )

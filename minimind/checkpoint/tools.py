@@ -111,7 +111,7 @@ def list_checkpoints(place: str, is_verifying: bool) -> list[Listing]:
         listings = _with_fates(root, listings)
         listings += [look_at(path, "set aside, never chosen") for path in leftovers(root)]
         listings += [look_at(path, "unfinished") for path in unfinished(root)]
-    return [listing for listing in listings if listing is not None]
+    return [entry for entry in listings if entry is not None]
 
 
 def _with_fates(root: Path, listings: list[Listing | None]) -> list[Listing | None]:
@@ -120,9 +120,9 @@ def _with_fates(root: Path, listings: list[Listing | None]) -> list[Listing | No
     rules, good = rules_of_run(out_dir), good_step(out_dir)
     if rules is None:
         return listings
-    found = [saved_of(Path(one.path)) for one in listings if one]
+    found = [saved_of(Path(entry.path)) for entry in listings if entry]
     fates = fate(found, rules, good if rules.verifies else None)
-    return [one and replace(one, kept=fates[step_of(Path(one.path))]) for one in listings]
+    return [entry and replace(entry, kept=fates[step_of(Path(entry.path))]) for entry in listings]
 
 
 def _listed(path: Path, is_verifying: bool) -> Listing | None:
@@ -180,9 +180,9 @@ def sizes_of(path: Path) -> dict[str, int] | None:
 
 def _saved(path: Path) -> float:
     """Modification time (unix seconds) of the manifest, or of the directory if it has none."""
-    for place in (path / MANIFEST, path):
+    for candidate in (path / MANIFEST, path):
         try:
-            return place.stat().st_mtime
+            return candidate.stat().st_mtime
         except FileNotFoundError:
             pass
     return 0.0
@@ -192,7 +192,7 @@ def verify_checkpoints(place: str) -> Iterator[tuple[Path, list[str], list[str]]
     """Yield (checkpoint, faults, remarks) of each one at `place`."""
     for path in directories(place):
         faults, remarks = examine(path)
-        if path.is_dir() or is_one(Path(place)):  # else the run deleted it
+        if path.is_dir() or is_one(Path(place)):  # otherwise the run deleted it
             yield path, faults, remarks
 
 
@@ -237,9 +237,9 @@ class Pruned:
 def prune(place: str, given: Mapping[str, int], is_dry: bool) -> Iterator[Pruned]:
     """Delete the checkpoints that the rules do not keep; yield each, and those that stay instead.
 
-    The rules are those of the run, replaced by those `given`. Those set aside and unfinished ones
-    are deleted too. A damaged one among the newest and one that is being read stay. Raise
-    LockedError while a run writes there.
+    The rules are those of the run, replaced by those `given`. Unfinished checkpoints and those that
+    were set aside are deleted too. A damaged one among the newest and one that is being read stay.
+    Raise LockedError while a run writes there.
     """
     if is_one(Path(place)):
         raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")

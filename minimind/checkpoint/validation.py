@@ -227,7 +227,7 @@ def _require_counted(about: dict[str, Any], step: int) -> None:
 def read_config(directory: Path, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the values in `config.json` that determine the model; others are ignored.
 
-    Of a checkpoint its manifest must list the file; an exported directory has none.
+    The manifest of a checkpoint must list the file; an exported directory has no manifest.
     """
     path = directory / "config.json"
     if manifest is not None:

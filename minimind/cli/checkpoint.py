@@ -30,7 +30,7 @@ def run_list(args: argparse.Namespace) -> int:
     with storing(place, REMEDY):
         checkpoints = list_checkpoints(place, args.verify)
     if args.json:
-        print(json.dumps([asdict(one) for one in checkpoints], indent=1))
+        print(json.dumps([asdict(listing) for listing in checkpoints], indent=1))
     else:
         print(_table(checkpoints) if checkpoints else f"{place}: no checkpoint yet")
     return 0
@@ -49,18 +49,18 @@ def _table(listings: list[Listing]) -> str:
     )
 
 
-def _row(one: Listing) -> tuple[str, ...]:
-    stage = "" if one.zero_stage is None else f" x ZeRO-{one.zero_stage}"
+def _row(listing: Listing) -> tuple[str, ...]:
+    stage = "" if listing.zero_stage is None else f" x ZeRO-{listing.zero_stage}"
     return (
-        one.name,
-        "" if one.tokens is None else f"{one.tokens:,}",
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(one.saved)),
-        str(one.files),
-        mebibytes(one.bytes),
-        "" if one.world_size is None else f"{one.world_size}{stage}",
-        one.dtype or "",
-        one.state,
-        one.kept,
+        listing.name,
+        "" if listing.tokens is None else f"{listing.tokens:,}",
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(listing.saved)),
+        str(listing.files),
+        mebibytes(listing.bytes),
+        "" if listing.world_size is None else f"{listing.world_size}{stage}",
+        listing.dtype or "",
+        listing.state,
+        listing.kept,
     )
 
 
@@ -108,7 +108,7 @@ def _write_whole(places: Sequence[str], args: argparse.Namespace) -> int:
     from minimind.interop.consolidate import OWN, consolidate
     from minimind.interop.write_folder import is_ours
 
-    # Before files are hashed.
+    # This comes before files are hashed.
     NewFolder(args.out, args.force, OWN, args.action, is_ours).require_free()
 
     def write(paths: Sequence[Path]) -> str:
@@ -137,13 +137,13 @@ def run_prune(args: argparse.Namespace) -> int:
     named = {"keep_last": args.keep, "keep_every": args.keep_every, "keep_best": args.keep_best}
     given = {name: number for name, number in named.items() if number is not None}
     with storing(place, REMEDY):
-        for one in prune(place, given, args.dry_run):
-            if one.stays:
-                print(f"{one.path} stays, but {one.stays}")
+        for pruned in prune(place, given, args.dry_run):
+            if pruned.stays:
+                print(f"{pruned.path} stays, but {pruned.stays}")
                 continue
-            damage = f", which is damaged: {one.damage}" if one.damage else ""
-            print(f"{done} {one.path} ({mebibytes(one.bytes)}){damage}")
-            count, total = count + 1, total + one.bytes
+            damage = f", which is damaged: {pruned.damage}" if pruned.damage else ""
+            print(f"{done} {pruned.path} ({mebibytes(pruned.bytes)}){damage}")
+            count, total = count + 1, total + pruned.bytes
     print(f"{done} {count} directories, {mebibytes(total)}" if count else "nothing to delete")
     return 0
 

@@ -177,7 +177,7 @@ def _prepare(args: argparse.Namespace, cache: ObjectCache) -> int:
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return those of these flags that were given."""
+    """Return the flags among these that were given."""
     values = ((name, getattr(args, name)) for name in names)
     return {name: value for name, value in values if value is not None}
 
@@ -320,8 +320,8 @@ def _print_inspection(inspection: Inspection) -> None:
     for longest, count in inspection.lengths:
         print(f"{longest:>12,} {count:>12,} {'#' * -(-BAR * count // most)}")
     print(f"\n{inspection.duplicate_share:.2%} of {inspection.compared:,} documents repeat another")
-    for one in inspection.duplicates:
-        print(f"{one.times:>8,} times, {one.tokens:,} tokens: {one.text}")
+    for duplicate in inspection.duplicates:
+        print(f"{duplicate.times:>8,} times, {duplicate.tokens:,} tokens: {duplicate.text}")
     print("".join(f"\n{row}" for row in inspection.rows))
 
 
@@ -393,8 +393,8 @@ def run_at(args: argparse.Namespace, cache: ObjectCache) -> int:
     numbers = {part.document for row in rows for part in row.parts}
     places = documents.places(numbers)
     if args.json:
-        found = [_row_json(row, documents, places, args.text) for row in rows]
-        _print_json({"step": args.step, "rows": found, "faults": documents.faults})
+        objects = [_row_json(row, documents, places, args.text) for row in rows]
+        _print_json({"step": args.step, "rows": objects, "faults": documents.faults})
         return 0
     count = f"{len(rows)} rows, {len(numbers)} documents"
     print(f"step {args.step}: {count}; rows of {stretch.row_tokens} tokens")
@@ -404,7 +404,8 @@ def run_at(args: argparse.Namespace, cache: ObjectCache) -> int:
             place = _shown(places.get(part.document))
             print(f"{f'{part.start}-{part.stop - 1}':>11}  {place}  document {part.document:,}")
             if args.text:
-                print(_indented(_text(documents, row, part.start, part.stop)))
+                lines = _text(documents, row, part.start, part.stop).splitlines()
+                print("\n".join(f"    {line}" for line in lines))
     _print_faults(documents)
     return 0
 
@@ -446,20 +447,22 @@ def _run_suspects(args: argparse.Namespace, cache: ObjectCache) -> int:
     documents = documents_of(texts[0][-1] if texts else log.at(args.steps.start), args.data, cache)
     found, high, logged = suspects(log, documents, args.steps)
     listed = found[: args.top or TOP]
-    places = documents.places(one.document for one in listed)
+    places = documents.places(suspect.document for suspect in listed)
     if args.json:
-        rows = [{**asdict(one), **place_json(places.get(one.document))} for one in listed]
+        rows = [
+            {**asdict(suspect), **place_json(places.get(suspect.document))} for suspect in listed
+        ]
         facts = {"high": high, "logged": logged, "documents": rows}
         _print_json({**facts, "faults": documents.faults})
         return 0
     print(f"{len(high)} of {logged} logged steps have a loss above the running median")
     if listed:
         print(f"{'in them':>8} {'expected':>9} {'score':>6}  {'document':>10}  place")
-    for one in listed:
-        place = _shown(places.get(one.document))
-        expected = one.logged * len(high) / logged
-        count = f"{one.high:>8} {expected:>9.1f} {one.score:>6.1f}"
-        print(f"{count}  {one.document:>10,}  {place}")
+    for suspect in listed:
+        place = _shown(places.get(suspect.document))
+        expected = suspect.logged * len(high) / logged
+        count = f"{suspect.high:>8} {expected:>9.1f} {suspect.score:>6.1f}"
+        print(f"{count}  {suspect.document:>10,}  {place}")
     _print_faults(documents)
     return 0
 
@@ -538,10 +541,6 @@ def _shown(place: Place | None) -> str:
 def _text(documents: Documents, row: Row, start: int, stop: int) -> str:
     """The text of tokens `start` to `stop` of a row."""
     return documents.prepared.text(row.first_token + start, stop - start)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _print_faults(documents: Documents) -> None:

@@ -122,9 +122,9 @@ def consequences(facts: HostFacts) -> list[str]:
         " disk": 0 < facts.disk_mib_s < MIN_DISK_MIB_S,
         f"refused: --out_dir {facts.disk}; give another": not facts.disk_mib_s,
     }
-    found = [line for line, applies in lines.items() if applies]
-    found.sort(key=lambda line: SEVERITIES.index(line.partition(":")[0]))
-    return found or ["nothing is refused or known to be slow here"]
+    consequences = [line for line, applies in lines.items() if applies]
+    consequences.sort(key=lambda line: SEVERITIES.index(line.partition(":")[0]))
+    return consequences or ["nothing is refused or known to be slow here"]
 
 
 def _of_gpus(facts: HostFacts) -> dict[str, bool]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from minimind.inference.score import LossSums, Part
     from minimind.runtime.object_cache import ObjectCache
 
-COLUMNS = {  # of the table: name, width and format by field
+COLUMNS = {  # columns of the table: name, width and format by field
     "loss": ("loss", 8, ".4f"),
     "perplexity": ("perplexity", 11, ",.2f"),
     "bits_per_byte": ("bits/byte", 10, ".4f"),
@@ -189,9 +189,9 @@ def _copied(tokenizer: AnyTokenizer) -> Iterator[str]:
 
     with storing("a temporary folder", "free some space, or name another place by TMPDIR"):
         folder = TemporaryDirectory()
-    with folder as place:
-        write_tokenizer(place, tokenizer.files())
-        yield place
+    with folder as directory:
+        write_tokenizer(directory, tokenizer.files())
+        yield directory
 
 
 def _open_data(
@@ -307,7 +307,6 @@ def _parts(
 def _print_results(
     sums: Mapping[str, LossSums], parts: Sequence[Part], path: Path, as_json: bool
 ) -> None:
-    """Print a table or JSON."""
     from minimind.inference.score import figures_of
 
     named = {name: [part for part in parts if name in part.names] for name in sums}

@@ -166,12 +166,10 @@ class _Loading:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def raise_failure(self) -> None:
-        """Raise the error with which loading ended, if it did."""
         if self._future.done():
             self._future.result()
 
     def read_prompt(self) -> str:
-        """The next line that is typed."""
         self._is_waiting = True
         try:
             self.raise_failure()
@@ -181,7 +179,6 @@ class _Loading:
             self._is_waiting = False
 
     def wait(self) -> _Generator:
-        """The loaded model."""
         with phase("loading the model", after=0.5):
             return self._future.result()
 

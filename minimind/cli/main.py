@@ -204,11 +204,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _require_paths(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Raise UsageError for a URL in place of a path, of which a folder like "s3:" would be made."""
-    given: set[str] = set()  # as a path, which joins the slashes of a URL
+    """Raise UsageError for a URL in place of a path: it would make a folder like "s3:"."""
+    given: set[str] = set()  # arguments as paths, which join the slashes of a URL
     for value in (getattr(args, name, None) for name in OF_THIS_HOST):
         values = value if isinstance(value, list) else [value]
-        given |= {str(Path(one)) for one in values if isinstance(one, str | Path)}
+        given |= {str(Path(item)) for item in values if isinstance(item, str | Path)}
     for text in (re.sub(r"^--?\w+=", "", word) for word in argv):
         is_url = begins_as_url(text) and str(Path(text)) in given
         if is_url and not os.path.lexists(text):

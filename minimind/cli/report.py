@@ -87,10 +87,10 @@ def run_scaling(args: argparse.Namespace) -> None:
 
     if args.out:
         require_free(args.out, args.force, GENERATOR)
-    found = answer(collect(args.places), args.flops, args.tokens)
-    print(json.dumps(as_object(found), ensure_ascii=False) if args.json else as_text(found))
+    result = answer(collect(args.places), args.flops, args.tokens)
+    print(json.dumps(as_object(result), ensure_ascii=False) if args.json else as_text(result))
     if args.out:
-        size = write_page(found, args.out, REMEDY)
+        size = write_page(result, args.out, REMEDY)
         if not args.json:
             print(f"\n{args.out}: {size / 1024:,.0f} KiB; open it in a browser")
 

@@ -121,8 +121,8 @@ def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
         raise UsageError(f"no text was named; give files or directories, for example: {TRAIN}")
     require_learnable(args.vocab_size, args.special_tokens)
     path, author = args.out.expanduser().resolve(), "minimind tokenizer train"
-    own = (MODEL_NAME, JSON_NAME, CONFIG_NAME)
-    out = NewFolder(path, args.force, own, author, is_trained)
+    names = (MODEL_NAME, JSON_NAME, CONFIG_NAME)
+    out = NewFolder(path, args.force, names, author, is_trained)
     out.require_free()
     reader = Reader(args.val_fraction, _reading(args, None), args.on_bad_data == "skip")
     paths = local_text(paths, cache)
@@ -164,7 +164,6 @@ class Reader:
         self.documents = self.training = self._held_out_bytes = 0
 
     def training_texts(self, paths: Sequence[str]) -> Iterator[str]:
-        """The texts of all documents that a run would train on."""
         from minimind.data.prepare.encode import split_of
         from minimind.data.text.inputs import find_files, require_once
 

@@ -122,10 +122,10 @@ def run_coord_check(args: argparse.Namespace) -> int:
 
     if args.out:
         require_free(args.out, args.force, GENERATOR)
-    found = coordinate_check(args.run_flags, args.widths, args.steps, args.seeds)
-    with_mup = next(iter(found.values()))
+    results = coordinate_check(args.run_flags, args.widths, args.steps, args.seeds)
+    with_mup = next(iter(results.values()))
     print(f"\n{with_mup.verdict()}")
     if args.out:
-        write_coordinates(found, args.steps, with_mup.verdict(), args.out)
+        write_coordinates(results, args.steps, with_mup.verdict(), args.out)
         print(f"{args.out}: plots")
     return 0 if with_mup.is_flat else 1

@@ -118,7 +118,7 @@ def _with_offsets(params: list[Any]) -> Iterable[tuple[Any, int]]:
 def _split(
     params: Iterable[tuple[Any, int]], names: dict[Any, str], flat: Tensor, first: int, last: int
 ) -> list[Fragment]:
-    """Fragments of parameters, by offset in a vector of which `flat` is first to last."""
+    """Fragments of parameters inside `flat`, elements first..last of the whole vector."""
     fragments = []
     for p, at in params:
         start, end = max(at, first), min(at + p.numel(), last)

@@ -100,7 +100,7 @@ def _deepspeed(
     groups = run_groups(model, run)
     plugin = accelerator.deepspeed_plugin
     assert plugin is not None
-    # Again, because Accelerate overwrites steps_per_print.
+    # Apply our configuration again: Accelerate overwrites steps_per_print.
     plugin.deepspeed_config.update(configuration(resolved))
     compile_model(model, run)
     has_block = "optimizer" in resolved.config
@@ -179,7 +179,7 @@ def _plain(
 
 def _init_single_process() -> None:
     """Initialize a process group of this process alone."""
-    os.environ.pop("LOCAL_RANK", None)  # which makes Accelerate use DDP
+    os.environ.pop("LOCAL_RANK", None)  # so Accelerate uses DDP
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
@@ -190,7 +190,7 @@ def _accelerator(device: str, dist_timeout: int, *handlers: Any, **options: Any)
     from accelerate.utils import InitProcessGroupKwargs, check_cuda_p2p_ib_support
 
     if device == "cuda" and not check_cuda_p2p_ib_support():
-        # As `accelerate launch` does; under other launchers Accelerate raises without them.
+        # `accelerate launch` sets them; under other launchers Accelerate raises without them.
         for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
             os.environ.setdefault(name, "1")
     backend, timeout = collective_backend(device, dist_timeout)
@@ -220,9 +220,9 @@ def open_tracker(name: str, project: str, folder: str, options: Mapping[str, Any
     """Start one of Accelerate's trackers; raises whatever its library raises."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    kind: Any = LOGGER_TYPE_TO_CLASS[name]
-    directory = {"logging_dir": folder} if kind.requires_logging_directory else {}
-    tracker = kind(project, **directory, **options)
+    tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
+    directory = {"logging_dir": folder} if tracker_class.requires_logging_directory else {}
+    tracker = tracker_class(project, **directory, **options)
     tracker.start()
     return tracker
 
@@ -293,11 +293,11 @@ def _refusal(config: Mapping[str, Any]) -> str:
         name, params = optimizer_name(block.get("type")), block.get("params", {})
         optimizer = trial_optimizer(name, params)
         if name in ADAM_TYPES and params.get("torch_adam") is not True:
-            kind = DeepSpeedCPUAdam if offloads(config, "optimizer") else FusedAdam
-            signature(kind).bind([], **{k: v for k, v in params.items() if k not in NOT_PASSED})
+            factory = DeepSpeedCPUAdam if offloads(config, "optimizer") else FusedAdam
+            signature(factory).bind([], **{k: v for k, v in params.items() if k not in NOT_PASSED})
         if "scheduler" in config:
-            kind = getattr(lr_schedules, config["scheduler"]["type"])
-            kind(optimizer, **config["scheduler"].get("params", {}))
+            factory = getattr(lr_schedules, config["scheduler"]["type"])
+            factory(optimizer, **config["scheduler"].get("params", {}))
     except Exception as error:  # its parsers raise many types
         return rules.error_text(error)
     return ""

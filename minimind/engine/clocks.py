@@ -39,8 +39,8 @@ class CommunicationClock:
         The backend belongs to the process and outlives the run.
         """
         self._backend = backend
-        own = vars(backend)
-        self._originals = {name: own[name] for name in COLLECTIVES if name in own}
+        attributes = vars(backend)
+        self._originals = {name: attributes[name] for name in COLLECTIVES if name in attributes}
         for name in COLLECTIVES:
             if hasattr(backend, name):
                 setattr(backend, name, self._timed(getattr(backend, name)))

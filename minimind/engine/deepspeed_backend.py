@@ -43,7 +43,7 @@ class NormLimit:
         # Stages 1 and 2 in bf16 test the norm only with this, and compute one only with the other.
         optimizer.check_grad_overflow = optimizer.compute_grad_norm = True
         self.limit = math.inf
-        self.norm: float | torch.Tensor | None = None  # of the last update if it was above
+        self.norm: float | torch.Tensor | None = None  # the last update's, if above the limit
 
     def __call__(self, norm: Any) -> bool:
         """Whether DeepSpeed has to skip the update."""
@@ -282,7 +282,7 @@ class DeepSpeedBackend:
         engine.global_samples = engine.global_steps * engine.train_batch_size()
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
         scaler, kept = self._loss_scaler(), saved["loss_scaler"]
-        if scaler and "_growth_tracker" in kept:  # of torch, which counts from the last overflow
+        if scaler and "_growth_tracker" in kept:  # torch's tracker counts from the last overflow
             scaler.cur_scale, scaler.cur_iter = kept["cur_scale"], engine.global_steps
             scaler.last_overflow_iter = scaler.cur_iter - 1 - kept["_growth_tracker"]
         elif scaler and kept:

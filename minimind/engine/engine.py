@@ -46,7 +46,7 @@ class Engine(Ranks):
     ) -> None:
         super().__init__(timedelta(seconds=resolved.run.dist_timeout))
         self.backend = backend
-        self.parameters = parameters  # of the whole model; at stage 3 a rank holds a part
+        self.parameters = parameters  # count of the whole model; at stage 3 a rank holds a part
         self.resolved = resolved
         self.device = device
         self.parallel = resolved.run.parallel(self.world_size)
@@ -156,7 +156,7 @@ class Engine(Ranks):
         total = torch.stack(counts).sum().to(self.device, non_blocking=True)
         if self.world_size > 1:
             dist.all_reduce(total)
-        total = total // self.parallel.sequence  # of ranks that share rows each has counted all
+        total = total // self.parallel.sequence  # each rank that shares rows has counted all
         return total.clamp(min=1) / (self.world_size * self.resolved.run.accumulation_steps)
 
     def _wait_for_compilation(self) -> None:
@@ -185,8 +185,8 @@ class Engine(Ranks):
         with lost_peers(), uncompiled(self.model):
             loss = compute_loss(self.backend.forward, inputs, self.eval_chunk_size)
             if self.sequence:
-                for own in (loss.loss_sum, loss.tokens):
-                    dist.all_reduce(own, group=self.sequence.group)
+                for local in (loss.loss_sum, loss.tokens):
+                    dist.all_reduce(local, group=self.sequence.group)
         return loss.loss_sum, loss.tokens
 
 

@@ -63,7 +63,7 @@ class MicroBatchLoss:
 
 
 def token_ids(rows: torch.Tensor) -> torch.Tensor:
-    """Return the ids of tokens, of which those that are no targets are negative."""
+    """Return the ids of tokens; non-targets are stored negative."""
     return torch.where(rows >= 0, rows, ~rows % START)
 
 
@@ -120,8 +120,8 @@ def routing_fields(routing: Routing | None, ranks: Ranks) -> dict[str, Any]:
     if routing is None:
         return {}
     layers, experts = routing.load.shape
-    own = [float(routing.aux_loss), *routing.load.flatten().tolist()]
-    aux_loss, *shares = (number / ranks.world_size for number in ranks.sum_over_ranks(own))
+    local = [float(routing.aux_loss), *routing.load.flatten().tolist()]
+    aux_loss, *shares = (number / ranks.world_size for number in ranks.sum_over_ranks(local))
     multiples = [share * experts for share in shares]
     return {
         "aux_loss": aux_loss,
@@ -133,7 +133,7 @@ def routing_fields(routing: Routing | None, ranks: Ranks) -> dict[str, Any]:
 # The option of torch 2.10 to 2.13. Versions without it use more memory, and ranks that compile the
 # backward pass for different times wait for --dist_timeout.
 EAGER_BACKWARD = "force_non_lazy_backward_lowering"
-ORIGINAL = "_torchdynamo_orig_callable"  # of a compiled function
+ORIGINAL = "_torchdynamo_orig_callable"  # attribute of a compiled function
 # The choice of attention kernels; its arguments are in the graph, and so in the key of torch's
 # cache. Without this mark every block on a GPU bypasses the cache of AOTAutograd.
 CACHEABLE = dict.fromkeys(

@@ -77,23 +77,23 @@ def _powers_of_rate(run: RunConfig) -> dict[str, float]:
 
 
 Groups = list[dict[str, Any]]
-LINEAR = ("Conv1D",)  # of transformers, in GPT-2: a linear layer with its weight transposed
+LINEAR = ("Conv1D",)  # GPT-2's class in transformers: a linear layer with its weight transposed
 
 
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """A matrix of which this rank holds a fragment, and how to find the whole in a gathered one."""
+    """One Muon matrix: this rank's fragment, and how to find the whole in the gathered buffer."""
 
     shape: Sequence[int]
     fragment: Fragment
-    whole: Callable[[Tensor], Tensor]  # of (ranks, elements of a shard) to (rows, columns)
+    whole: Callable[[Tensor], Tensor]  # from (ranks, elements of a shard) to (rows, columns)
 
 
 @dataclass(frozen=True)
 class Shards:
     """Matrices by the flat shard that the optimizer updates, and the ranks that share them."""
 
-    matrices: Mapping[int, list[ShardedMatrix]]  # by id of the shard
+    matrices: Mapping[int, list[ShardedMatrix]]  # matrices by id of the shard
     collectives: Any  # DeepSpeed's communication backend, whose calls comm_ms times
     process_group: dist.ProcessGroup | None
 
@@ -137,7 +137,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                     update = _nesterov(p.grad, state["momentum_buffer"], group["momentum"])
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     p.add_(_orthogonal(update, group))
-                elif self.shards:  # else DeepSpeed allocates state with a step of zero gradients
+                elif self.shards:  # otherwise DeepSpeed steps with zero gradients for the state
                     self._step_shard(p, state["momentum_buffer"], group, self.shards)
 
     def _step_shard(
@@ -173,7 +173,7 @@ def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
-    """dtype in which Newton-Schulz iterates: torch's bf16, but fp32 on a CPU without bf16.
+    """dtype of the Newton-Schulz iterations: torch's bf16, but fp32 on a CPU without bf16.
 
     There products in bf16 take dozens of times as long (`benchmarks/products.py`).
     """
@@ -210,7 +210,7 @@ def shards_of(
     """Describe the sharded matrices `muon_names` of a DeepSpeed engine; None if none is sharded."""
     wrapper = engine.optimizer
     named = dict(engine.module.named_parameters())
-    found: dict[int, list[ShardedMatrix]] = {}
+    matrices: dict[int, list[ShardedMatrix]] = {}
     for f in state.fragments:
         p: Any = named[f.name]
         shape = tuple(getattr(p, "ds_shape", p.shape))
@@ -220,12 +220,12 @@ def shards_of(
             whole = _of_columns(slice(f.offset, f.offset + p.partition_numel()), shape)
         else:  # stages 1 and 2: the shards of all ranks are one vector
             whole = _of_vector(f, shape)
-        found.setdefault(id(f.owner), []).append(ShardedMatrix(shape, f, whole))
+        matrices.setdefault(id(f.owner), []).append(ShardedMatrix(shape, f, whole))
     if all(f.is_replicated for f in state.fragments):
         return None
     groups = getattr(wrapper, "real_dp_process_group", None)
     group = groups[0] if groups else getattr(wrapper, "dp_process_group", None)
-    return Shards(found, collectives, group)
+    return Shards(matrices, collectives, group)
 
 
 def _of_columns(columns: slice, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
@@ -276,7 +276,7 @@ class Lion(torch.optim.Optimizer):
 def parameter_groups(
     model: nn.Module, weight_decay: float, apart: Iterable[nn.Parameter] = ()
 ) -> Groups:
-    """Return two groups: matrices with weight decay, norm gains without; both without `apart`."""
+    """Return two groups, without `apart`: matrices with weight decay, norm gains without."""
     excluded = {id(p) for p in apart}
     trainable = [p for p in model.parameters() if p.requires_grad and id(p) not in excluded]
     return [
@@ -357,15 +357,15 @@ def trial_optimizer(name: str | None, params: Mapping[str, Any]) -> torch.optim.
         is_torch = params.get("torch_adam") is True
         decoupled = options.pop("adam_w_mode", True) or name == "AdamW"
         options.pop("fp32_optimizer_states", None)
-        kind: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
+        optimizer_class: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
     else:
         is_torch = name is not None and name not in ANY_CASE
-        kind = getattr(torch.optim, name or "", None)
+        optimizer_class = getattr(torch.optim, name or "", None)
     weights = [torch.zeros((2, 2), requires_grad=True), torch.zeros(2, requires_grad=True)]
     groups = [{"params": [weight]} for weight in weights]
     if not is_torch:
         return torch.optim.AdamW(groups)
-    optimizer = kind(groups, **options)
+    optimizer = optimizer_class(groups, **options)
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     if not options.get("capturable"):  # requires a GPU

@@ -37,10 +37,10 @@ OptimizerOf = Callable[[Groups], torch.optim.Optimizer]
 class StepResult:
     """Result of one optimizer step on this rank; tensors stay on the device."""
 
-    loss_sums: tuple[torch.Tensor, ...]  # of each micro-batch
+    loss_sums: tuple[torch.Tensor, ...]  # sums of each micro-batch
     targets: tuple[torch.Tensor, ...]
     grad_norm: float | torch.Tensor | None
-    lr: float  # in force
+    lr: float  # learning rate in force
     skipped_so_far: int | torch.Tensor  # since step 0, for a gradient that is not finite
     is_skipped: bool | torch.Tensor  # this step, on every rank
     routing: Routing | None = None  # mean over this rank's micro-batches
@@ -52,7 +52,6 @@ class StepResult:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Number of targets."""
         return reduce(torch.add, self.targets)
 
 
@@ -178,7 +177,7 @@ class PlainBackend:
             is_skipped = is_skipped | (norm > norm_limit)
         self.torch_optimizer.found_inf = is_skipped.float()
         self.torch_optimizer.step()
-        self.scaler.update()  # by the overflow that unscale_ found
+        self.scaler.update()  # it uses the overflow that unscale_ found
         self.torch_optimizer.zero_grad()
         if self.masters:
             self.masters.put_weights()
@@ -190,7 +189,7 @@ class PlainBackend:
         return zero_state(self)
 
     def counters(self) -> dict[str, Any]:
-        """As `DeepSpeedBackend.counters`, with torch's loss scaler."""
+        """The same as `DeepSpeedBackend.counters`, with torch's loss scaler."""
         scaler = self.scaler.state_dict()  # empty if disabled
         return {
             "global_steps": self.steps,
@@ -204,12 +203,12 @@ class PlainBackend:
         self.steps, self.skipped_steps = saved["global_steps"], saved["skipped_steps"]
         kept = saved["loss_scaler"]
         if self.scaler.is_enabled() and kept:
-            own = self.scaler.state_dict()
+            state = self.scaler.state_dict()
             # DeepSpeed keeps counting where torch restarts after the scale has grown.
             stable = kept.get("cur_iter", 0) - kept.get("last_overflow_iter", -1) - 1
-            tracker = stable % own["growth_interval"]
+            tracker = stable % state["growth_interval"]
             restored = {"scale": kept["cur_scale"], "_growth_tracker": tracker}
-            self.scaler.load_state_dict(own | restored | {k: kept[k] for k in own if k in kept})
+            self.scaler.load_state_dict(state | restored | {k: kept[k] for k in state if k in kept})
 
 
 def prepare_for_ddp(module: nn.Module) -> None:

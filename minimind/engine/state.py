@@ -44,7 +44,7 @@ class TensorSplit:
     rank: int
     size: int
     group: Any
-    shapes: Mapping[str, tuple[int, int]]  # of the parts, by the name of the weight
+    shapes: Mapping[str, tuple[int, int]]  # shapes of the parts, by the name of the weight
 
     @classmethod
     def of(cls, model: nn.Module, rank: int, size: int, group: Any) -> TensorSplit:
@@ -57,7 +57,7 @@ class TensorSplit:
         return cls(rank, size, group, shapes)
 
     def whole_shape(self, name: str, shape: Iterable[int]) -> list[int]:
-        """Shape of the whole weight of which a part of `shape` is here."""
+        """Shape of the whole weight; this rank holds a part of `shape`."""
         if name not in self.shapes:
             return list(shape)
         rows, columns = shape
@@ -133,7 +133,7 @@ def sum_partial_gradients(model: nn.Module, group: Any) -> None:
 
 
 def gradient_norm(model: nn.Module, split: TensorSplit | None) -> Tensor:
-    """Norm of the gradients of the whole weights, where every rank has its part of them."""
+    """Norm of the gradients of the whole weights; every rank has a part of each."""
     divided, whole = [], []
     for name, p in model.named_parameters():
         if p.grad is not None:
@@ -167,9 +167,9 @@ class Fragment:
     start: int
     length: int
     owner: Tensor  # tensor that the base optimizer updates, the key of its state
-    offset: int  # of the fragment in `owner`
+    offset: int  # start of the fragment in `owner`
     is_replicated: bool = False  # all ranks hold it and save a share each
-    is_frozen: bool = False  # in no optimizer: no moments, dtype of the model
+    is_frozen: bool = False  # it is in no optimizer: no moments, dtype of the model
 
     def view(self, tensor: Tensor) -> Tensor:
         """1-D view of the fragment in `owner`, or in a moment of the same layout."""
@@ -192,15 +192,15 @@ class ZeroState:
     fragments: list[Fragment]
     refresh: Callable[[], None]
     prepare: Callable[[], None]
-    averages: Mapping[int, Tensor] = field(default_factory=dict)  # of weights, by id of the owner
-    split: TensorSplit | None = None  # of the weights over tensor-parallel ranks
+    averages: Mapping[int, Tensor] = field(default_factory=dict)  # average by id of the owner
+    split: TensorSplit | None = None  # how tensor-parallel ranks split the weights
 
     def slices(self, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]]:
         """Yield `kind|parameter|start` and 1-D fp32 values for all that this rank saves.
 
-        Moments exist after the first step. Of replicated state each rank saves its share of every
-        parameter. The values are a view, except those of a frozen low-precision weight and of a
-        weight divided by columns, for which the call is collective over the tensor-parallel group.
+        Moments exist after the first step. Each rank saves a share of every replicated parameter.
+        The values are a view, except those of a frozen low-precision weight and of a weight divided
+        by columns. For the latter the call is collective over the tensor-parallel group.
         """
         has_stepped = any(self.base.state.values())
         for f in self.fragments:
@@ -316,8 +316,8 @@ class ZeroState:
             return moments
         if type(self.base).__module__.startswith(("torch.", "minimind.")):
             on_device = self.base.defaults.get("fused") or self.base.defaults.get("capturable")
-            place = f.owner.device if on_device else torch.device("cpu")
-            return {"step": torch.tensor(float(step), device=place), **moments}
+            device = f.owner.device if on_device else torch.device("cpu")
+            return {"step": torch.tensor(float(step), device=device), **moments}
         return {"step": step, **moments}
 
     def _set_step_count(self, step: int) -> None:

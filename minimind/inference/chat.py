@@ -30,11 +30,11 @@ from minimind.runtime.durable_files import write_whole
 def template_of(
     tokenizer: AnyTokenizer, path: str | None, place: Path, today: date | None = None
 ) -> ChatTemplate:
-    """The template in a file, or that beside the tokenizer; UsageError if there is none."""
-    found = own_template(tokenizer) if path is None else read_template(path)
-    if found is None:
+    """The template in a file, or the tokenizer's own; UsageError if there is none."""
+    template = own_template(tokenizer) if path is None else read_template(path)
+    if template is None:
         raise no_template(place)
-    source, name = found
+    source, name = template
     return ChatTemplate(source, tokenizer, name, today)
 
 
@@ -68,7 +68,7 @@ class Chat:
         turns = [*self.messages, self._message(USER, text)]
         try:
             messages, ids = self._fitting(turns)
-        except DocumentError as error:  # of an answer, or of the template
+        except DocumentError as error:  # an error of an answer or of the template
             raise UsageError(f"{error}; begin another conversation") from error
         self.asked += 1
         result = continue_ids(

@@ -68,7 +68,7 @@ def run_tasks(args: argparse.Namespace, device: str, processes: int) -> None:
     from lm_eval.utils import make_table
 
     model.config.doc_mask = False  # a request is one document
-    evaluate: Any = simple_evaluate  # whose decorator hides its parameters, as that of HFLM does
+    evaluate: Any = simple_evaluate  # its decorator hides its parameters, like HFLM's
     wrapper: Any = HFLM
     found = evaluate(
         model=wrapper(
@@ -100,7 +100,7 @@ def _task_manager(args: argparse.Namespace) -> Any:
         ) from error
     if args.include_path is not None:
         own = TaskManager(include_path=args.include_path, include_defaults=False)
-        if {*args.lm_eval} <= {*own.all_tasks}:  # those of lm-eval take seconds to list
+        if {*args.lm_eval} <= {*own.all_tasks}:  # the tasks of lm-eval take seconds to list
             return own
     manager = TaskManager(include_path=args.include_path)
     if unknown := [name for name in args.lm_eval if name not in manager.all_tasks]:

@@ -36,7 +36,6 @@ class LossSums:
         )
 
     def scaled(self, factor: float) -> LossSums:
-        """Return the sums multiplied by `factor`."""
         return LossSums(self.loss * factor, self.tokens * factor, self.text_bytes * factor)
 
     @property
@@ -71,7 +70,7 @@ class Part:
     windows: Windows | ConversationRows
     names: tuple[str, ...]  # one per source
     text_bytes: tuple[int | None, ...]
-    mean_bytes: tuple[float | None, ...]  # of text per token, where tokens do not show it
+    mean_bytes: tuple[float | None, ...]  # bytes of text per token, where tokens do not show it
 
 
 def part_of_conversations(
@@ -100,14 +99,14 @@ def figures_of(sums: Sequence[LossSums], parts: Sequence[Part]) -> dict[str, Any
     total = reduce(add, sums)
     means = {"loss": total.mean, "perplexity": total.perplexity}
     rows = [part.windows for part in parts]
-    packings = [one.packing for one in rows if isinstance(one, ConversationRows)]
+    packings = [split.packing for split in rows if isinstance(split, ConversationRows)]
     if packings:
-        dropped = sum(one.dropped for one in packings)
+        dropped = sum(packing.dropped for packing in packings)
         return {
             **means,
             "targets": int(total.tokens),
-            "conversations": sum(one.conversations for one in packings) - dropped,
-            "cut": sum(one.cut for one in packings),
+            "conversations": sum(packing.conversations for packing in packings) - dropped,
+            "cut": sum(packing.cut for packing in packings),
             "dropped": dropped,
         }
     return {

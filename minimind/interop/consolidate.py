@@ -43,7 +43,7 @@ def consolidate(
 ) -> WrittenModel:
     """Write a verified checkpoint as safetensors, with config and tokenizer, to `out`.
 
-    Of several checkpoints the mean of each weight is written. `out` appears complete or not at all.
+    Several checkpoints give the mean of each weight. `out` appears complete or not at all.
     The float32 files are the same byte for byte for any number of processes and any ZeRO stage.
     """
     path = paths[0]

@@ -69,7 +69,7 @@ def output(out: Path, force: bool) -> NewFolder:
     """
     card = out / CARD
     with storing(str(out), "correct its permissions, or give another --out"):
-        own = (*REPLACEABLE, *(remote_code_in(out) if force else ()))
+        replaceable = (*REPLACEABLE, *(remote_code_in(out) if force else ()))
         has_card = force and card.is_file() and not card.is_symlink()
     if has_card:
         with storing(str(card), "correct its permissions, or give another --out"):
@@ -79,8 +79,8 @@ def output(out: Path, force: bool) -> NewFolder:
                 f"--out {out} has a {CARD} that was edited after the export, and --force would"
                 " replace it; move it away, or give another folder"
             )
-        own = (*own, CARD) if is_card(content) else own
-    return NewFolder(out, force, own, "export", is_ours)
+        replaceable = (*replaceable, CARD) if is_card(content) else replaceable
+    return NewFolder(out, force, replaceable, "export", is_ours)
 
 
 def export(
@@ -114,7 +114,7 @@ def export(
         parts = gguf_parts(config, source, torch_dtype)
         entries, note = _tokenizer_entries(tokenizer)
         name = run_name(weights.path)
-        # With the tokenizer files: without them transformers prepends a space to a text.
+        # The tokenizer files are needed: without them transformers prepends a space to a text.
         texts = with_length(tokenizer.exported, config.max_position_embeddings)
         texts[CARD] = model_card(weights, tokenizer, form, dtype, architecture(config), name)
         write_gguf(folder, config, name, entries, parts, torch_dtype, texts)
@@ -188,10 +188,10 @@ def _end_of_turn(tokenizer: AnyTokenizer) -> tuple[int | None, str | None]:
     """Return the id that ends a turn of the chat template, if there is one, and a note if it does
     not fit; the files are kept as they are.
     """
-    if tokenizer.chat_template is None or (own := own_template(tokenizer)) is None:
+    if tokenizer.chat_template is None or (template := own_template(tokenizer)) is None:
         return None, None
     try:
-        return ChatTemplate(own[0], tokenizer, own[1]).end_of_turn, None
+        return ChatTemplate(template[0], tokenizer, template[1]).end_of_turn, None
     except UsageError as error:
         return None, f"the chat template is kept, and minimind chat does not take it: {error}"
 

@@ -293,7 +293,7 @@ def _rotation(values: Mapping[str, Any]) -> dict[str, Any]:
                 " not support"
             )
     positions = values["max_position_embeddings"]
-    length = values.get(ORIGINAL) or given.get(ORIGINAL) or positions  # as transformers reads it
+    length = values.get(ORIGINAL) or given.get(ORIGINAL) or positions  # transformers' order
     scaling = {"rope_type": kind, "factor": given.get("factor"), ORIGINAL: length}
     validate(RopeScaling, scaling, "rope_scaling.")
     if kind == "linear":  # has no original length in transformers

@@ -118,7 +118,7 @@ def _add_shape(writer: Any, config: MiniMindConfig) -> None:
     scaling = config.rope_scaling
     theta = effective_theta(config.head_dim, config.rope_theta, scaling)
     writer.add_rope_freq_base(theta)
-    if scaling is not None and scaling["rope_type"] != "ntk":  # which is the base
+    if scaling is not None and scaling["rope_type"] != "ntk":  # ntk changes the base
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])

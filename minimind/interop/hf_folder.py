@@ -169,17 +169,17 @@ def remote_code_in(folder: Path) -> set[str]:
         entries = read_object(folder / "config.json")[0].get("auto_map")
     except CheckpointError:
         return set()
-    found: set[str] = set()
+    files: set[str] = set()
     pending = [
         str(entry).partition(".")[0]
         for entry in (entries if type(entries) is dict else {}).values()
     ]
     while pending:
         name = f"{pending.pop()}.py"
-        if name not in found and _FILE.fullmatch(name) and (folder / name).is_file():
-            found.add(name)
+        if name not in files and _FILE.fullmatch(name) and (folder / name).is_file():
+            files.add(name)
             pending += map(bytes.decode, _RELATIVE.findall(read_small(folder / name)))
-    return found
+    return files
 
 
 def register() -> None:

@@ -164,23 +164,23 @@ def _training(weights: Weights) -> tuple[Rows, dict[str, Any]]:
         source = f"{_code(weights.path.name)} ({weights.kind})"
         return {"converted from": f"{source}, of which nothing more is known"}, {}
     manifest = read_manifest(weights.path)
-    found = _Records.of(weights.path, manifest["step"])
+    records = _Records.of(weights.path, manifest["step"])
     identity = manifest["identity"]
     batch = identity.get("batch", {})
     rows = {
-        "text": found.text(),
+        "text": records.text(),
         "trained on": f"{manifest['tokens']:,} tokens in {manifest['step']:,} steps of"
         f" {batch.get('rows_per_step')} rows of {batch.get('max_seq_len')} tokens",
     }
     if start := _mapping(manifest.get("init_from")):
         rows["started from"] = _code(shown_place(str(start.get("place"))))
     if weights.which != TRAINED:
-        rows["weights"] = f"a moving average of those that were trained (--ema {found.ema})"
-    rows |= found.losses(weights.which)
+        rows["weights"] = f"a moving average of those that were trained (--ema {records.ema})"
+    rows |= records.losses(weights.which)
     rows |= _settings(identity)
     versions = _mapping(manifest.get("versions"))
     rows["software"] = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return {name: value for name, value in rows.items() if value}, found.flags
+    return {name: value for name, value in rows.items() if value}, records.flags
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -215,13 +215,13 @@ def _settings(identity: Mapping[str, Any]) -> Rows:
 
 @dataclass(frozen=True)
 class _Records:
-    """What the folder of a run has beside its checkpoints, up to a step; each may be missing."""
+    """Content of a run's folder next to its checkpoints, up to a step; each may be missing."""
 
     step: int
     run: Run | None
     balance: Mapping[str, Any]
     data: tuple[str, ...]
-    val_loss: float | None  # that the checkpoint has, of the weights that are trained
+    val_loss: float | None  # loss in the checkpoint, of the weights that are trained
     ema: Any
     flags: dict[str, Any]
 
@@ -303,14 +303,14 @@ def shown_place(text: str) -> str:
 
     A step directory is shown with its run.
     """
-    place = named(text)
-    if BEGINS.match(place) and not place.startswith("file:"):
-        return place
-    prefix = HUGGING_FACE if place.startswith(HUGGING_FACE) else ""
-    path = PurePath(place)
+    name = named(text)
+    if BEGINS.match(name) and not name.startswith("file:"):
+        return name
+    prefix = HUGGING_FACE if name.startswith(HUGGING_FACE) else ""
+    path = PurePath(name)
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name} {path.name}"
-    return prefix + (path.name or place)
+    return prefix + (path.name or name)
 
 
 def _published(value: Any) -> Any:

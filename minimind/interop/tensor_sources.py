@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch._weights_only_unpickler import (  # as torch.load raises it; nothing here unpickles
+from torch._weights_only_unpickler import (  # torch.load raises it; nothing here unpickles
     UnpicklingError,  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
 )
 
@@ -42,7 +42,7 @@ PICKLED = ("pytorch_model.bin", "*.pth", "*.pt")
 WRAPPERS = re.compile(
     r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-TRAINED = "trained"  # of --weights, beside AVERAGE
+TRAINED = "trained"  # a value of --weights, like AVERAGE
 REPLACE = "get the file again, or name another"
 HEADER_SIZE = 8  # bytes, with the size of the header that follows
 LARGEST_HEADER = 2**23  # bytes; of a file with 100 layers 100 KB
@@ -50,7 +50,7 @@ IS_GGUF = (
     "is GGUF, which is written here and not read; name what it was exported from: a run, or a"
     " directory of safetensors"
 )
-DTYPES = {  # by their names in the header of a safetensors file
+DTYPES = {  # names in the header of a safetensors file
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -73,7 +73,7 @@ class TensorSource:
     shapes: Mapping[str, list[int]]
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], Tensor]
-    file_names: Mapping[str, str] = field(default_factory=dict)  # of renamed tensors, in the file
+    file_names: Mapping[str, str] = field(default_factory=dict)  # tensor -> name in the file
 
     def renamed(
         self, names: Mapping[str, str], transform: Callable[[str, Tensor], Tensor] | None = None

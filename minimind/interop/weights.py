@@ -104,14 +104,14 @@ def match_tensors(source: TensorSource, path: Path, config: PretrainedConfig) ->
 
 CHECKPOINT, OURS, TRANSFORMERS = "checkpoint", "minimind", "transformers"
 
-BASE = "model."  # of names in the causal language model, where a base model has none
+BASE = "model."  # prefix of names in the causal language model; a base model has none
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A validated model of which no tensor has been read yet."""
+    """A validated model; no tensor has been read yet."""
 
     kind: str  # checkpoint, minimind (an export of ours), llama, minimind2 or transformers
     path: Path
@@ -141,7 +141,7 @@ class Weights:
             )
         try:
             tokenizer = load_tokenizer(self.tokenizer)
-        except DataError as error:  # whose remedy is for training text
+        except DataError as error:  # its remedy is for training text
             raise CheckpointError(f"{str(error).split(';')[0]}; {REPLACE}") from error
         check_vocabulary(tokenizer, self.config)
         return tokenizer
@@ -314,7 +314,7 @@ def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
 
 
 def _is_tied(source: TensorSource) -> bool:
-    """Whether there is no head beside the embedding, or it has the same values."""
+    """Whether the head is missing, or has the values of the embedding."""
     if HEAD not in source.shapes or EMBEDDING not in source.shapes:
         return HEAD not in source.shapes
     if source.shapes[HEAD] != source.shapes[EMBEDDING]:

@@ -18,7 +18,7 @@ from minimind.runtime.durable_files import free_bytes, mebibytes, write_durably
 from minimind.runtime.output_folder import NewFolder
 
 SHARDS = "model-*-of-*.safetensors"
-PRODUCER = "minimind-deepspeed"  # in the first bytes of each file of tensors
+PRODUCER = "minimind-deepspeed"  # stands in the first bytes of each file of tensors
 METADATA = {"format": "pt", "producer": PRODUCER}  # transformers requires the format
 UNMARKED = b'{"__metadata__":{"format":"pt"},'  # how tensors of earlier versions begin
 
@@ -30,11 +30,10 @@ class WrittenModel:
     files: list[str]
     shapes: Mapping[str, list[int]]
     parts: list[Part]
-    note: str | None = None  # for users of the files
+    note: str | None = None  # a note for users of the files
 
     @property
     def parameters(self) -> int:
-        """The number of elements of all tensors."""
         return sum(map(math.prod, self.shapes.values()))
 
     def summary(self, form: str, source: Path, out: Path) -> str:

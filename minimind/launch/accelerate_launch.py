@@ -81,8 +81,8 @@ def run_error(reason: str, failure: Any) -> RunError:
         return PeerError(f"all workers left before the end, with exit status 0; {AGAIN}")
     rank, first = failure.get_first_failure()
     how, status = describe_end(first.exitcode)
-    kind = Stopped if status == PREEMPTED else PeerError
-    return kind(f"{Worker(rank, socket.gethostname(), first.pid, '')} {how}; {AGAIN}", rank)
+    error_class = Stopped if status == PREEMPTED else PeerError
+    return error_class(f"{Worker(rank, socket.gethostname(), first.pid, '')} {how}; {AGAIN}", rank)
 
 
 def main(arguments: list[str]) -> int:

@@ -40,15 +40,15 @@ class HostFacts:
     system: str
     cpu: str
     has_cpu_bf16: bool
-    gpus: Sequence[GPU]  # those that torch sees; if it sees none, those of the host
+    gpus: Sequence[GPU]  # GPUs that torch sees; if it sees none, those of the host
     torch_gpus: int  # visible to torch
-    host_gpus: int  # that nvidia-smi lists, or more if torch sees more
+    host_gpus: int  # GPUs that nvidia-smi lists, or more if torch sees more
     torch_cuda: str | None  # the CUDA version that torch is built for
     visible: str | None  # CUDA_VISIBLE_DEVICES
     nccl: str
     compilers: Mapping[str, str]
     compile_fault: str  # what torch.compile lacks
-    ops: Mapping[str, str]  # of DeepSpeed: why it cannot be compiled, empty if it can
+    ops: Mapping[str, str]  # DeepSpeed's ops: why one cannot be compiled, empty if it can
     interfaces: Sequence[str]
     shared_mib: int
     disk: str
@@ -95,9 +95,9 @@ def read_facts(out_dir: Path) -> HostFacts:
 
 def _gpus_of_torch(count: int, driver: str) -> list[GPU]:
     """The GPUs that torch sees; nvidia-smi also lists hidden ones, and may be missing."""
-    found = [torch.cuda.get_device_properties(number) for number in range(count)]
+    devices = [torch.cuda.get_device_properties(number) for number in range(count)]
     return [
-        GPU(one.name, driver, one.total_memory // 2**20, (one.major, one.minor)) for one in found
+        GPU(gpu.name, driver, gpu.total_memory // 2**20, (gpu.major, gpu.minor)) for gpu in devices
     ]
 
 
@@ -130,7 +130,7 @@ def _compilers() -> dict[str, str]:
         "C++": [os.environ.get("CXX") or "c++", "--version"],
         "ninja": ["ninja", "--version"],
     }
-    lines = {name: command_output(one).strip().splitlines() for name, one in commands.items()}
+    lines = {name: command_output(words).strip().splitlines() for name, words in commands.items()}
     nvcc = command_output([nvcc_path() or "nvcc", "--version"])
     releases = [line.partition("release ")[2] for line in nvcc.splitlines() if "release " in line]
     lines["nvcc"] = releases
@@ -139,15 +139,15 @@ def _compilers() -> dict[str, str]:
 
 def _interfaces() -> list[str]:
     """Network interfaces that are up, with their speed; InfiniBand adapters."""
-    found = []
+    names = []
     for path in sorted(NETWORK.glob("*")):
         if path.name == "lo" or _read(path / "operstate") in ("down", ""):
             continue
         speed = _read(path / "speed")  # virtual interfaces have none, or -1
         is_known = speed.isdecimal() and int(speed) > 0
-        found.append(f"{path.name} {speed} Mbit/s" if is_known else path.name)
+        names.append(f"{path.name} {speed} Mbit/s" if is_known else path.name)
     adapters = sorted(NETWORK.parent.glob("infiniband/*"))
-    return found + [f"{path.name} (InfiniBand)" for path in adapters]
+    return names + [f"{path.name} (InfiniBand)" for path in adapters]
 
 
 def _read(path: Path) -> str:
@@ -163,11 +163,11 @@ def measure_disk(out_dir: Path) -> tuple[str, float]:
     The nearest folder that exists is used if `out_dir` does not; 0 if it cannot be written.
     """
     path = out_dir.expanduser().absolute()
-    place = next(p for p in (path, *path.parents) if p.is_dir())
+    folder = next(p for p in (path, *path.parents) if p.is_dir())
     piece = os.urandom(2**20)  # a disk that compresses is not flattered
     try:
-        free = shutil.disk_usage(place).free / GIB
-        with tempfile.TemporaryFile(dir=place) as file:
+        free = shutil.disk_usage(folder).free / GIB
+        with tempfile.TemporaryFile(dir=folder) as file:
             start = time.perf_counter()
             for _ in range(PROBE_MIB):
                 file.write(piece)

@@ -195,7 +195,7 @@ def plan(settings: LaunchSettings, gpus: int) -> dict[str, Any]:
     if kept.get("mixed_precision") is False:  # how YAML reads a bare no
         kept["mixed_precision"] = "no"
     return {
-        "same_network": True,  # else Accelerate requires a rendezvous service
+        "same_network": True,  # without it Accelerate requires a rendezvous service
         **kept,
         # For MULTI_CPU, NO and use_cpu Accelerate starts one process and forwards no signals;
         # MULTI_GPU makes it start torchrun, also on CPUs.
@@ -210,7 +210,7 @@ def plan(settings: LaunchSettings, gpus: int) -> dict[str, Any]:
 
 
 def count_gpus(visible: str | None, source: str = "CUDA_VISIBLE_DEVICES") -> int:
-    """Count the GPUs of this host, of which `visible` is a list (None: all).
+    """Count the GPUs of this host that `visible` lists (None: all).
 
     Raise RendezvousError if the list is malformed or names a GPU that is not there.
     """
@@ -249,7 +249,7 @@ def free_port(port: int) -> int:
     """Return `port`, or a free one for 0, after binding and releasing it."""
     try:
         with socket.socket() as probe:
-            # As torch does: connections of a launch that was lost keep its port for a minute.
+            # torch sets it too: connections of a launch that was lost keep its port for a minute.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
             return probe.getsockname()[1]

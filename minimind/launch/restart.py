@@ -29,7 +29,7 @@ from minimind.runtime.durable_files import storing, write_durably, write_whole
 from minimind.runtime.heartbeat import Layout, read_layout
 from minimind.runtime.terminal import one_line
 
-FOLDER = ".restarts"  # in out_dir
+FOLDER = ".restarts"  # folder in out_dir
 DECISION, STOP = "decision", "stopped"
 POLL = 0.5  # seconds
 
@@ -70,7 +70,7 @@ class Meeting:
                     self._publish(hosts)
                 else:
                     time.sleep(POLL)
-            hosts = [Host(**one) for one in json.loads((self.folder / DECISION).read_text())]
+            hosts = [Host(**host) for host in json.loads((self.folder / DECISION).read_text())]
         if self.me not in hosts:
             raise PeerError(
                 f"the other hosts restarted without host {self.me.rank}, which came more than"
@@ -93,7 +93,7 @@ class Meeting:
     def check(self) -> None:
         """Announce this host; raise Stopped if the script of another one was stopped.
 
-        Again each time: a client of NFS that changes a folder reads its names anew.
+        The file is written each time: a client of NFS that changes a folder reads its names anew.
         """
         write_whole(self.folder / str(self.me.rank), json.dumps(asdict(self.me)).encode())
         if os.getppid() != self._script:
@@ -165,7 +165,7 @@ class Launched:
 class Choice:
     """The next launch."""
 
-    hosts: Sequence[Host]  # by rank
+    hosts: Sequence[Host]  # hosts by rank
     each: int  # processes of one host
     accumulation: int | None  # micro-batches of a process; None if no step was begun
 
@@ -190,8 +190,8 @@ def read_launched(path: Path) -> Launched:
 def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
     """Return the launch with the most processes that takes as many rows per step as before.
 
-    Of several with as many, the one with the most hosts. `now` is the number of processes that were
-    started last. Raise PeerError if there is none.
+    If several have as many processes, take the one with the most hosts. `now` is the number of
+    processes that were started last. Raise PeerError if there is none.
     """
     if layout is None:  # nothing is known of the batch
         processes = sum(host.processes for host in hosts)
@@ -216,20 +216,20 @@ def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
             f" row; {AGAIN}"
         )
     if layout.fixed_by:
-        choices = [one for one in choices if one.accumulation == layout.accumulation_steps]
+        choices = [choice for choice in choices if choice.accumulation == layout.accumulation_steps]
     if not choices:
         raise PeerError(
             f"fewer processes need more micro-batches each, and {layout.fixed_by} fixes"
             f' gradient_accumulation_steps = {layout.accumulation_steps}; write "auto" there, and'
             f" {AGAIN}"
         )
-    return max(choices, key=lambda one: (one.processes, len(one.hosts)))
+    return max(choices, key=lambda choice: (choice.processes, len(choice.hosts)))
 
 
 def added_flags(layout: Layout, choice: Choice, has_checkpoint: bool) -> dict[str, Any]:
     """Return the flags that differ in the next launch, by name."""
     flags: dict[str, Any] = {}
-    if layout.resume != "auto" and has_checkpoint:  # else it would begin anew
+    if layout.resume != "auto" and has_checkpoint:  # it would begin anew
         flags["resume"] = "auto"
     if choice.accumulation != layout.accumulation_steps:
         flags["accumulation_steps"] = choice.accumulation
@@ -252,16 +252,16 @@ def variables(launched: Launched, choice: Choice, me: Host) -> dict[str, Any]:
             f" {choice.each} processes each divide the batch, and more do not; {AGAIN} on them"
             " once that run has ended"
         )
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if choice.processes != launched.processes:
-        found["NUM_PROCESSES"] = choice.processes
+        variables["NUM_PROCESSES"] = choice.processes
     if launched.machines > 1:
-        found["NUM_MACHINES"] = len(choice.hosts)
-        found["MACHINE_RANK"] = list(choice.hosts).index(me)
-        found["MAIN_IP"] = choice.hosts[0].address
+        variables["NUM_MACHINES"] = len(choice.hosts)
+        variables["MACHINE_RANK"] = list(choice.hosts).index(me)
+        variables["MAIN_IP"] = choice.hosts[0].address
         if len(choice.hosts) == 1:
-            found["MAIN_PORT"] = 0  # any free one: nobody else has to know it
-    return found
+            variables["MAIN_PORT"] = 0  # any free one: nobody else has to know it
+    return variables
 
 
 def this_host(launched: Launched) -> Host:

@@ -32,8 +32,8 @@ from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import on_rank_0
 
 PIECE = 2**22  # elements that are summed at once: the sum converts them to int64 first
-FP16_SCALE = 2.0**10  # of the loss, so that gradients in float16 are not too small
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+FP16_SCALE = 2.0**10  # scale of the loss, so that gradients in float16 are not too small
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes by their bytes
 K = TypeVar("K", bound=Hashable)
 Key = tuple[str, int, int]  # a slice of a weight: name, first element, number of elements
 
@@ -44,7 +44,7 @@ class Replay:
 
     rows: int  # checksum of the token ids
     loss: float  # nats per token; 0 without targets
-    norms: list[float]  # of the gradient of each weight; empty at stage 3
+    norms: list[float]  # norm of the gradient of each weight; empty at stage 3
     sums: list[int]  # checksums of the loss and of these gradients
 
 
@@ -151,10 +151,12 @@ def replicated_checksums(engine: Engine) -> dict[str, int]:
     for name, p in model.named_parameters():
         if getattr(p, "ds_persist", False) and p.numel() == p.ds_numel:
             tensors[f"weight|{name}"] = p
-    held = engine.state()
-    for f in held.fragments:
+    state = engine.state()
+    for f in state.fragments:
         if f.is_replicated:
-            tensors |= {f"{kind}|{f.name}": f.view(one) for kind, one in held.tensors_of(f).items()}
+            tensors |= {
+                f"{kind}|{f.name}": f.view(tensor) for kind, tensor in state.tensors_of(f).items()
+            }
     return checksums(tensors.items())
 
 
@@ -230,11 +232,11 @@ class Fault:
 
 def owners(holdings: Sequence[Holding]) -> dict[Key, int]:
     """The rank that holds the master of each slice; of several, the first."""
-    found: dict[Key, int] = {}
+    ranks: dict[Key, int] = {}
     for rank, holding in enumerate(holdings):
         for key in holding.masters:
-            found.setdefault(key, rank)
-    return found
+            ranks.setdefault(key, rank)
+    return ranks
 
 
 def faults(
@@ -247,13 +249,13 @@ def faults(
     """
     weights = [*weight_faults(holdings, findings)]
     certain = {rank for fault in weights for rank in fault.ranks}
-    found = [*weights]
+    result = [*weights]
     for fault in state_faults(holdings):
         known = sorted(certain & {*fault.ranks}) if fault.is_either else []
-        found.append(replace(fault, ranks=known, is_either=False) if known else fault)
-    wrong = {rank for fault in found for rank in fault.ranks}
+        result.append(replace(fault, ranks=known, is_either=False) if known else fault)
+    wrong = {rank for fault in result for rank in fault.ranks}
     rounding = ROUNDING[dtype]
-    return [*found, *_computation_faults(holdings, findings, wrong, rounding, is_exact)]
+    return [*result, *_computation_faults(holdings, findings, wrong, rounding, is_exact)]
 
 
 def state_faults(holdings: Sequence[Holding]) -> Iterator[Fault]:
@@ -308,18 +310,18 @@ def _computation_faults(
             wrong = wrong | {rank}
             text = f"computes {difference} the second time"
             yield Fault("computation", [rank], text)
-    other: dict[int, str] = {}  # by rank whose rows they are
+    other: dict[int, str] = {}  # differences by the rank whose rows they are
     for rank in range(n_ranks if n_ranks > 1 else 0):
         after = (rank + 1) % n_ranks
         if wrong & {rank, after}:
             continue
-        own, theirs = findings[rank].own[0], findings[after].neighbour
-        if own.rows != theirs.rows:
+        ours, theirs = findings[rank].own[0], findings[after].neighbour
+        if ours.rows != theirs.rows:
             text = "reads other token ids for the same rows than the other"
             yield Fault("rows", sorted({rank, after}), text, is_either=True)
             continue
         is_same = holdings[rank].hardware == holdings[after].hardware
-        if difference := _difference(own, theirs, EXACT if is_exact and is_same else rounding):
+        if difference := _difference(ours, theirs, EXACT if is_exact and is_same else rounding):
             other[rank] = difference
     yield from _neighbour_faults(other, n_ranks)
 
@@ -344,7 +346,7 @@ def _odd_ranks(sums: Mapping[int, Hashable]) -> tuple[tuple[int, ...], bool] | N
         return None
     if counts[0][1] == counts[1][1]:
         return tuple(sums), True
-    return tuple(rank for rank, one in sums.items() if one != counts[0][0]), False
+    return tuple(rank for rank, checksum in sums.items() if checksum != counts[0][0]), False
 
 
 def _difference(first: Replay, second: Replay, rounding: tuple[float, float]) -> str:
@@ -388,8 +390,8 @@ class CorruptionCheck:
     engine: Engine
     first: int = 0  # step from which the run goes on
     last_passed: int | None = None  # step; None: none since `first`
-    seconds: float = 0.0  # that the last check took
-    places: list[str] = field(default_factory=list)  # of the ranks, after a check
+    seconds: float = 0.0  # time of the last check
+    places: list[str] = field(default_factory=list)  # places of the ranks, after a check
     _checks: int = 0
     _is_cost_known: bool = False
 
@@ -426,8 +428,8 @@ class CorruptionCheck:
         if engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
         started, before = time.perf_counter(), (engine.rank - 1) % engine.world_size
-        own = (self._replay(step, batches, engine.rank), self._replay(step, batches, engine.rank))
-        neighbour = own[0] if before == engine.rank else self._replay(step, batches, before)
+        first, again = (self._replay(step, batches, engine.rank) for _ in range(2))
+        neighbour = first if before == engine.rank else self._replay(step, batches, before)
         holding = Holding(
             place_of(engine.device),
             kind_of(engine.device),
@@ -437,12 +439,12 @@ class CorruptionCheck:
         holdings = engine.gather(holding)
         self.places = [one.place for one in holdings]
         owner_of = owners(holdings)
-        # Of replicated masters every rank has its own.
+        # Every rank has its own copy of replicated fp32 weights.
         expected = {key: holdings[rank].masters[key] for key, rank in owner_of.items()}
         expected |= holding.masters
-        found = weight_checksums(engine, expected)
-        stale = [key for key, one in found.items() if one != expected[key]]
-        findings = engine.gather(Finding(stale, own, neighbour))
+        checksums = weight_checksums(engine, expected)
+        stale = [key for key, one in checksums.items() if one != expected[key]]
+        findings = engine.gather(Finding(stale, (first, again), neighbour))
         is_tf32 = run.tf32 and run.dtype == "float32" and engine.device.type == "cuda"
         dtype = "tf32" if is_tf32 else run.dtype
         wrong = faults(holdings, findings, dtype, run.deterministic)
@@ -457,13 +459,13 @@ class CorruptionCheck:
         rows = batches.micro_batch_of(step, rank, number)[part]
         return replay(self.engine, rows, rank, is_whole)
 
-    def report(self, found: list[Fault], step: int, logger: RunLogger, is_timed: bool) -> None:
+    def report(self, faults: list[Fault], step: int, logger: RunLogger, is_timed: bool) -> None:
         """Log a check; `is_timed`: the logger knows the time of a step."""
-        logger.event("verified", step=step, seconds=self.seconds, passed=not found)
-        if found:
-            logger.event("corruption", step=step, faults=[self.fields(fault) for fault in found])
+        logger.event("verified", step=step, seconds=self.seconds, passed=not faults)
+        if faults:
+            logger.event("corruption", step=step, faults=[self.fields(fault) for fault in faults])
             if self.run.on_corruption != "stop":
-                text = self.text(found)
+                text = self.text(faults)
                 logger.print(f"warning: corruption at step {step}: {text}; the run goes on")
         elif is_timed and self._checks > 1 and not self._is_cost_known:  # now warm
             self._is_cost_known = True
@@ -474,7 +476,7 @@ class CorruptionCheck:
                 f" {share:.1%} of the time with --verify_interval {interval}"
             )
 
-    def error(self, found: list[Fault], root: Path) -> CorruptionError:
+    def error(self, faults: list[Fault], root: Path) -> CorruptionError:
         """The error of --on_corruption stop (collective).
 
         Sets the checkpoints in `root` aside that are newer than the last good step.
@@ -487,11 +489,11 @@ class CorruptionCheck:
         remedy = f"{exclude} and train again: no checkpoint is left from before {passed}"
         if path is not None:
             remedy = f"{exclude} and go on from {path} (--resume), saved before {passed}"
-        return CorruptionError(f"{self.text(found)}; {remedy}", cause_rank=found[0].ranks[0])
+        return CorruptionError(f"{self.text(faults)}; {remedy}", cause_rank=faults[0].ranks[0])
 
-    def text(self, found: list[Fault]) -> str:
+    def text(self, faults: list[Fault]) -> str:
         """`rank 1 (host b, cuda:1) holds ...; rank 2 ...`."""
-        return "; ".join(map(self._sentence, found))
+        return "; ".join(map(self._sentence, faults))
 
     def _sentence(self, fault: Fault) -> str:
         names = [f"rank {rank} (host {self.places[rank]})" for rank in fault.ranks]

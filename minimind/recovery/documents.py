@@ -69,7 +69,7 @@ class Documents:
     numbers: Mapping[int, range]  # numbers of the documents of a unit
     cache: ObjectCache | None = None
     faults: dict[str, str] = field(default_factory=dict)  # why documents are not found, by file
-    _fetched: dict[str, str] = field(default_factory=dict)  # by what is gone
+    _fetched: dict[str, str] = field(default_factory=dict)  # fetched inputs by the lost name
     _line_at: dict[Path, tuple[int, int]] = field(default_factory=dict)  # a known offset and line
 
     @classmethod
@@ -95,30 +95,30 @@ class Documents:
     def places(self, wanted: Iterable[int]) -> dict[int, Place]:
         """Place by number; without those whose text is gone or changed (`faults`)."""
         left = set(wanted)
-        found: dict[int, Place] = {}
+        places: dict[int, Place] = {}
         for unit, numbers in self.numbers.items():
-            if own := {number for number in left if number in numbers}:
-                found |= self._places_in(self.plan.units[unit], own)
-                left -= own
-        return found
+            if in_unit := {number for number in left if number in numbers}:
+                places |= self._places_in(self.plan.units[unit], in_unit)
+                left -= in_unit
+        return places
 
     def _places_in(self, unit: Unit, wanted: set[int]) -> dict[int, Place]:
         """Place of each document of a unit that is found unchanged."""
-        found: dict[int, Place] = {}
+        places: dict[int, Place] = {}
         last = max(wanted)
-        train = (one for one in self._read(unit) if one.split == "train")
+        train = (document for document in self._read(unit) if document.split == "train")
         number = self.numbers[unit.number].start - 1
-        for number, one in enumerate(train, self.numbers[unit.number].start):
-            if number in wanted and self._is_stored(number, one.text):
-                found[number] = one.place
+        for number, document in enumerate(train, self.numbers[unit.number].start):
+            if number in wanted and self._is_stored(number, document.text):
+                places[number] = document.place
             elif number in wanted:
-                self.faults[named(one.place.file)] = CHANGED
+                self.faults[named(document.place.file)] = CHANGED
             if number == last:
                 break
         files = [named(str(self._now(segment.path))) for segment in unit.segments]
         if number < last and not any(file in self.faults for file in files):
             self.faults[files[-1]] = CHANGED
-        return found
+        return places
 
     @cached_property
     def _work(self) -> Work:
@@ -141,15 +141,15 @@ class Documents:
         for unit in self._units_at(path, line):
             numbers = self.numbers.get(unit.number, range(0))
             number = numbers.start - 1
-            for one in self._read(unit):
-                number += one.split == "train"
-                if one.place.file != str(path) or one.place.line not in (line, 0):
+            for document in self._read(unit):
+                number += document.split == "train"
+                if document.place.file != str(path) or document.place.line not in (line, 0):
                     continue
-                if one.split != "train":
-                    return one, None
-                if number not in numbers or not self._is_stored(number, one.text):
+                if document.split != "train":
+                    return document, None
+                if number not in numbers or not self._is_stored(number, document.text):
                     raise DataError(f"{file}: {CHANGED}; restore it")
-                return one, number
+                return document, number
         if self.faults:
             name, fault = next(iter(self.faults.items()))
             raise DataError(f"{name}: {fault}; restore it")
@@ -170,8 +170,8 @@ class Documents:
         return [unit for unit in self.plan.units if any(map(has_line, unit.segments))]
 
     def _input_of(self, file: str) -> str:
-        """The path, as in the plan, of a file given in any way that names one input."""
-        by_now = {named(str(self._now(Path(one.path)))): one.path for one in self.plan.inputs}
+        """The plan's path of a file; `file` may name the input in any way."""
+        by_now = {named(str(self._now(Path(given.path)))): given.path for given in self.plan.inputs}
         wanted = named(file if is_url(file) else str(placed(Path(file).expanduser())))
         if wanted in by_now:
             return by_now[wanted]
@@ -211,11 +211,11 @@ class Documents:
     def _read_segment(self, segment: Segment, reading: ReadOptions) -> Iterator[Placed]:
         path, kind = segment.path, kind_of(segment.path)
         before = None if kind == ".jsonl" and segment.start else 0
-        for one in read_segment(segment, reading):
-            if isinstance(one, Rejection):
-                text, split, line, byte = "", "", one.line, one.byte
+        for document in read_segment(segment, reading):
+            if isinstance(document, Rejection):
+                text, split, line, byte = "", "", document.line, document.byte
             else:
-                text, _, line, byte = one
+                text, _, line, byte = document
                 val_fraction = self.plan.options.val_fraction
                 split = split_of(sha256(text.encode()).digest(), val_fraction)
             if before is None:  # lines count from the start of the segment

@@ -28,9 +28,9 @@ from minimind.recovery.step_rows import Stretch, rows_at
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.checked_json import ClosedJson, Count, Real, validate
 
-MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-# Of the median. The loss of a batch varies by some percent and a window may hold almost equal
-# values; norms two or three times the median are common, and harmless.
+MAD_TO_DEVIATION = 1.4826  # factor for a normal distribution
+# Least deviations as shares of the median. The loss of a batch varies by some percent and a window
+# may hold almost equal values; norms two or three times the median are common, and harmless.
 LOSS_DEVIATION, NORM_DEVIATION = 0.02, 0.25
 
 
@@ -112,7 +112,7 @@ class SpikeDetector:
         state = state or {}
         self.losses = Estimate(factor, window, LOSS_DEVIATION, state.get("losses", ()))
         self.norms = Estimate(factor, window, NORM_DEVIATION, state.get("norms", ()))
-        self.first: int | None = state.get("first")  # of the spikes in a row
+        self.first: int | None = state.get("first")  # first of the spikes in a row
         self.in_a_row: int = state.get("in_a_row", 0)
         self.skipped: int = state.get("skipped", 0)  # updates since step 0
         self.rollbacks: int = state.get("rollbacks", 0)
@@ -150,7 +150,7 @@ class SpikeDetector:
 
 SUSPECTS = 3  # rows named by an event
 USUAL = 32  # rows before the spikes whose losses are the usual ones
-MOST_BYTES = 2**28  # of a file up to a document that is looked for: a second
+MOST_BYTES = 2**28  # bytes of a file up to a document that is looked for: a second
 
 
 class HeldStep:
@@ -225,8 +225,8 @@ class SpikeGuard:
             validate(SpikeState, state, "spikes.")
         detector = SpikeDetector(self.options["factor"], self.options["window"], state)
         detector.rollbacks = detector.rollbacks if rollbacks is None else rollbacks
-        held = Observed(**state["last"]) if state and state["last"] else None
-        return replace(self, batches=batches, detector=detector, held=held)
+        last = Observed(**state["last"]) if state and state["last"] else None
+        return replace(self, batches=batches, detector=detector, held=last)
 
     @property
     def norm_limit(self) -> float:
@@ -286,8 +286,8 @@ class SpikeGuard:
         facts["row_loss"] = _finite(highest[0][0]) if highest else None
         limits["row_limit"] = row_limit and _finite(row_limit)
         self.logger.event(name, step=seen.step + 1, **facts, **limits, **counts, rows=rows)
-        what = f"loss {_text(seen.loss)}{_limit(limits['loss_limit'])}"
-        what += f", gradient norm {_text(seen.norm)}{_limit(seen.norm_limit)}"
+        figures = f"loss {_text(seen.loss)}{_limit(limits['loss_limit'])}"
+        figures += f", gradient norm {_text(seen.norm)}{_limit(seen.norm_limit)}"
         is_made = seen.norm is not None and not seen.is_skipped
         end = "update made" if is_made else "update skipped"
         if highest:
@@ -297,7 +297,7 @@ class SpikeGuard:
                 if rows
                 else f"; no document stands out: the highest loss of a row is {what_row}"
             )
-        self.logger.print(f"spike at step {seen.step + 1}: {what}; {end}")
+        self.logger.print(f"spike at step {seen.step + 1}: {figures}; {end}")
 
     def highest_rows(self) -> list[tuple[float, int]]:
         """Loss and position of rows of the held step, highest first, on every rank.
@@ -347,7 +347,7 @@ class SpikeGuard:
             rows = np.concatenate([order.rows_for(step, 0, 1), rows])
         if not len(rows):
             return None
-        # As many on every rank: a forward pass may be collective.
+        # Every rank takes the same number of rows: a forward pass may be collective.
         size, rows = engine.parallel.data_size, rows[-USUAL:]
         places = np.resize(rows, -(-len(rows) // size) * size)[engine.data_rank :: size]
         read = self.prepared.train.read_rows(places, self.row_tokens)
@@ -404,7 +404,7 @@ class SpikeGuard:
 
 def _where(row: dict[str, Any]) -> str:
     """` in row 17 (a.jsonl:512)`: a row and its documents."""
-    places = [f"{one['file']}:{one['line']}" for one in row["documents"] if one["file"]]
+    places = [f"{d['file']}:{d['line']}" for d in row["documents"] if d["file"]]
     return f" in row {row['row']}" + (f" ({', '.join(places[:3])})" if places else "")
 
 

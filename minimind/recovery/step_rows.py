@@ -42,7 +42,7 @@ class LoggedData(CheckedJson):
 
     directory: str
     fingerprint: str
-    url: str = ""  # of a folder that was fetched
+    url: str = ""  # URL of a folder that was fetched
     renamed: dict[str, str]
 
 
@@ -85,9 +85,9 @@ class Row:
 
     rank: int
     micro_batch: int
-    position: int  # in the global row order
+    position: int  # position in the global row order
     row: int
-    first_token: int  # of the training tokens
+    first_token: int  # number among the training tokens
     parts: tuple[Part, ...]
 
 
@@ -173,19 +173,19 @@ def documents_of(
     With a cache it may be a URL, and a fetched folder that is gone is fetched again. Raise
     DataError if the folder is gone or holds other text.
     """
-    place = Path(directory or stretch.data["directory"])
+    folder = Path(directory or stretch.data["directory"])
     url = str(directory or stretch.data.get("url", ""))
-    if cache is not None and is_url(url) and (directory or missing_of(place)):
-        place = Path(local_folder(url, cache))
-    if missing := missing_of(place):
+    if cache is not None and is_url(url) and (directory or missing_of(folder)):
+        folder = Path(local_folder(url, cache))
+    if missing := missing_of(folder):
         raise DataError(
-            f"{directory or place}: has no {missing[0]}, and the run was trained on this folder;"
+            f"{directory or folder}: has no {missing[0]}, and the run was trained on this folder;"
             " restore it, or give --data with a folder of the same text"
         )
-    prepared = open_prepared(place)
+    prepared = open_prepared(folder)
     if prepared.manifest["fingerprint"] != stretch.data["fingerprint"]:
         raise DataError(
-            f"{place}: holds other text than the run was trained on; restore it, or give --data"
+            f"{folder}: holds other text than the run was trained on; restore it, or give --data"
             " with a folder of the same text"
         )
     return Documents.of(replace(prepared, names=stretch.data["renamed"]), cache)
@@ -220,30 +220,30 @@ def rows_at(stretch: Stretch, documents: Documents, step: int, rank: int | None)
 
 
 def _parts(documents: Documents, start: int, stop: int) -> list[Part]:
-    found = []
+    parts = []
     for document in documents.over(start, stop):
         first, last = documents.tokens(document)
-        found.append(Part(max(first, start) - start, min(last, stop) - start, document))
-    return found
+        parts.append(Part(max(first, start) - start, min(last, stop) - start, document))
+    return parts
 
 
 def steps_reading(log: RunLog, documents: Documents, document: int) -> list[tuple[int, int, int]]:
     """(step, rank, row) of every read of a document, in order; only of its text."""
-    found = []
+    reads = []
     shards, (start, stop) = documents.prepared.train, documents.tokens(document)
     fingerprint = documents.prepared.manifest["fingerprint"]
-    stretches = [one for one in log.stretches if one.data["fingerprint"] == fingerprint]
-    last = max((one.steps.stop for one in stretches), default=0) - 1
-    for order in dict.fromkeys(one.order for one in stretches):  # a resume keeps it
-        own = [one for one in stretches if one.order == order and one.steps]
-        if not own:
+    stretches = [stretch for stretch in log.stretches if stretch.data["fingerprint"] == fingerprint]
+    last = max((stretch.steps.stop for stretch in stretches), default=0) - 1
+    for order in dict.fromkeys(stretch.order for stretch in stretches):  # a resume keeps it
+        matching = [stretch for stretch in stretches if stretch.order == order and stretch.steps]
+        if not matching:
             continue
-        for row in shards.rows_over(start, stop, own[0].row_tokens):
-            for at, place in order.reads_of(row, last):
-                for one in (one for one in own if at + 1 in one.steps):
-                    data_rank = place // (order.rows_per_step // one.parallel.data_size)
-                    found.append((at + 1, one.parallel.first_rank(data_rank), row))
-    return sorted(found)
+        for row in shards.rows_over(start, stop, matching[0].row_tokens):
+            for at, row_position in order.reads_of(row, last):
+                for stretch in (stretch for stretch in matching if at + 1 in stretch.steps):
+                    data_rank = row_position // (order.rows_per_step // stretch.parallel.data_size)
+                    reads.append((at + 1, stretch.parallel.first_rank(data_rank), row))
+    return sorted(reads)
 
 
 WINDOW = 100  # logged steps of the running median
@@ -282,13 +282,13 @@ def suspects(
         rows = rows_at(log.at(step), documents, step, None)
         counts[step in high].update({part.document for row in rows for part in row.parts})
     share = len(high) / len(logged)
-    found = []
+    suspects = []
     for document, times in counts[True].items():
         all_times = times + counts[False][document]
         spread = (all_times * share * (1 - share)) ** 0.5
         score = (times - all_times * share) / spread if spread else 0.0
-        found.append(Suspect(document, times, all_times, score))
-    return sorted(found, key=lambda s: (-s.score, s.document)), sorted(high), len(logged)
+        suspects.append(Suspect(document, times, all_times, score))
+    return sorted(suspects, key=lambda s: (-s.score, s.document)), sorted(high), len(logged)
 
 
 def _high_losses(log: RunLog, steps: range) -> tuple[list[int], set[int]]:

@@ -18,10 +18,10 @@ class SourceBalance:
 
     name: str
     text: int
-    read: int  # in rows that an epoch has, once or more
-    not_read: int  # in rows that the first epoch does not have; the next begins with them
+    read: int  # tokens in rows that an epoch has, once or more
+    not_read: int  # tokens in rows that the first epoch lacks; the next begins with them
     tail: int  # after the last complete row
-    left_out: int  # in the rows of --skip_rows
+    left_out: int  # tokens in the rows of --skip_rows
     epoch: int
 
     def __str__(self) -> str:
@@ -42,13 +42,13 @@ class TokenBalance:
 
     text: int
     held_out: int
-    trained: int  # in the complete steps of an epoch
-    first_of_row: int  # of these, the ones that are only inputs
-    tail_of_epoch: int  # in the rows after the last complete step
+    trained: int  # tokens in the complete steps of an epoch
+    first_of_row: int  # those of them that are only inputs
+    tail_of_epoch: int  # tokens in the rows after the last complete step
     tail_of_source: int  # after the last complete row of each source
-    left_out: int  # in the rows of --skip_rows
+    left_out: int  # tokens in the rows of --skip_rows
     is_weighted: bool
-    sources: tuple[SourceBalance, ...] = ()  # with weights
+    sources: tuple[SourceBalance, ...] = ()  # sources with weights
 
     def __str__(self) -> str:
         """A line for the start summary, without its label."""
@@ -91,13 +91,13 @@ class ConversationBalance:
     held_out_cut: int  # conversations of these, as `cut` and `dropped`
     held_out_dropped: int
     in_rows: int
-    targets: int  # of these, what is trained on
-    cut_off: int  # of conversations longer than a row, and of those that are dropped
-    conversations: int  # to train on
+    targets: int  # those of them that are trained on
+    cut_off: int  # tokens of conversations longer than a row, and of those that are dropped
+    conversations: int  # conversations to train on
     held_out_conversations: int
     cut: int
-    dropped: int  # in which nothing to train on ends within a row
-    padding: int  # in rows, beside the tokens
+    dropped: int  # conversations without a target within a row
+    padding: int  # padding tokens in the rows
 
     def __str__(self) -> str:
         """A line for the start summary, without its label."""

@@ -219,7 +219,7 @@ class Charts:
         """Seconds of a step by phase and pause; a bar spans the steps since the line before."""
         begins, ends = (self.at(run, run.column(name)) for name in ("begins", "step"))
         left, right, group = group_lines(begins, ends, min(MAX_BARS, self.columns))
-        place = {"x": right, "width": right - left, "offset": left - right}
+        bar = {"x": right, "width": right - left, "offset": left - right}
         means = {
             name: group_means(run.column(f"{name}_ms") / 1e3, run.column("taken"), group)
             for name in (*PHASES, *PAUSES, "comm")
@@ -227,7 +227,7 @@ class Charts:
         traces: list[Any] = [
             go.Bar(
                 **{"name": NOUNS.get(name, name), "y": means[name], "hovertemplate": "%{y}"},
-                **{"marker": {"color": LIGHT[name], "line": {"width": 0}}, **place},
+                **{"marker": {"color": LIGHT[name], "line": {"width": 0}}, **bar},
             )
             for name in (*PHASES, *PAUSES)
             if means[name].any()
@@ -302,9 +302,9 @@ class Charts:
             line = {"color": tone, "width": 1, "dash": dash}
             shapes.append({"type": "line", "x0": x, "x1": x, "line": line})
             if not labels or x - labels[-1]["x"] > 0.025 * (high - low):
-                place = {"x": x, "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "top"}
+                position = {"x": x, "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "top"}
                 look = {"showarrow": False, "textangle": -90, "font": {"color": tone}}
-                labels.append({"text": text, **place, **look})
+                labels.append({"text": text, **position, **look})
             elif x == labels[-1]["x"] and len(labels[-1]["text"]) < 30:
                 labels[-1]["text"] += f", {text}"
         shapes = [{**one, "yref": "paper", "y0": 0, "y1": 1, "layer": "below"} for one in shapes]

@@ -51,8 +51,8 @@ def milliseconds(value: float) -> str:
     return f"{value / 1e3:.3g} s" if value >= 999.5 else f"{value:.3g} ms"
 
 
-def mebibytes(value: float) -> str:
-    """`512 MiB`, `23.4 GiB`."""
+def memory(value: float) -> str:
+    """`512 MiB`, `23.4 GiB` for a value in MiB."""
     if not math.isfinite(value):
         return DASH
     return f"{value / 1024:.1f} GiB" if value >= 1024 else f"{value:.0f} MiB"

@@ -25,7 +25,7 @@ COLUMNS = (
     *("step", "time", "loss", "lr", "grad_norm", "tokens", "tokens_per_second"),
     *("mfu", "memory_mib", "step_ms", "comm_ms", *(f"{name}_ms" for name in (*PHASES, *PAUSES))),
 )
-ENDS = ("exit", "rolled_back")  # of a start; after a rollback another one follows
+ENDS = ("exit", "rolled_back")  # they end a start; after a rollback another one follows
 KEPT_EVENTS = {
     *("eval", "checkpoint_saved", "checkpoint_rejected", "checkpoint_resharded"),
     *("run_changed", "step_skipped", "spike", "spike_skipped", "corruption"),
@@ -51,7 +51,7 @@ class Start:
     have no part in the model.
     """
 
-    facts: dict[str, Any] = field(default_factory=dict)  # of run_start
+    facts: dict[str, Any] = field(default_factory=dict)  # fields of run_start
     is_implied: bool = True  # run_start is missing from the file
     cutoff: float = math.inf
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -62,7 +62,6 @@ class Start:
     )
 
     def add_step(self, line: dict[str, Any]) -> None:
-        """Append the values of a step line."""
         rows = len(self._columns["step"])
         for name in COLUMNS:
             self._append(name, line.get(name), rows)
@@ -202,7 +201,7 @@ def _follows_missing_start(start: Start, line: dict[str, Any]) -> bool:
 
 SILENCE = 120.0  # seconds without a line after which a run of quick steps counts as ended
 LINE = re.compile(r"(?P<name>\w+): (?P<value>.*?)(?:  # (?P<source>[^#]*))?", re.DOTALL)
-MAX_CHARACTERS, MAX_DEPTH = 300, 8  # of a value of the configuration
+MAX_CHARACTERS, MAX_DEPTH = 300, 8  # limits of a value of the configuration
 
 
 @dataclass(frozen=True)
@@ -241,8 +240,8 @@ class Run:
 
     def steps_of(self, name: str) -> list[float]:
         """Steps of kept and lost events of that name, each once."""
-        found = [*self.events(name), *self.events(name, is_lost=True)]
-        return sorted({number(event["step"]) for event in found})
+        events = [*self.events(name), *self.events(name, is_lost=True)]
+        return sorted({number(event["step"]) for event in events})
 
     def fact(self, name: str) -> Any:
         """`name` in the last run_start that has it, or None."""

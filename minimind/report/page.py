@@ -30,7 +30,7 @@ from minimind.runtime.durable_files import storing, write_whole
 if TYPE_CHECKING:
     from minimind.report.charts import Chart
 
-REPORT_NAME = "report.html"  # in the out_dir of a run
+REPORT_NAME = "report.html"  # file in the out_dir of a run
 GENERATOR = '<meta name="generator" content="minimind report">'
 MAX_STARTS, MAX_SAMPLES, MAX_CHARACTERS = 60, 6, 600
 FACTS = (
@@ -157,7 +157,7 @@ def _comparison(runs: Sequence[Run], now: float) -> str:
             else formats.DASH,
             formats.figure(one.tokens_per_second),
             formats.milliseconds(one.step_ms),
-            formats.mebibytes(one.memory_mib),
+            formats.memory(one.memory_mib),
             formats.duration(one.seconds),
             *(f"{one.resumes}", f"{one.crashes}"),
             f'<span class="{one.kind}">{escape(one.ending)}</span>',
@@ -241,15 +241,17 @@ def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
     )
 
 
-def _flags(one: Configuration) -> str:
+def _flags(config: Configuration) -> str:
     """Given flags with their sources; defaults and DeepSpeed's values as paragraphs."""
-    given = [(name, *both) for name, both in one.flags.items() if both[1] != "default"]
+    given = [(name, *both) for name, both in config.flags.items() if both[1] != "default"]
     table = html_table(("flag", "value", "source"), [[*map(_code, row)] for row in given], "flags")
-    if not one.flags:
+    if not config.flags:
         table = '<p class="quiet">No config.yaml lies beside metrics.jsonl.</p>'
-    defaults = {name: value for name, (value, source) in one.flags.items() if source == "default"}
+    defaults = {
+        name: value for name, (value, source) in config.flags.items() if source == "default"
+    }
     html = f"<h2>Configuration</h2>{table}"
-    for title, values in (("Defaults", defaults), ("DeepSpeed", one.deepspeed)):
+    for title, values in (("Defaults", defaults), ("DeepSpeed", config.deepspeed)):
         html += _pairs(title, (f"{escape(k)} {_code(v)}" for k, v in values.items()))
     return html
 
@@ -260,14 +262,14 @@ def _pairs(title: str, values: Iterable[str]) -> str:
 
 
 def _code(text: str) -> str:
-    kind = ' class="flag"' if text.startswith("--") and " " not in text else ""
-    return f"<code{kind}>{escape(text)}</code>"
+    attribute = ' class="flag"' if text.startswith("--") and " " not in text else ""
+    return f"<code{attribute}>{escape(text)}</code>"
 
 
 def _differences(runs: Sequence[Run], configurations: Sequence[Configuration]) -> str:
     """Flags whose values differ between runs; out_dir excepted."""
-    names = dict.fromkeys(name for one in configurations for name in one.flags)
-    rows = [(n, *(one.flags.get(n, ("",))[0] for one in configurations)) for n in names]
+    names = dict.fromkeys(name for config in configurations for name in config.flags)
+    rows = [(n, *(config.flags.get(n, ("",))[0] for config in configurations)) for n in names]
     rows = [[*map(_code, row)] for row in rows if row[0] != "out_dir" and len({*row[1:]}) > 1]
     table = html_table(("flag", *(run.name for run in runs)), rows, "flags")
     same = '<p class="quiet">The runs were given the same flags.</p>'

@@ -50,7 +50,6 @@ class ProgressBar:
         self._bar.set_postfix_str(text, refresh=False)
 
     def advance(self) -> None:
-        """Count one step."""
         self._bar.set_postfix_str(self._text, refresh=False)
         self._bar.update()
         self._last_redraw = time.monotonic()
@@ -113,18 +112,17 @@ class RunLogger:
         self._device = device
         self._total = total_steps
         self._bar: ProgressBar | None = None
-        self._start = time.perf_counter()  # of the steps of the next step line
+        self._start = time.perf_counter()  # when the steps of the next step line began
         self._steps = 0  # since `begin`
         self._first_end = 0.0  # when the first of them ended
         self._line_times: list[dict[str, float]] = []  # phase times since the last step line
         self._table_times: list[dict[str, float]] = []  # phase times since the last profile
         self._table_pauses: dict[str, float] = {}  # ms by cause, since the last profile
         self._line_pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)
-        self.trackers: Trackers | None = None  # of --report_to
+        self.trackers: Trackers | None = None  # trackers of --report_to
         self.verdicts = Verdicts(Setting())
 
     def print(self, text: str) -> None:
-        """Print a message above the progress bar."""
         if self._is_rank_0 and self._is_stdout_open:
             with storing("standard output", "free some space, or send it somewhere else"):
                 try:
@@ -155,7 +153,6 @@ class RunLogger:
         return TrackedMicroBatches(micro_batches, self._bar) if self._bar else micro_batches
 
     def advance(self) -> None:
-        """Advance the progress bar by one step."""
         self._steps += 1
         if self._steps == 1:
             self._first_end = time.perf_counter()

@@ -17,8 +17,8 @@ from minimind.report.verdict import verdict_of
 def downsample(x: np.ndarray, y: np.ndarray, columns: int, span: tuple[float, float]) -> np.ndarray:
     """Ascending indices of the points that draw the same curve in `columns` pixel columns.
 
-    Of each column the first, least, largest and last point (M4: Jugel et al. 2014), and one NaN of
-    each gap. `x` must not decrease.
+    A column keeps its first, least, largest and last point (M4: Jugel et al. 2014), and a gap one
+    NaN. `x` must not decrease.
     """
     if len(x) <= 4 * columns:
         return np.arange(len(x))
@@ -82,7 +82,7 @@ RANK_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     *((f"{name}_ms", name, formats.milliseconds) for name in (*PHASES, "step")),
     ("comm_ms", "of it comm.", formats.milliseconds),
     *((f"{name}_ms", NOUNS.get(name, name), formats.milliseconds) for name in PAUSES),
-    ("memory_mib", "memory peak", formats.mebibytes),
+    ("memory_mib", "memory peak", formats.memory),
 )
 BRIEF = {"forward": "forward", "of it comm.": "comm.", "memory peak": "memory"}
 
@@ -172,7 +172,7 @@ class Summary:
             remark = f", {formats.figure(self.tokens_per_second)} tokens/s{mfu}"
             figures["tokens"] = (f"{self.tokens:,.0f}", remark)
         if math.isfinite(self.memory_mib):
-            figures["memory"] = (formats.mebibytes(self.memory_mib), " at most, of one process")
+            figures["memory"] = (formats.memory(self.memory_mib), " at most, of one process")
         if self.mirror:
             figures["mirror"] = self.mirror
         return figures
@@ -210,8 +210,8 @@ def _best(run: Run, prefix: str = "") -> dict[str, float] | None:
         {"step": number(e["step"]), **{name: number(e.get(prefix + name)) for name in names}}
         for e in run.events("eval")
     ]
-    finite = [one for one in evals if math.isfinite(one["val_loss"])]
-    return min(finite, key=lambda one: one["val_loss"], default=None)
+    finite = [evaluation for evaluation in evals if math.isfinite(evaluation["val_loss"])]
+    return min(finite, key=lambda evaluation: evaluation["val_loss"], default=None)
 
 
 def _mirror(run: Run) -> tuple[str, str] | None:
@@ -221,7 +221,7 @@ def _mirror(run: Run) -> tuple[str, str] | None:
         return sorted({number(event["step"]) for event in run.events(name, is_lost)})
 
     saved, fetched = steps("checkpoint_saved"), steps("checkpoint_fetched")
-    # Also those of which an event comes after the rollback.
+    # The upload of a lost checkpoint may be logged after the rollback.
     left_behind = {*steps("checkpoint_saved", is_lost=True)}.difference(saved)
     mirrored = [step for step in steps("checkpoint_mirrored") if step not in left_behind]
     failed = [step for step in steps("mirror_failed") if step not in left_behind]

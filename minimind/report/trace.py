@@ -29,7 +29,6 @@ class Trace:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a recording is in progress."""
         return self._profiler is not None
 
     def is_due(self, step: int, is_over: bool = False) -> bool:
@@ -42,9 +41,8 @@ class Trace:
         return not is_over and self._first - 1 <= step < self._last
 
     def begin(self, step: int) -> None:
-        """Start recording after `step` steps."""
         self._start = step + 1
-        # Before any rank of this start writes, so that all ranks find the same number.
+        # No rank of this start has written yet, so all ranks find the same number.
         self._number = 1 + max(self._numbers(), default=0)
         # A CPU run on a host with GPUs records none: it would make a context on GPU 0.
         gpu = [ProfilerActivity.CUDA] if self._on_gpu else []

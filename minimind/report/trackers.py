@@ -23,11 +23,11 @@ from minimind.engine.build import open_tracker
 from minimind.runtime.durable_files import write_whole
 from minimind.runtime.urls import masked_text
 
-FILE = "trackers.json"  # in out_dir: the run id that a resumed run continues under
+FILE = "trackers.json"  # in out_dir: a resumed run continues under this run id
 KINDS = {"step": "train", "eval": "eval", "sample": "sample"}  # event: prefix of its values
 MAX_QUEUED = 10_000  # lines that a tracker may be behind
 FINISH = 30.0  # seconds that a tracker gets to finish
-START = 30.0  # and to start
+START = 30.0  # seconds that it gets to start
 LIBRARIES = {"tensorboard": "torch.utils.tensorboard"}  # where the name is not the module
 
 
@@ -73,7 +73,7 @@ class Tracker:
                 else:
                     tracker.log(values, step=step)
             tracker.finish()
-        except (Exception, SystemExit) as error:  # of a foreign library: training goes on
+        except (Exception, SystemExit) as error:  # it may raise anything: training goes on
             self._disable(masked_text(" ".join(str(error).split())) or type(error).__name__)
 
     def _disable(self, why: str) -> None:
@@ -193,7 +193,7 @@ def _opener(
             opened = open_tracker(name, "tensorboard", str(out_dir), {"purge_step": purge})
             opened.writer.add_text("configuration", _markdown(config), step)
             return opened
-        if name != "wandb":  # those but dvclive continue as another run
+        if name != "wandb":  # the others but dvclive continue as another run
             kept = {"resume": step > 0} if name == "dvclive" else {}
             return open_tracker(name, run.wandb_project, str(out_dir), kept)
         _require_key()
@@ -220,7 +220,7 @@ def _import_error(name: str) -> BaseException | None:
     """
     try:
         importlib.import_module(LIBRARIES.get(name, name))
-    except (Exception, SystemExit) as error:  # of a foreign library, as in `Tracker`
+    except (Exception, SystemExit) as error:  # a foreign library raises anything, as in `Tracker`
         return error
     return None
 

@@ -24,7 +24,7 @@ class Period:
 
     def __init__(self) -> None:
         self.profiles = self.steps = self.last_step = self.all_steps = 0
-        self.compiling_ms = self.all_ms = 0.0  # of all profiles
+        self.compiling_ms = self.all_ms = 0.0  # sums over all profiles
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._ranks: dict[str, list[float]] = {}
 
@@ -84,7 +84,7 @@ class Period:
         return interval > 0 and last // interval > (self.last_step - self.steps) // interval
 
 
-# Of each pause: the verb of its sentence, and the flag of its interval.
+# Subject and verb of the sentence about a pause, and the flag of its interval.
 SAYINGS = {
     "checkpoint": ("checkpoints take", "save_interval"),
     "evaluate": ("evaluation takes", "eval_interval"),
@@ -96,7 +96,7 @@ SAYINGS = {
 WAIT, PAUSE, COMPILE, COMMUNICATION, OPTIMIZER = 0.1, 0.1, 0.2, 0.3, 0.3
 SLOW, SPREADS = 0.1, 3.0  # above the median of the other ranks, and above their spread
 FAR = 10  # times as long: a share of what is nearly nothing says little
-AMORTIZED = 0.5  # of a cost per update or per reduction, saved by twice the rows
+AMORTIZED = 0.5  # share of a cost per update or per reduction that twice the rows save
 MOST_WORKERS = 8  # more threads wait for the same disk, and for the interpreter
 
 
@@ -126,9 +126,9 @@ class Setting:
     def read(cls, values: Mapping[str, Any]) -> Setting:
         """The setting in flags, facts of run_start and DeepSpeed keys, as values or as text."""
         known = {
-            one.name: _as_type_of(one.default, values[one.name])
-            for one in fields(cls)
-            if one.name in values
+            field.name: _as_type_of(field.default, values[field.name])
+            for field in fields(cls)
+            if field.name in values
         }
         moved = [v for key, v in values.items() if key.endswith("offload_optimizer.device")]
         return cls(**{**known, "offloads": any("cpu" in str(device) for device in moved)})
@@ -165,11 +165,11 @@ class Verdicts:
     def after(self, profile: Mapping[str, Any], is_last: bool) -> Verdict | None:
         """Add a profile; return the verdict if its kind is new or the profile is the last one."""
         self._period.add(profile)
-        found = verdict(self._period, self._setting)
-        if not is_last and (self._period.profiles == 1 or found.kind == self._kind):
+        result = verdict(self._period, self._setting)
+        if not is_last and (self._period.profiles == 1 or result.kind == self._kind):
             return None
-        self._kind = found.kind
-        return found
+        self._kind = result.kind
+        return result
 
 
 def verdict(period: Period, setting: Setting) -> Verdict:
@@ -196,7 +196,7 @@ def _waiting_for_rows(period: Period, setting: Setting) -> Iterator[Verdict]:
     share, figures = _share(wait, step, "the step"), _figures(wait, step)
     rank = waits.index(max(waits)) if waits else 0
     others = _without(waits, rank)
-    # By medians only: of other ranks the mean is unknown.
+    # Compare medians: the means of other ranks are unknown.
     if others and _is_large(waits[rank], step, WAIT) and median(others) < WAIT / 2 * step:
         text = f"rank {rank} waits for rows for {share}, the others hardly; look at its disk"
         yield Verdict("data", text, {**figures, "rank": rank}, wait)
@@ -245,10 +245,10 @@ def _slow_rank(period: Period, setting: Setting) -> Iterator[Verdict]:
     if setting.zero_stage != 3 and _is_large(forward[rank] - of_others, excess, 0.5):
         slow, other, phase = forward[rank], of_others, "forward"
     than = f"rank {1 - rank}" if len(own) == 2 else "the median of the others"
-    place = "its clock and what else uses its GPU" if setting.device == "cuda" else "its cores"
+    suspects = "its clock and what else uses its GPU" if setting.device == "cuda" else "its cores"
     times = f"{slow:.1f} against {other:.1f} ms, of a step of {period.step:.1f} ms"
     slower = f"{_percent(slow - other, other)} slower" if slow < FAR * other else "far slower"
-    text = f"rank {rank} is {slower} than {than} in {phase} ({times}); look at {place}"
+    text = f"rank {rank} is {slower} than {than} in {phase} ({times}); look at {suspects}"
     figures = {"rank": rank, "rank_ms": slow, "others_ms": other}
     yield Verdict("rank", text, {**figures, **_figures(excess, period.step)}, excess)
 
@@ -372,8 +372,8 @@ def verdict_of(run: Run) -> str:
             return _judge(profiles, run, start).text
     if not run.starts or (lines := _step_lines(run.starts[-1])) is None:
         return ""
-    found = _judge([lines], run, run.starts[-1])
-    return "" if found.kind == "compute" else found.text
+    result = _judge([lines], run, run.starts[-1])
+    return "" if result.kind == "compute" else result.text
 
 
 def _judge(profiles: Sequence[Mapping[str, Any]], run: Run, start: Start) -> Verdict:
@@ -386,10 +386,10 @@ def _judge(profiles: Sequence[Mapping[str, Any]], run: Run, start: Start) -> Ver
 
 def _profiles(start: Start) -> list[dict[str, Any]]:
     """The `profile` events with the ranks of the last one; malformed ones are left out."""
-    found = [_profile(event) for event in start.events if event["event"] == "profile"]
-    whole = [one for one in found if one is not None]
-    shapes = [{name: len(values) for name, values in one["ranks"].items()} for one in whole]
-    return [one for one, shape in zip(whole, shapes, strict=True) if shape == shapes[-1]]
+    profiles = [_profile(event) for event in start.events if event["event"] == "profile"]
+    whole = [profile for profile in profiles if profile is not None]
+    shapes = [{name: len(values) for name, values in profile["ranks"].items()} for profile in whole]
+    return [profile for profile, shape in zip(whole, shapes, strict=True) if shape == shapes[-1]]
 
 
 def _profile(event: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from minimind.errors import CheckpointError
 from minimind.runtime.durable_files import read_small
 from minimind.runtime.file_kinds import JSON_TEXT, kind_of_content
 
-MAX_BYTES = 8 * 2**20  # of a JSON file; the manifest of 10,000 ranks takes a quarter of it
+MAX_BYTES = 8 * 2**20  # size of a JSON file; the manifest of 10,000 ranks takes a quarter of it
 MAX_DEPTH = 32
 MAX_INTEGER = 2**53
 ELSEWHERE = "resume from another checkpoint"

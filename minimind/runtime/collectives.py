@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from minimind.errors import PeerError, RendezvousError, RunError, StorageError, which_memory
 from minimind.runtime.heartbeat import Peers
 
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # of torchrun: its own store is that of the workers
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun: workers share its own store
 # Error messages of gloo and c10d when the peer of a connection is gone or silent.
 LOST = (
     *("Connection closed", "Connection reset", "Connection refused", "Broken pipe"),
@@ -144,7 +144,7 @@ class Ranks:
     def __init__(self, timeout: timedelta) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        # Over gloo, so that small values never wait for the GPU.
+        # gloo, so that small values never wait for the GPU.
         with lost_peers():
             self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
 
@@ -181,7 +181,6 @@ class Ranks:
         return Ranks(timedelta(seconds=seconds))
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         with lost_peers():
             dist.barrier(group=self._control)
 
@@ -191,28 +190,26 @@ class Gatherer(Protocol):
 
     rank: int
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
-        ...
+    def gather(self, value: Any) -> list[Any]: ...
 
 
 def run_on_all_ranks(ranks: Gatherer, work: Callable[[], Any]) -> list[Any]:
     """Return the results of `work` on all ranks; if it fails on one, all raise the same error."""
-    result, problem, own = None, None, None
+    result, problem, local = None, None, None
     try:
         result = work()
     except OSError as error:
         path = f"{error.filename}: " if error.filename else ""
         message = f"{path}{error.strerror or error}; correct the path or its permissions"
         problem = StorageError, message, ()
-        own = error
+        local = error
     except RunError as error:
-        problem, own = (type(error), str(error), error.table), error
+        problem, local = (type(error), str(error), error.table), error
     gathered = ranks.gather((result, problem))
     for rank, (_, failure) in enumerate(gathered):
         if failure:
-            kind, message, table = failure
-            raise kind(message, cause_rank=rank, table=table) from own
+            error_class, message, table = failure
+            raise error_class(message, cause_rank=rank, table=table) from local
     return [one for one, _ in gathered]
 
 

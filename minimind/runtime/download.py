@@ -27,10 +27,10 @@ from minimind.runtime.filesystem import (
 from minimind.runtime.urls import masked
 
 BLOCK_BYTES = 2**23
-MOST_DOWNLOADS = 4  # of one object whose content does not match
+MOST_DOWNLOADS = 4  # downloads of one object whose content does not match
 MODIFIED = "modified "  # begins what stands for an ETag
 REPLACED = "was replaced while it was fetched; run the same command again"
-DRAFT = ".tmp-"  # in the names of files that are being written
+DRAFT = ".tmp-"  # marks names of files that are being written
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RemoteObject:
     """An object as its storage lists it; `size` and `etag` may be unknown."""
 
     url: str
-    path: str  # in its file system
+    path: str  # path in its file system
     size: int | None
     etag: str = ""  # or what the storage has in its place, see `etag_of`
     modified: float | None = None  # seconds since 1970
@@ -125,7 +125,9 @@ def _blocks(
 
         def block(start: int = start, stop: int = stop) -> bytes:
             content = filesystem.cat_file(remote.path, start=start, end=stop)
-            return _complete(content, stop - start)
+            if len(content) != stop - start:
+                raise Truncated(f"{len(content):,} of {stop - start:,} bytes arrived")
+            return content
 
         yield retrying(remote.url, block, report=report)
 
@@ -138,7 +140,7 @@ class _Stream:
         self._remote = remote
         self._body: Any = None
         self._at = 0  # bytes that were read
-        self._sha256 = hashlib.sha256()  # of them
+        self._sha256 = hashlib.sha256()  # digest of these bytes
         # A range after the end is an error, and one of another version would go unnoticed.
         self._has_ranges = bool(remote.etag) and remote.size is not None
 
@@ -184,11 +186,11 @@ class _Stream:
 
     def _is_all_from(self, start: int, headers: Mapping[str, str]) -> bool:
         """Whether a part is, by its headers, all bytes of the object from `start` on."""
-        place = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", headers.get("Content-Range", ""))
+        span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", headers.get("Content-Range", ""))
         is_encoded = headers.get("Content-Encoding", "identity") != "identity"
-        if place is None or is_encoded or headers.get("Content-Type", "").startswith("multipart/"):
+        if span is None or is_encoded or headers.get("Content-Type", "").startswith("multipart/"):
             return False
-        first, stop, size = int(place[1]), int(place[2]) + 1, int(place[3])
+        first, stop, size = int(span[1]), int(span[2]) + 1, int(span[3])
         is_rest = first == start and stop == size and self._remote.size in (None, size)
         length = headers.get("Content-Length", "")
         is_rest = is_rest and (not length.isdecimal() or int(length) == stop - start)
@@ -212,16 +214,9 @@ class _Stream:
         return {"If-Range": f'"{self._remote.etag}"'} if is_strong else {}
 
     def close(self) -> None:
-        """Close the connection."""
         body, self._body = self._body, None
         if body is not None:
             body.close()
-
-
-def _complete(content: bytes, size: int) -> bytes:
-    if len(content) != size:
-        raise Truncated(f"{len(content):,} of {size:,} bytes arrived")
-    return content
 
 
 def _fault(
@@ -254,13 +249,13 @@ def _md5_of_parts(filesystem: Any, remote: RemoteObject, file: Path) -> str:
         return filesystem.call_s3("head_object", Bucket=bucket, Key=key, PartNumber=1)
 
     try:
-        found = retrying(remote.url, first_part)
+        answer = retrying(remote.url, first_part)
     except DataError:  # a storage without this request
         return ""
-    by_kms = found.get("ServerSideEncryption", "").startswith("aws:kms")
-    if by_kms or found.get("SSECustomerAlgorithm"):  # the ETag is no checksum
+    by_kms = answer.get("ServerSideEncryption", "").startswith("aws:kms")
+    if by_kms or answer.get("SSECustomerAlgorithm"):  # the ETag is no checksum
         return ""
-    number, size = int(remote.etag.partition("-")[2]), found["ContentLength"]
+    number, size = int(remote.etag.partition("-")[2]), answer["ContentLength"]
     is_even = (number - 1) * size < file.stat().st_size <= number * size
     return etag_of_parts(file, size) if is_even else ""
 

@@ -31,7 +31,7 @@ def write_durably(path: Path, content: bytes) -> None:
 def without_waiting(path: str, flags: int) -> int:
     """An opener for `open` that does not wait for the writer of a pipe.
 
-    Of a folder, `open` with a descriptor would name the number, and leave it open.
+    Given a descriptor, `open` of a folder would report its number, and leave it open.
     """
     return os.open(path, flags | os.O_NONBLOCK)
 
@@ -167,7 +167,7 @@ class Metrics:
             with open(path, "rb") as existing:
                 existing.seek(-1, 2)
                 is_torn = existing.read(1) != b"\n"
-            if is_torn:  # by a crash: end the torn line
+            if is_torn:  # a crash left half a line: end it
                 self._append(b"\n")
 
     def write(self, event: str, **fields: Any) -> None:
@@ -181,7 +181,6 @@ class Metrics:
             left = left[self._file.write(left) :]
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -189,7 +189,7 @@ class Ending:
         return progress.peers.check(seconds) if progress.peers and claim is None else None
 
     def _leave(self, end: RunError | FailedRank) -> None:
-        # With a timeout: the main thread may hold the lock while it is blocked on output.
+        # The wait has a timeout: the main thread may hold the lock while it is blocked on output.
         is_free = self._lock.acquire(timeout=10 * POLL)
         if is_free and self._status is None:
             is_lost = isinstance(end, FailedRank)

@@ -26,7 +26,7 @@ class Kind:
     name: str
     remedy: str
     is_pointer: bool = False  # text that stands for a file that is elsewhere
-    is_text: bool = False  # that may be meant in a file of text
+    is_text: bool = False  # a file of text may begin like it
 
     def __str__(self) -> str:
         return f"{self.name} ({self.remedy})"
@@ -47,8 +47,8 @@ def _begins_binary(*prefixes: bytes) -> Callable[[bytes], bool]:
 
 
 def _has(pattern: bytes) -> Callable[[bytes], bool]:
-    found = re.compile(pattern, re.IGNORECASE | re.DOTALL)
-    return lambda start: found.match(start) is not None
+    regex = re.compile(pattern, re.IGNORECASE | re.DOTALL)
+    return lambda start: regex.match(start) is not None
 
 
 def _is_zlib(start: bytes) -> bool:

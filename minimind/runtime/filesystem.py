@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
+from minimind.runtime.terminal import shorten_line
 from minimind.runtime.urls import HIDDEN, has_credentials, masked, masked_text
 
 # It logs tracebacks of errors that it raises as well.
@@ -68,7 +69,7 @@ PASSING_ERRNOS = (
     *(errno.EBUSY, errno.EREMOTEIO, errno.ECONNRESET, errno.ECONNREFUSED, errno.ETIMEDOUT),
     *(errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH),
 )
-# Of botocore and google.auth: what is found of a user, or is not.
+# Names of errors of botocore and google.auth about the credentials of a user.
 CREDENTIALS = re.compile(r"Credential|Profile|Token|SSO|Config(Parse|NotFound)|InvalidConfig")
 ENDPOINTS = ("FSSPEC_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 PARTIAL = 206  # HTTP status of an answer to a Range
@@ -126,9 +127,9 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         limit = ClientTimeout(None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
         options["client_kwargs"] = {"timeout": limit, "trust_env": True}
     # Not url_to_fs, which takes "::" in the name of an object for a chain of file systems.
-    kind: Any = fsspec.get_filesystem_class(url.partition("://")[0])
-    filesystem = kind(**kind._get_kwargs_from_urls(url), **options)
-    path = kind._strip_protocol(url)
+    filesystem_class: Any = fsspec.get_filesystem_class(url.partition("://")[0])
+    filesystem = filesystem_class(**filesystem_class._get_kwargs_from_urls(url), **options)
+    path = filesystem_class._strip_protocol(url)
     if scheme is AWS:
         filesystem.retries = 1
         filesystem._call_s3 = partial(_checked_call, filesystem._call_s3)
@@ -174,7 +175,7 @@ def _require_server(name: str, value: str, is_proxy: bool, is_web: bool) -> None
 
 
 async def _checked_call(call: Any, *arguments: Any, **options: Any) -> Any:
-    """The answer of S3 to a request; raise Truncated if it is that of another range of bytes."""
+    """The answer of S3 to a request; raise Truncated if it has another range of bytes."""
     answer = await call(*arguments, **options)
     asked = options.get("Range", "").replace("=", " ")
     is_part = asked and answer["ResponseMetadata"]["HTTPStatusCode"] == PARTIAL
@@ -201,8 +202,8 @@ class NoAnswer(StorageError):
 class Retry:
     """How often and when an operation is tried again.
 
-    The wait doubles from `first_wait` to `longest_wait` seconds, of which a random half is left
-    out, so that many processes do not come back at once.
+    The wait doubles from `first_wait` to `longest_wait` seconds. Up to half of it, drawn at random,
+    is left out, so that many processes do not come back at once.
     """
 
     attempts: int = 6
@@ -265,7 +266,7 @@ def is_of_storage(error: BaseException) -> bool:
     """Whether an error is the storage's, and neither of the local disk nor a bug."""
     if isinstance(error, RunError):
         return False
-    if any(kind.__module__.split(".")[0] in LIBRARIES for kind in type(error).__mro__):
+    if any(base.__module__.split(".")[0] in LIBRARIES for base in type(error).__mro__):
         return True
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return False
@@ -286,9 +287,9 @@ def is_passing(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in PASSING_ERRNOS:
         return True
-    if any("Certificate" in kind.__name__ for kind in type(error).__mro__):
+    if any("Certificate" in base.__name__ for base in type(error).__mro__):
         return False
-    if any(PASSING.fullmatch(kind.__name__) for kind in type(error).__mro__):
+    if any(PASSING.fullmatch(base.__name__) for base in type(error).__mro__):
         return True  # also with a status in its cause, which aiohttp gives a body that is cut
     return _http_status(error) in PASSING_STATUS
 
@@ -304,11 +305,11 @@ def _http_status(error: BaseException) -> int | None:
     """The HTTP status that an error, or its cause, has."""
     for one in (error, error.__cause__):
         response = getattr(one, "response", None)
-        if isinstance(response, dict):  # of botocore
+        if isinstance(response, dict):  # botocore's form
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         if isinstance(response, int):
             return response
-        # In this order: a later one may be deprecated where an earlier one is there.
+        # Order matters: later attributes may be deprecated aliases.
         for place, name in ((response, "status_code"), *((one, name) for name in STATUS_NAMES)):
             status = getattr(place, name, None)
             if isinstance(status, int) and 100 <= status < 600:
@@ -321,7 +322,7 @@ def refusal(error: BaseException, url: str) -> str:
     error = _cause(error)
     scheme, status = scheme_of(url), _http_status(error)
     reason = reason_of(error, url)
-    # A file of this host, as of a profile's credential_process.
+    # The error is about a file of this host, such as a profile's credential_process.
     is_of_user = scheme is not LOCAL and isinstance(error, OSError) and error.filename is not None
     if not is_of_user and (isinstance(error, FileNotFoundError) or status == 404):
         return "there is no such bucket, object or file; correct the URL"
@@ -341,7 +342,7 @@ def reason_of(error: BaseException, url: str) -> str:
     text = masked_text(str(error).replace(url, masked(url)))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     text = (lines or [type(error).__name__])[0].rstrip(".")
-    return text if len(text) <= REASON else f"{text[: REASON - 3]}..."
+    return shorten_line(text, REASON)
 
 
 def _named_servers(url: str) -> str:

@@ -143,20 +143,20 @@ def invisible_gpus_fault(
     if not gpus or (visible is not None and visible.split(",")[0].strip() in HIDDEN):
         return "", ""
     driver, build = gpus[0].driver, f"torch {torch.__version__}"
-    found = f"nvidia-smi lists {len(gpus)} x {gpus[0].name} (driver {driver})"
+    listed = f"nvidia-smi lists {len(gpus)} x {gpus[0].name} (driver {driver})"
     if torch_cuda is None:
-        return f"{found} and {build} is a build without CUDA", "install a CUDA build of torch"
+        return f"{listed} and {build} is a build without CUDA", "install a CUDA build of torch"
     oldest = MIN_DRIVER.get(int(torch_cuda.partition(".")[0]))
     if oldest and (_version(driver) or oldest) < oldest:
         return (
-            f"{found} and {build} is built for CUDA {torch_cuda}, which needs driver"
+            f"{listed} and {build} is built for CUDA {torch_cuda}, which needs driver"
             f" {oldest[0]}.{oldest[1]:02} or newer",
             "update the driver, or install a torch built for an older CUDA",
         )
     if visible is not None:
-        return f"{found} and CUDA_VISIBLE_DEVICES is {visible}", "correct or unset it"
+        return f"{listed} and CUDA_VISIBLE_DEVICES is {visible}", "correct or unset it"
     return (
-        f"{found} and {build} cannot use them",
+        f"{listed} and {build} cannot use them",
         "`python -c 'import torch; torch.zeros(1).cuda()'` prints the reason: correct it",
     )
 
@@ -170,7 +170,7 @@ def compiler_fault(device: str) -> str:
         if not find_spec("triton"):
             return "the package triton is not installed"
         if torch.cuda.is_available():  # a stand-in's device has no capability
-            # Of all GPUs, which may be of several kinds: every rank has to decide alike.
+            # The lowest of all GPUs, which may differ: every rank has to decide alike.
             gpus = range(torch.cuda.device_count())
             capability = min(torch.cuda.get_device_capability(gpu) for gpu in gpus)
             if capability < MIN_TRITON_CAPABILITY:
@@ -181,8 +181,8 @@ def compiler_fault(device: str) -> str:
     else:
         names = [os.environ.get("CXX") or "g++"]
     if not any(shutil.which(name) for name in names):
-        kind = "C" if device == "cuda" else "C++"
-        return f"no {kind} compiler ({' or '.join(names)}) is on PATH"
+        language = "C" if device == "cuda" else "C++"
+        return f"no {language} compiler ({' or '.join(names)}) is on PATH"
     if not has_python_header():
         return "Python.h is missing (package python3-dev)"
     return ""

@@ -196,9 +196,7 @@ RUN_AGAIN = "; run the same command again"
 class Store(Protocol):
     """The part of torch.distributed.Store that heartbeats use."""
 
-    def set(self, key: str, value: str) -> Any:
-        """Write `value`."""
-        ...
+    def set(self, key: str, value: str) -> Any: ...
 
     def multi_get(self, keys: list[str]) -> Sequence[bytes | str]:
         """Return the values of the keys; waits for missing ones."""
@@ -215,10 +213,9 @@ class FailedRank:
     worker: Worker | None = None  # if still alive
 
     def error(self) -> RunError:
-        """Return the error to report."""
-        kind = Stopped if self.status == PREEMPTED else PeerError
+        error_class = Stopped if self.status == PREEMPTED else PeerError
         what = self.description.removesuffix(RUN_AGAIN)  # a rank that ended has said so already
-        return kind(f"{what}{RUN_AGAIN}", cause_rank=self.rank)
+        return error_class(f"{what}{RUN_AGAIN}", cause_rank=self.rank)
 
 
 @dataclass

@@ -53,7 +53,7 @@ def _main() -> None:
     given = json.load(sys.stdin)
     for limit, value in ((resource.RLIMIT_AS, given["bytes"]), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(limit, (value, value))
-    signal.setitimer(signal.ITIMER_PROF, given["seconds"])  # of the processor
+    signal.setitimer(signal.ITIMER_PROF, given["seconds"])  # CPU time
     try:
         sys.stdout.write(module.main(given["request"]) or "")
     except MemoryError:

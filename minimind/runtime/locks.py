@@ -27,7 +27,7 @@ def held(out: Path, name: str, how: int) -> Iterator[int]:
             except BlockingIOError:
                 print(f"waiting for another command that works on {out}", file=sys.stderr)
                 fcntl.flock(descriptor, how)
-            if _is_still(path, descriptor):  # else its last holder removed it
+            if _is_still(path, descriptor):  # otherwise its last holder removed it
                 try:
                     yield descriptor
                 finally:
@@ -54,7 +54,7 @@ def remove_unheld(out: Path) -> None:
     for name in ("begin", "work", "write", "swap"):
         try:
             descriptor = _open_lock(_path(out, name), out, os.O_RDWR | PLAIN)
-        except (FileNotFoundError, PermissionError):  # of another user, whose command removes it
+        except (FileNotFoundError, PermissionError):  # another user's command removes it
             continue
         except OSError as error:  # a name that is too long: errors name the output folder
             raise OSError(error.errno, error.strerror, str(out)) from error
@@ -108,7 +108,6 @@ class ReadLock:
         self._closing = weakref.finalize(self, os.close, descriptor)
 
     def close(self) -> None:
-        """Release the lock."""
         self._closing()
 
 

@@ -71,7 +71,7 @@ def in_parallel(
     try:
         for _ in items:
             yield done.get().result()
-    except Exception:  # of any work: the threads end before it is raised again
+    except Exception:  # `work` may raise anything: the threads end before it is raised again
         stopped.set()
         for thread in running:
             thread.join()
@@ -103,13 +103,13 @@ def _work(
 
 
 LIST = ".use-"
-A_WHOLE_DRAFT = re.compile(r".+\.tmp-\d+")  # of `write_whole`
-A_DRAFT = re.compile(rf"\.(.+){re.escape(DRAFT)}\d+-\d+")  # by process and thread
+A_WHOLE_DRAFT = re.compile(r".+\.tmp-\d+")  # `write_whole` writes them
+A_DRAFT = re.compile(rf"\.(.+){re.escape(DRAFT)}\d+-\d+")  # ends with the process and the thread
 GIB = 2**30
 
 
 def record_path(target: Path) -> Path:
-    """The record of a cached file; its time is that of the last use."""
+    """The record of a cached file; its mtime is the time of the last use."""
     return target.with_name(f".{target.name}.json")
 
 
@@ -120,7 +120,7 @@ class CacheUse:
         self._folder = folder
         self._max_gib = max_gib
         self._most = None if max_gib is None else int(max_gib * GIB)
-        self._sizes: dict[str, int] = {}  # by path in the folder
+        self._sizes: dict[str, int] = {}  # sizes by path in the folder
         self._list: IO[str] | None = None
 
     def claim(self, sizes: Mapping[Path, int], what: str) -> None:
@@ -134,10 +134,10 @@ class CacheUse:
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._all_locked() as is_locked:
             if not is_locked:
-                return  # as well
-            own = {str(path.relative_to(self._folder)): size for path, size in sizes.items()}
+                return  # a cache for reading, too
+            ours = {str(path.relative_to(self._folder)): size for path, size in sizes.items()}
             others = self._of_others()
-            sizes_now = {**self._sizes, **own}
+            sizes_now = {**self._sizes, **ours}
             self._require_room(sizes_now, others, what)
             self._delete_drafts({path.parent for path in sizes}, others)
             self._sizes = sizes_now
@@ -177,7 +177,7 @@ class CacheUse:
 
     def _of_others(self) -> dict[str, int]:
         """What other processes use, by path; the lists of dead ones are deleted."""
-        found: dict[str, int] = {}
+        others: dict[str, int] = {}
         own = self._list and self._list.name
         for path in self._folder.glob(f"{LIST}*"):
             if str(path) == own:
@@ -187,13 +187,13 @@ class CacheUse:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     with suppress(ValueError):  # cut by a full disk, which ends that process
-                        found |= json.load(file)
+                        others |= json.load(file)
                 else:
                     path.unlink()
-        return found
+        return others
 
-    def _require_room(self, own: dict[str, int], others: dict[str, int], what: str) -> None:
-        needed, together = sum(own.values()), sum({**others, **own}.values())
+    def _require_room(self, ours: dict[str, int], others: dict[str, int], what: str) -> None:
+        needed, together = sum(ours.values()), sum({**others, **ours}.values())
         if self._most is None or together <= self._most:
             return
         bound = f"max_cache_gib = {self._max_gib:g} ({self._most:,} bytes)"
@@ -242,23 +242,23 @@ class CacheUse:
         """Delete what killed processes were fetching."""
         for folder in filter(Path.is_dir, folders):
             for path in folder.iterdir():
-                if found := A_DRAFT.fullmatch(path.name):
-                    target = folder / found[1]
+                if match := A_DRAFT.fullmatch(path.name):
+                    target = folder / match[1]
                     if str(target.relative_to(self._folder)) not in used:
                         path.unlink(missing_ok=True)
 
 
 REMEDY = "free some space, or give another --cache_dir"
 PARALLEL = 8  # downloads
-LONGEST_NAME = 200  # of a file, which gets a suffix while it is written
+LONGEST_NAME = 200  # characters of a file name, which gets a suffix while it is written
 
 
 def path_of(url: str, folder: Path, version: str = "") -> Path:
     """Where `CACHE/by-url` has a URL, without its password; raise DataError if it cannot."""
-    place, query = without_query(url)
-    scheme, _, rest = place.partition("://")
+    base, query = without_query(url)
+    scheme, _, rest = base.partition("://")
     if scheme.startswith("http"):
-        rest = rest.rstrip("?#")  # of an empty query
+        rest = rest.rstrip("?#")  # an empty query
         rest = rest.rpartition("@")[2] if has_credentials(url) else rest
     if query:  # may have a signature, and may choose the file
         above, _, name = rest.rpartition("/")
@@ -307,12 +307,12 @@ class ObjectCache:
         self, filesystem: Any, objects: Sequence[RemoteObject], what: str, version: str = ""
     ) -> list[Path]:
         """Return the verified local files of objects; missing and changed ones are fetched."""
-        targets = [self.path(one.url, version) for one in objects]
+        targets = [self.path(remote.url, version) for remote in objects]
         pairs = list(zip(objects, targets, strict=True))
         with storing(f"{self.folder}: cannot be written", REMEDY):
-            self.use.claim({path: one.size or 0 for one, path in pairs}, masked(what))
+            self.use.claim({path: remote.size or 0 for remote, path in pairs}, masked(what))
         missing = [pair for pair in pairs if not is_verified(*pair)]
-        needed = sum(one.size or 0 for one, _ in missing)
+        needed = sum(remote.size or 0 for remote, _ in missing)
         if missing and needed > (free := free_bytes(self.folder)):
             raise StorageError(
                 f"{self.folder}: {needed:,} bytes ({mebibytes(needed)}) of {masked(what)} do not"
@@ -321,7 +321,7 @@ class ObjectCache:
         with storing(f"{self.folder}: cannot be written", REMEDY):
             fetched = [size for size in _in_parallel(filesystem, missing) if size is not None]
         for target in targets:
-            with suppress(OSError):  # of a cache that cannot be written
+            with suppress(OSError):  # the cache may not be writable
                 os.utime(record_path(target))
         if fetched:
             many = f"{len(fetched)} object{'s' if len(fetched) > 1 else ''}"
@@ -333,8 +333,8 @@ class ObjectCache:
         self, objects: Sequence[RemoteObject], what: str, version: str = ""
     ) -> list[Path] | None:
         """The local files of objects without a look at the storage; None unless all are there."""
-        targets = [self.path(one.url, version) for one in objects]
-        sizes = [one.size or 0 for one in objects]
+        targets = [self.path(remote.url, version) for remote in objects]
+        sizes = [remote.size or 0 for remote in objects]
         with storing(f"{self.folder}: cannot be written", REMEDY):
             self.use.claim(dict(zip(targets, sizes, strict=True)), masked(what))
         return targets if all(map(is_verified, objects, targets)) else None

@@ -27,7 +27,7 @@ class NewFolder:
 
     path: Path
     force: bool
-    own: tuple[str, ...]  # of paths in the folder
+    own: tuple[str, ...]  # patterns of paths in the folder
     author: str
     is_marked: Callable[[Path], bool]
 
@@ -77,7 +77,7 @@ class NewFolder:
             with held(out, "write", fcntl.LOCK_EX):
                 self.require_free()
                 try:
-                    shutil.rmtree(draft, ignore_errors=True)  # of a killed command
+                    shutil.rmtree(draft, ignore_errors=True)  # a killed command left it
                     draft.mkdir()
                     yield draft
                     sync_directory(draft)

@@ -16,7 +16,7 @@ def panics_caught() -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # each library has its own class of panic below it
-        # No common class, so the name is compared; others are raised again.
+        # They have no common class, so the name is compared; other errors are raised again.
         if type(error).__name__ != "PanicException":
             raise
         raise Panic((str(error).splitlines() or ["panic"])[0]) from error

@@ -12,7 +12,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 # Exported by run_accelerate.sh only.
@@ -22,7 +21,7 @@ SCRIPT_PID = "MINIMIND_SCRIPT_PID"
 LAUNCHER_PID = "MINIMIND_LAUNCHER_PID"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun for each worker
 
-# Beside the status file: the reason of a stop that run_accelerate.sh passes on as SIGTERM.
+# run_accelerate.sh writes it next to the status file: why it passes a stop on as SIGTERM.
 STOP_FILE = "stop"
 
 # Signals on which a run saves and stops. A closed terminal sends SIGHUP, which nohup ignores.
@@ -55,8 +54,8 @@ def record_stop(reason: str) -> None:
     """Record why the workers of this host get SIGTERM; the first record counts."""
     path = os.environ.get(STATUS_FILE)
     if path:
-        place = Path(path).with_name(STOP_FILE)
-        with suppress(OSError), open(place, "x", encoding="ascii") as file:
+        stop = Path(path).with_name(STOP_FILE)
+        with suppress(OSError), open(stop, "x", encoding="ascii") as file:
             file.write(f"{reason}\n")
 
 
@@ -87,16 +86,13 @@ class StopRequest:
             return
         for number in CAUGHT:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._handle)
+                signal.signal(number, lambda number, _: self.record_signal(number))
 
     def limit(self, minutes: float | None) -> None:
         """Request a stop `minutes` after this object was created (None: never)."""
         if minutes is not None:
             self._limit = f"--max_minutes {minutes:g}"
             self._deadline = self._started + 60 * minutes
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.record_signal(number)
 
     def record_signal(self, number: int) -> None:
         """Record a signal; also called by the watch thread, which may see it first."""
@@ -110,7 +106,7 @@ class Progress:
     rank: int = 0
     step: int = 0
     out_dir: Path | None = None  # once it is locked by this run
-    lock: IO[bytes] | None = None  # of out_dir; held until the end is reported
+    lock: IO[bytes] | None = None  # lock of out_dir; held until the end is reported
     has_started: bool = False  # run_start is recorded
     is_training: bool = False  # a request to stop now takes effect after a step and a save
     clock: Any = None  # the loop's PhaseClock

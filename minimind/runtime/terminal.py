@@ -38,6 +38,12 @@ def shorten_line(text: str, most: int = SHOWN) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
+def first_lines(error: BaseException, count: int = 1) -> str:
+    """The first `count` lines of an error's message as one, or its type if it has no text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:count]).rstrip(".") or type(error).__name__
+
+
 def for_stdout(text: str) -> str:
     """`text` as standard output gets it: printable at a terminal, as it is in a pipe."""
     return printable(text) if _is_terminal(sys.stdout) else text
@@ -58,19 +64,16 @@ class Guarded:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text` with its control characters escaped."""
         inner = text.strip("\r")
         with self._dropping():
             self._stream.write(text.replace(inner, printable(inner)) if inner else text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream."""
         with self._dropping():
             self._stream.flush()
 
     def writelines(self, lines: Any) -> None:
-        """Write all `lines`."""
         for line in lines:
             self.write(line)
 
@@ -93,7 +96,7 @@ class Guarded:
 def guarded() -> Iterator[None]:
     """Guard standard output and standard error inside the block if they are terminals."""
     before: Any = (sys.stdout, sys.stderr)
-    sys.stdout, sys.stderr = (Guarded(one) if _is_terminal(one) else one for one in before)
+    sys.stdout, sys.stderr = (Guarded(out) if _is_terminal(out) else out for out in before)
     try:
         yield
     finally:

@@ -13,8 +13,8 @@ from urllib.parse import unquote
 
 from minimind.errors import UsageError
 
-SCHEMES = ("s3", "gs", "hf", "http", "https", "file")  # that can be read
-HIDDEN = "?***"  # in place of a query, its like or a fragment
+SCHEMES = ("s3", "gs", "hf", "http", "https", "file")  # schemes that can be read
+HIDDEN = "?***"  # stands for a query, its like or a fragment
 STORAGE = ("s3:", "gs:", "hf:", "file:")  # "?" is a wildcard of these
 
 # Repeats have a limit, so that long texts take no longer than their length.
@@ -25,7 +25,7 @@ _NAME = r"[\w.%~+\[\]-]{0,80}"
 _EQUALS = r"(?:=|%(?:25)*3d)"
 _MARK = r"(?:[?&#;]|%(?:25)*(?:3f|26|23|3b))"
 _SECRET = rf"{_NAME}(?:sig|token|secret|passw|pwd|credential|key|auth|session){_NAME}"
-_REST = r"\S*[^\s'\"`)\]}>.,;:]"  # of a word
+_REST = r"\S*[^\s'\"`)\]}>.,;:]"  # the rest of a word
 _AT = re.compile("@|%(?:25)*40")
 BEGINS = re.compile(rf"\s*(?:[\w.-]+=)?({_START})", re.IGNORECASE)
 BEGINNING = re.compile(rf"{_START}|{_SCHEME}(?::|%(?:25)*3a)(?:/|%(?:25)*2f){{2}}", re.IGNORECASE)
@@ -60,9 +60,9 @@ def begins_as_url(text: str) -> bool:
 
 def without_query(url: str) -> tuple[str, str]:
     """A URL up to its query, parameters or fragment, and these, which may choose the object."""
-    found = BEGINS.match(url)
-    is_storage = found is not None and found[1].lower().startswith(STORAGE)
-    start = found.end() if found else 0
+    match = BEGINS.match(url)
+    is_storage = match is not None and match[1].lower().startswith(STORAGE)
+    start = match.end() if match else 0
     tail = (OF_STORAGE if is_storage else OF_WEB).search(url, start)
     end = tail.start() if tail else len(url)
     inner = BEGINNING.search(url, start, end)
@@ -82,9 +82,9 @@ def _with_credentials(url: str) -> re.Match[str] | None:
         text, host = url, begin.end()
         if not BEGINS.match(begin[0]):  # percent-encoded, perhaps twice
             text = url[begin.start() : host + LONGEST_HOST]
-            while not (found := BEGINS.match(text)):
+            while not (match := BEGINS.match(text)):
                 text = unquote(text)
-            host = found.end()
+            host = match.end()
         if (place := HOST.match(text, host)) and USER.search(place[1]):
             return begin
     return None
@@ -92,7 +92,7 @@ def _with_credentials(url: str) -> re.Match[str] | None:
 
 def _masked_url(url: str) -> str:
     shown, hidden = without_query(url)
-    if hidden.startswith(HIDDEN):  # as it is, and more text
+    if hidden.startswith(HIDDEN):  # the hidden part as it is, and more text
         hidden = HIDDEN + masked_text(hidden[len(HIDDEN) :])
     elif hidden:
         hidden = HIDDEN
@@ -100,12 +100,12 @@ def _masked_url(url: str) -> str:
     if begin is None:
         return shown + hidden
     host = begin.end()
-    # What follows "?" is of the password, or there is an "@" in the query as well.
+    # The "?" belongs to the password, or the query has an "@", too.
     if not BEGINS.match(begin[0]) or _AT.search(url, len(shown)):
         return f"{url[:host]}***"
     users = [user.end() for user in _AT.finditer(shown, host)]
-    place = HOST.match(shown, host)
-    end = users[-1] if users else place.end() if place else host
+    host_match = HOST.match(shown, host)
+    end = users[-1] if users else host_match.end() if host_match else host
     return f"{url[:host]}***{'@' if users else ''}{shown[end:]}{hidden}"
 
 
@@ -147,19 +147,19 @@ def is_url(text: object) -> bool:
 
 def require_path(text: str) -> None:
     """Raise UsageError for a path that was meant as a URL."""
-    if (found := LIKE_A_URL.match(text)) and not os.path.exists(text):
+    if (match := LIKE_A_URL.match(text)) and not os.path.exists(text):
         raise UsageError(
-            f"{masked(text)}: begins with {found[0]}, and URLs begin with"
+            f"{masked(text)}: begins with {match[0]}, and URLs begin with"
             f" {', '.join(f'{name}://' for name in SCHEMES)}; correct it"
         )
 
 
 def named(text: str) -> str:
     """A path as records name it: one of a cache by its URL, and a URL without its query."""
-    found = IN_A_CACHE.match(text)
-    if found is None:
+    match = IN_A_CACHE.match(text)
+    if match is None:
         return masked(text)
-    return OF_A_QUERY.sub("/", f"{begin_of(found)}{text[found.end() :]}")
+    return OF_A_QUERY.sub("/", f"{begin_of(match)}{text[match.end() :]}")
 
 
 def begin_of(place: re.Match[str]) -> str:

@@ -36,17 +36,17 @@ from minimind.report.page import fill_page, html_table, plots
 from minimind.runtime.durable_files import storing, write_whole
 
 SOURCE = "minimind coord_check"
-# In place of the defaults of training: a check takes seconds on a CPU.
+# They replace the defaults of training, so that a check takes seconds on a CPU.
 DEFAULTS = {
     **{"dim": 64, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "vocab_size": 512},
     **{"max_seq_len": 32, "batch_size": 4, "learning_rate": 2e-3},
 }
-# In force in any case: float32 in this process, a micro-batch per step.
+# A check always runs in float32 in this process, with one micro-batch per step.
 FIXED = {"dtype": "float32", "tf32": False, "compile": "off", "accumulation_steps": 1, "ema": None}
 # A slope within it is flat. Measured with 2 layers, 5 steps and widths of 64 to 256: at most 0.19
 # with muP (AdamW, Muon, experts, tied or not); without it 0.5 to 3 for all kinds but the embedding.
 TOLERANCE = 0.25
-# Its logits begin smaller in wider models, and pass on changes of the stream by as much less.
+# The router's logits start smaller in wide models, so its slope may be negative.
 MAY_SHRINK = ("router",)
 FOLLOWERS = 2  # tokens that may follow a token in the random text
 
@@ -85,9 +85,8 @@ class Coordinates:
         ]
 
     def table(self) -> str:
-        """The rows as a table with a heading."""
         rows = [["width", *map(str, self.widths), "slope"], *self.rows()]
-        return "\n".join(f"  {row[0]:<16}{''.join(f'{one:>9}' for one in row[1:])}" for row in rows)
+        return "\n".join(f"  {row[0]:<16}{''.join(f'{c:>9}' for c in row[1:])}" for row in rows)
 
 
 def coordinate_check(
@@ -103,11 +102,11 @@ def coordinate_check(
         raise UsageError(f"--widths {widths[0]}: a slope needs two widths or more; name others too")
     print(f"changes of activations in {steps} steps, root mean square")
     titles = {f"muP, mup_base_dim {run.mup_base_dim or run.dim}": True, "without muP": False}
-    found = {}
+    results = {}
     for title, is_mup in titles.items():
-        found[title] = measure(runs_of_widths(run, widths, is_mup), steps, seeds)
-        print(f"\n{title}\n{found[title].table()}", flush=True)
-    return found
+        results[title] = measure(runs_of_widths(run, widths, is_mup), steps, seeds)
+        print(f"\n{title}\n{results[title].table()}", flush=True)
+    return results
 
 
 def _run_of(words: Sequence[str]) -> RunConfig:
@@ -216,11 +215,11 @@ def activations(model: Any, tokens: Tensor) -> dict[str, Tensor]:
         "residual stream": [*layers],
         "logits": [model.lm_head],
     }
-    found: dict[str, list[Tensor]] = {kind: [] for kind, modules in kinds.items() if modules}
+    outputs: dict[str, list[Tensor]] = {kind: [] for kind, modules in kinds.items() if modules}
 
     def keep(kind: str) -> Any:
         def hook(module: Any, inputs: Any, output: Any) -> None:
-            found[kind].append(output[0] if isinstance(output, tuple) else output)
+            outputs[kind].append(output[0] if isinstance(output, tuple) else output)
 
         return hook
 
@@ -229,29 +228,29 @@ def activations(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     model(input_ids=tokens, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return {kind: torch.stack(values).float() for kind, values in found.items()}
+    return {kind: torch.stack(values).float() for kind, values in outputs.items()}
 
 
 TITLE = "Coordinate check"
 
 
 def write_coordinates(
-    found: Mapping[str, Coordinates], steps: int, verdict: str, out: Path
+    results: Mapping[str, Coordinates], steps: int, verdict: str, out: Path
 ) -> None:
     """Write the page of the coordinates by title."""
-    content = render(found, steps, verdict).encode()
+    content = render(results, steps, verdict).encode()
     with storing(str(out), "free some space, or give another --out", needed=len(content)):
         write_whole(out, content)
 
 
-def render(found: Mapping[str, Coordinates], steps: int, verdict: str) -> str:
+def render(results: Mapping[str, Coordinates], steps: int, verdict: str) -> str:
     """The HTML of the page."""
     charts = [
-        chart_of(f"coordinates{n}", title, one) for n, (title, one) in enumerate(found.items())
+        chart_of(f"coordinates{n}", title, one) for n, (title, one) in enumerate(results.items())
     ]
     lead = f"Changes of activations in {steps} optimizer steps, root mean square: {verdict}."
     parts = [f"<h1>{TITLE}</h1>", f'<p class="lead">{escape(lead)}</p>', plots(charts, True)]
-    for title, one in found.items():
+    for title, one in results.items():
         head = ["activation", *map(str, one.widths), "slope"]
         parts.append(f"<h2>{escape(title)}</h2>{html_table(head, one.rows(), 'final')}")
     return fill_page(TITLE, "\n".join(parts), charts, is_linked=False)

@@ -15,10 +15,10 @@ from scipy.optimize import minimize
 
 Term = Literal["both", "parameters", "tokens"]
 
-HUBER = 1e-3  # of log L, as in the paper
-EXPONENTS = np.geomspace(0.05, 2.0, 14)  # of the starts
-BOUNDS = (0.01, 4.0)  # of alpha and beta
-STARTS = 6  # of the grid, from which the fit of the runs begins
+HUBER = 1e-3  # threshold for log L, as in the paper
+EXPONENTS = np.geomspace(0.05, 2.0, 14)  # exponents of the starts
+BOUNDS = (0.01, 4.0)  # bounds of alpha and beta
+STARTS = 6  # points of the grid at which the fit of the runs begins
 LEAST = 1e-9  # nats of a term that a start has none of
 RESAMPLES = 400
 LEVEL = 0.95
@@ -27,7 +27,7 @@ PRECISION = {"maxiter": 2000, "maxfun": 20000, "ftol": 1e-13, "gtol": 1e-9}
 
 @dataclass(frozen=True)
 class Law:
-    """Constants of one or both terms; of a term that is not fitted they are NaN.
+    """Constants of one or both terms; NaN for a term that is not fitted.
 
     A field is a number, or an array of one for each resample. `E` of a law of one term includes the
     other term, which its runs have in common.
@@ -64,11 +64,11 @@ class Law:
 
 @dataclass(frozen=True)
 class Fit:
-    """A law, and its fits to resampled losses, by which every interval is computed."""
+    """A law, and its fits to resampled losses, which give the intervals."""
 
     term: Term
     law: Law
-    resampled: Law  # of arrays (resamples,)
+    resampled: Law  # its fields are arrays (resamples,)
     residuals: np.ndarray  # (runs,), of log L
 
     def interval(self, value_of: Callable[[Law], np.ndarray | float]) -> tuple[float, float]:
@@ -84,9 +84,9 @@ class Fit:
 
 
 class _Problem:
-    """Runs as logs of sizes about their means, in which the constants hardly correlate.
+    """Centered log sizes of the runs: centering decorrelates the fitted constants.
 
-    A solution is log E, then of each term its log at the mean size, and its exponent.
+    A solution is log E, then for each term its log at the mean size and its exponent.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class _Problem:
     def fit(self, log_loss: np.ndarray, starts: int, *near: np.ndarray) -> np.ndarray:
         """The best solution of several starts: the best of the grid, and `near`."""
         candidates = [*self._starts(log_loss)[:starts], *near]
-        found = [self._descend(log_loss, start) for start in candidates]
-        return min(found, key=lambda one: one[0])[1]
+        solutions = [self._descend(log_loss, start) for start in candidates]
+        return min(solutions, key=lambda one: one[0])[1]
 
     def _starts(self, log_loss: np.ndarray) -> np.ndarray:
         """For each exponent of the grid the constants of least squares, the best first."""

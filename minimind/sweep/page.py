@@ -28,16 +28,16 @@ LOOKS = {"done": ("run0", "circle"), "pruned": ("run1", "x-thin-open")}
 BANDS = ("run0", "run5", "sample")  # the best third of the finished trials, the second, the last
 
 
-def write_page(sweep: Sweep, rows: Sequence[Row], place: Path) -> Path:
-    """Write the page of the sweep in `place`; return its path."""
-    out = place / PAGE_NAME
-    content = render(sweep, rows, place).encode(errors="backslashreplace")
+def write_page(sweep: Sweep, rows: Sequence[Row], folder: Path) -> Path:
+    """Write the page of the sweep in `folder`; return its path."""
+    out = folder / PAGE_NAME
+    content = render(sweep, rows, folder).encode(errors="backslashreplace")
     with storing(str(out), "free some space", needed=len(content)):
         write_whole(out, content)
     return out
 
 
-def render(sweep: Sweep, rows: Sequence[Row], place: Path) -> str:
+def render(sweep: Sweep, rows: Sequence[Row], folder: Path) -> str:
     """The HTML of the page."""
     charts = Charts(sweep, rows).draw()
     head, body = cells_of(sweep, rows)
@@ -45,18 +45,18 @@ def render(sweep: Sweep, rows: Sequence[Row], place: Path) -> str:
     kinds = [(sum(row.kind == kind for row in rows), kind) for kind in ORDER]
     counts = ", ".join(f"{number} {kind}" for number, kind in kinds if number)
     lead = f"{len(rows)} of {formats.count(sweep.total, 'trial')}: {counts}."
-    parts = [f"<h1>{escape(place.absolute().name)}</h1>", f'<p class="lead">{lead}</p>']
+    parts = [f"<h1>{escape(folder.absolute().name)}</h1>", f'<p class="lead">{lead}</p>']
     if best := best_of(rows):
         text = f"Best: {best.folder}, {sweep.metric} {formats.figure(best.metric)}"
         parts.append(f"<p>{escape(text)} with {escape(parameters_text(best.parameters))}.</p>")
-        command = re.split(r" (?=--)", best_command(sweep, best, place))
+        command = re.split(r" (?=--)", best_command(sweep, best, folder))
         words = " ".join(f"<span><code>{escape(word)}</code></span>" for word in command)
         parts.append(f'<p class="pairs">{words}</p>')
     parts += ["<h2>Plots</h2>", plots(charts, is_single=True)] if charts else []
     parts += [f"<h2>Trials</h2>{html_table(head, cells, 'final')}"]
-    now, where = formats.timestamp(time.time()), escape(str(place))
+    now, where = formats.timestamp(time.time()), escape(str(folder))
     parts.append(f"<footer>Written {now} by minimind sweep in <code>{where}</code></footer>")
-    return fill_page(f"{place.absolute().name}: sweep", "\n".join(parts), charts, is_linked=False)
+    return fill_page(f"{folder.absolute().name}: sweep", "\n".join(parts), charts, is_linked=False)
 
 
 class Charts:
@@ -78,7 +78,7 @@ class Charts:
 
     def _chart(self, key: str, title: str, unit: str, traces: list[Any], **layout: Any) -> Chart:
         shown = {"template": TEMPLATE, "hovermode": "closest", "yaxis": self.axis, **layout}
-        shown["xaxis"] = {**layout["xaxis"], "automargin": True}  # for labels that are turned
+        shown["xaxis"] = {**layout["xaxis"], "automargin": True}  # room for labels that are turned
         return Chart(key, title, unit, go.Figure(traces, shown))
 
     def _points(self, kind: str, x: Sequence[Any]) -> Any:
@@ -107,7 +107,7 @@ class Charts:
             style = {"mode": "lines", "line": line, "hoverinfo": "skip"}
             traces.insert(0, go.Scatter(name="best so far", x=x, y=best, **style))
         unit = f"{NOUNS[self.sweep.metric]}; of a pruned trial its last validation"
-        ticks = {"dtick": 1} if max(map(_number, self.rows)) < 10 else {}  # else whole anyway
+        ticks = {"dtick": 1} if max(map(_number, self.rows)) < 10 else {}  # otherwise whole anyway
         return self._chart("history", "History", unit, traces, xaxis={"title": "trial", **ticks})
 
     def _curves(self) -> Chart:
@@ -115,9 +115,9 @@ class Charts:
         traces = []
         for row in self._worst_first():
             text = [hover_text(row, self.sweep.metric)] * len(row.curve)
-            place = {"x": [*row.curve], "y": [*row.curve.values()], "text": text}
+            points = {"x": [*row.curve], "y": [*row.curve.values()], "text": text}
             style = {"mode": "lines+markers", "marker": {"size": 4}, "hoverinfo": "text"}
-            traces.append(go.Scatter(**place, **style, line=self._line(row), showlegend=False))
+            traces.append(go.Scatter(**points, **style, line=self._line(row), showlegend=False))
         unit = f"{NOUNS[self.sweep.metric]} at each step"
         return self._chart("curves", "Validations", unit, traces, xaxis={"title": "step"})
 
@@ -138,7 +138,7 @@ class Charts:
         if is_log:
             values = [float(row.parameters[name]) for row in self.rows]
             ticks = formats.log_ticks(min(values), max(values))
-            axis |= {"type": "log", "tickvals": ticks, "ticktext": [f"{one:g}" for one in ticks]}
+            axis |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
         elif not isinstance(dimension, Range):
             axis |= {"type": "category", "categoryorder": "array", "categoryarray": dimension}
         traces = self._of_each_kind(lambda row: row.parameters[name])
@@ -155,8 +155,8 @@ class Charts:
             heights = [scale.height(value) for scale, value in zip(scales, values, strict=True)]
             text = [hover_text(row, self.sweep.metric)] * len(names)
             style = {"mode": "lines+markers", "marker": {"size": 4}, "hoverinfo": "text"}
-            place = {"x": [*range(len(names))], "y": heights, "text": text}
-            traces.append(go.Scatter(**place, **style, line=self._line(row), showlegend=False))
+            points = {"x": [*range(len(names))], "y": heights, "text": text}
+            traces.append(go.Scatter(**points, **style, line=self._line(row), showlegend=False))
         labels = [label for n, scale in enumerate(scales) for label in scale.labels(n)]
         upright = {"type": "line", "y0": 0, "y1": 1, "line": {"color": LIGHT["soft"], "width": 1}}
         shapes = [{**upright, "x0": n, "x1": n, "layer": "below"} for n in range(len(names))]

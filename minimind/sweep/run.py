@@ -31,10 +31,10 @@ from minimind.sweep.study import (
 from minimind.sweep.sweep_file import config_of, first_config, read_sweep
 from minimind.sweep.trial import LOG, TrialProcess, Validations, environments_of
 
-LOCK = ".lock"  # of lock_out_dir
+LOCK = ".lock"  # the file of lock_out_dir
 POLL = 0.2  # seconds between two looks at the trials
 MAX_FAILURES = 3  # trials in a row that may fail before the sweep ends
-ORPHAN_SECONDS = 20.0  # in which the processes of a killed sweep have ended
+ORPHAN_SECONDS = 20.0  # time in which the processes of a killed sweep end
 
 
 class Process(Protocol):
@@ -50,9 +50,7 @@ class Process(Protocol):
         """Ask it to save and exit with status 75."""
         ...
 
-    def last_line(self) -> str:
-        """The last line that it printed."""
-        ...
+    def last_line(self) -> str: ...
 
 
 @dataclass
@@ -92,15 +90,15 @@ class SweepRun:
         while True:
             has_failed = len(self._failed) >= MAX_FAILURES
             if self.stop.reason or has_failed:
-                for one in self._running:
-                    self._ask_to_stop(one)
+                for job in self._running:
+                    self._ask_to_stop(job)
             else:
                 self._start_trials()
             if not self._running:
                 break
             time.sleep(POLL)
-            for one in tuple(self._running):
-                self._look_at(one)
+            for job in tuple(self._running):
+                self._look_at(job)
         if self.stop.reason:
             end = f"stopped on {self.stop.reason}; run the same command again to go on"
             print(f"minimind sweep: {end}", file=sys.stderr)
@@ -139,37 +137,37 @@ class SweepRun:
             print(f"{trial.folder}: {parameters_text(trial.parameters)}", flush=True)
 
     @staticmethod
-    def _ask_to_stop(one: _Running) -> None:
-        if not one.is_stopped:
-            one.is_stopped = True
-            one.process.stop()
+    def _ask_to_stop(job: _Running) -> None:
+        if not job.is_stopped:
+            job.is_stopped = True
+            job.process.stop()
 
-    def _look_at(self, one: _Running) -> None:
+    def _look_at(self, job: _Running) -> None:
         """Report the new validations of a trial, and record its end."""
-        status = one.process.poll()  # before reading, so that nothing follows what is read
-        for step, value in one.validations.read_new():
-            should_prune = one.trial.report(step, value)
-            if should_prune and status is None and not one.is_stopped:
-                one.is_pruned = True
-                self._ask_to_stop(one)
+        status = job.process.poll()  # before reading, so that nothing follows what is read
+        for step, value in job.validations.read_new():
+            should_prune = job.trial.report(step, value)
+            if should_prune and status is None and not job.is_stopped:
+                job.is_pruned = True
+                self._ask_to_stop(job)
         if status is not None:
-            self._running.remove(one)
-            self._free.append(one.environment)
-            self._finish(one, status)
+            self._running.remove(job)
+            self._free.append(job.environment)
+            self._finish(job, status)
 
-    def _finish(self, one: _Running, status: int) -> None:
-        metric, steps, value = self.study.sweep.metric, one.validations.step, one.validations.last
-        if one.is_stopped and status == -signal.SIGTERM:  # it did not listen to signals yet
+    def _finish(self, job: _Running, status: int) -> None:
+        metric, steps, value = self.study.sweep.metric, job.validations.step, job.validations.last
+        if job.is_stopped and status == -signal.SIGTERM:  # it did not listen to signals yet
             status = PREEMPTED
-        if not one.is_pruned and (status == PREEMPTED or (status and self.stop.reason)):
-            self.study.requeue(one.trial)  # first, as in Study.resume
-            one.trial.interrupt()
-            print(f"{one.trial.folder}: stopped at step {steps:,}", flush=True)
+        if not job.is_pruned and (status == PREEMPTED or (status and self.stop.reason)):
+            self.study.requeue(job.trial)  # first, as in Study.resume
+            job.trial.interrupt()
+            print(f"{job.trial.folder}: stopped at step {steps:,}", flush=True)
             return
         kind = "failed"
         if status == 0 and math.isfinite(value):
             kind, text = "done", "done"
-        elif status == 0 and not one.validations.count:
+        elif status == 0 and not job.validations.count:
             text = "no validation is recorded; hold out text with val_fraction"
         elif status == PREEMPTED:
             kind, text = "pruned", f"pruned at step {steps:,}"
@@ -178,11 +176,11 @@ class SweepRun:
         elif status in (0, NumericError.status):
             kind, text = "diverged", f"diverged by step {steps:,}"
         else:
-            text = f"status {status}: {one.process.last_line()}"
-        self._failed = [*self._failed, (one.trial, status)] if kind == "failed" else []
-        one.trial.finish(kind, text, steps, value)
+            text = f"status {status}: {job.process.last_line()}"
+        self._failed = [*self._failed, (job.trial, status)] if kind == "failed" else []
+        job.trial.finish(kind, text, steps, value)
         shown = f"{metric} {formats.figure(value)}, " if math.isfinite(value) else ""
-        print(f"{one.trial.folder}: {shown}{text}", flush=True)
+        print(f"{job.trial.folder}: {shown}{text}", flush=True)
 
 
 def sweep(path: str, place: Path, parallel: int | None) -> int:

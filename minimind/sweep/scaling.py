@@ -70,11 +70,11 @@ def collect(places: Sequence[Path]) -> Points:
     """
     used, left_out = [], {}
     for run in read_runs(_run_dirs(places)):
-        found = _point(run)
-        if isinstance(found, str):
-            left_out[run.name] = found
+        point = _point(run)
+        if isinstance(point, str):
+            left_out[run.name] = point
         else:
-            used.append(found)
+            used.append(point)
     for one in used[1:]:
         _require_alike(used[0], one)
     kept = _best_of_each_budget(used, left_out)
@@ -84,11 +84,11 @@ def collect(places: Sequence[Path]) -> Points:
 def _run_dirs(places: Iterable[Path]) -> list[Path]:
     seen: dict[Path, Path] = {}
     for given in places:
-        place = given.parent if given.name == RECORD else given
-        if not place.is_dir():
+        folder = given.parent if given.name == RECORD else given
+        if not folder.is_dir():
             raise UsageError(f"{given} is no folder; give out_dirs of runs, or a folder of them")
-        own = (place / RECORD).is_file()
-        inside = [place] if own else sorted(one.parent for one in place.glob(f"*/{RECORD}"))
+        own = (folder / RECORD).is_file()
+        inside = [folder] if own else sorted(one.parent for one in folder.glob(f"*/{RECORD}"))
         if not inside:
             raise UsageError(f"{given} holds no run; give out_dirs, or a folder of them")
         for run_dir in inside:
@@ -137,6 +137,7 @@ def _of_finished(run: Run, evaluation: Mapping[str, Any]) -> Point | str:
     shape = shape_of(config)
     is_ours = config.hugging_face is None and shape.parameters == parameters
     epoch = number(run.fact("rows_per_epoch")) * config.max_seq_len
+    deepspeed = [*read_configuration(run.run_dir).deepspeed.items()]
     return Point(
         run.name,
         config,
@@ -146,12 +147,8 @@ def _of_finished(run: Run, evaluation: Mapping[str, Any]) -> Point | str:
         float(flops_per_token(shape)) if is_ours else None,
         tokens / epoch if epoch > 0 else math.nan,
         {**_hashes(run.run_dir), **{name: getattr(config, name) for name in ALIKE}},
-        str([*((k, v) for k, v in flags.items() if k not in PLACES), _deepspeed(run.run_dir)]),
+        str([*((k, v) for k, v in flags.items() if k not in PLACES), deepspeed]),
     )
-
-
-def _deepspeed(run_dir: Path) -> list[tuple[str, str]]:
-    return [*read_configuration(run_dir).deepspeed.items()]
 
 
 def _hashes(run_dir: Path) -> dict[str, str]:
@@ -177,7 +174,7 @@ def _require_alike(one: Point, other: Point) -> None:
 
 
 def _best_of_each_budget(points: Sequence[Point], left_out: dict[str, str]) -> list[Point]:
-    """Of runs of one size and equal tokens, the settings with the least mean loss over seeds.
+    """The settings with the least mean loss over seeds, for each size and number of tokens.
 
     The law is of well-tuned runs: a sweep over learning rates has many others.
     """
@@ -185,29 +182,31 @@ def _best_of_each_budget(points: Sequence[Point], left_out: dict[str, str]) -> l
     for group in _budgets(points):
         settings: dict[str, list[Point]] = {}
         seeds: dict[str, Point] = {}
-        for one in group:
-            key, whole = one.settings, f"{one.run.seed} {one.settings}"
+        for point in group:
+            key, whole = point.settings, f"{point.run.seed} {point.settings}"
             if whole in seeds:
-                left_out[one.name] = f"has the flags of {seeds[whole].name}"
+                left_out[point.name] = f"has the flags of {seeds[whole].name}"
                 continue
-            seeds[whole] = one
-            settings.setdefault(key, []).append(one)
+            seeds[whole] = point
+            settings.setdefault(key, []).append(point)
         best = min(settings.values(), key=lambda some: sum(p.loss for p in some) / len(some))
-        for one in (one for some in settings.values() if some is not best for one in some):
+        for point in (point for some in settings.values() if some is not best for point in some):
             better = f"{best[0].name}, {best[0].loss:.4f}"
-            left_out[one.name] = f"loss {one.loss:.4f}; of its size and tokens the best is {better}"
+            left_out[point.name] = (
+                f"loss {point.loss:.4f}; of its size and tokens the best is {better}"
+            )
         kept += best
     return kept
 
 
 def _budgets(points: Iterable[Point]) -> list[list[Point]]:
     groups: list[list[Point]] = []
-    for one in sorted(points, key=lambda one: (one.parameters, one.tokens)):
+    for point in sorted(points, key=lambda point: (point.parameters, point.tokens)):
         first = groups[-1][0] if groups else None
-        if first and one.parameters == first.parameters and one.tokens <= NEAR * first.tokens:
-            groups[-1].append(one)
+        if first and point.parameters == first.parameters and point.tokens <= NEAR * first.tokens:
+            groups[-1].append(point)
         else:
-            groups.append([one])
+            groups.append([point])
     return groups
 
 
@@ -247,12 +246,12 @@ class Answer:
     optima: list[Optimum]
 
     def constants(self) -> dict[str, Interval]:
-        """Those that are fitted, and the exponents of the optimum."""
-        found = {k: self.of(lambda law, k=k: getattr(law, k)) for k in CONSTANTS}
+        """The fitted constants, and the exponents of the optimum."""
+        constants = {k: self.of(lambda law, k=k: getattr(law, k)) for k in CONSTANTS}
         if self.fit.term == "both":
-            found["a"] = self.of(lambda law: law.beta / (law.alpha + law.beta))
-            found["b"] = self.of(lambda law: law.alpha / (law.alpha + law.beta))
-        return {name: one for name, one in found.items() if math.isfinite(one[0])}
+            constants["a"] = self.of(lambda law: law.beta / (law.alpha + law.beta))
+            constants["b"] = self.of(lambda law: law.alpha / (law.alpha + law.beta))
+        return {name: one for name, one in constants.items() if math.isfinite(one[0])}
 
     def of(self, value_of: Callable[[Law], Any]) -> Interval:
         """A figure of the law with its interval."""
@@ -261,7 +260,7 @@ class Answer:
     def fitted(self) -> np.ndarray:
         """The law's loss of each run."""
         used = self.points.used
-        sizes = np.array([(one.parameters, one.tokens) for one in used]).T
+        sizes = np.array([(point.parameters, point.tokens) for point in used]).T
         return self.fit.law.loss(*sizes)
 
 
@@ -381,20 +380,20 @@ def _optimum(fitted: Fit, used: Sequence[Point], cost: float, **given: float) ->
 def nearest_shape(parameters: float, like: Point) -> Shape | None:
     """The shape with proportions of the presets that is nearest in size; None if none is near."""
     run, best = like.run, (FIT_OF_A_SHAPE, 0.0)
-    found = None
+    nearest = None
     for dim in range(MULTIPLE, WIDEST + 1, MULTIPLE):
         for layers in range(-(-dim // ASPECTS[1]), dim // ASPECTS[0] + 1):
             sizes = (dim, layers, HEADS, KEY_HEADS, feed_forward_width(dim))
             shape = Shape(*sizes, run.vocab_size, run.max_seq_len, run.tie_word_embeddings)
             distance = abs(math.log(shape.parameters / parameters))
             if (distance, dim) < best:
-                best, found = (distance, float(dim)), shape
-    return found
+                best, nearest = (distance, float(dim)), shape
+    return nearest
 
 
-def command_of(one: Optimum) -> str:
+def command_of(optimum: Optimum) -> str:
     """The flags of the proposed shape, with the budget; empty without a shape."""
-    shape = one.shape
+    shape = optimum.shape
     if shape is None:
         return ""
     return (
@@ -402,7 +401,7 @@ def command_of(one: Optimum) -> str:
         f" --n_kv_heads {shape.n_kv_heads} --max_seq_len {shape.max_seq_len}"
         f" --vocab_size {shape.vocab_size}"
         f"{'' if shape.tie_word_embeddings else ' --no-tie_word_embeddings'}"
-        f" {one.limit}"
+        f" {optimum.limit}"
     )
 
 
@@ -418,7 +417,7 @@ MARGIN = 1.5  # factor by which curves go beyond what is drawn
 MOST_CURVES = 8
 
 
-def constants_cells(found: Answer) -> tuple[list[str], list[list[str]]]:
+def constants_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
     """Names of the columns, and a row per constant."""
     rows = [
         [
@@ -426,29 +425,29 @@ def constants_cells(found: Answer) -> tuple[list[str], list[list[str]]]:
             formats.figure(value),
             f"{formats.figure(low)} to {formats.figure(high)}",
         ]
-        for name, (value, low, high) in found.constants().items()
+        for name, (value, low, high) in answer.constants().items()
     ]
     return ["constant", "value", f"{LEVEL:.0%} interval"], rows
 
 
-def optima_cells(found: Answer) -> tuple[list[str], list[list[str]]]:
+def optima_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
     """Names of the columns, and a row per budget."""
     head = ["budget", "parameters", "tokens", "tokens/parameter", "FLOPs", "loss", "reach"]
     rows = [
         [
-            one.budget,
-            *(_ranged(value) for value in (one.parameters, one.tokens)),
-            f"{one.tokens[0] / one.parameters[0]:.3g}",
-            f"{one.flops[0]:.3g}",
-            f"{one.loss[0]:.4f} ({one.loss[1]:.4f} to {one.loss[2]:.4f})",
-            f"{one.beyond:.3g}x the runs" if one.beyond > 1 else "within the runs",
+            optimum.budget,
+            *(_ranged(value) for value in (optimum.parameters, optimum.tokens)),
+            f"{optimum.tokens[0] / optimum.parameters[0]:.3g}",
+            f"{optimum.flops[0]:.3g}",
+            f"{optimum.loss[0]:.4f} ({optimum.loss[1]:.4f} to {optimum.loss[2]:.4f})",
+            f"{optimum.beyond:.3g}x the runs" if optimum.beyond > 1 else "within the runs",
         ]
-        for one in found.optima
+        for optimum in answer.optima
     ]
     return head, rows
 
 
-def runs_cells(found: Answer) -> tuple[list[str], list[list[str]]]:
+def runs_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
     """Names of the columns, and a row per run."""
     rows = [
         [
@@ -459,40 +458,41 @@ def runs_cells(found: Answer) -> tuple[list[str], list[list[str]]]:
             f"{100 * error:+.2f}%",
         ]
         for one, fitted, error in zip(
-            found.points.used, found.fitted(), found.fit.residuals, strict=True
+            answer.points.used, answer.fitted(), answer.fit.residuals, strict=True
         )
     ]
     return ["run", "parameters", "tokens", "loss", "law", "error"], rows
 
 
-def _ranged(one: Interval) -> str:
-    value, low, high = map(formats.size, one)
+def _ranged(interval: Interval) -> str:
+    value, low, high = map(formats.size, interval)
     return value if low == high else f"{value} ({low} to {high})"
 
 
-def as_text(found: Answer) -> str:
+def as_text(answer: Answer) -> str:
     """The answer for a terminal."""
-    parts = [_aligned(*runs_cells(found))]
-    if left := [f"  {name}: {reason}" for name, reason in found.points.left_out.items()]:
+    parts = [_aligned(*runs_cells(answer))]
+    if left := [f"  {name}: {reason}" for name, reason in answer.points.left_out.items()]:
         parts.append("\n".join(["left out:", *left]))
-    parts.append(f"{FORMULAS[found.fit.term]}: {UNITS}")
-    parts.append(_aligned(*constants_cells(found)))
-    if found.notes:
-        parts.append("\n".join(f"note: {one}" for one in found.notes))
-    if found.optima:
-        parts.append(f"{_optima_title(found)}\n{_aligned(*optima_cells(found))}")
-        parts += filter(None, map(_proposal, found.optima))
+    parts.append(f"{FORMULAS[answer.fit.term]}: {UNITS}")
+    parts.append(_aligned(*constants_cells(answer)))
+    if answer.notes:
+        parts.append("\n".join(f"note: {one}" for one in answer.notes))
+    if answer.optima:
+        parts.append(f"{_optima_title(answer)}\n{_aligned(*optima_cells(answer))}")
+        parts += filter(None, map(_proposal, answer.optima))
     return "\n\n".join(parts)
 
 
-def _optima_title(found: Answer) -> str:
-    return f"compute-optimal, where a run takes {found.cost:.3g} N D FLOPs:"
+def _optima_title(answer: Answer) -> str:
+    return f"compute-optimal, where a run takes {answer.cost:.3g} N D FLOPs:"
 
 
-def _proposal(one: Optimum) -> str:
-    if one.shape is None:
+def _proposal(optimum: Optimum) -> str:
+    if optimum.shape is None:
         return ""
-    return f"{one.budget}, a shape of {formats.size(one.shape.parameters)}:\n{command_of(one)}"
+    size = formats.size(optimum.shape.parameters)
+    return f"{optimum.budget}, a shape of {size}:\n{command_of(optimum)}"
 
 
 def _aligned(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -508,62 +508,62 @@ def _aligned(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def as_object(found: Answer) -> dict[str, Any]:
+def as_object(answer: Answer) -> dict[str, Any]:
     """The answer for --json."""
-    errors = found.fit.residuals
+    errors = answer.fit.residuals
     return {
-        "law": FORMULAS[found.fit.term],
-        "terms": found.fit.term,
+        "law": FORMULAS[answer.fit.term],
+        "terms": answer.fit.term,
         "level": LEVEL,
-        "constants": {k: _listed(v) for k, v in found.constants().items()},
-        "flops_per_parameter_and_token": found.cost,
-        "notes": found.notes,
+        "constants": {k: _listed(v) for k, v in answer.constants().items()},
+        "flops_per_parameter_and_token": answer.cost,
+        "notes": answer.notes,
         "runs": [
             {"run": one.name, "parameters": one.parameters, "tokens": one.tokens, "loss": one.loss}
             | {"law": float(loss), "log_error": float(error)}
-            for one, loss, error in zip(found.points.used, found.fitted(), errors, strict=True)
+            for one, loss, error in zip(answer.points.used, answer.fitted(), errors, strict=True)
         ],
-        "left_out": found.points.left_out,
+        "left_out": answer.points.left_out,
         "optima": [
             {"budget": one.budget, "times_beyond_the_runs": one.beyond, "command": command_of(one)}
             | {k: _listed(getattr(one, k)) for k in ("flops", "parameters", "tokens", "loss")}
-            for one in found.optima
+            for one in answer.optima
         ],
     }
 
 
-def _listed(one: Interval) -> dict[str, float]:
-    return dict(zip(("value", "low", "high"), one, strict=True))
+def _listed(interval: Interval) -> dict[str, float]:
+    return dict(zip(("value", "low", "high"), interval, strict=True))
 
 
-def write_page(found: Answer, out: Path, remedy: str) -> int:
+def write_page(answer: Answer, out: Path, remedy: str) -> int:
     """Write the page to `out`; return its bytes. Raise StorageError."""
-    content = render(found).encode(errors="backslashreplace")
+    content = render(answer).encode(errors="backslashreplace")
     with storing(str(out), remedy, needed=len(content)):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, content)
     return len(content)
 
 
-def render(found: Answer) -> str:
+def render(answer: Answer) -> str:
     """The HTML of the page."""
-    charts = draw(found)
-    used = formats.count(len(found.points.used), "run")
-    parts = ["<h1>Scaling law</h1>", f'<p class="lead">{escape(FORMULAS[found.fit.term])}</p>']
+    charts = draw(answer)
+    used = formats.count(len(answer.points.used), "run")
+    parts = ["<h1>Scaling law</h1>", f'<p class="lead">{escape(FORMULAS[answer.fit.term])}</p>']
     parts.append(f'<p class="quiet">Fitted to {used}; {escape(UNITS)}.</p>')
-    parts += [f"<p>Note: {escape(one)}.</p>" for one in found.notes]
-    parts.append(_table(constants_cells(found)))
-    if found.optima:
-        title = _optima_title(found).rstrip(":")
+    parts += [f"<p>Note: {escape(one)}.</p>" for one in answer.notes]
+    parts.append(_table(constants_cells(answer)))
+    if answer.optima:
+        title = _optima_title(answer).rstrip(":")
         parts.append(f"<h2>Budgets</h2><p>{title[0].upper()}{title[1:]}.</p>")
-        parts.append(_table(optima_cells(found)))
-        for one in filter(command_of, found.optima):
+        parts.append(_table(optima_cells(answer)))
+        for one in filter(command_of, answer.optima):
             label, code = escape(one.budget), escape(command_of(one))
             parts.append(f'<p class="pairs"><b>{label}</b> <code>{code}</code></p>')
     parts += ["<h2>Plots</h2>", plots(charts, is_single=True)]
-    parts.append(f"<h2>Runs</h2>{_table(runs_cells(found))}")
-    if found.points.left_out:
-        rows = [[escape(name), escape(why)] for name, why in found.points.left_out.items()]
+    parts.append(f"<h2>Runs</h2>{_table(runs_cells(answer))}")
+    if answer.points.left_out:
+        rows = [[escape(name), escape(why)] for name, why in answer.points.left_out.items()]
         parts.append(f"<h2>Left out</h2>{html_table(('run', 'reason'), rows, 'final')}")
     parts.append(f"<footer>Written {formats.timestamp(time.time())} by minimind scaling</footer>")
     return fill_page("Scaling law", "\n".join(parts), charts, is_linked=False)
@@ -574,12 +574,12 @@ def _table(cells: tuple[Sequence[str], Iterable[Sequence[str]]]) -> str:
     return html_table(head, [[*map(escape, row)] for row in rows], "ranks")
 
 
-def draw(found: Answer) -> list[Chart]:
+def draw(answer: Answer) -> list[Chart]:
     """Loss over each fitted size, the optimum over budgets, and the errors."""
-    over = [k for k in ("tokens", "parameters") if found.fit.term in (k, "both")]
-    charts = [_over(found, name) for name in over]
-    optimal = [_optimal(found)] if found.fit.term == "both" else []
-    return [*charts, *optimal, _errors(found)]
+    over = [k for k in ("tokens", "parameters") if answer.fit.term in (k, "both")]
+    charts = [_over(answer, name) for name in over]
+    optimal = [_optimal(answer)] if answer.fit.term == "both" else []
+    return [*charts, *optimal, _errors(answer)]
 
 
 def _chart(key: str, title: str, unit: str, traces: list[Any], x: dict, y: dict) -> Chart:
@@ -601,15 +601,15 @@ def _curve(x: Any, y: Any, tone: str, **style: Any) -> Any:
     return go.Scatter(x=x, y=y, mode="lines", line=line, **{"hoverinfo": "skip", **style})
 
 
-def _over(found: Answer, name: str) -> Chart:
+def _over(answer: Answer, name: str) -> Chart:
     """The runs and the law over `name`, a curve for each value of the other size."""
-    used = found.points.used
+    used = answer.points.used
     other = "parameters" if name == "tokens" else "tokens"
-    values = np.array([getattr(one, name) for one in used])
+    values = np.array([getattr(point, name) for point in used])
     low, high = values.min() / MARGIN, values.max() * MARGIN
     x = np.geomspace(low, high, CURVE)
-    others = sorted({getattr(one, other) for one in used})
-    if found.fit.term != "both":
+    others = sorted({getattr(point, other) for point in used})
+    if answer.fit.term != "both":
         others = others[:1]
     shown = [
         others[round(n)] for n in np.linspace(0, len(others) - 1, min(len(others), MOST_CURVES))
@@ -617,17 +617,17 @@ def _over(found: Answer, name: str) -> Chart:
     traces: list[Any] = []
     for n, value in enumerate(shown):
         tone, dash = run_style(n)
-        near = [one for one in used if _nearest(shown, getattr(one, other)) == value]
-        label = f"{formats.size(value)} {other}" if found.fit.term == "both" else "runs"
+        near = [point for point in used if _nearest(shown, getattr(point, other)) == value]
+        label = f"{formats.size(value)} {other}" if answer.fit.term == "both" else "runs"
         sizes = {name: x, other: value}
-        y = found.fit.law.loss(sizes["parameters"], sizes["tokens"])
+        y = answer.fit.law.loss(sizes["parameters"], sizes["tokens"])
         curve = {"line": {"dash": dash}, "showlegend": False, "name": f"law, {label}"}
         traces.append(_curve(x, y, tone, **curve))
-        texts = [escape(f"{one.name}: {one.loss:.4f}") for one in near]
+        texts = [escape(f"{point.name}: {point.loss:.4f}") for point in near]
         marker = {"color": LIGHT[tone], "size": 9}
         dots = {"mode": "markers", "marker": marker, "text": texts, "hoverinfo": "text"}
-        place = {"x": [getattr(one, name) for one in near], "y": [one.loss for one in near]}
-        traces.append(go.Scatter(name=label, **place, **dots))
+        xy = {"x": [getattr(point, name) for point in near], "y": [point.loss for point in near]}
+        traces.append(go.Scatter(name=label, **xy, **dots))
     unit = "nats per token; points are runs, curves the law"
     axes = _log_axis(name, float(low), float(high)), {"title": "loss", "hoverformat": ".4f"}
     return _chart(
@@ -636,17 +636,17 @@ def _over(found: Answer, name: str) -> Chart:
 
 
 def _nearest(values: Sequence[float], value: float) -> float:
-    return min(values, key=lambda one: abs(np.log(one / value)))
+    return min(values, key=lambda candidate: abs(np.log(candidate / value)))
 
 
-def _optimal(found: Answer) -> Chart:
+def _optimal(answer: Answer) -> Chart:
     """The optimal number of parameters over budgets, with its interval, and the runs."""
-    used, cost = found.points.used, found.cost
+    used, cost = answer.points.used, answer.cost
     spent = np.array([cost * one.parameters * one.tokens for one in used])
-    asked = [one.flops[0] for one in found.optima]
+    asked = [one.flops[0] for one in answer.optima]
     low, high = min([*spent, *asked]) / MARGIN, max([*spent, *asked]) * MARGIN
     x = np.geomspace(low, high, BAND)
-    bands = [interval_of(found.fit, lambda law, c=c: law.optimum(c, cost)[0]) for c in x]
+    bands = [interval_of(answer.fit, lambda law, c=c: law.optimum(c, cost)[0]) for c in x]
     middle, below, above = np.array(bands).T
     band = {"fill": "tonexty", "line": {"width": 0}, "opacity": 0.5, "showlegend": True}
     traces = [
@@ -656,10 +656,10 @@ def _optimal(found: Answer) -> Chart:
     ]
     looks = (
         ("runs", spent, [one.parameters for one in used], "soft", "circle-open", used),
-        ("budgets", asked, [one.parameters[0] for one in found.optima], "run1", "star", ()),
+        ("budgets", asked, [one.parameters[0] for one in answer.optima], "run1", "star", ()),
     )
     for name, flops, sizes, tone, symbol, runs in looks:
-        texts = [escape(one.name) for one in runs] or [one.budget for one in found.optima]
+        texts = [escape(one.name) for one in runs] or [one.budget for one in answer.optima]
         marker = {"color": LIGHT[tone], "symbol": symbol, "size": 9 if runs else 13}
         dots = {"mode": "markers", "marker": marker, "text": texts, "hoverinfo": "text"}
         if len(flops):
@@ -670,13 +670,13 @@ def _optimal(found: Answer) -> Chart:
     return _chart("optimum", "Compute-optimal size", unit, traces, x_axis, y)
 
 
-def _errors(found: Answer) -> Chart:
+def _errors(answer: Answer) -> Chart:
     """How far each run lies from the law."""
-    used, errors = found.points.used, 100 * found.fit.residuals
+    used, errors = answer.points.used, 100 * answer.fit.residuals
     texts = [escape(f"{p.name}: {e:+.2f}%") for p, e in zip(used, errors, strict=True)]
     marker = {"color": LIGHT["run0"], "size": 9}
-    place = {"x": found.fitted(), "y": errors}
+    xy = {"x": answer.fitted(), "y": errors}
     dots = {"mode": "markers", "marker": marker, "text": texts, "hoverinfo": "text"}
     axes = {"title": "loss of the law"}, {"title": "error", "ticksuffix": "%", "zeroline": True}
-    trace = go.Scatter(name="error", **place, **dots)
+    trace = go.Scatter(name="error", **xy, **dots)
     return _chart("errors", "Errors", "measured against the law", [trace], *axes)

@@ -38,7 +38,7 @@ from minimind.sweep.trial import command_line
 DATABASE = "sweep.db"
 NAME = "sweep"
 LIBRARIES = ("optuna", "sqlalchemy", "alembic", "sqlite3")
-PREFIX = "trial-"  # of folders
+PREFIX = "trial-"  # prefix of folders
 # Attributes of a study and of its trials.
 CONTENT, FOLDER, PID, STEPS, STATUS = "sweep", "folder", "pid", "steps", "status"
 
@@ -125,7 +125,7 @@ class Study:
         for trial in trials:
             if trial.state == TrialState.RUNNING:
                 folder = trial.user_attrs[FOLDER]
-                if folder not in queued:  # else killed between the two lines below
+                if folder not in queued:  # otherwise it was killed between the two lines below
                     fixed = trial.system_attrs.get("fixed_params", {})
                     self._queue({**fixed, **trial.params}, folder)
                 self._study.tell(trial.number, state=TrialState.FAIL)
@@ -152,7 +152,10 @@ class Study:
             is_grid = self.sweep.sampler == "grid"
             self._queue(self.sweep.grid()[number] if is_grid else {}, f"{PREFIX}{number:04d}")
         # Every trial has a seed of its own: a sweep that was killed proposes the same ones.
-        self._study.sampler = _sampler(self.sweep.sampler, self.sweep.seed, number)
+        seed = int(np.random.SeedSequence([self.sweep.seed, number]).generate_state(1)[0])
+        samplers = optuna.samplers
+        sampler = samplers.TPESampler if self.sweep.sampler == "tpe" else samplers.RandomSampler
+        self._study.sampler = sampler(seed=seed)
         return Trial(self._study, self._study.ask(self._distributions))
 
     def rows(self) -> list[Row]:
@@ -215,13 +218,6 @@ def _distribution(name: str, dimension: Dimension) -> BaseDistribution:
     return FloatDistribution(low, high, log=dimension.log, step=step)
 
 
-def _sampler(name: str, seed: int, number: int) -> optuna.samplers.BaseSampler:
-    own = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-    if name == "tpe":
-        return optuna.samplers.TPESampler(seed=own)
-    return optuna.samplers.RandomSampler(seed=own)
-
-
 def _row(folder: str, trial: optuna.trial.FrozenTrial) -> Row:
     curve = dict(sorted(trial.intermediate_values.items()))
     last = next(reversed(curve.values()), math.nan)
@@ -239,7 +235,7 @@ def _row(folder: str, trial: optuna.trial.FrozenTrial) -> Row:
     )
 
 
-ORDER = ("done", "pruned", "interrupted", "failed")  # by what is known of the metric
+ORDER = ("done", "pruned", "interrupted", "failed")  # sorted by what is known of the metric
 MAX_STATUS = 60  # characters
 
 

@@ -136,7 +136,7 @@ def _check_length(sweep: Sweep, path: str) -> None:
 
 
 def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path: str) -> None:
-    """Raise UsageError for a value that the flag refuses, or a range that is none."""
+    """Raise UsageError for a value that the flag refuses, or an invalid range."""
     where = f"dimensions of {path}"
     if not isinstance(dimension, Range):
         values = [convert(name, text, where) for text in dimension]
@@ -166,13 +166,13 @@ def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path
 
 def step_of(name: str, dimension: Range, where: str = "dimensions") -> float:
     """The step of a range as a number of the flag's type; raise UsageError if it is not above 0."""
-    kind = int if type_name(FLAGS[name]) == "int" else float
+    number_type = int if type_name(FLAGS[name]) == "int" else float
     try:
-        step = kind(dimension.step or "")
+        step = number_type(dimension.step or "")
     except ValueError:
         step = 0
     if not 0 < step < float("inf"):
-        noun = "whole number" if kind is int else "number"
+        noun = "whole number" if number_type is int else "number"
         raise UsageError(
             f"{name}.step = {dimension.step} ({where}) is no {noun} above 0; change it"
         )
@@ -200,7 +200,7 @@ def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConf
 
     source = path.replace("{", "{{").replace("}", "}}") + ": {name}"
     run = build_config({**sweep.flags, **parameters}, source)
-    for name in ("stop_at_step", "max_minutes"):  # of a --config file
+    for name in ("stop_at_step", "max_minutes"):  # a --config file may set them
         if getattr(run, name) is not None:
             raise UsageError(
                 f"{name} = {getattr(run, name)} ({run.sources[name]}) would end every trial before"

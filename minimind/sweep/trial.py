@@ -18,7 +18,7 @@ from minimind.runtime.process import LAUNCHER_PID
 from minimind.runtime.terminal import printable
 from minimind.runtime.urls import masked
 
-LOG = "log.txt"  # in the folder of a trial: everything its process prints
+LOG = "log.txt"  # file in the folder of a trial with everything its process prints
 TAIL = 4000  # bytes of the log that are searched for the last line
 
 
@@ -67,7 +67,6 @@ class TrialProcess:
         self._process.send_signal(signal.SIGTERM)
 
     def last_line(self) -> str:
-        """The last line that it printed."""
         with open(self.folder / LOG, "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
             lines = log.read().decode(errors="replace").split("\n")
@@ -91,7 +90,7 @@ class Validations:
         self._path, self._metric = run_dir / "metrics.jsonl", metric
         self._position = 0
         self.count = 0
-        self.step = 0  # of the newest step or validation
+        self.step = 0  # step of the newest step line or validation
         self.last = math.nan  # the newest value; NaN if there is none, or none that is finite
 
     def read_new(self) -> list[tuple[int, float]]:
@@ -103,11 +102,11 @@ class Validations:
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]  # the last line may still be written
         self._position += len(whole)
-        found = []
+        values = []
         for raw in whole.splitlines():
             if b'"eval"' in raw or b'"step"' in raw:
-                found += self._read(raw)
-        return found
+                values += self._read(raw)
+        return values
 
     def _read(self, raw: bytes) -> list[tuple[int, float]]:
         try:

@@ -45,7 +45,7 @@ USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
 TOOL_KEYS = {"tool_calls", "tool_call_id", "function_call"}
 TOOLS_REMEDY = "write the call into the content, or remove the conversation"
-PART_KEYS = {"type", "text", "index", "cache_control"}  # of a part of the content
+PART_KEYS = {"type", "text", "index", "cache_control"}  # keys of a part of the content
 ABSENT = re.compile(r"\s*(null|None|\[\s*\]|\{\s*\})?\s*")  # text that stands for no value
 # Keys of a turn that carry neither text nor a weight in the loss.
 HARMLESS = re.compile(
@@ -137,13 +137,13 @@ def message_of_turn(turn: Any, spelling: Spelling, ignored: set[str]) -> Message
         _require_keys(fields, spelling, ignored)
     role = fields[spelling.role]
     if not isinstance(role, str):
-        what = f'"{spelling.role}" is {json_type(role)}, not a string'
-        raise DocumentError(what, f"write {spelling.example()}")
+        reason = f'"{spelling.role}" is {json_type(role)}, not a string'
+        raise DocumentError(reason, f"write {spelling.example()}")
     if role not in spelling.roles:
         raise _unknown_role(role, spelling)
     content = fields[spelling.content]
     if isinstance(content, list) and spelling is OPENAI:
-        content = _joined(content)
+        content = "".join(_text_of_part(part, number) for number, part in enumerate(content, 1))
     name = "" if is_absent(fields.get("name")) else fields["name"]
     is_blank = content is None or (isinstance(content, str) and not content.strip())
     if spelling.roles[role] == SYSTEM and is_blank:
@@ -155,15 +155,15 @@ def require_single(pairs: Pairs, names: Iterable[str] | None = None) -> None:
     """Raise DocumentError if one of `names`, by default any key, occurs twice."""
     for key, times in Counter(key for key, _ in pairs).items():
         if times > 1 and (names is None or key in names):
-            what = f"has {shown(key)} {times} times"
-            raise DocumentError(what, "keep the one that is meant")
+            reason = f"has {shown(key)} {times} times"
+            raise DocumentError(reason, "keep the one that is meant")
 
 
 def require_content(content: Any, name: str) -> str:
     """Return the content if it is text to train on; raise DocumentError."""
     if not isinstance(content, str):
-        what = f'"{name}" is {json_type(content)}, not a string'
-        raise DocumentError(what, f"write {json.dumps({name: '...'})}, or remove the turn")
+        reason = f'"{name}" is {json_type(content)}, not a string'
+        raise DocumentError(reason, f"write {json.dumps({name: '...'})}, or remove the turn")
     if not content or content.isspace():
         state = "blank" if content else "empty"
         raise DocumentError(f'"{name}" is {state}', "write its text, or remove the conversation")
@@ -198,8 +198,8 @@ def _require_keys(fields: dict[str, Any], spelling: Spelling, ignored: set[str])
     other = SHAREGPT if spelling is OPENAI else OPENAI
     for key in (other.role, other.content):
         if key in given:
-            what = f'has "{key}", but the conversation is written with "{spelling.role}"'
-            raise DocumentError(f'{what} and "{spelling.content}"', f"write {example}")
+            reason = f'has "{key}", but the conversation is written with "{spelling.role}"'
+            raise DocumentError(f'{reason} and "{spelling.content}"', f"write {example}")
     for key in (spelling.role, spelling.content):
         if key not in fields:
             raise DocumentError(f'has no "{key}"', f"write {example}")
@@ -211,8 +211,8 @@ def _require_keys(fields: dict[str, Any], spelling: Spelling, ignored: set[str])
         if HARMLESS.fullmatch(name):
             ignored.add(f"{key} of turns")
         elif not WEIGHT.fullmatch(name):
-            what = f"has {shown(key)}, which is not supported"
-            raise DocumentError(what, f"remove it, or write {example}")
+            reason = f"has {shown(key)}, which is not supported"
+            raise DocumentError(reason, f"remove it, or write {example}")
         elif (weight := weight_of(value := fields[key])) != 1 and (is_answer or weight != 0):
             exact = json.dumps(value) if isinstance(value, int | float) else json_type(value)
             raise DocumentError(
@@ -228,31 +228,26 @@ def _unknown_role(role: str, spelling: Spelling) -> DocumentError:
     return DocumentError(f'"{spelling.role}" is {shown(role)}', f"write one of {known}")
 
 
-def _joined(parts: list[Any]) -> str:
-    """Return the text of content that is a list of parts; raise DocumentError."""
-    return "".join(_text_of_part(part, number) for number, part in enumerate(parts, 1))
-
-
 def _text_of_part(part: Any, number: int) -> str:
     example = '{"type": "text", "text": "..."}'
     if not isinstance(part, tuple):
-        what = f"part {number} of its content is {json_type(part)}, not an object"
-        raise DocumentError(what, f"write {example}")
+        reason = f"part {number} of its content is {json_type(part)}, not an object"
+        raise DocumentError(reason, f"write {example}")
     require_single(part)
     fields = dict(part)
     extra = [key for key, value in part if key not in PART_KEYS and not is_absent(value)]
     if fields.get("type") == "text" and extra:
-        what = f"part {number} of its content has {shown(extra[0])}, which is not supported"
-        raise DocumentError(what, f"remove it, or write {example}")
+        reason = f"part {number} of its content has {shown(extra[0])}, which is not supported"
+        raise DocumentError(reason, f"remove it, or write {example}")
     if fields.get("type") != "text":
         kind = fields.get("type")
         name = shown(kind) if isinstance(kind, str) else "without a type"
-        what = f"part {number} of its content is {name}, and only text is supported"
-        raise DocumentError(what, f"write {example}, or remove the conversation")
+        reason = f"part {number} of its content is {name}, and only text is supported"
+        raise DocumentError(reason, f"write {example}, or remove the conversation")
     text = fields.get("text")
     if not isinstance(text, str):
-        what = f'"text" of part {number} of its content is {json_type(text)}, not a string'
-        raise DocumentError(what, f"write {example}")
+        reason = f'"text" of part {number} of its content is {json_type(text)}, not a string'
+        raise DocumentError(reason, f"write {example}")
     return text
 
 
@@ -280,8 +275,8 @@ def require_order(messages: Sequence[Message]) -> None:
         if message.role == SYSTEM and not message.content:
             continue
         if message.role not in MAY_FOLLOW[before]:
-            what, remedy = _complaint(before, message.role)
-            raise DocumentError(f"turn {number} {what}", remedy)
+            reason, remedy = _complaint(before, message.role)
+            raise DocumentError(f"turn {number} {reason}", remedy)
         before = message.role
     if all(message.role != ASSISTANT for message in messages):
         raise DocumentError(
@@ -322,7 +317,7 @@ class Lost:
     may_be_number: bool = True  # counts as lost; else only text, lists and objects do
     may_be_switch: bool = False  # text that only switches something counts as none
     said_by: tuple[str, ...] = ()  # roles; what a turn of theirs says too is not lost
-    as_whole: bool = False  # as all that the turn says
+    as_whole: bool = False  # the value must be all that the turn says
 
 
 _SYSTEM = r"(system|sys|developer)"
@@ -553,7 +548,7 @@ def messages_of(value: Any, ignored: set[str] | None = None) -> list[Message]:
             _require_nothing_lost(key, given, lost_of(key), messages)
             unread.add(key)
     require_order(messages)
-    return [one for one in messages if one.role != SYSTEM or one.content]
+    return [message for message in messages if message.role != SYSTEM or message.content]
 
 
 def _messages_of_turns(turns: Any, key: str, ignored: set[str]) -> list[Message]:
@@ -603,8 +598,8 @@ def _require_nothing_lost(
                 within = lost_of(name) or TEMPLATE_TEXT
                 _require_nothing_lost(f"{key}.{name}", one, within, messages)
     elif lost and not is_absent(value) and not _says_nothing_else(key, value, lost, messages):
-        what = f"has {shown(key)} outside of the turns, which would be lost"
-        raise DocumentError(what, lost.remedy)
+        reason = f"has {shown(key)} outside of the turns, which would be lost"
+        raise DocumentError(reason, lost.remedy)
 
 
 def _object(value: Any) -> Any:
@@ -647,8 +642,8 @@ def _no_conversation(value: Pairs) -> DocumentError:
             f"drop --task sft, which is for conversations, or write {EXAMPLE}",
         )
     if "chosen" in keys:
-        what = 'has "chosen", a preference, and no conversation'
-        return DocumentError(what, f"write {EXAMPLE}")
+        reason = 'has "chosen", a preference, and no conversation'
+        return DocumentError(reason, f"write {EXAMPLE}")
     names = [*map(shown, keys[:KEYS_SHOWN]), *(["..."] if len(keys) > KEYS_SHOWN else [])]
     there = f" but {', '.join(names)}" if names else ""
     return DocumentError(f'has no "conversations" or "messages"{there}', f"write {EXAMPLE}")

@@ -38,10 +38,10 @@ from markupsafe import Markup
 
 Span = tuple[int, int]  # characters of the rendered text, from and up to
 
-LONGEST = 2**24  # characters that a chat may get beside what is said in it
-PER_CHARACTER = 16  # and for each character that is said
+LONGEST = 2**24  # characters that a chat may get in addition to what is said in it
+PER_CHARACTER = 16  # added for each character that is said
 REPEATED = 4  # times as many may be computed by numbers and by repeating, in all
-MOST_BITS = 4096  # of an integer
+MOST_BITS = 4096  # bits of an integer
 LONGEST_NUMBER = 18  # digits of a width
 FLOAT = 24  # characters of most that have no length
 # A number as %, and as format, writes it: its width, and its precision.
@@ -50,7 +50,7 @@ DIGITS = re.compile(r"\d+")
 CONTAINER = 64  # counted for each list, tuple, set and dictionary, which takes as many bytes
 VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
 CONTAINERS = (list, tuple, set, frozenset, *VIEWS)
-ATOMS = {str, int, bool, float, type(None)}  # which are small by themselves
+ATOMS = {str, int, bool, float, type(None)}  # they are small by themselves
 # Filters, and tests, that neither write, compare nor hash what is in the value: others do.
 SHALLOW = (
     "abs attr batch count d default filesizeformat first float int items last length list map"
@@ -224,7 +224,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **values: Any) -> Any:
-        if isinstance(__obj, Macro):  # which does nothing with values by itself
+        if isinstance(__obj, Macro):  # a macro does nothing with values by itself
             return super().call(__context, __obj, *args, **values)
         args = tuple(map(_listed, args))
         for one in (*args, *values.values()):
@@ -266,7 +266,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
         grown: Callable[..., int] | None = None,
         is_whole: bool = True,
     ) -> Callable[..., Any]:
-        is_given_more = hasattr(computes, "jinja_pass_arg")  # as the context, before the value
+        is_given_more = hasattr(computes, "jinja_pass_arg")  # e.g. the context, before the value
 
         @wraps(computes)
         def bounded(*given: Any, **values: Any) -> Any:
@@ -350,7 +350,7 @@ class _Formatter(SandboxedFormatter):
     _env: _Bounded
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        if conversion:  # to a text
+        if conversion:  # it makes a text
             self._env.whole(value)
         return super().convert_field(value, conversion)
 
@@ -364,7 +364,7 @@ class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
 
 
 def _listed(value: Any) -> Any:
-    """A value; of an iterator, but for that of a loop, all that it gives."""
+    """A value; an iterator becomes the list of all that it gives, except that of a loop."""
     if type(value) in ATOMS or isinstance(value, LoopContext) or not hasattr(value, "__next__"):
         return value
     return [*value]
@@ -499,7 +499,7 @@ class _Dictionary:
 
 
 class _Namespace(Namespace):
-    """`namespace` without the names by which Python's internals are reached."""
+    """`namespace` without the names that reach Python's internals."""
 
     def __init__(*args: Any, **values: Any) -> None:  # a template may name a value `self`
         values = dict(*args[1:], **values)

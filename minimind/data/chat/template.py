@@ -26,8 +26,8 @@ from minimind.runtime.terminal import shorten_line
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CLOCK = "strftime_now"  # the name by which a template asks for the date
-DATE = "2024-07-26"  # of runs that give none
-SHOWN_CHARACTERS = 200  # of a template's own message
+DATE = "2024-07-26"  # the date that a run uses if it gives none
+SHOWN_CHARACTERS = 200  # characters of a template's own message
 # CPU time and memory of all chats of `require_bounded`; ordinary templates take hundredths.
 MAX_SECONDS, MAX_BYTES = 2.0, 2**29
 PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
@@ -147,16 +147,16 @@ class Renderer:
                 list(map(turn_of, messages)), add_generation_prompt, self._tokens
             )
         except TemplateSyntaxError as error:
-            what = f"{self.name} is not a Jinja template ({_shown(error)}, line {error.lineno})"
-            raise UsageError(f"{what}; correct it, or leave it out") from error
+            reason = f"{self.name} is not a Jinja template ({_shown(error)}, line {error.lineno})"
+            raise UsageError(f"{reason}; correct it, or leave it out") from error
         except Exception as error:  # a template is a program, which may raise anything
-            if type(error) is TemplateError:  # that of raise_exception; others are subclasses
-                what = f"{self.name} refuses the conversation ({_shown(error)})"
-                raise DocumentError(what, "change it, or give another template") from error
+            if type(error) is TemplateError:  # raised by raise_exception; others are subclasses
+                reason = f"{self.name} refuses the conversation ({_shown(error)})"
+                raise DocumentError(reason, "change it, or give another template") from error
             if not isinstance(error, TooLarge | TooLong):
                 self.require_texts(messages, "")
-            what = f"{self.name} cannot be rendered ({type(error).__name__}: {_shown(error)})"
-            raise UsageError(f"{what}; correct it, or give another") from error
+            reason = f"{self.name} cannot be rendered ({type(error).__name__}: {_shown(error)})"
+            raise UsageError(f"{reason}; correct it, or give another") from error
 
 
 def spans_by_piece(
@@ -232,7 +232,7 @@ def named_tokens(tokenizer: AnyTokenizer) -> dict[str, str]:
 
 
 def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
-    """Source and name in messages of the template beside a tokenizer; None if there is none.
+    """Source of a tokenizer's chat template, and its name in messages; None without one.
 
     Raise UsageError for one that takes too much time or memory, and if none of several is the
     default.
@@ -240,13 +240,13 @@ def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
     templates = tokenizer.templates
     if not templates.by_name:
         return None
-    place = tokenizer.path.parent / templates.origin
+    path = tokenizer.path.parent / templates.origin
     if templates.default is None:
         raise UsageError(
-            f"{place}: has the chat templates {', '.join(sorted(templates.by_name))}, and none is"
+            f"{path}: has the chat templates {', '.join(sorted(templates.by_name))}, and none is"
             " named default; name a file with one of them (--chat_template)"
         )
-    name = f"the chat template of {place}"
+    name = f"the chat template of {path}"
     if templates.default != DEFAULT_TEMPLATE:
         require_bounded(templates.default, name)
     return templates.default, name
@@ -322,9 +322,9 @@ class ChatTemplate:
 
     def require_usable(self, messages: Sequence[Message], train_on: TrainOn = "assistant") -> None:
         """Raise DocumentError for a conversation that cannot be encoded; see `encode`."""
-        found = self._text_and_spans_or_error(messages, train_on)
-        if isinstance(found, DocumentError):
-            raise found
+        result = self._text_and_spans_or_error(messages, train_on)
+        if isinstance(result, DocumentError):
+            raise result
 
     def encode_batch(
         self,
@@ -339,10 +339,10 @@ class ChatTemplate:
         """
         if train_on not in get_args(TrainOn):
             raise ValueError(f"train_on is {train_on!r}, not one of {get_args(TrainOn)}")
-        found = [self._text_and_spans_or_error(messages, train_on) for messages in conversations]
-        good = (one for one in found if not isinstance(one, DocumentError))
+        results = [self._text_and_spans_or_error(messages, train_on) for messages in conversations]
+        good = (item for item in results if not isinstance(item, DocumentError))
         encoded = iter(self._ids_and_targets([*good], threads, loss))
-        return [one if isinstance(one, DocumentError) else next(encoded) for one in found]
+        return [item if isinstance(item, DocumentError) else next(encoded) for item in results]
 
     def _text_and_spans_or_error(
         self, messages: Sequence[Message], train_on: TrainOn
@@ -413,9 +413,9 @@ class ChatTemplate:
 
     def require_no_special(self, text: str) -> None:
         """Raise DocumentError for a text with the name of a special token."""
-        if found := self._special_name.search(text):
+        if match := self._special_name.search(text):
             raise DocumentError(
-                f'contains "{found[0]}", a special token of the tokenizer, which could forge a'
+                f'contains "{match[0]}", a special token of the tokenizer, which could forge a'
                 " turn",
                 "write it in another way, or remove the conversation",
             )

@@ -50,10 +50,10 @@ def chosen_template(path: str | None, tokenizer: AnyTokenizer | None) -> tuple[s
         source, name = read_template(path)
         instead = f", instead of that in {templates.origin}" if templates.by_name else ""
         return source, name, f"template  {name}{instead}"
-    if tokenizer is not None and (own := own_template(tokenizer)):
+    if tokenizer is not None and (template := own_template(tokenizer)):
         others = len(templates.by_name) - 1
         more = f", the default one of {others + 1}" if others else ""
-        return *own, f"template  its own ({templates.origin}{more})"
+        return *template, f"template  its own ({templates.origin}{more})"
     return DEFAULT_TEMPLATE, "--chat_template by default", "template  the default: it has none"
 
 

@@ -112,13 +112,15 @@ def _open_finished(settings: dict[str, Any], place: NewFolder) -> Prepared:
 
 def _start_work(request: PrepareRequest, plan: Plan, settings: dict[str, Any], draft: Path) -> Work:
     """Write plan and tokenizer to the draft; the first job trains the tokenizer."""
-    learnt = draft / f"{TOKENIZER_NAME}-{_tokenizer_key(request, plan)}"
+    units = [plan.key_of(unit, "") for unit in plan.units]
+    key = fingerprint([request.vocab_size, request.skips_bad, units])
+    learnt = draft / f"{TOKENIZER_NAME}-{key}"
     tokenizer = tokenizer_of(request, plan, learnt, REMEDY)
     content = canonical_json({**settings, "tokenizer": tokenizer.fingerprint})
     path = draft / PLAN_NAME
     if not path.exists() or path.read_bytes() != content:
         draft.mkdir(exist_ok=True)
-        (draft / MANIFEST_NAME).unlink(missing_ok=True)  # of another plan that was interrupted
+        (draft / MANIFEST_NAME).unlink(missing_ok=True)  # left by another plan that was interrupted
         write_tokenizer(draft / TOKENIZER_NAME, tokenizer.files())
         write_whole(path, content)
     return Work(draft, plan, tokenizer, not request.skips_bad)
@@ -173,12 +175,6 @@ def _place(out: Path, force: bool) -> NewFolder:
                 " --out"
             )
     return place
-
-
-def _tokenizer_key(request: PrepareRequest, plan: Plan) -> str:
-    """Hash of what determines a trained tokenizer."""
-    units = [plan.key_of(unit, "") for unit in plan.units]
-    return fingerprint([request.vocab_size, request.skips_bad, units])
 
 
 def _merge(

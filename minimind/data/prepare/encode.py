@@ -49,8 +49,8 @@ MAX_LISTED = 10_000  # rejected documents of a unit; all are counted
 
 def split_of(digest: bytes, val_fraction: float) -> str:
     """Split of a document by the sha256 of its text, independent of other documents."""
-    place = int.from_bytes(digest[:8], "big")
-    return "val" if place < val_fraction * 2**64 else "train"
+    position = int.from_bytes(digest[:8], "big")
+    return "val" if position < val_fraction * 2**64 else "train"
 
 
 def refusal(message: str) -> DataError:
@@ -182,7 +182,7 @@ class UnitReader:
 
 
 MARKER_VERSION = 4  # increase when the content of a marker, or of files that merge reads, changes
-LARGE_BYTES = 2**23  # of one document
+LARGE_BYTES = 2**23  # bytes of one document
 PREFETCH_BATCHES = 6  # short documents are read slower than they are encoded
 MAX_IGNORED, KEY_CHARACTERS = 20, 40  # keys of conversations that are named
 REMEDY = "free some space, or give another folder"
@@ -211,7 +211,6 @@ class Work:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of the token files."""
         is_text = self.plan.options.chat_template is None
         return token_dtype(self.tokenizer.vocab_size) if is_text else DTYPE
 
@@ -248,9 +247,9 @@ class Work:
         def usable(text: str) -> str:
             try:
                 chat.require_usable(conversation_of(text), self._train_on)
-            except UsageError as error:  # of a template that fits others: the place helps
-                what, _, remedy = str(error).rpartition("; ")
-                raise DocumentError(what, remedy) from error
+            except UsageError as error:  # report the line; the template itself is valid
+                reason, _, remedy = str(error).rpartition("; ")
+                raise DocumentError(reason, remedy) from error
             return text
 
         records = Records(
@@ -270,7 +269,7 @@ class Work:
         except DataError as error:
             if len(texts) == 1:
                 raise Unencoded(str(error), texts[0]) from error
-            for text in texts:  # of which one has this error alone
+            for text in texts:  # find the one that has the error
                 self.encode([text], threads)
             raise
 
@@ -303,7 +302,7 @@ class Work:
         except (FileNotFoundError, ValueError):
             return None
         if not isinstance(marker, dict) or marker.get("key") != self._key(unit):
-            return None  # of another text or version
+            return None  # it is the marker of another text or version
         shards = marker["shards"].values()
         return marker if all(is_whole(self.directory, shard) for shard in shards) else None
 
@@ -381,9 +380,9 @@ def encode_unit(work: Work, unit: Unit) -> None:
         for batch, (ids, lost) in _overlapped(reader.batches(), work):
             loss.add(lost)
             for split, writer in writers.items():
-                own = [n for n, name in enumerate(batch.splits) if name == split]
-                writer.add(*_joined([ids[n] for n in own], work.tokenizer.eos_id))
-                text_bytes[split] += sum(batch.bytes[n] for n in own)
+                numbers = [n for n, name in enumerate(batch.splits) if name == split]
+                writer.add(*_joined([ids[n] for n in numbers], work.tokenizer.eos_id))
+                text_bytes[split] += sum(batch.bytes[n] for n in numbers)
         shards = {split: writer.finish() for split, writer in writers.items()}
         reader.finish()
         for given in work.plan.inputs_of(unit):
@@ -407,12 +406,12 @@ def _placing(unit: Unit, reading: ReadOptions) -> Iterator[None]:
     try:
         yield
     except Unencoded as error:
-        what, _, remedy = str(error).rpartition("; ")
+        reason, _, remedy = str(error).rpartition("; ")
         for segment in unit.segments:
-            for one in read_segment(segment, reading):
-                if not isinstance(one, Rejection) and one[0] == error.text:
-                    _, _, line, byte = one
-                    rejection = Rejection(segment.path, line, byte, what, remedy)
+            for document in read_segment(segment, reading):
+                if not isinstance(document, Rejection) and document[0] == error.text:
+                    _, _, line, byte = document
+                    rejection = Rejection(segment.path, line, byte, reason, remedy)
                     raise DataError(f"{in_file(rejection)}, or leave the document out") from error
         raise
 

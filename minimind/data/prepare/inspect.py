@@ -50,7 +50,6 @@ class Inspection:
     rows: list[str]
 
     def to_json(self) -> str:
-        """Format as one JSON object."""
         return json.dumps(asdict(self), ensure_ascii=False, indent=2)
 
 

@@ -160,9 +160,9 @@ def _source(
     plan: Plan, number: int, units: Sequence[tuple[Unit, dict[str, Any]]]
 ) -> dict[str, Any]:
     """Return the manifest entry of one source: its inputs and the totals of its units."""
-    own = [marker for unit, marker in units if unit.source == number]
+    markers = [marker for unit, marker in units if unit.source == number]
     inputs = (given for given in plan.inputs if given.source == number)
-    losses = [TextLoss(**marker["text_loss"]) for marker in own if marker["text_loss"]]
+    losses = [TextLoss(**marker["text_loss"]) for marker in markers if marker["text_loss"]]
     loss = TextLoss()
     for one in losses:
         loss.add(one)
@@ -171,17 +171,17 @@ def _source(
         "name": plan.sources[number].name,
         "weight": plan.sources[number].weight,
         "inputs": [{"path": named(given.path), "bytes": given.bytes} for given in inputs],
-        "documents": _count(own, "documents"),
+        "documents": _count(markers, "documents"),
         "tokens": {
-            split: sum(marker["shards"].get(split, {"tokens": 0})["tokens"] for marker in own)
+            split: sum(marker["shards"].get(split, {"tokens": 0})["tokens"] for marker in markers)
             for split in SPLITS
         },
-        "text_bytes": sum(sum(marker["text_bytes"].values()) for marker in own),
+        "text_bytes": sum(sum(marker["text_bytes"].values()) for marker in markers),
         "split_bytes": {
-            split: sum(marker["text_bytes"][split] for marker in own) for split in SPLITS
+            split: sum(marker["text_bytes"][split] for marker in markers) for split in SPLITS
         },
-        "rejected": sum(marker["rejected"] for marker in own),
-        "sha256": fingerprint([marker["sha256"] for marker in own]),
+        "rejected": sum(marker["rejected"] for marker in markers),
+        "sha256": fingerprint([marker["sha256"] for marker in markers]),
     }
 
 

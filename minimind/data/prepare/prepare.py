@@ -69,8 +69,8 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
         draft = directory.with_name(f"{directory.name}.part")
         draft.mkdir(exist_ok=True)
     else:
-        for leftover in directory.parent.glob(f"{directory.name}.tmp-*"):  # of a killed process
-            shutil.rmtree(leftover)
+        for leftover in directory.parent.glob(f"{directory.name}.tmp-*"):
+            shutil.rmtree(leftover)  # a killed process left it
         draft = Path(tempfile.mkdtemp(prefix=f"{directory.name}.tmp-", dir=directory.parent))
         draft.chmod(0o755)  # mkdtemp makes it private
     try:
@@ -87,7 +87,7 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
 
 
 REMEDY = "free space or give another --cache_dir"
-SAMPLED_BYTES = 2**30  # of input to train a tokenizer on
+SAMPLED_BYTES = 2**30  # bytes of input to train a tokenizer on
 # Increase when files in a cache may hold what is refused now: conversations, or text that a
 # tokenizer loses.
 CACHE_VERSION = 2
@@ -99,7 +99,7 @@ class PrepareRequest:
 
     sources: tuple[Source, ...]
     tokenizer_path: str | None = None
-    vocab_size: int = 6400  # of the tokenizer that is trained if none is given
+    vocab_size: int = 6400  # size of the tokenizer that is trained if none is given
     options: Options = field(default_factory=Options)
     skips_bad: bool = False
     max_bad_fraction: float = 0.05

@@ -41,7 +41,7 @@ class Prepared:
     train: TokenShards
     val: TokenShards
     manifest: dict[str, Any]
-    names: dict[str, str]  # of inputs when they were prepared -> now
+    names: dict[str, str]  # names of inputs when they were prepared -> now
 
     def bytes_per_id(self, split: str) -> list[np.ndarray]:
         """Bytes of text that each id stands for, (vocabulary,), by source; see `mean_bytes`."""
@@ -51,7 +51,7 @@ class Prepared:
             loss, mean = TextLoss(**source.get("text_loss", {})), self.mean_bytes(number, split)
             if mean is not None:
                 found.append(np.full(len(sizes), mean))
-            elif loss.share > MOST_LOST:  # of conversations
+            elif loss.share > MOST_LOST:  # only conversations may lose so much
                 found.append(np.where(is_text, loss.bytes / max(1, loss.tokens), 0.0))
             else:
                 found.append(sizes * (loss.bytes / loss.token_bytes) if loss.token_bytes else sizes)
@@ -91,9 +91,9 @@ class Prepared:
 
     def list_rejected(self, out_dir: Path) -> None:
         """Write rejected.jsonl to `out_dir` if documents were skipped."""
-        own = self.directory / REJECTED_NAME
-        if own.exists():
-            with open(own, "rb") as lines, open(out_dir / REJECTED_NAME, "wb") as copy:
+        path = self.directory / REJECTED_NAME
+        if path.exists():
+            with open(path, "rb") as lines, open(out_dir / REJECTED_NAME, "wb") as copy:
                 for line in lines:
                     entry = json.loads(line)
                     name: str = entry["file"]
@@ -132,10 +132,10 @@ def open_prepared(
                 " again with it"
             )
     if CONVERSATIONS in manifest["options"]:
-        kind = partial(ConversationShards, eos_id=manifest["eos_id"])
+        shards_class = partial(ConversationShards, eos_id=manifest["eos_id"])
     else:
-        kind = TokenShards
-    train, val = (kind(directory, split) for split in ("train", "val"))
+        shards_class = TokenShards
+    train, val = (shards_class(directory, split) for split in ("train", "val"))
     before = [given["path"] for source in manifest["sources"] for given in source["inputs"]]
     renamed = dict(zip(before, names, strict=True)) if names else {}
     return Prepared(directory, tokenizer, train, val, manifest, renamed)
@@ -161,7 +161,7 @@ def open_text(
             " sft and the files of the conversations"
         )
     sources = prepared.manifest["sources"]
-    if not prepared.tokenizer.is_lossless and not any("text_loss" in one for one in sources):
+    if not prepared.tokenizer.is_lossless and not any("text_loss" in source for source in sources):
         _add_early_losses(prepared)
         require_kept(sources, prepared.tokenizer, allow_lossy)
     return prepared

@@ -1,4 +1,4 @@
-"""Encode the units of a plan as tasks of Ray: of an existing cluster, or of one started here.
+"""Encode the units of a plan as tasks of Ray, in an existing cluster or one started here.
 
 A task is a plain function of a folder and the number of a unit, which it reads from plan.json. Ray
 repeats it when its worker or node dies; the marker of a unit tells whether it is done.
@@ -28,7 +28,7 @@ from minimind.errors import DataError, RendezvousError, RunError, StorageError, 
 
 LOCAL = "local"  # a Ray that is started for the command
 ADDRESS = re.compile(r"auto|(ray://)?(\[[0-9a-fA-F:]+\]|[^\s/:\[\]]+):[0-9]{1,5}")
-RETRIES = 3  # of a unit whose worker or node died
+RETRIES = 3  # tries of a unit whose worker or node died
 SEEN_WITHIN = 60.0  # seconds; network file systems cache names for up to a minute
 OBJECT_STORE_BYTES = 2**27  # tasks return a bool; the default is 30 % of the memory
 CONNECT_WITHIN = 10.0  # seconds
@@ -60,7 +60,7 @@ def encode_with_ray(work: Work, address: str, cores: int | None, progress: bool 
 
 
 def require_usable(address: str, share: tuple[int, int] | None, processes: int | None) -> None:
-    """Raise UsageError for an address of no cluster, or beside --shard or another --processes."""
+    """Raise UsageError if the address is invalid, or with --shard or --processes."""
     if address != LOCAL and not ADDRESS.fullmatch(address):
         raise UsageError(
             f"--ray {address}: is no address of a Ray cluster; give auto, HOST:PORT or"

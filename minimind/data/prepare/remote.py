@@ -56,11 +56,11 @@ def local_folder(path: str, cache: ObjectCache) -> str:
     # Brackets may be of a name.
     if "*" in path or "?" in path or scheme_of(path) is WEB:
         return path
-    filesystem, place = open_filesystem(path)
-    url, place = path.rstrip("/"), place.rstrip("/")
+    filesystem, root = open_filesystem(path)
+    url, root = path.rstrip("/"), root.rstrip("/")
     newest = cache.path(url) / MANIFEST_NAME
     try:
-        manifest = _manifest_object(filesystem, f"{url}/{MANIFEST_NAME}", place)
+        manifest = _manifest_object(filesystem, f"{url}/{MANIFEST_NAME}", root)
         if manifest is None:
             return path
         cache.fetch(filesystem, [manifest], url)
@@ -70,7 +70,7 @@ def local_folder(path: str, cache: ObjectCache) -> str:
         return str(_without_network(error, _known_folder(newest, url, cache))[0])
     folder, version = _version_folder(newest, url, cache)
     with naming_urls(cache.folder):
-        objects = _objects(url, place, read_manifest(folder))
+        objects = _objects(url, root, read_manifest(folder))
     cache.fetch(filesystem, objects, url, version)
     return str(folder)
 
@@ -90,7 +90,7 @@ def local_data(paths: Sequence[str], cache: ObjectCache) -> dict[str, tuple[str,
     """
     given = [local_text([local_folder(path, cache)], cache) for path in paths]
     files: list[Path] = []
-    for path in (path for own in given for path in own):
+    for path in (path for group in given for path in group):
         files += [Path(path).expanduser()] if is_prepared(path) else find_files([path])
     require_once(files, "")
     names = [*map(masked, paths)]
@@ -99,9 +99,9 @@ def local_data(paths: Sequence[str], cache: ObjectCache) -> dict[str, tuple[str,
     return dict(zip(unique, given, strict=True))
 
 
-def _manifest_object(filesystem: Any, url: str, place: str) -> RemoteObject | None:
+def _manifest_object(filesystem: Any, url: str, root: str) -> RemoteObject | None:
     """The manifest of a prepared folder as it is now; None if there is none."""
-    path = f"{place}/{MANIFEST_NAME}"
+    path = f"{root}/{MANIFEST_NAME}"
 
     def look() -> dict[str, Any] | None:
         try:
@@ -113,7 +113,7 @@ def _manifest_object(filesystem: Any, url: str, place: str) -> RemoteObject | No
     return None if info is None or info["type"] != "file" else _object(url, info)
 
 
-def _objects(url: str, place: str, manifest: dict[str, Any]) -> list[RemoteObject]:
+def _objects(url: str, root: str, manifest: dict[str, Any]) -> list[RemoteObject]:
     """Every file that a manifest names, with its sha256."""
     sizes: dict[str, tuple[int | None, str]] = {
         name: (None, sha256) for name, sha256 in manifest["files"].items()
@@ -124,7 +124,7 @@ def _objects(url: str, place: str, manifest: dict[str, Any]) -> list[RemoteObjec
             sizes[index_name(shard)] = 8 * shard["documents"], shard["index_sha256"]
     return [
         # An early time: a shard newer than its manifest would be hashed at every start.
-        RemoteObject(f"{url}/{name}", f"{place}/{name}", size, modified=0.0, sha256=sha256)
+        RemoteObject(f"{url}/{name}", f"{root}/{name}", size, modified=0.0, sha256=sha256)
         for name, (size, sha256) in sizes.items()
     ]
 
@@ -142,10 +142,10 @@ def _known_folder(newest: Path, url: str, cache: ObjectCache) -> list[Path]:
 
 
 def _fetched_text(url: str, cache: ObjectCache) -> list[Path]:
-    filesystem, place = open_filesystem(url)
+    filesystem, root = open_filesystem(url)
     listing = cache.folder / f"listing-{fingerprint(url)}.json"
     try:
-        objects = retrying(url, lambda: _list_text(filesystem, url, place))
+        objects = retrying(url, lambda: _list_text(filesystem, url, root))
     except NoAnswer as error:
         return _without_network(error, _known_text(listing, url, cache))
     if not objects:

@@ -74,7 +74,7 @@ class Options:
     val_fraction: float = 0.01
     chat_template: str | None = None  # source of the template of conversations; None: text
     train_on: str | None = None  # which tokens of conversations are targets
-    template_date: str | None = None  # of a template that asks for one
+    template_date: str | None = None  # the date for a template that asks for one
 
     def to_json(self) -> dict[str, Any]:
         """The options that apply, as in a manifest."""
@@ -116,7 +116,6 @@ class Plan:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Plan:
-        """Return the plan that `to_json` described."""
         segments = (
             tuple(Segment(**{**s, "path": Path(s["path"])}) for s in unit["segments"])
             for unit in content["units"]
@@ -136,7 +135,6 @@ class Plan:
         return {given.path: given for given in self.inputs}
 
     def inputs_of(self, unit: Unit) -> list[Input]:
-        """Return the inputs that a unit reads."""
         paths = dict.fromkeys(str(segment.path) for segment in unit.segments)
         return [self._by_path[path] for path in paths]
 
@@ -159,26 +157,20 @@ def make_plan(sources: Sequence[Source], options: Options, unit_bytes: int | Non
     require_once([path for _, path in files])
     max_units = None if unit_bytes is None else MAX_UNITS
     if unit_bytes is None:
-        unit_bytes = _default_unit_bytes(inputs)
+        unit_bytes, total = SMALLEST_UNIT, sum(given.bytes for given in inputs)
+        while unit_bytes * MAX_UNITS < total:
+            unit_bytes *= 2
     elif sum(i.bytes for i in inputs if is_cut(Path(i.path))) > MAX_UNITS * unit_bytes:
         raise _too_many_units(inputs, unit_bytes)
     units: list[Unit] = []
     for number in range(len(sources)):
-        own = (Path(given.path) for given in inputs if given.source == number)
-        segments = (segment for path in own for segment in segments_of(path, unit_bytes))
+        paths = (Path(given.path) for given in inputs if given.source == number)
+        segments = (segment for path in paths for segment in segments_of(path, unit_bytes))
         for group in _group(segments, unit_bytes):
             if len(units) == max_units:
                 raise _too_many_units(inputs, unit_bytes)
             units.append(Unit(len(units), number, group))
     return Plan(tuple(sources), inputs, options, tuple(units))
-
-
-def _default_unit_bytes(inputs: Sequence[Input]) -> int:
-    total = sum(given.bytes for given in inputs)
-    unit_bytes = SMALLEST_UNIT
-    while unit_bytes * MAX_UNITS < total:
-        unit_bytes *= 2
-    return unit_bytes
 
 
 def _too_many_units(inputs: Sequence[Input], unit_bytes: int) -> UsageError:
@@ -231,7 +223,7 @@ def differences(here: dict[str, Any], there: Any) -> list[str]:
     ours, theirs = _compared_values(here), _compared_values(there)
     if not theirs:
         return ["version"]
-    if ours[TEXT] != theirs[TEXT]:  # which also changes the units
+    if ours[TEXT] != theirs[TEXT]:  # other text also changes the units
         ours.pop("shard_bytes")
     names = []
     for name, value in ours.items():

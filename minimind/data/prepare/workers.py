@@ -43,10 +43,10 @@ def encode_plan(
     left = [unit for unit in units if not work.done(unit)]
     cores = len(os.sched_getaffinity(0))
     processes = min(processes or -(-cores // THREADS), max(1, len(left)))
-    if multiprocessing.current_process().daemon:  # which may not have children
+    if multiprocessing.current_process().daemon:  # a daemon may not have children
         processes = 1
     work = replace(work, threads=max(1, cores // processes))
-    if share == (0, 1):  # which `merge` requires next
+    if share == (0, 1):  # `merge` requires it next
         work = replace(work, overlap_task=lambda: work.tokenizer.exported)
     with progress_bar(units, left, progress) as bar:
         if processes > 1 and (pool := _open_pool(processes)):
@@ -57,7 +57,7 @@ def encode_plan(
 
 
 def progress_bar(units: Sequence[Unit], left: Sequence[Unit], progress: bool) -> tqdm[Any]:
-    """Bar over the bytes of `units`, of which some are `left`; shown on a terminal only."""
+    """Bar over the bytes of `units`; those that are not `left` count as done. Terminals only."""
     total, remaining = (sum(unit.bytes for unit in group) for group in (units, left))
     silent = not (progress and sys.stderr.isatty())
     options = {"desc": "tokenizing", "unit": "B", "unit_scale": True, "disable": silent}
@@ -132,7 +132,6 @@ def _end_with_parent() -> None:
 
 
 def _encode(settings: tuple[Path, bool, int], unit: Unit, waiting: bool) -> bool:
-    """Encode a unit in a worker process."""
     return encode_unclaimed(load_work(*settings), unit, waiting)
 
 

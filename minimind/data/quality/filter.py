@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import json
 import shutil
 import sys
@@ -35,7 +34,7 @@ from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import masked, named
 
-LINE_BITS = 40  # of a place: the number of a file above them, the line or row in them
+LINE_BITS = 40  # a place has the number of a file above these bits, the line or row in them
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Removal:
     found: Mapping[str, Any] = field(default_factory=dict)
 
 
-Check = Callable[[str, int], Removal | None]  # of a text and its place
+Check = Callable[[str, int], Removal | None]  # takes a text and its place
 
 
 def place_of(file: int, line: int) -> int:
@@ -88,7 +87,7 @@ def exact_duplicates() -> Check:
     return check
 
 
-PART_BYTES = 2**28  # of text, before compression: parts are what `prepare` divides
+PART_BYTES = 2**28  # bytes of text before compression; parts are what `prepare` divides
 
 
 class PartWriter:
@@ -105,7 +104,6 @@ class PartWriter:
         self._open = ExitStack()
 
     def add(self, text: str) -> None:
-        """Write one document."""
         if self._left <= 0:
             self._next_part()
         line = json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n"
@@ -142,16 +140,12 @@ def _compression() -> tuple[str, Any]:
     try:
         import zstandard
     except ModuleNotFoundError:
-        return ".gz", _gzip
+        return ".gz", lambda file: gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0)
     compressor = zstandard.ZstdCompressor()
     return ".zst", lambda file: compressor.stream_writer(file, closefd=False)
 
 
-def _gzip(file: BinaryIO) -> io.BufferedIOBase:
-    return gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0)
-
-
-FIRST_CHARS = 2000  # of a text, which are read
+FIRST_CHARS = 2000  # characters of a text that are read
 MORE_THAN_ALL = 1000  # languages
 
 
@@ -241,8 +235,8 @@ class FilterRequest:
         names = ["min_chars", "max_chars", "languages", "exact_dedup"]
         names += ["min_language_probability"] if self.languages else []
         values = {name: getattr(self, name) for name in names}
-        found = {name: value for name, value in values.items() if value not in (None, False, ())}
-        return found if self.minhash is None else {**found, "minhash": asdict(self.minhash)}
+        steps = {name: value for name, value in values.items() if value not in (None, False, ())}
+        return steps if self.minhash is None else {**steps, "minhash": asdict(self.minhash)}
 
 
 def filter_text(
@@ -302,8 +296,8 @@ class _Run:
     def __init__(self, request: FilterRequest, files: Sequence[Path], listed: BinaryIO) -> None:
         self.request = request
         self.files = files
-        self.documents: Counter[str] = Counter()  # by reason, "kept" and "rejected"
-        self.bytes: Counter[str] = Counter()  # of text in UTF-8; a rejected document has none
+        self.documents: Counter[str] = Counter()  # counts by reason, and "kept" and "rejected"
+        self.bytes: Counter[str] = Counter()  # UTF-8 bytes of text; a rejected document has none
         self._listed = listed
         self._first_rejected = ""
 
@@ -311,8 +305,8 @@ class _Run:
         """Yield the documents that pass the checks, with their places; list the others."""
         checks = self.request.checks()
         for text, place in self._documents():
-            found = (check(text, place) for check in checks)
-            removal = next((removal for removal in found if removal), None)
+            removals = (check(text, place) for check in checks)
+            removal = next((removal for removal in removals if removal), None)
             if removal is None:
                 yield text, place
             else:
@@ -328,7 +322,6 @@ class _Run:
                         yield document[0], place_of(number, document[2])
 
     def keep(self, text: str, writer: PartWriter) -> None:
-        """Write a document."""
         self._count("kept", text)
         writer.add(text)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from minimind.errors import UsageError
 
-RANK_DOCUMENTS = 2**20  # whose signatures are sorted at once, in 68 bytes each
+RANK_DOCUMENTS = 2**20  # signatures that are sorted at once, in 68 bytes each
 BLOCK_SHINGLES = 2**12  # hashed at once, or a long document would need a kilobyte a word
 READ_LINES = 2**10
 CJK = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # each character is a word
@@ -45,7 +45,7 @@ def require_datatrove() -> None:
 def near_duplicates(texts: Iterable[str], options: MinHash, folder: Path) -> dict[int, int]:
     """Return the number of each text to remove, from 0, and of the text that stays instead of it.
 
-    Texts that are joined by pairs are a cluster, of which datatrove chooses the one that stays.
+    Texts that are joined by pairs are a cluster; datatrove chooses the one that stays.
     Signatures are kept below `folder`.
     """
     from datatrove.pipeline.dedup import minhash
@@ -89,8 +89,8 @@ def _write_signatures(texts: Iterable[str], config: Any, folder: str) -> None:
     left = iter(texts)
     rank = 0
     for first in left:
-        own = islice(chain([first], left), RANK_DOCUMENTS)
-        step.run((Document(text, "") for text in own), rank)
+        part = islice(chain([first], left), RANK_DOCUMENTS)
+        step.run((Document(text, "") for text in part), rank)
         rank += 1
 
 

@@ -197,8 +197,8 @@ class Batches:
         with self._index_lock:
             if number not in self._known:
                 first = step - at
-                place = self._data_rank, self._data_size
-                indices = self.order.rows_for(first, *place, self._stretch)
+                ranks = self._data_rank, self._data_size
+                indices = self.order.rows_for(first, *ranks, self._stretch)
                 self._known[number] = indices.reshape(self._stretch, self._share)
                 if len(self._known) > self._ahead + 2:
                     self._known.pop(next(iter(self._known)))

@@ -112,7 +112,9 @@ def _keys(seed: int, epochs: np.ndarray, source: int | None) -> np.ndarray:
     """Keys of the rounds, uint64 (ROUNDS, 1) for a single epoch, else (ROUNDS, epochs)."""
     of_source = "" if source is None else f"/{source}"
     different, place = np.unique(epochs, return_inverse=True)
-    digests = [hashlib.sha512(f"{seed}/{one}{of_source}".encode()).digest() for one in different]
+    digests = [
+        hashlib.sha512(f"{seed}/{epoch}{of_source}".encode()).digest() for epoch in different
+    ]
     keys = np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, ROUNDS).T
     return keys if len(different) == 1 else keys[:, place]
 
@@ -142,7 +144,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 MOST_SOURCES = 10_000
-Ranges = tuple[tuple[int, int], ...]  # of row numbers: first and one after the last, ascending
+Ranges = tuple[tuple[int, int], ...]  # row numbers, ascending: first and one after the last
 
 
 def rows_in(ranges: Ranges) -> np.ndarray:
@@ -243,7 +245,7 @@ class Mixture:
 
     def _read(self, source: int, shuffled: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
         size, quota = self.kept[source], self.quotas[source]
-        # In Python's integers: an epoch times a quota may lie beyond int64.
+        # Python's integers: an epoch times a quota may lie beyond int64.
         starts = {epoch: divmod(epoch * quota, size) for epoch in np.unique(epochs).tolist()}
         passes, read = np.array([starts[epoch] for epoch in epochs.tolist()], dtype=np.int64).T
         further, place = np.divmod(read + shuffled - sum(self.quotas[:source]), size)
@@ -286,7 +288,7 @@ class Order:
     in `left_out` are never read. From the step of a jump on, reading continues at its place.
     """
 
-    n_rows: int  # of the text
+    n_rows: int  # rows of the text
     rows_per_step: int
     seed: int
     origin: Origin = Origin()
@@ -422,10 +424,10 @@ class Order:
             return []
         origins = (self.origin, *self.jumps)
         stops = [*(jump.step for jump in self.jumps), stop]
-        found = []
+        reads = []
         for origin, end in zip(origins, stops, strict=True):
-            found += self._reads_from(origin, row, min(end, stop))
-        return sorted(found)
+            reads += self._reads_from(origin, row, min(end, stop))
+        return sorted(reads)
 
     def _reads_from(self, origin: Origin, row: int, stop: int) -> list[tuple[int, int]]:
         """The reads of a row between an origin and step `stop`."""
@@ -438,8 +440,8 @@ class Order:
             read_in = np.arange(epochs.start, epochs.stop)
             positions = self._shuffle.places_of(row, read_in)
         places = zip(read_in.tolist(), positions.tolist(), strict=True)
-        found = [self._step_of(origin, epoch, position) for epoch, position in places]
-        return [read for read in found if read is not None and read[0] < stop]
+        reads = [self._step_of(origin, epoch, position) for epoch, position in places]
+        return [read for read in reads if read is not None and read[0] < stop]
 
     def _step_of(self, origin: Origin, epoch: int, position: int) -> tuple[int, int] | None:
         """(step, position in its rows); None before the origin and in the tail of an epoch."""
@@ -515,7 +517,7 @@ def _rows_of(line: str, row_tokens: int, where: str) -> range | None:
                 f" {row_tokens} (--max_seq_len); give rows of this length"
             )
         row = value.get("row")
-        if "row" not in value and "step" in value:  # of nonfinite_rows.jsonl: names no row
+        if "row" not in value and "step" in value:  # in nonfinite_rows.jsonl: names no row
             return None
         if isinstance(row, int) and not isinstance(row, bool):
             return range(row, row + 1)
@@ -528,7 +530,7 @@ def _rows_of(line: str, row_tokens: int, where: str) -> range | None:
 
 
 def _row_object(line: str) -> dict[str, Any]:
-    """The JSON object of a line; empty if it is none."""
+    """The JSON object of a line; empty for other lines."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -537,7 +539,7 @@ def _row_object(line: str) -> dict[str, Any]:
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Ascending ranges without overlaps, as far apart as can be."""
+    """Ascending ranges; those that overlap or touch are joined."""
     joined: list[tuple[int, int]] = []
     for first, stop in sorted(ranges):
         if joined and first <= joined[-1][1]:

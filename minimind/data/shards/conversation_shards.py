@@ -14,8 +14,8 @@ import numpy as np
 
 from minimind.data.shards.token_shards import TokenShards
 
-TARGET = 1 << 31  # of a uint32 token
-START = 1 << 31  # of a row's token that is no target
+TARGET = 1 << 31  # bit of a uint32 token that is trained on
+START = 1 << 31  # bit of a row's non-target token where a conversation starts
 DTYPE = np.dtype("<u4")
 
 
@@ -39,7 +39,7 @@ class Packing:
     sizes: tuple[int, ...]  # rows of each source
     conversations: int
     cut: int  # conversations longer than a row, kept up to the end of an assistant turn
-    dropped: int  # whose first assistant turn ends after the row
+    dropped: int  # conversations whose first assistant turn ends after the row
     gaps: tuple[tuple[int, int], ...]  # tokens in no row, from and up to
 
     @property
@@ -66,7 +66,6 @@ class ConversationShards(TokenShards):
         return int(np.diff(self._ends, prepend=0).max(initial=0))
 
     def packing(self, row_tokens: int) -> Packing:
-        """The rows for a row length."""
         if row_tokens not in self._packings:
             self._packings[row_tokens] = self._pack(row_tokens)
         return self._packings[row_tokens]
@@ -181,7 +180,6 @@ class ConversationRows:
 
     @property
     def packing(self) -> Packing:
-        """What the rows hold."""
         return self.shards.packing(self.row_tokens)
 
     @property

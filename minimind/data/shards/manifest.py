@@ -12,7 +12,7 @@ from minimind.errors import CheckpointError, DataError
 from minimind.runtime.checked_json import CheckedJson, ClosedJson, Count, Positive, shown, validate
 from minimind.runtime.durable_files import fingerprint, sha256_of
 
-# Of a prepared folder.
+# Files of a prepared folder.
 MANIFEST_NAME = "manifest.json"
 PLAN_NAME = "plan.json"
 TOKENIZER_NAME = "tokenizer"
@@ -81,7 +81,7 @@ class Source(CheckedJson):
     rejected: Count
     sha256: str
     inputs: Annotated[list[SourceFile], FailFast()]
-    split_bytes: SplitCounts = SplitCounts(train=0, val=0)  # of text; absent in early folders
+    split_bytes: SplitCounts = SplitCounts(train=0, val=0)  # bytes of text; absent in early folders
     weight: Positive | None = None
     text_loss: SourceLoss | None = None  # absent if nothing can be lost, and in early folders
 
@@ -92,7 +92,7 @@ class Options(ClosedJson):
     text_field: str
     max_document_bytes: Count
     val_fraction: Annotated[float, Field(ge=0, le=1)]
-    chat_template: str | None = None  # of conversations
+    chat_template: str | None = None  # the template of conversations
     train_on: Literal["assistant", "last", "all"] | None = None
     template_date: str | None = None
 

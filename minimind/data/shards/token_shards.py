@@ -51,7 +51,6 @@ class ShardWriter:
         self.tokens, self.documents = int(ends[-1]), self.documents + len(lengths)
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files:
             file.close()
 
@@ -86,13 +85,13 @@ class TokenShards:
         # Plain arrays: np.memmap adds overhead to every slice.
         self._maps = [np.asarray(np.memmap(path, dtype=dtype, mode="r")) for path in self._paths]
         sizes = [shard["tokens"] for shard in shards]
-        self._starts = np.cumsum([0, *sizes], dtype=np.int64)  # of each shard, and the end
+        self._starts = np.cumsum([0, *sizes], dtype=np.int64)  # starts of the shards, and the end
         sources = manifest["sources"]
-        self._tokens = [0] * len(sources)  # of each source
+        self._tokens = [0] * len(sources)  # tokens of each source
         for shard in shards:
             self._tokens[shard["source"]] += shard["tokens"]
         begin = np.cumsum([0, *self._tokens], dtype=np.int64)
-        self._begin = begin[:-1]  # of each source
+        self._begin = begin[:-1]  # first token of each source
         self._begin_of_shard = [int(begin[shard["source"]]) for shard in shards]
         weights = tuple(source["weight"] for source in sources)
         self.weights: tuple[float, ...] | None = None if None in weights else weights
@@ -217,11 +216,11 @@ class TokenShards:
 
     def _raise_unknown_id(self, starts: np.ndarray, rows: np.ndarray) -> NoReturn:
         row, column = np.argwhere(rows >= self._vocab_size)[0].tolist()
-        place = int(starts[row]) + column
-        shard = int(np.searchsorted(self._starts, place, side="right")) - 1
+        position = int(starts[row]) + column
+        shard = int(np.searchsorted(self._starts, position, side="right")) - 1
         path = self._paths[shard]
         raise DataError(
-            f"{path}: token {place - int(self._starts[shard])} (counted from 0) is"
+            f"{path}: token {position - int(self._starts[shard])} (counted from 0) is"
             f" {rows[row, column]}, and the vocabulary has {self._vocab_size} ids; delete"
             f" {path.parent} to build it again"
         )

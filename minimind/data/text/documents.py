@@ -93,7 +93,6 @@ class ReadOptions:
 
     @cached_property
     def example(self) -> str:
-        """An example of a valid line."""
         return json.dumps({self.text_field: "..."})
 
     @cached_property
@@ -166,7 +165,10 @@ def too_long_line(reading: ReadOptions) -> DocumentError:
 def document_of_line(line: bytes | bytearray, reading: ReadOptions) -> str:
     """Return the text of a line of JSON; raise DocumentError."""
     try:
-        text = _text_of(decode_utf8(line), reading)
+        decoded = decode_utf8(line)
+        text = _text_fast_path(decoded, reading)
+        if text is None:
+            text = _text_of_fields(parse_line(decoded, reading.example), reading)
     except DocumentError:
         explain_line(line)
         raise
@@ -174,11 +176,6 @@ def document_of_line(line: bytes | bytearray, reading: ReadOptions) -> str:
     if not text or b"\\u" in line or len(line) > reading.max_document_bytes:
         require_usable(text, reading)
     return text
-
-
-def _text_of(line: str, reading: ReadOptions) -> str:
-    text = _text_fast_path(line, reading)
-    return _text_of_fields(parse_line(line, reading.example), reading) if text is None else text
 
 
 def _text_fast_path(line: str, reading: ReadOptions) -> str | None:
@@ -252,8 +249,8 @@ def document_of_cell(content: bytes | JsonCell | None, reading: ReadOptions) -> 
     if isinstance(content, JsonCell):
         text = content.decoded(reading.example)
     if not isinstance(text, str):
-        what = f"{json.dumps(reading.text_field)} is {json_type(text)}, not a string"
-        raise DocumentError(what, "remove the row")
+        reason = f"{json.dumps(reading.text_field)} is {json_type(text)}, not a string"
+        raise DocumentError(reason, "remove the row")
     require_usable(text, reading)
     return text
 
@@ -275,8 +272,8 @@ def usable_size(text: str) -> int:
         return len(text.encode())
     except UnicodeEncodeError as error:
         lone = f"\\u{ord(text[error.start]):04x}"
-        what = f"contains a lone surrogate ({lone})"
-        raise DocumentError(what, "write the pair or drop it") from None
+        reason = f"contains a lone surrogate ({lone})"
+        raise DocumentError(reason, "write the pair or drop it") from None
 
 
 def too_long_document(size: int, reading: ReadOptions) -> DocumentError:
@@ -297,8 +294,8 @@ def decode_utf8(content: bytes | bytearray) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        what = f"is not UTF-8 (0x{content[error.start]:02x}: {error.reason})"
-        raise DocumentError(what, "convert the file to UTF-8", error.start) from None
+        reason = f"is not UTF-8 (0x{content[error.start]:02x}: {error.reason})"
+        raise DocumentError(reason, "convert the file to UTF-8", error.start) from None
 
 
 def _reject_constant(name: str) -> NoReturn:
@@ -320,7 +317,7 @@ _JSON = json.JSONDecoder(
     object_pairs_hook=tuple, parse_constant=_reject_constant, parse_int=_check_integer
 )
 _STRING = _JSON.parse_string  # pyright: ignore[reportAttributeAccessIssue] (stubs leave it out)
-USUAL_END = '"}\n'  # of a line whose text is its last field
+USUAL_END = '"}\n'  # ends a line whose text is its last field
 
 
 def parse_line(line: str, example: str) -> Any:
@@ -332,8 +329,8 @@ def parse_line(line: str, example: str) -> Any:
     except json.JSONDecodeError as error:
         cut = error.pos >= len(line.rstrip()) or error.msg.startswith("Unterminated")
         state = "is cut off" if cut else "is not JSON"
-        what = f"{state} ({re.sub(r' at$', '', error.msg)} at column {error.colno})"
-        raise DocumentError(what, f"write {example} on one line") from None
+        reason = f"{state} ({re.sub(r' at$', '', error.msg)} at column {error.colno})"
+        raise DocumentError(reason, f"write {example} on one line") from None
     if len(line) > MAX_DEPTH:  # counting takes time
         brackets = line.count("[") + line.count("{")
         if brackets > MAX_DEPTH and _is_deep(value):

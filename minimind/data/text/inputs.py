@@ -172,7 +172,7 @@ def _matching(root: Path, parts: Sequence[str]) -> Iterator[Path]:
             folders = (path for path, is_folder in _walk(base) if is_folder)
             yield from (path for folder in folders for path in _matching(folder, rest))
         elif base.is_dir():
-            yield base  # with all that is in it
+            yield base  # stands for all that is in the folder
 
 
 def _is_ours(path: Path) -> bool:
@@ -284,7 +284,7 @@ def _is_meant_as_weight(head: str, tail: str) -> bool:
 
 
 def _exists(path: str) -> bool:
-    return os.path.exists(os.path.expanduser(path))  # which no path makes raise
+    return os.path.exists(os.path.expanduser(path))  # never raises
 
 
 def read_sources(path: Path) -> list[Source]:

@@ -51,7 +51,7 @@ def read_segment(segment: Segment, reading: ReadOptions) -> Found:
 
 
 def _plain_lines(segment: Segment, reading: ReadOptions) -> Found:
-    kinds: list[Kind | None] = []  # of the file, once a line of it is bad
+    kinds: list[Kind | None] = []  # kind of the file, once a line of it is bad
     with open(segment.path, "rb", buffering=BUFFER_BYTES) as file:
         first = _first_line_within(file, segment)
         lines = _lines(file, first, segment.stop, reading)
@@ -105,18 +105,18 @@ def _long_line(
 
     A line that is too long is read to its end only if another line can begin before `stop`.
     """
-    held: bytearray | None = bytearray()
+    line: bytearray | None = bytearray()
     size = backslashes = 0
     while piece:
         size += len(piece)
-        if held is not None:
-            held += piece
+        if line is not None:
+            line += piece
             backslashes += piece.count(b"\\")
-            held = None if is_too_long(size, backslashes, reading) else held
-        if piece.endswith(b"\n") or (held is None and size >= stop):
+            line = None if is_too_long(size, backslashes, reading) else line
+        if piece.endswith(b"\n") or (line is None and size >= stop):
             break
         piece = file.readline(PIECE_BYTES)
-    return held, size
+    return line, size
 
 
 def _document_or_error(line: bytes | bytearray | None, reading: ReadOptions) -> str | DocumentError:
@@ -231,7 +231,7 @@ def _emptiness(path: Path, is_table: bool = False) -> Rejection:
 def _rejection(
     path: Path, line: int, begin: int, error: DocumentError, kind: Kind | None = None
 ) -> Rejection:
-    """The error, or that of a file of another kind."""
+    """The rejection for `error`, or for a file of another kind."""
     if kind is not None:
         return Rejection(path, line, begin, f"the file is {kind.name}", kind.remedy)
     return Rejection(path, line, begin + error.at, error.reason, error.remedy)

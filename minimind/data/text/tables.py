@@ -14,6 +14,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,8 +37,10 @@ from minimind.runtime.file_kinds import (
     kind_of_content,
     kind_of_file,
 )
+from minimind.runtime.terminal import first_lines
 
-# A kibibyte unpacks to 32 MiB at most (zstd; 1 MiB of deflate): a bomb goes off in small parts.
+# A kibibyte unpacks to 32 MiB at most (zstd; 1 MiB of deflate), which bounds the memory of a
+# decompression bomb.
 PIECE_BYTES = 2**10
 BUFFER_BYTES = 2**20
 TOO_FAR_BACK = "requires too much memory"  # what zstd says of a window of more than 2**27 bytes
@@ -79,7 +82,6 @@ class Unpacked(io.RawIOBase):
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
-        """True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -127,7 +129,6 @@ class Unpacked(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """Close the file too."""
         self._file.close()
         super().close()
 
@@ -138,12 +139,9 @@ def unpacked(path: Path) -> Unpacked:
         zstandard = _zstandard(path)
         start = zstandard.ZstdDecompressor().decompressobj
         return Unpacked(open(path, "rb"), ZSTD, start, zstandard.ZstdError, b"")
-    # gzip's own tools take zeros behind a stream, which tapes and block devices leave, for nothing.
-    return Unpacked(open(path, "rb"), GZIP, _inflater, zlib.error, b"\0")
-
-
-def _inflater() -> Any:
-    return zlib.decompressobj(GZIP_CONTAINER)
+    # gzip's own tools ignore zeros behind a stream, which tapes and block devices leave.
+    start = partial(zlib.decompressobj, GZIP_CONTAINER)
+    return Unpacked(open(path, "rb"), GZIP, start, zlib.error, b"\0")
 
 
 def _zstandard(path: Path) -> Any:
@@ -164,7 +162,7 @@ DATASET_FILE = "state.json"  # beside a dataset that save_to_disk wrote
 SPLITS_FILE = "dataset_dict.json"  # above several, one for each split
 TRAIN = "train"
 JSON = "arrow.json"  # the extension type of cells that are JSON, such as `Json` of datasets
-EXTENSION = b"ARROW:extension:name"  # in the metadata of a field, where no library knows its type
+EXTENSION = b"ARROW:extension:name"  # metadata of a field whose type no library knows
 
 
 def is_dataset(path: Path) -> bool:
@@ -238,7 +236,7 @@ def _texts(
             batch = next(batches, None)
             rows = None if batch is None else list(split(batch.select(columns)))
         except (pyarrow.ArrowException, ValueError, OSError) as error:  # ValueError: a key twice
-            raise Damage(f"cannot be read ({_first_line(error)})") from error
+            raise Damage(f"cannot be read ({first_lines(error)})") from error
         if rows is None:
             return
         for row in rows:
@@ -281,7 +279,7 @@ def _records(batch: Any) -> Iterator[dict[str, Any]]:
     return (dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True))
 
 
-def _in_bytes(kind: Any) -> Any:
+def _in_bytes(arrow_type: Any) -> Any:
     """The type without strings, and without times, which may fit no `datetime`.
 
     Values that are named by numbers keep theirs: a cast would repeat them. So do lists of views,
@@ -290,47 +288,47 @@ def _in_bytes(kind: Any) -> Any:
     import pyarrow
     from pyarrow import types
 
-    if isinstance(kind, pyarrow.BaseExtensionType):
-        return _in_bytes(kind.storage_type)
-    if types.is_struct(kind):
-        return pyarrow.struct([field.with_type(_in_bytes(field.type)) for field in kind])
-    if types.is_list(kind) or types.is_large_list(kind):
-        make = pyarrow.list_ if types.is_list(kind) else pyarrow.large_list
-        return make(kind.value_field.with_type(_in_bytes(kind.value_type)))
-    if types.is_fixed_size_list(kind):
-        field = kind.value_field.with_type(_in_bytes(kind.value_type))
-        return pyarrow.list_(field, kind.list_size)
-    if types.is_temporal(kind) and kind.bit_width in (32, 64):
-        return pyarrow.int32() if kind.bit_width == 32 else pyarrow.int64()
+    if isinstance(arrow_type, pyarrow.BaseExtensionType):
+        return _in_bytes(arrow_type.storage_type)
+    if types.is_struct(arrow_type):
+        return pyarrow.struct([field.with_type(_in_bytes(field.type)) for field in arrow_type])
+    if types.is_list(arrow_type) or types.is_large_list(arrow_type):
+        make = pyarrow.list_ if types.is_list(arrow_type) else pyarrow.large_list
+        return make(arrow_type.value_field.with_type(_in_bytes(arrow_type.value_type)))
+    if types.is_fixed_size_list(arrow_type):
+        field = arrow_type.value_field.with_type(_in_bytes(arrow_type.value_type))
+        return pyarrow.list_(field, arrow_type.list_size)
+    if types.is_temporal(arrow_type) and arrow_type.bit_width in (32, 64):
+        return pyarrow.int32() if arrow_type.bit_width == 32 else pyarrow.int64()
     strings = {
         pyarrow.string(): pyarrow.binary(),
         pyarrow.large_string(): pyarrow.large_binary(),
         pyarrow.string_view(): pyarrow.binary_view(),
     }
-    return strings.get(kind, kind)
+    return strings.get(arrow_type, arrow_type)
 
 
-def _marked(kind: Any) -> Callable[[Any], Any] | None:
+def _marked(arrow_type: Any) -> Callable[[Any], Any] | None:
     """A function that makes JSON in a value of this type a JsonCell; None if the type has none."""
     import pyarrow
     from pyarrow import types
 
-    if isinstance(kind, pyarrow.BaseExtensionType):
+    if isinstance(arrow_type, pyarrow.BaseExtensionType):
         return JsonCell
-    if isinstance(kind, pyarrow.DictionaryType):
-        return _marked(kind.value_type)
-    if types.is_struct(kind):
-        marks = {field.name: mark for field in kind if (mark := _marked(field.type))}
+    if isinstance(arrow_type, pyarrow.DictionaryType):
+        return _marked(arrow_type.value_type)
+    if types.is_struct(arrow_type):
+        marks = {field.name: mark for field in arrow_type if (mark := _marked(field.type))}
 
         def of_struct(struct: Any) -> Any:
             return struct | {name: _unless_null(mark, struct[name]) for name, mark in marks.items()}
 
         return of_struct if marks else None
-    if types.is_map(kind):
-        of_value = _marked(kind.item_type)
+    if types.is_map(arrow_type):
+        of_value = _marked(arrow_type.item_type)
         return of_value and (lambda pairs: [(k, _unless_null(of_value, v)) for k, v in pairs])
-    if kind.num_fields == 1:  # a list of any kind
-        inner = _marked(kind.field(0).type)
+    if arrow_type.num_fields == 1:  # a list of any kind
+        inner = _marked(arrow_type.field(0).type)
         return inner and (lambda values: [_unless_null(inner, value) for value in values])
     return None
 
@@ -382,15 +380,15 @@ def _misread(field: Any) -> str:
     """Why a column would be read as something else, with the remedy; empty if it would not."""
     import pyarrow
 
-    kind = field.type
-    is_extension = isinstance(kind, pyarrow.BaseExtensionType)
+    arrow_type = field.type
+    is_extension = isinstance(arrow_type, pyarrow.BaseExtensionType)
     unknown = (field.metadata or {}).get(EXTENSION, b"").decode(errors="replace")
-    name = kind.extension_name if is_extension else unknown
+    name = arrow_type.extension_name if is_extension else unknown
     if name and not (is_extension and name == JSON):
         return f"holds the extension type {json.dumps(name)}, which is not read; write plain text"
-    if isinstance(kind, pyarrow.DictionaryType):
-        return _misread(field.with_type(kind.value_type))
-    inner = [kind.field(n) for n in range(kind.num_fields)]
+    if isinstance(arrow_type, pyarrow.DictionaryType):
+        return _misread(field.with_type(arrow_type.value_type))
+    inner = [arrow_type.field(n) for n in range(arrow_type.num_fields)]
     for key, times in Counter(one.name for one in inner).items():
         if times > 1:
             return f"has the key {json.dumps(key)} {times} times; keep the one that is meant"
@@ -411,8 +409,8 @@ def _require_text(path: Path, schema: Any, field: str) -> None:
     times = schema.names.count(field)
     if not times:
         texts = [column.name for column in schema if kind_of(column) in strings]
-        what, remedy = missing_in_table(schema.names, texts, field)
-        raise DataError(f"{path}: {what}; {remedy}")
+        reason, remedy = missing_in_table(schema.names, texts, field)
+        raise DataError(f"{path}: {reason}; {remedy}")
     if times > 1:
         raise DataError(f"{path}: has the column {name} {times} times; keep the one that is meant")
     kind = kind_of(schema.field(field))
@@ -432,7 +430,7 @@ def _parquet(path: Path) -> Any:
     except (pyarrow.ArrowException, OSError) as error:
         if kind := kind_of_file(path, PARQUET):
             raise DataError(f"{path}: is {kind.name}, not Parquet; {kind.remedy}") from error
-        reason = _first_line(error)
+        reason = first_lines(error)
         raise DataError(f"{path}: cannot be read as Parquet ({reason}); write it again") from error
 
 
@@ -450,12 +448,12 @@ def _dataset(path: Path) -> Any:
                 raise DataError(f"{file}: is {kind.name}; {kind.remedy}") from error
         # Arrow's errors are ValueErrors; the others come of JSON that has another shape.
         raise DataError(
-            f"{path}: is no dataset that save_to_disk wrote ({_first_line(error)}); write it again"
+            f"{path}: is no dataset that save_to_disk wrote ({first_lines(error)}); write it again"
         ) from error
 
 
 def _split_directory(path: Path) -> Path:
-    """The directory of the rows: of one split if there are several."""
+    """The directory of the rows; the split `train` if there are several."""
     if not (path / SPLITS_FILE).is_file():
         return path
     try:
@@ -467,7 +465,3 @@ def _split_directory(path: Path) -> Path:
         first = path / str(next(iter(splits), TRAIN))
         raise DataError(f'{path}: has no split "{TRAIN}" but {named}; name one, such as {first}')
     return path / TRAIN
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

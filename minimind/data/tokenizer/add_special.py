@@ -27,7 +27,7 @@ def with_special_tokens(
 ) -> AnyTokenizer:
     """Return the tokenizer with control pieces of these names; the given one if it has them all.
 
-    Those that it lacks follow its last id, in this order, and the result is written to `directory`:
+    The names that it lacks follow its last id, in this order. The result is written to `directory`:
     the same bytes for the same input. Nothing else changes. Raise DataError for a name that cannot
     be added, such as that of an ordinary piece.
     """
@@ -112,7 +112,7 @@ def _dump(values: Any) -> bytes:
 def _require_appended(before: AnyTokenizer, names: Sequence[str], after: AnyTokenizer) -> None:
     """Raise DataError if the ids are not those asked for, as where a tokenizer.json skips ids."""
     first, special = before.vocab_size, after.special_tokens()
-    roles = [(one.bos_id, one.eos_id, one.pad_id) for one in (before, after)]
+    roles = [(t.bos_id, t.eos_id, t.pad_id) for t in (before, after)]
     expected = {**before.special_tokens(), **{name: first + at for at, name in enumerate(names)}}
     if special != expected or roles[0] != roles[1] or after.vocab_size != first + len(names):
         raise DataError(

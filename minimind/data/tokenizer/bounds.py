@@ -22,10 +22,10 @@ from minimind.errors import DataError
 from minimind.runtime.limited import tried_within
 
 MOST_GROWTH = 64  # characters that may be written for one; Unicode's own forms reach 18
-LONGEST_PIECE = 1024  # of a model that looks for every piece at every character
-LONGEST_WORD = 1000  # of WordPiece, whose time grows with the cube
-MAX_SECONDS, MAX_BYTES = 3.0, 2**30  # of the processor, and of memory, for pattern_trial.TEXTS
-PARTS = ("normalizer", "pre_tokenizer", "decoder")  # of a tokenizer.json
+LONGEST_PIECE = 1024  # characters, for a model that looks for every piece at every character
+LONGEST_WORD = 1000  # characters, for WordPiece, whose time grows with the cube
+MAX_SECONDS, MAX_BYTES = 3.0, 2**30  # CPU time and memory of pattern_trial.TEXTS
+PARTS = ("normalizer", "pre_tokenizer", "decoder")  # keys of a tokenizer.json
 REMEDY = "give another tokenizer"
 
 
@@ -50,8 +50,12 @@ def require_bounded_json(path: Path, values: Mapping[str, Any]) -> None:
             f"{path}: compares all parts of words of up to {longest} characters"
             f" (max_input_chars_per_word), more than {LONGEST_WORD}; {REMEDY}"
         )
-    if any(_regex(step) for part in PARTS for step in _steps(parts[part])):
-        _require_fast(path, json.dumps(parts))
+    has_patterns = any(_regex(step) for part in PARTS for step in _steps(parts[part]))
+    if has_patterns and not _is_fast(json.dumps(parts)):
+        raise DataError(
+            f"{path}: its patterns take more than {MAX_SECONDS:g} s or"
+            f" {MAX_BYTES / 2**20:,.0f} MiB for short texts; {REMEDY}"
+        )
 
 
 def require_bounded_model(path: Path, proto: Any) -> None:
@@ -102,7 +106,7 @@ def _growth(step: Mapping[str, Any]) -> float:
     if kind == "Precompiled":
         try:
             table = b64decode(_text(step.get("precompiled_charsmap")))
-        except NotBase64:  # which the library refuses
+        except NotBase64:  # the library refuses it
             return 1.0
         return _longest_form(table)
     return 1.0
@@ -150,12 +154,3 @@ def _longest_form(table: bytes) -> int:
 def _is_fast(parts: str) -> bool:
     request = {"parts": json.loads(parts)}
     return tried_within(pattern_trial.__file__, request, MAX_SECONDS, MAX_BYTES) is not None
-
-
-def _require_fast(path: Path, parts: str) -> None:
-    """Raise DataError for patterns that take too long for `pattern_trial.TEXTS`."""
-    if not _is_fast(parts):
-        raise DataError(
-            f"{path}: its patterns take more than {MAX_SECONDS:g} s or"
-            f" {MAX_BYTES / 2**20:,.0f} MiB for short texts; {REMEDY}"
-        )

@@ -83,7 +83,7 @@ class HuggingFaceTokenizer:
         if CONFIG_NAME not in self._files:
             eos_token = self._tokenizer.id_to_token(self.eos_id)
             config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
-            config["split_special_tokens"] = True  # as here: special tokens are not matched in text
+            config["split_special_tokens"] = True  # nor does text match special tokens here
             self._files[CONFIG_NAME] = json.dumps(config, indent=1).encode()
 
     def _special(self, names: Mapping[str, Any], role: str) -> int | None:
@@ -168,7 +168,7 @@ class HuggingFaceTokenizer:
             with self._answering("on one of many texts"):
                 encodings = self._tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
         except (DataError, TypeError):
-            for text in texts:  # of which one has this error alone
+            for text in texts:  # find the one that has the error
                 self.encode(text)
             raise
         return [encoding.ids for encoding in encodings]
@@ -218,7 +218,6 @@ class HuggingFaceTokenizer:
         return sizes(self.pieces())
 
     def pieces(self) -> list[Piece]:
-        """The piece of each id."""
         pieces = [Piece(FILLER)] * self.vocab_size
         is_byte_level = "ByteLevel" in json.dumps(self._json.get("decoder"))
         with self._answering("to decode its tokens"):
@@ -239,7 +238,7 @@ class HuggingFaceTokenizer:
         if byte and self._json["model"].get("byte_fallback"):
             return Piece(BYTE, bytes([int(byte[1], 16)]))
         decoder = self._tokenizer.decoder
-        # After another piece, because some decoders strip the start of a text.
+        # The piece stands after another one, because some decoders strip the start of a text.
         text = decoder.decode([ANCHOR, name]).removeprefix(ANCHOR) if decoder else name
         return piece_of(text.encode())
 

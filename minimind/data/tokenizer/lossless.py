@@ -13,7 +13,7 @@ import numpy as np
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import DataError
 
-MOST_LOST = 0.001  # of the bytes of a source
+MOST_LOST = 0.001  # share of the bytes of a source
 SHOWN_BEFORE, SHOWN_AFTER = 6, 12  # characters around a change
 
 
@@ -27,7 +27,7 @@ class TextLoss:
     one before every text cannot tell the two apart. An unknown token stands for no text.
     """
 
-    bytes: int = 0  # of the texts
+    bytes: int = 0  # bytes of the texts
     tokens: int = 0
     token_bytes: int = 0  # the sum of what each token stands for
     lost: int = 0
@@ -61,7 +61,6 @@ class TextLoss:
             self.lost += lost
 
     def add(self, other: TextLoss) -> None:
-        """Add the sums of later texts."""
         if not self.example or (other.lost and not self.lost):
             self.example = other.example or self.example
         for name in ("bytes", "tokens", "token_bytes", "lost", "changed"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-REPEATED = 1024  # of a character; patterns are slow where much of the same may match
+REPEATED = 1024  # times a character; patterns are slow where much of the same may match
 SOME = "é春안ж\u0300🙂\u200b\xa0\r\n\t"
 TEXTS = [
     *(
@@ -39,5 +39,5 @@ def main(request: dict[str, Any]) -> None:
             tokenizer.decode(ids)
         except MemoryError:
             raise
-        except BaseException:  # likewise; the library's errors are reported where a text has them
+        except BaseException:  # panics too; a text that has an error reports it
             continue

@@ -109,11 +109,11 @@ def id_chunks(ids: np.ndarray, pieces: Callable[[], Iterable[Piece]]) -> Iterato
 
 
 Arrays = Callable[[list[str]], list[np.ndarray]]
-WORD = re.compile(" *[^ ]+| +")  # with the spaces before it
-MAX_CHARACTERS_PER_SPACE = 12  # in a text whose words are looked up
-LOOKUP_CHARACTERS = 2**18  # whose words are looked up together
+WORD = re.compile(" *[^ ]+| +")  # a word and the spaces before it
+MAX_CHARACTERS_PER_SPACE = 12  # a text with more per space is not looked up by words
+LOOKUP_CHARACTERS = 2**18  # characters of texts that are looked up together
 MIN_WORDS_PER_NEW = 4  # caching a new word costs more than merging it once
-ENTRY_SIZE, CACHE_SIZE = 64, 2**23  # in characters; about 20 MB
+ENTRY_SIZE, CACHE_SIZE = 64, 2**23  # characters; about 20 MB
 
 
 class WordCache:
@@ -146,7 +146,7 @@ class TextEncoder:
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         self._processor = processor
-        self._lock = Lock()  # of `_words`
+        self._lock = Lock()  # guards `_words`
 
     @cached_property
     def pairs(self) -> frozenset[str] | None:
@@ -279,7 +279,7 @@ def _require_unicode_on_error(texts: Sequence[str]) -> Iterator[None]:
 SAMPLE_BYTES = 2**24
 LONGEST_AT_ONCE = 2**23  # bytes of a text that is not chunked; each takes up to 60 of memory
 NO_MODEL = "is not a SentencePiece model, or damaged"
-SETTINGS = {  # of the trainer, and recorded in the model
+SETTINGS = {  # settings of the trainer, recorded in the model
     "character_coverage": 1.0,
     "byte_fallback": True,
     "allow_whitespace_only_pieces": True,
@@ -420,7 +420,6 @@ class Tokenizer:
         return sizes(self.pieces())
 
     def pieces(self) -> list[Piece]:
-        """The piece of each id."""
         return [self._piece(i) for i in range(self.vocab_size)]
 
     def _piece(self, i: int) -> Piece:
@@ -449,8 +448,8 @@ class Tokenizer:
             existing = None
         files = {**self.files(), **hugging_face_files(self._processor, existing)}
         if JSON_NAME in files and CONFIG_NAME in self._beside:  # what it says of more than ids
-            own = json.loads(self._beside[CONFIG_NAME])
-            kept = {name: own[name] for name in (*TOKEN_ROLES, TEMPLATE_KEY) if own.get(name)}
+            config = json.loads(self._beside[CONFIG_NAME])
+            kept = {name: config[name] for name in (*TOKEN_ROLES, TEMPLATE_KEY) if config.get(name)}
             files[CONFIG_NAME] = dump_json(json.loads(files[CONFIG_NAME]) | kept)
         return formatting_as_trained(files)
 
@@ -478,7 +477,7 @@ def train_tokenizer(
     passages = [escape(passage) for passage in sample(texts, sample_bytes, seed)]
     known = alphabet(passages, max_alphabet(vocab_size, len(special)))
     sentences = list(_sentences(passages, known))
-    sentences.append(" ")  # else a Chinese text may give no piece for it
+    sentences.append(" ")  # without it a Chinese text may give no piece for the space
     if len(sentences) == 1:
         raise DataError("there is no text to learn a tokenizer from; add documents with text")
     model = _train(sentences, vocab_size, special, fillers=0)

@@ -88,7 +88,7 @@ def sizes(pieces: Sequence[Piece]) -> np.ndarray:
 
 
 def decode_byte_level(name: str) -> bytes:
-    """Bytes of a piece of a byte-level vocabulary, in which each letter stands for one byte.
+    """Bytes of a piece of a byte-level vocabulary: each letter stands for one byte.
 
     Printable Latin-1 letters stand for themselves; the other 68 bytes, in order, for U+0100 and on.
     """
@@ -163,17 +163,17 @@ MODEL_NAME = "tokenizer.model"
 JSON_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 SPECIALS_NAME = "special_tokens_map.json"
-TEMPLATE_NAME = "chat_template.jinja"  # as transformers names it
+TEMPLATE_NAME = "chat_template.jinja"  # transformers' name for it
 TEMPLATE_FOLDER = "additional_chat_templates"
 PROCESSOR_TEMPLATE_NAME = "chat_template.json"
-TEMPLATE_KEY = "chat_template"  # of the JSON files
+TEMPLATE_KEY = "chat_template"  # key of the JSON files
 LISTED = "added_tokens_decoder"  # all added tokens, in a tokenizer_config.json by transformers 4
 DEFAULT = "default"  # name of the template that formats conversations
 TOKEN_ROLES = tuple(f"{role}_token" for role in "bos eos unk sep pad cls mask".split())
 TOKENIZER_FILES = (MODEL_NAME, JSON_NAME, CONFIG_NAME, SPECIALS_NAME, TEMPLATE_NAME)
 LARGEST_TEMPLATE = 2**20  # bytes
 MOST_TEMPLATES = 100
-DEEPEST = 100  # of JSON; the library reads 128
+DEEPEST = 100  # levels of JSON; the library reads 128
 LARGEST_FILE = 2**28  # bytes; a million pieces take a tenth of it
 
 
@@ -186,32 +186,32 @@ class ChatTemplates:
 
     @property
     def default(self) -> str | None:
-        """The one that formats conversations; None if there is none, or none of several is it."""
+        """The template of conversations; None without one, or if none of several is the default."""
         return self.by_name.get(DEFAULT)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What the files beside a tokenizer say."""
+    """Content of the files next to a tokenizer."""
 
-    files: Mapping[str, bytes]  # by name, to be kept with the tokenizer
-    values: Mapping[str, Any]  # of its JSON files, as AutoTokenizer merges them
+    files: Mapping[str, bytes]  # content by name, to be kept with the tokenizer
+    values: Mapping[str, Any]  # values of its JSON files, merged like by AutoTokenizer
     templates: ChatTemplates
 
     @property
     def token_names(self) -> dict[str, str]:
         """Names of tokens by role, such as `bos_token`."""
-        found = {}
+        names = {}
         for role in TOKEN_ROLES:
             token = self.values.get(role)
             token = token.get("content") if isinstance(token, dict) else token  # with flags
             if isinstance(token, str):
-                found[role] = token
-        return found
+                names[role] = token
+        return names
 
 
 def read_configuration(path: Path) -> Configuration:
-    """Read the files beside that of a tokenizer; raise DataError for one that cannot be read."""
+    """Read the files next to a tokenizer; raise DataError for one that cannot be read."""
     files, parsed = {}, {CONFIG_NAME: {}, SPECIALS_NAME: {}}
     for name in parsed:
         if os.path.lexists(file := path.with_name(name)):
@@ -250,16 +250,16 @@ def _find_templates(
     that which only processors of transformers read (chat_template.json).
     """
     if TEMPLATE_KEY in specials:
-        place, value = folder / SPECIALS_NAME, specials[TEMPLATE_KEY]
+        path, value = folder / SPECIALS_NAME, specials[TEMPLATE_KEY]
     else:
-        place, value = folder / CONFIG_NAME, config.get(TEMPLATE_KEY)
-        if (found := _find_template_files(folder)).by_name:
-            return found
-    if value is None and _is_there(place := folder / PROCESSOR_TEMPLATE_NAME):
-        value = parse_object(place, read_file(place)).get(TEMPLATE_KEY) or None
+        path, value = folder / CONFIG_NAME, config.get(TEMPLATE_KEY)
+        if (templates := _find_template_files(folder)).by_name:
+            return templates
+    if value is None and _is_there(path := folder / PROCESSOR_TEMPLATE_NAME):
+        value = parse_object(path, read_file(path)).get(TEMPLATE_KEY) or None
     if value is None:
         return ChatTemplates()
-    return ChatTemplates(_templates_by_name(place, value), place.name)
+    return ChatTemplates(_templates_by_name(path, value), path.name)
 
 
 def _find_template_files(folder: Path) -> ChatTemplates:
@@ -284,17 +284,17 @@ def _is_there(template: Path) -> bool:
 def _templates_by_name(path: Path, value: Any) -> dict[str, str]:
     """The templates of a JSON file: one text, or several by name."""
     named = {DEFAULT: value} if isinstance(value, str) else value
-    found: dict[Any, Any]
+    templates: dict[Any, Any]
     try:
-        found = dict(
+        templates = dict(
             named if isinstance(named, dict) else ((one["name"], one["template"]) for one in named)
         )
     except (TypeError, KeyError):
-        found = {"": None}
-    if not all(isinstance(text, str) for text in (*found, *found.values())):
+        templates = {"": None}
+    if not all(isinstance(text, str) for text in (*templates, *templates.values())):
         what = 'neither a text nor a list of {"name": ..., "template": ...}'
         refuse(path, f"no configuration of a tokenizer (its {TEMPLATE_KEY} is {what})")
-    return found
+    return templates
 
 
 def _read_template(path: Path) -> str:
@@ -378,7 +378,7 @@ def write_tokenizer(directory: str | Path, files: Mapping[str, bytes]) -> None:
     with storing(f"{directory}: cannot write the tokenizer", "free space, or correct the path"):
         directory.mkdir(parents=True, exist_ok=True)
         for name in TOKENIZER_FILES:
-            for leftover in directory.glob(f"{name}.tmp-*"):  # of a killed process
+            for leftover in directory.glob(f"{name}.tmp-*"):  # a killed process left it
                 leftover.unlink(missing_ok=True)
             if name in files:
                 write_whole(directory / name, files[name])
