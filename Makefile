@@ -26,6 +26,7 @@ RUN := $(BIN)/python
 ENVIRONMENT := $(READY)
 endif
 
+.NOTPARALLEL:
 .PHONY: help setup train test test-all oldest versions check-python gpu gpu-bench check check-export fix smoke matrix elastic faults examples docs clean
 
 help: ## this list

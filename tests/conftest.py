@@ -74,7 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device here"))
     if not config.getoption("--long"):
         spared = {id(item) for item in items if item.get_closest_marker("long")}
-        spared |= {id(item) for item in outside_samples(items)}
+        if not config.option.keyword:  # -k names the cases to run
+            spared |= {id(item) for item in outside_samples(items)}
         config.hook.pytest_deselected(items=[item for item in items if id(item) in spared])
         items[:] = [item for item in items if id(item) not in spared]
 

@@ -92,12 +92,14 @@ def _unread(needed: str, is_given: Callable[[RunConfig], object], *names: str) -
     )
 
 
-def _refusal(call: Callable[..., object], *arguments: str) -> dict[str, str]:
+def _refusal(
+    call: Callable[..., object], *arguments: str, error: type[Exception] = UsageError
+) -> dict[str, str]:
     """The message of the error that `call` raises; empty without one."""
     try:
         call(*arguments)
-    except (UsageError, ValueError) as error:
-        return {"refusal": str(error)}
+    except error as refused:
+        return {"refusal": str(refused)}
     return {}
 
 
@@ -279,7 +281,7 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         lambda run: (
             run.task == "sft"
             and run.template_date
-            and _refusal(date.fromisoformat, run.template_date)
+            and _refusal(date.fromisoformat, run.template_date, error=ValueError)
         ),
         "{template_date} is no date such as 2024-07-26; correct it",
     ),

@@ -20,6 +20,7 @@ from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
 from minimind.data.rows.batches import Batches
 from minimind.data.rows.order import Mixture, Order, Ranges, count_rows, read_skip_rows
 from minimind.data.shards.conversation_shards import ConversationShards
+from minimind.data.shards.manifest import options_of
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
@@ -96,7 +97,7 @@ def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     place = f"--data_path {named(str(prepared.directory))}"
     by = f"--tokenizer {run.tokenizer}" if run.tokenizer else place
     run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
-    options = prepared.manifest["options"]
+    options = options_of(prepared.manifest)
     if not is_prepared(run.data_path[0]):
         return with_derived_values(run, by, {"max_document_bytes": options["max_document_bytes"]})
     return with_derived_values(run, place, options)

@@ -1,4 +1,4 @@
-"""The parts of a run that a flag turns on: each is imported if its flag is given.
+"""The parts of the loop that a flag turns on: each is imported if its flag is given.
 
 What the loop calls at many places has a null object in place of what is off; a check, a trace or
 trackers that are off are None.

@@ -287,8 +287,9 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     """Log the end of the run and write its report; every rank leaves the process group."""
     run, logger = context.run, context.logger
     context.batches.close()
-    context.mirror.finish()
-    context.saver.prune()  # also what was being uploaded at the last save
+    if run.mirror:
+        context.mirror.finish()
+        context.saver.prune()  # what was being uploaded at the last save
     if message := context.saver.prune_error(wait=True):
         logger.print(message)
     code = "DONE" if status == 0 else "PREEMPTED"
@@ -303,13 +304,14 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     else:
         logger.print(f"done: {state.step} steps, {state.tokens:,} tokens; next\n{what_next(run)}")
     if context.engine.rank == 0:
-        from minimind.report.page import REPORT_NAME, write_report
-
         out_dir = Path(run.out_dir)
         try:
+            from minimind.report.page import REPORT_NAME, write_report
+
             write_report([out_dir], out_dir / REPORT_NAME, "free some space")
             logger.print(f"report {out_dir / REPORT_NAME}")
-        except (StorageError, UsageError) as error:  # UsageError: metrics.jsonl was removed
+        # metrics.jsonl was removed, or the installation has changed since the start.
+        except (StorageError, UsageError, ImportError) as error:
             logger.print(f"no report: {error}")
     context.engine.barrier()
     if context.progress.peers:

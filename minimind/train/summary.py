@@ -27,7 +27,7 @@ from minimind.config.schedule import Schedule, plan_schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order
 from minimind.data.shards.conversation_shards import ConversationShards
-from minimind.data.shards.manifest import is_whole, read_manifest, where_listed
+from minimind.data.shards.manifest import is_whole, options_of, read_manifest, where_listed
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.lossless import loss_lines
 from minimind.engine.build import Engine
@@ -201,7 +201,7 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     if folder := prepared_folder(run):
         manifest = read_manifest(folder)
         _require_usable(folder, manifest, run.tokenizer)
-        derived = {"vocab_size": manifest["vocab_size"], **manifest["options"]}
+        derived = {"vocab_size": manifest["vocab_size"], **options_of(manifest)}
         run = with_derived_values(run, f"--data_path {named(str(folder))}", derived)
         row_tokens, lines = run.max_seq_len + 1, [f"data: {named(str(folder))}"]
         for split, part in manifest["splits"].items():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import minimind.train as training
-from minimind.checkpoint.directory import differences
+from minimind.checkpoint.directory import differences, published_checkpoints
 from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
 from minimind.data.rows.batches import Batches
@@ -67,6 +67,16 @@ def test_nothing_changed_continues_bit_for_bit(stopped: Path, run: Path, flags: 
     names = ("loss", "lr", "grad_norm", "tokens", "rows")
     for step, line in steps(stopped / "whole").items():
         assert [steps(run)[step][n] for n in names] == [line[n] for n in names]
+
+
+def test_a_start_that_saves_nothing_deletes_nothing(
+    stopped: Path, flags: dict[str, Any], tmp_path: Path
+):
+    run = Path(shutil.copytree(stopped / "whole", tmp_path / "run"))
+    before = published_checkpoints(run / "checkpoints")
+    assert len(before) > 1
+    assert train(flags, out_dir=str(run), save_interval=5, keep_last=1) == 0
+    assert published_checkpoints(run / "checkpoints") == before
 
 
 @pytest.mark.long

@@ -61,6 +61,9 @@ def test_a_flag_that_contradicts_the_folder_is_refused_and_others_are_taken_from
         ((name, value),) = wrong.items()
         with pytest.raises(UsageError, match=rf"{name} = {value} .* but --data_path .*/raw has"):
             train(flags(place, "raw", **wrong), out_dir=str(tmp_path / "other"))
+    both = {"max_document_bytes": 1000, "text_field": "body"}
+    with pytest.raises(UsageError, match="text_field = body"):  # as in the order of --help
+        train(flags(place, "raw", **both), out_dir=str(tmp_path / "other"))
     two = flags(place, "", data_path=[f"{place}/raw", f"{place}/a.jsonl"])
     with pytest.raises(UsageError, match="must be the only path"):
         train(two, out_dir=str(tmp_path / "other"))

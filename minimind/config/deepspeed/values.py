@@ -304,7 +304,7 @@ class Key:
     """A key of the DeepSpeed file that has a flag, or a value in place of "auto"."""
 
     path: str
-    flag: str = ""  # with the same value
+    flag: str = ""  # that decides it, with the same value unless `value` is given
     needed: Callable[[Facts], bool] = lambda f: False  # filled even where the file lacks it
     value: Callable[[Facts], Value | None] | None = None  # if not the flag's; None: unknown
     is_adopted: bool = True  # by the flag, as it is written; else by a function of its own

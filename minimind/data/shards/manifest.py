@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -95,6 +96,12 @@ class Options(ClosedJson):
     chat_template: str | None = None  # the template of conversations
     train_on: Literal["assistant", "last", "all"] | None = None
     template_date: str | None = None
+
+
+def options_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a folder that apply, in the order in which messages name them."""
+    given = manifest["options"]
+    return {name: given[name] for name in Options.model_fields if given.get(name) is not None}
 
 
 class Rejected(CheckedJson):
