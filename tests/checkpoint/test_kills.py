@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import time
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,9 @@ from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
 PREFIX = "runs/killed"
 RULES = Rules(keep_last=3)
 IDENTITY = {"seed": {"seed": 42}}
+# Forked from a process without threads: this one has those of torch, of servers and of other tests.
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload([__name__])
 
 
 def run(out_dir: Path, acknowledged: Path, seconds: float, facts: dict[str, object]) -> None:
@@ -49,6 +54,13 @@ def run(out_dir: Path, acknowledged: Path, seconds: float, facts: dict[str, obje
                 Timer(seconds, os._exit, [9]).start()
 
 
+def run_until_killed(environ: dict[str, str], *given: Any) -> None:
+    """The process of a test, with its environment; retries wait for nothing and say nothing."""
+    os.environ.update(environ)
+    filesystem.retrying.__defaults__ = (Retry(first_wait=0.0), lambda line: None, DataError)
+    run(*given)
+
+
 def complete(store: ObjectStore) -> list[int]:
     """Steps with a manifest, each of whose files is as the manifest says."""
     found = []
@@ -69,16 +81,8 @@ def content(store: ObjectStore, key: str) -> bytes:
 
 @pytest.mark.parametrize(("kills", "seed"), [(3, 1), pytest.param(30, 2, marks=pytest.mark.long)])
 def test_kills_during_uploads_lose_nothing_acknowledged(
-    tmp_path: Path,
-    store: ObjectStore,
-    proxy: FaultyProxy,
-    monkeypatch: pytest.MonkeyPatch,
-    trained,
-    kills: int,
-    seed: int,
+    tmp_path: Path, store: ObjectStore, proxy: FaultyProxy, trained, kills: int, seed: int
 ):
-    defaults = (Retry(first_wait=0.0), lambda line: None, DataError)
-    monkeypatch.setattr(filesystem.retrying, "__defaults__", defaults)
     facts = facts_of(trained.run)
     proxy.set(cut=0.05)
     draw, told = random.Random(seed), tmp_path / "told.jsonl"
@@ -87,13 +91,11 @@ def test_kills_during_uploads_lose_nothing_acknowledged(
     (tmp_path / "run").mkdir()
     while number < kills or not (interrupted or number > 10 * kills):
         number += 1
-        pid = os.fork()
-        if pid == 0:
-            try:
-                run(tmp_path / "run", told, draw.uniform(0.1, 0.8), facts)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        given = (tmp_path / "run", told, draw.uniform(0.1, 0.8), facts)
+        process = FORKING.Process(target=run_until_killed, args=({**os.environ}, *given))
+        process.start()
+        process.join()
+        assert process.exitcode == 9
         events = [json.loads(line) for line in told.read_text().splitlines()]
         steps = [one["step"] for one in events if one["event"] == "checkpoint_mirrored"]
         there = complete(store)
