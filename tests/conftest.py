@@ -91,7 +91,7 @@ def outside_samples(items: list[pytest.Item]) -> Iterator[pytest.Item]:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, left in cases.items():
         random.Random(name).shuffle(left)
-        values = {id(item): {*map(repr, item.callspec.params.items())} for item in left}  # pyright: ignore[reportAttributeAccessIssue]
+        values = {id(item): {*map(repr, item.callspec.params.items())} for item in left}  # pyright: ignore[reportAttributeAccessIssue] (of parametrized functions)
         (mark,) = left[0].iter_markers("sample")
         for _ in range(min(mark.args[0], len(left))):
             chosen = max(left, key=lambda item: len(values[id(item)]))

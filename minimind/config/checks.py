@@ -148,7 +148,7 @@ def _model(run: RunConfig) -> Iterator[str]:
         yield from rule(run)
 
 
-# Of models of transformers: flags that config.json decides, or that they do not support.
+# A model of transformers: config.json decides these flags, or the model does not support them.
 _ONLY_BUILT_IN = (
     " is only for the built-in decoder, and --model {model.value} is a model of transformers;"
     " drop it"

@@ -40,7 +40,7 @@ class StepResult:
     loss_sums: tuple[torch.Tensor, ...]  # sums of each micro-batch
     targets: tuple[torch.Tensor, ...]
     grad_norm: float | torch.Tensor | None
-    lr: float  # learning rate in force
+    lr: float  # the learning rate of this step
     skipped_so_far: int | torch.Tensor  # since step 0, for a gradient that is not finite
     is_skipped: bool | torch.Tensor  # this step, on every rank
     routing: Routing | None = None  # mean over this rank's micro-batches

@@ -73,7 +73,7 @@ class Tracker:
                 else:
                     tracker.log(values, step=step)
             tracker.finish()
-        except (Exception, SystemExit) as error:  # it may raise anything: training goes on
+        except (Exception, SystemExit) as error:  # a library may raise anything
             self._disable(masked_text(" ".join(str(error).split())) or type(error).__name__)
 
     def _disable(self, why: str) -> None:

@@ -107,7 +107,7 @@ def build_spike_guard(
 
 
 def build_corruption_check(run: RunConfig, engine: Engine, step: int) -> CorruptionCheck | None:
-    """The checks of --verify_interval, of a run that goes on from `step`."""
+    """The checks of --verify_interval; the run continues from `step`."""
     if not run.verify_interval:
         return None
     from minimind.recovery.corruption import CorruptionCheck
@@ -150,7 +150,7 @@ def build_trace(run: RunConfig, rank: int, device: torch.device) -> Trace | None
 
 
 def open_trackers(run: RunConfig, step: int) -> Trackers | None:
-    """The trackers of --report_to, of a run that goes on from `step`; for rank 0 only."""
+    """The trackers of --report_to; the run continues from `step`. Rank 0 alone calls it."""
     if not run.trackers():
         return None
     from minimind.report.trackers import open_trackers

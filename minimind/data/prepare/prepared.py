@@ -152,7 +152,7 @@ def open_text(
     """Open a folder of text to pretrain on; raise DataError for the conversations of a run.
 
     A folder that was finished with a tokenizer that loses text was allowed to be. An early one says
-    nothing of it: then the bytes of its tokens are compared with those of its text.
+    nothing of it. Then the bytes of its tokens are compared with the bytes of its text.
     """
     prepared = open_prepared(directory, tokenizer_path)
     if isinstance(prepared.train, ConversationShards):
