@@ -6,9 +6,14 @@ A record is a JSON object with one of
     "messages": turns with "role" and "content" (OpenAI); content may be a list of text parts
     "prompt" and "completion": two strings, a user and an assistant turn
 
-A key beside them that carries text of the conversation, media, or a weight in the loss is refused
-(`LOST`): it would be lost. Others, such as "id", are ignored, and named to whoever reads. A key
-without a value (null, "", [], {}, also as text) counts as absent: the row of a table has its
+An assistant turn may have thoughts ("reasoning_content") and "tool_calls", as a list or as its
+JSON; "function_call" as who speaks is a call too (ShareGPT). "tools" stand beside the turns, or in
+the system turn (MiniMind), "system" and "chat_template_kwargs" beside them. A weight of 0 or 1 says
+whether a turn is trained on. All of it reaches the template as it is written.
+
+Another key beside them that carries text of the conversation, media, or a weight in the loss is
+refused (`LOST`): it would be lost. Others, such as "id", are ignored, and named to whoever reads. A
+key without a value (null, "", [], {}, also as text) counts as absent: the row of a table has its
 columns as keys, and gives every key to every turn. Ignored as well are a weight of 1, a switch
 ("off", "none") in place of a system prompt, tools, media or reasoning, and counts and flags
 ("num_images": 2, "has_tools": "yes").
@@ -21,9 +26,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from minimind.data.text.documents import (
@@ -43,8 +49,13 @@ Pairs = tuple[tuple[str, Any], ...]  # a JSON object as `parse_line` decodes it
 
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
-TOOL_KEYS = {"tool_calls", "tool_call_id", "function_call"}
-TOOLS_REMEDY = "write the call into the content, or remove the conversation"
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of what an answer begins with
+CALLS, CALL_ID, TOOLS = "tool_calls", "tool_call_id", "tools"
+TOOLS_REMEDY = 'write "tool_calls", a list of calls, or remove the conversation'
+VARIABLES = "chat_template_kwargs"  # transformers' name for the variables of a template
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+TOOLS_EXAMPLE = '[{"type": "function", "function": {"name": "...", "parameters": {...}}}]'
+CALL_EXAMPLE = '[{"name": "...", "arguments": {...}}]'
 PART_KEYS = {"type", "text", "index", "cache_control"}  # keys of a part of the content
 ABSENT = re.compile(r"\s*(null|None|\[\s*\]|\{\s*\})?\s*")  # text that stands for no value
 # Keys of a turn that carry neither text nor a weight in the loss.
@@ -63,17 +74,58 @@ SWITCHES = {"true": 1, "yes": 1, "on": 1, "false": 0, "no": 0, "off": 0}
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation; the role is one of `ROLES`."""
+    """One turn of a conversation; the role is one of `ROLES`.
+
+    `more` holds its thoughts, calls and the id of a call by their keys, as a template reads them.
+    """
 
     role: str
     content: str
     name: str = ""  # who speaks, for a template that writes it
+    more: Mapping[str, Any] = field(default_factory=dict)
+    is_trained: bool = True
+
+    @property
+    def key_of_thoughts(self) -> str:
+        """The key in `more` of what an answer begins with; empty without it."""
+        return next((key for key in THOUGHTS if self.more.get(key)), "")
+
+    @property
+    def thoughts(self) -> str:
+        """What an answer begins with; empty without it."""
+        return self.more.get(self.key_of_thoughts, "").strip()
 
 
-def turn_of(message: Message) -> dict[str, str]:
-    """The turn of a message as templates and canonical texts have it."""
+class Conversation(tuple[Message, ...]):
+    """The turns, with the tools that are offered and the variables of the template beside them."""
+
+    tools: list[Any] | None
+    variables: Mapping[str, Any]
+
+    def __new__(
+        cls,
+        messages: Iterable[Message],
+        tools: list[Any] | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Conversation:
+        self = super().__new__(cls, messages)
+        self.tools, self.variables = tools, variables
+        return self
+
+    def of(self, messages: Iterable[Message]) -> Conversation:
+        """Other turns with the same beside them."""
+        return Conversation(messages, self.tools, self.variables)
+
+
+def as_conversation(messages: Iterable[Message]) -> Conversation:
+    """The same; turns alone have nothing beside them."""
+    return messages if isinstance(messages, Conversation) else Conversation(messages)
+
+
+def turn_of(message: Message) -> dict[str, Any]:
+    """The turn of a message as templates have it."""
     named = {"name": message.name} if message.name else {}
-    return {"role": message.role, "content": message.content, **named}
+    return {"role": message.role, "content": message.content, **named, **message.more}
 
 
 @dataclass(frozen=True)
@@ -104,6 +156,7 @@ SHAREGPT = Spelling(
         "system": SYSTEM,
         "tool": TOOL,
         "observation": TOOL,
+        "function_call": ASSISTANT,
     },
 )
 
@@ -140,15 +193,94 @@ def message_of_turn(turn: Any, spelling: Spelling, ignored: set[str]) -> Message
         reason = f'"{spelling.role}" is {json_type(role)}, not a string'
         raise DocumentError(reason, f"write {spelling.example()}")
     if role not in spelling.roles:
-        raise _unknown_role(role, spelling)
-    content = fields[spelling.content]
+        known = ", ".join(spelling.roles)
+        raise DocumentError(f'"{spelling.role}" is {shown(role)}', f"write one of {known}")
+    meant, more = spelling.roles[role], {}
+    if any(not is_absent(fields.get(key)) for key in EXTRA) or THOUGHTS[0] in fields:
+        more = _more_of(fields, meant)
+    content = fields.get(spelling.content)
+    if role == "function_call":
+        more, content = {CALLS: calls_of(content, spelling.content)}, ""
     if isinstance(content, list) and spelling is OPENAI:
         content = "".join(_text_of_part(part, number) for number, part in enumerate(content, 1))
     name = "" if is_absent(fields.get("name")) else fields["name"]
     is_blank = content is None or (isinstance(content, str) and not content.strip())
-    if spelling.roles[role] == SYSTEM and is_blank:
-        return Message(SYSTEM, "")
-    return Message(spelling.roles[role], require_content(content, spelling.content), name)
+    if is_blank and (meant in (SYSTEM, TOOL) or more.get(CALLS) or any(map(more.get, THOUGHTS))):
+        content = "" if meant == SYSTEM or content is None else content
+    else:
+        content = require_content(content, spelling.content)
+    is_trained = meant != ASSISTANT or _is_trained(fields, spelling)
+    return Message(meant, content, name, more, is_trained)
+
+
+EXTRA = (*THOUGHTS, CALLS, CALL_ID)
+
+
+def _more_of(fields: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """Thoughts, calls and the id of a call of a turn; raise DocumentError for wrong ones."""
+    more: dict[str, Any] = {}
+    for key in THOUGHTS:
+        value = fields.get(key)
+        if role != ASSISTANT and not is_absent(value):
+            raise DocumentError(f'has "{key}", which only an assistant turn has', "remove it")
+        if role == ASSISTANT and value is not None:
+            if not isinstance(value, str):
+                reason = f'"{key}" is {json_type(value)}, not a string'
+                raise DocumentError(reason, "write its text, or remove it")
+            # An empty text tells some templates not to look for thoughts in the content.
+            if key == THOUGHTS[0] or not is_absent(value):
+                more[key] = "" if is_absent(value) else value
+    if not is_absent(calls := fields.get(CALLS)):
+        if role != ASSISTANT:
+            raise DocumentError(f'has "{CALLS}", which only an assistant turn has', "remove it")
+        more[CALLS] = calls_of(calls, CALLS)
+    if not is_absent(call_id := fields.get(CALL_ID)):
+        if role != TOOL:
+            raise DocumentError(f'has "{CALL_ID}", which only a tool turn has', "remove it")
+        if not isinstance(call_id, str):
+            raise DocumentError(f'"{CALL_ID}" is {json_type(call_id)}, not a string', "remove it")
+        more[CALL_ID] = call_id
+    return more
+
+
+def calls_of(value: Any, key: str) -> list[Any]:
+    """The calls of tools in a decoded value, or in its JSON; raise DocumentError for others."""
+    calls = plain(from_json(value, key))
+    calls = calls if isinstance(calls, list) else [calls]
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            reason = f'"{key}" has a call without a "name"'
+            raise DocumentError(reason, f"write {CALL_EXAMPLE}, or remove the conversation")
+    if key != CALLS:  # a turn of its own: ShareGPT has no form of the list
+        return [{"type": "function", "function": call} for call in calls]
+    return calls
+
+
+def from_json(value: Any, key: str) -> Any:
+    """A decoded value, or what the JSON in a text is; raise DocumentError for other text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_line(value, CALL_EXAMPLE)
+    except DocumentError as error:
+        raise DocumentError(f'"{key}" {error.reason}', error.remedy) from None
+
+
+def plain(value: Any) -> Any:
+    """A decoded value with dictionaries in place of pairs; raise DocumentError for a key twice."""
+    if isinstance(value, tuple):
+        require_single(value)
+        return {key: plain(inner) for key, inner in value}
+    return [*map(plain, value)] if isinstance(value, list) else value
+
+
+def _is_trained(fields: Mapping[str, Any], spelling: Spelling) -> bool:
+    """Whether the weight of a turn, if it has one, is not 0."""
+    if fields.keys() <= {spelling.role, spelling.content, *EXTRA, "name", TOOLS}:
+        return True
+    weights = (weight_of(fields[key]) for key in fields if WEIGHT.fullmatch(snake_case(key)))
+    return all(weight != 0 for weight in weights)
 
 
 def require_single(pairs: Pairs, names: Iterable[str] | None = None) -> None:
@@ -190,9 +322,8 @@ def weight_of(value: Any) -> Any:
 def _require_keys(fields: dict[str, Any], spelling: Spelling, ignored: set[str]) -> None:
     """Raise DocumentError for a missing key, or for one with a meaning that would be lost."""
     given = {key for key, content in fields.items() if not is_absent(content)}
-    if given & TOOL_KEYS:
-        key = min(given & TOOL_KEYS)
-        raise DocumentError(f'has "{key}", and tool calls are not supported', TOOLS_REMEDY)
+    if "function_call" in given:
+        raise DocumentError('has "function_call", which is not supported', TOOLS_REMEDY)
     role = fields.get(spelling.role)
     example = spelling.example(role)
     other = SHAREGPT if spelling is OPENAI else OPENAI
@@ -201,31 +332,23 @@ def _require_keys(fields: dict[str, Any], spelling: Spelling, ignored: set[str])
             reason = f'has "{key}", but the conversation is written with "{spelling.role}"'
             raise DocumentError(f'{reason} and "{spelling.content}"', f"write {example}")
     for key in (spelling.role, spelling.content):
-        if key not in fields:
+        if key not in fields and not (key == spelling.content and CALLS in given):
             raise DocumentError(f'has no "{key}"', f"write {example}")
     if "name" in given and not isinstance(fields["name"], str):
         raise DocumentError(f'"name" is {json_type(fields["name"])}, not a string', "remove it")
-    is_answer = isinstance(role, str) and spelling.roles.get(role) == ASSISTANT
-    for key in sorted(given - {spelling.role, spelling.content, "name"}):
+    meant = spelling.roles.get(role) if isinstance(role, str) else None
+    read = {spelling.role, spelling.content, "name", *EXTRA, *([TOOLS] if meant == SYSTEM else [])}
+    for key in sorted(given - read):
         name = snake_case(key)
         if HARMLESS.fullmatch(name):
             ignored.add(f"{key} of turns")
         elif not WEIGHT.fullmatch(name):
             reason = f"has {shown(key)}, which is not supported"
             raise DocumentError(reason, f"remove it, or write {example}")
-        elif (weight := weight_of(value := fields[key])) != 1 and (is_answer or weight != 0):
+        elif weight_of(value := fields[key]) not in (0, 1):
             exact = json.dumps(value) if isinstance(value, int | float) else json_type(value)
-            raise DocumentError(
-                f"has {shown(key)} ({exact}), which is not supported: all answers count alike",
-                "remove it, or the conversation; --train_on last trains on the last answer alone",
-            )
-
-
-def _unknown_role(role: str, spelling: Spelling) -> DocumentError:
-    if spelling is SHAREGPT and role == "function_call":
-        return DocumentError('is a "function_call", which is not supported', TOOLS_REMEDY)
-    known = ", ".join(spelling.roles)
-    return DocumentError(f'"{spelling.role}" is {shown(role)}', f"write one of {known}")
+            reason = f"has {shown(key)} ({exact}), and a turn is trained on or not"
+            raise DocumentError(reason, "write 1 or 0, or remove it")
 
 
 def _text_of_part(part: Any, number: int) -> str:
@@ -252,15 +375,13 @@ def _text_of_part(part: Any, number: int) -> str:
 
 
 START = ""  # before the first turn
-# A chat begins with the user; user and assistant alternate. Several tools may answer one assistant
-# turn. A model is only ever asked to write after a user or a tool, so two assistant turns in a row
-# would train on what never happens, as would a chat that begins with the assistant. A last turn
-# without an answer is accepted: nothing is trained on it.
+# A chat begins with the user. Several tools may answer one assistant turn, and an assistant may go
+# on after its own turn. A last turn without an answer is accepted: nothing is trained on it.
 MAY_FOLLOW = {
     START: {SYSTEM, USER},
     SYSTEM: {USER},
     USER: {ASSISTANT},
-    ASSISTANT: {USER, TOOL},
+    ASSISTANT: {USER, TOOL, ASSISTANT},
     TOOL: {TOOL, ASSISTANT},
 }
 
@@ -303,6 +424,7 @@ EXAMPLE = (
 )
 LISTS = ("conversations", "messages")
 PAIR = ("prompt", "completion")
+SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # the first turn, beside the others
 
 
 @dataclass(frozen=True)
@@ -324,13 +446,6 @@ _SYSTEM = r"(system|sys|developer)"
 _MEDIA = r"(screenshot|figure|frame|image|img|picture|photo|video|audio|speech|pixelvalue)"
 _FIRST_TURN = "write it as the first turn, with the role system, or remove it"
 TEMPLATE_VALUES = Lost(re.compile(r"(chat_)?template_(kwargs|args)"), "remove it")
-# Text under any other name there, as a template may write it.
-TEMPLATE_TEXT = Lost(
-    re.compile(".*"),
-    "write its text into a turn, or remove it",
-    may_be_number=False,
-    may_be_switch=True,
-)
 LOST = (
     Lost(
         re.compile(r"instructions?"),
@@ -403,8 +518,7 @@ LOST = (
 COUNT = re.compile(r"^(?:(has|num|n)|(is|use))_")
 SWITCH = re.compile(rf"\s*({'|'.join(SWITCHES)}|none)\s*", re.IGNORECASE)  # says nothing itself
 COUNTED = re.compile(rf"{SWITCH.pattern}|\s*[\d.,]+\s*", re.IGNORECASE)
-# Text within the values of a template that it does not write as it is.
-TEMPLATE_SETTING = re.compile(r"(reasoning|thinking)_(effort|mode|level|budget)")
+READ = (*LISTS, *PAIR, TOOLS, VARIABLES, *SYSTEM_KEYS)  # with all of their text
 KEYS_SHOWN = 3
 MAX_BYTES_PER_CHARACTER = 4
 
@@ -451,7 +565,7 @@ def conversation_columns(names: Sequence[str], ignored: set[str] | None = None) 
     The names of the others are added to `ignored`.
     """
     columns = tuple((name, None) for name in names)
-    read = [name for name in names if name in (*LISTS, *PAIR) or lost_of(name)]
+    read = [name for name in names if name in READ or lost_of(name)]
     require_single(columns, read)
     if set(LISTS).isdisjoint(names) and not set(PAIR) <= set(names):
         raise _no_conversation(columns)
@@ -471,9 +585,9 @@ def lost_of(key: str) -> Lost | None:
 
 def _given(key: str, value: Any) -> Any:
     """The value of a column as `parse_line` gives it; raise DocumentError for other than UTF-8."""
-    if key not in (*LISTS, *PAIR):
+    if key not in READ:
         return _decoded(value, errors="replace")  # only whether it has a value counts
-    if not isinstance(value, list):
+    if key not in LISTS or not isinstance(value, list):
         try:
             return _decoded(value)
         except DocumentError as error:
@@ -506,27 +620,46 @@ def _within_limit(text: str, reading: ReadOptions) -> str:
     return text
 
 
-def canonical_text(messages: Sequence[Message]) -> str:
-    """Return the messages as compact JSON, the same text for every format of a record."""
-    return json.dumps([*map(turn_of, messages)], ensure_ascii=False, separators=(",", ":"))
+def canonical_text(messages: Iterable[Message]) -> str:
+    """Return a conversation as compact JSON, the same text for every format of a record.
+
+    It is a list of turns, or an object if tools or variables stand beside them.
+    """
+    conversation = as_conversation(messages)
+    turns = [
+        turn_of(one) if one.is_trained else {**turn_of(one), "weight": 0} for one in conversation
+    ]
+    whole: Any = turns
+    if conversation.tools is not None or conversation.variables:
+        beside = {TOOLS: conversation.tools, VARIABLES: dict(conversation.variables)}
+        whole = {"messages": turns, **{key: value for key, value in beside.items() if value}}
+    return json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
 
 
-def conversation_of(text: str) -> list[Message]:
-    """Return the messages of a canonical text."""
-    return [Message(**turn) for turn in json.loads(text)]
+def conversation_of(text: str) -> Conversation:
+    """Return the conversation of a canonical text."""
+    whole = json.loads(text)
+    if isinstance(whole, list):
+        whole = {"messages": whole}
+    messages = []
+    for turn in whole["messages"]:
+        role, content, name = turn.pop("role"), turn.pop("content"), turn.pop("name", "")
+        is_trained = turn.pop("weight", 1) == 1
+        messages.append(Message(role, content, name, turn, is_trained))
+    return Conversation(messages, whole.get(TOOLS), whole.get(VARIABLES, {}))
 
 
-def messages_of(value: Any, ignored: set[str] | None = None) -> list[Message]:
-    """Return the messages of a record as `parse_line` decodes it; raise DocumentError.
+def messages_of(value: Any, ignored: set[str] | None = None) -> Conversation:
+    """Return the conversation of a record as `parse_line` decodes it; raise DocumentError.
 
     The names of keys that are ignored are added to `ignored`. A system turn without text is left
-    out.
+    out, unless tools stand in it.
     """
     if not isinstance(value, tuple):
         raise DocumentError(f"is {json_type(value)}, not an object", f"write {EXAMPLE}")
     fields = dict(value)
     if len(fields) != len(value):
-        require_single(value, [key for key, _ in value if key in (*LISTS, *PAIR) or lost_of(key)])
+        require_single(value, [key for key, _ in value if key in READ or lost_of(key)])
     forms = [(key,) for key in LISTS if key in fields]
     forms += [PAIR] if all(key in fields for key in PAIR) else []
     if len(forms) > 1:
@@ -539,31 +672,98 @@ def messages_of(value: Any, ignored: set[str] | None = None) -> list[Message]:
         raise DocumentError(f"has {names}, more than one conversation", "keep one of them")
     (keys,) = forms
     unread = set() if ignored is None else ignored
+    tools: list[Any] = []
     if keys == PAIR:
         messages = _messages_of_pair(fields)
     else:
-        messages = _messages_of_turns(fields[keys[0]], keys[0], unread)
+        messages, tools = _messages_of_turns(fields[keys[0]], keys[0], unread)
+    variables: dict[str, Any] = {}
     for key, given in fields.items():
-        if key not in keys and not is_absent(given):
+        if key in keys or is_absent(given):
+            continue
+        if key == TOOLS:
+            tools = _tools_beside(given, tools)
+        elif key in SYSTEM_KEYS and isinstance(given, str) and not SWITCH.fullmatch(given):
+            messages = _with_system(key, given, messages)
+        elif lost_of(key) is TEMPLATE_VALUES:
+            variables |= _variables_of(key, given)
+        else:
             _require_nothing_lost(key, given, lost_of(key), messages)
             unread.add(key)
     require_order(messages)
-    return [message for message in messages if message.role != SYSTEM or message.content]
+    if all(not one.is_trained for one in messages if one.role == ASSISTANT):
+        raise DocumentError("has no answer with a weight of 1", "remove the conversation")
+    is_first_kept = bool(tools) and messages[0].role == SYSTEM and not messages[0].content
+    kept = [one for one in messages if one.role != SYSTEM or one.content]
+    return Conversation([*messages[:is_first_kept], *kept], tools or None, variables)
 
 
-def _messages_of_turns(turns: Any, key: str, ignored: set[str]) -> list[Message]:
+def _tools_beside(value: Any, in_turn: list[Any]) -> list[Any]:
+    """The tools that stand beside the turns; raise DocumentError for others than in a turn."""
+    tools = tools_of(value)
+    if in_turn and in_turn != tools:
+        raise DocumentError(f'has "{TOOLS}", and others in a turn', "keep one of them")
+    return tools
+
+
+def tools_of(value: Any) -> list[Any]:
+    """The tools of a decoded list of objects, or of its JSON; raise DocumentError for others."""
+    if isinstance(value, str) and SWITCH.fullmatch(value):
+        return []
+    tools = plain(from_json(value, TOOLS))
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DocumentError(
+            f'"{TOOLS}" is no list of objects', f"write {TOOLS_EXAMPLE}, or remove it"
+        )
+    return tools
+
+
+def _with_system(key: str, text: str, messages: list[Message]) -> list[Message]:
+    """The messages with the system message that stands beside them."""
+    first = messages[0]
+    if first.role != SYSTEM or not first.content:
+        usable_size(text)
+        return [Message(SYSTEM, text), *messages[first.role == SYSTEM :]]
+    if first.content.strip() != text.strip():
+        raise DocumentError(
+            f"has {shown(key)} and another system turn", "keep one of them, or join both"
+        )
+    return messages
+
+
+def _variables_of(key: str, value: Any) -> dict[str, Any]:
+    """Variables for the template of one conversation; raise DocumentError for others."""
+    variables = plain(from_json(value, key))
+    if not isinstance(variables, dict):
+        raise DocumentError(f"{shown(key)} is no object", "remove it")
+    for name in variables:
+        require_variable(name, key)
+    return {name: one for name, one in variables.items() if one is not None}
+
+
+def require_variable(name: str, where: str) -> None:
+    """Raise DocumentError for a name that a template gets from elsewhere, or cannot have."""
+    if name in RESERVED or not name.isidentifier() or name.startswith("_"):
+        raise DocumentError(f"{where} has {shown(name)}, which no variable can be", "remove it")
+
+
+def _messages_of_turns(turns: Any, key: str, ignored: set[str]) -> tuple[list[Message], list[Any]]:
+    """The messages, and the tools of the system turn."""
     if not isinstance(turns, list):
         raise DocumentError(f'"{key}" is {json_type(turns)}, not a list', f"write {EXAMPLE}")
     if not turns:
         raise DocumentError(f'"{key}" is an empty list', f"write {EXAMPLE}, or remove it")
     spelling = _spelling(turns[0], key)
-    messages = []
+    messages, tools = [], []
     for number, turn in enumerate(turns, 1):
         try:
             messages.append(message_of_turn(turn, spelling, ignored))
+            given = dict(turn).get(TOOLS)
+            if not is_absent(given):
+                tools = tools_of(given)
         except DocumentError as error:
             raise _in_turn(number, error) from None
-    return messages
+    return messages, tools
 
 
 def _spelling(first: Any, key: str) -> Spelling:
@@ -592,23 +792,9 @@ def _require_nothing_lost(
     key: str, value: Any, lost: Lost | None, messages: Sequence[Message]
 ) -> None:
     """Raise DocumentError for a key whose value would be lost."""
-    if lost in (TEMPLATE_VALUES, TEMPLATE_TEXT) and isinstance(inner := _object(value), tuple):
-        for name, one in inner:
-            if not (isinstance(one, str) and TEMPLATE_SETTING.fullmatch(snake_case(name))):
-                within = lost_of(name) or TEMPLATE_TEXT
-                _require_nothing_lost(f"{key}.{name}", one, within, messages)
-    elif lost and not is_absent(value) and not _says_nothing_else(key, value, lost, messages):
+    if lost and not _says_nothing_else(key, value, lost, messages):
         reason = f"has {shown(key)} outside of the turns, which would be lost"
         raise DocumentError(reason, lost.remedy)
-
-
-def _object(value: Any) -> Any:
-    """A value, or the JSON object that a text is."""
-    if not isinstance(value, str) or not value.lstrip().startswith("{"):
-        return value
-    with suppress(DocumentError):
-        return parse_line(value, EXAMPLE)
-    return value
 
 
 def _says_nothing_else(key: str, value: Any, lost: Lost, messages: Sequence[Message]) -> bool:

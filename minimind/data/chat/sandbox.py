@@ -95,16 +95,20 @@ class Sandbox:
         self,
         chat: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
-        tokens: Mapping[str, str],
+        values: Mapping[str, Any],
+        tools: Sequence[Any] | None = None,
     ) -> tuple[str, list[Span]]:
-        """The text of a chat and the spans of `{% generation %}`; TooLong if it has no end."""
-        most = LONGEST + PER_CHARACTER * sum(len(turn["content"]) for turn in chat)
+        """The text of a chat and the spans of `{% generation %}`; TooLong if it has no end.
+
+        `values` are the tokens and variables that the template has by name.
+        """
+        most = LONGEST + PER_CHARACTER * sum(map(_said, (*chat, *(tools or ()))))
         values = {
             "messages": [dict(turn) for turn in chat],
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            **tokens,
+            **values,
         }
         blocks: list[str] = []
         with self._lock:  # what is written so far is of one chat
@@ -116,6 +120,15 @@ class Sandbox:
                 if self._marks.written > most:
                     raise TooLong(f"it writes more than {most:,} characters for one conversation")
             return "".join(blocks), self._marks.spans
+
+
+def _said(value: Any) -> int:
+    """Characters of the texts in a decoded JSON value."""
+    if isinstance(value, Mapping):
+        return sum(map(_said, value.values()))
+    if isinstance(value, list):
+        return sum(map(_said, value))
+    return len(value) if isinstance(value, str) else 1
 
 
 class _Code(CodeGenerator):

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, datetime, time
 from functools import cache, cached_property
 from itertools import dropwhile, takewhile
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 import numpy as np
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from minimind.data.chat import sandbox
-from minimind.data.chat.conversations import ASSISTANT, SYSTEM, TOOL, USER, Message, turn_of
+from minimind.data.chat.conversations import (
+    ASSISTANT,
+    CALLS,
+    SYSTEM,
+    TOOL,
+    USER,
+    Conversation,
+    Message,
+    as_conversation,
+    turn_of,
+)
 from minimind.data.chat.sandbox import Sandbox, Span, TooLarge, TooLong
+from minimind.data.chat.turns import Turns
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -67,21 +80,27 @@ def date_of(source: str, given: str | None) -> str | None:
 class Renderer:
     """A template's source and the names of tokens that it may use, such as `bos_token`.
 
-    `name` is what error messages call the template, `today` the date that it is told.
+    `name` is what error messages call the template, `today` the date that it is told, `variables`
+    what it reads besides.
     """
 
     def __init__(
-        self, source: str, tokens: Mapping[str, str], name: str, today: date | None = None
+        self,
+        source: str,
+        tokens: Mapping[str, str],
+        name: str,
+        today: date | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.source = source
         self.name = name
         self._today = datetime.combine(today or date.today(), time())
         self.marks_generation = GENERATION.search(source) is not None
-        self._tokens = dict(tokens)
+        self._values = {**tokens, **variables}
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Iterable[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of the messages; raise DocumentError if the template refuses them."""
-        return self._render(messages, add_generation_prompt)[0]
+        return self.with_spans(messages, add_generation_prompt)[0]
 
     def require_texts(self, messages: Sequence[Message], rendered: str) -> None:
         """Raise UsageError if what is said is not in `rendered`, and would be if given in parts."""
@@ -94,7 +113,7 @@ class Renderer:
         if is_in(rendered):
             return
         try:
-            text = self._sandbox.render(chat, False, self._tokens)[0]
+            text = self._sandbox.render(chat, False, self._values)[0]
         except Exception:  # a template that knows no parts may raise anything for them
             return
         if is_in(text):
@@ -103,49 +122,19 @@ class Renderer:
                 " out content that is a text; give one for texts (--chat_template)"
             )
 
-    def with_spans(
-        self, messages: Sequence[Message], last_only: bool = False
-    ) -> tuple[str, list[Span]]:
-        """Return the text and the spans of all assistant turns, or of the last one, in order.
-
-        Spans are those of `{% generation %}`. For a template without it, a turn is the text after
-        the generation prompt; raise UsageError if the messages before do not render to its prefix.
-        """
-        turns = [at for at, message in enumerate(messages) if message.role == ASSISTANT]
-        wanted = turns[-1:] if last_only else turns
-        if not self.marks_generation:
-            text = self.render(messages)
-            return text, [self._span_after_prompt(text, messages, at) for at in wanted]
-        text, spans = self._render(messages)
-        if not last_only:
-            return text, spans
-        if len(spans) == len(turns):
-            return text, spans[-1:]
-        before = self._render(messages[: turns[-1]])[1] if turns[-1:] > [0] else []
-        return text, spans[len(before) :]
-
-    def _span_after_prompt(self, text: str, messages: Sequence[Message], at: int) -> Span:
-        before = self.render(messages[:at], add_generation_prompt=True)
-        after = text if at + 1 == len(messages) else self.render(messages[: at + 1])
-        if not (after.startswith(before) and text.startswith(after)):
-            raise UsageError(
-                f"{self.name} has no {{% generation %}}, and the text of the messages up to turn"
-                f" {at + 1} is not the beginning of the whole; put {{% generation %}} and"
-                " {% endgeneration %} around what the assistant writes"
-            )
-        return len(before), len(after)
-
     @cached_property
     def _sandbox(self) -> Sandbox:
         return Sandbox(self.source, self._today)
 
-    def _render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False
+    def with_spans(
+        self, messages: Iterable[Message], add_generation_prompt: bool = False
     ) -> tuple[str, list[Span]]:
+        """Return the text and the spans of `{% generation %}`; see `render`."""
+        conversation = as_conversation(messages)
+        values = {**self._values, **conversation.variables}
         try:
-            return self._sandbox.render(
-                list(map(turn_of, messages)), add_generation_prompt, self._tokens
-            )
+            turns = list(map(turn_of, conversation))
+            return self._sandbox.render(turns, add_generation_prompt, values, conversation.tools)
         except TemplateSyntaxError as error:
             reason = f"{self.name} is not a Jinja template ({_shown(error)}, line {error.lineno})"
             raise UsageError(f"{reason}; correct it, or leave it out") from error
@@ -154,7 +143,7 @@ class Renderer:
                 reason = f"{self.name} refuses the conversation ({_shown(error)})"
                 raise DocumentError(reason, "change it, or give another template") from error
             if not isinstance(error, TooLarge | TooLong):
-                self.require_texts(messages, "")
+                self.require_texts(conversation, "")
             reason = f"{self.name} cannot be rendered ({type(error).__name__}: {_shown(error)})"
             raise UsageError(f"{reason}; correct it, or give another") from error
 
@@ -257,7 +246,7 @@ class ChatTemplate:
 
     Special tokens in the rendered text become their ids; the text between them is encoded by
     itself. Raise UsageError if the template is not valid, or does not fit the tokenizer; `name` is
-    what messages call it, `today` the date that it is told.
+    what messages call it, `today` the date that it is told, `variables` what it reads besides.
     """
 
     def __init__(
@@ -266,6 +255,7 @@ class ChatTemplate:
         tokenizer: AnyTokenizer,
         name: str = "the chat template",
         today: date | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.source = source
         self.name = name
@@ -273,7 +263,8 @@ class ChatTemplate:
         self._special = tokenizer.special_tokens()
         longest_first = sorted(self._special, key=len, reverse=True)
         self._special_name = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-        self._renderer = Renderer(source, named_tokens(tokenizer), name, today)
+        self._renderer = Renderer(source, named_tokens(tokenizer), name, today, variables)
+        self._turns = Turns(self._renderer.render, self._special_name, name)
         self._special_ids = {token: np.array([i], np.int32) for token, i in self._special.items()}
         self._sizes = tokenizer.piece_bytes()
         self._require_fit()
@@ -284,25 +275,26 @@ class ChatTemplate:
 
         Raise UsageError if there is none: an answer would not end.
         """
-        ids, targets = self.encode(PROBE)
         special = set(self._special.values())
-        written = ids[int(np.argmax(targets)) :].tolist()
-        content = dropwhile(
-            lambda token: token in special, written
-        )  # a header may be trained on too
-        if (end := next((token for token in content if token in special), None)) is not None:
-            return end
+        for probe in (PROBE, PROBE * 2):  # an answer may be ended by the next turn alone
+            ids, targets = self.encode(probe)
+            written = ids[int(np.argmax(targets)) :].tolist()
+            # A header may be trained on too.
+            content = dropwhile(lambda token: token in special, written)
+            if (end := next((token for token in content if token in special), None)) is not None:
+                return end
         raise UsageError(
             f"{self.name} writes no special token after what the assistant says, so that an answer"
             " would not end; end it with eos_token, or with a token such as <|end|>"
         )
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Iterable[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of the messages; raise DocumentError if the template refuses them."""
         return self._renderer.render(messages, add_generation_prompt)
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Iterable[Message]) -> list[int]:
         """Return the ids after which the assistant writes its next turn."""
+        messages = as_conversation(messages)
         self._require_no_special(messages)
         text = self.render(messages, add_generation_prompt=True)
         return self._ids_and_targets([(text, [])], threads=1)[0][0].tolist()
@@ -311,9 +303,10 @@ class ChatTemplate:
         """Return the ids, int32, and whether each is trained on, bool.
 
         `assistant` trains on what the assistant writes, with the token that ends its turn, `last`
-        on the last of its turns, `all` on everything. A token is trained on if any of its
-        characters is; the first never, as nothing predicts it. Raise DocumentError for content that
-        contains the name of a special token: it could forge a turn.
+        on the last of its turns, `all` on everything; turns with a weight of 0 are left out. A
+        token is trained on if any of its characters is; the first never, as nothing predicts it.
+        Raise DocumentError for content that contains the name of a special token: it could forge a
+        turn.
         """
         (encoded,) = self.encode_batch([messages], train_on)
         if isinstance(encoded, DocumentError):
@@ -347,20 +340,57 @@ class ChatTemplate:
     def _text_and_spans_or_error(
         self, messages: Sequence[Message], train_on: TrainOn
     ) -> tuple[str, list[Span]] | DocumentError:
+        conversation = as_conversation(messages)
         try:
-            self._require_no_special(messages)
-            self._require_names_written(messages)
+            self._require_no_special(conversation)
+            text, marked = self._renderer.with_spans(conversation)
+            self._require_written(conversation, text)
             if train_on == "all":
-                text = self.render(messages)
-                return text, [(0, len(text))]
-            text, spans = self._renderer.with_spans(messages, last_only=train_on == "last")
-            if not self._renderer.marks_generation:
-                spans = [self._without_separator(text, span) for span in spans]
+                return text, self._all_but_untrained(conversation, text, marked)
+            turns = [at for at, one in enumerate(conversation) if one.role == ASSISTANT]
+            wanted = turns[-1:] if train_on == "last" else turns
+            wanted = [at for at in wanted if conversation[at].is_trained]
+            spans = self._spans(conversation, text, marked, turns, wanted)
             if all(begin == end for begin, end in spans):
-                raise self._nothing_to_train_on(messages, text)
+                raise self._nothing_to_train_on(conversation, text)
         except DocumentError as error:
             return error
         return text, spans
+
+    def _spans(
+        self,
+        conversation: Conversation,
+        text: str,
+        marked: list[Span],
+        turns: Sequence[int],
+        wanted: Sequence[int],
+    ) -> list[Span]:
+        """Where the wanted of the assistant's turns are, by `{% generation %}` if there is any."""
+        if not self._renderer.marks_generation:
+            found = self._turns.spans(conversation, text, wanted)
+            return [span for span in found if span is not None]
+        if wanted == turns:
+            return marked
+        if len(marked) == len(turns):
+            return [span for at, span in zip(turns, marked, strict=True) if at in wanted]
+        if wanted == turns[-1:]:
+            before = conversation.of(conversation[: turns[-1]])
+            return marked[len(self._renderer.with_spans(before)[1]) if before else 0 :]
+        raise DocumentError(
+            f"has turns with a weight of 0, and {self.name} marks {len(marked)} spans for"
+            f" {len(turns)} answers",
+            "remove the weights, or put one {% generation %} around each answer",
+        )
+
+    def _all_but_untrained(
+        self, conversation: Conversation, text: str, marked: list[Span]
+    ) -> list[Span]:
+        """The whole text without the answers that are not trained on."""
+        turns = [at for at, one in enumerate(conversation) if one.role == ASSISTANT]
+        left_out = [at for at in turns if not conversation[at].is_trained]
+        cuts = self._spans(conversation, text, marked, turns, left_out) if left_out else []
+        edges = [0, *(edge for cut in sorted(cuts) for edge in cut), len(text)]
+        return [(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
 
     def _ids_and_targets(
         self, texts: Sequence[tuple[str, list[Span]]], threads: int, loss: TextLoss | None = None
@@ -404,13 +434,6 @@ class ChatTemplate:
             return len(text.encode())
         return int(self._sizes[self._tokenizer.encode(text)].sum())
 
-    def _without_separator(self, text: str, span: Span) -> Span:
-        """Cut whitespace after the token that ends a turn: the assistant does not write it."""
-        begin, end = span
-        written = text[begin:end].rstrip()
-        is_ended = any(written.endswith(name) for name in self._special)
-        return (begin, begin + len(written)) if is_ended else span
-
     def require_no_special(self, text: str) -> None:
         """Raise DocumentError for a text with the name of a special token."""
         if match := self._special_name.search(text):
@@ -420,23 +443,53 @@ class ChatTemplate:
                 "write it in another way, or remove the conversation",
             )
 
-    def _require_no_special(self, messages: Sequence[Message]) -> None:
-        for number, message in enumerate(messages, 1):
+    def _require_no_special(self, conversation: Conversation) -> None:
+        for number, message in enumerate(conversation, 1):
             try:
-                self.require_no_special(f"{message.content}\n{message.name}")
+                # A call and an answer may be written as tags that are tokens.
+                text = "\n".join(texts_in(turn_of(message)))
+                own = OWN_TAG if message.role == ASSISTANT else None
+                self.require_no_special(own.sub("", text) if own else text)
             except DocumentError as error:
                 raise DocumentError(f"turn {number}: {error.reason}", error.remedy) from None
+        if conversation.tools or conversation.variables:
+            beside = [conversation.tools, dict(conversation.variables)]
+            self.require_no_special("\n".join(texts_in(beside)))
 
-    def _require_names_written(self, messages: Sequence[Message]) -> None:
-        """Raise DocumentError for the name of a turn that the template leaves out."""
-        for at, message in enumerate(messages):
-            if message.name:
-                nameless = [*messages[:at], replace(message, name=""), *messages[at + 1 :]]
-                if self.render(nameless) == self.render(messages):
-                    raise DocumentError(
-                        f'turn {at + 1}: has "name", which {self.name} does not write',
-                        "remove it, write it into the content, or give a template that writes it",
-                    )
+    def _require_written(self, conversation: Conversation, text: str) -> None:
+        """Raise DocumentError for what the template leaves out: names, thoughts, calls, tools."""
+        for at, message in enumerate(conversation):
+            if message.name and message.role != TOOL:
+                nameless = [*conversation[:at], replace(message, name=""), *conversation[at + 1 :]]
+                if self.render(conversation.of(nameless)) == text:
+                    raise self._left_out(f'turn {at + 1}: has "name"', "write it into the content")
+            thoughts = message.thoughts
+            if thoughts and not (is_in(thoughts, text) or self._writes(message.key_of_thoughts)):
+                what = f'turn {at + 1}: has "{message.key_of_thoughts}"'
+                raise self._left_out(what, "write it into the content")
+            for call in message.more.get(CALLS, ()):
+                if not is_in(call.get("function", call)["name"], text):
+                    what = f'turn {at + 1}: has "{CALLS}"'
+                    raise self._left_out(what, "write them into the content")
+        if conversation.tools:
+            without = Conversation(conversation, None, conversation.variables)
+            if self.render(without) == text:
+                raise self._left_out('has "tools"', "write them into the system message")
+        for name, value in conversation.variables.items():
+            if any(texts_in(value)) and not re.search(rf"\b{name}\b", self.source):
+                raise self._left_out(f'has "{name}" beside the turns', "write it into a turn")
+
+    def _left_out(self, what: str, remedy: str) -> DocumentError:
+        return DocumentError(
+            f"{what}, which {self.name} does not write",
+            f"{remedy}, or give a template that writes it (--chat_template)",
+        )
+
+    @cache  # noqa: B019 (one for each key of thoughts, as long as the template)
+    def _writes(self, key: str) -> bool:
+        """Whether the template writes the thoughts of a last answer; it may drop earlier ones."""
+        question, answer = PROBE
+        return " x y ".strip() in self.render([question, replace(answer, more={key: " x y "})])
 
     def _nothing_to_train_on(self, messages: Sequence[Message], text: str) -> Exception:
         if all(message.role != ASSISTANT for message in messages):
@@ -461,7 +514,13 @@ class ChatTemplate:
             self._require_special(text)
             self._require_ids_of_library(text)
         self._require_answer()
-        _ = self.end_of_turn
+        try:
+            _ = self.end_of_turn
+        except DocumentError as error:
+            raise UsageError(
+                f"{error.reason.partition(': ')[2]}; put {{% generation %}} and"
+                " {% endgeneration %} around what the assistant writes"
+            ) from error
 
     def _require_answer(self) -> None:
         """Raise UsageError unless an answer begins where the generation prompt ends."""
@@ -504,6 +563,28 @@ class ChatTemplate:
                 f"{tokenizer.path}: encodes text beside a special token of {self.name} otherwise"
                 " than by itself, as by a space that it adds or drops; give another tokenizer"
             )
+
+
+# Tags around thoughts and calls, which a tokenizer may have as tokens. They begin no turn.
+OWN_TAG = re.compile(r"</?(think|tool_call)>")
+
+
+def is_in(said: str, text: str) -> bool:
+    """Whether a text has what is said, as it is or within JSON."""
+    return said in text or any(
+        json.dumps(said, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)
+    )
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts of a decoded JSON value, keys of objects included."""
+    if isinstance(value, str):
+        yield value
+    for inner in value if isinstance(value, list) else ():
+        yield from texts_in(inner)
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield key
+        yield from texts_in(inner)
 
 
 OPEN, CLOSE = "[[", "]]"

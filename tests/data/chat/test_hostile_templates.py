@@ -185,7 +185,7 @@ def test_a_text_may_be_as_long_as_what_is_said():
     said = [Message("user", "x" * 2**21), Message("assistant", "y" * 2**21)]
     repeated = Renderer(CHATML.replace("+ m['content']", "+ m['content'] * 9"), {}, "chat.jinja")
     assert len(repeated.render(said)) > 9 * 2**22
-    with pytest.raises(UsageError, match="more than 16,777,312 characters for one conversation"):
+    with pytest.raises(UsageError, match="more than 16,777,376 characters for one conversation"):
         Renderer("{% for a in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", {}, "a").render(
             [Message("user", "a b c ")]
         )

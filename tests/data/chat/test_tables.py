@@ -133,7 +133,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ([USER, {**ANSWER, "content": " \n"}], 'turn 2: "content" is blank'),
     ([USER, {**ANSWER, "content": "a\0"}], "turn 2: the text holds a NUL character"),
     ([USER, {**ANSWER, "content": "a<|end|>"}], 'turn 2: contains "<|end|>"'),
-    ([USER, {**ANSWER, "tool_calls": "f()"}], 'turn 2: has "tool_calls", and tool calls are not'),
+    ([USER, {**ANSWER, "tool_calls": "f()"}], 'turn 2: "tool_calls" is not JSON'),
     ([USER, USER, ANSWER], "turn 2 (user) follows another user turn"),
     ([ANSWER], "turn 1 (assistant) begins the conversation"),
 ]

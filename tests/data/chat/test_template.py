@@ -210,18 +210,8 @@ def test_no_piece_of_text_has_a_header_and_content(tokenizer):
             CHATML.replace("<|im_start|>", "<\uff5cstart\uff5c>"),
             "writes <\uff5cstart\uff5c>, which",
         ),
-        (CHATML.replace("assistant", "model"), "has no {% generation %}, and the text of the mess"),
-        (
-            CHATML.replace(
-                "m['content']",
-                "(m['content'] if loop.last or m['role'] == 'user' else 'thoughts left out')",
-            ),
-            "up to turn 2 is not the beginning of the whole",
-        ),
-        (
-            CHATML.replace("m['content']", "(m['content'] if loop.last else 'cut')"),
-            "has no {% generation %}, and the text of the messages up to turn 2",
-        ),
+        (CHATML.replace("assistant", "model"), "chat.jinja writes it after other text than where"),
+        (CHATML.replace("m['content']", "m['content']|upper"), "chat.jinja changes what it says"),
     ],
 )
 def test_templates_that_do_not_fit(tokenizer, source, words):
@@ -229,6 +219,14 @@ def test_templates_that_do_not_fit(tokenizer, source, words):
         ChatTemplate(source, tokenizer, "chat.jinja").encode(TWO[1:])
     assert words in str(caught.value)
     assert "; " in str(caught.value)
+
+
+def test_a_turn_that_is_left_out_is_not_trained_on(tokenizer):
+    for left_out in ("loop.last or m['role'] == 'user'", "loop.last"):
+        source = CHATML.replace("m['content']", f"(m['content'] if {left_out} else 'cut')")
+        template = ChatTemplate(source, tokenizer)
+        chat = [*TWO[1:-1], Message("assistant", "the last")]
+        assert trained_text(template, tokenizer, chat, "assistant") == "the last<|im_end|>"
 
 
 def test_a_header_that_is_trained_on_does_not_end_a_turn(tokenizer):

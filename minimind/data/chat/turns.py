@@ -1,0 +1,229 @@
+"""Find the turns of the assistant in the text of a conversation.
+
+A template may leave out earlier thoughts, close the whole, or ask for an answer within a thought.
+So the beginning of a conversation need not be that of its text. The conversation is rendered once
+more with marks in place of what is said: between the marks both texts are equal, and whatever is
+not marked is written by the template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+from minimind.data.chat.conversations import (
+    ASSISTANT,
+    CALLS,
+    ROLES,
+    THOUGHTS,
+    TOOL,
+    USER,
+    Conversation,
+    Message,
+    canonical_text,
+)
+from minimind.data.chat.sandbox import Span
+from minimind.data.text.documents import DocumentError
+
+Render = Callable[[Conversation, bool], str]
+# A template may look for one of these tags in what is said, and cut the text there.
+TAG = re.compile(
+    r"(</?(?:think(?:ing)?|thoughts?|reasoning|answer|tool_calls?|tool_response|function_call)>)"
+)
+THOUGHT = re.compile(r"<[^<>|\s/]*think[^<>|\s]*>|\[THINK\]")  # a prompt may end in one
+NOT_SAID = {"id", "type", "name"}  # keys of a call that a template may decide by
+PRIVATE = range(0xF0000, 0xFFFFE)  # code points without a meaning
+ROUNDS = Conversation(
+    [Message(USER, "a b"), Message(ASSISTANT, "c d"), Message(USER, "e f"), Message(ASSISTANT, "g")]
+)
+
+
+class Unmarked(Exception):
+    """A template changes what is said in a turn, the argument, so that it is not found."""
+
+
+class Marks:
+    """A conversation with marks in place of what is said by some roles."""
+
+    def __init__(self, conversation: Conversation, roles: Sequence[str]) -> None:
+        text = canonical_text(conversation)
+        self._mark = next(mark for mark in map(chr, PRIVATE) if mark not in text)
+        self.said: list[tuple[int, str]] = []  # turn and text of each mark
+        self.conversation = conversation.of(
+            message if message.role not in roles else self._marked(at, message)
+            for at, message in enumerate(conversation)
+        )
+
+    def _marked(self, at: int, message: Message) -> Message:
+        def put(text: str) -> str:
+            pieces = TAG.split(text)
+            for number in range(0, len(pieces), 2):
+                if core := pieces[number].strip():
+                    before, _, after = pieces[number].partition(core)
+                    pieces[number] = f"{before}{self._mark}{len(self.said)}{self._mark}{after}"
+                    self.said.append((at, core))
+            return "".join(pieces)
+
+        def within(value: Any, kept: set[str]) -> Any:
+            if isinstance(value, dict):
+                return {
+                    key: one if key in kept else within(one, kept) for key, one in value.items()
+                }
+            if isinstance(value, list):
+                return [within(one, kept) for one in value]
+            return put(value) if isinstance(value, str) else value
+
+        more = {key: put(text) if key in THOUGHTS else text for key, text in message.more.items()}
+        count = len(self.said)
+        content = put(message.content)
+        if CALLS in more:
+            calls, more[CALLS] = more[CALLS], within(more[CALLS], NOT_SAID)
+            if len(self.said) == count:  # calls without texts are found by their names
+                more[CALLS] = within(calls, NOT_SAID - {"name"})
+        return replace(message, content=content, more=more)
+
+    def places(self, text: str, marked: str) -> list[tuple[int, int, int]]:
+        """(turn, begin, end) of each mark in `text`, whose marked form is given.
+
+        Of a mark that is written several times, the first place. Raise Unmarked.
+        """
+        first, *pieces = re.split(f"{self._mark}(\\d+){self._mark}", marked)
+        if not text.startswith(first):
+            raise Unmarked(self.said[int(pieces[0])][0] if pieces else 0)
+        at, found = len(first), {}
+        for number, literal in zip(map(int, pieces[::2]), pieces[1::2], strict=True):
+            turn, said = self.said[number]
+            forms = (said, *(json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
+            written = next((one for one in forms if text.startswith(one + literal, at)), None)
+            if written is None:
+                raise Unmarked(turn)
+            found.setdefault(number, (turn, at, at + len(written)))
+            at += len(written) + len(literal)
+        if at != len(text):
+            raise Unmarked(self.said[-1][0])
+        return sorted(found.values(), key=lambda place: place[1])
+
+
+class Turns:
+    """Finds the turns of the assistant in what a template writes.
+
+    `special` matches special tokens, in a group; `name` is what messages call the template.
+    """
+
+    def __init__(self, render: Render, special: re.Pattern[str], name: str) -> None:
+        self._render = render
+        self._special = special
+        self._name = name
+
+    def spans(
+        self, conversation: Conversation, text: str, wanted: Sequence[int]
+    ) -> Iterator[Span | None]:
+        """Yield where each wanted turn is: what the assistant writes, with the end of the turn.
+
+        None for one that the template leaves out. Raise DocumentError for one whose text it
+        changes.
+        """
+        places = self._places(conversation, text)
+        for turn in wanted:
+            own = [(begin, end) for at, begin, end in places if at == turn]
+            if not own:
+                yield None
+                continue
+            begin, end = own[0][0], own[-1][1]
+            others = [place[1:] for place in places if place[0] != turn]
+            if any(begin < other < end for other, _ in others):
+                raise self._refusal(turn, "mixes it with another turn")
+            floor = max((past for _, past in others if past <= begin), default=0)
+            ceiling = min((other for other, _ in others if other >= end), default=len(text))
+            first = self._begin(conversation, turn, text, floor, begin)
+            has_calls = CALLS in conversation[turn].more
+            yield first, end + self._length_of_end(text[end:ceiling], has_calls)
+
+    def _places(self, conversation: Conversation, text: str) -> list[tuple[int, int, int]]:
+        # A template may decide by what the user says ("/no_think"); then that is left as it is.
+        for roles in (ROLES, (ASSISTANT, TOOL)):
+            marks = Marks(conversation, roles)
+            try:
+                return marks.places(text, self._render(marks.conversation, False))
+            except Unmarked as error:
+                turn = error.args[0]
+            except DocumentError:  # the template refuses the marks
+                turn = next(at for at, one in enumerate(conversation) if one.role == ASSISTANT)
+        raise self._refusal(turn, "changes what it says")
+
+    def _begin(
+        self, conversation: Conversation, turn: int, text: str, floor: int, said: int
+    ) -> int:
+        """Where the prompt for a turn ends whose text is at `said`, after that of others."""
+        before = conversation.of(conversation[:turn])
+        prompt = self._render(before, True)
+        if floor <= len(prompt) <= said and text.startswith(prompt):
+            return len(prompt)
+        bare = self._render(before, False) if before else ""
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, bare, strict=False))
+        asked = prompt[sum(1 for _ in alike) :]
+        if not asked.strip() and before:  # as of [INST]: what follows the last turn asks
+            asked = prompt.rpartition(before[-1].content.strip())[2]
+        thought = THOUGHT.search(asked)
+        for header in (asked, asked[: thought.start()] if thought else ""):
+            at = text.rfind(header, floor, said) if header.strip() else -1
+            if at >= 0:
+                return at + len(header)
+        raise self._refusal(turn, "writes it after other text than where it asks for an answer")
+
+    def _length_of_end(self, after: str, has_calls: bool) -> int:
+        """How much of the text after what is said ends the turn."""
+        closing, ends = self._closing
+        blanks = len(after) - len(after.lstrip())
+        while tag := TAG.match(after, blanks):  # the content ends in it
+            blanks = len(after) - len(after[tag.end() :].lstrip())
+        if closing and after.startswith(closing, blanks):
+            return blanks + len(closing)
+        if has_calls:  # closing brackets come first
+            at = after.find(closing) if closing else -1
+            if at >= 0:
+                return at + len(closing)
+        for match in self._special.finditer(after):
+            if has_calls and not TAG.fullmatch(match[0]):
+                return match.end()
+            if not has_calls and match[0] in ends and match.start() == blanks:
+                return match.end()
+            if not has_calls:
+                break
+        return 0
+
+    @cached_property
+    def _closing(self) -> tuple[str, set[str]]:
+        """Text that ends every answer, or empty, and then special tokens that end some.
+
+        An answer may be ended in another way if it is the last, or by what follows it alone.
+        """
+        text = self._render(ROUNDS, False)
+        places = self._places(ROUNDS, text)
+        ends = {turn: end for turn, _, end in places}
+        if len(ends) < len(ROUNDS):  # it leaves out an earlier turn
+            return "", {self._first_special(text, places[-1][2])} - {""}
+        here, there = (self._special.split(text[ends[turn] :]) for turn in (1, 3))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False))
+        common = "".join(one for one, _ in same)
+        if self._special.search(common):
+            return common.strip(), set()
+        user, middle, last = (self._first_special(text, ends[turn]) for turn in (0, 1, 3))
+        also = middle if middle == user or not last else last
+        return "", {last or middle, also} - {""}
+
+    def _first_special(self, text: str, at: int) -> str:
+        found = self._special.search(text, at)
+        return found[0] if found else ""
+
+    def _refusal(self, turn: int, what: str) -> DocumentError:
+        return DocumentError(
+            f"turn {turn + 1}: {self._name} {what}, so that what is trained on is not known",
+            "put {% generation %} and {% endgeneration %} around what the assistant writes, or"
+            " remove the conversation",
+        )
