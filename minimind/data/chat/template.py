@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from minimind.data.chat.conversations import (
     turn_of,
 )
 from minimind.data.chat.sandbox import Sandbox, Span, TooLarge, TooLong
-from minimind.data.chat.turns import Turns
+from minimind.data.chat.turns import Turns, forms_of
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -464,11 +463,14 @@ class ChatTemplate:
                 if self.render(conversation.of(nameless)) == text:
                     raise self._left_out(f'turn {at + 1}: has "name"', "write it into the content")
             thoughts = message.thoughts
-            if thoughts and not (is_in(thoughts, text) or self._writes(message.key_of_thoughts)):
+            if thoughts and not (
+                any(one in text for one in forms_of(thoughts))
+                or self._writes(message.key_of_thoughts)
+            ):
                 what = f'turn {at + 1}: has "{message.key_of_thoughts}"'
                 raise self._left_out(what, "write it into the content")
             for call in message.more.get(CALLS, ()):
-                if not is_in(call.get("function", call)["name"], text):
+                if call.get("function", call)["name"] not in text:
                     what = f'turn {at + 1}: has "{CALLS}"'
                     raise self._left_out(what, "write them into the content")
         if conversation.tools:
@@ -567,13 +569,6 @@ class ChatTemplate:
 
 # Tags around thoughts and calls, which a tokenizer may have as tokens. They begin no turn.
 OWN_TAG = re.compile(r"</?(think|tool_call)>")
-
-
-def is_in(said: str, text: str) -> bool:
-    """Whether a text has what is said, as it is or within JSON."""
-    return said in text or any(
-        json.dumps(said, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)
-    )
 
 
 def texts_in(value: Any) -> Iterator[str]:

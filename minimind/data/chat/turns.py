@@ -29,6 +29,7 @@ from minimind.data.chat.conversations import (
 )
 from minimind.data.chat.sandbox import Span
 from minimind.data.text.documents import DocumentError
+from minimind.errors import UsageError
 
 Render = Callable[[Conversation, bool], str]
 # A template may look for one of these tags in what is said, and cut the text there.
@@ -41,6 +42,19 @@ PRIVATE = range(0xF0000, 0xFFFFE)  # code points without a meaning
 ROUNDS = Conversation(
     [Message(USER, "a b"), Message(ASSISTANT, "c d"), Message(USER, "e f"), Message(ASSISTANT, "g")]
 )
+CALLED = Conversation(
+    [
+        Message(USER, "a b"),
+        Message(ASSISTANT, "", more={CALLS: [{"name": "f", "arguments": {"x": "c d"}}]}),
+        Message(TOOL, "e f"),
+        Message(ASSISTANT, "g"),
+    ]
+)
+
+
+def forms_of(said: str) -> tuple[str, ...]:
+    """A text as it is, and within JSON."""
+    return said, *(json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
 
 
 class Unmarked(Exception):
@@ -98,8 +112,9 @@ class Marks:
         at, found = len(first), {}
         for number, literal in zip(map(int, pieces[::2]), pieces[1::2], strict=True):
             turn, said = self.said[number]
-            forms = (said, *(json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
-            written = next((one for one in forms if text.startswith(one + literal, at)), None)
+            written = next(
+                (one for one in forms_of(said) if text.startswith(one + literal, at)), None
+            )
             if written is None:
                 raise Unmarked(turn)
             found.setdefault(number, (turn, at, at + len(written)))
@@ -168,7 +183,8 @@ class Turns:
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, bare, strict=False))
         asked = prompt[sum(1 for _ in alike) :]
         if not asked.strip() and before:  # as of [INST]: what follows the last turn asks
-            asked = prompt.rpartition(before[-1].content.strip())[2]
+            ends = [prompt.rpartition(one)[2] for one in forms_of(before[-1].content.strip())]
+            asked = min(ends, key=len)
         thought = THOUGHT.search(asked)
         for header in (asked, asked[: thought.start()] if thought else ""):
             at = text.rfind(header, floor, said) if header.strip() else -1
@@ -185,17 +201,26 @@ class Turns:
         if closing and after.startswith(closing, blanks):
             return blanks + len(closing)
         if has_calls:  # closing brackets come first
-            at = after.find(closing) if closing else -1
-            if at >= 0:
-                return at + len(closing)
-        for match in self._special.finditer(after):
-            if has_calls and not TAG.fullmatch(match[0]):
-                return match.end()
-            if not has_calls and match[0] in ends and match.start() == blanks:
-                return match.end()
-            if not has_calls:
-                break
-        return 0
+            at = after.find(self._end_of_calls) if self._end_of_calls else -1
+            return at + len(self._end_of_calls) if at >= 0 else 0
+        special = self._special.match(after, blanks)
+        return special.end() if special and special[0] in ends else 0
+
+    @cached_property
+    def _end_of_calls(self) -> str:
+        """Text that ends a turn with calls; empty if there is none."""
+        closing, _ = self._closing
+        try:
+            text = self._render(CALLED, False)
+            places = self._places(CALLED, text)
+        except (DocumentError, UsageError):  # the template has no calls
+            return closing
+        begin = max((end for turn, _, end in places if turn == 1), default=len(text))
+        after = text[begin : min((at for turn, at, _ in places if turn == 2), default=len(text))]
+        if closing and closing in after:
+            return closing
+        specials = (match[0] for match in self._special.finditer(after))
+        return next((name for name in specials if not TAG.fullmatch(name)), closing)
 
     @cached_property
     def _closing(self) -> tuple[str, set[str]]:

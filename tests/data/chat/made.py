@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from minimind.data.chat.conversations import Message
 from minimind.data.chat.template import SPECIAL_TOKENS, Encoded
 from minimind.data.text.documents import DocumentError
+from tests.data.chat.templates import GPT_TOKENS
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 HEADER_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-EVERY_TOKEN = (*SPECIAL_TOKENS, *CHATML_TOKENS, *HEADER_TOKENS)
+EVERY_TOKEN = (*SPECIAL_TOKENS, *CHATML_TOKENS, *HEADER_TOKENS, *GPT_TOKENS)
 
 # As most templates are written: without {% generation %}.
 CHATML = (

@@ -208,7 +208,10 @@ IN_A_RECORD: dict[str, Callable[[random.Random], Any]] = {
     "two conversations": _two_keys,
     "a prompt alone": lambda draw: {"prompt": f"ask {draw.random()}", "n": 1},
     "a completion alone": lambda draw: {"completion": f"say {draw.random()}", "n": 1},
-    "a persona beside the turns": lambda draw: {**_messages(draw), "persona": f"be {draw.random()}"},
+    "a persona beside the turns": lambda draw: {
+        **_messages(draw),
+        "persona": f"be {draw.random()}",
+    },
     "tools beside the turns": lambda draw: {**_messages(draw), "tools": [{"name": "f"}]},
 }
 

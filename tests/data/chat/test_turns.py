@@ -1,0 +1,244 @@
+"""Thoughts, calls and tools by templates as of known models: ids and masks of transformers."""
+
+import json
+import random
+
+import pytest
+from transformers import AutoTokenizer
+
+from minimind.data.chat.conversations import conversation_of, conversation_of_line
+from minimind.data.chat.template import ChatTemplate, readable
+from minimind.data.text.documents import DocumentError, ReadOptions
+from minimind.errors import UsageError
+from tests.data.chat.made import text
+from tests.data.chat.templates import MARKED, NO_THOUGHTS, NO_TOOLS, ONE_CALL, PLAIN
+
+SEED = 46
+TOOL = {
+    "type": "function",
+    "function": {"name": "find", "parameters": {"type": "object", "properties": {"at": {}}}},
+}
+
+
+def call(draw):
+    arguments = draw.choice(
+        [{"at": text(draw, 3)}, {"n": draw.randint(0, 9)}, {}, {"a": {"b": [text(draw, 2), None]}}]
+    )
+    plain = {"name": draw.choice(["find", "tell"]), "arguments": arguments}
+    return draw.choice([plain, {"type": "function", "function": plain}])
+
+
+def answer(draw, name, calls):
+    """An assistant turn; thoughts stand beside the content or in it."""
+    turn = {"role": "assistant", "content": text(draw, 9)}
+    if calls:
+        turn["tool_calls"] = [call(draw) for _ in range(1 if name in ONE_CALL else calls)]
+        if name in ONE_CALL or name == "mistral" or draw.random() < 0.3:
+            turn["content"] = ""
+    if name not in NO_THOUGHTS and draw.random() < 0.5:
+        thoughts = text(draw, 5)
+        if turn["content"] and draw.random() < 0.5:
+            turn["content"] = f"<think>\n{thoughts}\n</think>\n\n{turn['content']}"
+        else:
+            turn["reasoning_content"] = thoughts
+    return turn
+
+
+def record(draw, name):
+    """One to four rounds with or without calls, in OpenAI's form."""
+    turns = [{"role": "system", "content": text(draw, 9)}] if draw.random() < 0.3 else []
+    with_tools = name not in NO_TOOLS and draw.random() < 0.6
+    for _ in range(draw.randint(1, 4)):
+        turns.append({"role": "user", "content": text(draw, 9)})
+        while with_tools and draw.random() < 0.4:
+            turns.append(answer(draw, name, draw.randint(1, 2)))
+            for _ in turns[-1]["tool_calls"]:
+                turns.append({"role": "tool", "content": text(draw, 9)})
+        turns.append(answer(draw, name, 0))
+    return {"messages": turns, **({"tools": [TOOL]} if with_tools else {})}
+
+
+@pytest.fixture(scope="module", params=["sentencepiece", "byte_level"])
+def pair(request, tokenizer, byte_level):
+    ours = tokenizer if request.param == "sentencepiece" else byte_level
+    theirs = AutoTokenizer.from_pretrained(ours.path.parent)
+    theirs.split_special_tokens = False
+    return ours, theirs
+
+
+def read(given):
+    return conversation_of(conversation_of_line(json.dumps(given).encode(), ReadOptions()))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_ids_and_masks_are_those_of_transformers(pair, name, request):
+    ours, theirs = pair
+    template, draw = ChatTemplate(PLAIN[name], ours), random.Random(f"{SEED} {name}")
+    number = 500 if request.config.getoption("--long") else 40
+    seen = 0
+    for _ in range(number):
+        given = record(draw, name)
+        expected = theirs.apply_chat_template(
+            given["messages"],
+            tools=given.get("tools"),
+            chat_template=MARKED[name],
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        found = template.encode(read(given))
+        assert found[0].tolist() == expected["input_ids"], given
+        masks = [bool(one) for one in expected["assistant_masks"]]
+        if name == "glm":  # of a last character, transformers marks the first token alone
+            masks = ChatTemplate(MARKED[name], ours).encode(read(given))[1].tolist()
+        assert found[1].tolist() == masks, given
+        seen += "tool_calls" in str(given)
+    assert seen or name in NO_TOOLS
+
+
+KEYS = ("role", "content", "reasoning_content", "tools", "tool_calls")  # as of MiniMind's sft_t2t
+
+
+def sft_line(draw, number):
+    """A conversation whose turns have all five keys; the number says which have a value."""
+    with_system, with_tools, with_calls, with_thoughts, with_content = (
+        bool(number & 2**bit) for bit in range(5)
+    )
+
+    def turn(**given):
+        return {**dict.fromkeys(KEYS, ""), **given}
+
+    def said():
+        return turn(
+            role="assistant",
+            content=text(draw, 9),
+            reasoning_content=text(draw, 5) if with_thoughts else "",
+        )
+
+    turns = []
+    if with_system or with_tools:
+        tools = json.dumps([TOOL], ensure_ascii=False) if with_tools else ""
+        turns.append(turn(role="system", content=text(draw, 5) if with_system else "", tools=tools))
+    for _ in range(draw.randint(1, 3)):
+        turns.append(turn(role="user", content=text(draw, 9)))
+        if with_calls:
+            calls = [{"name": "find", "arguments": {"at": text(draw, 3)}}]
+            asking = said() | {"tool_calls": json.dumps(calls, ensure_ascii=False)}
+            turns.append(asking if with_content else asking | {"content": ""})
+            turns.append(turn(role="tool", content=text(draw, 9)))
+        turns += [said() for _ in range(draw.choice([1, 1, 2]))]
+    return {"conversations": turns}
+
+
+def test_every_line_of_minimind_s_form_is_read(pair):
+    ours, theirs = pair
+    template, draw = ChatTemplate(PLAIN["minimind3"], ours), random.Random(SEED)
+    for number in range(1000):
+        given = sft_line(draw, number)
+        turns, tools = [dict(turn) for turn in given["conversations"]], None
+        for turn in turns:  # as its SFTDataset
+            for key in ("tools", "tool_calls"):
+                value = turn.pop(key)
+                if value and key == "tools":
+                    tools = json.loads(value)
+                elif value:
+                    turn[key] = json.loads(value)
+        expected = theirs.apply_chat_template(
+            turns,
+            tools=tools,
+            chat_template=MARKED["minimind3"],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        ids, targets = template.encode(read(given))
+        assert ids.tolist() == expected["input_ids"], given
+        assert targets.tolist() == [bool(one) for one in expected["assistant_masks"]], given
+
+
+def test_variables_reach_the_template(pair):
+    ours, theirs = pair
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    for name, values in (("qwen3", "enable_thinking"), ("minimind3", "open_thinking")):
+        for value in (False, True):
+            variables = {values: value}
+            given = {"messages": chat, "chat_template_kwargs": variables}
+            ids, targets = ChatTemplate(PLAIN[name], ours).encode(read(given))
+            of_run = ChatTemplate(PLAIN[name], ours, variables=variables)
+            assert of_run.encode(read({"messages": chat}))[0].tolist() == ids.tolist()
+            expected = theirs.apply_chat_template(
+                chat, chat_template=PLAIN[name], return_dict=True, **variables
+            )
+            assert ids.tolist() == expected["input_ids"]
+            prompt = theirs.apply_chat_template(
+                chat[:1],
+                chat_template=PLAIN[name],
+                add_generation_prompt=True,
+                return_dict=True,
+                **variables,
+            )
+            assert of_run.prompt(read({"messages": chat})[:1]) == prompt["input_ids"]
+            if ids[: len(prompt["input_ids"])].tolist() == prompt["input_ids"]:
+                assert int(targets.argmax()) == len(prompt["input_ids"])
+
+
+CALL = {"name": "find", "arguments": {"at": "x"}}
+LEFT_OUT = [
+    ("phi3", {"reasoning_content": "hm"}, {}, 'turn 2: has "reasoning_content", which the chat'),
+    ("phi3", {"content": "<think>hm</think>two"}, {}, None),  # it writes the content as it is
+    ("phi3", {"tool_calls": [CALL]}, {}, 'turn 2: has "tool_calls", which the chat template does'),
+    ("phi3", {}, {"tools": [TOOL]}, 'has "tools", which the chat template does not write; write'),
+    ("qwen3", {"thinking": "hm"}, {}, 'turn 2: has "thinking", which the chat template does not'),
+    ("qwen3", {}, {"chat_template_kwargs": {"tone": "kind"}}, 'has "tone" beside the turns, which'),
+    ("qwen3", {}, {"chat_template_kwargs": {"enable_thinking": True}}, None),
+    ("qwen3", {"content": "<|im_end|>"}, {}, 'turn 2: contains "<|im_end|>", a special token'),
+    (
+        "qwen3",
+        {"tool_calls": [CALL | {"arguments": {"a": "<|im_end|>"}}]},
+        {},
+        'turn 2: contains "',
+    ),
+    ("qwen3", {}, {"tools": [{"name": "<|im_end|>"}]}, 'contains "<|im_end|>", a special token'),
+]
+
+
+@pytest.mark.parametrize(("name", "answered", "beside", "words"), LEFT_OUT)
+def test_what_a_template_does_not_write_is_refused(tokenizer, name, answered, beside, words):
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"} | answered]
+    template = ChatTemplate(PLAIN[name], tokenizer)
+    if words is None:
+        assert template.encode(read({"messages": turns, **beside}))[1].any()
+        return
+    with pytest.raises(DocumentError) as caught:
+        template.encode(read({"messages": turns, **beside}))
+    assert f"{caught.value.reason}; {caught.value.remedy}".startswith(words)
+
+
+def trained(tokenizer, source, given, train_on="assistant"):
+    ids, targets = ChatTemplate(source, tokenizer).encode(read(given), train_on)
+    return [part.split("]]")[0] for part in readable(tokenizer, ids, targets).split("[[")[1:]]
+
+
+def test_turns_without_a_weight_are_not_trained_on(tokenizer):
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    first = {"messages": [chat[0], {**chat[1], "weight": 0}, chat[0], {**chat[1], "content": "3"}]}
+    last = {"messages": [*chat, chat[0], {**chat[1], "content": "3", "train": False}]}
+    for source in (PLAIN["phi3"], MARKED["phi3"]):
+        assert trained(tokenizer, source, first) == ["3<|end|>"]
+        assert trained(tokenizer, source, last) == ["two<|end|>"]
+        whole = "".join(trained(tokenizer, source, first, "all"))
+        assert "3<|end|>" in whole
+        assert "two" not in whole
+        with pytest.raises(UsageError, match="no text of the assistant"):
+            trained(tokenizer, source, last, "last")
+
+
+def test_what_the_user_says_may_decide(tokenizer):
+    source = PLAIN["phi3"].replace(
+        "{{ '<|assistant|>\\n' }}",
+        "{% if '/quick' in messages[0].content %}{{ '<|assistant|>quick\\n' }}"
+        "{% else %}{{ '<|assistant|>\\n' }}{% endif %}",
+    )
+    assert source != PLAIN["phi3"]
+    for said in ("one", "one /quick"):
+        chat = [{"role": "user", "content": said}, {"role": "assistant", "content": "two"}]
+        assert trained(tokenizer, source, {"messages": chat}) == ["two<|end|>"]
