@@ -28,6 +28,7 @@ from minimind.report.formats import LIGHT
 from minimind.report.history import Run, number, read_configuration, read_runs
 from minimind.report.page import fill_page, html_table, plots
 from minimind.runtime.durable_files import storing, write_whole
+from minimind.runtime.terminal import aligned
 from minimind.sweep.law import LEVEL, Fit, Law, Term, constants_of, fit
 
 RECORD = "metrics.jsonl"
@@ -417,7 +418,7 @@ MARGIN = 1.5  # factor by which curves go beyond what is drawn
 MOST_CURVES = 8
 
 
-def constants_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
+def constants_cells(answer: Answer) -> list[list[str]]:
     """Names of the columns, and a row per constant."""
     rows = [
         [
@@ -427,10 +428,10 @@ def constants_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
         ]
         for name, (value, low, high) in answer.constants().items()
     ]
-    return ["constant", "value", f"{LEVEL:.0%} interval"], rows
+    return [["constant", "value", f"{LEVEL:.0%} interval"], *rows]
 
 
-def optima_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
+def optima_cells(answer: Answer) -> list[list[str]]:
     """Names of the columns, and a row per budget."""
     head = ["budget", "parameters", "tokens", "tokens/parameter", "FLOPs", "loss", "reach"]
     rows = [
@@ -444,10 +445,10 @@ def optima_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
         ]
         for optimum in answer.optima
     ]
-    return head, rows
+    return [head, *rows]
 
 
-def runs_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
+def runs_cells(answer: Answer) -> list[list[str]]:
     """Names of the columns, and a row per run."""
     rows = [
         [
@@ -461,7 +462,7 @@ def runs_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
             answer.points.used, answer.fitted(), answer.fit.residuals, strict=True
         )
     ]
-    return ["run", "parameters", "tokens", "loss", "law", "error"], rows
+    return [["run", "parameters", "tokens", "loss", "law", "error"], *rows]
 
 
 def _ranged(interval: Interval) -> str:
@@ -471,15 +472,15 @@ def _ranged(interval: Interval) -> str:
 
 def as_text(answer: Answer) -> str:
     """The answer for a terminal."""
-    parts = [_aligned(*runs_cells(answer))]
+    parts = [aligned(runs_cells(answer), "<>")]
     if left := [f"  {name}: {reason}" for name, reason in answer.points.left_out.items()]:
         parts.append("\n".join(["left out:", *left]))
     parts.append(f"{FORMULAS[answer.fit.term]}: {UNITS}")
-    parts.append(_aligned(*constants_cells(answer)))
+    parts.append(aligned(constants_cells(answer), "<>"))
     if answer.notes:
         parts.append("\n".join(f"note: {one}" for one in answer.notes))
     if answer.optima:
-        parts.append(f"{_optima_title(answer)}\n{_aligned(*optima_cells(answer))}")
+        parts.append(f"{_optima_title(answer)}\n{aligned(optima_cells(answer), '<>')}")
         parts += filter(None, map(_proposal, answer.optima))
     return "\n\n".join(parts)
 
@@ -493,19 +494,6 @@ def _proposal(optimum: Optimum) -> str:
         return ""
     size = formats.size(optimum.shape.parameters)
     return f"{optimum.budget}, a shape of {size}:\n{command_of(optimum)}"
-
-
-def _aligned(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column is aligned to the left."""
-    lines = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if n else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def as_object(answer: Answer) -> dict[str, Any]:
@@ -569,8 +557,8 @@ def render(answer: Answer) -> str:
     return fill_page("Scaling law", "\n".join(parts), charts, is_linked=False)
 
 
-def _table(cells: tuple[Sequence[str], Iterable[Sequence[str]]]) -> str:
-    head, rows = cells
+def _table(cells: list[list[str]]) -> str:
+    head, *rows = cells
     return html_table(head, [[*map(escape, row)] for row in rows], "ranks")
 
 

@@ -30,7 +30,7 @@ from sqlalchemy.pool import NullPool
 
 from minimind.errors import RunError, StorageError, UsageError
 from minimind.report import formats
-from minimind.runtime.terminal import shorten_line
+from minimind.runtime.terminal import aligned, shorten_line
 from minimind.runtime.urls import masked_values
 from minimind.sweep.sweep_file import Dimension, Range, Sweep, changed_fields, points
 from minimind.sweep.trial import command_line
@@ -290,11 +290,4 @@ def table_text(sweep: Sweep, rows: Sequence[Row]) -> str:
     """The trials for a terminal, a line each."""
     head, body = cells_of(sweep, rows)
     body = [[*row[:-1], shorten_line(row[-1], MAX_STATUS)] for row in body]
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *numbers, last = zip(cells, widths, strict=True)
-        shown = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in numbers)]
-        return "  ".join([*shown, last[0]]).rstrip()
-
-    return "\n".join(map(line, [head, *body]))
+    return aligned([head, *body], f"<{'>' * (len(head) - 2)}<")
