@@ -36,7 +36,7 @@ from minimind.runtime.durable_files import (
     write_durably,
 )
 from minimind.runtime.locks import ReadLock, lock_for_reading, locked_for_deletion
-from minimind.runtime.terminal import shorten_line
+from minimind.runtime.terminal import aligned, shorten_line
 
 FORMAT = 4
 # Values of fields that earlier writers of this format did not record.
@@ -250,9 +250,7 @@ def difference_table(changed: list[Difference], allowed: Set[str]) -> list[str]:
         by = f"--allow_change {change.group}" + (" (given)" if change.group in allowed else "")
         old, new = (shorten_line(str(value), 32) for value in (change.old, change.new))
         rows.append((f"{change.group}.{change.name}", old, new, by))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
-    return ["  " + "  ".join(cells).rstrip() for cells in padded]
+    return aligned(rows, indent="  ").splitlines()
 
 
 def require_same_run(

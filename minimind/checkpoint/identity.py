@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
 from typing import Any
@@ -18,6 +17,7 @@ from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order, Ranges, count_rows
 from minimind.engine.build import Engine
+from minimind.runtime.hardware import cpu_name
 from minimind.runtime.urls import masked_values
 
 
@@ -88,13 +88,7 @@ def _decay(schedule: Schedule) -> dict[str, Any]:
 
 def hardware(device: torch.device) -> str:
     """Name of the GPU, or of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # Linux only
-        for line in file:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def layout(run: RunConfig, engine: Engine) -> dict[str, Any]:

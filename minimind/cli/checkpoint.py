@@ -16,9 +16,10 @@ from minimind.checkpoint.tools import Listing, list_checkpoints, place_of, prune
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.durable_files import mebibytes, storing
 from minimind.runtime.output_folder import NewFolder
+from minimind.runtime.terminal import aligned
 
 COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state", "kept")
-RIGHT = {1, 3, 4}  # numbers
+SIDES = "<><>><"  # numbers to the right
 REMEDY = "correct the path or its permissions"
 
 T = TypeVar("T")
@@ -32,21 +33,9 @@ def run_list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(listing) for listing in checkpoints], indent=1))
     else:
-        print(_table(checkpoints) if checkpoints else f"{place}: no checkpoint yet")
+        rows = [COLUMNS, *map(_row, checkpoints)]
+        print(aligned(rows, SIDES) if checkpoints else f"{place}: no checkpoint yet")
     return 0
-
-
-def _table(listings: list[Listing]) -> str:
-    """Format one aligned line per directory."""
-    rows = [COLUMNS, *(_row(one) for one in listings)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i in RIGHT else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 def _row(listing: Listing) -> tuple[str, ...]:

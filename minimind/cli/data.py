@@ -22,6 +22,7 @@ from minimind.config.arguments import (
 from minimind.config.run_config import FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime.durable_files import mebibytes
+from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import masked
 
 if TYPE_CHECKING:
@@ -258,15 +259,13 @@ def _print_notices(sources: list[dict[str, Any]]) -> None:
 
 
 def _print_sources(sources: list[dict[str, Any]]) -> None:
-    print(f"{'source':<16} {'weight':>7} {'documents':>12} {'text':>12} {'tokens':>14} bytes/token")
+    rows = [("source", "weight", "documents", "text", "tokens", "bytes/token")]
     for source in sources:
-        tokens = sum(source["tokens"].values())
+        text, tokens = source["text_bytes"], sum(source["tokens"].values())
         weight = "" if source["weight"] is None else f"{source['weight']:g}"
-        print(
-            f"{source['name']:<16} {weight:>7} {source['documents']:>12,}"
-            f" {mebibytes(source['text_bytes']):>12} {tokens:>14,}"
-            f" {source['text_bytes'] / max(1, tokens):>11.2f}"
-        )
+        sizes = (f"{source['documents']:,}", mebibytes(text), f"{tokens:,}")
+        rows.append((source["name"], weight, *sizes, f"{text / max(1, tokens):.2f}"))
+    print(aligned(rows, "<>"))
 
 
 def run_data(args: argparse.Namespace) -> int:

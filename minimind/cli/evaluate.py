@@ -26,6 +26,7 @@ from minimind.config.arguments import (
 from minimind.errors import DataError, UsageError
 from minimind.inference.lm_eval_tasks import add_task_flags, require_of_kind, run_tasks
 from minimind.runtime.durable_files import printing, storing
+from minimind.runtime.terminal import aligned
 
 if TYPE_CHECKING:
     from minimind.data.chat.template import ChatTemplate
@@ -34,13 +35,13 @@ if TYPE_CHECKING:
     from minimind.inference.score import LossSums, Part
     from minimind.runtime.object_cache import ObjectCache
 
-COLUMNS = {  # columns of the table: name, width and format by field
-    "loss": ("loss", 8, ".4f"),
-    "perplexity": ("perplexity", 11, ",.2f"),
-    "bits_per_byte": ("bits/byte", 10, ".4f"),
-    "tokens": ("tokens", 13, ","),
-    "targets": ("targets", 13, ","),
-    "conversations": ("conversations", 13, ","),
+COLUMNS = {  # columns of the table: name and format by field
+    "loss": ("loss", ".4f"),
+    "perplexity": ("perplexity", ",.2f"),
+    "bits_per_byte": ("bits/byte", ".4f"),
+    "tokens": ("tokens", ","),
+    "targets": ("targets", ","),
+    "conversations": ("conversations", ","),
 }
 SPLITS = {"train": ("train",), "val": ("val",), "all": ("train", "val")}
 
@@ -319,13 +320,11 @@ def _print_results(
         by_source = {"by_source": figures} if len(sums) > 1 else {}
         print(json.dumps({"model": str(path), **total, **by_source}, ensure_ascii=False))
         return
-    width = max(len(name) for name in (*sums, "source"))
     columns = {key: COLUMNS[key] for key in COLUMNS if key in total}
-    print(path)
-    print(" ".join([f"{'source':<{width}}", *(f"{n:>{size}}" for n, size, _ in columns.values())]))
+    rows = [["source", *(name for name, _ in columns.values())]]
     for name, one in [*figures.items(), *([("all", total)] if len(sums) > 1 else [])]:
-        cells = (f"{one[key]:>{size}{form}}" for key, (_, size, form) in columns.items())
-        print(" ".join([f"{name:<{width}}", *cells]))
+        rows.append([name, *(f"{one[key]:{form}}" for key, (_, form) in columns.items())])
+    print(f"{path}\n{aligned(rows, '<>')}")
     if total.get("bytes_of") == "tokens":
         print("bits/byte: over the bytes of the tokens; those of the text are not known here")
     if total.get("cut") or total.get("dropped"):

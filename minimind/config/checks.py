@@ -138,7 +138,7 @@ def _trackers(run: RunConfig) -> Iterator[str]:
         report_to = given(run, "report_to")
         if name == "none":
             yield f"{report_to}: none cannot be combined with other trackers; drop one"
-        if name not in TRACKERS:
+        elif name not in TRACKERS:
             known = ", ".join(TRACKERS)
             yield f"{report_to}: {name!r} is none of {known}; name some of those, or none"
 

@@ -12,6 +12,7 @@ import re
 import socket
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -247,12 +248,12 @@ def _flags_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def parent_command() -> list[str]:
-    """Return the command line of the parent process; empty on systems without /proc."""
-    try:
-        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return raw.decode(errors="replace").split("\0")
+    """Return the command line of the parent process; empty if it cannot be read."""
+    import psutil
+
+    with suppress(psutil.Error):
+        return psutil.Process(os.getppid()).cmdline()
+    return []
 
 
 def set_rendezvous_defaults(environ: MutableMapping[str, str]) -> None:

@@ -37,7 +37,7 @@ from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_
 from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.runtime.collectives import collective_backend, lost_peers, own_store, rendezvous
 from minimind.runtime.hardware import set_numerics
-from minimind.runtime.terminal import phase
+from minimind.runtime.terminal import first_lines, phase
 
 if TYPE_CHECKING:
     from minimind.engine.deepspeed_backend import CollectivesLog, DeepSpeedBackend
@@ -125,7 +125,7 @@ def _refusals(resolved: ResolvedConfig) -> Iterator[None]:
     try:
         yield
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
-        message = rules.error_text(error)
+        message = first_lines(error, None)
         remedy = rules.remedy_for(resolved.config, message)
         raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {message}; {remedy}") from error
     except OSError as error:
@@ -299,5 +299,5 @@ def _refusal(config: Mapping[str, Any]) -> str:
             factory = getattr(lr_schedules, config["scheduler"]["type"])
             factory(optimizer, **config["scheduler"].get("params", {}))
     except Exception as error:  # its parsers raise many types
-        return rules.error_text(error)
+        return first_lines(error, None)
     return ""

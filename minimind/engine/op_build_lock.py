@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch.utils.file_baton import FileBaton
 
 from minimind.config.deepspeed.backend_choice import WITHOUT_ADAM, compilation_text, is_compiled
@@ -26,7 +27,6 @@ from minimind.runtime.durable_files import storing
 MAX_WAIT = 900.0  # seconds; the slowest op takes a few minutes
 POLL_INTERVAL = 3.0
 RECHECK_DELAY = 0.5
-PROCESSES = Path("/proc")
 ERROR = re.compile(r"error:|not found|No such file|not being", re.IGNORECASE)
 REMEDY = "set TORCH_EXTENSIONS_DIR to a folder on a local disk that can be written"
 
@@ -99,8 +99,8 @@ def describe_builder(lock: Path) -> str | None:
 
     The owner keeps the file open while it compiles, and its `ninja` works in the lock's folder,
     possibly after the owner's death. This is visible on this host only. Processes that cannot be
-    inspected count as alive: those of other users, on systems without /proc, and on other hosts or
-    containers that wrote their name into the file.
+    inspected count as alive: those of other users, and on other hosts or containers that wrote
+    their name into the file.
     """
     try:
         owner = lock.stat().st_uid
@@ -109,25 +109,20 @@ def describe_builder(lock: Path) -> str | None:
         return None
     if host not in ("", socket.gethostname()):
         return f"process {pid} on {host}"
-    if os.geteuid() not in (0, owner) or not (PROCESSES / "self").exists():
+    if os.geteuid() not in (0, owner):
         return f"a process of user {owner}"
     # The recorded process first: on a large host scanning all takes seconds.
-    others = (path.name for path in PROCESSES.glob("[0-9]*"))
-    for process in (pid, *others) if pid else others:
-        if _is_building(lock, PROCESSES / process):
-            return f"process {process}"
+    for number in (*map(int, pid.split()), *psutil.pids()):
+        with suppress(psutil.Error, OSError):  # the process has ended
+            process = psutil.Process(number)
+            if process.name() == "ninja":
+                is_building = os.path.samefile(process.cwd(), lock.parent)
+            else:
+                paths = (Path(file.path) for file in process.open_files())
+                is_building = any(p.name == lock.name and p.samefile(lock) for p in paths)
+            if is_building:
+                return f"process {number}"
     return None
-
-
-def _is_building(lock: Path, process: Path) -> bool:
-    with suppress(OSError):  # the process has ended
-        if (process / "comm").read_text() == "ninja\n":
-            return os.path.samefile(process / "cwd", lock.parent)
-        for descriptor in (process / "fd").iterdir():
-            with suppress(OSError):  # closed meanwhile
-                if os.path.samefile(descriptor, lock):
-                    return True
-    return False
 
 
 @contextmanager

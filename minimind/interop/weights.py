@@ -56,6 +56,7 @@ from minimind.interop.tensor_sources import (
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.checked_json import ELSEWHERE, read_foreign_object, require_listed, shown
 from minimind.runtime.locks import ReadLock
+from minimind.runtime.terminal import first_lines
 
 
 def match_tensors(source: TensorSource, path: Path, config: PretrainedConfig) -> TensorSource:
@@ -334,7 +335,7 @@ def _validate(kind: str, path: Path, shape: dict[str, Any], source: TensorSource
         with torch.device("meta"):
             expected = MiniMindForCausalLM(config).state_dict()
     except (ValueError, RuntimeError) as error:  # RuntimeError: sizes beyond int64
-        raise CheckpointError(f"{misfit} ({str(error).splitlines()[0]}); {ELSEWHERE}") from error
+        raise CheckpointError(f"{misfit} ({first_lines(error)}); {ELSEWHERE}") from error
     if config.tie_word_embeddings:
         expected.pop(HEAD)
         if HEAD in source.shapes and not _is_tied(source):

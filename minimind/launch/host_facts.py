@@ -12,21 +12,24 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
 import torch
 
 from minimind.config.deepspeed.backend_choice import CPU_OPS, OPS, op_fault
+from minimind.runtime.environment import usable_cores
 from minimind.runtime.hardware import (
     GPU,
     HAS_BF16,
     command_output,
     compiler_fault,
+    cpu_name,
     invisible_gpus_fault,
     list_gpus,
     nvcc_path,
 )
 
 LIBRARIES = ("triton", "accelerate", "deepspeed", "transformers", "sentencepiece", "numpy")
-NETWORK = Path("/sys/class/net")
+INFINIBAND = Path("/sys/class/infiniband")
 SHARED_MEMORY = Path("/dev/shm")
 PROBE_MIB = 64
 GIB = 2**30
@@ -65,8 +68,7 @@ def read_facts(out_dir: Path) -> HostFacts:
     """Measure this host; takes a second or two."""
     torch_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = "cuda" if torch_gpus else "cpu"
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    cores = len(os.sched_getaffinity(0))
+    memory = psutil.virtual_memory().total / GIB
     disk, speed = measure_disk(out_dir)
     on_host = list_gpus()
     driver = on_host[0].driver if on_host else "unknown (no nvidia-smi)"
@@ -75,7 +77,7 @@ def read_facts(out_dir: Path) -> HostFacts:
         versions={"torch": torch.__version__} | versions,
         system=f"{platform.system()} {platform.release()} {platform.machine()},"
         f" Python {platform.python_version()}",
-        cpu=f"{_cpu_name()}, {cores} cores for this process, {memory:.1f} GiB of memory",
+        cpu=f"{cpu_name()}, {usable_cores()} cores for this process, {memory:.1f} GiB of memory",
         has_cpu_bf16=HAS_BF16,
         gpus=_gpus_of_torch(torch_gpus, driver) if torch_gpus else on_host,
         torch_gpus=torch_gpus,
@@ -109,12 +111,6 @@ def package_version(name: str) -> str:
         return "none"
 
 
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or "CPU")
-
-
 def _nccl_version() -> str:
     if not torch.distributed.is_nccl_available():
         return "none"
@@ -139,22 +135,12 @@ def _compilers() -> dict[str, str]:
 
 def _interfaces() -> list[str]:
     """Network interfaces that are up, with their speed; InfiniBand adapters."""
-    names = []
-    for path in sorted(NETWORK.glob("*")):
-        if path.name == "lo" or _read(path / "operstate") in ("down", ""):
-            continue
-        speed = _read(path / "speed")  # virtual interfaces have none, or -1
-        is_known = speed.isdecimal() and int(speed) > 0
-        names.append(f"{path.name} {speed} Mbit/s" if is_known else path.name)
-    adapters = sorted(NETWORK.parent.glob("infiniband/*"))
-    return names + [f"{path.name} (InfiniBand)" for path in adapters]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+    names = [
+        f"{name} {found.speed} Mbit/s" if found.speed else name  # virtual ones may have none
+        for name, found in sorted(psutil.net_if_stats().items())
+        if found.isup and "loopback" not in found.flags
+    ]
+    return names + [f"{path.name} (InfiniBand)" for path in sorted(INFINIBAND.glob("*"))]
 
 
 def measure_disk(out_dir: Path) -> tuple[str, float]:

@@ -26,6 +26,7 @@ from minimind.runtime.environment import (
     GPU_VARIABLES,
     LAUNCHER_VARIABLES,
     require_numbers,
+    usable_cores,
     visible_gpu_names,
 )
 from minimind.runtime.terminal import one_line, phase
@@ -315,10 +316,8 @@ def main(target: str, device: str) -> dict[str, Any]:
     for message in settings.overridden:
         print(f"run_accelerate.sh: {message}", file=sys.stderr)
     if not os.environ.get("OMP_NUM_THREADS"):
-        affinity = getattr(os, "sched_getaffinity", None)
-        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         here = launched["num_processes"] // launched["num_machines"]
-        exports["OMP_NUM_THREADS"] = max(1, cores // here)
+        exports["OMP_NUM_THREADS"] = max(1, usable_cores() // here)
     print(starting(launched, gpus, path), file=sys.stderr)
     return exports
 

@@ -32,7 +32,10 @@ TEMPLATE = go.layout.Template(
         **{"barmode": "stack", "bargap": 0, "hovermode": "x unified", "legend": LEGEND},
         **{"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"},
         "font": {"color": LIGHT["soft"], "size": 12, "family": "system-ui, sans-serif"},
-        "hoverlabel": {"bgcolor": LIGHT["paper"], "bordercolor": LIGHT["rule"], "namelength": -1},
+        "hoverlabel": {
+            **{"bgcolor": LIGHT["paper"], "bordercolor": LIGHT["rule"], "namelength": -1},
+            "font": {"color": LIGHT["ink"]},  # otherwise that of the border
+        },
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": LIGHT["soft"]},
         "margin": {"l": 56, "r": 14, "t": 8, "b": 40},
         "xaxis": {

@@ -44,6 +44,13 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def clock_time(seconds: float) -> str:
+    """`4:05`, `1:04:05`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
 def milliseconds(value: float) -> str:
     """`620 ms`, `1.24 s`."""
     if not math.isfinite(value):

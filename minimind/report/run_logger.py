@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minimind.engine.clocks import LABELS, mean_ms, median_ms, profile_table, ranks_table
+from minimind.report.formats import clock_time
 from minimind.report.history import PAUSES
 from minimind.report.verdict import Setting, Verdicts
 from minimind.runtime.durable_files import Metrics, storing
@@ -192,7 +193,7 @@ class RunLogger:
         if self._bar:
             self._bar.show(f"loss {line['loss']:.4f}")
         left = (self._total - line["step"]) * line["step_ms"] / 1e3
-        self.print(f"step {line['step']}/{self._total}  {text}  ETA {duration(left)}")
+        self.print(f"step {line['step']}/{self._total}  {text}  ETA {clock_time(left)}")
 
     def add_pause(self, cause: str, milliseconds: float) -> None:
         """Exclude time spent between steps from the step times."""
@@ -260,10 +261,3 @@ class RunLogger:
 
 def _by_ms(pauses: dict[str, float]) -> dict[str, float]:
     return {f"{cause}_ms": ms for cause, ms in pauses.items()}
-
-
-def duration(seconds: float) -> str:
-    """Format as `4:05`, or `1:04:05` from an hour on."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

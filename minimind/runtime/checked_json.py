@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from minimind.errors import CheckpointError
 from minimind.runtime.durable_files import read_small
 from minimind.runtime.file_kinds import JSON_TEXT, kind_of_content
+from minimind.runtime.terminal import shorten_line
 
 MAX_BYTES = 8 * 2**20  # size of a JSON file; the manifest of 10,000 ranks takes a quarter of it
 MAX_DEPTH = 32
@@ -142,8 +143,8 @@ def describe_fault(fault: Any, where: str = "") -> str:
 
 def shown(value: Any) -> str:
     """Format a value for one line, shortened and escaped."""
-    text = "a huge number" if type(value) is int and abs(value) > MAX_INTEGER else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    is_huge = type(value) is int and abs(value) > MAX_INTEGER
+    return "a huge number" if is_huge else shorten_line(repr(value), 60)
 
 
 def require_listed(manifest: dict[str, Any], path: Path) -> None:

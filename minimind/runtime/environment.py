@@ -1,4 +1,4 @@
-"""Checks of the environment variables of the rendezvous.
+"""Checks of the environment variables of the rendezvous, and what else a process is given.
 
 Launchers set them, and leftovers of other launchers may remain in a shell. torch, Accelerate and
 DeepSpeed raise tracebacks for bad values or wait for ranks that do not exist, so the variables are
@@ -38,6 +38,12 @@ def rank_of(environ: Mapping[str, str]) -> int:
     """RANK, or 0 where it is unset or malformed; `require_environment` reports the latter."""
     value = environ.get("RANK", "0")
     return int(value) if _is_in(value, INDEX) else 0
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def require_environment(environ: Mapping[str, str]) -> None:

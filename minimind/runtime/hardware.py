@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,6 +54,15 @@ def has_bf16() -> bool:
 
 
 HAS_BF16 = has_bf16()
+
+
+def cpu_name() -> str:
+    """Model of the CPU, or the architecture where the system does not tell."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # Linux only
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def use_device(device: torch.device) -> None:

@@ -41,7 +41,7 @@ class Worker:
     rank: int
     host: str
     pid: int
-    started: str  # start time from /proc; empty without /proc
+    started: str  # empty if it is gone
     place: str = field(default_factory=machine_id)
 
     def __str__(self) -> str:
@@ -53,10 +53,10 @@ class Worker:
 
     def state(self) -> str:
         """`running`, `stopped` (SIGSTOP) or `gone`, for a process of this host."""
-        letter, started = _stat(self.pid)
-        if not letter or started != self.started or letter in "ZX":
+        state, started = _look(self.pid)
+        if state == "gone" or started != self.started:
             return "gone"
-        return "stopped" if letter == "T" else "running"
+        return "stopped" if state == "stopped" else "running"
 
     def kill(self) -> None:
         """Send SIGKILL unless it is gone."""
@@ -66,32 +66,29 @@ class Worker:
 
 def this_worker(rank: int) -> Worker:
     """This process."""
-    return Worker(rank, socket.gethostname(), os.getpid(), _stat(os.getpid())[1])
+    return Worker(rank, socket.gethostname(), os.getpid(), _look(os.getpid())[1])
 
 
-def _stat(pid: int) -> tuple[str, str]:
-    """Return state letter and start time of a process; no letter if it does not exist."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return "", ""
-        return ("R" if is_alive(pid) else ""), ""  # no /proc
-    fields = text.rpartition(")")[2].split()  # the name may contain anything
-    return fields[0], fields[19]
+def _look(pid: int) -> tuple[str, str]:
+    """State (psutil's, or `gone`) and start time of a process."""
+    import psutil  # imported late: most commands look at no process
+
+    with suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        state = process.status()
+        if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return "gone", ""
+        if not psutil.LINUX:
+            return state, str(process.create_time())
+        # In ticks since the boot: psutil's time of day moves when the clock of Linux is set.
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return state, stat.rpartition(")")[2].split()[19]  # the name may contain anything
+    return "gone", ""
 
 
 def is_alive(pid: int) -> bool:
     """Whether the process exists; zombies do not count."""
-    if Path("/proc/self/stat").exists():
-        return _stat(pid)[0] not in ("", "Z", "X")
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it exists, under another user
-        return True
-    return True
+    return _look(pid)[0] != "gone"
 
 
 def folder() -> Path | None:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Timer
 from typing import Any, TextIO
@@ -38,10 +38,28 @@ def shorten_line(text: str, most: int = SHOWN) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def first_lines(error: BaseException, count: int = 1) -> str:
-    """The first `count` lines of an error's message as one, or its type if it has no text."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def first_lines(error: BaseException, count: int | None = 1) -> str:
+    """The first `count` lines of an error's message as one (None: all), or its type if empty."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:count]).rstrip(".") or type(error).__name__
+
+
+def aligned(
+    rows: Iterable[Sequence[str]], sides: str = "<", indent: str = "", widest: int = sys.maxsize
+) -> str:
+    """Lay out rows as lines, with two blanks between columns.
+
+    sides: the side of each column to align to, `<` or `>`; the last also holds for the rest.
+    A cell longer than `widest` does not widen its column: it moves the rest of its line.
+    """
+    lines = [*rows]
+    widths = [min(max(map(len, column)), widest) for column in zip(*lines, strict=True)]
+    columns = [*zip(sides.ljust(len(widths), sides[-1]), widths, strict=False)]
+    padded = (
+        (f"{cell:{side}{width}}" for cell, (side, width) in zip(line, columns, strict=True))
+        for line in lines
+    )
+    return "\n".join(f"{indent}{'  '.join(cells)}".rstrip() for cells in padded)
 
 
 def for_stdout(text: str) -> str:

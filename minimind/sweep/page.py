@@ -6,26 +6,43 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
+import optuna
+from optuna.trial import TrialState
+from optuna.visualization import (
+    plot_intermediate_values,
+    plot_optimization_history,
+    plot_parallel_coordinate,
+    plot_slice,
+)
+from plotly.graph_objects import Figure
 
 from minimind.report import formats
 from minimind.report.charts import TEMPLATE, Chart
 from minimind.report.formats import LIGHT
 from minimind.report.page import fill_page, html_table, plots
 from minimind.runtime.durable_files import storing, write_whole
-from minimind.sweep.study import ORDER, Row, best_command, best_of, cells_of, parameters_text
+from minimind.sweep.study import (
+    ORDER,
+    Row,
+    best_command,
+    best_of,
+    cells_of,
+    distribution_of,
+    parameters_text,
+)
 from minimind.sweep.sweep_file import Range, Sweep
 
 PAGE_NAME = "sweep.html"
 NOUNS = {"val_bpb": "bits per byte", "val_loss": "nats per token"}
-# Color and symbol by kind of trial.
-LOOKS = {"done": ("run0", "circle"), "pruned": ("run1", "x-thin-open")}
 BANDS = ("run0", "run5", "sample")  # the best third of the finished trials, the second, the last
+UNFINISHED = {"symbol": "x-thin-open", "color": LIGHT["run1"], "size": 9, "line": {"width": 2}}
+BEST = {"color": LIGHT["ink"], "width": 1.5, "shape": "hv"}
 
 
 def write_page(sweep: Sweep, rows: Sequence[Row], folder: Path) -> Path:
@@ -39,7 +56,7 @@ def write_page(sweep: Sweep, rows: Sequence[Row], folder: Path) -> Path:
 
 def render(sweep: Sweep, rows: Sequence[Row], folder: Path) -> str:
     """The HTML of the page."""
-    charts = Charts(sweep, rows).draw()
+    charts = draw(sweep, rows)
     head, body = cells_of(sweep, rows)
     cells = [[escape(cell) for cell in line] for line in body]
     kinds = [(sum(row.kind == kind for row in rows), kind) for kind in ORDER]
@@ -59,161 +76,117 @@ def render(sweep: Sweep, rows: Sequence[Row], folder: Path) -> str:
     return fill_page(f"{folder.absolute().name}: sweep", "\n".join(parts), charts, is_linked=False)
 
 
-class Charts:
-    """Draws the trials that have a metric."""
+def draw(sweep: Sweep, rows: Sequence[Row]) -> list[Chart]:
+    """Optuna's figures of the trials that have a metric, in the look of the pages."""
+    known = [row for row in rows if math.isfinite(row.metric)]
+    if not known:
+        return []
+    study, metric, noun = recorded(sweep, rows), sweep.metric, NOUNS[sweep.metric]
+    history = plot_optimization_history(study, target_name=metric)
+    hover = "trial-%{x:04d}: %{y:.4f}<extra></extra>"
+    looks = [
+        {"name": "done", "marker": {"color": LIGHT["run0"], "size": 9}, "hovertemplate": hover},
+        {"name": "best so far", "line": BEST, "hoverinfo": "skip"},
+        {"name": "not finished", "marker": UNFINISHED, "hovertemplate": hover},
+    ]
+    traces: Any = history.data
+    for trace, look in zip(traces, looks, strict=True):
+        trace.update(look, showlegend=bool(np.isfinite(trace.y).any()))
+    history.update_xaxes(title="trial", dtick=max(1, len(rows) // 10))
+    parallel, curves = _lines(sweep, known)
+    is_any_done = best_of(known) is not None
+    lines = "a line per trial: the best third of the finished ones bold, others dotted"
+    return [
+        _chart("history", "History", f"{noun}; of other trials the last validation", history),
+        _chart("parallel", "Parallel coordinates", lines, parallel),
+        *(_slice(sweep, study, name) for name in sweep.dimensions if is_any_done),
+        _chart("curves", "Validations", f"{noun} at each step", curves),
+    ]
 
-    def __init__(self, sweep: Sweep, rows: Sequence[Row]) -> None:
-        self.sweep = sweep
-        self.rows = [row for row in rows if math.isfinite(row.metric)]
-        self.axis: dict[str, Any] = {"title": sweep.metric, "hoverformat": ".4f"}
-        finished = [row.metric for row in self.rows if row.kind == "done"]
-        self.limits = np.quantile(finished, (1 / 3, 2 / 3)) if finished else np.array([0.0, 0.0])
 
-    def draw(self) -> list[Chart]:
-        """The history, the parallel coordinates and one chart for each dimension."""
-        if not self.rows:
-            return []
-        over = [self._dimension(name) for name in self.sweep.dimensions]
-        return [self._history(), self._parallel(), *over, self._curves()]
-
-    def _chart(self, key: str, title: str, unit: str, traces: list[Any], **layout: Any) -> Chart:
-        shown = {"template": TEMPLATE, "hovermode": "closest", "yaxis": self.axis, **layout}
-        shown["xaxis"] = {**layout["xaxis"], "automargin": True}  # room for labels that are turned
-        return Chart(key, title, unit, go.Figure(traces, shown))
-
-    def _points(self, kind: str, x: Sequence[Any]) -> Any:
-        """The trials of a kind as points over `x`, which has a value for each of them."""
-        tone, symbol = LOOKS.get(kind, ("soft", "circle-open"))
-        rows = [row for row in self.rows if row.kind == kind]
-        marker = {"size": 9, "symbol": symbol, "color": LIGHT[tone], "line": {"width": 2}}
-        marker["line"] = {"width": 2 if symbol != "circle" else 0, "color": LIGHT[tone]}
-        texts = [hover_text(row, self.sweep.metric) for row in rows]
-        style = {"mode": "markers", "marker": marker, "text": texts, "hoverinfo": "text"}
-        return go.Scatter(name=kind, x=x, y=[row.metric for row in rows], **style)
-
-    def _of_each_kind(self, x_of: Any) -> list[Any]:
-        kinds = dict.fromkeys(row.kind for row in self.rows)
-        return [
-            self._points(kind, [x_of(row) for row in self.rows if row.kind == kind])
-            for kind in sorted(kinds)
-        ]
-
-    def _history(self) -> Chart:
-        traces = self._of_each_kind(_number)
-        finished = [row for row in self.rows if row.kind == "done"]
-        if finished:
-            x, best = [*map(_number, finished)], np.minimum.accumulate([r.metric for r in finished])
-            line = {"color": LIGHT["ink"], "width": 1.5, "shape": "hv"}
-            style = {"mode": "lines", "line": line, "hoverinfo": "skip"}
-            traces.insert(0, go.Scatter(name="best so far", x=x, y=best, **style))
-        unit = f"{NOUNS[self.sweep.metric]}; of a pruned trial its last validation"
-        ticks = {"dtick": 1} if max(map(_number, self.rows)) < 10 else {}  # otherwise whole anyway
-        return self._chart("history", "History", unit, traces, xaxis={"title": "trial", **ticks})
-
-    def _curves(self) -> Chart:
-        """The validations of each trial, in the colors of the parallel coordinates."""
-        traces = []
-        for row in self._worst_first():
-            text = [hover_text(row, self.sweep.metric)] * len(row.curve)
-            points = {"x": [*row.curve], "y": [*row.curve.values()], "text": text}
-            style = {"mode": "lines+markers", "marker": {"size": 4}, "hoverinfo": "text"}
-            traces.append(go.Scatter(**points, **style, line=self._line(row), showlegend=False))
-        unit = f"{NOUNS[self.sweep.metric]} at each step"
-        return self._chart("curves", "Validations", unit, traces, xaxis={"title": "step"})
-
-    def _worst_first(self) -> list[Row]:
-        """Pruned trials, then finished ones; of each the best last, drawn on top."""
-        return sorted(self.rows, key=lambda row: (row.kind == "done", -row.metric))
-
-    def _line(self, row: Row) -> dict[str, Any]:
+def _lines(sweep: Sweep, known: Sequence[Row]) -> tuple[Figure, Figure]:
+    """Parallel coordinates and validations, a line per trial in both; the best ones on top."""
+    ranked = sorted(known, key=lambda row: (row.kind == "done", -row.metric))
+    # Optuna draws choices in the order in which trials have them: these come first, undrawn.
+    choices = {n: d for n, d in sweep.dimensions.items() if not isinstance(d, Range)}
+    in_order = [
+        {name: values[min(n, len(values) - 1)] for name, values in choices.items()}
+        for n in range(max(map(len, choices.values()), default=0))
+    ]
+    first = [replace(ranked[0], parameters=ranked[0].parameters | p, curve={}) for p in in_order]
+    study = recorded(sweep, [*first, *ranked])
+    parallel = plot_parallel_coordinate(study, target_name=sweep.metric)
+    parallel.data = parallel.data[len(first) :][: len(ranked)]  # without the scale of colors
+    parallel.update_annotations(font={"color": LIGHT["soft"]}, bgcolor=LIGHT["paper"])
+    parallel.update_shapes(line={"color": LIGHT["soft"]})
+    room = [-0.35, len(sweep.dimensions) + 0.35]  # for the names of the axes
+    parallel.update_xaxes(showline=False, range=room)
+    curves = plot_intermediate_values(study)
+    hover = "step %{x}: %{y:.4f}<extra></extra>"
+    curves.update_traces(hovertemplate=hover, marker={"size": 4})
+    curves.update_layout(xaxis={"title": "step"}, yaxis={"title": sweep.metric})
+    limits = np.quantile([row.metric for row in known if row.kind == "done"] or [0], (1 / 3, 2 / 3))
+    drawn: Any = (
+        *zip(parallel.data, ranked, strict=True),
+        *zip(curves.data, [row for row in ranked if row.curve], strict=True),
+    )
+    for trace, row in drawn:
         is_done = row.kind == "done"
-        band = int(np.searchsorted(self.limits, row.metric)) if is_done else len(BANDS) - 1
-        line = {"color": LIGHT[BANDS[band]], "width": 1.25 if band else 2.5}
-        return line if is_done else {**line, "dash": "dot"}
-
-    def _dimension(self, name: str) -> Chart:
-        dimension = self.sweep.dimensions[name]
-        is_log = isinstance(dimension, Range) and dimension.log
-        axis: dict[str, Any] = {"title": name, "hoverformat": ".4~g", "exponentformat": "e"}
-        if is_log:
-            values = [float(row.parameters[name]) for row in self.rows]
-            ticks = formats.log_ticks(min(values), max(values))
-            axis |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
-        elif not isinstance(dimension, Range):
-            axis |= {"type": "category", "categoryorder": "array", "categoryarray": dimension}
-        traces = self._of_each_kind(lambda row: row.parameters[name])
-        unit = NOUNS[self.sweep.metric] + (", log scale" if is_log else "")
-        return self._chart(f"over-{name.replace('_', '-')}", name, unit, traces, xaxis=axis)
-
-    def _parallel(self) -> Chart:
-        """A line per trial over all dimensions and the metric; the best ones last, on top."""
-        names = [*self.sweep.dimensions, self.sweep.metric]
-        scales = [Scale(self.sweep, name, self.rows) for name in names]
-        traces = []
-        for row in self._worst_first():
-            values = [*(row.parameters[name] for name in self.sweep.dimensions), row.metric]
-            heights = [scale.height(value) for scale, value in zip(scales, values, strict=True)]
-            text = [hover_text(row, self.sweep.metric)] * len(names)
-            style = {"mode": "lines+markers", "marker": {"size": 4}, "hoverinfo": "text"}
-            points = {"x": [*range(len(names))], "y": heights, "text": text}
-            traces.append(go.Scatter(**points, **style, line=self._line(row), showlegend=False))
-        labels = [label for n, scale in enumerate(scales) for label in scale.labels(n)]
-        upright = {"type": "line", "y0": 0, "y1": 1, "line": {"color": LIGHT["soft"], "width": 1}}
-        shapes = [{**upright, "x0": n, "x1": n, "layer": "below"} for n in range(len(names))]
-        ticks = {"tickvals": [*range(len(names))], "ticktext": names, "showline": False}
-        x_axis = {**ticks, "range": [-0.35, len(names) - 0.65]}
-        layout = {"xaxis": x_axis, "yaxis": {"visible": False, "range": [-0.08, 1.08]}}
-        unit = "a line per trial: the best third of the finished ones bold, pruned ones dotted"
-        figure = self._chart("parallel", "Parallel coordinates", unit, traces, **layout)
-        figure.figure.update_layout(annotations=labels, shapes=shapes)
-        return figure
+        band = int(np.searchsorted(limits, row.metric)) if is_done else len(BANDS) - 1
+        dash, width = "solid" if is_done else "dot", 1.25 if band else 2.5
+        line = {"color": LIGHT[BANDS[band]], "dash": dash, "width": width}
+        text = f"{row.folder}, {trace.hovertemplate}"
+        trace.update(line=line, opacity=1, hovertemplate=text)
+    return parallel, curves
 
 
-class Scale:
-    """Places values of a dimension, or of the metric, between 0 and 1."""
+def recorded(sweep: Sweep, rows: Sequence[Row]) -> optuna.Study:
+    """The trials as a study in memory.
 
-    def __init__(self, sweep: Sweep, name: str, rows: Sequence[Row]) -> None:
-        dimension = sweep.dimensions.get(name)
-        self.choices = dimension if isinstance(dimension, list) else None
-        self.is_log = isinstance(dimension, Range) and dimension.log
-        if isinstance(dimension, list):
-            self.values: list[Any] = [*dimension]
-        else:
-            is_metric = dimension is None
-            self.values = [row.metric if is_metric else row.parameters[name] for row in rows]
-            self.low, self.high = map(self._scaled, (min(self.values), max(self.values)))
-
-    def _scaled(self, value: float) -> float:
-        return math.log(value) if self.is_log else float(value)
-
-    def height(self, value: Any) -> float:
-        """From 0 to 1; choices at equal distances."""
-        if self.choices is not None:
-            return (self.choices.index(value) + 0.5) / len(self.choices)
-        span = self.high - self.low
-        return (self._scaled(value) - self.low) / span if span else 0.5
-
-    def labels(self, x: int) -> list[dict[str, Any]]:
-        """The choices, or the lowest and the highest value, at the left of the axis."""
-        ends = dict.fromkeys((min(self.values), max(self.values)))
-        values = self.choices if self.choices is not None else ends
-        look = {"showarrow": False, "xanchor": "right", "xshift": -6, "bgcolor": LIGHT["paper"]}
-        return [
-            {"x": x, "y": self.height(value), "text": escape(_short(value)), **look}
-            for value in values
-        ]
+    A trial that did not finish has its last validation as value, and breaks a constraint: Optuna
+    draws infeasible trials apart from the others, but no pruned ones.
+    """
+    distributions = {n: distribution_of(n, d) for n, d in sweep.dimensions.items()}
+    study = optuna.create_study()
+    for row in rows:
+        has_metric = math.isfinite(row.metric)
+        trial = optuna.create_trial(
+            state=TrialState.COMPLETE if has_metric else TrialState.FAIL,
+            value=row.metric if has_metric else None,
+            params=row.parameters,
+            distributions={name: distributions[name] for name in row.parameters},
+            intermediate_values=row.curve,
+            constraints={"not finished": float(row.kind != "done")},
+        )
+        study.add_trial(trial)
+    return study
 
 
-def hover_text(row: Row, metric: str) -> str:
-    """`trial-0003, done`, the metric and the parameters, a line each."""
-    lines = [f"{row.folder}, {row.status}", f"{metric} {row.metric:.4f}"]
-    lines += [f"{name} {_short(value)}" for name, value in row.parameters.items()]
-    return "<br>".join(map(escape, lines))
+def _slice(sweep: Sweep, study: optuna.Study, name: str) -> Chart:
+    """The metric of finished trials over a dimension."""
+    dimension = sweep.dimensions[name]
+    figure = plot_slice(study, [name], target_name=sweep.metric)
+    figure.data = figure.data[:1]  # the finished ones; of others the metric is an early one
+    scale = [[0, LIGHT["rule"]], [1, LIGHT["run0"]]]
+    look = {"size": 9, "colorscale": scale, "line": {"width": 1, "color": LIGHT["run0"]}}
+    look["colorbar"] = {"title": "trial", "thickness": 10, "outlinewidth": 0, "xpad": 10}
+    figure.update_traces(
+        marker=look, hovertemplate="trial-%{marker.color:04d}, %{x}: %{y:.4f}<extra></extra>"
+    )
+    figure.update_xaxes(hoverformat=".4~g")
+    is_log = isinstance(dimension, Range) and dimension.log
+    if is_log:
+        values = [trial.params[name] for trial in study.get_trials(states=[TrialState.COMPLETE])]
+        ticks = formats.log_ticks(min(values), max(values))
+        figure.update_xaxes(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+    elif not isinstance(dimension, Range):  # Optuna shows them in quotes
+        figure.update_xaxes(tickvals=[*map(repr, dimension)], ticktext=[*map(escape, dimension)])
+    unit = f"{NOUNS[sweep.metric]} of the finished trials{', log scale' if is_log else ''}"
+    return _chart(f"over-{name.replace('_', '-')}", name, unit, figure)
 
 
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _number(row: Row) -> int:
-    return int(row.folder.rpartition("-")[2])
+def _chart(key: str, title: str, unit: str, figure: Figure) -> Chart:
+    figure.layout.title = figure.layout.plot_bgcolor = None  # those of the page
+    figure.update_layout(template=TEMPLATE, hovermode="closest")
+    figure.update_xaxes(automargin=True)  # room for labels that are turned
+    return Chart(key, title, unit, figure)

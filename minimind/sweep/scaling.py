@@ -28,6 +28,7 @@ from minimind.report.formats import LIGHT
 from minimind.report.history import Run, number, read_configuration, read_runs
 from minimind.report.page import fill_page, html_table, plots
 from minimind.runtime.durable_files import storing, write_whole
+from minimind.runtime.terminal import aligned
 from minimind.sweep.law import LEVEL, Fit, Law, Term, constants_of, fit
 
 RECORD = "metrics.jsonl"
@@ -412,12 +413,12 @@ FORMULAS = {
 }
 UNITS = "L nats per token, N parameters (all of them; a tied embedding counts once), D tokens"
 LABELS = {"a": "a of N ~ C^a", "b": "b of D ~ C^b"}  # sizes of the optimum of C FLOPs
-CURVE, BAND = 80, 25  # points of a curve, and of a band, which is one interval each
-MARGIN = 1.5  # factor by which curves go beyond what is drawn
+CURVE = 80  # points of a curve
+MARGIN = 1.5  # factor by which curves go beyond the runs
 MOST_CURVES = 8
 
 
-def constants_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
+def constants_cells(answer: Answer) -> list[list[str]]:
     """Names of the columns, and a row per constant."""
     rows = [
         [
@@ -427,10 +428,10 @@ def constants_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
         ]
         for name, (value, low, high) in answer.constants().items()
     ]
-    return ["constant", "value", f"{LEVEL:.0%} interval"], rows
+    return [["constant", "value", f"{LEVEL:.0%} interval"], *rows]
 
 
-def optima_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
+def optima_cells(answer: Answer) -> list[list[str]]:
     """Names of the columns, and a row per budget."""
     head = ["budget", "parameters", "tokens", "tokens/parameter", "FLOPs", "loss", "reach"]
     rows = [
@@ -444,10 +445,10 @@ def optima_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
         ]
         for optimum in answer.optima
     ]
-    return head, rows
+    return [head, *rows]
 
 
-def runs_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
+def runs_cells(answer: Answer) -> list[list[str]]:
     """Names of the columns, and a row per run."""
     rows = [
         [
@@ -461,7 +462,7 @@ def runs_cells(answer: Answer) -> tuple[list[str], list[list[str]]]:
             answer.points.used, answer.fitted(), answer.fit.residuals, strict=True
         )
     ]
-    return ["run", "parameters", "tokens", "loss", "law", "error"], rows
+    return [["run", "parameters", "tokens", "loss", "law", "error"], *rows]
 
 
 def _ranged(interval: Interval) -> str:
@@ -471,15 +472,15 @@ def _ranged(interval: Interval) -> str:
 
 def as_text(answer: Answer) -> str:
     """The answer for a terminal."""
-    parts = [_aligned(*runs_cells(answer))]
+    parts = [aligned(runs_cells(answer), "<>")]
     if left := [f"  {name}: {reason}" for name, reason in answer.points.left_out.items()]:
         parts.append("\n".join(["left out:", *left]))
     parts.append(f"{FORMULAS[answer.fit.term]}: {UNITS}")
-    parts.append(_aligned(*constants_cells(answer)))
+    parts.append(aligned(constants_cells(answer), "<>"))
     if answer.notes:
         parts.append("\n".join(f"note: {one}" for one in answer.notes))
     if answer.optima:
-        parts.append(f"{_optima_title(answer)}\n{_aligned(*optima_cells(answer))}")
+        parts.append(f"{_optima_title(answer)}\n{aligned(optima_cells(answer), '<>')}")
         parts += filter(None, map(_proposal, answer.optima))
     return "\n\n".join(parts)
 
@@ -493,19 +494,6 @@ def _proposal(optimum: Optimum) -> str:
         return ""
     size = formats.size(optimum.shape.parameters)
     return f"{optimum.budget}, a shape of {size}:\n{command_of(optimum)}"
-
-
-def _aligned(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column is aligned to the left."""
-    lines = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if n else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def as_object(answer: Answer) -> dict[str, Any]:
@@ -547,7 +535,7 @@ def write_page(answer: Answer, out: Path, remedy: str) -> int:
 
 def render(answer: Answer) -> str:
     """The HTML of the page."""
-    charts = draw(answer)
+    charts = [draw(answer)]
     used = formats.count(len(answer.points.used), "run")
     parts = ["<h1>Scaling law</h1>", f'<p class="lead">{escape(FORMULAS[answer.fit.term])}</p>']
     parts.append(f'<p class="quiet">Fitted to {used}; {escape(UNITS)}.</p>')
@@ -560,7 +548,7 @@ def render(answer: Answer) -> str:
         for one in filter(command_of, answer.optima):
             label, code = escape(one.budget), escape(command_of(one))
             parts.append(f'<p class="pairs"><b>{label}</b> <code>{code}</code></p>')
-    parts += ["<h2>Plots</h2>", plots(charts, is_single=True)]
+    parts += ["<h2>Plot</h2>", plots(charts, is_single=True)]
     parts.append(f"<h2>Runs</h2>{_table(runs_cells(answer))}")
     if answer.points.left_out:
         rows = [[escape(name), escape(why)] for name, why in answer.points.left_out.items()]
@@ -569,47 +557,20 @@ def render(answer: Answer) -> str:
     return fill_page("Scaling law", "\n".join(parts), charts, is_linked=False)
 
 
-def _table(cells: tuple[Sequence[str], Iterable[Sequence[str]]]) -> str:
-    head, rows = cells
+def _table(cells: list[list[str]]) -> str:
+    head, *rows = cells
     return html_table(head, [[*map(escape, row)] for row in rows], "ranks")
 
 
-def draw(answer: Answer) -> list[Chart]:
-    """Loss over each fitted size, the optimum over budgets, and the errors."""
-    over = [k for k in ("tokens", "parameters") if answer.fit.term in (k, "both")]
-    charts = [_over(answer, name) for name in over]
-    optimal = [_optimal(answer)] if answer.fit.term == "both" else []
-    return [*charts, *optimal, _errors(answer)]
-
-
-def _chart(key: str, title: str, unit: str, traces: list[Any], x: dict, y: dict) -> Chart:
-    layout = {"template": TEMPLATE, "hovermode": "closest", "xaxis": x, "yaxis": y}
-    layout["showlegend"] = sum(trace.showlegend is not False for trace in traces) > 1
-    return Chart(key, title, unit, go.Figure(traces, layout))
-
-
-def _log_axis(title: str, low: float, high: float) -> dict[str, Any]:
-    ticks = formats.log_ticks(low, high)
-    ticks = [tick for tick in ticks if low <= tick <= high] or ticks
-    labels = [formats.size(tick) for tick in ticks]
-    span = {"range": [float(np.log10(low)), float(np.log10(high))]}
-    return {"title": title, "type": "log", "tickvals": ticks, "ticktext": labels, **span}
-
-
-def _curve(x: Any, y: Any, tone: str, **style: Any) -> Any:
-    line = {"color": LIGHT[tone], "width": 1.5, **style.pop("line", {})}
-    return go.Scatter(x=x, y=y, mode="lines", line=line, **{"hoverinfo": "skip", **style})
-
-
-def _over(answer: Answer, name: str) -> Chart:
-    """The runs and the law over `name`, a curve for each value of the other size."""
-    used = answer.points.used
-    other = "parameters" if name == "tokens" else "tokens"
+def draw(answer: Answer) -> Chart:
+    """The runs and the law over tokens, a curve for each size; of a law over sizes, over these."""
+    used, term = answer.points.used, answer.fit.term
+    name, other = ("parameters", "tokens") if term == "parameters" else ("tokens", "parameters")
     values = np.array([getattr(point, name) for point in used])
-    low, high = values.min() / MARGIN, values.max() * MARGIN
+    low, high = float(values.min() / MARGIN), float(values.max() * MARGIN)
     x = np.geomspace(low, high, CURVE)
     others = sorted({getattr(point, other) for point in used})
-    if answer.fit.term != "both":
+    if term != "both":
         others = others[:1]
     shown = [
         others[round(n)] for n in np.linspace(0, len(others) - 1, min(len(others), MOST_CURVES))
@@ -618,65 +579,32 @@ def _over(answer: Answer, name: str) -> Chart:
     for n, value in enumerate(shown):
         tone, dash = run_style(n)
         near = [point for point in used if _nearest(shown, getattr(point, other)) == value]
-        label = f"{formats.size(value)} {other}" if answer.fit.term == "both" else "runs"
+        label = f"{formats.size(value)} {other}" if term == "both" else "runs"
         sizes = {name: x, other: value}
         y = answer.fit.law.loss(sizes["parameters"], sizes["tokens"])
-        curve = {"line": {"dash": dash}, "showlegend": False, "name": f"law, {label}"}
-        traces.append(_curve(x, y, tone, **curve))
+        line = {"color": LIGHT[tone], "width": 1.5, "dash": dash}
+        curve = {"mode": "lines", "line": line, "hoverinfo": "skip", "showlegend": False}
+        traces.append(go.Scatter(x=x, y=y, name=f"law, {label}", **curve))
         texts = [escape(f"{point.name}: {point.loss:.4f}") for point in near]
         marker = {"color": LIGHT[tone], "size": 9}
         dots = {"mode": "markers", "marker": marker, "text": texts, "hoverinfo": "text"}
         xy = {"x": [getattr(point, name) for point in near], "y": [point.loss for point in near]}
         traces.append(go.Scatter(name=label, **xy, **dots))
+    ticks = formats.log_ticks(low, high)
+    ticks = [tick for tick in ticks if low <= tick <= high] or ticks
+    layout = {
+        "template": TEMPLATE,
+        "hovermode": "closest",
+        "xaxis": {
+            **{"title": name, "type": "log", "range": [math.log10(low), math.log10(high)]},
+            **{"tickvals": ticks, "ticktext": [formats.size(tick) for tick in ticks]},
+        },
+        "yaxis": {"title": "loss"},
+        "showlegend": len(shown) > 1,
+    }
     unit = "nats per token; points are runs, curves the law"
-    axes = _log_axis(name, float(low), float(high)), {"title": "loss", "hoverformat": ".4f"}
-    return _chart(
-        "loss" if name == "tokens" else "over-parameters", f"Loss over {name}", unit, traces, *axes
-    )
+    return Chart("loss", f"Loss over {name}", unit, go.Figure(traces, layout))
 
 
 def _nearest(values: Sequence[float], value: float) -> float:
     return min(values, key=lambda candidate: abs(np.log(candidate / value)))
-
-
-def _optimal(answer: Answer) -> Chart:
-    """The optimal number of parameters over budgets, with its interval, and the runs."""
-    used, cost = answer.points.used, answer.cost
-    spent = np.array([cost * one.parameters * one.tokens for one in used])
-    asked = [one.flops[0] for one in answer.optima]
-    low, high = min([*spent, *asked]) / MARGIN, max([*spent, *asked]) * MARGIN
-    x = np.geomspace(low, high, BAND)
-    bands = [interval_of(answer.fit, lambda law, c=c: law.optimum(c, cost)[0]) for c in x]
-    middle, below, above = np.array(bands).T
-    band = {"fill": "tonexty", "line": {"width": 0}, "opacity": 0.5, "showlegend": True}
-    traces = [
-        _curve(x, below, "run5", name="lower end", line={"width": 0}, showlegend=False),
-        _curve(x, above, "run5", name=f"{LEVEL:.0%} interval", **band),
-        _curve(x, middle, "run0", name="optimum"),
-    ]
-    looks = (
-        ("runs", spent, [one.parameters for one in used], "soft", "circle-open", used),
-        ("budgets", asked, [one.parameters[0] for one in answer.optima], "run1", "star", ()),
-    )
-    for name, flops, sizes, tone, symbol, runs in looks:
-        texts = [escape(one.name) for one in runs] or [one.budget for one in answer.optima]
-        marker = {"color": LIGHT[tone], "symbol": symbol, "size": 9 if runs else 13}
-        dots = {"mode": "markers", "marker": marker, "text": texts, "hoverinfo": "text"}
-        if len(flops):
-            traces.append(go.Scatter(name=name, x=flops, y=sizes, **dots))
-    heights = [*above, *below, *(one.parameters for one in used)]
-    y = _log_axis("parameters", min(heights) / MARGIN, max(heights) * MARGIN)
-    x_axis, unit = _log_axis("FLOPs", low, high), "parameters over FLOPs, log scales"
-    return _chart("optimum", "Compute-optimal size", unit, traces, x_axis, y)
-
-
-def _errors(answer: Answer) -> Chart:
-    """How far each run lies from the law."""
-    used, errors = answer.points.used, 100 * answer.fit.residuals
-    texts = [escape(f"{p.name}: {e:+.2f}%") for p, e in zip(used, errors, strict=True)]
-    marker = {"color": LIGHT["run0"], "size": 9}
-    xy = {"x": answer.fitted(), "y": errors}
-    dots = {"mode": "markers", "marker": marker, "text": texts, "hoverinfo": "text"}
-    axes = {"title": "loss of the law"}, {"title": "error", "ticksuffix": "%", "zeroline": True}
-    trace = go.Scatter(name="error", **xy, **dots)
-    return _chart("errors", "Errors", "measured against the law", [trace], *axes)

@@ -1,4 +1,4 @@
-"""The study of a sweep in DIR/sweep.db, and its trials as a table; imports optuna, alone.
+"""The study of a sweep in DIR/sweep.db, and its trials as a table.
 
 A trial of a sweep is a folder. Optuna's record of one that was interrupted is closed as failed, and
 a new one with the same parameters and folder is put at the head of its queue.
@@ -30,7 +30,7 @@ from sqlalchemy.pool import NullPool
 
 from minimind.errors import RunError, StorageError, UsageError
 from minimind.report import formats
-from minimind.runtime.terminal import shorten_line
+from minimind.runtime.terminal import aligned, shorten_line
 from minimind.runtime.urls import masked_values
 from minimind.sweep.sweep_file import Dimension, Range, Sweep, changed_fields, points
 from minimind.sweep.trial import command_line
@@ -89,7 +89,7 @@ class Study:
     def __init__(self, sweep: Sweep, place: Path, path: str) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.sweep, self.place = sweep, place
-        self._distributions = {n: _distribution(n, d) for n, d in sweep.dimensions.items()}
+        self._distributions = {n: distribution_of(n, d) for n, d in sweep.dimensions.items()}
         storage = optuna.storages.RDBStorage(
             _url(place / DATABASE),
             engine_kwargs={"poolclass": NullPool},  # no connection stays open between two uses
@@ -205,7 +205,7 @@ class Trial:
         self._study.tell(self._trial, value if kind == "done" else None, state)
 
 
-def _distribution(name: str, dimension: Dimension) -> BaseDistribution:
+def distribution_of(name: str, dimension: Dimension) -> BaseDistribution:
     """Optuna's form of a dimension; choices are texts, as in SWEEP.yaml."""
     values = points(name, dimension)
     if not isinstance(dimension, Range):
@@ -290,11 +290,4 @@ def table_text(sweep: Sweep, rows: Sequence[Row]) -> str:
     """The trials for a terminal, a line each."""
     head, body = cells_of(sweep, rows)
     body = [[*row[:-1], shorten_line(row[-1], MAX_STATUS)] for row in body]
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *numbers, last = zip(cells, widths, strict=True)
-        shown = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in numbers)]
-        return "  ".join([*shown, last[0]]).rstrip()
-
-    return "\n".join(map(line, [head, *body]))
+    return aligned([head, *body], f"<{'>' * (len(head) - 2)}<")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.run_config import FLAGS
+from minimind.runtime.environment import usable_cores
 from minimind.runtime.process import LAUNCHER_PID
 from minimind.runtime.terminal import printable
 from minimind.runtime.urls import masked
@@ -79,8 +80,7 @@ def environments_of(gpus: Sequence[str], parallel: int) -> list[dict[str, str]]:
         return [{"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} for n in range(parallel)]
     if parallel == 1 or "OMP_NUM_THREADS" in os.environ:
         return [{}] * parallel
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return [{"OMP_NUM_THREADS": str(max(1, (cores or 1) // parallel))}] * parallel
+    return [{"OMP_NUM_THREADS": str(max(1, usable_cores() // parallel))}] * parallel
 
 
 class Validations:

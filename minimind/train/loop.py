@@ -25,7 +25,8 @@ from minimind.engine.clocks import CommunicationClock, PhaseClock
 from minimind.engine.loss_of_batch import routing_fields
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import PREEMPTED, NumericError
-from minimind.report.run_logger import RunLogger, duration
+from minimind.report.formats import clock_time
+from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import lost_peers, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import mebibytes, storing
 from minimind.runtime.process import Progress, StopRequest
@@ -152,8 +153,8 @@ def advance_progress(context: RunContext, state: TrainState, steps: int) -> None
     silence = step_seconds * min(interval, context.schedule.total_steps - state.step)
     if silence > LONG_SILENCE:
         context.logger.print(
-            f"warning  no step line for {duration(silence)}: a step takes {step_seconds:.1f} s and"
-            f" --log_interval is {interval:,}"
+            f"warning  no step line for {clock_time(silence)}: a step takes {step_seconds:.1f} s"
+            f" and --log_interval is {interval:,}"
         )
 
 

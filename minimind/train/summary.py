@@ -39,7 +39,9 @@ from minimind.recovery.token_balance import (
     conversation_balance,
     token_balance,
 )
+from minimind.report.formats import count
 from minimind.report.verdict import Setting
+from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import is_url, masked, masked_values, named
 from minimind.train.build import (
     check_enough_rows,
@@ -73,10 +75,9 @@ LABEL = 9  # columns of the label before the text
 def flags_table(run: RunConfig, names: Iterable[str] = FLAGS) -> str:
     """One line per flag that has a value: name, value, source."""
     flags = recorded_flags(run)
-    rows = [(name, _text(flags[name])) for name in names if flags[name] is not None]
-    name_width, width = (max(len(row[n]) for row in rows) for n in (0, 1))
-    width = min(width, MAX_WIDTH)
-    return "\n".join(f"  {n:<{name_width}}  {v:<{width}}  {run.sources[n]}" for n, v in rows)
+    given = (name for name in names if flags[name] is not None)
+    rows = ((name, _text(flags[name]), run.sources[name]) for name in given)
+    return aligned(rows, indent="  ", widest=MAX_WIDTH)
 
 
 def resolved_table(resolved: ResolvedConfig) -> str:
@@ -508,10 +509,6 @@ def _series(items: Sequence[str]) -> list[str]:
     return [*(f"{item};" for item in items[:-1]), *items[-1:]]
 
 
-def _count(number: int, noun: str, plural: str | None = None) -> str:
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
-
-
 def _model(context: RunContext, prepared: Prepared) -> list[str]:
     run, vocabulary = context.run, context.engine.model.config.vocab_size
     unused = vocabulary - run.vocab_size + prepared.tokenizer.unused
@@ -527,12 +524,12 @@ def _data(context: RunContext, prepared: Prepared) -> list[str]:
     more = f" and {len(others)} more" if others else ""
     items = [
         f"{shorten(first, COLUMNS - LABEL - len(more) - 1)}{more}",
-        f"{len(prepared.train):,} tokens in {_count(context.batches.order.n_rows, 'row')} of"
+        f"{len(prepared.train):,} tokens in {count(context.batches.order.n_rows, 'row')} of"
         f" {run.max_seq_len + 1}",
         f"{len(context.held_out.rows):,} held out for validation",
     ]
     if rejected["count"]:
-        bad = _count(rejected["count"], "bad document")
+        bad = count(rejected["count"], "bad document")
         items.append(f"{bad} skipped ({where_listed(rejected)})")
     return items
 
@@ -541,9 +538,9 @@ def _step(context: RunContext) -> str:
     run, world_size, of = context.run, context.engine.world_size, context.engine.parallel.group_size
     names = ("process", "processes") if of == 1 else (f"group of {of}", f"groups of {of}")
     factors = (
-        _count(run.micro_batch_rows(world_size), "row"),
-        _count(run.accumulation_steps, "micro-batch", "micro-batches"),
-        _count(world_size // of, *names),
+        count(run.micro_batch_rows(world_size), "row"),
+        count(run.accumulation_steps, "micro-batch", "micro-batches"),
+        count(world_size // of, *names),
     )
     rows, tokens = context.batches.order.rows_per_step, context.batches.tokens_per_step
     return f"{' x '.join(factors)} = {rows:,} rows, {tokens:,} tokens"
@@ -552,8 +549,8 @@ def _step(context: RunContext) -> str:
 def _length(context: RunContext, state: TrainState) -> list[str]:
     order, total = context.batches.order, context.schedule.total_steps
     tokens = state.tokens + (total - state.step) * context.batches.tokens_per_step
-    epoch = f"{_count(order.steps_per_epoch, 'step')} an epoch"
-    return [f"{_count(total, 'step')}, {tokens:,} tokens", epoch]
+    epoch = f"{count(order.steps_per_epoch, 'step')} an epoch"
+    return [f"{count(total, 'step')}, {tokens:,} tokens", epoch]
 
 
 def _rate(context: RunContext) -> str:
@@ -580,7 +577,7 @@ def _backend(context: RunContext) -> list[str]:
 
 def _cadence(run: RunConfig) -> str:
     by_clock = f" or {run.save_minutes:g} minutes" if run.save_minutes else ""
-    return f"a checkpoint every {_count(run.save_interval, 'step')}{by_clock}"
+    return f"a checkpoint every {count(run.save_interval, 'step')}{by_clock}"
 
 
 def _start(run: RunConfig, resumed: Resumed) -> str:

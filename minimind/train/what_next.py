@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from minimind.config.run_config import LAUNCH, RunConfig
+from minimind.runtime.terminal import aligned
 
 
 def minimind_command(python: str) -> str:
@@ -38,5 +39,4 @@ def what_next(run: RunConfig) -> str:
             talk = f"--init_from {place} --data_path TALK.jsonl --out_dir DIR"
             lines["fine-tune"] = f"{LAUNCH} --config sft {talk}"
     lines["export"] = f"{command} export --checkpoint {place} --format {form} --out DIR"
-    width = max(map(len, lines))
-    return "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())
+    return aligned(lines.items(), indent="  ")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -216,18 +217,15 @@ def test_an_out_dir_that_cannot_be_written_is_refused(host, capsys, monkeypatch)
 
 
 def test_interfaces_have_their_speed(monkeypatch, tmp_path):
-    files = {
-        "net/eth0": {"operstate": "up", "speed": "100000"},
-        "net/eth1": {"operstate": "down", "speed": "1000"},
-        "net/lo": {"operstate": "unknown"},
-        "net/veth": {"operstate": "up", "speed": "-1"},
-        "infiniband/mlx5_0": {},
+    found = {
+        "veth": SimpleNamespace(isup=True, speed=0, flags="up,broadcast,running"),
+        "eth0": SimpleNamespace(isup=True, speed=100_000, flags="up,broadcast,running"),
+        "eth1": SimpleNamespace(isup=False, speed=1000, flags="broadcast"),
+        "lo": SimpleNamespace(isup=True, speed=0, flags="up,loopback,running"),
     }
-    for name, contents in files.items():
-        (tmp_path / name).mkdir(parents=True)
-        for key, value in contents.items():
-            (tmp_path / name / key).write_text(f"{value}\n")
-    monkeypatch.setattr(host_facts, "NETWORK", tmp_path / "net")
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: found)
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(host_facts, "INFINIBAND", tmp_path)
     assert host_facts._interfaces() == ["eth0 100000 Mbit/s", "veth", "mlx5_0 (InfiniBand)"]
 
 

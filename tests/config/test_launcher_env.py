@@ -15,6 +15,7 @@ import torch
 from minimind.config.deepspeed.backend_choice import advice, choose_device, idle_gpus, read_setup
 from minimind.config.launcher_env import (
     Launch,
+    parent_command,
     read_launch,
     set_allocator_defaults,
     set_rendezvous_defaults,
@@ -147,6 +148,14 @@ def test_the_seed_layout_mixed_precision_beside_a_deepspeed_file_works(setup_for
     assert found.run.dtype == "bfloat16"
     assert found.run.sources["dtype"] == f"{GIVEN}: mixed_precision"
     assert found.config["bf16"]["enabled"] is True
+
+
+def test_the_command_line_of_the_parent_is_read_and_empty_once_it_is_gone(monkeypatch):
+    with subprocess.Popen(["sleep", "600"]) as parent:
+        monkeypatch.setattr(os, "getppid", lambda: parent.pid)
+        assert parent_command() == ["sleep", "600"]
+        parent.kill()
+    assert parent_command() == []
 
 
 MULTI_GPU = "python /bin/accelerate launch --multi_gpu --num_processes=2"

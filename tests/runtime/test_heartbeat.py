@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from minimind.runtime import heartbeat as module
@@ -107,6 +108,16 @@ def seen(child: subprocess.Popen[bytes], state: str) -> Worker:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return worker
+
+
+def test_a_process_has_a_start_time_where_there_is_no_proc(child, monkeypatch):
+    on_linux = this_worker(0)
+    monkeypatch.setattr(psutil, "LINUX", False)
+    me = this_worker(0)
+    assert me.started != on_linux.started
+    assert float(me.started) == pytest.approx(time.time(), abs=24 * 3600)
+    assert me.state() == "running"
+    assert Worker(1, me.host, child.pid, me.started).state() == "gone"
 
 
 def test_another_machine_or_container_of_the_same_name_is_elsewhere():

@@ -13,7 +13,7 @@ import pytest
 
 from minimind.cli import generate as generate_commands
 from minimind.errors import UsageError
-from minimind.runtime.terminal import Guarded, guarded, one_line, printable
+from minimind.runtime.terminal import Guarded, aligned, first_lines, guarded, one_line, printable
 
 CONTROLS = [*range(0x20), 0x7F, *range(0x80, 0xA0)]
 HARMLESS = {0x09, 0x0A}
@@ -116,3 +116,22 @@ def test_commands_at_a_real_terminal(words: list[str], tmp_path: Path):
     text = shown.decode().replace("\r\n", "\n")
     assert "\\x1b" in text
     assert not has_controls(text)
+
+
+def test_columns_are_aligned_and_a_long_cell_moves_only_its_line():
+    rows = [("a", "1", "22", "x"), ("bbb", "33", "4", ""), ("c", "5" * 6, "6", "y")]
+    assert aligned(rows, "<>", "  ", widest=3).splitlines() == [
+        "  a      1  22  x",
+        "  bbb   33   4",
+        "  c    555555   6  y",
+    ]
+    assert aligned([("a", "b"), ("ccc", "d")]) == "a    b\nccc  d"
+    assert aligned([["a"], ["bb"]], "><") == " a\nbb"
+
+
+def test_the_first_lines_of_an_error_are_one():
+    error = ValueError("\n one  thing.\n\n and another \nlast.\n")
+    assert first_lines(error) == "one thing"
+    assert first_lines(error, 2) == "one thing. and another"
+    assert first_lines(error, None) == "one thing. and another last"
+    assert first_lines(KeyError()) == "KeyError"

@@ -196,26 +196,29 @@ def test_the_page_draws_the_runs_and_the_law(grid, tmp_path, capsys):
     words = ["scaling", str(grid), "--flops", "1e17", "--out", str(out)]
     assert main(words) == 0
     page = Drawn(out.read_text(encoding="utf-8"))
-    assert [*page.charts] == ["loss", "over-parameters", "optimum", "errors"]
+    assert [*page.charts] == ["loss"]
+    assert len(page.charts["loss"]["data"]) == 2 * len(DIMS)  # a curve and its points
     points = page.points("loss", "1.28M parameters")
     assert points[:, 0].tolist() == pytest.approx(TOKENS, rel=1e-4)
     assert points[:, 1].tolist() == pytest.approx(
         LAW.loss(shape_of_dim(128).parameters, np.array(TOKENS)).tolist(), rel=0.01
     )
-    (budget,) = page.points("optimum", "budgets")
-    assert budget[0] == pytest.approx(1e17)
-    assert len(page.points("errors", "error")) == 16
+    curve = page.points("loss", "law, 1.28M parameters")
+    assert curve[:, 1].tolist() == pytest.approx(
+        LAW.loss(shape_of_dim(128).parameters, curve[:, 0]).tolist(), rel=0.01
+    )
     assert "default-src 'none'" in out.read_text()
     capsys.readouterr()
     assert "exists; give another file, or --force" in refused(capsys, *words[1:])
     assert main([*words, "--force"]) == 0
     seen = in_browser(out)
-    assert len(re.findall(r'class="main-svg"', seen)) >= 4
+    assert len(re.findall(r'class="main-svg"', seen)) >= 1
 
 
 def test_the_page_of_one_term_has_its_curve(tmp_path, capsys):
     runs = write_grid(tmp_path / "runs", DIMS, [1e9])
     assert main(["scaling", str(runs), "--out", str(tmp_path / "page.html")]) == 0
     page = Drawn((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert [*page.charts] == ["over-parameters", "errors"]
-    assert len(page.points("over-parameters", "runs")) == len(DIMS)
+    assert [*page.charts] == ["loss"]
+    assert len(page.points("loss", "runs")) == len(DIMS)
+    assert page.charts["loss"]["layout"]["xaxis"]["title"]["text"] == "parameters"

@@ -36,6 +36,7 @@ from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.durable_files import read_small_text
+from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import masked_values
 
 # Not part of the identity: the first three are flags, the others select an implementation.
@@ -85,14 +86,8 @@ class ResolvedConfig:
 
     def table(self) -> str:
         """One line per value: key path, value, source."""
-        rows = [
-            (key, json.dumps(value)) for key, value in leaves(masked_values(self.config)).items()
-        ]
-        key_width = max(len(key) for key, _ in rows)
-        value_width = max(len(value) for _, value in rows)
-        return "\n".join(
-            f"  {k:<{key_width}}  {v:<{value_width}}  {self.sources[k]}" for k, v in rows
-        )
+        values = leaves(masked_values(self.config)).items()
+        return aligned(((k, json.dumps(v), self.sources[k]) for k, v in values), indent="  ")
 
 
 def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[str, Any]:

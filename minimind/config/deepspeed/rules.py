@@ -35,6 +35,7 @@ from minimind.config.deepspeed.values import (
 )
 from minimind.config.optimizers import ADAM_TYPES, FLAG_OF_TYPE, OPTIMIZERS, READ_BY, RESUMABLE
 from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, RunConfig
+from minimind.runtime.terminal import first_lines
 
 # Parameters of DeepSpeed's Muon that torch's does not have, with their only accepted values.
 OTHERS = {
@@ -712,11 +713,6 @@ def output_paths(config: Mapping[str, Any]) -> dict[str, str]:
     return paths
 
 
-def error_text(error: Exception) -> str:
-    """Return the text of an error on one line, or its type if it has none."""
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
 def remedy_for(config: Mapping[str, Any], message: str) -> str:
     """Return what to change: the key of `config` that DeepSpeed's message mentions first."""
     names = {key: rf"\b{re.escape(key.rsplit('.', 1)[-1])}\b" for key in leaves(config)}
@@ -734,8 +730,8 @@ def tracker_refusal(error: Exception) -> str:
     if not block:
         return ""
     return (
-        f"{block}.enabled is true and {package} fails: {error_text(error)}; correct that, or remove"
-        f" the block and give --report_to {package}, which never stops the run"
+        f"{block}.enabled is true and {package} fails: {first_lines(error, None)}; correct that, or"
+        f" remove the block and give --report_to {package}, which never stops the run"
     )
 
 

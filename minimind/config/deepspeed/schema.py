@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from minimind.runtime.terminal import shorten_line
+
 VERSION = "0.19.8"
 AUTO = "auto"
 
@@ -390,8 +392,7 @@ _FITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shorten_line(json.dumps(value, ensure_ascii=False, default=str, skipkeys=True), 60)
 
 
 # DeepSpeed's pydantic models of sections.

@@ -264,7 +264,7 @@ class Facts:
     @property
     def optimizer(self) -> str:
         """DeepSpeed's type of the optimizer block; empty without one."""
-        return optimizer_name(get(self.config, "optimizer.type")) or ""
+        return optimizer_name(self["optimizer.type"]) or ""
 
     def takes(self, param: str) -> bool:
         """Whether the optimizer of the file has the parameter."""
@@ -272,20 +272,20 @@ class Facts:
 
     def schedules(self, *types: str) -> bool:
         """Whether the scheduler of the file is of one of these types."""
-        return get(self.config, "scheduler.type") in types
+        return self["scheduler.type"] in types
 
     @property
     def own_adam(self) -> list[str]:
         """Parameters in the file that only DeepSpeed's Adam has."""
-        params = get(self.config, "optimizer.params")
+        params = self["optimizer.params"]
         return [name for name in DEEPSPEED_ADAM if isinstance(params, Mapping) and name in params]
 
     @property
     def is_torch_adam(self) -> bool:
         """Whether AdamW is torch's; DeepSpeed's is compiled (on GPUs by nvcc)."""
-        written = get(self.config, "optimizer.params.torch_adam")
+        written = self["optimizer.params.torch_adam"]
         is_chosen = written in (MISSING, AUTO) and not self.own_adam
-        return get(self.config, "optimizer") is MISSING or written is True or is_chosen
+        return self["optimizer"] is MISSING or written is True or is_chosen
 
     @property
     def steps(self) -> int | None:

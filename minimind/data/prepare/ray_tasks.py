@@ -25,6 +25,7 @@ from minimind.data.prepare.work_units import Plan, Unit
 from minimind.data.prepare.workers import load_work, progress_bar
 from minimind.data.shards.manifest import PLAN_NAME
 from minimind.errors import DataError, RendezvousError, RunError, StorageError, UsageError
+from minimind.runtime.environment import usable_cores
 
 LOCAL = "local"  # a Ray that is started for the command
 ADDRESS = re.compile(r"auto|(ray://)?(\[[0-9a-fA-F:]+\]|[^\s/:\[\]]+):[0-9]{1,5}")
@@ -93,7 +94,7 @@ def _connected(ray: Any, address: str, cores: int | None) -> Iterator[None]:
     if address == LOCAL:
         folder = tempfile.mkdtemp(prefix="ray-")  # Ray keeps its logs
         quiet |= {
-            "num_cpus": cores or len(os.sched_getaffinity(0)),
+            "num_cpus": cores or usable_cores(),
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "_temp_dir": folder,

@@ -26,6 +26,7 @@ from minimind.data.prepare.work_units import Plan, Unit
 from minimind.data.shards.manifest import PLAN_NAME, TOKENIZER_NAME
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import RunError
+from minimind.runtime.environment import usable_cores
 
 SIGNAL_GRACE = 1.0  # seconds
 THREADS = 8  # tokenizing threads of a process; its reader keeps up with about as many
@@ -41,7 +42,7 @@ def encode_plan(
     part, parts = share
     units = [unit for unit in work.plan.units if unit.number % parts == part]
     left = [unit for unit in units if not work.done(unit)]
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     processes = min(processes or -(-cores // THREADS), max(1, len(left)))
     if multiprocessing.current_process().daemon:  # a daemon may not have children
         processes = 1

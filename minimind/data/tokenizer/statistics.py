@@ -16,6 +16,7 @@ from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import lost_bytes
 from minimind.data.tokenizer.vocabulary import CONTROL, FILLER, KINDS, Piece
 from minimind.runtime.durable_files import mebibytes
+from minimind.runtime.terminal import aligned
 
 BATCH_BYTES = 2**20  # a longer text is a batch of its own
 SHOWN_AROUND = 12
@@ -109,7 +110,7 @@ def format_kinds(pieces: Sequence[Piece]) -> str:
     """The number of pieces of each kind."""
     count = Counter(piece.kind for piece in pieces)
     rows = [(kind, f"{count[kind]:,}", description) for kind, description in KINDS.items()]
-    return _format_table("pieces by kind", [], rows)
+    return f"\npieces by kind\n{aligned(rows, '>><', '  ')}"
 
 
 def format_special(names: dict[str, int]) -> str:
@@ -123,12 +124,13 @@ def format_longest(pieces: Sequence[Piece]) -> str:
     """The pieces of the most bytes, the earliest learnt first."""
     order = sorted(range(len(pieces)), key=lambda i: (-len(pieces[i].content), i))[:MAX_LONGEST]
     rows = [(f"{len(pieces[i].content)}", str(i), quote(pieces[i].content)) for i in order]
-    return _format_table("longest pieces", ["bytes", "id", "text"], rows)
+    return f"\nlongest pieces\n{aligned([('bytes', 'id', 'text'), *rows], '>><', '  ')}"
 
 
 def format_sources(measured: dict[str, TokenizerStatistics]) -> str:
     """Bytes per token by source, and where decoding did not give the text back."""
-    rows, changes = [], []
+    rows = [("documents", "text", "bytes per token", "comes back", "source")]
+    changes = []
     for name, one in measured.items():
         round_trip = f"NOT {one.changed:,}" if one.changed else "all"
         size = mebibytes(one.bytes)
@@ -136,8 +138,7 @@ def format_sources(measured: dict[str, TokenizerStatistics]) -> str:
         if one.changed:
             lost = f"; {one.lost / one.bytes:.2%} of its bytes are lost" if one.lost else ""
             changes.append(f"  {name}: {one.first_change}{lost}")
-    titles = ["documents", "text", "bytes per token", "comes back", "source"]
-    return "\n".join([_format_table("bytes per token", titles, rows), *changes])
+    return "\n".join(["\nbytes per token", aligned(rows, ">>>><", "  "), *changes])
 
 
 def format_unused(pieces: Sequence[Piece], used: np.ndarray) -> str:
@@ -157,14 +158,3 @@ def quote(content: bytes) -> str:
         return repr(content.decode())
     except UnicodeDecodeError:  # part of a character
         return repr(content)[1:]
-
-
-def _format_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Right-aligned columns, except the last."""
-    lines = [heads, *rows] if heads else [*rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
-    text = [
-        "  ".join(["", *(f"{cell:>{w}}" for cell, w in zip(line, widths, strict=False)), line[-1]])
-        for line in lines
-    ]
-    return "\n".join(["", title, *text])
