@@ -65,11 +65,12 @@ def identity(
 
 
 def _template(run: RunConfig, prepared: Prepared) -> dict[str, Any]:
-    """Digest of the chat template, by which the model is prompted, and the date that it is told."""
+    """Digest of the chat template, by which the model is prompted, and what else it is told."""
     source = prepared.tokenizer.chat_template if run.task == "sft" else None
     if source is None:
         return {}
-    told = {} if run.template_date is None else {"template_date": run.template_date}
+    told = {"template_date": run.template_date, "chat_template_kwargs": run.chat_template_kwargs}
+    told = {name: value for name, value in told.items() if value is not None}
     return {"chat_template": sha256(source.encode()).hexdigest(), **told}
 
 

@@ -21,6 +21,7 @@ from minimind.config.arguments import (
     count_of_bytes,
     fraction,
     iso_date,
+    json_variables,
     utf8,
 )
 from minimind.errors import DataError, UsageError
@@ -76,6 +77,8 @@ def add_parser(subs: Any) -> None:
     add("--train_on", choices=("assistant", "last", "all"), help=text)
     text = "with --task sft: Jinja template instead of the stored one"
     add("--chat_template", metavar="FILE", help=text)
+    text = "with --task sft: variables of the template as a JSON object, as in training"
+    add("--chat_template_kwargs", type=json_variables, metavar="JSON", help=text)
     text = "with --task sft: the date that a template with strftime_now is told, as in training"
     add("--template_date", type=iso_date, metavar="DATE", help=f"{text} (default: 2024-07-26)")
     text = "field or column of the text"
@@ -115,7 +118,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def _score(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int) -> None:
     """Print the results on `device`, a part of them computed by each process."""
-    from minimind.data.chat.template import date_of
+    from minimind.data.chat.template import date_of, require_read
     from minimind.data.prepare.prepared import is_prepared
     from minimind.data.prepare.remote import local_data
     from minimind.engine.build import evaluation_accelerator
@@ -132,6 +135,8 @@ def _score(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int)
             f"--template_date {args.template_date} has no effect: {template.name} does not ask for"
             " the date; drop it"
         )
+    if template:
+        require_read(args.chat_template_kwargs or (), template.source, template.name)
     positions = model.config.max_position_embeddings
     if args.max_seq_len is not None and args.max_seq_len > positions:
         raise UsageError(
@@ -158,7 +163,7 @@ def _score(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int)
 def _require_of_task(args: argparse.Namespace) -> None:
     """Raise UsageError for a flag of the other task."""
     if args.task != "sft":
-        for name in ("train_on", "chat_template", "template_date"):
+        for name in ("train_on", "chat_template", "chat_template_kwargs", "template_date"):
             if (value := getattr(args, name)) is not None:
                 raise UsageError(f"--{name} {value} needs --task sft; add it, or drop this")
         return
@@ -240,7 +245,11 @@ def _open_data(
         train_on = args.train_on or "assistant"
         told = date_of(template.source, args.template_date)
         options = replace(
-            options, chat_template=template.source, train_on=train_on, template_date=told
+            options,
+            chat_template=template.source,
+            train_on=train_on,
+            template_date=told,
+            chat_template_kwargs=args.chat_template_kwargs,
         )
     request = PrepareRequest(
         (Source("data", paths),),

@@ -19,6 +19,7 @@ from minimind.config.arguments import (
     add_model,
     add_sampling,
     at_least,
+    json_variables,
     non_blank,
     non_empty,
     non_empty_path,
@@ -274,7 +275,10 @@ def _check_out(out: Path, force: bool, prompts: str) -> None:
         raise StorageError(f"--out {out}: {reason}; give another file") from error
 
 
-HELP = "/reset begins anew, /save FILE writes it all, Ctrl-C stops an answer, Ctrl-D ends"
+HELP = (
+    "/reset begins anew, /think hides or shows thoughts, /save FILE writes it all, Ctrl-C stops an"
+    " answer, Ctrl-D ends"
+)
 
 
 def add_chat_parser(subs: Any) -> None:
@@ -291,6 +295,10 @@ def add_chat_parser(subs: Any) -> None:
     text = "answer this text on standard output and exit"
     add("--once", type=non_blank, metavar="TEXT", help=text)
     add("--system", type=non_blank, metavar="TEXT", help="system message before the first turn")
+    text = "file with a JSON list of the tools that the model may call"
+    add("--tools", type=non_empty_path, metavar="FILE", help=text)
+    text = 'variables of the template as a JSON object, such as {"enable_thinking": false}'
+    add("--chat_template_kwargs", type=json_variables, metavar="JSON", help=text)
     add(
         "--chat_template",
         type=non_empty,
@@ -337,12 +345,14 @@ def require_stored_template(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace) -> Chat:
-    from minimind.inference.chat import Chat, template_of
+    from minimind.inference.chat import Chat, read_tools, template_of
 
+    tools = read_tools(args.tools) if args.tools else None
     with phase("loading the model"):
         model, tokenizer, path, sampling = load(args)
-    template = template_of(tokenizer, args.chat_template, path)
-    return Chat(model, tokenizer, template, sampling, args.system)
+    variables = args.chat_template_kwargs
+    template = template_of(tokenizer, args.chat_template, path, variables=variables)
+    return Chat(model, tokenizer, template, sampling, args.system, tools)
 
 
 def _answer(chat: Chat, line: str) -> None:
@@ -354,6 +364,9 @@ def _answer(chat: Chat, line: str) -> None:
         chat.reset()
     elif command == "/save":
         _save(chat, rest.strip())
+    elif command == "/think":
+        chat.shows_thoughts = not chat.shows_thoughts
+        print(f"thoughts are {'shown' if chat.shows_thoughts else 'hidden'}", file=sys.stderr)
     elif command == "/help":
         print(HELP, file=sys.stderr)
     elif command.startswith("/"):
@@ -388,5 +401,7 @@ def _ask(chat: Chat, line: str) -> None:
         print("[stopped; question and answer are forgotten]", file=sys.stderr)
         return
     show("\n")
+    if called := chat.called:
+        print(f"[it calls {', '.join(called)}; type what that answers]", file=sys.stderr)
     if chat.forgotten > before:
         print(f"[the first {chat.forgotten} turns no longer fit the model]", file=sys.stderr)

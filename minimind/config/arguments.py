@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import re
 import sys
@@ -16,6 +17,8 @@ from minimind.config.flags import PlaceFlags
 from minimind.errors import UsageError
 
 EXAMPLE = "example:"
+# What every template has besides its variables.
+FIXED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 
 
 class Formatter(argparse.HelpFormatter):
@@ -247,6 +250,29 @@ def non_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("is empty, as of a variable that is not set")
     return text
+
+
+def template_variables(text: str | None) -> dict[str, Any]:
+    """The variables of --chat_template_kwargs; ValueError for no JSON object of names."""
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(map(str.isidentifier, found)):
+        raise ValueError('is no JSON object of names such as {"enable_thinking": false}')
+    if reserved := FIXED_VARIABLES & found.keys():
+        raise ValueError(f"has {min(reserved)}, which each conversation has itself")
+    return found
+
+
+def json_variables(text: str) -> dict[str, Any]:
+    """The variables of a chat template, for argparse."""
+    try:
+        return template_variables(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from error
 
 
 def iso_date(text: str) -> str:

@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from minimind.config.arguments import is_utf8, utf8_fault
+from minimind.config.arguments import is_utf8, template_variables, utf8_fault
 from minimind.config.flags import OF_EXPERTS, SHAPE, TRACKERS
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.run_config import FLAGS, RunConfig
@@ -21,7 +21,7 @@ from minimind.runtime.urls import begins_as_url, masked
 OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "tokenizer")
 OF_THIS_HOST += ("chat_template", "skip_rows")
 SPIKES = ("spike_factor", "spike_window", "max_rollbacks")
-CHATS = ("train_on", "chat_template", "template_date")
+CHATS = ("train_on", "chat_template", "chat_template_kwargs", "template_date")
 MIRROR = re.compile(r"(s3|gs)://[^/\s]|file://.*[^/\s]")
 
 
@@ -284,6 +284,14 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
             and _refusal(date.fromisoformat, run.template_date, error=ValueError)
         ),
         "{template_date} is no date such as 2024-07-26; correct it",
+    ),
+    Rule(
+        lambda run: (
+            run.task == "sft"
+            and run.chat_template_kwargs
+            and _refusal(template_variables, run.chat_template_kwargs, error=ValueError)
+        ),
+        "{chat_template_kwargs} {refusal}; correct it",
     ),
     Rule(
         lambda run: run.task == "sft" and run.text_field != "text",

@@ -147,6 +147,12 @@ class PlaceFlags:
         None,
         "data",
     )
+    chat_template_kwargs: str | None = flag(
+        "with --task sft: variables of the chat template as a JSON object, such as"
+        ' {"enable_thinking": false}',
+        None,
+        "data",
+    )
     template_date: str | None = flag(
         "with --task sft: the date YYYY-MM-DD that strftime_now gives a chat template, on"
         " every day of the run (default: 2024-07-26, which Llama 3 has for a host without a clock)",

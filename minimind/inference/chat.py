@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -10,14 +12,20 @@ from typing import Any
 
 from minimind.data.chat.conversations import (
     ASSISTANT,
+    CALLS,
     SYSTEM,
+    THOUGHTS,
+    TOOL,
     USER,
+    Conversation,
     Message,
+    calls_of,
     canonical_text,
     conversation_of_line,
     require_content,
+    tools_of,
 )
-from minimind.data.chat.template import ChatTemplate, own_template
+from minimind.data.chat.template import ChatTemplate, own_template, require_read
 from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -26,16 +34,63 @@ from minimind.inference.generate import Sampling, continue_ids
 from minimind.inference.stored_template import no_template
 from minimind.runtime.durable_files import write_whole
 
+OPEN, CLOSE = "<think>", "</think>"
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
 
 def template_of(
-    tokenizer: AnyTokenizer, path: str | None, place: Path, today: date | None = None
+    tokenizer: AnyTokenizer,
+    path: str | None,
+    place: Path,
+    today: date | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> ChatTemplate:
     """The template in a file, or the tokenizer's own; UsageError if there is none."""
     template = own_template(tokenizer) if path is None else read_template(path)
     if template is None:
         raise no_template(place)
     source, name = template
-    return ChatTemplate(source, tokenizer, name, today)
+    require_read(variables or (), source, name)
+    return ChatTemplate(source, tokenizer, name, today, variables or {})
+
+
+def read_tools(path: Path) -> list[Any]:
+    """The tools of a file with a JSON list of them; raise UsageError for another file."""
+    try:
+        return tools_of(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "is not UTF-8"
+        raise UsageError(f"--tools {path}: {reason}; give a file with a JSON list") from error
+    except DocumentError as error:
+        raise UsageError(f"--tools {path}: {error.reason}; {error.remedy}") from error
+
+
+class WithoutThoughts:
+    """Passes on the text of an answer as it comes, but for the thought that it begins with."""
+
+    def __init__(self, show: Callable[[str], None], is_thought: bool) -> None:
+        self._show, self._held = show, ""
+        self._part = "thought" if is_thought else "begin"
+
+    def __call__(self, text: str) -> None:
+        self._held += text
+        if self._part == "begin":
+            begun = self._held.lstrip()
+            if OPEN.startswith(begun[: len(OPEN)]) and len(begun) < len(OPEN):
+                return
+            self._part = "thought" if begun.startswith(OPEN) else "answer"
+        if self._part == "thought" and CLOSE in self._held:
+            self._part, self._held = "thought is over", self._held.partition(CLOSE)[2]
+        if self._part == "thought is over" and self._held.lstrip():
+            self._part, self._held = "answer", self._held.lstrip()
+        if self._part == "answer" and self._held:
+            self._show(self._held)
+            self._held = ""
+
+    def end(self) -> None:
+        """Pass on what could have been the beginning of a thought."""
+        if self._part == "begin":
+            self._show(self._held)
 
 
 @dataclass
@@ -47,6 +102,8 @@ class Chat:
     template: ChatTemplate
     sampling: Sampling
     system: str | None = None
+    tools: list[Any] | None = None
+    shows_thoughts: bool = True
     messages: list[Message] = field(default_factory=list)
     asked: int = 0
     forgotten: int = 0  # turns that were dropped, as the model has no position for them
@@ -65,24 +122,59 @@ class Chat:
         Raise UsageError for a text that is no turn, such as one with a special token, and if it
         alone is too long.
         """
-        turns = [*self.messages, self._message(USER, text)]
+        turns = [*self.messages, self._message(TOOL if self.called else USER, text)]
         try:
             messages, ids = self._fitting(turns)
+            asks_in_thought = self.template.render(self._conversation(messages), True)
+            is_thought = asks_in_thought.rstrip().endswith(OPEN)
         except DocumentError as error:  # an error of an answer or of the template
             raise UsageError(f"{error}; begin another conversation") from error
         self.asked += 1
+        without = None
+        if on_text and not self.shows_thoughts:
+            on_text = without = WithoutThoughts(on_text, is_thought)
         result = continue_ids(
             self.model,
             self.tokenizer,
             {self.asked: ids},
             self.sampling,
             on_text,
-            end_ids=[self.template.end_of_turn],
+            end_ids=self.template.ends_of_turns,
         )
+        if without:
+            without.end()
         answer = result.texts[0]
         self.forgotten += len(self.messages) + 1 - len(messages)
-        self.messages = [*messages, Message(ASSISTANT, answer)]
+        self.messages = [*messages, self._answer(answer, is_thought)]
         return answer
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the tools that the last answer calls."""
+        calls = self.messages[-1].more.get(CALLS, ()) if self.messages else ()
+        return [call.get("function", call)["name"] for call in calls]
+
+    def _answer(self, text: str, is_thought: bool) -> Message:
+        """The turn that a text is, with its thoughts and calls as the template reads them."""
+        more: dict[str, Any] = {}
+        begun, content = text.lstrip(), text
+        if CLOSE in begun and (is_thought or begun.startswith(OPEN)):
+            thoughts, _, content = begun.removeprefix(OPEN).partition(CLOSE)
+            content = content.lstrip("\n")
+            if thoughts.strip() and self.template.writes(THOUGHTS[0]):
+                more[THOUGHTS[0]] = thoughts.strip("\n")
+            elif thoughts.strip():
+                content = text
+        if self.tools and (written := CALL.findall(content)):
+            try:
+                more[CALLS] = [call for one in written for call in calls_of(one, CALLS)]
+                content = CALL.sub("", content).strip()
+            except DocumentError:  # it stays as it was written
+                pass
+        return Message(ASSISTANT, content, "", more)
+
+    def _conversation(self, messages: Iterable[Message]) -> Conversation:
+        return Conversation(messages, self.tools)
 
     def _message(self, role: str, text: str) -> Message:
         """A message that could be trained on; raise UsageError for another."""
@@ -99,14 +191,16 @@ class Chat:
         limit = self.model.config.max_position_embeddings
         room = max(1, min(self.sampling.max_new_tokens, limit // 2))
         first = int(messages[0].role == SYSTEM)
-        while len(ids := self.template.prompt(messages)) > limit - room:
+        while len(ids := self.template.prompt(self._conversation(messages))) > limit - room:
             if len(messages) <= first + 1:
                 what = "the system message and the turn have" if first else "the turn has"
                 raise UsageError(
                     f"{what} {len(ids)} tokens, more than {limit - room}: the answer needs {room}"
                     f" of the model's {limit} positions; shorten it"
                 )
-            messages = [*messages[:first], *messages[first + 2 :]]  # a question and its answer
+            # A question, and all that came before the next.
+            later = [at for at in range(first + 1, len(messages)) if messages[at].role == USER]
+            messages = [*messages[:first], *messages[(later or [len(messages) - 1])[0] :]]
         return messages, ids
 
     def save(self, path: Path) -> None:
@@ -115,10 +209,13 @@ class Chat:
             raise UsageError(f"{path} exists; give another file")
         if all(message.role != ASSISTANT for message in self.messages):
             raise UsageError("there is no answer yet; ask something")
-        line = f'{{"messages":{canonical_text(self.messages)}}}\n'.encode()
+        conversation = self._conversation(self.messages)
+        whole = json.loads(canonical_text(conversation))
+        whole = whole if isinstance(whole, dict) else {"messages": whole}
+        line = (json.dumps(whole, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
         try:
             conversation_of_line(line, ReadOptions())
-            self.template.require_usable(self.messages)
+            self.template.require_usable(conversation)
         except DocumentError as error:
             raise UsageError(f"it could not be trained on: {error}; {error.remedy}") from error
         write_whole(path, line)

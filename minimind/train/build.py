@@ -14,6 +14,7 @@ from typing import Any
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
+from minimind.config.arguments import template_variables
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
@@ -71,6 +72,7 @@ def prepare_data(run: RunConfig) -> Prepared:
             chat_template=template,
             train_on=run.train_on or "assistant",
             template_date=run.template_date,
+            chat_template_kwargs=template_variables(run.chat_template_kwargs) or None,
         )
     policy = (run.on_bad_data == "skip", run.max_bad_fraction, run.allow_lossy_tokenizer)
     with local_text_of(run) as paths:

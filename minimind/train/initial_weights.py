@@ -25,6 +25,7 @@ from minimind.architecture.select import (
 from minimind.checkpoint.directory import Rejected, newest_valid, read_manifest, rejected
 from minimind.checkpoint.resume import requested_checkpoints
 from minimind.checkpoint.validation import read_config
+from minimind.config.arguments import template_variables
 from minimind.config.checks import check
 from minimind.config.flags import BY_TASK, HUGGING_FACE, SHAPE
 from minimind.config.parse import config_file
@@ -155,7 +156,7 @@ def fine_tuned(initial: InitialModel) -> InitialModel:
     The template is that of --chat_template, of the tokenizer, or ours. Raise UsageError without
     weights to start from, for a prepared folder, and for a template that does not fit.
     """
-    from minimind.data.chat.template import ChatTemplate, date_of
+    from minimind.data.chat.template import ChatTemplate, date_of, require_read
     from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template
 
     run = initial.run.with_values(BY_TASK, doc_mask=True)
@@ -177,7 +178,9 @@ def fine_tuned(initial: InitialModel) -> InitialModel:
         )
     initial = replace(initial, template_line=line)
     after = chat_tokenizer(before, template, name, Path(run.cache_dir).expanduser())
-    ChatTemplate(template, after, name)
+    variables = template_variables(run.chat_template_kwargs)
+    require_read(variables, template, name)
+    ChatTemplate(template, after, name, variables=variables)
     if after.vocab_size == before.vocab_size:
         run = run.with_values(BY_TASK, tokenizer=str(after.path.parent))
         return replace(initial, run=run)

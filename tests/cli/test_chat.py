@@ -19,7 +19,7 @@ from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTe
 from minimind.data.text.documents import ReadOptions
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
 from minimind.errors import UsageError
-from minimind.inference.chat import Chat
+from minimind.inference.chat import Chat, read_tools
 from minimind.inference.generate import GenerationResult, Sampling
 from tests.conftest import ROOT
 from tests.train.terminal import Terminal
@@ -75,8 +75,11 @@ def start(
 def typed(start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Output and error messages of a terminal where these lines are typed."""
 
-    def type_lines(lines: Sequence[str], answers: Sequence[str | BaseException]) -> tuple[str, str]:
+    def type_lines(
+        lines: Sequence[str], answers: Sequence[str | BaseException], given: Chat | None = None
+    ) -> tuple[str, str]:
         chat = start(answers)
+        chat = given or chat
         monkeypatch.setattr("minimind.cli.generate._load", lambda args: chat)
         monkeypatch.setattr("sys.stdin", Terminal("".join(f"{line}\n" for line in lines)))
         assert main(["chat", "--model", "a-model"]) == 0
@@ -140,6 +143,68 @@ def test_lines_that_are_no_turn_leave_the_conversation_as_it_is(typed):
         f" {POSITIONS} positions; shorten it"
     )
     assert all("conversation" not in line for line in said)
+
+
+THINKING = (
+    "{% if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ '<tool_call>' + call | tojson + '</tool_call>' }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' + ('<think>' if quick else '') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["written", "asked for"])
+def test_thoughts_are_shown_hidden_and_kept(typed, start, tokenizer, tmp_path: Path, quick: bool):
+    chat = start([])
+    template = ChatTemplate(THINKING, tokenizer, variables={"quick": quick})
+    chat.template = template
+    place = tmp_path / "talk.jsonl"
+    answers = ["what</think>\n\ndeep", "the</think>sea", "<", "no thought"]
+    if not quick:
+        answers = [f"<think>{answers[0]}", f" <think>{answers[1]}", *answers[2:]]
+    lines = ["one?", "/think", "two?", *(["three?", "four?"] if not quick else [])]
+    out, err = typed([*lines, f"/save {place}", "/think"], answers, chat)
+    shown = [line for line in out.replace("> ", "").splitlines() if line]
+    first = ["what</think>" if quick else "<think>what</think>", "deep"]
+    assert shown == [*first, "sea", *([] if quick else ["<", "no thought"])]
+    assert "thoughts are hidden" in err
+    assert "thoughts are shown" in err
+    saved = json.loads(place.read_text())["messages"]
+    assert saved[1] == {"role": "assistant", "content": "deep", "reasoning_content": "what"}
+    assert saved[3] == {"role": "assistant", "content": "sea", "reasoning_content": "the"}
+
+
+def test_calls_are_printed_and_what_is_typed_then_is_the_tool_s_answer(
+    typed, start, tokenizer, tmp_path: Path
+):
+    chat = start([])
+    chat.template = ChatTemplate(THINKING, tokenizer, variables={"quick": False})
+    chat.tools = [{"name": "what"}]
+    place = tmp_path / "talk.jsonl"
+    call = {"name": "what", "arguments": {"is": "sea"}}
+    answers = [f"<tool_call>{json.dumps(call)}</tool_call>", "deep", "<tool_call>{</tool_call>"]
+    _, err = typed(["sea?", "the sea", "what?", f"/save {place}"], answers, chat)
+    assert "[it calls what; type what that answers]" in err
+    saved = json.loads(place.read_text())
+    assert saved["tools"] == chat.tools
+    roles = [turn["role"] for turn in saved["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert saved["messages"][1]["tool_calls"] == [call]
+    assert saved["messages"][5]["content"] == answers[2]
+
+
+def test_the_file_of_tools(tmp_path: Path):
+    place = tmp_path / "tools.json"
+    place.write_text('[{"name": "f"}]')
+    assert read_tools(place) == [{"name": "f"}]
+    for content, words in (("{}", "is no list"), ("[", "is cut off"), ("[1]", "is no list")):
+        place.write_text(content)
+        with pytest.raises(UsageError, match=f'--tools {place}: "tools" {words}'):
+            read_tools(place)
+    with pytest.raises(UsageError, match="No such file or directory; give a file"):
+        read_tools(tmp_path / "none")
 
 
 def test_a_stopped_answer_is_forgotten_with_its_question(typed, tmp_path: Path):

@@ -49,6 +49,10 @@ EXAMPLES = {
     "{template_date} is no": (
         *("--task sft --template_date 26.7.2024", "--task sft --template_date 2024-07-26"),
     ),
+    "{chat_template_kwargs} {refusal}": (
+        '--task sft --chat_template_kwargs {"messages":1}',
+        '--task sft --chat_template_kwargs {"enable_thinking":false}',
+    ),
     "{text_field}": ("--task sft --text_field body", "--text_field body"),
     "{spike_guard} and": ("--spike_guard --dtype float16", "--spike_guard --dtype bfloat16"),
     "{mup_base_dim} has": ("--mup_base_dim 8 --optimizer sgd", "--mup_base_dim 8 --optimizer lion"),

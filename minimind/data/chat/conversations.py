@@ -4,7 +4,9 @@ A record is a JSON object with one of
 
     "conversations": turns with "role" and "content" (MiniMind), or "from" and "value" (ShareGPT)
     "messages": turns with "role" and "content" (OpenAI); content may be a list of text parts
-    "prompt" and "completion": two strings, a user and an assistant turn
+    a question and its answer, a pair of `PAIRS`: two strings, or lists of turns, of which those
+        of the question are not trained on
+    "chosen": turns, or an answer to "prompt" or to the last turn; "rejected" is not read
 
 An assistant turn may have thoughts ("reasoning_content") and "tool_calls", as a list or as its
 JSON; "function_call" as who speaks is a call too (ShareGPT). "tools" stand beside the turns, or in
@@ -24,10 +26,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -205,12 +208,15 @@ def message_of_turn(turn: Any, spelling: Spelling, ignored: set[str]) -> Message
         content = "".join(_text_of_part(part, number) for number, part in enumerate(content, 1))
     name = "" if is_absent(fields.get("name")) else fields["name"]
     is_blank = content is None or (isinstance(content, str) and not content.strip())
-    if is_blank and (meant in (SYSTEM, TOOL) or more.get(CALLS) or any(map(more.get, THOUGHTS))):
-        content = "" if meant == SYSTEM or content is None else content
+    may_be_blank = meant in (SYSTEM, TOOL) or more.get(CALLS) or any(map(more.get, THOUGHTS))
+    if is_blank and may_be_blank:
+        text = "" if meant == SYSTEM else str(content or "")
     else:
-        content = require_content(content, spelling.content)
+        text = require_content(content, spelling.content)
+    for inner in texts_in(more):
+        usable_size(inner)
     is_trained = meant != ASSISTANT or _is_trained(fields, spelling)
-    return Message(meant, content, name, more, is_trained)
+    return Message(meant, text, name, more, is_trained)
 
 
 EXTRA = (*THOUGHTS, CALLS, CALL_ID)
@@ -265,6 +271,17 @@ def from_json(value: Any, key: str) -> Any:
         return parse_line(value, CALL_EXAMPLE)
     except DocumentError as error:
         raise DocumentError(f'"{key}" {error.reason}', error.remedy) from None
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts of a decoded JSON value, keys of objects included."""
+    if isinstance(value, str):
+        yield value
+    for inner in value if isinstance(value, list) else ():
+        yield from texts_in(inner)
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield key
+        yield from texts_in(inner)
 
 
 def plain(value: Any) -> Any:
@@ -423,7 +440,18 @@ EXAMPLE = (
     ' {"role": "assistant", "content": "..."}]}'
 )
 LISTS = ("conversations", "messages")
-PAIR = ("prompt", "completion")
+# A question and its answer; a record's are the first that it has.
+PAIRS = (
+    ("prompt", "completion"),
+    ("prompt", "chosen"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("query", "response"),
+)
+PASSAGES = ("input", "context")  # what an instruction is about, written in the line below it
+HISTORY, CHOSEN, REJECTED = "history", "chosen", "rejected"
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # the first turn, beside the others
 
 
@@ -518,7 +546,8 @@ LOST = (
 COUNT = re.compile(r"^(?:(has|num|n)|(is|use))_")
 SWITCH = re.compile(rf"\s*({'|'.join(SWITCHES)}|none)\s*", re.IGNORECASE)  # says nothing itself
 COUNTED = re.compile(rf"{SWITCH.pattern}|\s*[\d.,]+\s*", re.IGNORECASE)
-READ = (*LISTS, *PAIR, TOOLS, VARIABLES, *SYSTEM_KEYS)  # with all of their text
+BESIDE = (TOOLS, VARIABLES, *SYSTEM_KEYS)
+READ = {*LISTS, *chain(*PAIRS), *PASSAGES, HISTORY, *BESIDE}  # with all of their text
 KEYS_SHOWN = 3
 MAX_BYTES_PER_CHARACTER = 4
 
@@ -565,9 +594,12 @@ def conversation_columns(names: Sequence[str], ignored: set[str] | None = None) 
     The names of the others are added to `ignored`.
     """
     columns = tuple((name, None) for name in names)
-    read = [name for name in names if name in READ or lost_of(name)]
+    keys = form_of(dict.fromkeys(names))
+    is_list = keys is not None and keys[0] in LISTS
+    own = {*LISTS, *PAIRS[0], *BESIDE} if is_list else {*(keys or ()), *BESIDE}
+    read = [name for name in names if name in own or lost_of(name)]
     require_single(columns, read)
-    if set(LISTS).isdisjoint(names) and not set(PAIR) <= set(names):
+    if keys is None:
         raise _no_conversation(columns)
     if ignored is not None:
         ignored.update(set(names).difference(read))
@@ -638,9 +670,8 @@ def canonical_text(messages: Iterable[Message]) -> str:
 
 def conversation_of(text: str) -> Conversation:
     """Return the conversation of a canonical text."""
-    whole = json.loads(text)
-    if isinstance(whole, list):
-        whole = {"messages": whole}
+    decoded = json.loads(text)
+    whole: dict[str, Any] = decoded if isinstance(decoded, dict) else {"messages": decoded}
     messages = []
     for turn in whole["messages"]:
         role, content, name = turn.pop("role"), turn.pop("content"), turn.pop("name", "")
@@ -660,33 +691,32 @@ def messages_of(value: Any, ignored: set[str] | None = None) -> Conversation:
     fields = dict(value)
     if len(fields) != len(value):
         require_single(value, [key for key, _ in value if key in READ or lost_of(key)])
-    forms = [(key,) for key in LISTS if key in fields]
-    forms += [PAIR] if all(key in fields for key in PAIR) else []
-    if len(forms) > 1:
-        given = [form for form in forms if not all(is_absent(fields[key]) for key in form)]
-        forms = given or forms[:1]
-    if not forms:
+    keys = form_of(fields)
+    if keys is None:
         raise _no_conversation(value)
-    if len(forms) > 1:
-        names = " and ".join(f'"{key}"' for form in forms for key in form)
-        raise DocumentError(f"has {names}, more than one conversation", "keep one of them")
-    (keys,) = forms
     unread = set() if ignored is None else ignored
     tools: list[Any] = []
-    if keys == PAIR:
-        messages = _messages_of_pair(fields)
+    used = {*keys}
+    if len(keys) == 2:
+        messages = _messages_of_pair(fields, keys, used, unread)
     else:
         messages, tools = _messages_of_turns(fields[keys[0]], keys[0], unread)
+    if keys[0] in LISTS and messages[-1].role == USER and not is_absent(fields.get(CHOSEN)):
+        messages += _said(fields[CHOSEN], CHOSEN, ASSISTANT, unread)
+        used.add(CHOSEN)
+    if CHOSEN in used and not is_absent(fields.get(REJECTED)):
+        used.add(REJECTED)
+        unread.add(REJECTED)
     variables: dict[str, Any] = {}
     for key, given in fields.items():
-        if key in keys or is_absent(given):
+        if key in used or is_absent(given):
             continue
         if key == TOOLS:
             tools = _tools_beside(given, tools)
         elif key in SYSTEM_KEYS and isinstance(given, str) and not SWITCH.fullmatch(given):
             messages = _with_system(key, given, messages)
         elif lost_of(key) is TEMPLATE_VALUES:
-            variables |= _variables_of(key, given)
+            variables.update(_variables_of(key, given))
         else:
             _require_nothing_lost(key, given, lost_of(key), messages)
             unread.add(key)
@@ -711,6 +741,8 @@ def tools_of(value: Any) -> list[Any]:
     if isinstance(value, str) and SWITCH.fullmatch(value):
         return []
     tools = plain(from_json(value, TOOLS))
+    for text in texts_in(tools):
+        usable_size(text)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DocumentError(
             f'"{TOOLS}" is no list of objects', f"write {TOOLS_EXAMPLE}, or remove it"
@@ -733,18 +765,15 @@ def _with_system(key: str, text: str, messages: list[Message]) -> list[Message]:
 
 def _variables_of(key: str, value: Any) -> dict[str, Any]:
     """Variables for the template of one conversation; raise DocumentError for others."""
-    variables = plain(from_json(value, key))
+    variables: Any = plain(from_json(value, key))
     if not isinstance(variables, dict):
         raise DocumentError(f"{shown(key)} is no object", "remove it")
     for name in variables:
-        require_variable(name, key)
+        if name in RESERVED or not name.isidentifier():
+            raise DocumentError(f"{key} has {shown(name)}, which no variable can be", "remove it")
+    for text in texts_in(variables):
+        usable_size(text)
     return {name: one for name, one in variables.items() if one is not None}
-
-
-def require_variable(name: str, where: str) -> None:
-    """Raise DocumentError for a name that a template gets from elsewhere, or cannot have."""
-    if name in RESERVED or not name.isidentifier() or name.startswith("_"):
-        raise DocumentError(f"{where} has {shown(name)}, which no variable can be", "remove it")
 
 
 def _messages_of_turns(turns: Any, key: str, ignored: set[str]) -> tuple[list[Message], list[Any]]:
@@ -770,18 +799,77 @@ def _spelling(first: Any, key: str) -> Spelling:
     """The keys of all turns, by those of the first."""
     turn = first if isinstance(first, tuple) else ()
     keys = {name for name, value in turn if value is not None}
-    is_sharegpt = key == "conversations" and bool(keys & {SHAREGPT.role, SHAREGPT.content})
-    return SHAREGPT if is_sharegpt and OPENAI.role not in keys else OPENAI
+    may_be = key in ("conversations", CHOSEN) and OPENAI.role not in keys
+    return SHAREGPT if may_be and keys & {SHAREGPT.role, SHAREGPT.content} else OPENAI
 
 
-def _messages_of_pair(fields: dict[str, Any]) -> list[Message]:
-    messages = []
-    for number, (key, role) in enumerate(zip(PAIR, (USER, ASSISTANT), strict=True), 1):
-        try:
-            messages.append(Message(role, require_content(fields[key], key)))
-        except DocumentError as error:
-            raise _in_turn(number, error) from None
-    return messages
+def form_of(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The keys that a record's conversation is read from; raise DocumentError for more than one."""
+    forms: list[tuple[str, ...]] = [(key,) for key in LISTS if key in fields]
+    pairs = [pair for pair in PAIRS if all(key in fields for key in pair)]
+    forms += [pair for pair in pairs if not forms or pair == PAIRS[0]]
+    forms += [] if forms or CHOSEN not in fields else [(CHOSEN,)]
+    given = [form for form in forms if not all(is_absent(fields[key]) for key in form)]
+    # Of pairs the first counts: what is beside it is read with it, or refused.
+    of_lists = [form for form in given if len(form) == 1]
+    given = [*of_lists, *[form for form in given if len(form) > 1][:1]]
+    if len(given) > 1:
+        names = " and ".join(f'"{key}"' for form in given for key in form)
+        raise DocumentError(f"has {names}, more than one conversation", "keep one of them")
+    return next(iter([*given, *forms]), None)
+
+
+def _messages_of_pair(
+    fields: dict[str, Any], keys: Sequence[str], used: set[str], ignored: set[str]
+) -> list[Message]:
+    """The turns of a question and its answer; keys that are read besides are added to `used`."""
+    messages: list[Message] = []
+    if not is_absent(history := fields.get(HISTORY)):
+        rounds: list[Any] = history if isinstance(history, list) else [history]
+        if not all(isinstance(one, list) and len(one) == 2 for one in rounds):
+            reason = f'"{HISTORY}" is no list of questions with their answers'
+            raise DocumentError(reason, 'write [["...", "..."]], or remove it')
+        for text in chain(*rounds):
+            role = ASSISTANT if messages and messages[-1].role == USER else USER
+            messages.append(_numbered(len(messages), text, HISTORY, role, ignored)[0])
+        used.add(HISTORY)
+    question, answer = (fields[key] for key in keys)
+    passage = next((key for key in PASSAGES if not is_absent(fields.get(key))), None)
+    if keys[0] == "instruction" and passage and isinstance(question, str):
+        question = f"{question}\n{require_content(fields[passage], passage)}"
+        used.add(passage)
+    asked = _numbered(len(messages), question, keys[0], USER, ignored)
+    answered = _numbered(len(messages) + len(asked), answer, keys[1], ASSISTANT, ignored)
+    if answered[0].role in (SYSTEM, USER):  # the whole conversation stands in the answer
+        if isinstance(question, list) or all(one.content != question for one in answered):
+            raise DocumentError(
+                f'"{keys[1]}" begins with a turn of {answered[0].role} that is not "{keys[0]}"',
+                "write the answer alone, or the conversation as messages",
+            )
+        return answered
+    if isinstance(question, list):
+        asked = [replace(one, is_trained=one.role != ASSISTANT) for one in asked]
+    return [*messages, *asked, *answered]
+
+
+def _numbered(before: int, value: Any, key: str, role: str, ignored: set[str]) -> list[Message]:
+    """What `_said` returns; errors name a turn after those before."""
+    try:
+        return _said(value, key, role, ignored)
+    except DocumentError as error:
+        numbered = re.match(r"turn (\d+): ", error.reason)
+        reason = error.reason[numbered.end() :] if numbered else error.reason
+        number = before + (int(numbered[1]) if numbered else 1)
+        raise _in_turn(number, DocumentError(reason, error.remedy)) from None
+
+
+def _said(value: Any, key: str, role: str, ignored: set[str]) -> list[Message]:
+    """The turns that a text, a turn or a list of turns is; raise DocumentError."""
+    if isinstance(value, tuple):
+        value = [value]
+    if isinstance(value, list):
+        return _messages_of_turns(value, key, ignored)[0]
+    return [Message(role, require_content(value, key))]
 
 
 def _in_turn(number: int, error: DocumentError) -> DocumentError:
@@ -819,17 +907,15 @@ def _says_nothing_else(key: str, value: Any, lost: Lost, messages: Sequence[Mess
 
 def _no_conversation(value: Pairs) -> DocumentError:
     keys = [key for key, _ in value]
-    for key, other in (PAIR, PAIR[::-1]):
-        if key in keys:
-            return DocumentError(f'has "{key}" and no "{other}"', "write both, as strings")
+    for pair in PAIRS:
+        for key, other in (pair, pair[::-1]):
+            if key in keys:
+                return DocumentError(f'has "{key}" and no "{other}"', "write both, as strings")
     if "text" in keys:
         return DocumentError(
             'has "text" and no conversation',
             f"drop --task sft, which is for conversations, or write {EXAMPLE}",
         )
-    if "chosen" in keys:
-        reason = 'has "chosen", a preference, and no conversation'
-        return DocumentError(reason, f"write {EXAMPLE}")
     names = [*map(shown, keys[:KEYS_SHOWN]), *(["..."] if len(keys) > KEYS_SHOWN else [])]
     there = f" but {', '.join(names)}" if names else ""
     return DocumentError(f'has no "conversations" or "messages"{there}', f"write {EXAMPLE}")

@@ -24,6 +24,7 @@ from minimind.data.chat.conversations import (
     Conversation,
     Message,
     as_conversation,
+    texts_in,
     turn_of,
 )
 from minimind.data.chat.sandbox import Sandbox, Span, TooLarge, TooLong
@@ -74,6 +75,17 @@ def date_of(source: str, given: str | None) -> str | None:
     none.
     """
     return date.fromisoformat(given or DATE).isoformat() if CLOCK in source else None
+
+
+def reads(source: str, variable: str) -> bool:
+    """Whether a template has the name of a variable."""
+    return re.search(rf"\b{variable}\b", source) is not None
+
+
+def require_read(variables: Iterable[str], source: str, name: str) -> None:
+    """Raise UsageError for a variable of --chat_template_kwargs that a template does not read."""
+    if unread := [variable for variable in variables if not reads(source, variable)]:
+        raise UsageError(f"--chat_template_kwargs: {name} does not read {unread[0]}; drop it")
 
 
 class Renderer:
@@ -287,6 +299,12 @@ class ChatTemplate:
             " would not end; end it with eos_token, or with a token such as <|end|>"
         )
 
+    @property
+    def ends_of_turns(self) -> list[int]:
+        """Ids that end assistant turns: of answers, and of calls."""
+        ends = [] if self._renderer.marks_generation else self._turns.ends
+        return [*dict.fromkeys([self.end_of_turn, *map(self._special.__getitem__, ends)])]
+
     def render(self, messages: Iterable[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of the messages; raise DocumentError if the template refuses them."""
         return self._renderer.render(messages, add_generation_prompt)
@@ -465,7 +483,7 @@ class ChatTemplate:
             thoughts = message.thoughts
             if thoughts and not (
                 any(one in text for one in forms_of(thoughts))
-                or self._writes(message.key_of_thoughts)
+                or self.writes(message.key_of_thoughts)
             ):
                 what = f'turn {at + 1}: has "{message.key_of_thoughts}"'
                 raise self._left_out(what, "write it into the content")
@@ -478,7 +496,7 @@ class ChatTemplate:
             if self.render(without) == text:
                 raise self._left_out('has "tools"', "write them into the system message")
         for name, value in conversation.variables.items():
-            if any(texts_in(value)) and not re.search(rf"\b{name}\b", self.source):
+            if any(texts_in(value)) and not reads(self.source, name):
                 raise self._left_out(f'has "{name}" beside the turns', "write it into a turn")
 
     def _left_out(self, what: str, remedy: str) -> DocumentError:
@@ -488,7 +506,7 @@ class ChatTemplate:
         )
 
     @cache  # noqa: B019 (one for each key of thoughts, as long as the template)
-    def _writes(self, key: str) -> bool:
+    def writes(self, key: str) -> bool:
         """Whether the template writes the thoughts of a last answer; it may drop earlier ones."""
         question, answer = PROBE
         return " x y ".strip() in self.render([question, replace(answer, more={key: " x y "})])
@@ -569,17 +587,6 @@ class ChatTemplate:
 
 # Tags around thoughts and calls, which a tokenizer may have as tokens. They begin no turn.
 OWN_TAG = re.compile(r"</?(think|tool_call)>")
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts of a decoded JSON value, keys of objects included."""
-    if isinstance(value, str):
-        yield value
-    for inner in value if isinstance(value, list) else ():
-        yield from texts_in(inner)
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        yield key
-        yield from texts_in(inner)
 
 
 OPEN, CLOSE = "[[", "]]"

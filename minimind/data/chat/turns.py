@@ -206,6 +206,13 @@ class Turns:
         special = self._special.match(after, blanks)
         return special.end() if special and special[0] in ends else 0
 
+    @property
+    def ends(self) -> list[str]:
+        """Special tokens that end turns of the assistant."""
+        closing, ends = self._closing
+        found = [self._special.search(text) for text in (closing, self._end_of_calls)]
+        return [*(one[0] for one in found if one), *sorted(ends)]
+
     @cached_property
     def _end_of_calls(self) -> str:
         """Text that ends a turn with calls; empty if there is none."""

@@ -220,7 +220,10 @@ class Work:
         if options.chat_template is None:
             return None
         today = options.template_date and date.fromisoformat(options.template_date)
-        return ChatTemplate(options.chat_template, self.tokenizer, today=today or None)
+        variables = options.chat_template_kwargs or {}
+        return ChatTemplate(
+            options.chat_template, self.tokenizer, today=today or None, variables=variables
+        )
 
     @property
     def _train_on(self) -> Any:

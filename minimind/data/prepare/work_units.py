@@ -75,6 +75,7 @@ class Options:
     chat_template: str | None = None  # source of the template of conversations; None: text
     train_on: str | None = None  # which tokens of conversations are targets
     template_date: str | None = None  # the date for a template that asks for one
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
 
     def to_json(self) -> dict[str, Any]:
         """The options that apply, as in a manifest."""

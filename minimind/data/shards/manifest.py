@@ -96,6 +96,7 @@ class Options(ClosedJson):
     chat_template: str | None = None  # the template of conversations
     train_on: Literal["assistant", "last", "all"] | None = None
     template_date: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 def options_of(manifest: Mapping[str, Any]) -> dict[str, Any]:

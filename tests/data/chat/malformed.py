@@ -197,7 +197,7 @@ def _no_list(draw: random.Random) -> Any:
 def _other_record(draw: random.Random) -> Any:
     number, text = draw.random(), f"x {draw.random()}"
     others: list[Any] = [{"text": text}, {"chosen": [], "n": number}, {"n": number}]
-    others += [{"instruction": text, "output": text}, {"Messages": [], "n": number}]
+    others += [{"instruction": text, "result": text}, {"Messages": [], "n": number}]
     return draw.choice(others)
 
 
@@ -218,7 +218,7 @@ IN_A_RECORD: dict[str, Callable[[random.Random], Any]] = {
 
 def _half_a_pair(draw: random.Random) -> tuple[bytes, int | None]:
     at = draw.randrange(2)
-    wrong = draw.choice([*NO_TEXT, [{"role": "user", "content": "x"}], ["x"]])
+    wrong = draw.choice([*NO_TEXT, [{"role": "user"}], ["x"]])
     return _line({**_pair(draw), ("prompt", "completion")[at]: wrong}), at + 1
 
 

@@ -126,13 +126,20 @@ MISTAKES = [
         {"a": 1, "b": 2, "c": 3, "d": 4},
         'has no "conversations" or "messages" but "a", "b", "c", ...',
     ),
-    ({"instruction": "a", "output": "b"}, 'but "instruction", "output"'),
+    ({"instruction": "a", "result": "b"}, 'has "instruction" and no "output"; write both'),
+    ({"instruction": "a", "input": 7, "output": "b"}, '"input" is a number, not a string'),
+    ({"instruction": "a", "output": "b", "history": ["x"]}, '"history" is no list of questions'),
+    ({"question": "a", "answer": ""}, 'turn 2: "answer" is empty'),
+    (
+        {"prompt": "a", "chosen": [{"role": "user", "content": "b"}, ANSWER]},
+        '"chosen" begins with a turn of user that is not "prompt"',
+    ),
     ({"text": "plain"}, 'has "text" and no conversation; drop --task sft'),
-    ({"chosen": [USER], "rejected": [USER]}, 'has "chosen", a preference'),
+    ({"chosen": [USER], "rejected": [USER]}, "has no assistant turn among 1"),
     ({"prompt": "a"}, 'has "prompt" and no "completion"'),
     ({"completion": "a"}, 'has "completion" and no "prompt"'),
     ({"prompt": "a", "completion": None}, 'turn 2: "completion" is null, not a string'),
-    ({"prompt": [USER], "completion": [ANSWER]}, 'turn 1: "prompt" is a list, not a string'),
+    ({"prompt": [USER], "completion": [{"role": "user"}]}, 'turn 2: has no "content"'),
     ({"prompt": "", "completion": "b"}, 'turn 1: "prompt" is empty'),
     ({"prompt": "a", "completion": "\n"}, 'turn 2: "completion" is blank'),
     (
@@ -370,7 +377,7 @@ LOSSES = [
     *[(key, "be kind", "as the first turn") for key in ("developer", "default_system_prompt")],
     *[(key, [{"name": "f"}], "into the system") for key in ("functions", "function_call")],
     *[(key, '[{"name": "f"}]', "into the system") for key in ("available_tools", "tool_schemas")],
-    *[(key, [["a", "b"]], "into a turn") for key in ("history", "chat_history", "documents")],
+    *[(key, [["a", "b"]], "into a turn") for key in ("chat_history", "documents")],
     *[(key, "a passage", "into a turn") for key in ("context", "contexts", "retrieved_documents")],
     *[(key, "a passage", "into a turn") for key in ("input", "response", "reasoning_content")],
     *[(key, ["x.jpg"], "model of text") for key in ("images", "image", "videos", "audios")],
@@ -412,7 +419,7 @@ LOSSES = [
         for value in (False, 0.5)
     ],
     # Switch words that are the text itself.
-    *[(key, "No", "into a turn") for key in ("response", "output", "query", "input", "history")],
+    *[(key, "No", "into a turn") for key in ("response", "output", "query", "input")],
     *[(key, "true", "into a turn") for key in ("context", "answers_context", "facts")],
     *[(key, word, "keep the answer") for key, word in (("chosen", "yes"), ("rejected", "no"))],
     ("instruction", "no", "as the first turn"),
@@ -609,3 +616,43 @@ def test_a_weight_of_a_turn_may_be_a_switch(word):
 def test_a_decimal_weight_of_one():
     assert weight_of(Decimal("1.0")) == 1
     assert weight_of(Decimal("0.5")) != 1
+
+
+A_ROUND = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+FORMS = [
+    {"instruction": "one", "output": "two"},
+    {"instruction": "one", "input": "", "output": "two", "history": []},
+    {"instruction": "one", "context": " ", "response": "two", "category": "qa"},
+    {"question": "one", "answer": "two"},
+    {"query": "one", "response": "two"},
+    {"prompt": "one", "response": "two"},
+    {"prompt": "one", "chosen": "two", "rejected": "no"},
+    {"prompt": A_ROUND[:1], "completion": A_ROUND[1:]},
+    {"prompt": A_ROUND[:1], "completion": A_ROUND[1]},
+    {"prompt": A_ROUND[:1], "chosen": A_ROUND[1:], "rejected": [{"role": "assistant"}]},
+    {"prompt": "one", "chosen": A_ROUND, "rejected": A_ROUND},
+    {"chosen": A_ROUND, "rejected": A_ROUND, "score_chosen": 1.0},
+    {
+        "conversations": [{"from": "human", "value": "one"}],
+        "chosen": {"from": "gpt", "value": "two"},
+        "rejected": {"from": "gpt", "value": "no"},
+    },
+]
+
+
+@pytest.mark.parametrize("record", FORMS, ids=lambda record: "-".join(record))
+def test_forms_of_a_question_and_its_answer(record):
+    ignored = set()
+    line = json.dumps(record).encode()
+    assert conversation_of(conversation_of_line(line, LIMIT, ignored)) == ROUND
+    assert ("rejected" in ignored) == ("rejected" in record)
+
+
+def test_what_comes_before_an_answer():
+    found = read({"instruction": "sum", "input": "1 2", "output": "3", "system": "be kind"})
+    assert [one.content for one in found] == ["be kind", "sum\n1 2", "3"]
+    found = read({"prompt": "c", "response": "d", "history": [["a", "b"]]})
+    assert [(one.role[0], one.content) for one in found] == [*zip("uaua", "abcd", strict=True)]
+    prompt = [*A_ROUND, {"role": "user", "content": "three"}]
+    found = read({"prompt": prompt, "completion": [{"role": "assistant", "content": "four"}]})
+    assert [one.is_trained for one in found if one.role == "assistant"] == [False, True]
