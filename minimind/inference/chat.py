@@ -192,15 +192,15 @@ class Chat:
         room = max(1, min(self.sampling.max_new_tokens, limit // 2))
         first = int(messages[0].role == SYSTEM)
         while len(ids := self.template.prompt(self._conversation(messages))) > limit - room:
-            if len(messages) <= first + 1:
+            # The first question is left out, with all that came before the next.
+            later = [at for at in range(first + 1, len(messages)) if messages[at].role == USER]
+            if not later:
                 what = "the system message and the turn have" if first else "the turn has"
                 raise UsageError(
                     f"{what} {len(ids)} tokens, more than {limit - room}: the answer needs {room}"
                     f" of the model's {limit} positions; shorten it"
                 )
-            # A question, and all that came before the next.
-            later = [at for at in range(first + 1, len(messages)) if messages[at].role == USER]
-            messages = [*messages[:first], *messages[(later or [len(messages) - 1])[0] :]]
+            messages = [*messages[:first], *messages[later[0] :]]
         return messages, ids
 
     def save(self, path: Path) -> None:

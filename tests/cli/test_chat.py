@@ -182,6 +182,7 @@ def test_calls_are_printed_and_what_is_typed_then_is_the_tool_s_answer(
     chat = start([])
     chat.template = ChatTemplate(THINKING, tokenizer, variables={"quick": False})
     chat.tools = [{"name": "what"}]
+    chat.model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=500))
     place = tmp_path / "talk.jsonl"
     call = {"name": "what", "arguments": {"is": "sea"}}
     answers = [f"<tool_call>{json.dumps(call)}</tool_call>", "deep", "<tool_call>{</tool_call>"]

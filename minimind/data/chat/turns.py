@@ -246,8 +246,9 @@ class Turns:
         if self._special.search(common):
             return common.strip(), set()
         user, middle, last = (self._first_special(text, ends[turn]) for turn in (0, 1, 3))
-        also = middle if middle == user or not last else last
-        return "", {last or middle, also} - {""}
+        if not last:  # the header of the next turn ends an answer, unless every turn has it
+            return "", {middle} - {user, ""}
+        return "", {last, middle if middle == user else last}
 
     def _first_special(self, text: str, at: int) -> str:
         found = self._special.search(text, at)
