@@ -289,7 +289,9 @@ class ChatTemplate:
         special = set(self._special.values())
         for probe in (PROBE, PROBE * 2):  # an answer may be ended by the next turn alone
             ids, targets = self.encode(probe)
-            written = ids[int(np.argmax(targets)) :].tolist()
+            if probe == PROBE:
+                targets[int(np.argmax(targets)) :] = True  # the end need not be trained on
+            written = ids[targets].tolist()
             # A header may be trained on too.
             content = dropwhile(lambda token: token in special, written)
             if (end := next((token for token in content if token in special), None)) is not None:
