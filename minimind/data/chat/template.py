@@ -504,7 +504,8 @@ class ChatTemplate:
     def _left_out(self, what: str, remedy: str) -> DocumentError:
         return DocumentError(
             f"{what}, which {self.name} does not write",
-            f"{remedy}, or give a template that writes it (--chat_template)",
+            f"{remedy}, or give a template that writes it, such as"
+            " configs/templates/thoughts_and_tools.jinja (--chat_template)",
         )
 
     @cache  # noqa: B019 (one for each key of thoughts, as long as the template)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from tests.conftest import ROOT
+
 GPT_TOKENS = ("<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
 GEN, END = "{% generation %}", "{% endgeneration %}"
 
@@ -189,6 +191,8 @@ VICUNA = (
     "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
 )
 
+SHIPPED = (ROOT / "configs" / "templates" / "thoughts_and_tools.jinja").read_text(encoding="utf-8")
+
 MARKED = {
     "minimind3": MINIMIND3,
     "qwen3": QWEN3,
@@ -201,8 +205,11 @@ MARKED = {
     "gpt_oss": GPT_OSS,
     "glm": GLM,
     "vicuna": VICUNA,
+    "shipped": SHIPPED,
 }
-PLAIN = {name: re.sub(r"\{% (end)?generation %\}", "", source) for name, source in MARKED.items()}
+PLAIN = {
+    name: re.sub(r"\{%-? (end)?generation -?%\}", "", source) for name, source in MARKED.items()
+}
 ONE_CALL = {"llama31", "gpt_oss"}  # of a turn, and without content
 NO_TOOLS = {"phi3", "vicuna"}
 NO_THOUGHTS = {"hermes", "phi3", "llama31", "mistral", "vicuna"}

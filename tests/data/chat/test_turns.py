@@ -7,10 +7,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from minimind.data.chat.conversations import conversation_of, conversation_of_line
-from minimind.data.chat.template import ChatTemplate, readable
+from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate, readable
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.errors import UsageError
-from tests.data.chat.made import text
+from tests.data.chat.made import conversation, text
 from tests.data.chat.templates import MARKED, NO_THOUGHTS, NO_TOOLS, ONE_CALL, PLAIN
 
 SEED = 46
@@ -242,3 +242,14 @@ def test_what_the_user_says_may_decide(tokenizer):
     for said in ("one", "one /quick"):
         chat = [{"role": "user", "content": said}, {"role": "assistant", "content": "two"}]
         assert trained(tokenizer, source, {"messages": chat}) == ["two<|end|>"]
+
+
+def test_the_shipped_template_writes_plain_conversations_as_the_default_one(tokenizer):
+    default, shipped = (
+        ChatTemplate(one, tokenizer) for one in (DEFAULT_TEMPLATE, MARKED["shipped"])
+    )
+    draw = random.Random(SEED)
+    for _ in range(50):
+        messages = conversation(draw)
+        for one, other in zip(default.encode(messages), shipped.encode(messages), strict=True):
+            assert one.tolist() == other.tolist()
