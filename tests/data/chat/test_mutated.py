@@ -146,8 +146,7 @@ def test_a_mutated_line_is_read_as_it_is_meant_or_refused(tokenizer, name, reque
         line = json.dumps(given, ensure_ascii=False).encode()
         try:
             ids, _ = template.encode(conversation_of(conversation_of_line(line, ReadOptions())))
-        except (DocumentError, UsageError) as error:
-            assert str(error).count("\n") == 0
+        except (DocumentError, UsageError):
             refused += 1
             continue
         turns, tools, variables = meant(given)
