@@ -465,10 +465,12 @@ class ChatTemplate:
     def _require_no_special(self, conversation: Conversation) -> None:
         for number, message in enumerate(conversation, 1):
             try:
-                # A call and an answer may be written as tags that are tokens.
-                text = "\n".join(texts_in(turn_of(message)))
-                own = OWN_TAG if message.role == ASSISTANT else None
-                self.require_no_special(own.sub("", text) if own else text)
+                text = f"{message.content}\n{message.name}"
+                if message.more:
+                    text = "\n".join((text, *texts_in(message.more)))
+                if message.role == ASSISTANT:  # tags of thoughts and calls may be tokens
+                    text = OWN_TAG.sub("", text)
+                self.require_no_special(text)
             except DocumentError as error:
                 raise DocumentError(f"turn {number}: {error.reason}", error.remedy) from None
         if conversation.tools or conversation.variables:
@@ -478,6 +480,8 @@ class ChatTemplate:
     def _require_written(self, conversation: Conversation, text: str) -> None:
         """Raise DocumentError for what the template leaves out: names, thoughts, calls, tools."""
         for at, message in enumerate(conversation):
+            if not (message.name or message.more):
+                continue
             if message.name and message.role != TOOL:
                 nameless = [*conversation[:at], replace(message, name=""), *conversation[at + 1 :]]
                 if self.render(conversation.of(nameless)) == text:

@@ -143,8 +143,13 @@ class Turns:
         None for one that the template leaves out. Raise DocumentError for one whose text it
         changes.
         """
-        places = self._places(conversation, text)
+        places = None
         for turn in wanted:
+            prompt = self._render(conversation.of(conversation[:turn]), True)
+            if span := self._of_plain_answer(conversation[turn], text, prompt):
+                yield span
+                continue
+            places = self._places(conversation, text) if places is None else places
             own = [(begin, end) for at, begin, end in places if at == turn]
             if not own:
                 yield None
@@ -155,9 +160,27 @@ class Turns:
                 raise self._refusal(turn, "mixes it with another turn")
             floor = max((past for _, past in others if past <= begin), default=0)
             ceiling = min((other for other, _ in others if other >= end), default=len(text))
-            first = self._begin(conversation, turn, text, floor, begin)
+            first = self._begin(conversation, turn, prompt, text, floor, begin)
             has_calls = CALLS in conversation[turn].more
             yield first, end + self._length_of_end(text[end:ceiling], has_calls)
+
+    def _of_plain_answer(self, message: Message, text: str, prompt: str) -> Span | None:
+        """Where an answer is whose content alone follows its prompt, with the end of the turn."""
+        if message.more or not text.startswith(prompt):
+            return None
+        begin = len(prompt)
+        said = message.content
+        if not text.startswith(said, begin):  # templates strip it, or put a space before it
+            said = said.strip()
+            while text[begin : begin + 1].isspace():
+                begin += 1
+        closing, _ = self._closing
+        end = begin + len(said)
+        while text[end : end + 1].isspace() and not text.startswith(closing, end):
+            end += 1
+        if closing and text.startswith(closing, end) and text.startswith(said, begin):
+            return len(prompt), end + len(closing)
+        return None
 
     def _places(self, conversation: Conversation, text: str) -> list[tuple[int, int, int]]:
         # A template may decide by what the user says ("/no_think"); then that is left as it is.
@@ -172,11 +195,10 @@ class Turns:
         raise self._refusal(turn, "changes what it says")
 
     def _begin(
-        self, conversation: Conversation, turn: int, text: str, floor: int, said: int
+        self, conversation: Conversation, turn: int, prompt: str, text: str, floor: int, said: int
     ) -> int:
         """Where the prompt for a turn ends whose text is at `said`, after that of others."""
         before = conversation.of(conversation[:turn])
-        prompt = self._render(before, True)
         if floor <= len(prompt) <= said and text.startswith(prompt):
             return len(prompt)
         bare = self._render(before, False) if before else ""
@@ -238,8 +260,9 @@ class Turns:
         text = self._render(ROUNDS, False)
         places = self._places(ROUNDS, text)
         ends = {turn: end for turn, _, end in places}
-        if len(ends) < len(ROUNDS):  # it leaves out an earlier turn
-            return "", {self._first_special(text, places[-1][2])} - {""}
+        if len(ends) < len(ROUNDS):  # it leaves out a turn
+            last = max(ends.values(), default=len(text))
+            return "", {self._first_special(text, last)} - {""}
         here, there = (self._special.split(text[ends[turn] :]) for turn in (1, 3))
         same = takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False))
         common = "".join(one for one, _ in same)
