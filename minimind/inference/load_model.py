@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def load_model(
     require_trained(weights, f"--model {model}")
     found = load_weights_from(model or "")
     if tokenizer is not None:
-        found = replace(found, tokenizer=Path(tokenizer).expanduser())
+        found = found.with_tokenizer(tokenizer)
     return build_model(found)
 
 

@@ -31,6 +31,7 @@ from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.interop.foreign_config import (
     LLAMA,
     MINIMIND2,
+    MINIMIND3,
     ShapeFlags,
     count_layers,
     read_llama_config,
@@ -118,6 +119,7 @@ class Weights:
     config: Any  # a MiniMindConfig or one of transformers
     tensors: TensorSource
     tokenizer: Path | None = None  # file or directory for load_tokenizer
+    note: str = ""  # what was taken that the files do not say
     lock: ReadLock | None = None  # keeps a running job from deleting the checkpoint
     which: str = TRAINED  # weights of a checkpoint, or AVERAGE
 
@@ -139,33 +141,47 @@ class Weights:
                 f"{self.path}: has no tokenizer; put its {MODEL_NAME} or {JSON_NAME} there, or give"
                 " it as --tokenizer"
             )
-        try:
-            tokenizer = load_tokenizer(self.tokenizer)
-        except DataError as error:  # its remedy is for training text
-            raise CheckpointError(f"{str(error).split(';')[0]}; {REPLACE}") from error
-        check_vocabulary(tokenizer, self.config)
+        tokenizer = load_own(self.tokenizer, self.config.vocab_size)
+        check_vocabulary(tokenizer, self.config.vocab_size)
         return tokenizer
 
+    def with_tokenizer(self, path: str | Path) -> Weights:
+        """The weights with another tokenizer.
 
-def check_vocabulary(tokenizer: AnyTokenizer, config: PretrainedConfig) -> None:
-    """Raise CheckpointError if the embedding has another number of rows than the tokenizer ids.
+        Raise CheckpointError unless it has an id for each row, or as many as their own.
+        """
+        given, rows = load_own(path, self.config.vocab_size), self.config.vocab_size
+        if given.vocab_size < rows and self.tokenizer:
+            rows = self.load_tokenizer().vocab_size
+        check_vocabulary(given, rows, needs_all=True)
+        return replace(self, tokenizer=Path(path))
 
-    Models of transformers may have more rows.
+
+def load_own(path: str | Path, rows: int) -> AnyTokenizer:
+    """The tokenizer of a model with that many rows; raise CheckpointError if it cannot be read."""
+    try:
+        return load_tokenizer(path, rows)
+    except DataError as error:  # its remedy is for training text
+        raise CheckpointError(f"{str(error).split(';')[0]}; {REPLACE}") from error
+
+
+def check_vocabulary(tokenizer: AnyTokenizer, rows: int, needs_all: bool = False) -> None:
+    """Raise CheckpointError if the embedding has fewer rows than the tokenizer ids, or needs_all
+    and has more.
     """
-    is_ours = isinstance(config, MiniMindConfig)
-    if tokenizer.vocab_size > config.vocab_size or (
-        is_ours and tokenizer.vocab_size < config.vocab_size
-    ):
+    ids = tokenizer.vocab_size
+    if ids > rows or (needs_all and ids < rows):
+        names = [name for name in (MODEL_NAME, JSON_NAME) if name != tokenizer.path.name]
+        beside = [name for name in names if os.path.lexists(tokenizer.path.with_name(name))]
         raise CheckpointError(
-            f"{tokenizer.path}: has {tokenizer.vocab_size} pieces and the embedding"
-            f" {config.vocab_size} rows; give the tokenizer that the model was trained with"
+            f"{tokenizer.path}: has {ids} pieces and the embedding {rows} rows; give the tokenizer"
+            f" that the model was trained with{f' ({beside[0]} is beside it)' if beside else ''}"
         )
 
 
 def find_tokenizer(path: Path) -> Path | None:
-    """The tokenizer file of a directory, if it has one."""
-    files = (path / name for name in (MODEL_NAME, JSON_NAME))
-    return next((file for file in files if os.path.lexists(file)), None)
+    """The directory, if it has a tokenizer."""
+    return path if any(os.path.lexists(path / name) for name in (MODEL_NAME, JSON_NAME)) else None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -179,10 +195,11 @@ def load_weights_from(
 ) -> Weights:
     """The model at `place`: a run or step directory, a directory with weights, or a file of them.
 
-    `kind` (llama or minimind2) is the expected format, by default any; `flags` describe a file
-    without a configuration. Raise CheckpointError or UsageError.
+    `kind` (llama, minimind2 or minimind3) is the expected format, by default any; `flags` describe
+    a file without a configuration. Raise CheckpointError or UsageError.
     """
     path = Path(place).expanduser()
+    kind = LLAMA if kind == MINIMIND3 else kind  # MiniMind-3 has the names of Llama and Qwen3
     if is_checkpoint(path):
         _check_kind(path, CHECKPOINT, kind)
         return load_checkpoint_weights(choose(str(place)))
@@ -300,8 +317,9 @@ def _load_minimind2(path: Path, source: TensorSource, flags: ShapeFlags) -> Weig
 
 
 def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
+    note = ""
     if path.is_dir():
-        shape = read_llama_config(path / CONFIG)
+        shape, note = read_llama_config(path / CONFIG, source.shapes, flags)
     else:
         shape = shape_from_tensors(path, source.shapes, flags)
         shape["tie_word_embeddings"] = _is_tied(source)
@@ -310,7 +328,7 @@ def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
         {name: name for name in source.shapes},
         lambda name, value: to_interleaved(name, value, head_dim),
     )
-    return _validate(LLAMA, path, shape, tensors)
+    return replace(_validate(LLAMA, path, shape, tensors), note=note)
 
 
 def _is_tied(source: TensorSource) -> bool:

@@ -15,6 +15,7 @@ LOOKED_AT = 4096  # bytes
 GZIP, ZSTD, JSON_TEXT = "gzip", "zstd", "JSON"
 PARQUET, ARROW, SAFETENSORS, GGUF = "Parquet", "Arrow", "safetensors", "GGUF"
 TORCH, SENTENCEPIECE = "a file of torch.save", "a SentencePiece model"
+TIKTOKEN = "a vocabulary of tiktoken"
 UTF_16 = "convert it to UTF-8 (iconv -f {0} -t UTF-8)"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
@@ -156,7 +157,7 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     (_has(rb"\x0a[\x05-\x7f]\x0a.{1,40}<unk>"), Kind(SENTENCEPIECE, "name it tokenizer.model")),
     (
         _has(rb"([A-Za-z0-9+/]{2,}={0,2} \d+\n){2}"),
-        Kind("a vocabulary of tiktoken", "write it as a tokenizer.json", is_text=True),
+        Kind(TIKTOKEN, "write it as a tokenizer.json", is_text=True),
     ),
     (
         _is_json_over_lines,

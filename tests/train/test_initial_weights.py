@@ -20,6 +20,7 @@ from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.data.prepare.prepared import open_prepared
 from minimind.data.rows.order import Order
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.weights import load_weights_from
@@ -185,7 +186,6 @@ def test_mup_scales_no_weights_that_are_given(places, tmp_path):
         ("--n_layers", "3"),
         ("--n_heads", "8"),
         ("--hidden_dim", "64"),
-        ("--rope_theta", "10"),
         ("--norm_eps", "1e-6"),
         ("--vocab_size", "600"),
         ("--qk_norm",),
@@ -239,8 +239,20 @@ def test_a_directory_of_minimind2_gives_its_length_and_leaves_it_free(places, tm
     run = read_initial(parse_flags(given)).run
     assert (run.max_seq_len, run.sources["max_seq_len"]) == (8192, f"--init_from {folder}")
     assert read_initial(parse_flags([*given, "--max_seq_len", "48"])).run.max_seq_len == 48
-    with pytest.raises(UsageError, match=r"rope_theta = 7\.0 \(--rope_theta\), but --init_from"):
-        read_initial(parse_flags([*given, "--rope_theta", "7"]))
+
+
+def test_another_rotary_base_is_taken_and_said_and_that_of_a_preset_is_not(places, tmp_path):
+    """It binds no weight; but a preset's would change what they mean."""
+    given = ["--init_from", str(places / "ours"), "--out_dir", str(tmp_path)]
+    initial = read_initial(parse_flags([*given, "--rope_theta", "7"]))
+    assert initial.run.rope_theta == 7
+    assert initial.line().endswith("(minimind); rope_theta 7 in place of 10000")
+    assert initial.build(initial.run, load_tokenizer(places / "ours")).config.rope_theta == 7
+    assert read_initial(parse_flags(given)).run.rope_theta == SHAPE.rope_theta
+    shape = "dim: 32\nn_layers: 2\nn_heads: 4\nn_kv_heads: 2\nvocab_size: 512\nrope_theta: 7.0\n"
+    (tmp_path / "preset.yaml").write_text(shape)
+    with pytest.raises(UsageError, match=r"rope_theta = 7\.0 \(model .*, but --init_from"):
+        read_initial(parse_flags([*given, "--model", str(tmp_path / "preset.yaml")]))
 
 
 def test_numbers_that_are_none_are_reported_by_the_name_that_the_file_has(places, tmp_path):
