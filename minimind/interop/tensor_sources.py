@@ -297,7 +297,9 @@ def _load_pickled(path: Path) -> Mapping[str, Tensor]:
     if kind:
         raise CheckpointError(f"{path}: {IS_GGUF}")
     with readable(path, REPLACE):
-        if not zipfile.is_zipfile(path):
+        with open(path, "rb") as file:
+            is_zip = zipfile.is_zipfile(file)
+        if not is_zip:
             raise CheckpointError("is no file that torch.save wrote since version 1.6")
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

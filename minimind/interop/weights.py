@@ -343,16 +343,17 @@ def _is_tied(source: TensorSource) -> bool:
 def _validate(kind: str, path: Path, shape: dict[str, Any], source: TensorSource) -> Weights:
     """The weights, if all tensors have the claimed shape; nothing large is allocated before."""
     misfit = f"{path / CONFIG if path.is_dir() else path}: does not fit the weights"
+    remedy = ELSEWHERE if kind == CHECKPOINT else REPLACE
     layers = count_layers(source.shapes)
     if shape["num_hidden_layers"] != layers:
         difference = f"num_hidden_layers: {layers} -> {shape['num_hidden_layers']}"
-        raise CheckpointError(f"{misfit} ({difference}); {ELSEWHERE}")
+        raise CheckpointError(f"{misfit} ({difference}); {remedy}")
     try:
         config = MiniMindConfig(**shape)
         with torch.device("meta"):
             expected = MiniMindForCausalLM(config).state_dict()
     except (ValueError, RuntimeError) as error:  # RuntimeError: sizes beyond int64
-        raise CheckpointError(f"{misfit} ({str(error).splitlines()[0]}); {ELSEWHERE}") from error
+        raise CheckpointError(f"{misfit} ({str(error).splitlines()[0]}); {remedy}") from error
     if config.tie_word_embeddings:
         expected.pop(HEAD)
         if HEAD in source.shapes and not _is_tied(source):
