@@ -48,7 +48,12 @@ def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
             model = _of_sentencepiece(path)
             if not has_json or model.vocab_size == rows:
                 return model
-            other = _of_hugging_face(path)
+            try:
+                other = _of_hugging_face(path)
+            except DataError:  # where rows tell that it is not needed, it is not even read
+                if rows is None:
+                    return model
+                raise
             fits = rows is None or other.vocab_size <= rows
             return other if fits and model.vocab_size < other.vocab_size else model
     if has_json:
