@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from minimind.architecture.hf_models import model_of
+from minimind.architecture.hf_models import foreign_config, model_of, transformers_model
 from minimind.architecture.select import foreign_config_of
 from minimind.checkpoint.directory import MANIFEST, Chosen, choose, read_chosen, read_manifest
 from minimind.checkpoint.tensor_files import readable
@@ -56,7 +57,9 @@ from minimind.interop.tensor_sources import (
 )
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.checked_json import ELSEWHERE, read_foreign_object, require_listed, shown
+from minimind.runtime.file_kinds import ADAPTER_WEIGHTS, base_of_adapter
 from minimind.runtime.locks import ReadLock
+from minimind.runtime.terminal import first_lines
 
 
 def match_tensors(source: TensorSource, path: Path, config: PretrainedConfig) -> TensorSource:
@@ -203,6 +206,8 @@ def load_weights_from(
     if is_checkpoint(path):
         _check_kind(path, CHECKPOINT, kind)
         return load_checkpoint_weights(choose(str(place)))
+    if base := base_of_adapter(path):
+        return replace(_merged(path, base), tokenizer=find_tokenizer(path) or find_tokenizer(base))
     source = with_base_prefix(open_tensors(path))
     actual = _detect_kind(path, source, kind)
     _check_kind(path, actual, kind)
@@ -251,6 +256,39 @@ def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
     weights = load_checkpoint_weights(choose(place))
     tensors = match_tensors(weights.tensors, weights.path, config)
     return replace(weights, config=config, tensors=tensors)
+
+
+def _merged(path: Path, base: Path) -> Weights:
+    """A Llama, Mistral or Qwen3 with the LoRA adapter in `path` added, by PEFT; all in memory."""
+    try:
+        from peft import (  # pyright: ignore[reportMissingImports] (optional)
+            PeftModel,
+            get_peft_model_state_dict,
+        )
+    except ImportError as error:
+        raise UsageError(
+            f"{path}: holds a LoRA adapter of {base}, which the package peft merges; pip install"
+            " peft"
+        ) from error
+    with readable(base / CONFIG, REPLACE):
+        config = foreign_config(read_foreign_object(base / CONFIG))
+    weights = load_transformers_weights(str(base), config)
+    model = transformers_model(config, dtype=torch.float32)
+    weights.fill(model)
+    with readable(path, REPLACE):
+        held = {*open_tensors(path / ADAPTER_WEIGHTS).shapes}
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of what is compared next
+                adapted = PeftModel.from_pretrained(model, str(path))
+            if held != {*get_peft_model_state_dict(adapted)}:
+                raise ValueError("its tensors are not those of its configuration")
+            merged = adapted.merge_and_unload().state_dict()
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise CheckpointError(f"is no adapter of {base} ({first_lines(error, 1)})") from error
+    shapes = {name: list(value.shape) for name, value in merged.items()}
+    dtypes = {name: value.dtype for name, value in merged.items()}
+    source = TensorSource(path, shapes, dtypes, merged.__getitem__)
+    return replace(_load_llama(base, source, ShapeFlags()), path=path)
 
 
 def with_base_prefix(source: TensorSource) -> TensorSource:

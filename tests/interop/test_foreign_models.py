@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -397,6 +398,64 @@ def test_rows_without_an_id_are_kept_and_never_generated(saved, tmp_path, capsys
     fields = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf").fields
     assert len(fields["tokenizer.ggml.tokens"].contents()) == IDS + 64
     assert fields["llama.vocab_size"].contents() == IDS + 64
+
+
+# --- adapters -----------------------------------------------------------------------------------
+
+
+def adapter(base: Path, folder: Path) -> Path:
+    """A LoRA adapter of all matrices, as PEFT saves it."""
+    peft = pytest.importorskip("peft", reason="needs the extra: pip install -e '.[examples]'")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")  # peft asks it
+@pytest.mark.parametrize("name", ["Llama 2", "Mistral 0.2", "Qwen3"])
+def test_an_adapter_is_merged_into_its_base(name, saved, tmp_path):
+    base = saved(name)
+    folder = adapter(base, tmp_path / "adapter")
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = logits(peft.PeftModel.from_pretrained(model, folder).merge_and_unload())
+    before = theirs(base)
+    assert before is not None
+    assert (expected - before).abs().max() > 0.1
+    require_equal(ours(folder, tmp_path / "out"), expected)
+    initial = read_initial(tiny_flags(folder, tmp_path))
+    assert initial.weights
+    assert (initial.weights.path, initial.run.dim) == (folder, 32)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")  # peft asks it
+def test_tensors_that_the_adapter_does_not_describe_are_refused(saved, tmp_path, capsys):
+    folder = adapter(saved("Llama 2"), tmp_path / "adapter")
+    held = load_file(folder / "adapter_model.safetensors")
+    name = next(iter(held))
+    for change in ({f"{name}x": torch.zeros(3)}, {name: None}, {name: torch.zeros(2, 2)}):
+        kept = {key: value for key, value in {**held, **change}.items() if value is not None}
+        save_file(kept, folder / "adapter_model.safetensors")
+        assert run("import", "--from", "llama", folder, "--out", tmp_path / "out") == 4
+        assert f"{folder}: is no adapter of {saved('Llama 2')} (" in capsys.readouterr().err
+
+
+def test_without_peft_it_is_named(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    base = saved("Llama 2")
+    about = {"base_model_name_or_path": str(base), "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    save_file({"x": torch.zeros(2)}, folder / "adapter_model.safetensors")
+    assert run("import", "--from", "llama", folder, "--out", tmp_path / "out") == 2
+    words = f"{folder}: holds a LoRA adapter of {base}, which the package peft merges; pip install"
+    assert words in capsys.readouterr().err
 
 
 # --- mutations ----------------------------------------------------------------------------------
