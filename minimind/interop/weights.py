@@ -261,10 +261,7 @@ def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
 def _merged(path: Path, base: Path) -> Weights:
     """A Llama, Mistral or Qwen3 with the LoRA adapter in `path` added, by PEFT; all in memory."""
     try:
-        from peft import (  # pyright: ignore[reportMissingImports] (optional)
-            PeftModel,
-            get_peft_model_state_dict,
-        )
+        import peft  # pyright: ignore[reportMissingImports] (optional)
     except ImportError as error:
         raise UsageError(
             f"{path}: holds a LoRA adapter of {base}, which the package peft merges; pip install"
@@ -279,8 +276,8 @@ def _merged(path: Path, base: Path) -> Weights:
         held = {*open_tensors(path / ADAPTER_WEIGHTS).shapes}
         try:
             with warnings.catch_warnings(action="ignore"):  # of what is compared next
-                adapted = PeftModel.from_pretrained(model, str(path))
-            if held != {*get_peft_model_state_dict(adapted)}:
+                adapted = peft.PeftModel.from_pretrained(model, str(path))
+            if held != {*peft.get_peft_model_state_dict(adapted)}:
                 raise ValueError("its tensors are not those of its configuration")
             merged = adapted.merge_and_unload().state_dict()
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:

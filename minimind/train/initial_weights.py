@@ -210,7 +210,7 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
 
     Flags of the shape that it does not define become None.
     """
-    from minimind.interop.weights import find_tokenizer, load_transformers_weights
+    from minimind.interop.weights import find_tokenizer, load_own, load_transformers_weights
 
     by, config = f"model {run.model}", model.parsed
     run = run.with_values(by, **dict.fromkeys(name for name in SHAPE if name not in FREE))
@@ -233,7 +233,8 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
         own = (
             find_tokenizer(folder) if folder == Path(run.hugging_face or "").expanduser() else None
         )
-        run = run.with_values(by, tokenizer=str(own)) if own else run
+        if own:
+            run = run.with_values(by, tokenizer=str(load_own(own, config.vocab_size).path))
     if run.tokenizer is not None:
         model.require_embedding_rows(
             load_tokenizer(run.tokenizer).vocab_size, f"--tokenizer {run.tokenizer}"
