@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def load_model(
         return load_checkpoint(checkpoint, weights)
     require_trained(weights, f"--model {model}")
     found = load_weights_from(model or "")
+    if found.note:
+        print(f"{found.path}: {found.note}", file=sys.stderr)
     if tokenizer is not None:
         found = found.with_tokenizer(tokenizer)
     return build_model(found)

@@ -40,6 +40,11 @@ ARCHITECTURES = {
     "qwen3": (True, 1e4),
     "minimind": (None, None),  # its own later versions
 }
+# Those that are nearly so, with what the decoder does not have.
+OTHERS = {
+    "qwen2": " (biases of q, k and v)",
+    "smollm3": " (no_rope_layers: some layers without rotation)",
+}
 MISTRAL_WINDOW = 4096  # transformers omits a default
 FULL = "full_attention"
 # The only supported values; transformers omits defaults.
@@ -251,9 +256,10 @@ def read_llama_config(
         kind = values.get("model_type")
         is_ours = kind == "minimind" and "use_flash_attn" in values
         if type(kind) is not str or kind not in ARCHITECTURES or is_ours:
+            reason = OTHERS.get(str(kind), "")
             raise CheckpointError(
-                f"has model_type = {shown(kind)}, not llama, mistral, qwen3 or minimind; training"
-                " takes others as models of transformers (--model hf:)"
+                f"has model_type = {shown(kind)}{reason}, not llama, mistral, qwen3 or minimind;"
+                " training takes others as models of transformers (--model hf:)"
             )
         require_unquantized(values)
         validate(LlamaShape, values)

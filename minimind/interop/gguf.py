@@ -154,8 +154,8 @@ MODEL = "llama"  # GGUF's name for SentencePiece BPE
 def gguf_vocabulary(tokenizer: object, rows: int) -> dict[str, Any]:
     """Entries by name after `tokenizer.ggml.`; raise UsageError if GGUF cannot express the model.
 
-    Each row of the embedding gets one, as llama.cpp requires. It merges by score and ignores the
-    merges; transformers reads them, in this order.
+    Each row of the embedding gets a token. llama.cpp merges by score and ignores the merges;
+    transformers reads them, in this order.
     """
     if not isinstance(tokenizer, Tokenizer):
         raise UsageError(

@@ -20,6 +20,7 @@ UTF_16 = "convert it to UTF-8 (iconv -f {0} -t UTF-8)"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER = ("adapter_config.json", ADAPTER_WEIGHTS, "adapter_model.bin")
 LORA = "LORA"  # its peft_type
+IMPORTS = "megatron_config"  # with it PEFT imports a module that the file names
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,7 @@ def base_of_adapter(folder: Path) -> Path | None:
 def _base_name(folder: Path) -> object:
     try:
         about = json.loads(read_small(folder / ADAPTER[0]))
-        return about["base_model_name_or_path"] if about.get("peft_type", LORA) == LORA else None
+        is_lora = about.get("peft_type", LORA) == LORA and not about.get(IMPORTS)
+        return about["base_model_name_or_path"] if is_lora else None
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None

@@ -103,7 +103,7 @@ FORMS = {
     "Mistral 0.1": Form("mistral", {"sliding_window": 32}, refused="has sliding_window = 32"),
     "Mistral 0.2": Form("mistral", {"sliding_window": None}, base(1e6)),
     "Mistral, a wide window": Form("mistral", {"sliding_window": 64}),
-    "Qwen2": Form("qwen2", refused="has model_type = 'qwen2'"),
+    "Qwen2": Form("qwen2", refused="has model_type = 'qwen2' (biases of q, k and v), not llama"),
     "Llama with biases": Form("llama", {"attention_bias": True}, refused="attention_bias = True"),
     "Qwen3": Form("qwen3", {**base(1e6), "vocab_size": IDS + 128}),
     "Qwen3, tied": Form("qwen3", {**base(1e6), "tie_word_embeddings": True}),
@@ -111,7 +111,7 @@ FORMS = {
     "Qwen3, a window": Form(
         "qwen3", {"use_sliding_window": True}, refused="use_sliding_window = True"
     ),
-    "SmolLM3": Form("smollm3", refused="has model_type = 'smollm3'"),
+    "SmolLM3": Form("smollm3", refused="has model_type = 'smollm3' (no_rope_layers"),
     "MiniMind-3": Form("qwen3", {**base(1e6), "tie_word_embeddings": True}, MINIMIND3),
     "MiniMind of 2025": Form("llama", {**base(1e6), "tie_word_embeddings": True}, MINIMIND3),
     "MiniMind-3, scaled": Form(
@@ -225,6 +225,8 @@ def test_what_a_file_leaves_open_is_said_once(saved, tmp_path, capsys):
     assert run("import", "--from", "llama", folder, *flags) == 0
     assert json.loads((tmp_path / "flag" / "config.json").read_bytes())["rope_theta"] == 500
     assert "rope_theta" not in capsys.readouterr().err
+    load_model(None, str(folder))
+    assert capsys.readouterr().err.startswith(f"{folder}: {note} begins")
     initial = read_initial(tiny_flags(folder, tmp_path))
     assert f"{folder} (llama); rope_theta 10000, the default" in initial.line()
     bare = copied(saved("MiniMind-3"), tmp_path / "bare")
@@ -247,6 +249,16 @@ def test_the_base_beside_an_overriding_scaling_is_kept(saved, tmp_path):
 def tiny_flags(folder: Path, tmp_path: Path, *more: str) -> Any:
     given = ["--init_from", str(folder), "--out_dir", str(tmp_path / "none"), *more]
     return parse_flags(given)
+
+
+def test_llama3_rotations_of_qwen3_have_no_gguf(saved, tmp_path, capsys):
+    pytest.importorskip("gguf")
+    folder = copied(saved("Qwen3, tied"), tmp_path / "model")
+    change_config(folder, rope_parameters={**LLAMA3, "rope_theta": 1e6})
+    require_equal(ours(folder, tmp_path / "out"), theirs(folder))
+    words = ("export", "--checkpoint", tmp_path / "out", "--format", "gguf")
+    assert run(*words, "--out", tmp_path / "gguf") == 2
+    assert "--format gguf has no llama3 rotations of qwen3; export" in capsys.readouterr().err
 
 
 # --- files --------------------------------------------------------------------------------------
