@@ -512,15 +512,15 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
 THEIR_ERRORS = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
 
-def mutate_tensors(folder: Path, draw: random.Random) -> None:
+def mutate_tensors(folder: Path, draw: random.Random) -> tuple[str, ...]:
     tensors = load_file(folder / WEIGHTS)
     name = draw.choice(sorted(tensors))
     value = tensors[name]
+    extra = ("'x'", "lm_head.bias", "model.layers.2.mlp.up_proj.weight", f"{name}_scale_inv")
     what = draw.choice(("missing", "extra", "shape", "dtype", "values", "name"))
     if what == "missing":
         del tensors[name]
     elif what == "extra":
-        extra = ("x", "lm_head.bias", "model.layers.2.mlp.up_proj.weight", f"{name}_scale_inv")
         tensors[draw.choice(extra)] = torch.zeros(3)
     elif what == "shape":
         tensors[name] = draw.choice((value[1:].clone(), value[None], torch.cat([value, value])))
@@ -533,9 +533,14 @@ def mutate_tensors(folder: Path, draw: random.Random) -> None:
         other = draw.choice((f"module.{name}", name.upper(), name.replace("model.", "", 1)))
         tensors[other] = tensors.pop(name)
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    return (
+        name.lower().removeprefix("model."),
+        *(added.lower() for added in extra),
+        "num_hidden_layers",
+    )
 
 
-def mutate_config(folder: Path, draw: random.Random) -> None:
+def mutate_config(folder: Path, draw: random.Random) -> tuple[str, ...]:
     values = json.loads((folder / "config.json").read_bytes())
     name = draw.choice(sorted({*values, *OTHER_VALUES}))
     if name not in OTHER_VALUES or (name in values and draw.random() < 0.4):
@@ -543,9 +548,10 @@ def mutate_config(folder: Path, draw: random.Random) -> None:
     else:
         values[name] = draw.choice(OTHER_VALUES[name])
     (folder / "config.json").write_text(json.dumps(values))
+    return name, "config.json requires", "head_dim", "rotations"
 
 
-def mutate_index(folder: Path, draw: random.Random) -> None:
+def mutate_index(folder: Path, draw: random.Random) -> tuple[str, ...]:
     (path,) = folder.glob("*.index.json")
     index = json.loads(path.read_bytes())
     listed = index["weight_map"]
@@ -562,15 +568,17 @@ def mutate_index(folder: Path, draw: random.Random) -> None:
         names = {"elsewhere": "none.bin", "swapped": other, "a folder up": f"../{listed[name]}"}
         listed[name] = names[what]
     path.write_text(json.dumps(index))
+    return path.name, "none.bin", "has no 'model.", "has no 'lm_head."
 
 
-def mutate_file(folder: Path, draw: random.Random) -> None:
+def mutate_file(folder: Path, draw: random.Random) -> tuple[str, ...]:
     path = draw.choice(sorted(p for p in folder.iterdir() if not p.name.startswith(("gen", "tok"))))
     content = bytearray(path.read_bytes())
     what = draw.choice(("cut", "flipped", "gone", "longer"))
+    named = path.name, "nor an index of either", "config.json", "cannot be read"
     if what == "gone":
         path.unlink()
-        return
+        return named
     if what == "cut":
         del content[draw.randrange(len(content)) :]
     elif what == "longer":
@@ -578,6 +586,7 @@ def mutate_file(folder: Path, draw: random.Random) -> None:
     else:
         content[draw.randrange(min(2000, len(content)))] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
+    return named
 
 
 @pytest.mark.sample(20)
@@ -593,12 +602,12 @@ def test_a_changed_folder_is_read_as_transformers_reads_it_or_refused(
     layout = draw.choice(("whole", "pickled", "in two", "pickled in two"))
     layout = draw.choice(("in two", "pickled in two")) if mutate is mutate_index else layout
     if mutate is mutate_tensors:
-        mutate(folder, draw)
+        named = mutate(folder, draw)
         if not {torch.float8_e4m3fn} & {t.dtype for t in load_file(folder / WEIGHTS).values()}:
             LAYOUTS[layout](folder)
     else:
         LAYOUTS[layout](folder)
-        mutate(folder, draw)
+        named = mutate(folder, draw)
     capsys.readouterr()
     status = run("import", "--from", "llama", folder, "--out", tmp_path / "out")
     report = [line for line in capsys.readouterr().err.splitlines() if "error[" in line]
@@ -607,6 +616,7 @@ def test_a_changed_folder_is_read_as_transformers_reads_it_or_refused(
         assert len(report) == 1
         assert f"{folder}" in report[0]
         assert "; " in report[0]
+        assert any(word in report[0].lower() for word in named), report[0]
         return
     found = logits(MiniMindForCausalLM.from_pretrained(tmp_path / "out"))
     copy = as_transformers(folder)
