@@ -1,4 +1,4 @@
-"""A needle in rows of four times the trained length: no scaling, linear, ntk and yarn.
+"""A needle in rows of four times the trained length: without scaling and with each kind.
 
     OMP_NUM_THREADS=1 python -m benchmarks.needle [--seeds 3] [--out FILE.json]
 

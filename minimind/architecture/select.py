@@ -95,13 +95,23 @@ VALUE_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, TypeE
 NOT_REPORTED = ("rope_theta", "rope_scaling", "auto_map", *NO_SHAPE)
 
 
+@dataclass(frozen=True)
 class MiniMind:
-    """The MiniMind decoder, described by the shape flags."""
+    """The MiniMind decoder, described by the shape flags.
+
+    Its embedding may have more `rows` than the tokenizer ids; by default it has as many.
+    """
+
+    rows: int | None = None
+
+    def with_rows(self, run: RunConfig) -> RunConfig:
+        """Return the run with the vocabulary of the weights."""
+        return replace(run, vocab_size=self.rows or run.vocab_size)
 
     def config(self, run: RunConfig, tokenizer: AnyTokenizer) -> MiniMindConfig:
         """The configuration, with the tokenizer's special ids."""
         return minimind_config(
-            run,
+            self.with_rows(run),
             bos_token_id=tokenizer.bos_id if tokenizer.bos_id >= 0 else None,
             eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.pad_id,
@@ -119,11 +129,14 @@ class MiniMind:
         return {**shape, "hidden_dim": run.feed_forward_width, "doc_mask": run.doc_mask}
 
     def parameters(self, run: RunConfig) -> int:
-        return shape_of(run).parameters
+        return shape_of(self.with_rows(run)).parameters
 
     def flops_per_token(self, run: RunConfig) -> int:
         """FLOPs of one token's forward and backward pass."""
-        return flops_per_token(shape_of(run))
+        return flops_per_token(shape_of(self.with_rows(run)))
+
+    def with_vocabulary(self, vocab_size: int) -> MiniMind:
+        return MiniMind(vocab_size)
 
     def costs(self, run: RunConfig) -> str:
         """Empty: `minimind plan` estimates them."""

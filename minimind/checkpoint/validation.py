@@ -142,7 +142,7 @@ class DataOrder(CheckedJson):
 class RopeScaling(ClosedJson):
     """How the rotary positions of a decoder are scaled (model/rotary.py)."""
 
-    rope_type: Literal["linear", "ntk", "yarn"]
+    rope_type: Literal["linear", "ntk", "yarn", "llama3"]
     factor: Annotated[float, Field(ge=1, le=MAX_FACTOR)]
     original_max_position_embeddings: Positions
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from typing import Any
 
 from minimind.config.arguments import (
@@ -17,6 +16,7 @@ from minimind.config.arguments import (
 )
 
 FORMATS = ("minimind", "llama", "gguf", "transformers")
+KINDS = ("minimind2", "minimind3", "llama")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -45,7 +45,7 @@ def add_parsers(subs: Any) -> None:
     add = parser.add_argument
     add("source", type=non_empty_path, metavar="FILE|DIR", help="a file of weights, or a directory")
     text = "format of the source"
-    add("--from", required=True, choices=("minimind2", "llama"), dest="kind", help=text)
+    add("--from", required=True, choices=KINDS, dest="kind", help=text)
     text = "tokenizer file or directory (default: the one in DIR)"
     add("--tokenizer", type=non_empty_path, help=text)
     shape = "for a file without config.json: "
@@ -94,12 +94,17 @@ def run_import(args: argparse.Namespace) -> int:
     weights = load_weights_from(args.source, flags, args.kind)
     check_flags(weights.path, weights.config, flags)
     if args.tokenizer:
-        weights = replace(weights, tokenizer=args.tokenizer)
+        weights = weights.with_tokenizer(args.tokenizer)
     tokenizer = weights.load_tokenizer()
     ids = {"bos": tokenizer.bos_id if tokenizer.bos_id >= 0 else None}
     ids |= {"eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
     for name, value in ids.items():  # files without a configuration have none
         setattr(weights.config, f"{name}_token_id", value)
+    rows = weights.config.vocab_size
+    spare = rows - tokenizer.vocab_size
+    unused = f"{spare:,} of {rows:,} rows of the embedding have no id" if spare else ""
+    if note := "; ".join(filter(None, (weights.note, unused))):
+        print(f"{weights.path}: {note}", file=sys.stderr)
     written = export(weights, tokenizer, args.out, "minimind", force=args.force)
     print(written.summary("as minimind in float32", weights.path, args.out))
     return 0

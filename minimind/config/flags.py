@@ -397,10 +397,10 @@ class ModelFlags:
     rope_theta: float = flag("base of the rotary frequencies", 1e6, "model", above=0.0)
     rope_scaling: str | None = flag(
         "extend the context of a trained model: linear (position interpolation), ntk (a larger"
-        " --rope_theta) or yarn (default: that of --init_from)",
+        " --rope_theta), yarn, or llama3 (as Llama 3.1) (default: that of --init_from)",
         None,
         "model",
-        choices=("linear", "ntk", "yarn"),
+        choices=("linear", "ntk", "yarn", "llama3"),
     )
     rope_factor: float | None = flag(
         "with --rope_scaling: times by which the context grows (default: max_seq_len /"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,10 @@ def load_model(
         return load_checkpoint(checkpoint, weights)
     require_trained(weights, f"--model {model}")
     found = load_weights_from(model or "")
+    if found.note:
+        print(f"{found.path}: {found.note}", file=sys.stderr)
     if tokenizer is not None:
-        found = replace(found, tokenizer=Path(tokenizer).expanduser())
+        found = found.with_tokenizer(tokenizer)
     return build_model(found)
 
 

@@ -48,7 +48,7 @@ from minimind.interop.write_folder import (
     write_shards,
 )
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.rotary import effective_theta
+from minimind.model.rotary import LLAMA3, effective_theta
 from minimind.runtime.durable_files import storing
 from minimind.runtime.output_folder import NewFolder
 
@@ -102,17 +102,20 @@ def export(
     folder = output(out, force)
     folder.require_free()
     check_form(weights, form)
-    check_vocabulary(tokenizer, weights.config)
+    check_vocabulary(tokenizer, weights.config.vocab_size)
     source, config = weights.tensors, weights.config
     if form in ("llama", "gguf"):
         check_names(source.shapes, form)
+    scaling = config.rope_scaling if form == "gguf" else None
+    if scaling and scaling["rope_type"] == "llama3" and architecture(config) == "qwen3":
+        raise UsageError("--format gguf has no llama3 rotations of qwen3; export --format llama")
     torch_dtype, note = getattr(torch, dtype), None
     if form == "gguf":
         if max_shard_bytes is not None:
             raise UsageError("--max_shard_size is for safetensors, gguf is one file; drop it")
         require_gguf()
         parts = gguf_parts(config, source, torch_dtype)
-        entries, note = _tokenizer_entries(tokenizer)
+        entries, note = _tokenizer_entries(tokenizer, config.vocab_size)
         name = run_name(weights.path)
         # The tokenizer files are needed: without them transformers prepends a space to a text.
         texts = with_length(tokenizer.exported, config.max_position_embeddings)
@@ -164,9 +167,9 @@ def check_names(names: Iterable[str], form: str) -> None:
             raise UsageError(f"--format {form} has no name for {name}; export --format minimind")
 
 
-def _tokenizer_entries(tokenizer: AnyTokenizer) -> tuple[dict[str, Any], str | None]:
+def _tokenizer_entries(tokenizer: AnyTokenizer, rows: int) -> tuple[dict[str, Any], str | None]:
     """Return the entries of a GGUF file that describe the tokenizer, by whole name, and a note."""
-    vocabulary = gguf_vocabulary(tokenizer)
+    vocabulary = gguf_vocabulary(tokenizer, rows)
     entries = {f"tokenizer.ggml.{name}": value for name, value in vocabulary.items()}
     entries |= _template_entries(tokenizer.templates.by_name)
     end, note = _end_of_turn(tokenizer)
@@ -264,5 +267,7 @@ def _rotation(config: MiniMindConfig) -> dict[str, Any]:
         scaling = {"rope_type": "default"}
     if scaling["rope_type"] == "linear":
         scaling.pop("original_max_position_embeddings")
+    if scaling["rope_type"] == "llama3":
+        scaling |= LLAMA3
     values = {"rope_theta": theta, "rope_parameters": {"rope_theta": theta, **scaling}}
     return values if scaling["rope_type"] == "default" else {**values, "rope_scaling": scaling}

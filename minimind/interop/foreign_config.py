@@ -19,6 +19,7 @@ from minimind.checkpoint.validation import Positions, RopeScaling
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.tensor_sources import EMBEDDING, to_minimind2
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.rotary import FASTEST, LLAMA3, SLOWEST
 from minimind.runtime.checked_json import (
     CheckedJson,
     Count,
@@ -29,24 +30,41 @@ from minimind.runtime.checked_json import (
     validate,
 )
 
-MINIMIND2, LLAMA = "minimind2", "llama"
+MINIMIND2, MINIMIND3, LLAMA = "minimind2", "minimind3", "llama"
 LAYER_0 = "model.layers.0"
-# model_type in Hugging Face's config.json -> whether the architecture normalizes q and k.
-ARCHITECTURES = {"llama": False, "mistral": False, "qwen3": True, "minimind": False}
+# model_type in Hugging Face's config.json -> whether q and k are normalized (None: if there are
+# norms), and the rotary base that transformers takes where the file has none.
+ARCHITECTURES = {
+    "llama": (False, 1e4),
+    "mistral": (False, 1e4),
+    "qwen3": (True, 1e4),
+    "minimind": (None, None),  # its own later versions
+}
+# Those that are nearly so, with what the decoder does not have.
+OTHERS = {
+    "qwen2": " (biases of q, k and v)",
+    "smollm3": " (no_rope_layers: some layers without rotation)",
+}
 MISTRAL_WINDOW = 4096  # transformers omits a default
+FULL = "full_attention"
 # The only supported values; transformers omits defaults.
 FIXED = {
     "attention_bias": False,
     "mlp_bias": False,
     "hidden_act": "silu",
     "use_sliding_window": False,
+    "partial_rotary_factor": 1,
+    "use_moe": False,
+    "inference_rope_scaling": False,
 }
 ORIGINAL = "original_max_position_embeddings"
 # Supported rope_type -> its settings with the only supported value.
 SCALINGS = {
     "default": {},
     "linear": {},
-    "yarn": {"beta_fast": 32, "beta_slow": 1, "truncate": True},
+    "dynamic": {},
+    "yarn": {"beta_fast": FASTEST, "beta_slow": SLOWEST, "truncate": True},
+    "llama3": LLAMA3,
 }
 REPLACE = "name another model, or correct it"
 FLAG_NAMES = {
@@ -227,16 +245,21 @@ def read_minimind2_config(
     return shape
 
 
-def read_llama_config(path: Path) -> dict[str, Any]:
-    """Arguments of MiniMindConfig from Hugging Face's config.json of a Llama, Mistral or Qwen3."""
+def read_llama_config(
+    path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags
+) -> tuple[dict[str, Any], str]:
+    """Arguments of MiniMindConfig from Hugging Face's config.json of a Llama, Mistral or Qwen3, and
+    a note on what it leaves open.
+    """
     with readable(path, REPLACE):
         values = read_foreign_object(path)
         kind = values.get("model_type")
         is_ours = kind == "minimind" and "use_flash_attn" in values
         if type(kind) is not str or kind not in ARCHITECTURES or is_ours:
+            reason = OTHERS.get(str(kind), "")
             raise CheckpointError(
-                f"has model_type = {shown(kind)}, not llama, mistral or qwen3; training takes"
-                " others as models of transformers (--model hf:)"
+                f"has model_type = {shown(kind)}{reason}, not llama, mistral, qwen3 or minimind;"
+                " training takes others as models of transformers (--model hf:)"
             )
         require_unquantized(values)
         validate(LlamaShape, values)
@@ -252,50 +275,80 @@ def read_llama_config(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"has sliding_window = {shown(window)}, and MiniMind attends to all positions"
             )
+        layers = values.get("layer_types") or []
+        if type(layers) is not list or any(layer != FULL for layer in layers):
+            raise CheckpointError(
+                f"has layer_types = {shown(layers)}, and MiniMind attends to all positions"
+            )
         heads = values["num_attention_heads"]
+        qk_norm, base = ARCHITECTURES[kind]
+        rotation, note = _rotation(values, flags.rope_theta, base)
         others = {
             "num_key_value_heads": values.get("num_key_value_heads") or heads,
             "tie_word_embeddings": values.get("tie_word_embeddings", False),
-            **_rotation(values),
+            **rotation,
         }
         head_dim = values.get("head_dim") or values["hidden_size"] // heads
         if type(head_dim) is not int or head_dim * heads != values["hidden_size"]:
             raise CheckpointError(
-                f"has heads of {shown(head_dim)} channels, and MiniMind's have hidden_size / heads"
+                f"has head_dim = {shown(head_dim)}, and MiniMind's heads have hidden_size /"
+                f" num_attention_heads = {values['hidden_size'] / heads:g} channels"
             )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = values.get(name)  # the first of several
-            others[name] = value[0] if type(value) is list and value else value
+            value = values.get(name)  # the first of several; -1 is none in Llamas of 2023
+            value = value[0] if type(value) is list and value else value
+            others[name] = None if value == -1 else value
         validate(LlamaDefaults, others)
-    norms = {"qk_norm": True} if ARCHITECTURES[kind] else {}
-    return {**{name: values[name] for name in LlamaShape.model_fields}, **others, **norms}
+    shape = {**{name: values[name] for name in LlamaShape.model_fields}, **others}
+    has_norms = qk_norm is None and f"{LAYER_0}.self_attn.q_norm.weight" in shapes
+    return {**shape, "qk_norm": qk_norm or has_norms}, note
 
 
-def _rotation(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary base, not validated, and `rope_scaling` of MiniMindConfig.
+def _rotation(
+    values: Mapping[str, Any], flag: float | None, default: float | None
+) -> tuple[dict[str, Any], str]:
+    """The rotary base, not validated, and `rope_scaling` of MiniMindConfig; and a note.
 
-    Raise CheckpointError for kinds of scaling, and settings of them, that MiniMind does not have.
+    Without a base in the file it is that of the flag, or the default. Raise CheckpointError for
+    kinds of scaling, and settings of them, that MiniMind does not have.
     """
-    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    is_object = type(given) is dict
-    kind = given.get("rope_type", given.get("type", "default")) if is_object else None
+    both = {name: values.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+    for name, given in both.items():
+        if type(given) is not dict:
+            raise CheckpointError(f"has {name} = {shown(given)}, which should be an object")
+    given = both["rope_scaling"] or both["rope_parameters"]
+    kind = given.get("rope_type", given.get("type", "default"))
     if type(kind) is not str or kind not in SCALINGS:
         raise CheckpointError(
-            f"has scaled rotations ({shown(kind or given)}), and MiniMind supports linear and yarn"
+            f"has rotations of the type {shown(kind)}, and MiniMind supports {', '.join(SCALINGS)}"
         )
-    base = {"rope_theta": given.get("rope_theta", values.get("rope_theta"))}
-    if kind == "default":
-        return base
-    for name in sorted({*given} - {"rope_type", "type", "rope_theta", "factor", ORIGINAL}):
-        if given[name] not in (None, SCALINGS[kind].get(name)):
+    bases = (place.get("rope_theta") for place in (given, values, both["rope_parameters"]))
+    base = next((base for base in bases if base is not None), flag)
+    if base is None and default is None:
+        raise CheckpointError("has no rope_theta (give it as --rope_theta)")
+    note = "" if base is not None else f"rope_theta {default:g}, the default of transformers"
+    rotation: dict[str, Any] = {"rope_theta": default if base is None else base}
+    supported = {"partial_rotary_factor": 1, **SCALINGS[kind]}
+    required = {*SCALINGS[kind]} if kind == "llama3" else set[str]()
+    for name in sorted(
+        {*given, *required} - {"rope_type", "type", "rope_theta", "factor", ORIGINAL}
+    ):
+        value = given.get(name)
+        if value != supported.get(name) and (value is not None or name in required):
             raise CheckpointError(
-                f"has {shown(name)} = {shown(given[name])} of {kind} rotations, which MiniMind does"
-                " not support"
+                f"has {shown(name)} = {shown(value)} of {kind} rotations, which MiniMind does not"
+                " support"
             )
+    if kind == "default":
+        return rotation, note
     positions = values["max_position_embeddings"]
     length = values.get(ORIGINAL) or given.get(ORIGINAL) or positions  # transformers' order
     scaling = {"rope_type": kind, "factor": given.get("factor"), ORIGINAL: length}
+    if kind == "dynamic":  # changes nothing within max_position_embeddings, where positions end
+        validate(RopeScaling, {**scaling, "rope_type": "linear"}, "rope_scaling.")
+        dropped = f"without the dynamic scaling, which begins beyond {positions:,} positions"
+        return rotation, "; ".join(filter(None, (note, dropped)))
     validate(RopeScaling, scaling, "rope_scaling.")
     if kind == "linear":  # has no original length in transformers
         scaling[ORIGINAL] = math.ceil(positions / scaling["factor"])
-    return {**base, "rope_scaling": scaling}
+    return {**rotation, "rope_scaling": scaling}, note

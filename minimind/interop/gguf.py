@@ -24,11 +24,12 @@ from minimind.errors import UsageError
 from minimind.interop.tensor_sources import TensorSource, to_gguf, to_rotate_half
 from minimind.interop.write_folder import PRODUCER, new_folder
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.rotary import effective_theta
+from minimind.model.rotary import effective_theta, rotary_frequencies
 from minimind.runtime.durable_files import sync_file
 from minimind.runtime.output_folder import NewFolder
 
 NAME = "model.gguf"
+ROTARY_FACTORS = "rope_freqs.weight"  # by which the llama architecture divides frequencies
 NUMPY = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype("u2")}  # it has no bf16
 FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
 
@@ -64,6 +65,13 @@ def gguf_parts(config: MiniMindConfig, source: TensorSource, dtype: torch.dtype)
     norms = {name: ours for name, ours in names.items() if name not in matrices}
     parts = source.renamed(matrices, transform).parts(dtype)
     parts += source.renamed(norms, transform).parts(torch.float32)
+    if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
+        shape = config.head_dim, config.rope_theta
+        factors = (
+            rotary_frequencies(*shape, None)[0] / rotary_frequencies(*shape, config.rope_scaling)[0]
+        )
+        table = factors.float()
+        parts.append(Part(ROTARY_FACTORS, "F32", [*table.shape], table.nbytes, lambda: table))
     return sorted(parts, key=lambda part: part.name)
 
 
@@ -118,7 +126,7 @@ def _add_shape(writer: Any, config: MiniMindConfig) -> None:
     scaling = config.rope_scaling
     theta = effective_theta(config.head_dim, config.rope_theta, scaling)
     writer.add_rope_freq_base(theta)
-    if scaling is not None and scaling["rope_type"] != "ntk":  # ntk changes the base
+    if scaling is not None and scaling["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
@@ -143,10 +151,11 @@ NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
 MODEL = "llama"  # GGUF's name for SentencePiece BPE
 
 
-def gguf_vocabulary(tokenizer: object) -> dict[str, Any]:
+def gguf_vocabulary(tokenizer: object, rows: int) -> dict[str, Any]:
     """Entries by name after `tokenizer.ggml.`; raise UsageError if GGUF cannot express the model.
 
-    llama.cpp merges by score and ignores the merges; transformers reads them, in this order.
+    Each row of the embedding gets a token. llama.cpp merges by score and ignores the merges;
+    transformers reads them, in this order.
     """
     if not isinstance(tokenizer, Tokenizer):
         raise UsageError(
@@ -161,6 +170,7 @@ def gguf_vocabulary(tokenizer: object) -> dict[str, Any]:
             " the rest; export --format llama, and convert that with llama.cpp"
         )
     ids = range(processor.vocab_size())
+    spare = range(len(ids), rows)
     special = {
         "bos_token_id": processor.bos_id(),
         "eos_token_id": processor.eos_id(),
@@ -170,9 +180,9 @@ def gguf_vocabulary(tokenizer: object) -> dict[str, Any]:
     return {
         "model": MODEL,
         "pre": "default",
-        "tokens": [processor.id_to_piece(i) for i in ids],
-        "scores": [processor.get_score(i) for i in ids],
-        "token_type": [_token_type(processor, i) for i in ids],
+        "tokens": [processor.id_to_piece(i) for i in ids] + [f"[PAD{i}]" for i in spare],
+        "scores": [processor.get_score(i) for i in ids] + [-1000.0 for _ in spare],
+        "token_type": [_token_type(processor, i) for i in ids] + [UNUSED for _ in spare],
         "merges": [f"{left} {right}" for left, right in merges(processor)],
         **{name: i for name, i in special.items() if i >= 0},
         "add_bos_token": False,

@@ -6,6 +6,7 @@ other formats are translated here.
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping
@@ -37,11 +38,14 @@ from minimind.runtime.file_kinds import GGUF, SAFETENSORS, TORCH, adapter_in, ki
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-PICKLED = ("pytorch_model.bin", "*.pth", "*.pt")
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+PICKLED = "pytorch_model.bin"
 # What torch.compile, DDP and FSDP put between the names of modules.
 WRAPPERS = re.compile(
     r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
+# What models of 2023 saved and the configuration determines.
+COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 TRAINED = "trained"  # a value of --weights, like AVERAGE
 REPLACE = "get the file again, or name another"
 HEADER_SIZE = 8  # bytes, with the size of the header that follows
@@ -159,34 +163,40 @@ def require_trained(weights: str, place: str) -> None:
 def open_tensors(path: Path) -> TensorSource:
     """The tensors of a file, or of a directory in Hugging Face's layout; else CheckpointError.
 
-    Names are those of the model itself, whatever wrapped it when it was saved.
+    Names are those of the model itself, whatever wrapped it when it was saved, without tables that
+    are computed.
     """
     source = _open_wrapped(path)
-    names = {WRAPPERS.sub("", name): name for name in source.shapes}
-    is_wrapped = {*names} != {*source.shapes} and len(names) == len(source.shapes)
-    return source.renamed(names) if is_wrapped else source
+    saved = [name for name in source.shapes if not COMPUTED.fullmatch(name)]
+    names = {WRAPPERS.sub("", name): name for name in saved}
+    return source.renamed(names if len(names) == len(saved) else {name: name for name in saved})
 
 
 def _open_wrapped(path: Path) -> TensorSource:
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or directory; correct the path")
     if not path.is_dir():
-        return open_safetensors([path]) if path.suffix == ".safetensors" else open_pickled(path)
+        return open_safetensors([path]) if path.suffix == ".safetensors" else open_pickled([path])
     if (path / INDEX).exists():
-        return open_safetensors(_read_index(path / INDEX), path)
+        return open_safetensors(_read_index(path / INDEX, WHOLE), path)
     if (path / WHOLE).exists():
         return open_safetensors([path / WHOLE], path)
-    files = sorted({file for pattern in PICKLED for file in path.glob(pattern)})
+    if (path / PICKLED).exists():  # beside the state of a Trainer
+        return open_pickled([path / PICKLED], path)
+    if (path / PICKLED_INDEX).exists():
+        return open_pickled(_read_index(path / PICKLED_INDEX, PICKLED), path)
+    files = sorted((*path.glob("*.pth"), *path.glob("*.pt")))
     if not files and (gguf_files := sorted(path.glob("*.gguf"))):
         raise CheckpointError(f"{gguf_files[0]}: {IS_GGUF}")
     if not files and (adapter := adapter_in(path)):
         raise CheckpointError(f"{path}: {adapter}")
     if len(files) != 1:
-        count = f"{len(files)} of {', '.join(PICKLED)}" if files else "none of torch's"
+        count = f"{len(files)} files .pth or .pt" if files else "no .pth or .pt"
         raise CheckpointError(
-            f"{path}: has neither {WHOLE} nor {INDEX}, and {count}; name the file itself"
+            f"{path}: has neither {WHOLE} nor {PICKLED}, nor an index of either, and {count}; name"
+            " the file itself"
         )
-    return open_pickled(files[0])
+    return open_pickled(files)
 
 
 def open_safetensors(files: list[Path], path: Path | None = None) -> TensorSource:
@@ -249,16 +259,36 @@ class WeightIndex(CheckedJson):
     weight_map: dict[str, FileName]
 
 
-def _read_index(index: Path) -> list[Path]:
-    """The files that an index lists, all in its own directory."""
+def _read_index(index: Path, whole: str) -> list[Path]:
+    """The files that an index lists, all in its own directory, where no other model may be."""
     with readable(index, REPLACE):
         content = read_foreign_object(index)
         validate(WeightIndex, content)
-    return [index.with_name(name) for name in sorted({*content["weight_map"].values()})]
+        files = {*content["weight_map"].values()}
+        if whole not in files and os.path.lexists(index.with_name(whole)):
+            raise CheckpointError(f"stands beside {whole}, which it does not list")
+    return [index.with_name(name) for name in sorted(files)]
 
 
-def open_pickled(path: Path) -> TensorSource:
-    """The tensors of a torch.save file, memory-mapped and loaded with weights_only=True."""
+def open_pickled(files: list[Path], path: Path | None = None) -> TensorSource:
+    """The tensors of torch.save files; no name may occur twice."""
+    owners: dict[str, tuple[Path, Tensor]] = {}
+    for file in files:
+        for name, value in _load_pickled(file).items():
+            if name in owners:
+                other = owners[name][0].name
+                raise CheckpointError(f"{file}: holds {shown(name)}, as {other} does; {REPLACE}")
+            owners[name] = file, value
+    return TensorSource(
+        path or files[0],
+        {name: list(value.shape) for name, (_, value) in owners.items()},
+        {name: value.dtype for name, (_, value) in owners.items()},
+        lambda name: owners[name][1],
+    )
+
+
+def _load_pickled(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of a file, memory-mapped and loaded with weights_only=True."""
     with readable(path, REPLACE):
         require_regular(path)
         kind = kind_of_file(path, TORCH)
@@ -267,7 +297,9 @@ def open_pickled(path: Path) -> TensorSource:
     if kind:
         raise CheckpointError(f"{path}: {IS_GGUF}")
     with readable(path, REPLACE):
-        if not zipfile.is_zipfile(path):
+        with open(path, "rb") as file:
+            is_zip = zipfile.is_zipfile(file)
+        if not is_zip:
             raise CheckpointError("is no file that torch.save wrote since version 1.6")
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -280,12 +312,7 @@ def open_pickled(path: Path) -> TensorSource:
             raise CheckpointError(f"holds {type(tensors).__name__}, not tensors by name")
         for name, value in tensors.items():
             _check_tensor(name, value)
-    return TensorSource(
-        path,
-        {name: list(value.shape) for name, value in tensors.items()},
-        {name: value.dtype for name, value in tensors.items()},
-        tensors.__getitem__,
-    )
+    return tensors
 
 
 def _check_tensor(name: object, value: object) -> None:

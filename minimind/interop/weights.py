@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from minimind.architecture.hf_models import model_of
+from minimind.architecture.hf_models import foreign_config, model_of, transformers_model
 from minimind.architecture.select import foreign_config_of
 from minimind.checkpoint.directory import MANIFEST, Chosen, choose, read_chosen, read_manifest
 from minimind.checkpoint.tensor_files import readable
@@ -31,6 +32,7 @@ from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.interop.foreign_config import (
     LLAMA,
     MINIMIND2,
+    MINIMIND3,
     ShapeFlags,
     count_layers,
     read_llama_config,
@@ -55,6 +57,7 @@ from minimind.interop.tensor_sources import (
 )
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.checked_json import ELSEWHERE, read_foreign_object, require_listed, shown
+from minimind.runtime.file_kinds import ADAPTER_WEIGHTS, base_of_adapter
 from minimind.runtime.locks import ReadLock
 from minimind.runtime.terminal import first_lines
 
@@ -119,6 +122,7 @@ class Weights:
     config: Any  # a MiniMindConfig or one of transformers
     tensors: TensorSource
     tokenizer: Path | None = None  # file or directory for load_tokenizer
+    note: str = ""  # what was taken that the files do not say
     lock: ReadLock | None = None  # keeps a running job from deleting the checkpoint
     which: str = TRAINED  # weights of a checkpoint, or AVERAGE
 
@@ -140,33 +144,47 @@ class Weights:
                 f"{self.path}: has no tokenizer; put its {MODEL_NAME} or {JSON_NAME} there, or give"
                 " it as --tokenizer"
             )
-        try:
-            tokenizer = load_tokenizer(self.tokenizer)
-        except DataError as error:  # its remedy is for training text
-            raise CheckpointError(f"{str(error).split(';')[0]}; {REPLACE}") from error
-        check_vocabulary(tokenizer, self.config)
+        tokenizer = load_own(self.tokenizer, self.config.vocab_size)
+        check_vocabulary(tokenizer, self.config.vocab_size)
         return tokenizer
 
+    def with_tokenizer(self, path: str | Path) -> Weights:
+        """The weights with another tokenizer.
 
-def check_vocabulary(tokenizer: AnyTokenizer, config: PretrainedConfig) -> None:
-    """Raise CheckpointError if the embedding has another number of rows than the tokenizer ids.
+        Raise CheckpointError unless it has an id for each row, or as many as their own.
+        """
+        given, rows = load_own(path, self.config.vocab_size), self.config.vocab_size
+        if given.vocab_size < rows and self.tokenizer:
+            rows = self.load_tokenizer().vocab_size
+        check_vocabulary(given, rows, needs_all=True)
+        return replace(self, tokenizer=Path(path))
 
-    Models of transformers may have more rows.
+
+def load_own(path: str | Path, rows: int) -> AnyTokenizer:
+    """The tokenizer of a model with that many rows; raise CheckpointError if it cannot be read."""
+    try:
+        return load_tokenizer(path, rows)
+    except DataError as error:  # its remedy is for training text
+        raise CheckpointError(f"{str(error).split(';')[0]}; {REPLACE}") from error
+
+
+def check_vocabulary(tokenizer: AnyTokenizer, rows: int, needs_all: bool = False) -> None:
+    """Raise CheckpointError if the embedding has fewer rows than the tokenizer ids, or needs_all
+    and has more.
     """
-    is_ours = isinstance(config, MiniMindConfig)
-    if tokenizer.vocab_size > config.vocab_size or (
-        is_ours and tokenizer.vocab_size < config.vocab_size
-    ):
+    ids = tokenizer.vocab_size
+    if ids > rows or (needs_all and ids < rows):
+        names = [name for name in (MODEL_NAME, JSON_NAME) if name != tokenizer.path.name]
+        beside = [name for name in names if os.path.lexists(tokenizer.path.with_name(name))]
         raise CheckpointError(
-            f"{tokenizer.path}: has {tokenizer.vocab_size} pieces and the embedding"
-            f" {config.vocab_size} rows; give the tokenizer that the model was trained with"
+            f"{tokenizer.path}: has {ids} pieces and the embedding {rows} rows; give the tokenizer"
+            f" that the model was trained with{f' ({beside[0]} is beside it)' if beside else ''}"
         )
 
 
 def find_tokenizer(path: Path) -> Path | None:
-    """The tokenizer file of a directory, if it has one."""
-    files = (path / name for name in (MODEL_NAME, JSON_NAME))
-    return next((file for file in files if os.path.lexists(file)), None)
+    """The directory, if it has a tokenizer."""
+    return path if any(os.path.lexists(path / name) for name in (MODEL_NAME, JSON_NAME)) else None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -180,13 +198,16 @@ def load_weights_from(
 ) -> Weights:
     """The model at `place`: a run or step directory, a directory with weights, or a file of them.
 
-    `kind` (llama or minimind2) is the expected format, by default any; `flags` describe a file
-    without a configuration. Raise CheckpointError or UsageError.
+    `kind` (llama, minimind2 or minimind3) is the expected format, by default any; `flags` describe
+    a file without a configuration. Raise CheckpointError or UsageError.
     """
     path = Path(place).expanduser()
+    kind = LLAMA if kind == MINIMIND3 else kind  # MiniMind-3 has the names of Llama and Qwen3
     if is_checkpoint(path):
         _check_kind(path, CHECKPOINT, kind)
         return load_checkpoint_weights(choose(str(place)))
+    if base := base_of_adapter(path):
+        return replace(_merged(path, base), tokenizer=find_tokenizer(path) or find_tokenizer(base))
     source = with_base_prefix(open_tensors(path))
     actual = _detect_kind(path, source, kind)
     _check_kind(path, actual, kind)
@@ -235,6 +256,36 @@ def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
     weights = load_checkpoint_weights(choose(place))
     tensors = match_tensors(weights.tensors, weights.path, config)
     return replace(weights, config=config, tensors=tensors)
+
+
+def _merged(path: Path, base: Path) -> Weights:
+    """A Llama, Mistral or Qwen3 with the LoRA adapter in `path` added, by PEFT; all in memory."""
+    try:
+        import peft  # pyright: ignore[reportMissingImports] (optional)
+    except ImportError as error:
+        raise UsageError(
+            f"{path}: holds a LoRA adapter of {base}, which the package peft merges; pip install"
+            " peft"
+        ) from error
+    with readable(base / CONFIG, REPLACE):
+        config = foreign_config(read_foreign_object(base / CONFIG))
+    weights = load_transformers_weights(str(base), config)
+    model = transformers_model(config, dtype=torch.float32)
+    weights.fill(model)
+    with readable(path, REPLACE):
+        held = {*open_tensors(path / ADAPTER_WEIGHTS).shapes}
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of what is compared next
+                adapted = peft.PeftModel.from_pretrained(model, str(path))
+            if held != {*peft.get_peft_model_state_dict(adapted)}:
+                raise ValueError("its tensors are not those of its configuration")
+            merged = adapted.merge_and_unload().state_dict()
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise CheckpointError(f"is no adapter of {base} ({first_lines(error, 1)})") from error
+    shapes = {name: list(value.shape) for name, value in merged.items()}
+    dtypes = {name: value.dtype for name, value in merged.items()}
+    source = TensorSource(path, shapes, dtypes, merged.__getitem__)
+    return replace(_load_llama(base, source, ShapeFlags()), path=path)
 
 
 def with_base_prefix(source: TensorSource) -> TensorSource:
@@ -301,8 +352,9 @@ def _load_minimind2(path: Path, source: TensorSource, flags: ShapeFlags) -> Weig
 
 
 def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
+    note = ""
     if path.is_dir():
-        shape = read_llama_config(path / CONFIG)
+        shape, note = read_llama_config(path / CONFIG, source.shapes, flags)
     else:
         shape = shape_from_tensors(path, source.shapes, flags)
         shape["tie_word_embeddings"] = _is_tied(source)
@@ -311,7 +363,7 @@ def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
         {name: name for name in source.shapes},
         lambda name, value: to_interleaved(name, value, head_dim),
     )
-    return _validate(LLAMA, path, shape, tensors)
+    return replace(_validate(LLAMA, path, shape, tensors), note=note)
 
 
 def _is_tied(source: TensorSource) -> bool:
@@ -326,16 +378,17 @@ def _is_tied(source: TensorSource) -> bool:
 def _validate(kind: str, path: Path, shape: dict[str, Any], source: TensorSource) -> Weights:
     """The weights, if all tensors have the claimed shape; nothing large is allocated before."""
     misfit = f"{path / CONFIG if path.is_dir() else path}: does not fit the weights"
+    remedy = ELSEWHERE if kind == CHECKPOINT else REPLACE
     layers = count_layers(source.shapes)
     if shape["num_hidden_layers"] != layers:
         difference = f"num_hidden_layers: {layers} -> {shape['num_hidden_layers']}"
-        raise CheckpointError(f"{misfit} ({difference}); {ELSEWHERE}")
+        raise CheckpointError(f"{misfit} ({difference}); {remedy}")
     try:
         config = MiniMindConfig(**shape)
         with torch.device("meta"):
             expected = MiniMindForCausalLM(config).state_dict()
     except (ValueError, RuntimeError) as error:  # RuntimeError: sizes beyond int64
-        raise CheckpointError(f"{misfit} ({first_lines(error)}); {ELSEWHERE}") from error
+        raise CheckpointError(f"{misfit} ({first_lines(error)}); {remedy}") from error
     if config.tie_word_embeddings:
         expected.pop(HEAD)
         if HEAD in source.shapes and not _is_tied(source):

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from minimind.model.sizes import MAX_FACTOR
 
-KINDS = ("linear", "ntk", "yarn")
+KINDS = ("linear", "ntk", "yarn", "llama3")
 FASTEST, SLOWEST = 32, 1  # turns over L positions between which yarn blends (beta_fast, beta_slow)
+LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4}  # the same of llama3, in every Llama
 
 
 def effective_theta(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> float:
@@ -49,8 +50,13 @@ def rotary_frequencies(
     if scaling["rope_type"] == "linear":
         return frequencies / factor, 1.0
     length = scaling["original_max_position_embeddings"]
-    slowed = _share_of_slowed(head_dim, theta, length)
-    return frequencies * (1 - slowed + slowed / factor), 0.1 * math.log(factor) + 1
+    if scaling["rope_type"] == "llama3":
+        low, high = LLAMA3.values()
+        turns = frequencies * length / (2 * math.pi)
+        slowed, mscale = ((high - turns) / (high - low)).clamp(0, 1), 1.0
+    else:
+        slowed, mscale = _share_of_slowed(head_dim, theta, length), 0.1 * math.log(factor) + 1
+    return frequencies * (1 - slowed + slowed / factor), mscale
 
 
 def _share_of_slowed(head_dim: int, theta: float, length: int) -> Tensor:

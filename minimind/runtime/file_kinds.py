@@ -15,8 +15,12 @@ LOOKED_AT = 4096  # bytes
 GZIP, ZSTD, JSON_TEXT = "gzip", "zstd", "JSON"
 PARQUET, ARROW, SAFETENSORS, GGUF = "Parquet", "Arrow", "safetensors", "GGUF"
 TORCH, SENTENCEPIECE = "a file of torch.save", "a SentencePiece model"
+TIKTOKEN = "a vocabulary of tiktoken"
 UTF_16 = "convert it to UTF-8 (iconv -f {0} -t UTF-8)"
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER = ("adapter_config.json", ADAPTER_WEIGHTS, "adapter_model.bin")
+LORA = "LORA"  # its peft_type
+IMPORTS = "megatron_config"  # with it PEFT imports a module that the file names
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     (_has(rb"\x0a[\x05-\x7f]\x0a.{1,40}<unk>"), Kind(SENTENCEPIECE, "name it tokenizer.model")),
     (
         _has(rb"([A-Za-z0-9+/]{2,}={0,2} \d+\n){2}"),
-        Kind("a vocabulary of tiktoken", "write it as a tokenizer.json", is_text=True),
+        Kind(TIKTOKEN, "write it as a tokenizer.json", is_text=True),
     ),
     (
         _is_json_over_lines,
@@ -197,13 +201,29 @@ def adapter_in(folder: Path) -> str:
     names = [name for name in ADAPTER if (folder / name).is_file()]
     if not names:
         return ""
-    base = ""
+    base = _base_name(folder)
+    return (
+        f"holds a LoRA adapter alone ({', '.join(names)}); merge it into its base model"
+        f"{'' if base is None else f' {base}'} (merge_and_unload of PEFT), and name the folder that"
+        " this saves"
+    )
+
+
+def base_of_adapter(folder: Path) -> Path | None:
+    """The folder of the model that a LoRA adapter of PEFT in `folder` changes.
+
+    None if it holds a model too, and if that folder is not here.
+    """
+    has_model = (folder / "config.json").exists()
+    base = None if has_model or not (folder / ADAPTER_WEIGHTS).is_file() else _base_name(folder)
+    path = Path(base).expanduser() if type(base) is str else None
+    return path if path and (path / "config.json").is_file() else None
+
+
+def _base_name(folder: Path) -> object:
     try:
         about = json.loads(read_small(folder / ADAPTER[0]))
-        base = f" {about['base_model_name_or_path']}"
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
-        pass  # the name is only for the message
-    return (
-        f"holds a LoRA adapter alone ({', '.join(names)}); merge it into its base model{base}"
-        " (merge_and_unload of PEFT), and name the folder that this saves"
-    )
+        is_lora = about.get("peft_type", LORA) == LORA and not about.get(IMPORTS)
+        return about["base_model_name_or_path"] if is_lora else None
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None

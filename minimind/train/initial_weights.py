@@ -61,22 +61,25 @@ class InitialModel:
     def with_special_tokens(self, before: AnyTokenizer, after: AnyTokenizer) -> InitialModel:
         """Return the run with `after`, which has added ids to `before`, and rows for the new ids.
 
-        `before` is the tokenizer of `self.run`. With any other number of rows than its ids the
-        weights are refused, except those of a model of transformers, which may have spare ones.
+        `before` is the tokenizer of `self.run`; one with another number of ids is refused. Rows
+        without an id are used first.
         """
-        values = {"tokenizer": str(after.path), "vocab_size": after.vocab_size}
-        run = self.run.with_values(BY_TASK, **values)
-        architecture, rows = self.architecture, before.vocab_size
-        if isinstance(architecture, HuggingFace):
-            rows = architecture.parsed.vocab_size
-            if after.vocab_size <= rows:
-                return replace(self, run=run)
-            architecture = architecture.with_vocabulary(after.vocab_size)
-        if self.weights is None:  # those of a checkpoint of this run
-            return replace(self, run=run, architecture=architecture)
         from minimind.interop.weights import check_vocabulary, grow_vocabulary
 
-        check_vocabulary(before, self.weights.config)
+        values = {"tokenizer": str(after.path), "vocab_size": after.vocab_size}
+        run = self.run.with_values(BY_TASK, **values)
+        architecture = self.architecture
+        if isinstance(architecture, HuggingFace):
+            rows = architecture.parsed.vocab_size
+        else:
+            rows = architecture.rows or before.vocab_size
+            if self.weights:
+                check_vocabulary(before, self.run.vocab_size, needs_all=True)
+        if after.vocab_size <= rows:
+            return replace(self, run=run)
+        architecture = architecture.with_vocabulary(after.vocab_size)
+        if self.weights is None:  # those of a checkpoint of this run
+            return replace(self, run=run, architecture=architecture)
         weights = grow_vocabulary(self.weights, after.vocab_size)
         return InitialModel(run, architecture, weights, rows, self.template_line)
 
@@ -105,7 +108,8 @@ class InitialModel:
     def line(self) -> str:
         """The `weights` line of the start summary; empty without --init_from."""
         if self.weights:
-            line = f"weights  from {self.weights.path} ({self.weights.kind})"
+            note = f"; {self.weights.note}" if self.weights.note else ""
+            line = f"weights  from {self.weights.path} ({self.weights.kind}){note}"
             if self.grown_from is None:
                 return line
             return (
@@ -133,10 +137,12 @@ def read_initial(run: RunConfig) -> InitialModel:
         return InitialModel(run, MiniMind())
     if path := _checkpoint_to_resume(run, read_config):
         config = MiniMindConfig(**read_config(path, read_manifest(path)))
+        identity = read_manifest(path)["identity"].get("model", {})
+        ids = identity.get("vocab_size", config.vocab_size)
         if run.task == "sft":
-            run = with_vocabulary_of(run, path, config.vocab_size)
-        run = _with_shape_and_tokenizer(run, f"checkpoint {path}", config, path)
-        return InitialModel(run, MiniMind())
+            run = with_vocabulary_of(run, path, ids)
+        run = _with_shape_and_tokenizer(run, f"checkpoint {path}", config, path, ids)
+        return InitialModel(run, MiniMind(config.vocab_size))
     from minimind.interop.weights import load_weights_from
 
     weights = load_weights_from(run.init_from, _shape_flags(run))
@@ -146,8 +152,16 @@ def read_initial(run: RunConfig) -> InitialModel:
             f"{by} is a model of transformers; give --model hf:{weights.path} beside it"
         )
     run, config = extend(run, by, weights.config)
-    run = _with_shape_and_tokenizer(run, by, config, weights.tokenizer)
-    return InitialModel(run, MiniMind(), weights)
+    own, ids = None, config.vocab_size
+    has_all = run.tokenizer is not None and load_tokenizer(run.tokenizer).vocab_size == ids
+    if weights.tokenizer is not None and not has_all:
+        tokenizer = weights.load_tokenizer()
+        own, ids = tokenizer.path, tokenizer.vocab_size
+    run = _with_shape_and_tokenizer(run, by, config, own, ids)
+    if run.rope_theta != config.rope_theta:
+        note = f"rope_theta {run.rope_theta:g} in place of {config.rope_theta:g}"
+        weights = replace(weights, note=note)
+    return InitialModel(run, MiniMind(config.vocab_size), weights)
 
 
 def fine_tuned(initial: InitialModel) -> InitialModel:
@@ -199,7 +213,7 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
 
     Flags of the shape that it does not define become None.
     """
-    from minimind.interop.weights import find_tokenizer, load_transformers_weights
+    from minimind.interop.weights import find_tokenizer, load_own, load_transformers_weights
 
     by, config = f"model {run.model}", model.parsed
     run = run.with_values(by, **dict.fromkeys(name for name in SHAPE if name not in FREE))
@@ -222,7 +236,8 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
         own = (
             find_tokenizer(folder) if folder == Path(run.hugging_face or "").expanduser() else None
         )
-        run = run.with_values(by, tokenizer=str(own)) if own else run
+        if own:
+            run = run.with_values(by, tokenizer=str(load_own(own, config.vocab_size).path))
     if run.tokenizer is not None:
         model.require_embedding_rows(
             load_tokenizer(run.tokenizer).vocab_size, f"--tokenizer {run.tokenizer}"
@@ -282,9 +297,9 @@ def _shape_flags(run: RunConfig) -> ShapeFlags:
 
 
 def _with_shape_and_tokenizer(
-    run: RunConfig, by: str, config: MiniMindConfig, tokenizer: Path | None
+    run: RunConfig, by: str, config: MiniMindConfig, tokenizer: Path | None, ids: int
 ) -> RunConfig:
-    run = _with_shape(run, by, config)
+    run = _with_shape(run, by, config, ids)
     if run.tokenizer is None and not is_prepared(run.data_path[0]):
         if tokenizer is None:
             raise UsageError(
@@ -295,8 +310,17 @@ def _with_shape_and_tokenizer(
     return run
 
 
-def _with_shape(run: RunConfig, by: str, config: MiniMindConfig) -> RunConfig:
-    shape = {name: v for name, v in shape_flags(config).items() if name not in NOT_OF_WEIGHTS}
+def _with_shape(
+    run: RunConfig, by: str, config: MiniMindConfig, ids: int | None = None
+) -> RunConfig:
+    """Return the run with the shape of a model whose tokenizer has `ids`, by default all rows.
+
+    --rope_theta takes precedence over its base; a preset's does not.
+    """
+    values = shape_flags(config) | ({} if ids is None else {"vocab_size": ids})
+    shape = {name: v for name, v in values.items() if name not in NOT_OF_WEIGHTS}
+    if run.is_explicit("rope_theta") and not run.sources["rope_theta"].startswith("--model"):
+        del shape["rope_theta"]
     run = with_derived_values(run, by, shape, over_presets=False)
     length = config.max_position_embeddings
     if run.sources["max_seq_len"] == "default" and length != run.max_seq_len:

@@ -98,7 +98,7 @@ def test_every_flag_is_in_the_help_under_a_group():
         ("--dim 10x", ["dim", "'10x'", "--dim", "whole number"]),
         ("--val_fraction 1", ["val_fraction = 1.0", "below 1"]),
         ("--dtype fp8", ["dtype = fp8", "bfloat16, float16, float32"]),
-        ("--model huge", ["huge", "give one (0.4b, 104m, 26m, tiny)"]),
+        ("--model huge", ["huge", "give one (0.4b, 104m, 26m, 64m, tiny)"]),
         ("--model tyni", ["did you mean tiny?"]),
         ("--config no.yaml", ["no.yaml", "no such recipe or file", "give a file or fast"]),
         ("--config fsat", ["did you mean fast?"]),

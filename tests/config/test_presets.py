@@ -6,15 +6,19 @@ import pytest
 import torch
 import yaml
 
+from minimind.architecture.select import PLAIN, minimind_config
 from minimind.config.parse import RECIPES, parse_flags
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.decoder import MiniMindForCausalLM
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
 PRESETS = sorted(FOLDER.glob("*.yaml"))
-PARAMETERS = {"tiny": 2_361_024, "26m": 25_829_888, "104m": 104_030_976, "0.4b": 361_038_848}
+PARAMETERS = {
+    **{"tiny": 2_361_024, "26m": 25_829_888, "64m": 63_912_192, "104m": 104_030_976},
+    "0.4b": 361_038_848,
+}
 KEYS = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len", "vocab_size",
-    "rope_theta",
+    "rope_theta", "norm_eps", "qk_norm",
 }  # fmt: skip
 
 
@@ -28,12 +32,13 @@ def test_preset_builds_the_number_of_parameters_in_its_first_line(path: Path):
     shape = yaml.safe_load(text)
     assert set(shape) <= KEYS
     with torch.device("meta"):
-        model = MiniMindForCausalLM(MiniMindConfig(**shape))
+        run = parse_flags(["--model", str(path)])
+        model = MiniMindForCausalLM(minimind_config(run))
     parameters = sum(weight.numel() for weight in model.parameters())
     assert parameters == PARAMETERS[path.stem]
     assert text.startswith(f"# {parameters:,} parameters")
     for key, value in shape.items():
-        assert getattr(model.config, key) == value
+        assert getattr(model.config, PLAIN[key]) == value
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)

@@ -39,7 +39,7 @@ class Things:
             "out/other": self._other_run,
             "data/big": lambda path: shutil.copytree(trained.mixed, path),
             "prompts.jsonl": lambda path: path.write_text('{"prompt": "Once upon"}\n' * 3),
-            "full_sft_512.pth": self._minimind2,
+            **{"full_sft_512.pth": self._minimind2, "minimind-3": self._minimind3},
             "minimind_tokenizer": lambda path: shutil.copytree(trained.run / "tokenizer", path),
         }
 
@@ -99,24 +99,31 @@ class Things:
         more |= {"data_path": str(talk), "cache_dir": str(path.parent / "cache")}
         assert train({**more, "deepspeed_config": "none", "device": "cpu"}, out_dir=str(path)) == 0
 
-    def _llama(self, path: Path) -> None:
-        """A directory of a small Llama with random weights, and the tokenizer of the run."""
-        from transformers import LlamaConfig, LlamaForCausalLM
+    def _llama(self, path: Path, kind: str = "llama") -> None:
+        """A directory of a small model with random weights, and the tokenizer of the run."""
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         tokenizer = load_tokenizer(self._trained.run / "tokenizer")
-        config = LlamaConfig(
+        config = AutoConfig.for_model(
+            kind,
             vocab_size=tokenizer.vocab_size,
             hidden_size=32,
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
+            head_dim=8,
             max_position_embeddings=512,
             bos_token_id=tokenizer.bos_id,
             eos_token_id=tokenizer.eos_id,
         )
-        LlamaForCausalLM(config).save_pretrained(path)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
         tokenizer.save(path)
+
+    def _minimind3(self, path: Path) -> None:
+        self._llama(path, "qwen3")
+        values = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**values, "model_type": "minimind"}))
 
     def _minimind2(self, path: Path) -> None:
         import torch

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minimind.architecture.select import MiniMind
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.data.tokenizer.add_special import with_special_tokens
@@ -140,7 +141,7 @@ def test_without_the_request_another_number_of_rows_is_refused(places, tmp_path)
 def grow_model(place: Path, tokenizer: Any) -> Any:
     initial = read(place)
     run = initial.run.with_values("test", vocab_size=tokenizer.vocab_size)
-    return initial.architecture.build(run, tokenizer)
+    return MiniMind().build(run, tokenizer)
 
 
 def test_a_tokenizer_of_another_model_is_refused(places, tmp_path):

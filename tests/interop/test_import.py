@@ -363,12 +363,11 @@ BAD_FOLDERS = {
         "rope_theta",
     ),
     "biases": (changed_config(attention_bias=True), "attention_bias"),
-    "scaled": (changed_config(rope_scaling={"rope_type": "dynamic", "factor": 4}), "dynamic"),
+    "scaled": (changed_config(rope_scaling={"rope_type": "longrope", "factor": 4}), "longrope"),
     "scaled, newly": (
         changed_config(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
         "llama3",
     ),
-    "no base": (changed_config(rope_parameters=None, rope_theta=None), "rope_theta"),
     "wide heads": (changed_config(head_dim=16), "16"),
     "layers": (changed_config(num_hidden_layers=10**9), "num_hidden_layers"),
     "vocabulary": (changed_config(vocab_size=10**12), "embed_tokens"),

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -14,11 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minimind.cli.main import main
 from minimind.inference.load_model import load_checkpoint, load_model
 from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.rotary import LLAMA3, rotary_frequencies
 from tests.faults import tiny
 
 pytest.importorskip("gguf")
 LENGTH, FACTOR = 32, 4.0
-KINDS = ("linear", "ntk", "yarn")
+KINDS = ("linear", "ntk", "yarn", "llama3")
 
 
 def scaling(kind: str) -> dict[str, Any]:
@@ -64,7 +66,7 @@ def test_logits_of_exports_agree_beyond_the_trained_length(kind, form, runs, tmp
     if form == "gguf":  # transformers reads scaling only from the files of one other model
         options = {"gguf_file": "model.gguf"}
         if kind != "ntk":
-            given = {**scaling(kind), "rope_theta": 100.0}
+            given = {**scaling(kind), "rope_theta": 100.0, **(LLAMA3 if kind == "llama3" else {})}
             options["rope_parameters"] = given
             if kind == "linear":
                 del given["original_max_position_embeddings"]
@@ -86,7 +88,8 @@ def test_config_and_metadata_spell_the_scaling(kind, runs, tmp_path):
         words = ("--format", form, "--out", tmp_path / form)
         assert run("export", "--checkpoint", runs[kind], *words) == 0
     values = json.loads((tmp_path / "llama" / "config.json").read_text())
-    fields = GGUFReader(tmp_path / "gguf" / "model.gguf").fields
+    file = GGUFReader(tmp_path / "gguf" / "model.gguf")
+    fields, tensors = file.fields, {tensor.name: tensor for tensor in file.tensors}
     found = {
         name.removeprefix("llama.rope."): field.contents()
         for name, field in fields.items()
@@ -101,12 +104,19 @@ def test_config_and_metadata_spell_the_scaling(kind, runs, tmp_path):
         assert found == {"freq_base": theta}
         return
     expected = scaling(kind)
-    assert found == {
-        "freq_base": 100.0,
-        "scaling.type": kind,
-        "scaling.factor": 4.0,
-        "scaling.original_context_length": 32,
-    }
+    if kind == "llama3":
+        expected |= LLAMA3
+        assert found == {"freq_base": 100.0}
+        plain, scaled = (rotary_frequencies(16, 100.0, s)[0] for s in (None, expected))
+        np.testing.assert_allclose(tensors["rope_freqs.weight"].data, plain / scaled, rtol=1e-6)
+    else:
+        assert "rope_freqs.weight" not in tensors
+        assert found == {
+            "freq_base": 100.0,
+            "scaling.type": kind,
+            "scaling.factor": 4.0,
+            "scaling.original_context_length": 32,
+        }
     if kind == "linear":
         del expected["original_max_position_embeddings"]
     assert values["rope_scaling"] == expected  # of transformers 4
@@ -139,8 +149,17 @@ def test_older_spellings_of_transformers_are_read(runs, tmp_path):
 
 
 REFUSED = {
-    "dynamic": ({"rope_type": "dynamic", "factor": 4.0}, "'dynamic'"),
-    "llama3": ({"rope_type": "llama3", "factor": 8.0}, "'llama3'"),
+    "longrope": ({"rope_type": "longrope", "factor": 4.0}, "'longrope'"),
+    "dynamic without a factor": ({"rope_type": "dynamic"}, "rope_scaling.factor = None"),
+    "llama3 without low and high": (
+        {"rope_type": "llama3", "factor": 8.0},
+        "'high_freq_factor' = None",
+    ),
+    "another llama3": (
+        {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4, "low_freq_factor": 2},
+        "'low_freq_factor' = 2",
+    ),
+    "part of the channels": ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' = 0.5"),
     "a list": ([1], "[1]"),
     "a kind of a list": ({"rope_type": ["yarn"]}, "['yarn']"),
     "another beta": ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 16}, "'beta_fast' = 16"),

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from benchmarks.needle import FACTOR, LENGTH, extended, share_found, trained
 from minimind.config.run_config import FLAGS
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.rotary import KINDS, MAX_FACTOR, build_pos_cis, rotary_frequencies
+from minimind.model.rotary import KINDS, LLAMA3, MAX_FACTOR, build_pos_cis, rotary_frequencies
 
 
 def scaling(kind: str, factor: float = 4.0, length: int = 32) -> dict[str, Any]:
@@ -25,8 +25,10 @@ def theirs(
 ) -> tuple[torch.Tensor, float]:
     """Frequencies and attention scaling of transformers for an input of `positions`."""
     values: dict[str, Any] = {"rope_type": kind, "factor": factor, "rope_theta": theta}
-    if kind == "yarn":
+    if kind in ("yarn", "llama3"):
         values["original_max_position_embeddings"] = length
+    if kind == "llama3":
+        values |= LLAMA3
     config = LlamaConfig(
         hidden_size=head_dim,
         num_attention_heads=1,
@@ -44,7 +46,7 @@ def theirs(
 @pytest.mark.parametrize("factor", [1.5, 4.0, 40.0])
 def test_frequencies_and_mscale_are_those_of_transformers(head_dim, theta, length, factor):
     """Dynamic NTK scaling reaches our ntk at (2 - 1/factor) times the trained length."""
-    reached = {"linear": 1.0, "yarn": 1.0, "dynamic": 2 - 1 / factor}
+    reached = {"linear": 1.0, "yarn": 1.0, "llama3": 1.0, "dynamic": 2 - 1 / factor}
     found = {}
     for kind, share in reached.items():
         expected, mscale = theirs(kind, head_dim, theta, factor, length, share * length)
@@ -60,7 +62,7 @@ def test_frequencies_and_mscale_are_those_of_transformers(head_dim, theta, lengt
 
 
 def test_the_table_turns_by_the_scaled_angles_and_has_the_length_mscale():
-    for kind in ("linear", "ntk", "yarn"):
+    for kind in ("linear", "ntk", "llama3", "yarn"):
         frequencies, mscale = rotary_frequencies(8, 1e4, scaling(kind))
         table = build_pos_cis(8, 128, 1e4, scaling(kind))
         angles = torch.arange(128).double()[:, None] * frequencies

@@ -159,7 +159,7 @@ READERS: dict[str, Callable[[Path], str]] = {
     "a.jsonl.zst": _rejected,
     "a.txt": _rejected,
     "a.parquet": lambda path: _refused(path, lambda: segments_of(path, 10**9)),
-    "config.json": lambda path: _refused(path, lambda: read_llama_config(path)),
+    "config.json": lambda path: _refused(path, lambda: read_llama_config(path, {}, ShapeFlags())),
     "config.json of MiniMind2": lambda path: _refused(
         path, lambda: read_minimind2_config(path, {}, ShapeFlags())
     ),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 import minimind.train
 from minimind.checkpoint.directory import published_checkpoints, read_manifest
@@ -20,6 +21,7 @@ from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.data.prepare.prepared import open_prepared
 from minimind.data.rows.order import Order
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.weights import load_weights_from
@@ -33,6 +35,7 @@ from tests.train.starts import start_of, unbroken_text
 SHAPE = minimind2.Shape(norm_eps=1e-4)
 WEIGHTS = minimind2.random_weights(SHAPE)
 GIVEN = ["--n_heads", "4", "--rope_theta", "1e4", "--norm_eps", "1e-4"]
+EMBEDDING = "model.embed_tokens.weight"
 LENGTH, ROWS = 32, 4
 train: Any = minimind.train  # a module that is called
 PLACES = ("file.pth", "ours", "llama", "run", "run/checkpoints/step_00000001")
@@ -166,6 +169,70 @@ def test_a_resumed_run_ignores_it_and_needs_it_no_more(places, tmp_path, capsys)
         assert read_manifest(path)["init_from"] == {"place": str(source), "kind": "minimind"}
 
 
+PADDED = SHAPE.vocab_size + 64  # rows; the tokenizer has an id for each but the last 64
+
+
+@pytest.fixture(scope="module")
+def padded(places) -> Path:
+    """The Llama directory with rows that have no id, as Qwen3 has them."""
+    folder = Path(shutil.copytree(places / "llama", places / "padded"))
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = torch.cat([embedding, 0.5 * embedding[:64]])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "vocab_size": PADDED}))
+    return folder
+
+
+def test_rows_without_an_id_are_trained_on_and_stay(places, padded, tmp_path, capsys):
+    """As in transformers: they are no target, and have a share of the softmax."""
+    more = {"max_steps": 2, "learning_rate": 0.1, "cache_dir": str(tmp_path / "cache")}
+    assert train(flags(places, tmp_path / "out", padded, stop_at_step=1, **more)) == 75
+    start = unbroken_text(start_of(capsys.readouterr().out))
+    assert f"vocabulary {PADDED} (64 of it unused)" in start
+    wide = {**WEIGHTS, "output.weight": load_file(padded / "model.safetensors")[EMBEDDING]}
+    shards = open_prepared(places / "data").train
+    order = Order(shards.rows(LENGTH + 1), ROWS, 42)
+    rows = torch.from_numpy(shards.read_rows(order.rows_for(0, 0, 1), LENGTH + 1)).long()
+    logits = minimind2.logits(SHAPE, wide, rows[:, :-1])
+    loss = float(F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
+    _, _, step, *_ = events = run(places, tmp_path / "out", padded, **more)
+    assert abs(step["loss"] - loss) <= 1e-5
+    straight = run(places, tmp_path / "straight", padded, **more)
+    steps = [[e["loss"] for e in run_ if e["event"] == "step"] for run_ in (events, straight)]
+    assert steps[0] == steps[1]
+    assert load_weights_from(tmp_path / "out").config.vocab_size == PADDED
+    words = ["export", "--format", "llama", "--checkpoint", tmp_path / "out"]
+    assert main([*map(str, words), "--out", str(tmp_path / "llama")]) == 0
+    assert len(load_file(tmp_path / "llama" / "model.safetensors")[EMBEDDING]) == PADDED
+
+
+def test_special_tokens_take_rows_that_have_no_id(places, padded, tmp_path):
+    talk = [{"prompt": f"what is {n}?", "completion": f"it is {n}"} for n in range(200)]
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(line) + "\n" for line in talk))
+    more = {"task": "sft", "data_path": str(tmp_path / "talk.jsonl"), "max_steps": 2}
+    more |= {"max_seq_len": 32, "cache_dir": str(tmp_path / "cache"), "batch_size": 1}
+    given = flags(places, tmp_path / "out", padded, **more)
+    assert train(given, stop_at_step=1) == 75
+    assert train(given) == 0
+    config = load_weights_from(tmp_path / "out").config
+    (saved, *_) = published_checkpoints(tmp_path / "out" / "checkpoints")
+    ids = load_tokenizer(saved).vocab_size
+    assert SHAPE.vocab_size < ids < config.vocab_size == PADDED
+
+
+def test_a_tokenizer_with_fewer_ids_than_the_models_own_is_refused(places, padded, tmp_path):
+    """That there are spare rows does not tell that it is the right one."""
+    train_tokenizer(sentences(2, 50), 540, tmp_path / "other.model")
+    more = {"data_path": [str(places / "text.jsonl")], "cache_dir": str(tmp_path / "cache")}
+    more["tokenizer"] = str(tmp_path / "other.model")
+    with pytest.raises(UsageError, match=r"vocab_size = 512 \(--init_from .* has 540"):
+        run(places, tmp_path / "out", padded, **more)
+    other = ["--tokenizer", str(tmp_path / "other.model"), "--out", str(tmp_path / "imported")]
+    assert main(["import", "--from", "llama", str(padded), *other]) == 4
+
+
 def test_mup_scales_no_weights_that_are_given(places, tmp_path):
     given = places / "ours"
     step = run(places, tmp_path / "given", given, mup_base_dim=SHAPE.dim // 4)[2]
@@ -185,7 +252,6 @@ def test_mup_scales_no_weights_that_are_given(places, tmp_path):
         ("--n_layers", "3"),
         ("--n_heads", "8"),
         ("--hidden_dim", "64"),
-        ("--rope_theta", "10"),
         ("--norm_eps", "1e-6"),
         ("--vocab_size", "600"),
         ("--qk_norm",),
@@ -239,8 +305,20 @@ def test_a_directory_of_minimind2_gives_its_length_and_leaves_it_free(places, tm
     run = read_initial(parse_flags(given)).run
     assert (run.max_seq_len, run.sources["max_seq_len"]) == (8192, f"--init_from {folder}")
     assert read_initial(parse_flags([*given, "--max_seq_len", "48"])).run.max_seq_len == 48
-    with pytest.raises(UsageError, match=r"rope_theta = 7\.0 \(--rope_theta\), but --init_from"):
-        read_initial(parse_flags([*given, "--rope_theta", "7"]))
+
+
+def test_another_rotary_base_is_taken_and_said_and_that_of_a_preset_is_not(places, tmp_path):
+    """It binds no weight; but a preset's would change what they mean."""
+    given = ["--init_from", str(places / "ours"), "--out_dir", str(tmp_path)]
+    initial = read_initial(parse_flags([*given, "--rope_theta", "7"]))
+    assert initial.run.rope_theta == 7
+    assert initial.line().endswith("(minimind); rope_theta 7 in place of 10000")
+    assert initial.build(initial.run, load_tokenizer(places / "ours")).config.rope_theta == 7
+    assert read_initial(parse_flags(given)).run.rope_theta == SHAPE.rope_theta
+    shape = "dim: 32\nn_layers: 2\nn_heads: 4\nn_kv_heads: 2\nvocab_size: 512\nrope_theta: 7.0\n"
+    (tmp_path / "preset.yaml").write_text(shape)
+    with pytest.raises(UsageError, match=r"rope_theta = 7\.0 \(model .*, but --init_from"):
+        read_initial(parse_flags([*given, "--model", str(tmp_path / "preset.yaml")]))
 
 
 def test_numbers_that_are_none_are_reported_by_the_name_that_the_file_has(places, tmp_path):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME
 from minimind.errors import DataError, UsageError
+from minimind.runtime.file_kinds import TIKTOKEN, kind_of_file
 
 if TYPE_CHECKING:
     from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
@@ -26,10 +27,12 @@ def longest_document(path: str | None) -> int:
     return LONGEST_DOCUMENT if limit is None else limit
 
 
-def load_tokenizer(path: str | Path) -> AnyTokenizer:
+def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
     """Load a tokenizer.json or a SentencePiece model, from a file or a directory.
 
-    tokenizer.model takes precedence in a directory that has both. Raise DataError if there is none.
+    In a directory that has both, tokenizer.json takes precedence if it has more ids, of which each
+    has one of the embedding's `rows`, or if tokenizer.model is tiktoken's. Raise DataError if there
+    is none.
     """
     if str(path) == "":
         raise UsageError("--tokenizer is empty, as of a variable that is not set; name one")
@@ -38,9 +41,22 @@ def load_tokenizer(path: str | Path) -> AnyTokenizer:
         raise DataError(f"{path}: there is no such tokenizer file or directory; correct the path")
     if not path.is_dir():
         return _of_hugging_face(path) if path.suffix == ".json" else _of_sentencepiece(path)
+    has_json = os.path.lexists(path / JSON_NAME)
     if os.path.lexists(path / MODEL_NAME):
-        return _of_sentencepiece(path)
-    if os.path.lexists(path / JSON_NAME):
+        kind = kind_of_file(path / MODEL_NAME) if has_json else None
+        if kind is None or kind.name != TIKTOKEN:
+            model = _of_sentencepiece(path)
+            if not has_json or model.vocab_size == rows:
+                return model
+            try:
+                other = _of_hugging_face(path)
+            except DataError:  # where rows tell that it is not needed, it is not even read
+                if rows is None:
+                    return model
+                raise
+            fits = rows is None or other.vocab_size <= rows
+            return other if fits and model.vocab_size < other.vocab_size else model
+    if has_json:
         return _of_hugging_face(path)
     raise DataError(
         f"{path}: has neither {MODEL_NAME} (SentencePiece) nor {JSON_NAME} (Hugging Face);"

@@ -131,7 +131,7 @@ def test_gguf_names_them_control_pieces(tmp_path):
     sentencepiece_model(tmp_path / "given")
     before = load_tokenizer(tmp_path / "given")
     after = with_special_tokens(before, NAMES, tmp_path / "new")
-    old, new = gguf_vocabulary(before), gguf_vocabulary(after)
+    old, new = (gguf_vocabulary(each, each.vocab_size) for each in (before, after))
     assert new["tokens"] == [*old["tokens"], *NAMES]
     assert new["token_type"] == [*old["token_type"], *[CONTROL] * len(NAMES)]
     assert new["merges"] == old["merges"]
