@@ -18,7 +18,8 @@ from minimind.errors import UsageError
 
 EXAMPLE = "example:"
 # What every template has besides its variables.
-FIXED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
+FIXED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "bos_token"}
+FIXED_VARIABLES |= {"eos_token"}
 
 
 class Formatter(argparse.HelpFormatter):
@@ -258,7 +259,7 @@ def template_variables(text: str | None) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not all(map(str.isidentifier, found)):
         raise ValueError('is no JSON object of names such as {"enable_thinking": false}')

@@ -109,6 +109,8 @@ class Chat:
     forgotten: int = 0  # turns that were dropped, as the model has no position for them
 
     def __post_init__(self) -> None:
+        if self.tools:
+            self.template.require_tools(self.tools)
         self.reset()
 
     def reset(self) -> None:
@@ -167,8 +169,9 @@ class Chat:
                 content = text
         if self.tools and (written := CALL.findall(content)):
             try:
-                more[CALLS] = [call for one in written for call in calls_of(one, CALLS)]
-                content = CALL.sub("", content).strip()
+                calls = [call for one in written for call in calls_of(one, CALLS)]
+                if calls:
+                    more[CALLS], content = calls, CALL.sub("", content).strip()
             except DocumentError:  # it stays as it was written
                 pass
         return Message(ASSISTANT, content, "", more)

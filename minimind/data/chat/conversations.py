@@ -56,7 +56,10 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of what an ans
 CALLS, CALL_ID, TOOLS = "tool_calls", "tool_call_id", "tools"
 TOOLS_REMEDY = 'write "tool_calls", a list of calls, or remove the conversation'
 VARIABLES = "chat_template_kwargs"  # transformers' name for the variables of a template
+# What a template has by name: a record cannot give it another value.
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+RESERVED |= {"bos_token", "eos_token", "pad_token", "unk_token", "namespace", "dict", "range"}
+RESERVED |= {"raise_exception", "strftime_now", "cycler", "joiner"}
 TOOLS_EXAMPLE = '[{"type": "function", "function": {"name": "...", "parameters": {...}}}]'
 CALL_EXAMPLE = '[{"name": "...", "arguments": {...}}]'
 PART_KEYS = {"type", "text", "index", "cache_control"}  # keys of a part of the content
@@ -207,6 +210,9 @@ def message_of_turn(turn: Any, spelling: Spelling, ignored: set[str]) -> Message
     if isinstance(content, list) and spelling is OPENAI:
         content = "".join(_text_of_part(part, number) for number, part in enumerate(content, 1))
     name = "" if is_absent(fields.get("name")) else fields["name"]
+    usable_size(name)
+    if meant == SYSTEM and not is_absent(fields.get(TOOLS)):
+        more = {TOOLS: plain(fields[TOOLS])}  # some templates read them there
     is_blank = content is None or (isinstance(content, str) and not content.strip())
     may_be_blank = meant in (SYSTEM, TOOL) or more.get(CALLS) or any(map(more.get, THOUGHTS))
     if is_blank and may_be_blank:
@@ -251,7 +257,7 @@ def _more_of(fields: Mapping[str, Any], role: str) -> dict[str, Any]:
 
 def calls_of(value: Any, key: str) -> list[Any]:
     """The calls of tools in a decoded value, or in its JSON; raise DocumentError for others."""
-    calls = plain(from_json(value, key))
+    calls = plain(from_json(value, key, CALL_EXAMPLE))
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -263,14 +269,14 @@ def calls_of(value: Any, key: str) -> list[Any]:
     return calls
 
 
-def from_json(value: Any, key: str) -> Any:
+def from_json(value: Any, key: str, example: str) -> Any:
     """A decoded value, or what the JSON in a text is; raise DocumentError for other text."""
     if not isinstance(value, str):
         return value
     try:
-        return parse_line(value, CALL_EXAMPLE)
+        return parse_line(value.removeprefix("\ufeff"), example)
     except DocumentError as error:
-        raise DocumentError(f'"{key}" {error.reason}', error.remedy) from None
+        raise DocumentError(f'"{key}" {error.reason}', f"write {example}, or remove it") from None
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -448,7 +454,9 @@ PAIRS = (
     ("instruction", "output"),
     ("instruction", "response"),
     ("question", "answer"),
+    ("question", "response"),
     ("query", "response"),
+    ("input", "output"),
 )
 PASSAGES = ("input", "context")  # what an instruction is about, written in the line below it
 HISTORY, CHOSEN, REJECTED = "history", "chosen", "rejected"
@@ -731,16 +739,16 @@ def messages_of(value: Any, ignored: set[str] | None = None) -> Conversation:
 def _tools_beside(value: Any, in_turn: list[Any]) -> list[Any]:
     """The tools that stand beside the turns; raise DocumentError for others than in a turn."""
     tools = tools_of(value)
-    if in_turn and in_turn != tools:
+    if tools and in_turn and in_turn != tools:
         raise DocumentError(f'has "{TOOLS}", and others in a turn', "keep one of them")
-    return tools
+    return tools or in_turn
 
 
 def tools_of(value: Any) -> list[Any]:
     """The tools of a decoded list of objects, or of its JSON; raise DocumentError for others."""
     if isinstance(value, str) and SWITCH.fullmatch(value):
         return []
-    tools = plain(from_json(value, TOOLS))
+    tools = plain(from_json(value, TOOLS, TOOLS_EXAMPLE))
     for text in texts_in(tools):
         usable_size(text)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -765,7 +773,7 @@ def _with_system(key: str, text: str, messages: list[Message]) -> list[Message]:
 
 def _variables_of(key: str, value: Any) -> dict[str, Any]:
     """Variables for the template of one conversation; raise DocumentError for others."""
-    variables: Any = plain(from_json(value, key))
+    variables: Any = plain(from_json(value, key, '{"enable_thinking": false}'))
     if not isinstance(variables, dict):
         raise DocumentError(f"{shown(key)} is no object", "remove it")
     for name in variables:
@@ -789,7 +797,7 @@ def _messages_of_turns(turns: Any, key: str, ignored: set[str]) -> tuple[list[Me
             messages.append(message_of_turn(turn, spelling, ignored))
             given = dict(turn).get(TOOLS)
             if not is_absent(given):
-                tools = tools_of(given)
+                tools = _tools_beside(given, tools)
         except DocumentError as error:
             raise _in_turn(number, error) from None
     return messages, tools
@@ -836,7 +844,8 @@ def _messages_of_pair(
     question, answer = (fields[key] for key in keys)
     passage = next((key for key in PASSAGES if not is_absent(fields.get(key))), None)
     if keys[0] == "instruction" and passage and isinstance(question, str):
-        question = f"{question}\n{require_content(fields[passage], passage)}"
+        passage_text = require_content(fields[passage], passage)
+        question = f"{question}\n{passage_text}" if question.strip() else passage_text
         used.add(passage)
     asked = _numbered(len(messages), question, keys[0], USER, ignored)
     answered = _numbered(len(messages) + len(asked), answer, keys[1], ASSISTANT, ignored)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from contextlib import suppress
 from datetime import datetime
 from functools import wraps
 from itertools import chain, product
@@ -538,12 +537,18 @@ def main(request: Mapping[str, Any]) -> str | None:
     """
     try:
         sandbox = Sandbox(request["source"], datetime.min)
-        for chat, is_asked in product(request["chats"], (False, True)):
-            with suppress(TemplateError):  # the template may refuse a chat
-                sandbox.render(chat, is_asked, request["tokens"])
+        for chat, is_asked, tools in product(
+            request["chats"], (False, True), (None, request["tools"])
+        ):
+            try:
+                sandbox.render(chat, is_asked, request["tokens"], tools)
+            except (MemoryError, TooLarge, TooLong):
+                raise
+            except Exception:  # it may refuse a chat, or raise anything: reported where it counts
+                continue
     except MemoryError:
         raise
     except TooLarge as error:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # a template may raise anything; rendered for real, it is reported
+    except Exception:  # it is not valid; rendered for real, it is reported
         return None

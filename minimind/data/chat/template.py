@@ -19,7 +19,9 @@ from minimind.data.chat.conversations import (
     ASSISTANT,
     CALLS,
     SYSTEM,
+    THOUGHTS,
     TOOL,
+    TOOLS,
     USER,
     Conversation,
     Message,
@@ -28,7 +30,7 @@ from minimind.data.chat.conversations import (
     turn_of,
 )
 from minimind.data.chat.sandbox import Sandbox, Span, TooLarge, TooLong
-from minimind.data.chat.turns import Turns, forms_of
+from minimind.data.chat.turns import CALL_FORMS, Turns, called_by, forms_of
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -45,6 +47,7 @@ SHOWN_CHARACTERS = 200  # characters of a template's own message
 MAX_SECONDS, MAX_BYTES = 2.0, 2**29
 PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
 PROBES = (PROBE, (Message(SYSTEM, " e f "), *PROBE), (*PROBE, Message(TOOL, " g h "), *PROBE[1:]))
+ANSWER_WITH_THOUGHT = Message(ASSISTANT, "<think>\nx y\n</think>\n\nc d")
 LONG_PROBE = tuple(Message(one.role, one.content * 100) for one in PROBE * 16)
 
 
@@ -58,7 +61,10 @@ def require_bounded(source: str, name: str) -> None:
     request = {
         "source": source,
         "tokens": {"bos_token": "<s>", "eos_token": "</s>"},
-        "chats": [list(map(turn_of, chat)) for chat in (*PROBES, LONG_PROBE)],
+        "chats": [
+            list(map(turn_of, chat)) for chat in (*PROBES, *map(called_by, CALL_FORMS), LONG_PROBE)
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     }
     too_large = tried_within(sandbox.__file__, request, MAX_SECONDS, MAX_BYTES)
     if too_large:
@@ -153,7 +159,7 @@ class Renderer:
             if type(error) is TemplateError:  # raised by raise_exception; others are subclasses
                 reason = f"{self.name} refuses the conversation ({_shown(error)})"
                 raise DocumentError(reason, "change it, or give another template") from error
-            if not isinstance(error, TooLarge | TooLong):
+            if not (isinstance(error, TooLarge | TooLong) or any(m.more for m in conversation)):
                 self.require_texts(conversation, "")
             reason = f"{self.name} cannot be rendered ({type(error).__name__}: {_shown(error)})"
             raise UsageError(f"{reason}; correct it, or give another") from error
@@ -363,15 +369,18 @@ class ChatTemplate:
         try:
             self._require_no_special(conversation)
             text, marked = self._renderer.with_spans(conversation)
-            self._require_written(conversation, text)
             if train_on == "all":
+                self._require_written(conversation, text)
                 return text, self._all_but_untrained(conversation, text, marked)
             turns = [at for at, one in enumerate(conversation) if one.role == ASSISTANT]
             wanted = turns[-1:] if train_on == "last" else turns
+            if not any(conversation[at].is_trained for at in wanted) and turns:
+                raise DocumentError("its last answer has a weight of 0", "remove the conversation")
             wanted = [at for at in wanted if conversation[at].is_trained]
             spans = self._spans(conversation, text, marked, turns, wanted)
             if all(begin == end for begin, end in spans):
                 raise self._nothing_to_train_on(conversation, text)
+            self._require_written(conversation, text)
         except DocumentError as error:
             return error
         return text, spans
@@ -480,30 +489,64 @@ class ChatTemplate:
     def _require_written(self, conversation: Conversation, text: str) -> None:
         """Raise DocumentError for what the template leaves out: names, thoughts, calls, tools."""
         for at, message in enumerate(conversation):
+            self._require_content_written(message, text, at)
             if not (message.name or message.more):
                 continue
             if message.name and message.role != TOOL:
                 nameless = [*conversation[:at], replace(message, name=""), *conversation[at + 1 :]]
                 if self.render(conversation.of(nameless)) == text:
                     raise self._left_out(f'turn {at + 1}: has "name"', "write it into the content")
-            thoughts = message.thoughts
-            if thoughts and not (
-                any(one in text for one in forms_of(thoughts))
-                or self.writes(message.key_of_thoughts)
-            ):
-                what = f'turn {at + 1}: has "{message.key_of_thoughts}"'
-                raise self._left_out(what, "write it into the content")
-            for call in message.more.get(CALLS, ()):
-                if call.get("function", call)["name"] not in text:
-                    what = f'turn {at + 1}: has "{CALLS}"'
-                    raise self._left_out(what, "write them into the content")
+            for key in filter(message.more.get, THOUGHTS):
+                if not self.writes(key):
+                    raise self._left_out(f'turn {at + 1}: has "{key}"', "write it into the content")
+            for number in range(len(message.more.get(CALLS, ()))):
+                self._require_call_written(conversation, text, at, number)
         if conversation.tools:
-            without = Conversation(conversation, None, conversation.variables)
-            if self.render(without) == text:
+            if self._render_without_tools(conversation) == text:
                 raise self._left_out('has "tools"', "write them into the system message")
         for name, value in conversation.variables.items():
             if any(texts_in(value)) and not reads(self.source, name):
                 raise self._left_out(f'has "{name}" beside the turns', "write it into a turn")
+
+    def _require_content_written(self, message: Message, text: str, at: int) -> None:
+        """Raise DocumentError for content, or a thought in it, that the template leaves out."""
+        said = message.content.strip()
+        if message.role == ASSISTANT and said.startswith("<think>") and "</think>" in said:
+            if not self.writes(""):
+                raise self._left_out(f"turn {at + 1}: has <think>", "remove it")
+            said = said.partition("</think>")[2].strip()  # earlier thoughts may be dropped
+        if not any(one in text for one in forms_of(said)):
+            raise self._left_out(f"turn {at + 1}: has content", "remove it")
+
+    def _require_call_written(
+        self, conversation: Conversation, text: str, at: int, number: int
+    ) -> None:
+        """Raise DocumentError for a call without which the text would be the same."""
+        message = conversation[at]
+        others = [one for n, one in enumerate(message.more[CALLS]) if n != number]
+        less = replace(message, more={**message.more, CALLS: others})
+        try:
+            without = self.render(
+                conversation.of([*conversation[:at], less, *conversation[at + 1 :]])
+            )
+        except (DocumentError, UsageError):  # a template may want one call, or content
+            return
+        if without == text:
+            what = f'turn {at + 1}: has "{CALLS}"'
+            raise self._left_out(what, "write them into the content")
+
+    def _render_without_tools(self, conversation: Conversation) -> str:
+        messages = [
+            replace(one, more={key: value for key, value in one.more.items() if key != TOOLS})
+            for one in conversation
+        ]
+        return self.render(Conversation(messages, None, conversation.variables))
+
+    def require_tools(self, tools: list[Any]) -> None:
+        """Raise UsageError if the template does not write tools."""
+        asked = Conversation(PROBE[:1], tools)
+        if self.render(asked) == self.render(PROBE[:1]):
+            raise UsageError(str(self._left_out("--tools", "drop it")))
 
     def _left_out(self, what: str, remedy: str) -> DocumentError:
         return DocumentError(
@@ -514,9 +557,16 @@ class ChatTemplate:
 
     @cache  # noqa: B019 (one for each key of thoughts, as long as the template)
     def writes(self, key: str) -> bool:
-        """Whether the template writes the thoughts of a last answer; it may drop earlier ones."""
+        """Whether the template writes the thoughts of a last answer; it may drop earlier ones.
+
+        They stand under a key, or for an empty one in the content.
+        """
         question, answer = PROBE
-        return " x y ".strip() in self.render([question, replace(answer, more={key: " x y "})])
+        thinks = replace(answer, more={key: " x y "}) if key else ANSWER_WITH_THOUGHT
+        try:
+            return "x y" in self.render([question, thinks])
+        except DocumentError:
+            return False
 
     def _nothing_to_train_on(self, messages: Sequence[Message], text: str) -> Exception:
         if all(message.role != ASSISTANT for message in messages):

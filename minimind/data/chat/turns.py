@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
@@ -18,6 +19,7 @@ from typing import Any
 
 from minimind.data.chat.conversations import (
     ASSISTANT,
+    CALL_ID,
     CALLS,
     ROLES,
     THOUGHTS,
@@ -42,14 +44,22 @@ PRIVATE = range(0xF0000, 0xFFFFE)  # code points without a meaning
 ROUNDS = Conversation(
     [Message(USER, "a b"), Message(ASSISTANT, "c d"), Message(USER, "e f"), Message(ASSISTANT, "g")]
 )
-CALLED = Conversation(
-    [
-        Message(USER, "a b"),
-        Message(ASSISTANT, "", more={CALLS: [{"name": "f", "arguments": {"x": "c d"}}]}),
-        Message(TOOL, "e f"),
-        Message(ASSISTANT, "g"),
-    ]
+# Templates read a call itself or its "function", and arguments as an object or as JSON.
+CALL_FORMS = tuple(
+    (is_wrapped, arguments)
+    for is_wrapped in (True, False)
+    for arguments in ({"x": "c d"}, '{"x": "c d"}')
 )
+
+
+def called_by(form: tuple[bool, Any]) -> Conversation:
+    """A conversation with one call in a form."""
+    is_wrapped, arguments = form
+    call = {"name": "f", "arguments": arguments}
+    wrapped = {"id": "call00001", "type": "function", "function": call} if is_wrapped else call
+    asking = Message(ASSISTANT, "", more={CALLS: [wrapped]})
+    answers = Message(TOOL, "e f", "f", {CALL_ID: "call00001"})
+    return Conversation([Message(USER, "a b"), asking, answers, Message(ASSISTANT, "g")])
 
 
 def forms_of(said: str) -> tuple[str, ...]:
@@ -106,11 +116,13 @@ class Marks:
 
         Of a mark that is written several times, the first place. Raise Unmarked.
         """
-        first, *pieces = re.split(f"{self._mark}(\\d+){self._mark}", marked)
+        first, *pieces = re.split(f"{self._mark}(\\d{{1,9}}){self._mark}", marked)
         if not text.startswith(first):
             raise Unmarked(self.said[int(pieces[0])][0] if pieces else 0)
         at, found = len(first), {}
         for number, literal in zip(map(int, pieces[::2]), pieces[1::2], strict=True):
+            if number >= len(self.said):  # the template puts digits between marks
+                raise Unmarked(0)
             turn, said = self.said[number]
             written = next(
                 (one for one in forms_of(said) if text.startswith(one + literal, at)), None
@@ -152,6 +164,8 @@ class Turns:
             places = self._places(conversation, text) if places is None else places
             own = [(begin, end) for at, begin, end in places if at == turn]
             if not own:
+                if (said := conversation[turn].content.strip()) and said in text:
+                    raise self._refusal(turn, "has nothing but tags")
                 yield None
                 continue
             begin, end = own[0][0], own[-1][1]
@@ -161,8 +175,15 @@ class Turns:
             floor = max((past for _, past in others if past <= begin), default=0)
             ceiling = min((other for other, _ in others if other >= end), default=len(text))
             first = self._begin(conversation, turn, prompt, text, floor, begin)
-            has_calls = CALLS in conversation[turn].more
-            yield first, end + self._length_of_end(text[end:ceiling], has_calls)
+            after = text[end:ceiling]
+            if CALLS not in conversation[turn].more:
+                yield first, end + self._length_of_end(after)
+            elif (length := self._length_of_end_of_calls(after)) is not None:
+                yield first, end + length
+            elif turn + 1 == len(conversation):  # the next turn would have ended it
+                yield first, end + len(after.rstrip())
+            else:
+                raise self._refusal(turn, "ends its calls in no known way")
 
     def _of_plain_answer(self, message: Message, text: str, prompt: str) -> Span | None:
         """Where an answer is whose content alone follows its prompt, with the end of the turn."""
@@ -214,7 +235,7 @@ class Turns:
                 return at + len(header)
         raise self._refusal(turn, "writes it after other text than where it asks for an answer")
 
-    def _length_of_end(self, after: str, has_calls: bool) -> int:
+    def _length_of_end(self, after: str) -> int:
         """How much of the text after what is said ends the turn."""
         closing, ends = self._closing
         blanks = len(after) - len(after.lstrip())
@@ -222,11 +243,14 @@ class Turns:
             blanks = len(after) - len(after[tag.end() :].lstrip())
         if closing and after.startswith(closing, blanks):
             return blanks + len(closing)
-        if has_calls:  # closing brackets come first
-            at = after.find(self._end_of_calls) if self._end_of_calls else -1
-            return at + len(self._end_of_calls) if at >= 0 else 0
         special = self._special.match(after, blanks)
         return special.end() if special and special[0] in ends else 0
+
+    def _length_of_end_of_calls(self, after: str) -> int | None:
+        """The same for a turn with calls, whose brackets come first; None without an end."""
+        closing, ends = self._closing
+        found = {end: after.find(end) for end in {closing, self._end_of_calls, *ends} if end}
+        return min((at + len(end) for end, at in found.items() if at >= 0), default=None)
 
     @property
     def ends(self) -> list[str]:
@@ -239,10 +263,12 @@ class Turns:
     def _end_of_calls(self) -> str:
         """Text that ends a turn with calls; empty if there is none."""
         closing, _ = self._closing
-        try:
-            text = self._render(CALLED, False)
-            places = self._places(CALLED, text)
-        except (DocumentError, UsageError):  # the template has no calls
+        for called in map(called_by, CALL_FORMS):
+            with suppress(DocumentError, UsageError):  # the template reads another form
+                text = self._render(called, False)
+                places = self._places(called, text)
+                break
+        else:
             return closing
         begin = max((end for turn, _, end in places if turn == 1), default=len(text))
         after = text[begin : min((at for turn, at, _ in places if turn == 2), default=len(text))]

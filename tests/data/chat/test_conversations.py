@@ -573,7 +573,7 @@ def test_a_system_message_beside_the_turns_is_the_first():
 def test_an_empty_system_turn_with_tools_is_kept():
     system = {"role": "system", "content": "", "tools": [CALL]}
     found = read({"messages": [system, USER, ANSWER]})
-    assert (found[0], found.tools) == (Message("system", ""), [CALL])
+    assert (found[0], found.tools) == (Message("system", "", "", {"tools": [CALL]}), [CALL])
     assert len(read({"messages": [{**system, "tools": ""}, USER, ANSWER]})) == 2
 
 

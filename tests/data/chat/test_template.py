@@ -122,7 +122,7 @@ def test_a_token_across_the_edge_of_a_span_is_trained_on(kind, request):
     first, second = next(text for text in contents if len(text) == 2 and text.isalpha())
     source = (
         f"<|user|>1{first}{{% generation %}}{second} 2{{% endgeneration %}} 3<|end|>"
-        "{# messages #}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     ids, targets = ChatTemplate(source, tokenizer).encode(ONE)
     across = tokenizer.encode(first + second)
@@ -145,11 +145,14 @@ def test_text_that_is_normalized_to_another_size(byte_level):
 def test_a_special_token_that_begins_with_another(tmp_path):
     train_tokenizer(["some text"] * 9, 512, tmp_path / "tokenizer.model", special=["<t>", "<t>+"])
     tokenizer = Tokenizer(tmp_path)
-    template = ChatTemplate("<t>+{% generation %}a<t>{% endgeneration %}{# messages #}", tokenizer)
+    said = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    source = f"<t>+{{% generation %}}a<t>{{% endgeneration %}}{said}"
+    template = ChatTemplate(source, tokenizer)
     special = tokenizer.special_tokens()
     ids, targets = template.encode(ONE)
-    assert ids.tolist() == [special["<t>+"], *tokenizer.encode("a"), special["<t>"]]
-    assert targets.tolist() == [False, *[True] * (len(ids) - 1)]
+    begun = [special["<t>+"], *tokenizer.encode("a"), special["<t>"]]
+    assert ids[: len(begun)].tolist() == begun
+    assert targets.nonzero()[0].tolist() == [*range(1, len(begun))]
 
 
 @pytest.mark.parametrize("name", [*SPECIAL_TOKENS, "</s>", "<s>"])
@@ -221,12 +224,12 @@ def test_templates_that_do_not_fit(tokenizer, source, words):
     assert "; " in str(caught.value)
 
 
-def test_a_turn_that_is_left_out_is_not_trained_on(tokenizer):
-    for left_out in ("loop.last or m['role'] == 'user'", "loop.last"):
-        source = CHATML.replace("m['content']", f"(m['content'] if {left_out} else 'cut')")
-        template = ChatTemplate(source, tokenizer)
-        chat = [*TWO[1:-1], Message("assistant", "the last")]
-        assert trained_text(template, tokenizer, chat, "assistant") == "the last<|im_end|>"
+def test_a_turn_that_is_left_out_is_refused(tokenizer):
+    content = "(m['content'] if loop.last or m['role'] == 'user' else 'cut')"
+    template = ChatTemplate(CHATML.replace("m['content']", content), tokenizer)
+    words = "turn 2: has content, which the chat template does not write"
+    with pytest.raises(DocumentError, match=words):
+        template.encode([*TWO[1:-1], Message("assistant", "the last")])
 
 
 def test_a_header_that_is_trained_on_does_not_end_a_turn(tokenizer):

@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 from minimind.data.chat.conversations import conversation_of, conversation_of_line
 from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate, readable
 from minimind.data.text.documents import DocumentError, ReadOptions
-from minimind.errors import UsageError
 from tests.data.chat.made import conversation, text
 from tests.data.chat.templates import MARKED, NO_THOUGHTS, NO_TOOLS, ONE_CALL, PLAIN
 
@@ -185,6 +184,9 @@ CALL = {"name": "find", "arguments": {"at": "x"}}
 LEFT_OUT = [
     ("phi3", {"reasoning_content": "hm"}, {}, 'turn 2: has "reasoning_content", which the chat'),
     ("phi3", {"content": "<think>hm</think>two"}, {}, None),  # it writes the content as it is
+    ("no_calls", {"tool_calls": [CALL]}, {"tools": [TOOL]}, 'turn 2: has "tool_calls", which the'),
+    ("drops_thoughts", {"content": "<think>hm</think>two"}, {}, "turn 2: has <think>, which the c"),
+    ("drops_thoughts", {}, {}, None),
     ("phi3", {"tool_calls": [CALL]}, {}, 'turn 2: has "tool_calls", which the chat template does'),
     ("phi3", {}, {"tools": [TOOL]}, 'has "tools", which the chat template does not write; write'),
     ("qwen3", {"thinking": "hm"}, {}, 'turn 2: has "thinking", which the chat template does not'),
@@ -201,10 +203,19 @@ LEFT_OUT = [
 ]
 
 
+TEMPLATES = {
+    **PLAIN,
+    "no_calls": PLAIN["hermes"].replace("m.tool_calls or []", "[]"),
+    "drops_thoughts": PLAIN["phi3"].replace(
+        "m.content + '<|end|>' }}{{", "m.content.split('</think>')[-1] + '<|end|>' }}{{"
+    ),
+}
+
+
 @pytest.mark.parametrize(("name", "answered", "beside", "words"), LEFT_OUT)
 def test_what_a_template_does_not_write_is_refused(tokenizer, name, answered, beside, words):
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"} | answered]
-    template = ChatTemplate(PLAIN[name], tokenizer)
+    template = ChatTemplate(TEMPLATES[name], tokenizer)
     if words is None:
         assert template.encode(read({"messages": turns, **beside}))[1].any()
         return
@@ -228,7 +239,7 @@ def test_turns_without_a_weight_are_not_trained_on(tokenizer):
         whole = "".join(trained(tokenizer, source, first, "all"))
         assert "3<|end|>" in whole
         assert "two" not in whole
-        with pytest.raises(UsageError, match="no text of the assistant"):
+        with pytest.raises(DocumentError, match="its last answer has a weight of 0"):
             trained(tokenizer, source, last, "last")
 
 
@@ -253,3 +264,46 @@ def test_the_shipped_template_writes_plain_conversations_as_the_default_one(toke
         messages = conversation(draw)
         for one, other in zip(default.encode(messages), shipped.encode(messages), strict=True):
             assert one.tolist() == other.tolist()
+
+
+def test_a_call_is_trained_on_to_its_end_or_the_end_of_the_text(tokenizer):
+    user, tool = {"role": "user", "content": "one"}, {"role": "tool", "content": "t"}
+    asked = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"name": "f", "arguments": {"n": 5}}],
+    }
+    for name, whole in (
+        ("glm", '\n<think></think>\n<tool_call>f\n{"n": 5}\n</tool_call>'),
+        ("llama31", '{"name": "f", "parameters": {"n": 5}}<|eot_id|>'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"n": 5}}]</s>'),
+    ):
+        end = {"user": "<|user|>", "tool": "<|tool|>"} if name == "glm" else {}
+        for following in ([], [user], [tool]):
+            found = trained(tokenizer, PLAIN[name], {"messages": [user, asked, *following]})
+            assert found == [whole + (end.get(following[0]["role"], "") if following else "")]
+
+
+def test_a_template_may_put_digits_between_marks(tokenizer):
+    for digits in ("'999'", "'9' * 5000"):
+        source = PLAIN["phi3"] + (
+            "{% if messages | length == 3 %}{% set c = messages[1].content[0] %}"
+            f"{{{{ c ~ {digits} ~ c }}}}{{% endif %}}"
+        )
+        chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+        given = {"messages": [chat[0], {**chat[1], "reasoning_content": ""}, chat[0]]}
+        with pytest.raises(DocumentError, match="turn 1: the chat template changes what it says"):
+            ChatTemplate(source, tokenizer).encode(read(given))
+
+
+def test_tools_stay_where_a_template_reads_them(tokenizer):
+    source = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+        "{% if m.tools %}{{ '(' + m.tools + ')' }}{% endif %}{{ '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    system = {"role": "system", "content": "s", "tools": json.dumps([TOOL])}
+    chat = [system, {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    text = ChatTemplate(source, tokenizer).render(read({"messages": chat}))
+    assert text.startswith(f"<|system|>s({system['tools']})<|end|>")
+    assert trained(tokenizer, source, {"messages": chat}) == ["two<|end|>"]
