@@ -84,8 +84,9 @@ class PlaceFlags:
     """Data, output and engine."""
 
     data_path: tuple[str, ...] = flag(
-        "text files (.jsonl .jsonl.gz .jsonl.zst .txt .parquet), directories, globs or Hugging"
-        " Face dataset directories; or one folder of `minimind prepare`",
+        "text files (.jsonl .ndjson .json .txt .md .csv .tsv, also compressed; .parquet),"
+        " directories, globs or Hugging Face dataset directories; or one folder of `minimind"
+        " prepare`",
         (DEFAULT_DATA,),
         "data",
     )
@@ -114,7 +115,12 @@ class PlaceFlags:
         "data",
         at_least=1,
     )
-    text_field: str = flag("field or column of the text", "text", "data")
+    text_field: str = flag(
+        "field or column of the text, also one in another (meta.text), or a template of several"
+        " ('{title}\\n{text}')",
+        "text",
+        "data",
+    )
     on_bad_data: str = flag(
         "stop at a bad document (error), or skip and list it in rejected.jsonl",
         "error",

@@ -14,13 +14,20 @@ from minimind.config.parse import config_file
 from minimind.config.run_config import LAUNCH, RunConfig
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME
 from minimind.data.text.documents import ReadOptions, Records, Rejection
-from minimind.data.text.inputs import find_files, require_once, segments_of
+from minimind.data.text.inputs import (
+    WHOLE,
+    find_files,
+    kind_of,
+    require_once,
+    require_records,
+    segments_of,
+)
 from minimind.data.text.readers import read_segment
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.urls import is_url, require_path
 
 LOOKED_AT = 1000  # files; the first record of more takes seconds on a network
-LONGEST_TEXT = 2**22  # bytes of a .txt file, which is one record
+LONGEST_TEXT = 2**22  # bytes of a file that is one record
 
 
 def require_inputs(run: RunConfig) -> None:
@@ -105,7 +112,6 @@ def _require_text(run: RunConfig) -> None:
             conversation_columns,
             conversation_of_line,
             conversation_of_row,
-            require_records,
         )
 
         require_records(files)
@@ -116,7 +122,7 @@ def _require_text(run: RunConfig) -> None:
         )
         reading = ReadOptions(run.text_field, run.max_document_bytes, conversations)
     for file in files[:LOOKED_AT]:
-        if file.suffix == ".txt" and os.path.getsize(file) > LONGEST_TEXT:
+        if kind_of(file).startswith(WHOLE) and os.path.getsize(file) > LONGEST_TEXT:
             continue
         segment = segments_of(file, sys.maxsize)[0]
         first = next(read_segment(segment, reading), None)

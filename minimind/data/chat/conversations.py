@@ -23,7 +23,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from minimind.data.text.documents import (
@@ -37,7 +36,6 @@ from minimind.data.text.documents import (
     too_long_document,
     usable_size,
 )
-from minimind.errors import DataError
 
 Pairs = tuple[tuple[str, Any], ...]  # a JSON object as `parse_line` decodes it
 
@@ -407,16 +405,6 @@ COUNTED = re.compile(rf"{SWITCH.pattern}|\s*[\d.,]+\s*", re.IGNORECASE)
 TEMPLATE_SETTING = re.compile(r"(reasoning|thinking)_(effort|mode|level|budget)")
 KEYS_SHOWN = 3
 MAX_BYTES_PER_CHARACTER = 4
-
-
-def require_records(files: Iterable[Path]) -> None:
-    """Raise DataError for a file that cannot hold conversations."""
-    for path in files:
-        if path.suffix.lower() == ".txt":
-            raise DataError(
-                f"{path}: conversations are read from .jsonl, .jsonl.gz, .jsonl.zst, .parquet"
-                " and datasets, not from .txt; write one conversation a line of a .jsonl file"
-            )
 
 
 def conversation_of_line(

@@ -35,7 +35,7 @@ from minimind.data.shards.conversation_shards import DTYPE, marked
 from minimind.data.shards.manifest import SPLITS, is_whole
 from minimind.data.shards.token_shards import ShardWriter, token_dtype
 from minimind.data.text.documents import DocumentError, ReadOptions, Records, Rejection
-from minimind.data.text.inputs import Segment, kind_of
+from minimind.data.text.inputs import LINES, Segment, kind_of
 from minimind.data.text.readers import in_file, read_segment
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
@@ -75,7 +75,7 @@ def documents_of(
 ) -> Iterator[tuple[str, int]]:
     """Yield each text with the bytes of input read so far; call `reject` for bad documents.
 
-    `lines` counts the lines of each .jsonl file, once per finished segment.
+    `lines` counts the lines of each file that is cut, once per finished segment.
     """
     before = 0
     for segment in segments:
@@ -88,7 +88,7 @@ def documents_of(
             yield document[0], before + document[1]
             del document
         before += segment.weight
-        if lines is not None and kind_of(segment.path) == ".jsonl":
+        if lines is not None and kind_of(segment.path) in LINES:
             lines[str(segment.path)] += read
 
 
@@ -122,7 +122,7 @@ class UnitReader:
         self.reported = 0  # bytes of input
         self.rejected = 0
         self.first_rejected: dict[str, Any] | None = None  # fields of a Rejection
-        # Per .jsonl file; line numbers count from the first line of this unit.
+        # Per file that is cut; line numbers count from the first line of this unit.
         self.lines: Counter[str] = Counter()
         self.digest = hashlib.sha256()  # over the digests of all documents
         self._rejections: BinaryIO | None = None

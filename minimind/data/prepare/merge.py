@@ -206,7 +206,7 @@ def _count(markers: Sequence[dict[str, Any]], what: str) -> int:
 def _with_lines_before(
     markers: Sequence[dict[str, Any]],
 ) -> Iterator[tuple[dict[str, Any], Counter[str]]]:
-    """Yield each unit's marker and the number of lines of each .jsonl file in earlier units.
+    """Yield each unit's marker and the number of lines of each file that is cut in earlier units.
 
     A unit counts lines from its own start in a file, so that it need not read earlier ones.
     """

@@ -19,14 +19,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from minimind.data.chat.conversations import require_records
 from minimind.data.prepare.encode import Work, documents_of, ignore, refusal, refuse, split_of
 from minimind.data.prepare.merge import clear, merge, no_training_documents, require_few_rejected
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_prepared
 from minimind.data.prepare.work_units import Options, Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
 from minimind.data.shards.manifest import FORMAT_VERSION, PLAN_NAME, TOKENIZER_NAME
-from minimind.data.text.inputs import Source, kind_of
+from minimind.data.text.inputs import Source, kind_of, require_records
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.lossless import require_kept
 from minimind.data.tokenizer.sentencepiece import train_tokenizer

@@ -16,8 +16,8 @@ from minimind.data.prepare.prepared import is_prepared
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME, index_name, read_manifest
 from minimind.data.text.inputs import (
     KNOWN,
-    SUFFIXES,
     find_files,
+    is_text_name,
     of_names,
     require_once,
     with_names,
@@ -211,7 +211,7 @@ def _texts(root: str, found: dict[str, Any], below: str) -> list[RemoteObject]:
     def is_text(name: str) -> bool:
         parts = name[len(below) :].strip("/").split("/")
         is_hidden = any(part[0] == "." for part in parts if part)
-        return name.lower().endswith(SUFFIXES) and not is_hidden and not name.startswith(ours)
+        return is_text_name(parts[-1]) and not is_hidden and not name.startswith(ours)
 
     names = sorted(filter(is_text, found), key=lambda name: name.split("/"))
     return [_object(root + name, found[name]) for name in names]

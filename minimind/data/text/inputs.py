@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
@@ -17,18 +17,28 @@ from minimind.data.text.tables import dataset_bytes, dataset_rows, is_dataset, r
 from minimind.errors import DataError, UsageError
 from minimind.runtime.urls import masked
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".parquet")
-DATASET = "dataset"
+LINES, WHOLE = (".jsonl", ".ndjson"), (".txt", ".md")
+FORMS = (*LINES, ".json", *WHOLE, ".csv", ".tsv")
+PACKINGS = (".gz", ".zst", ".xz", ".bz2")
+PARQUET, DATASET = ".parquet", "dataset"
+SUFFIXES = (*(form + packing for form in FORMS for packing in ("", *PACKINGS)), PARQUET)
+KNOWN = f"{', '.join(FORMS)} (also with .gz, .zst, .xz or .bz2) or {PARQUET}"
+RECORDS = (*(form for form in FORMS if form not in WHOLE), PARQUET)
+# What is beside text, and not text: of the Hub, of models, of `minimind data filter`.
+BESIDE_TEXT = re.compile(
+    r"(readme|license|changelog)\.md|(\w+_)?(config|infos?|dict|map|index|tokens|vocab)\.json"
+    r"|(tokenizer|state|report)\.json|removed\.ndjson",
+    re.IGNORECASE,
+)
 ANY_DEPTH = "**"
 WEIGHTED = ", and give its source a weight if it should be read more often"
-KNOWN = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 
 
 @dataclass(frozen=True)
 class Segment:
     """A part of an input that is read independently.
 
-    `start` and `stop` are byte offsets in a .jsonl file (a line belongs to the segment in which it
+    `start` and `stop` are byte offsets in LINES (a line belongs to the segment in which it
     begins), rows in .parquet files and datasets, and 0 and the size for files read as a whole.
     `weight` is the approximate size on disk in bytes.
     """
@@ -47,16 +57,24 @@ def kind_of(path: Path) -> str:
         if path.name.lower().endswith(suffix):
             return suffix
     raise DataError(
-        f"{path}: the suffix {path.suffix!r} is not {KNOWN};"
+        f"{path}: the suffix {path.suffix!r} is none of {KNOWN};"
         " convert the file, or rename it if it is one of these"
+    )
+
+
+def without_packing(kind: str) -> str:
+    """The form of the content of a kind: `.jsonl` of `.jsonl.gz`."""
+    return next(
+        (kind.removesuffix(packing) for packing in PACKINGS if kind.endswith(packing)), kind
     )
 
 
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
     """Return the inputs of `paths` in order; directories recursively, sorted.
 
-    A Hugging Face dataset is one input. In directories and globs, hidden files and other suffixes
-    are ignored. Raise DataError for missing or unreadable paths, UsageError for an empty one.
+    A Hugging Face dataset is one input. In directories and globs, hidden files, other suffixes and
+    what is `BESIDE_TEXT` are ignored. Raise DataError for missing or unreadable paths, UsageError
+    for an empty one.
     """
     if any(str(path) == "" for path in paths):
         raise UsageError("the path of a text is empty, as of a variable that is not set; name one")
@@ -69,6 +87,16 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
                 f"{error.filename or path}: cannot be read ({error.strerror}); check the path"
             ) from error
     return files
+
+
+def require_records(files: Iterable[Path]) -> None:
+    """Raise DataError for a file that is one text, so that it cannot hold conversations."""
+    for path in files:
+        if kind_of(path).startswith(WHOLE):
+            raise DataError(
+                f"{path}: conversations are read from {', '.join(RECORDS)} and datasets, not from"
+                " whole texts; write one conversation a line of a .jsonl file"
+            )
 
 
 def require_once(files: Sequence[Path], more: str = WEIGHTED) -> None:
@@ -181,7 +209,12 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_wanted(path: Path) -> bool:
-    return path.is_dir() or path.name.lower().endswith(SUFFIXES)
+    return path.is_dir() or is_text_name(path.name)
+
+
+def is_text_name(name: str) -> bool:
+    """Whether a file of this name in a folder is read as text."""
+    return name.lower().endswith(SUFFIXES) and not BESIDE_TEXT.fullmatch(name)
 
 
 def _require_printable(path: Path) -> None:
@@ -208,7 +241,7 @@ def _require_readable(path: Path) -> None:
 
 def is_cut(path: Path) -> bool:
     """Whether the format can be split into segments of any size."""
-    return kind_of(path) in (".jsonl", DATASET)
+    return kind_of(path) in (*LINES, DATASET)
 
 
 def segments_of(path: Path, unit_bytes: int) -> list[Segment]:
@@ -224,7 +257,7 @@ def _parts(path: Path, unit_bytes: int) -> list[Segment]:
     kind = kind_of(path)
     if kind != DATASET and path.stat().st_size == 0:
         return []
-    if kind == ".parquet":
+    if kind == PARQUET:
         return _grouped(path, row_groups(path), path.stat().st_size, unit_bytes)
     if kind == DATASET:
         rows, size = dataset_rows(path), dataset_bytes(path)
@@ -232,7 +265,7 @@ def _parts(path: Path, unit_bytes: int) -> list[Segment]:
         ends = [(first, min(first + step, rows)) for first in range(0, rows, step)]
         return [Segment(path, a, b, (b - a) * size // rows) for a, b in ends]
     size = path.stat().st_size
-    step = unit_bytes if kind == ".jsonl" else max(size, 1)
+    step = unit_bytes if kind in LINES else max(size, 1)
     cuts = [(start, min(start + step, size)) for start in range(0, size, step)]
     return [Segment(path, start, stop, stop - start) for start, stop in cuts]
 
