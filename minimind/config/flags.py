@@ -108,6 +108,12 @@ class PlaceFlags:
         at_least=0.0,
         below=1.0,
     )
+    val_path: str | None = flag(
+        "text of your own that is held out for validation, in place of --val_fraction; or auto: the"
+        " validation part of a folder in --data_path",
+        None,
+        "data",
+    )
     max_document_bytes: int = flag(
         "longest document in UTF-8 bytes (default 2 or 8 MiB for some tokenizers, see"
         " docs/data.md)",

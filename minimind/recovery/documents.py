@@ -20,7 +20,7 @@ from minimind.data.prepare.prepared import Prepared
 from minimind.data.prepare.remote import local_text
 from minimind.data.prepare.work_units import Plan, Unit, placed, read_described
 from minimind.data.shards.conversation_shards import TARGET
-from minimind.data.text.documents import ReadOptions, Rejection
+from minimind.data.text.documents import Rejection
 from minimind.data.text.inputs import DATASET, LINES, PARQUET, WHOLE, Segment, kind_of
 from minimind.data.text.readers import line_offset, newlines, read_segment
 from minimind.errors import DataError, UsageError
@@ -203,12 +203,13 @@ class Documents:
             try:
                 if not path.exists():
                     raise DataError("is gone, and the documents after it cannot be counted")
-                yield from self._read_segment(replace(segment, path=path), self._work.reading)
+                yield from self._read_segment(unit, replace(segment, path=path))
             except DataError as error:
                 self.faults[named(str(path))] = str(error).removeprefix(f"{path}: ")
                 return
 
-    def _read_segment(self, segment: Segment, reading: ReadOptions) -> Iterator[Placed]:
+    def _read_segment(self, unit: Unit, segment: Segment) -> Iterator[Placed]:
+        reading = self._work.reading_of(unit, set())
         path, kind = segment.path, kind_of(segment.path)
         before = None if kind in LINES and segment.start else 0
         for document in read_segment(segment, reading):
@@ -216,8 +217,8 @@ class Documents:
                 text, split, line, byte = "", "", document.line, document.byte
             else:
                 text, _, line, byte = document
-                val_fraction = self.plan.options.val_fraction
-                split = split_of(sha256(text.encode()).digest(), val_fraction)
+                digest = sha256(text.encode()).digest()
+                split = split_of(digest, self.plan.val_fraction_of(unit))
             if before is None:  # lines count from the start of the segment
                 before = self._line_of(path, byte or 0) - line
             at = 0 if kind.startswith(WHOLE) else line + before

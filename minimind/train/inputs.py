@@ -21,6 +21,8 @@ from minimind.data.text.inputs import (
     require_once,
     require_records,
     segments_of,
+    val_paths,
+    without,
 )
 from minimind.data.text.readers import read_segment
 from minimind.errors import CheckpointError, UsageError
@@ -104,7 +106,9 @@ def _require_text(run: RunConfig) -> None:
         require_path(path)
     # Finished ones are checked with their manifest.
     texts = [path for path in paths if not _is_prepared(Path(path).expanduser())]
-    files = find_files(texts)
+    val_path = [path for path in val_paths(run.val_path, run.data_path) if not is_url(path)]
+    held_out = find_files(val_path)
+    files = [*without(find_files(texts), held_out), *held_out]
     require_once(files)
     reading = ReadOptions(run.text_field, run.max_document_bytes)
     if run.task == "sft":

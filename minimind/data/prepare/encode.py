@@ -41,6 +41,7 @@ from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
+from minimind.runtime.urls import named
 
 BATCH_CHARACTERS = 2**20  # takes about the same time in any language
 DOCUMENT_CHARACTERS = 64  # overhead per document, which dominates for short ones
@@ -90,6 +91,17 @@ def documents_of(
         before += segment.weight
         if lines is not None and kind_of(segment.path) in LINES:
             lines[str(segment.path)] += read
+
+
+def held_out_by(plan: Plan, reading: ReadOptions) -> dict[bytes, str]:
+    """The sha256 of each document of the text that a plan holds out as a whole, with its file."""
+    found: dict[bytes, str] = {}
+    for unit in plan.units if plan.held_out else ():
+        for segment in unit.segments if plan.val_fraction_of(unit) == 1 else ():
+            name = named(str(segment.path))
+            for text, _ in documents_of([segment], reading, ignore):
+                found[hashlib.sha256(text.encode()).digest()] = name
+    return found
 
 
 @dataclass(frozen=True)
@@ -230,16 +242,20 @@ class Work:
     def _sizes(self) -> np.ndarray:
         return self.tokenizer.piece_bytes()
 
-    @property
-    def reading(self) -> ReadOptions:
-        """How documents are read; see `reading_of`."""
-        return self.reading_of(set())
+    @cached_property
+    def _held_out(self) -> dict[bytes, str]:
+        return held_out_by(self.plan, self._reading(set()))
 
-    def reading_of(self, ignored: set[str]) -> ReadOptions:
-        """How documents are read; conversations that cannot be encoded are rejected.
+    def reading_of(self, unit: Unit, ignored: set[str]) -> ReadOptions:
+        """How documents of a unit are read.
 
-        The keys of conversations that are not read are added to `ignored`.
+        Conversations that cannot be encoded, and what the plan holds out, are rejected. The keys of
+        conversations that are not read are added to `ignored`.
         """
+        is_held_out = self.plan.val_fraction_of(unit) == 1
+        return replace(self._reading(ignored), held_out={} if is_held_out else self._held_out)
+
+    def _reading(self, ignored: set[str]) -> ReadOptions:
         reading, chat = self.plan.options.reading, self._chat
         if chat is None:
             return reading
@@ -360,8 +376,8 @@ def encode_unit(work: Work, unit: Unit) -> None:
     ignored: set[str] = set()
     reader = UnitReader(
         unit,
-        work.reading_of(ignored),
-        work.plan.options.val_fraction,
+        work.reading_of(unit, ignored),
+        work.plan.val_fraction_of(unit),
         work.is_strict,
         rejected,
         work.report_bytes,

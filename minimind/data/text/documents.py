@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from string import Formatter
@@ -106,6 +106,8 @@ class ReadOptions:
     text_field: str = "text"
     max_document_bytes: int = 64 * 2**20
     records: Records | None = None  # documents are whole records and not the text of the field
+    # Documents that are none here: names of files by the sha256 of a text that is held out.
+    held_out: Mapping[bytes, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         _pieces_of(self.text_field)

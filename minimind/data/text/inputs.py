@@ -13,7 +13,7 @@ from typing import Any
 
 from minimind.config.arguments import is_utf8, utf8_fault
 from minimind.config.parse import load_yaml_texts
-from minimind.data.text.tables import dataset_bytes, dataset_rows, is_dataset, row_groups
+from minimind.data.text.tables import TRAIN, dataset_bytes, dataset_rows, is_dataset, row_groups
 from minimind.errors import DataError, UsageError
 from minimind.runtime.urls import masked
 
@@ -30,6 +30,13 @@ BESIDE_TEXT = re.compile(
     r"|(tokenizer|state|report)\.json|removed\.ndjson",
     re.IGNORECASE,
 )
+# Words of names by the part of a data set that they tell; those that the Hub reads.
+AUTO, VALIDATION = "auto", "validation"
+PARTS = {
+    TRAIN: {"train", "training"},
+    VALIDATION: {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
 ANY_DEPTH = "**"
 WEIGHTED = ", and give its source a weight if it should be read more often"
 
@@ -89,6 +96,12 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
     return files
 
 
+def without(files: Sequence[Path], left_out: Sequence[Path]) -> list[Path]:
+    """The files that are none of others, also not through links."""
+    real = {path.resolve() for path in left_out}
+    return [path for path in files if path.resolve() not in real]
+
+
 def require_records(files: Iterable[Path]) -> None:
     """Raise DataError for a file that is one text, so that it cannot hold conversations."""
     for path in files:
@@ -138,7 +151,66 @@ def _named_by(path: Path) -> list[Path]:
 def _inputs_of(path: Path) -> list[Path]:
     if not path.is_dir() or is_dataset(path):
         return [path]
-    return [file for file, is_folder in _walk(path) if not is_folder]
+    by_part = _by_part(path)
+    return by_part.get(TRAIN) or by_part.get("", [])
+
+
+def _by_part(folder: Path) -> dict[str, list[Path]]:
+    """The files of a folder by the parts of `PARTS` that their names tell, as the Hub has them.
+
+    Without text to train on and some that is not, the folder has no parts, and all is in "".
+    """
+    files = [file for file, is_folder in _walk(folder) if not is_folder]
+    parts = [_part_of(file.relative_to(folder)) for file in files]
+    if TRAIN not in parts or {TRAIN, ""}.issuperset(parts):
+        return {"": files}
+    found: dict[str, list[Path]] = {}
+    for part, file in zip(parts, files, strict=True):
+        found.setdefault(part or TRAIN, []).append(file)
+    return found
+
+
+def _part_of(path: Path) -> str:
+    """The part that a word of a file's name tells, or of the folders above it; "" for none."""
+    for name in reversed(path.parts):
+        words = re.split(r"[-._ 0-9]+", name)
+        for part, names in PARTS.items():
+            if not names.isdisjoint(words):
+                return part
+    return ""
+
+
+def left_out_of(paths: Sequence[str | Path], val_path: str | None) -> list[str]:
+    """What is left out of those of the paths that are folders with parts, one sentence each."""
+    notes, read = [], {TRAIN, "", VALIDATION if val_path == AUTO else TRAIN}
+    for path in (Path(os.path.expanduser(path)) for path in paths):
+        if path.is_dir() and not is_dataset(path) and not _is_ours(path):
+            if others := sorted(_by_part(path).keys() - read):
+                parts = " and ".join(others)
+                notes.append(f"{path}: its files of {TRAIN} are trained on; left out: {parts}")
+    return notes
+
+
+def val_paths(val_path: str | None, data_path: Sequence[str]) -> tuple[str, ...]:
+    """What --val_path names: a path, or the files of the validation parts of folders (`auto`).
+
+    Raise UsageError if there is none.
+    """
+    if val_path != AUTO:
+        return () if val_path is None else (val_path,)
+    found: list[Path] = []
+    for path in (Path(os.path.expanduser(path)) for path in data_path):
+        if is_dataset(path):
+            splits = (path / name for name in PARTS[VALIDATION])
+            found += sorted(split for split in splits if is_dataset(split))
+        elif path.is_dir():
+            found += _by_part(path).get(VALIDATION, [])
+    if not found:
+        raise UsageError(
+            f"--val_path {AUTO}: no folder of {' '.join(map(masked, data_path))} has a part of"
+            f" {VALIDATION} beside one of {TRAIN}; name the text to hold out"
+        )
+    return tuple(map(str, found))
 
 
 def _walk(top: Path) -> Iterator[tuple[Path, bool]]:

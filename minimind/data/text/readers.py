@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -68,10 +69,25 @@ def read_segment(segment: Segment, reading: ReadOptions) -> Found:
         return
     try:
         read = _plain_lines if kind in LINES else _READERS[without_packing(kind)]
-        yield from read(segment, reading)
+        found = read(segment, reading)
+        yield from _not_held_out(found, segment.path, reading) if reading.held_out else found
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"{segment.path}: cannot be read ({reason}); check the file") from error
+
+
+def _not_held_out(found: Found, path: Path, reading: ReadOptions) -> Found:
+    for one in found:
+        if isinstance(one, Rejection):
+            yield one
+            continue
+        text, _, line, byte = one
+        held_out = reading.held_out.get(sha256(text.encode()).digest())
+        if held_out is None:
+            yield one
+        else:
+            reason = f"is also in {held_out}, which is held out"
+            yield Rejection(path, line, byte, reason, "remove it from one of the two")
 
 
 def _plain_lines(segment: Segment, reading: ReadOptions) -> Found:
