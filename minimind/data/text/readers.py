@@ -394,13 +394,12 @@ def _csv_columns(
         if twice := [name for name in wanted if names.count(name) > 1]:
             reason = f"has the column {json.dumps(twice[0])} {names.count(twice[0])} times"
             raise DocumentError(reason, "keep the one that is meant")
-    except csv.Error as error:
-        kind = kind_of_content(start) or f"not CSV ({error})"
-        raise DataError(f"{path}: is {kind}; write it again") from error
-    except DocumentError as error:
+    except (csv.Error, DocumentError) as error:
         if kind := kind_of_content(start):
             raise DataError(f"{path}: is {kind.name}, not CSV; {kind.remedy}") from error
-        raise DataError(f"{path}: {error.reason}; {error.remedy}") from error
+        if isinstance(error, DocumentError):
+            raise DataError(f"{path}: {error.reason}; {error.remedy}") from error
+        raise DataError(f"{path}: its first line is not CSV ({error}); correct it") from error
     return {name: names.index(name) for name in wanted}, len(names)
 
 

@@ -278,6 +278,8 @@ def test_quotes_without_an_end_do_not_take_the_whole_file_into_memory(tmp_path):
         (b"id,body\n1,a\n", 'has no column "text" but "id", "body"; give --text_field'),
         (b"text,text\n1,a\n", 'has the column "text" 2 times; keep the one that is meant'),
         ("id,text\n".encode("utf-16"), "is UTF-16, not CSV; convert it to UTF-8"),
+        ('{"text": "a"}\r\n'.encode("utf-16"), "is UTF-16, not CSV; convert it to UTF-8"),
+        (b'id,"text"s\n', "its first line is not CSV ("),
         (gzip.compress(b"text\n"), "is gzip, not CSV; unpack it (gzip -d), or name it .gz"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, not CSV; fetch"),
         (b"<!DOCTYPE html>\n<html>", "is a page of HTML, not CSV; download the file itself"),
