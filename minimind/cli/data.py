@@ -192,8 +192,8 @@ def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
     from minimind.data.text.inputs import (
         Source,
         join_sources,
-        left_out_of,
         parse_source,
+        print_left_out,
         read_sources,
         val_paths,
     )
@@ -206,8 +206,7 @@ def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
     if not sources:
         raise UsageError("no text was named; give PATHs, --source NAME=PATH or --sources FILE.yaml")
     given_paths = [path for one in sources for path in one.paths]
-    for note in left_out_of(given_paths, args.val_path):
-        print(f"note   {note}")
+    print_left_out(given_paths, args.val_path)
     held_out = local_text(val_paths(args.val_path, given_paths), cache)
     sources = join_sources([replace(one, paths=local_text(one.paths, cache)) for one in sources])
     _require_same_vocab_size(args)

@@ -212,7 +212,7 @@ def names(files: list[Path] | tuple[str, ...]) -> list[str]:
 def test_a_folder_with_parts_is_its_train_part(parts: Path):
     trained = ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
     assert names(find_files([parts])) == trained
-    note = f"{parts}: its files of train are trained on; left out: "
+    note = f"{parts}: its files of train are read; left out: "
     given = [parts, parts / "data" / f"{PARTS[3]}.jsonl"]
     assert left_out_of(given, None) == [f"{note}test and validation"]
     assert left_out_of(given, "auto") == [f"{note}test"]
@@ -282,14 +282,14 @@ def test_a_run_says_what_is_left_out_and_takes_the_validation_part(
     write_lines(folder / "test.jsonl", ["not read"])
     given = flags(place, data_path=[str(folder)], val_path="auto", max_steps=3)
     train(given, out_dir=f"{tmp_path}/out")
-    note = "its files of train are trained on; left out: test"
+    note = "its files of train are read; left out: test"
     assert " ".join(capsys.readouterr().out.split()).count(note) == 1
     train(flags(place, max_steps=3), out_dir=f"{tmp_path}/same")
     losses = [[e["val_loss"] for e in events(tmp_path / one, "eval")] for one in ("out", "same")]
     assert losses[0] == losses[1] != []
     assert main(["prepare", str(folder), "--out", f"{tmp_path}/data", "--tokenizer",
                  f"{place}/learnt/tokenizer"]) == 0  # fmt: skip
-    assert "are trained on; left out: test and validation\n" in capsys.readouterr().out
+    assert "are read; left out: test and validation\n" in capsys.readouterr().err
 
 
 def test_what_does_not_go_with_val_path_is_refused_by_name(place: Path, tmp_path: Path):

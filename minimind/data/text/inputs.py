@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
@@ -90,10 +91,13 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
         try:
             files += _named_by(path)
         except OSError as error:
-            raise DataError(
-                f"{error.filename or path}: cannot be read ({error.strerror}); check the path"
-            ) from error
+            raise _unreadable(error, path) from error
     return files
+
+
+def _unreadable(error: OSError, path: Path) -> DataError:
+    place = error.filename or path
+    return DataError(f"{place}: cannot be read ({error.strerror}); check the path")
 
 
 def without(files: Sequence[Path], left_out: Sequence[Path]) -> list[Path]:
@@ -160,7 +164,10 @@ def _by_part(folder: Path) -> dict[str, list[Path]]:
 
     Without text to train on and some that is not, the folder has no parts, and all is in "".
     """
-    files = [file for file, is_folder in _walk(folder) if not is_folder]
+    try:
+        files = [file for file, is_folder in _walk(folder) if not is_folder]
+    except OSError as error:
+        raise _unreadable(error, folder) from error
     parts = [_part_of(file.relative_to(folder)) for file in files]
     if TRAIN not in parts or {TRAIN, ""}.issuperset(parts):
         return {"": files}
@@ -180,14 +187,24 @@ def _part_of(path: Path) -> str:
     return ""
 
 
+def _folders(paths: Sequence[str | Path]) -> list[Path]:
+    return [Path(name) for path in paths if os.path.isdir(name := os.path.expanduser(path))]
+
+
+def print_left_out(paths: Sequence[str | Path], val_path: str | None = None) -> None:
+    """Say what `left_out_of` says, on stderr."""
+    for note in left_out_of(paths, val_path):
+        print(f"note   {note}", file=sys.stderr)
+
+
 def left_out_of(paths: Sequence[str | Path], val_path: str | None) -> list[str]:
     """What is left out of those of the paths that are folders with parts, one sentence each."""
     notes, read = [], {TRAIN, "", VALIDATION if val_path == AUTO else TRAIN}
-    for path in (Path(os.path.expanduser(path)) for path in paths):
-        if path.is_dir() and not is_dataset(path) and not _is_ours(path):
+    for path in _folders(paths):
+        if not is_dataset(path) and not _is_ours(path):
             if others := sorted(_by_part(path).keys() - read):
                 parts = " and ".join(others)
-                notes.append(f"{path}: its files of {TRAIN} are trained on; left out: {parts}")
+                notes.append(f"{path}: its files of {TRAIN} are read; left out: {parts}")
     return notes
 
 
@@ -199,11 +216,11 @@ def val_paths(val_path: str | None, data_path: Sequence[str]) -> tuple[str, ...]
     if val_path != AUTO:
         return () if val_path is None else (val_path,)
     found: list[Path] = []
-    for path in (Path(os.path.expanduser(path)) for path in data_path):
+    for path in _folders(data_path):
         if is_dataset(path):
             splits = (path / name for name in PARTS[VALIDATION])
             found += sorted(split for split in splits if is_dataset(split))
-        elif path.is_dir():
+        else:
             found += _by_part(path).get(VALIDATION, [])
     if not found:
         raise UsageError(
