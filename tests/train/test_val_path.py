@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import lzma
 import shutil
 from pathlib import Path
 from typing import Any
@@ -309,3 +311,42 @@ def test_what_does_not_go_with_val_path_is_refused_by_name(place: Path, tmp_path
             run_prepare(
                 build_parser().parse_args(["prepare", *data, *words, "--out", f"{tmp_path}/no"])
             )
+
+
+def test_the_documents_of_every_form_are_found_at_their_places(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    texts = [f"{text}\n{text}" for text in sentences(4, 80)]
+    items = [{"text": text} for text in texts]
+    (tmp_path / "a.json").write_text(json.dumps(items[:20], indent=2))
+    with open(tmp_path / "b.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["text", "n"], *([text, 1] for text in texts[20:40])])
+    lines = "".join(json.dumps(item) + "\n" for item in items[40:])
+    (tmp_path / "c.ndjson").write_text(lines[: lines.index("\n", len(lines) // 2) + 1])
+    with lzma.open(tmp_path / "d.jsonl.xz", "wt") as file:
+        file.write(lines[lines.index("\n", len(lines) // 2) + 1 :])
+    (tmp_path / "e.md").write_text("# " + texts[0])
+    given = flags(place, data_path=[str(tmp_path)], val_path=None, val_fraction=0.0, eval_rows=0)
+    train(given | {"max_steps": 40}, out_dir=f"{place}/forms")
+    capsys.readouterr()
+    assert main(["data", "at", f"{place}/forms", "--step", "3", "--json", "--text"]) == 0
+    parts = [part for row in json.loads(capsys.readouterr().out)["rows"] for part in row["parts"]]
+    assert not [part for part in parts if part["file"] is None]
+    for name, line, text in [
+        ("a.json", 17, texts[16]),
+        ("b.csv", 2 + sum(text.count("\n") + 1 for text in texts[20:24]), texts[24]),
+        ("c.ndjson", 5, texts[44]),
+        ("d.jsonl.xz", 1, None),
+        ("e.md", 1, "# " + texts[0]),
+    ]:
+        assert main(["data", "where", f"{place}/forms", f"{tmp_path}/{name}:{line}", "--json"]) == 0
+        (found,) = json.loads(capsys.readouterr().out)["texts"]
+        assert found["split"] == "train"
+        step = found["reads"][0]["step"]
+        words = ["--step", str(step), "--json", "--text"]
+        assert main(["data", "at", f"{place}/forms", *words]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        own = [part for row in rows for part in row["parts"] if part["file"].endswith(name)]
+        assert own
+        if text is not None:
+            assert any(part["text"].removesuffix("</s>").strip() in text for part in own)
