@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,15 +17,19 @@ from minimind.data.prepare.prepared import is_prepared
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME, index_name, read_manifest
 from minimind.data.text.inputs import (
     KNOWN,
+    by_part,
     find_files,
     is_text_name,
+    left_out,
     of_names,
     require_once,
     with_names,
 )
+from minimind.data.text.tables import TRAIN
 from minimind.errors import DataError
 from minimind.runtime.download import RemoteObject, etag_of, modified_of
 from minimind.runtime.durable_files import canonical_json, fingerprint, storing, write_whole
+from minimind.runtime.environment import rank_of
 from minimind.runtime.filesystem import WEB, NoAnswer, open_filesystem, retrying, scheme_of
 from minimind.runtime.object_cache import REMEDY, ObjectCache, naming_urls
 from minimind.runtime.urls import is_url, masked, require_path
@@ -184,7 +189,7 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
                 f"{masked(url)}: is what `minimind prepare` wrote or still writes, not text; name"
                 " the text, or what it has finished alone as --data_path of a run"
             )
-        return _texts(root, found, place)
+        return _train_part(url, _texts(root, found, place))
     if not has_magic(place):
         raise FileNotFoundError(place)
     texts: list[RemoteObject] = []
@@ -202,6 +207,15 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
         if not (is_file and above in ours):
             texts += _texts(root, found, above)
     return list(dict.fromkeys(texts))  # "**" gives a folder and what is in it
+
+
+def _train_part(url: str, texts: list[RemoteObject]) -> list[RemoteObject]:
+    """The objects of a prefix; those to train on if it has other parts, as of a local folder."""
+    parts = by_part([text.url[len(url) :].strip("/") for text in texts])
+    others = parts.keys() - {TRAIN, ""}
+    if others and rank_of(os.environ) == 0:
+        print(f"note   {left_out(masked(url), others)}", file=sys.stderr)
+    return [texts[number] for number in parts.get(TRAIN) or parts.get("", [])]
 
 
 def _texts(root: str, found: dict[str, Any], below: str) -> list[RemoteObject]:

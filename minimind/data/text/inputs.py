@@ -160,26 +160,32 @@ def _inputs_of(path: Path) -> list[Path]:
 
 
 def _by_part(folder: Path) -> dict[str, list[Path]]:
-    """The files of a folder by the parts of `PARTS` that their names tell, as the Hub has them.
-
-    Without text to train on and some that is not, the folder has no parts, and all is in "".
-    """
+    """The files of a folder by their parts; see `by_part`."""
     try:
         files = [file for file, is_folder in _walk(folder) if not is_folder]
     except OSError as error:
         raise _unreadable(error, folder) from error
-    parts = [_part_of(file.relative_to(folder)) for file in files]
+    parts = by_part([str(file.relative_to(folder)) for file in files])
+    return {part: [files[number] for number in numbers] for part, numbers in parts.items()}
+
+
+def by_part(names: Sequence[str]) -> dict[str, list[int]]:
+    """The numbers of the files of a folder by the parts that their names tell, as the Hub has them.
+
+    Without text to train on and some that is not, the folder has no parts, and all is in "".
+    """
+    parts = [*map(_part_of, names)]
     if TRAIN not in parts or {TRAIN, ""}.issuperset(parts):
-        return {"": files}
-    found: dict[str, list[Path]] = {}
-    for part, file in zip(parts, files, strict=True):
-        found.setdefault(part or TRAIN, []).append(file)
+        return {"": [*range(len(names))]}
+    found: dict[str, list[int]] = {}
+    for number, part in enumerate(parts):
+        found.setdefault(part or TRAIN, []).append(number)
     return found
 
 
-def _part_of(path: Path) -> str:
+def _part_of(path: str) -> str:
     """The part that a word of a file's name tells, or of the folders above it; "" for none."""
-    for name in reversed(path.parts):
+    for name in reversed(path.split("/")):
         words = re.split(r"[-._ 0-9]+", name)
         for part, names in PARTS.items():
             if not names.isdisjoint(words):
@@ -202,10 +208,14 @@ def left_out_of(paths: Sequence[str | Path], val_path: str | None) -> list[str]:
     notes, read = [], {TRAIN, "", VALIDATION if val_path == AUTO else TRAIN}
     for path in _folders(paths):
         if not is_dataset(path) and not _is_ours(path):
-            if others := sorted(_by_part(path).keys() - read):
-                parts = " and ".join(others)
-                notes.append(f"{path}: its files of {TRAIN} are read; left out: {parts}")
+            if others := _by_part(path).keys() - read:
+                notes.append(left_out(str(path), others))
     return notes
+
+
+def left_out(place: str, parts: Iterable[str]) -> str:
+    """The sentence for parts of a folder that are not read."""
+    return f"{place}: its files of {TRAIN} are read; left out: {' and '.join(sorted(parts))}"
 
 
 def val_paths(val_path: str | None, data_path: Sequence[str]) -> tuple[str, ...]:
