@@ -14,6 +14,7 @@ import lzma
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -24,8 +25,13 @@ import zstandard
 from pyarrow import csv as arrow_csv
 from pyarrow import parquet
 
+from minimind.data.chat.conversations import (
+    conversation_columns,
+    conversation_of_line,
+    conversation_of_row,
+)
 from minimind.data.text import readers
-from minimind.data.text.documents import ReadOptions, Rejection
+from minimind.data.text.documents import ReadOptions, Records, Rejection
 from minimind.data.text.inputs import PACKINGS, find_files, segments_of
 from minimind.errors import DataError, UsageError
 from tests.data.text.reading import documents_of, read
@@ -262,6 +268,37 @@ def test_a_bad_row_is_named_by_line_and_byte(tmp_path, content, reports):
         assert one == wanted or str(one).startswith(f"{path}:{wanted}")
 
 
+def test_a_mutated_csv_is_read_as_csv_and_pyarrow_read_it_or_refused(tmp_path):
+    chance = random.Random(7)
+    written = io.StringIO(newline="")
+    csv.writer(written, lineterminator="\n").writerows(
+        [["id", "text"], *([n, text] for n, text in enumerate(made(7, 12)))]
+    )
+    content = written.getvalue().encode()
+    counts = {"same": 0, "refused": 0}
+    types = {"id": pyarrow.binary(), "text": pyarrow.string()}
+    for _ in range(2000):
+        mutated = bytearray(content)
+        for _ in range(chance.randrange(1, 3)):
+            at = chance.randrange(len(b"id,text\n"), len(mutated))
+            put_in = chance.choice([b"", b'"', b'""', b",", b"\n", b"\r", b"\xff", b" ", b"\n\n"])
+            mutated[at : at + chance.randrange(3)] = put_in
+        found = read(put(tmp_path / "a.csv", bytes(mutated)))
+        if any(isinstance(one, Rejection) for one in found):
+            counts["refused"] += 1
+            continue
+        counts["same"] += 1
+        text = mutated.decode(errors="surrogateescape")  # of the other column
+        assert found == [row["text"] for row in csv.DictReader(io.StringIO(text, newline=""))]
+        table = arrow_csv.read_csv(
+            io.BytesIO(mutated),
+            parse_options=arrow_csv.ParseOptions(newlines_in_values=True),
+            convert_options=arrow_csv.ConvertOptions(column_types=types),
+        )
+        assert found == table["text"].to_pylist(), text
+    assert min(counts.values()) > 300
+
+
 def test_quotes_without_an_end_do_not_take_the_whole_file_into_memory(tmp_path):
     path = put(tmp_path / "a.csv", b'text\na\n"' + b"b\n" * 2**18)
     report = (
@@ -455,3 +492,26 @@ def test_a_file_that_is_not_cut_is_one_segment(tmp_path):
     for name in ("a.json", "a.csv", "a.ndjson.gz", "a.md"):
         assert len(segments_of(put(tmp_path / name, content), 100)) == 1
     assert len(segments_of(put(tmp_path / "a.ndjson", content), 500)) > 5
+
+
+def test_conversations_are_the_same_from_every_form(tmp_path):
+    how = ReadOptions()
+    records = Records(
+        of_line=partial(conversation_of_line, reading=how),
+        of_row=partial(conversation_of_row, reading=how),
+        columns=conversation_columns,
+    )
+    pairs = [{"prompt": text, "completion": text[::-1]} for text in made(8, 40)]
+    lines = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
+    wanted = documents_of(put(tmp_path / "a.jsonl", lines), records=records)
+    assert len(wanted) == 40
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, ["id", "prompt", "completion"])
+    writer.writeheader()
+    writer.writerows({"id": n, **pair} for n, pair in enumerate(pairs))
+    for name, content in [
+        ("a.json", json.dumps(pairs, indent=1).encode()),
+        ("a.ndjson.xz", lines),
+        ("a.csv.bz2", table.getvalue().encode()),
+    ]:
+        assert documents_of(put(tmp_path / name, content), records=records) == wanted
