@@ -96,11 +96,11 @@ def documents_of(
 def held_out_by(plan: Plan, reading: ReadOptions) -> dict[bytes, str]:
     """The sha256 of each document of the text that a plan holds out as a whole, with its file."""
     found: dict[bytes, str] = {}
-    for unit in plan.units if plan.held_out else ():
-        for segment in unit.segments if plan.val_fraction_of(unit) == 1 else ():
-            name = named(str(segment.path))
-            for text, _ in documents_of([segment], reading, ignore):
-                found[hashlib.sha256(text.encode()).digest()] = name
+    units = filter(plan.is_held_out, plan.units)
+    for segment in (segment for unit in units for segment in unit.segments):
+        name = named(str(segment.path))
+        for text, _ in documents_of([segment], reading, ignore):
+            found[hashlib.sha256(text.encode()).digest()] = name
     return found
 
 
@@ -252,8 +252,8 @@ class Work:
         Conversations that cannot be encoded, and what the plan holds out, are rejected. The keys of
         conversations that are not read are added to `ignored`.
         """
-        is_held_out = self.plan.val_fraction_of(unit) == 1
-        return replace(self._reading(ignored), held_out={} if is_held_out else self._held_out)
+        held_out = {} if self.plan.is_held_out(unit) else self._held_out
+        return replace(self._reading(ignored), held_out=held_out)
 
     def _reading(self, ignored: set[str]) -> ReadOptions:
         reading, chat = self.plan.options.reading, self._chat

@@ -197,7 +197,7 @@ def _training_texts(plan: Plan, request: PrepareRequest) -> Iterator[str]:
     reading = options.reading
     reading = replace(reading, held_out=held_out_by(plan, reading))
     reject = ignore if request.skips_bad else refuse
-    units = [unit for unit in plan.units if plan.val_fraction_of(unit) < 1]
+    units = [unit for unit in plan.units if not plan.is_held_out(unit)]
     segments = [segment for unit in _sampled(units) for segment in unit.segments]
     total = sum(segment.weight for segment in segments)
     silent = not (request.progress and sys.stderr.isatty())

@@ -148,8 +148,10 @@ class Plan:
 
     def val_fraction_of(self, unit: Unit) -> float:
         """Fraction of the documents of a unit that are held out."""
-        is_held_out = str(unit.segments[0].path) in self.held_out
-        return 1.0 if is_held_out else self.options.val_fraction
+        return 1.0 if self.is_held_out(unit) else self.options.val_fraction
+
+    def is_held_out(self, unit: Unit) -> bool:
+        return str(unit.segments[0].path) in self.held_out
 
     def inputs_of(self, unit: Unit) -> list[Input]:
         paths = dict.fromkeys(str(segment.path) for segment in unit.segments)

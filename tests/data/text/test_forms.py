@@ -515,3 +515,17 @@ def test_conversations_are_the_same_from_every_form(tmp_path):
         ("a.csv.bz2", table.getvalue().encode()),
     ]:
         assert documents_of(put(tmp_path / name, content), records=records) == wanted
+
+
+def test_nested_columns_of_many_rows_are_those_of_their_rows_whatever_the_segments(tmp_path):
+    """Arrays of a memory-mapped dataset begin within their buffers."""
+    texts = made(9, 700)
+    rows = [{"n": n, "a": {"n": n, "b": {"text": text}}} for n, text in enumerate(texts)]
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=90)
+    datasets.disable_progress_bars()
+    datasets.Dataset(table).select(range(3, 700)).flatten_indices().save_to_disk(tmp_path / "saved")
+    for unit_bytes in (2**62, 2000):
+        assert read(tmp_path / "a.parquet", unit_bytes, text_field="a.b.text") == texts
+        found = read(tmp_path / "saved", unit_bytes, text_field="{a.b.text}{a.b.text}")
+        assert found == [text * 2 for text in texts[3:]]
