@@ -39,6 +39,7 @@ NOT_OF_A_MERGE = (
     "tokenizer",
     "vocab_size",
     *OPTIONS,
+    "val_path",
     "on_bad_data",
     "shard_bytes",
     "processes",
@@ -79,6 +80,8 @@ def add_parsers(subs: Any) -> None:
         type=fraction,
         help=f"fraction of documents held out, by hash{_default('val_fraction')}",
     )
+    held_out = "text that is held out in place of a fraction; auto: validation parts of folders"
+    add("--val_path", type=utf8, metavar="PATH", help=held_out)
     add("--text_field", type=utf8, help=f"field or column of the text{_default('text_field')}")
     add("--max_document_bytes", type=count_of_bytes, help=LONGEST)
     policy = "stop at a bad document (error), or skip and list it (default: error)"
@@ -187,7 +190,14 @@ def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
     from minimind.data.prepare.prepare import PrepareRequest
     from minimind.data.prepare.remote import local_text
     from minimind.data.prepare.work_units import Options
-    from minimind.data.text.inputs import Source, join_sources, parse_source, read_sources
+    from minimind.data.text.inputs import (
+        Source,
+        join_sources,
+        parse_source,
+        print_left_out,
+        read_sources,
+        val_paths,
+    )
     from minimind.data.tokenizer.load import longest_document
 
     paths = (*args.paths, *args.data_path)
@@ -196,11 +206,26 @@ def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
     sources += read_sources(args.sources) if args.sources else []
     if not sources:
         raise UsageError("no text was named; give PATHs, --source NAME=PATH or --sources FILE.yaml")
-    sources = [replace(one, paths=local_text(one.paths, cache)) for one in sources]
+    given_paths = [path for one in sources for path in one.paths]
+    print_left_out(given_paths, args.val_path)
+    held_out = local_text(val_paths(args.val_path, given_paths), cache)
+    sources = join_sources([replace(one, paths=local_text(one.paths, cache)) for one in sources])
     _require_same_vocab_size(args)
     most: dict[str, Any] = {"max_document_bytes": longest_document(args.tokenizer)}
+    if held_out:
+        if len(sources) > 1:
+            raise UsageError(
+                f"--val_path {args.val_path}: is of no one of {len(sources)} sources; drop it, or"
+                " prepare a single source"
+            )
+        if args.val_fraction:
+            raise UsageError(
+                f"--val_path {args.val_path} is all that is held out, and --val_fraction"
+                f" {args.val_fraction} holds out a part of the text; drop one of them"
+            )
+        most["val_fraction"] = 0.0
     return PrepareRequest(
-        join_sources(sources),
+        sources,
         args.tokenizer,
         options=Options(**(most | _given(args, OPTIONS))),
         skips_bad=args.on_bad_data == "skip",
@@ -208,6 +233,7 @@ def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
         unit_bytes=args.shard_bytes,
         processes=args.processes,
         ray=args.ray,
+        val_path=held_out,
         **_given(args, ("vocab_size", "max_bad_fraction")),
     )
 

@@ -217,6 +217,7 @@ def _open_data(
     from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
     from minimind.data.prepare.prepared import holds_conversations, is_prepared, open_text
     from minimind.data.prepare.work_units import Options, Source
+    from minimind.data.text.inputs import print_left_out
     from minimind.data.tokenizer.load import longest_document
 
     if is_prepared(paths[0]):
@@ -262,6 +263,7 @@ def _open_data(
     )
     prepared = prepare_for_run(request, Path(args.cache_dir).expanduser())
     if rank == 0:
+        print_left_out(paths)
         _print_notices(place, prepared)
     return prepared
 

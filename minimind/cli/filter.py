@@ -62,6 +62,7 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
     from minimind.data.quality.filter import FilterRequest, filter_text
     from minimind.data.quality.near_duplicates import MinHash
     from minimind.data.text.documents import ReadOptions
+    from minimind.data.text.inputs import print_left_out
 
     if not any(getattr(args, name) for name in STEPS):
         flags = ", ".join(f"--{name}" for name in STEPS)
@@ -91,6 +92,7 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         tuple(language.strip() for language in languages),
         MIN_PROBABILITY if probability is None else probability,
     )
+    print_left_out(args.paths)
     _print_report(filter_text(request, args.out, args.force, cache))
     print(f"done: --data_path {args.out}")
     return 0

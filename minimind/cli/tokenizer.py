@@ -98,6 +98,7 @@ def run_train(args: argparse.Namespace, cache: ObjectCache) -> int:
 
 def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
     from minimind.data.prepare.remote import local_text
+    from minimind.data.text.inputs import print_left_out
     from minimind.data.text.sample import sample
     from minimind.data.tokenizer.load import load_tokenizer
     from minimind.data.tokenizer.sentencepiece import is_trained, train_tokenizer
@@ -125,6 +126,7 @@ def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
     out = NewFolder(path, args.force, names, author, is_trained)
     out.require_free()
     reader = Reader(args.val_fraction, _reading(args, None), args.on_bad_data == "skip")
+    print_left_out(paths)
     paths = local_text(paths, cache)
     passages = sample(reader.training_texts(paths), args.sample_bytes, args.seed)
     if not reader.training:

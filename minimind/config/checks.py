@@ -255,12 +255,20 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         " multiple of save_interval",
     ),
     Rule(
-        lambda run: run.keep_best and not (run.eval_rows and run.val_fraction),
+        lambda run: run.val_path and run.val_fraction and run.is_explicit("val_fraction"),
+        "{val_path} is all that is held out, and {val_fraction} holds out a part of the text; drop"
+        " one of them",
+    ),
+    Rule(
+        lambda run: run.keep_best and not (run.eval_rows and (run.val_fraction or run.val_path)),
         "{keep_best} has no validation to compare; give --eval_rows and --val_fraction",
     ),
     Rule(
         lambda run: (
-            run.keep_best and run.eval_rows and run.val_fraction and _rarely(run, run.eval_interval)
+            run.keep_best
+            and run.eval_rows
+            and (run.val_fraction or run.val_path)
+            and _rarely(run, run.eval_interval)
         ),
         "{keep_best} compares checkpoints that are validated, and {save_interval} and"
         " {eval_interval} meet only every {steps:,} steps; make one a multiple of the other",

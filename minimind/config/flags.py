@@ -84,8 +84,9 @@ class PlaceFlags:
     """Data, output and engine."""
 
     data_path: tuple[str, ...] = flag(
-        "text files (.jsonl .jsonl.gz .jsonl.zst .txt .parquet), directories, globs or Hugging"
-        " Face dataset directories; or one folder of `minimind prepare`",
+        "text files (.jsonl .ndjson .json .txt .md .csv .tsv, also compressed; .parquet),"
+        " directories, globs or Hugging Face dataset directories; or one folder of `minimind"
+        " prepare`",
         (DEFAULT_DATA,),
         "data",
     )
@@ -107,6 +108,12 @@ class PlaceFlags:
         at_least=0.0,
         below=1.0,
     )
+    val_path: str | None = flag(
+        "text of your own that is held out for validation, in place of --val_fraction; or auto: the"
+        " validation part of a folder in --data_path",
+        None,
+        "data",
+    )
     max_document_bytes: int = flag(
         "longest document in UTF-8 bytes (default 2 or 8 MiB for some tokenizers, see"
         " docs/data.md)",
@@ -114,7 +121,12 @@ class PlaceFlags:
         "data",
         at_least=1,
     )
-    text_field: str = flag("field or column of the text", "text", "data")
+    text_field: str = flag(
+        "field or column of the text, also one in another (meta.text), or a template of several"
+        " ('{title}\\n{text}')",
+        "text",
+        "data",
+    )
     on_bad_data: str = flag(
         "stop at a bad document (error), or skip and list it in rejected.jsonl",
         "error",

@@ -199,7 +199,7 @@ push_to_hub |  | not available; `minimind export` writes a directory to upload
 model_name_or_path config_name | --model hf:DIR | with `--init_from DIR` for its weights
 tokenizer_name | --tokenizer PATH |
 train_file | --data_path |
-validation_file | --val_fraction | held out of the text; `minimind eval --data FILE` evaluates on another file
+validation_file | --val_path | or --val_fraction of the text
 preprocessing_num_workers |  | tokenising uses every core
 """,
     "litgpt": """

@@ -20,8 +20,8 @@ from minimind.data.prepare.prepared import Prepared
 from minimind.data.prepare.remote import local_text
 from minimind.data.prepare.work_units import Plan, Unit, placed, read_described
 from minimind.data.shards.conversation_shards import TARGET
-from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import Segment, kind_of
+from minimind.data.text.documents import Rejection
+from minimind.data.text.inputs import DATASET, LINES, PARQUET, WHOLE, Segment, kind_of
 from minimind.data.text.readers import line_offset, newlines, read_segment
 from minimind.errors import DataError, UsageError
 from minimind.runtime.object_cache import ObjectCache
@@ -35,7 +35,7 @@ class Place:
     """File, line (or row of a table) from 1, and byte of the line in the (decompressed) file."""
 
     file: str
-    line: int  # 0 for a .txt file, which is one document
+    line: int  # 0 for a file that is one document
     byte: int | None  # None for a row of a table
 
     def __str__(self) -> str:
@@ -134,8 +134,8 @@ class Documents:
     def find(self, file: str, line: int) -> tuple[Placed, int | None]:
         """The document at FILE:LINE and its number; None if it is not trained on.
 
-        All lines of a .txt file are one document. Raise UsageError if the file is not part of the
-        text or has no such line, DataError if it has changed.
+        All lines of some files are one document (`WHOLE`). Raise UsageError if the file is not part
+        of the text or has no such line, DataError if it has changed.
         """
         path = self._now(Path(self._input_of(file)))
         for unit in self._units_at(path, line):
@@ -160,8 +160,8 @@ class Documents:
         if not path.exists():
             raise DataError(f"{path}: is gone; restore it")
         kind = kind_of(path)
-        at = line_offset(path, line) if kind == ".jsonl" else line - 1
-        is_cut = kind not in (".txt", ".jsonl.gz", ".jsonl.zst")  # the others are read whole
+        at = line_offset(path, line) if kind in LINES else line - 1
+        is_cut = kind in (*LINES, PARQUET, DATASET)  # the others are read whole
 
         def has_line(segment: Segment) -> bool:
             inside = not is_cut or segment.start <= at < max(segment.stop, segment.start + 1)
@@ -203,24 +203,25 @@ class Documents:
             try:
                 if not path.exists():
                     raise DataError("is gone, and the documents after it cannot be counted")
-                yield from self._read_segment(replace(segment, path=path), self._work.reading)
+                yield from self._read_segment(unit, replace(segment, path=path))
             except DataError as error:
                 self.faults[named(str(path))] = str(error).removeprefix(f"{path}: ")
                 return
 
-    def _read_segment(self, segment: Segment, reading: ReadOptions) -> Iterator[Placed]:
+    def _read_segment(self, unit: Unit, segment: Segment) -> Iterator[Placed]:
+        reading = self._work.reading_of(unit, set())
         path, kind = segment.path, kind_of(segment.path)
-        before = None if kind == ".jsonl" and segment.start else 0
+        before = None if kind in LINES and segment.start else 0
         for document in read_segment(segment, reading):
             if isinstance(document, Rejection):
                 text, split, line, byte = "", "", document.line, document.byte
             else:
                 text, _, line, byte = document
-                val_fraction = self.plan.options.val_fraction
-                split = split_of(sha256(text.encode()).digest(), val_fraction)
+                digest = sha256(text.encode()).digest()
+                split = split_of(digest, self.plan.val_fraction_of(unit))
             if before is None:  # lines count from the start of the segment
                 before = self._line_of(path, byte or 0) - line
-            at = 0 if kind == ".txt" else line + before
+            at = 0 if kind.startswith(WHOLE) else line + before
             yield Placed(Place(str(path), at, byte), split, text)
 
     def _line_of(self, path: Path, byte: int) -> int:

@@ -12,7 +12,8 @@ from pathlib import Path
 from minimind.runtime.durable_files import read_small, without_waiting
 
 LOOKED_AT = 4096  # bytes
-GZIP, ZSTD, JSON_TEXT = "gzip", "zstd", "JSON"
+GZIP, ZSTD, XZ, BZIP2 = "gzip", "zstd", "xz", "bzip2"
+JSON_TEXT, JSON_LIST = "JSON", "one JSON list over many lines"
 PARQUET, ARROW, SAFETENSORS, GGUF = "Parquet", "Arrow", "safetensors", "GGUF"
 TORCH, SENTENCEPIECE = "a file of torch.save", "a SentencePiece model"
 TIKTOKEN = "a vocabulary of tiktoken"
@@ -128,8 +129,8 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     (_begins(b"\x1f\x8b"), Kind(GZIP, _packed("gzip -d", ".gz"))),
     (_begins(b"\x28\xb5\x2f\xfd"), Kind(ZSTD, _packed("zstd -d", ".zst"))),
     (_has(rb"[\x50-\x5f]\x2a\x4d\x18"), Kind(ZSTD, _packed("zstd -d", ".zst"))),
-    (_has(rb"BZh[1-9](1AY&SY|\x17rE8P)"), Kind("bzip2", _packed("bzip2 -d"))),
-    (_begins(b"\xfd7zXZ\0"), Kind("xz", _packed("xz -d"))),
+    (_has(rb"BZh[1-9](1AY&SY|\x17rE8P)"), Kind(BZIP2, _packed("bzip2 -d", ".bz2"))),
+    (_begins(b"\xfd7zXZ\0"), Kind(XZ, _packed("xz -d", ".xz"))),
     (_begins(b"\x04\x22\x4d\x18"), Kind("LZ4", _packed("lz4 -d"))),
     (_begins(b"7z\xbc\xaf\x27\x1c"), Kind("a 7z archive", _packed("7z x"))),
     (_begins(b"Rar!\x1a\x07"), Kind("a RAR archive", _packed("unrar x"))),
@@ -165,8 +166,8 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     (
         _is_json_over_lines,
         Kind(
-            "one JSON list over many lines",
-            "write each of its objects on a line (jq -c '.[]')",
+            JSON_LIST,
+            "write each of its objects on a line (jq -c '.[]'), or name it .json",
             is_text=True,
         ),
     ),

@@ -35,7 +35,7 @@ RECORD = "metrics.jsonl"
 # Settings by which losses compare, and sizes.
 ALIKE = (
     *("max_seq_len", "vocab_size", "val_fraction", "eval_rows", "doc_mask", "tie_word_embeddings"),
-    "text_field",
+    *("val_path", "text_field"),
 )
 PLACES = ("out_dir", "cache_dir", "deepspeed_config", "seed")  # no part of the settings of a run
 NEAR = 1.02  # ratio of tokens: steps are whole, so runs of one budget differ a little

@@ -206,7 +206,7 @@ def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConf
                 f"{name} = {getattr(run, name)} ({run.sources[name]}) would end every trial before"
                 " its last step; remove it"
             )
-    if run.eval_rows == 0 or run.val_fraction == 0:
+    if run.eval_rows == 0 or (run.val_fraction == 0 and run.val_path is None):
         name = "eval_rows" if run.eval_rows == 0 else "val_fraction"
         raise UsageError(
             f"{name} = 0 ({run.sources[name]}) leaves no {sweep.metric} to compare trials by; raise"

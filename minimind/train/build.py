@@ -27,16 +27,21 @@ from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
-from minimind.runtime.urls import is_url, named
+from minimind.runtime.urls import is_url, masked, named
 
 
 def prepared_folder(run: RunConfig) -> Path | None:
-    """Return the prepared folder in --data_path; raise UsageError if it is not the only path."""
+    """Return the prepared folder in --data_path; raise UsageError if it is not all of the text."""
     folders = [path for path in run.data_path if is_prepared(path)]
     if folders and len(run.data_path) > 1:
         raise UsageError(
             f"--data_path: {folders[0]} has prepared shards and must be the only path; mix several"
             " texts with `minimind prepare --source`"
+        )
+    if folders and run.val_path is not None:
+        raise UsageError(
+            f"val_path = {masked(run.val_path)} ({run.sources['val_path']}): {folders[0]} is"
+            " prepared and has its held-out text; drop it, or give it to `minimind prepare`"
         )
     return Path(folders[0]).expanduser() if folders else None
 
@@ -64,7 +69,8 @@ def prepare_data(run: RunConfig) -> Prepared:
 
     is_explicit = run.is_explicit("max_document_bytes")
     max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
-    options = Options(run.text_field, max_bytes, float(run.val_fraction))
+    val_fraction = float(run.val_fraction) if run.val_path is None else 0.0
+    options = Options(run.text_field, max_bytes, val_fraction)
     if run.task == "sft":
         template = load_tokenizer(run.tokenizer or "").chat_template
         options = replace(
@@ -75,23 +81,27 @@ def prepare_data(run: RunConfig) -> Prepared:
             chat_template_kwargs=template_variables(run.chat_template_kwargs) or None,
         )
     policy = (run.on_bad_data == "skip", run.max_bad_fraction, run.allow_lossy_tokenizer)
-    with local_text_of(run) as paths:
+    with local_text_of(run) as (paths, val_path):
         sources = (Source("data", paths),)
         request = PrepareRequest(sources, run.tokenizer, run.vocab_size, options, *policy)
+        request = replace(request, val_path=val_path)
         return prepare_for_run(request, Path(run.cache_dir).expanduser())
 
 
 @contextmanager
-def local_text_of(run: RunConfig) -> Iterator[tuple[str, ...]]:
-    """Paths of the run's text, with local copies of what URLs name; kept meanwhile."""
-    if not any(map(is_url, run.data_path)):
-        yield run.data_path
+def local_text_of(run: RunConfig) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Paths of the run's text and of --val_path, with local copies of what URLs name meanwhile."""
+    from minimind.data.text.inputs import val_paths
+
+    val_path = val_paths(run.val_path, run.data_path)
+    if not any(map(is_url, (*run.data_path, *val_path))):
+        yield run.data_path, val_path
         return
     from minimind.data.prepare.remote import local_text
     from minimind.runtime.object_cache import open_cache
 
     with open_cache(run.cache_dir, run.max_cache_gib) as cache:
-        yield local_text(run.data_path, cache)
+        yield local_text(run.data_path, cache), local_text(val_path, cache)
 
 
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
@@ -101,7 +111,9 @@ def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
     options = options_of(prepared.manifest)
     if not is_prepared(run.data_path[0]):
-        return with_derived_values(run, by, {"max_document_bytes": options["max_document_bytes"]})
+        run = with_derived_values(run, by, {"max_document_bytes": options["max_document_bytes"]})
+        held_out = {"val_fraction": 0.0} if run.val_path is not None else {}
+        return with_derived_values(run, f"--val_path {masked(run.val_path or '')}", held_out)
     return with_derived_values(run, place, options)
 
 

@@ -14,13 +14,22 @@ from minimind.config.parse import config_file
 from minimind.config.run_config import LAUNCH, RunConfig
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME
 from minimind.data.text.documents import ReadOptions, Records, Rejection
-from minimind.data.text.inputs import find_files, require_once, segments_of
+from minimind.data.text.inputs import (
+    WHOLE,
+    find_files,
+    kind_of,
+    require_once,
+    require_records,
+    segments_of,
+    val_paths,
+    without,
+)
 from minimind.data.text.readers import read_segment
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.urls import is_url, require_path
 
 LOOKED_AT = 1000  # files; the first record of more takes seconds on a network
-LONGEST_TEXT = 2**22  # bytes of a .txt file, which is one record
+LONGEST_TEXT = 2**22  # bytes of a file that is one record
 
 
 def require_inputs(run: RunConfig) -> None:
@@ -97,7 +106,9 @@ def _require_text(run: RunConfig) -> None:
         require_path(path)
     # Finished ones are checked with their manifest.
     texts = [path for path in paths if not _is_prepared(Path(path).expanduser())]
-    files = find_files(texts)
+    val_path = [path for path in val_paths(run.val_path, run.data_path) if not is_url(path)]
+    held_out = find_files(val_path)
+    files = [*without(find_files(texts), held_out), *held_out]
     require_once(files)
     reading = ReadOptions(run.text_field, run.max_document_bytes)
     if run.task == "sft":
@@ -105,7 +116,6 @@ def _require_text(run: RunConfig) -> None:
             conversation_columns,
             conversation_of_line,
             conversation_of_row,
-            require_records,
         )
 
         require_records(files)
@@ -116,7 +126,7 @@ def _require_text(run: RunConfig) -> None:
         )
         reading = ReadOptions(run.text_field, run.max_document_bytes, conversations)
     for file in files[:LOOKED_AT]:
-        if file.suffix == ".txt" and os.path.getsize(file) > LONGEST_TEXT:
+        if kind_of(file).startswith(WHOLE) and os.path.getsize(file) > LONGEST_TEXT:
             continue
         segment = segments_of(file, sys.maxsize)[0]
         first = next(read_segment(segment, reading), None)

@@ -24,7 +24,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import leaves
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
-from minimind.data.prepare.prepared import Prepared
+from minimind.data.prepare.prepared import Prepared, is_prepared
 from minimind.data.rows.order import Order
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import is_whole, options_of, read_manifest, where_listed
@@ -449,6 +449,10 @@ def data_notes(context: RunContext, prepared: Prepared) -> list[str]:
             f"warning  no row of {', '.join(names)} is held out: the validation loss is that of the"
             " other sources"
         )
+    if not is_prepared(context.run.data_path[0]):
+        from minimind.data.text.inputs import left_out_of
+
+        notes += left_out_of(context.run.data_path, context.run.val_path)
     if ignored := prepared.manifest.get("ignored"):
         notes.append(f"ignored beside the turns: {', '.join(ignored)}")
     return notes

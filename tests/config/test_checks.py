@@ -41,6 +41,7 @@ EXAMPLES = {
     "without --spike_guard": ("--spike_factor 5", "--spike_factor 5 --spike_guard"),
     "without --verify": ("--on_corruption stop", "--on_corruption stop --verify_interval 5"),
     "{keep_every} and": ("--keep_every 5 --save_interval 2", "--keep_every 4 --save_interval 2"),
+    "{val_path} is all": ("--val_path a --val_fraction 0.1", "--val_path a --val_fraction 0"),
     "has no validation": ("--keep_best 2 --eval_rows 0", "--keep_best 0 --eval_rows 0"),
     "are validated": ("--keep_best 2 --save_interval 3 --eval_interval 2", "--keep_best 2"),
     "mirror = {url}": ("--mirror https://h/x", "--mirror s3://h/x"),

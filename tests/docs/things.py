@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shlex
@@ -29,6 +30,8 @@ class Things:
         text, run, model = self._text, self._run, self._llama
         self._makers: dict[str, Callable[[Path], object]] = {
             **dict.fromkeys(("my_text.jsonl", "notes.jsonl", "poems.jsonl", "kjv.jsonl"), text),
+            **{"articles.json": self._articles, "articles.csv": self._articles},
+            "other_text.jsonl": text,
             **{"notes.jsonl.zst": text, "books/": self._books, "kjv/": self._verses},
             **dict.fromkeys(
                 ("my_talk.jsonl", "talk.jsonl", "held_out.jsonl", "more.jsonl"), self._talk
@@ -57,6 +60,15 @@ class Things:
             path = place / name
             path.parent.mkdir(parents=True, exist_ok=True)
             self._makers[name](path)
+
+    def _articles(self, path: Path) -> None:
+        texts = sentences(len(path.name), DOCUMENTS)
+        if path.suffix == ".json":
+            items = [{"title": text[:9], "body": {"text": text}} for text in texts]
+            path.write_text(json.dumps(items, indent=1), encoding="utf-8")
+        else:
+            with open(path, "w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([("title", "text"), *((t[:9], t) for t in texts)])
 
     def _text(self, path: Path) -> None:
         texts = sentences(len(path.name), DOCUMENTS)

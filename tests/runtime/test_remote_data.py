@@ -70,6 +70,24 @@ def texts(tmp_path: Path, store: ObjectStore, proxy: FaultyProxy) -> Path:
     return tmp_path / "text"
 
 
+def test_a_prefix_with_parts_is_its_train_part_as_a_local_folder_is(
+    tmp_path: Path, store: ObjectStore, proxy: FaultyProxy, capsys: pytest.CaptureFixture[str]
+):
+    from minimind.data.text.inputs import find_files
+
+    for number, name in enumerate(("data/train-0.jsonl", "data/train-1.jsonl", "data/test.jsonl")):
+        path = tmp_path / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content_of(number))
+        store.put(f"set/{name}", path.read_bytes())
+    url = f"s3://{BUCKET}/set"
+    found = local_text([url], tmp_path / "cache")
+    assert [Path(path).name for path in found] == ["train-0.jsonl", "train-1.jsonl"]
+    note = f"note   {url}: its files of train are read; left out: test\n"
+    assert capsys.readouterr().err.count(note) == 1
+    assert [path.name for path in find_files([tmp_path / "set"])] == [Path(p).name for p in found]
+
+
 @pytest.mark.parametrize("pattern", ["", "/", "/*.txt", "/*", "/a/a.jsonl"])
 def test_objects_are_the_local_files_in_their_order(texts: Path, tmp_path: Path, pattern: str):
     from minimind.data.text.inputs import find_files

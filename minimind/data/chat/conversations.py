@@ -31,7 +31,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -46,7 +45,6 @@ from minimind.data.text.documents import (
     too_long_document,
     usable_size,
 )
-from minimind.errors import DataError
 
 Pairs = tuple[tuple[str, Any], ...]  # a JSON object as `parse_line` decodes it
 
@@ -558,16 +556,6 @@ BESIDE = (TOOLS, VARIABLES, *SYSTEM_KEYS)
 READ = {*LISTS, *chain(*PAIRS), *PASSAGES, HISTORY, *BESIDE}  # with all of their text
 KEYS_SHOWN = 3
 MAX_BYTES_PER_CHARACTER = 4
-
-
-def require_records(files: Iterable[Path]) -> None:
-    """Raise DataError for a file that cannot hold conversations."""
-    for path in files:
-        if path.suffix.lower() == ".txt":
-            raise DataError(
-                f"{path}: conversations are read from .jsonl, .jsonl.gz, .jsonl.zst, .parquet"
-                " and datasets, not from .txt; write one conversation a line of a .jsonl file"
-            )
 
 
 def conversation_of_line(

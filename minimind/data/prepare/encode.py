@@ -35,12 +35,13 @@ from minimind.data.shards.conversation_shards import DTYPE, marked
 from minimind.data.shards.manifest import SPLITS, is_whole
 from minimind.data.shards.token_shards import ShardWriter, token_dtype
 from minimind.data.text.documents import DocumentError, ReadOptions, Records, Rejection
-from minimind.data.text.inputs import Segment, kind_of
+from minimind.data.text.inputs import LINES, Segment, kind_of
 from minimind.data.text.readers import in_file, read_segment
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
+from minimind.runtime.urls import named
 
 BATCH_CHARACTERS = 2**20  # takes about the same time in any language
 DOCUMENT_CHARACTERS = 64  # overhead per document, which dominates for short ones
@@ -75,7 +76,7 @@ def documents_of(
 ) -> Iterator[tuple[str, int]]:
     """Yield each text with the bytes of input read so far; call `reject` for bad documents.
 
-    `lines` counts the lines of each .jsonl file, once per finished segment.
+    `lines` counts the lines of each file that is cut, once per finished segment.
     """
     before = 0
     for segment in segments:
@@ -88,8 +89,19 @@ def documents_of(
             yield document[0], before + document[1]
             del document
         before += segment.weight
-        if lines is not None and kind_of(segment.path) == ".jsonl":
+        if lines is not None and kind_of(segment.path) in LINES:
             lines[str(segment.path)] += read
+
+
+def held_out_by(plan: Plan, reading: ReadOptions) -> dict[bytes, str]:
+    """The sha256 of each document of the text that a plan holds out as a whole, with its file."""
+    found: dict[bytes, str] = {}
+    units = filter(plan.is_held_out, plan.units)
+    for segment in (segment for unit in units for segment in unit.segments):
+        name = named(str(segment.path))
+        for text, _ in documents_of([segment], reading, ignore):
+            found[hashlib.sha256(text.encode()).digest()] = name
+    return found
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,7 @@ class UnitReader:
         self.reported = 0  # bytes of input
         self.rejected = 0
         self.first_rejected: dict[str, Any] | None = None  # fields of a Rejection
-        # Per .jsonl file; line numbers count from the first line of this unit.
+        # Per file that is cut; line numbers count from the first line of this unit.
         self.lines: Counter[str] = Counter()
         self.digest = hashlib.sha256()  # over the digests of all documents
         self._rejections: BinaryIO | None = None
@@ -233,16 +245,20 @@ class Work:
     def _sizes(self) -> np.ndarray:
         return self.tokenizer.piece_bytes()
 
-    @property
-    def reading(self) -> ReadOptions:
-        """How documents are read; see `reading_of`."""
-        return self.reading_of(set())
+    @cached_property
+    def _held_out(self) -> dict[bytes, str]:
+        return held_out_by(self.plan, self._reading(set()))
 
-    def reading_of(self, ignored: set[str]) -> ReadOptions:
-        """How documents are read; conversations that cannot be encoded are rejected.
+    def reading_of(self, unit: Unit, ignored: set[str]) -> ReadOptions:
+        """How documents of a unit are read.
 
-        The keys of conversations that are not read are added to `ignored`.
+        Conversations that cannot be encoded, and what the plan holds out, are rejected. The keys of
+        conversations that are not read are added to `ignored`.
         """
+        held_out = {} if self.plan.is_held_out(unit) else self._held_out
+        return replace(self._reading(ignored), held_out=held_out)
+
+    def _reading(self, ignored: set[str]) -> ReadOptions:
         reading, chat = self.plan.options.reading, self._chat
         if chat is None:
             return reading
@@ -363,8 +379,8 @@ def encode_unit(work: Work, unit: Unit) -> None:
     ignored: set[str] = set()
     reader = UnitReader(
         unit,
-        work.reading_of(ignored),
-        work.plan.options.val_fraction,
+        work.reading_of(unit, ignored),
+        work.plan.val_fraction_of(unit),
         work.is_strict,
         rejected,
         work.report_bytes,

@@ -110,7 +110,7 @@ def require_few_rejected(
 def no_training_documents(val_fraction: float, documents: int) -> DataError:
     """Return the error for a text without training documents."""
     reason, remedy = "all were bad", "correct the text, or add documents"
-    if documents:
+    if documents and val_fraction:
         reason = f"val_fraction = {val_fraction} holds all of them out"
         remedy = "lower --val_fraction or add documents"
     return DataError(f"no document is left to train on: {reason}; {remedy}")
@@ -151,6 +151,8 @@ def _manifest(work: Work, markers: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "first": _first_rejected(markers),
         },
     }
+    if plan.held_out:
+        manifest["held_out"] = [named(path) for path in plan.held_out]
     if ignored := sorted({key for marker in markers for key in marker["ignored"]}):
         manifest["ignored"] = ignored[:MAX_IGNORED]
     return {**manifest, "fingerprint": tokens_fingerprint(manifest)}
@@ -206,7 +208,7 @@ def _count(markers: Sequence[dict[str, Any]], what: str) -> int:
 def _with_lines_before(
     markers: Sequence[dict[str, Any]],
 ) -> Iterator[tuple[dict[str, Any], Counter[str]]]:
-    """Yield each unit's marker and the number of lines of each .jsonl file in earlier units.
+    """Yield each unit's marker and the number of lines of each file that is cut in earlier units.
 
     A unit counts lines from its own start in a file, so that it need not read earlier ones.
     """

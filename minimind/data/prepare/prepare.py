@@ -13,20 +13,27 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
 from tqdm import tqdm
 
-from minimind.data.chat.conversations import require_records
-from minimind.data.prepare.encode import Work, documents_of, ignore, refusal, refuse, split_of
+from minimind.data.prepare.encode import (
+    Work,
+    documents_of,
+    held_out_by,
+    ignore,
+    refusal,
+    refuse,
+    split_of,
+)
 from minimind.data.prepare.merge import clear, merge, no_training_documents, require_few_rejected
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_prepared
 from minimind.data.prepare.work_units import Options, Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
 from minimind.data.shards.manifest import FORMAT_VERSION, PLAN_NAME, TOKENIZER_NAME
-from minimind.data.text.inputs import Source, kind_of
+from minimind.data.text.inputs import Source, kind_of, require_records
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.lossless import require_kept
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
@@ -108,12 +115,13 @@ class PrepareRequest:
     processes: int | None = None  # None: as many as the cores of this host can use
     progress: bool = True
     ray: str | None = None  # address of a cluster, or `local`; for dataset folders only
+    val_path: tuple[str, ...] = ()  # text that is held out, of the only source
 
     def plan(self) -> Plan:
         """Plan the units of the text; raise UsageError for an impossible vocabulary size."""
         if self.tokenizer_path is None:
             require_learnable(self.vocab_size)
-        return make_plan(self.sources, self.options, self.unit_bytes)
+        return make_plan(self.sources, self.options, self.unit_bytes, self.val_path)
 
 
 def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
@@ -129,6 +137,8 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
         "options": plan.options.to_json(),
         "unit_bytes": request.unit_bytes,
     }
+    if plan.held_out:
+        documents["held_out"] = len(plan.held_out)  # the last contents
     trained = (
         cache_dir / f"tokenizer-{fingerprint({**documents, 'vocab_size': request.vocab_size})}"
     )
@@ -185,8 +195,10 @@ def _training_texts(plan: Plan, request: PrepareRequest) -> Iterator[str]:
     """Yield training documents of a sample of units; raise DataError if there are none."""
     options, is_empty, held_out = plan.options, True, 0
     reading = options.reading
+    reading = replace(reading, held_out=held_out_by(plan, reading))
     reject = ignore if request.skips_bad else refuse
-    segments = [segment for unit in _sampled(plan.units) for segment in unit.segments]
+    units = [unit for unit in plan.units if not plan.is_held_out(unit)]
+    segments = [segment for unit in _sampled(units) for segment in unit.segments]
     total = sum(segment.weight for segment in segments)
     silent = not (request.progress and sys.stderr.isatty())
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=silent) as bar:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,15 +17,19 @@ from minimind.data.prepare.prepared import is_prepared
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME, index_name, read_manifest
 from minimind.data.text.inputs import (
     KNOWN,
-    SUFFIXES,
+    by_part,
     find_files,
+    is_text_name,
+    left_out,
     of_names,
     require_once,
     with_names,
 )
+from minimind.data.text.tables import TRAIN
 from minimind.errors import DataError
 from minimind.runtime.download import RemoteObject, etag_of, modified_of
 from minimind.runtime.durable_files import canonical_json, fingerprint, storing, write_whole
+from minimind.runtime.environment import rank_of
 from minimind.runtime.filesystem import WEB, NoAnswer, open_filesystem, retrying, scheme_of
 from minimind.runtime.object_cache import REMEDY, ObjectCache, naming_urls
 from minimind.runtime.urls import is_url, masked, require_path
@@ -184,7 +189,7 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
                 f"{masked(url)}: is what `minimind prepare` wrote or still writes, not text; name"
                 " the text, or what it has finished alone as --data_path of a run"
             )
-        return _texts(root, found, place)
+        return _train_part(url, _texts(root, found, place))
     if not has_magic(place):
         raise FileNotFoundError(place)
     texts: list[RemoteObject] = []
@@ -204,6 +209,15 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
     return list(dict.fromkeys(texts))  # "**" gives a folder and what is in it
 
 
+def _train_part(url: str, texts: list[RemoteObject]) -> list[RemoteObject]:
+    """The objects of a prefix; those to train on if it has other parts, as of a local folder."""
+    parts = by_part([text.url[len(url) :].strip("/") for text in texts])
+    others = parts.keys() - {TRAIN, ""}
+    if others and rank_of(os.environ) == 0:
+        print(f"note   {left_out(masked(url), others)}", file=sys.stderr)
+    return [texts[number] for number in parts.get(TRAIN) or parts.get("", [])]
+
+
 def _texts(root: str, found: dict[str, Any], below: str) -> list[RemoteObject]:
     """The objects that are text, not hidden and in no prepared folder, sorted by their parts."""
     ours = tuple(name.removesuffix(PLAN_NAME) for name in found if name.endswith(f"/{PLAN_NAME}"))
@@ -211,7 +225,7 @@ def _texts(root: str, found: dict[str, Any], below: str) -> list[RemoteObject]:
     def is_text(name: str) -> bool:
         parts = name[len(below) :].strip("/").split("/")
         is_hidden = any(part[0] == "." for part in parts if part)
-        return name.lower().endswith(SUFFIXES) and not is_hidden and not name.startswith(ours)
+        return is_text_name(parts[-1]) and not is_hidden and not name.startswith(ours)
 
     names = sorted(filter(is_text, found), key=lambda name: name.split("/"))
     return [_object(root + name, found[name]) for name in names]

@@ -15,7 +15,15 @@ from typing import Any
 
 from minimind.data.shards.manifest import FORMAT_VERSION, PLAN_NAME
 from minimind.data.text.documents import ReadOptions
-from minimind.data.text.inputs import Segment, Source, find_files, is_cut, require_once, segments_of
+from minimind.data.text.inputs import (
+    Segment,
+    Source,
+    find_files,
+    is_cut,
+    require_once,
+    segments_of,
+    without,
+)
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import fingerprint
 
@@ -109,10 +117,13 @@ class Plan:
     inputs: tuple[Input, ...]
     options: Options
     units: tuple[Unit, ...]
+    held_out: tuple[str, ...] = ()  # the inputs that are held out as a whole
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of plan.json, which other processes read."""
         content = {**asdict(self), "options": self.options.to_json()}
+        if not self.held_out:
+            del content["held_out"]
         return json.loads(json.dumps(content, default=str))
 
     @classmethod
@@ -129,11 +140,19 @@ class Plan:
                 Unit(unit["number"], unit["source"], own)
                 for unit, own in zip(content["units"], segments, strict=True)
             ),
+            tuple(content.get("held_out", ())),
         )
 
     @cached_property
     def _by_path(self) -> dict[str, Input]:
         return {given.path: given for given in self.inputs}
+
+    def val_fraction_of(self, unit: Unit) -> float:
+        """Fraction of the documents of a unit that are held out."""
+        return 1.0 if self.is_held_out(unit) else self.options.val_fraction
+
+    def is_held_out(self, unit: Unit) -> bool:
+        return str(unit.segments[0].path) in self.held_out
 
     def inputs_of(self, unit: Unit) -> list[Input]:
         paths = dict.fromkeys(str(segment.path) for segment in unit.segments)
@@ -148,14 +167,31 @@ class Plan:
             "inputs": [[i.path, i.bytes, i.modified_ns] for i in self.inputs_of(unit)],
             "segments": [[str(s.path), s.start, s.stop] for s in unit.segments],
         }
+        if self.held_out:  # also decides what is left of the other text
+            held_out = [self._by_path[path] for path in self.held_out]
+            facts["held_out"] = [[i.path, i.bytes, i.modified_ns] for i in held_out]
         return fingerprint(facts)
 
 
-def make_plan(sources: Sequence[Source], options: Options, unit_bytes: int | None = None) -> Plan:
-    """Divide all files of all sources into units; raise DataError for an unusable file."""
+def make_plan(
+    sources: Sequence[Source],
+    options: Options,
+    unit_bytes: int | None = None,
+    val_path: Sequence[str] = (),
+) -> Plan:
+    """Divide all files of all sources into units; raise DataError for an unusable file.
+
+    What `val_path` names is held out, also where a source names it, and belongs to the first one.
+    """
     files = [(number, path) for number, s in enumerate(sources) for path in find_files(s.paths)]
+    val_files = find_files(val_path)
+    left = set(without([path for _, path in files], val_files))
+    files = [(number, path) for number, path in files if path in left]
+    if not files:
+        raise DataError(f"{', '.join(val_path)}: is all of the text; name text to train on, too")
     inputs = tuple(Input.of(path, number) for number, path in files)
-    require_once([path for _, path in files])
+    val_inputs = tuple(Input.of(path, 0) for path in val_files)
+    require_once([*(path for _, path in files), *val_files])
     max_units = None if unit_bytes is None else MAX_UNITS
     if unit_bytes is None:
         unit_bytes, total = SMALLEST_UNIT, sum(given.bytes for given in inputs)
@@ -164,14 +200,18 @@ def make_plan(sources: Sequence[Source], options: Options, unit_bytes: int | Non
     elif sum(i.bytes for i in inputs if is_cut(Path(i.path))) > MAX_UNITS * unit_bytes:
         raise _too_many_units(inputs, unit_bytes)
     units: list[Unit] = []
-    for number in range(len(sources)):
-        paths = (Path(given.path) for given in inputs if given.source == number)
+    parts = [
+        [given for given in inputs if given.source == number] for number in range(len(sources))
+    ]
+    for number, part in ((0, parts[0]), (0, val_inputs), *enumerate(parts[1:], 1)):
+        paths = (Path(given.path) for given in part)
         segments = (segment for path in paths for segment in segments_of(path, unit_bytes))
         for group in _group(segments, unit_bytes):
             if len(units) == max_units:
                 raise _too_many_units(inputs, unit_bytes)
             units.append(Unit(len(units), number, group))
-    return Plan(tuple(sources), inputs, options, tuple(units))
+    held_out = tuple(given.path for given in val_inputs)
+    return Plan(tuple(sources), inputs + val_inputs, options, tuple(units), held_out)
 
 
 def _too_many_units(inputs: Sequence[Input], unit_bytes: int) -> UsageError:
@@ -238,7 +278,11 @@ def _compared_values(plan_json: Any) -> dict[str, Any]:
     try:
         learnt = plan_json["vocab_size"]
         return {
-            TEXT: [plan_json["inputs"], [source["name"] for source in plan_json["sources"]]],
+            TEXT: [
+                plan_json["inputs"],
+                [source["name"] for source in plan_json["sources"]],
+                plan_json.get("held_out"),
+            ],
             "weights": [source["weight"] for source in plan_json["sources"]],
             "tokenizer": [plan_json.get("tokenizer") if learnt is None else learnt],
             "shard_bytes": [unit["segments"] for unit in plan_json["units"]],

@@ -202,7 +202,7 @@ def in_languages(languages: tuple[str, ...], least: float) -> Check:
 
 
 REPORT_NAME = "report.json"
-REMOVED_NAME = "removed.ndjson"  # a suffix that is no input, so that --data_path takes the folder
+REMOVED_NAME = "removed.ndjson"  # is left out of folders of text by its name
 LARGEST_REPORT = 2**28  # bytes: it lists every input
 OWN = (REPORT_NAME, REMOVED_NAME, "part-[0-9]*.jsonl.gz", "part-[0-9]*.jsonl.zst")
 

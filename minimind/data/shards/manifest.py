@@ -135,6 +135,7 @@ class DatasetManifest(CheckedJson):
     rejected: Rejected
     files: Annotated[dict[ListedName, str], Field(max_length=100)]
     ignored: list[str] = Field(default_factory=list)  # keys beside the turns of conversations
+    held_out: list[str] = Field(default_factory=list)  # inputs of --val_path
 
 
 def index_name(shard: dict[str, Any]) -> str:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from string import Formatter
 from typing import Any, NoReturn
+
+from minimind.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -35,16 +38,25 @@ CONVERSATIONS = ("conversations", "messages", "chosen")
 PLAIN = re.compile(rf"[\w.:][\w.: -]{{,{KEY_LENGTH_SHOWN - 1}}}")  # safe to print and to type
 
 
-def missing_in_line(pairs: Sequence[tuple[str, Any]], field: str) -> tuple[str, str]:
-    """Problem and remedy for a JSON object without `field`."""
-    name, example = json.dumps(field), f"write {json.dumps({field: '...'})}"
+def missing_in_line(pairs: Sequence[tuple[str, Any]], field: str, example: str) -> tuple[str, str]:
+    """Problem and remedy for a JSON object without `field`, which `example` has."""
+    name, example = json.dumps(field), f"write {example}"
     if problem := _conversation([key for key, value in pairs if isinstance(value, list)], name):
         return problem, f"fine-tune on it with --task sft, or {example}, plain text"
-    texts = [key for key, value in pairs if isinstance(value, str)]
+    texts = [*_names_of_texts(pairs)]
     shown = [json.dumps(key[:KEY_LENGTH_SHOWN]) for key, _ in pairs[:KEYS_SHOWN]]
     more = ["..."] if len(pairs) > KEYS_SHOWN else []
     there = f" but {', '.join(shown + more)}" if shown else ""
     return f"has no {name}{there}", f"{_way(texts, 'field')}, or {example}" if texts else example
+
+
+def _names_of_texts(pairs: Sequence[tuple[str, Any]], above: str = "") -> Iterator[str]:
+    """The names of the strings of a JSON object, and of those in its objects."""
+    for key, value in pairs:
+        if isinstance(value, str):
+            yield f"{above}{key}"
+        elif isinstance(value, tuple) and not above:
+            yield from _names_of_texts(value, f"{key}.")
 
 
 def missing_in_table(columns: Sequence[str], texts: Sequence[str], field: str) -> tuple[str, str]:
@@ -85,21 +97,80 @@ MAX_DEPTH = 100
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Options for reading documents."""
+    r"""Options for reading documents; raise UsageError for a template that is none.
+
+    `text_field` names a field ("text"), a field in a field ("data.text") unless a field has this
+    name, or has several names in a template ("{title}\n{data.text}").
+    """
 
     text_field: str = "text"
     max_document_bytes: int = 64 * 2**20
     records: Records | None = None  # documents are whole records and not the text of the field
+    # Documents that are none here: names of files by the sha256 of a text that is held out.
+    held_out: Mapping[bytes, str] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        _pieces_of(self.text_field)
+
+    @cached_property
+    def _pieces(self) -> list[tuple[str, str | None]]:
+        return _pieces_of(self.text_field)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the fields, each once."""
+        return list(dict.fromkeys(name for _, name in self._pieces if name is not None))
+
+    def text_of(self, content_of: Callable[[str], str]) -> str:
+        """The text of a document, given the contents of its fields by name."""
+        return "".join(
+            text + ("" if name is None else content_of(name)) for text, name in self._pieces
+        )
 
     @cached_property
     def example(self) -> str:
-        return json.dumps({self.text_field: "..."})
+        fields: dict[str, Any] = {}
+        for name in sorted(self.names, key=lambda name: -name.count(".")):
+            *above, last = name.split(".")
+            inner = fields
+            for key in above:
+                inner = inner.setdefault(key, {})
+            inner.setdefault(last, "...")
+        return json.dumps(fields)
 
     @cached_property
-    def opening(self) -> re.Pattern[str]:
+    def opening(self) -> re.Pattern[str] | None:
         """The start of a line whose first field is the text, including the opening quote."""
+        if self._pieces != [("", self.text_field)]:
+            return None
         name = re.escape(json.dumps(self.text_field, ensure_ascii=False))
         return re.compile(rf'\{{[ \t]*{name}[ \t]*:[ \t]*"')
+
+
+def _pieces_of(text_field: str) -> list[tuple[str, str | None]]:
+    """The text of a template and the name behind it; None if there is none."""
+
+    def no_template(why: str) -> UsageError:
+        return UsageError(
+            f"--text_field {text_field}: is no template of fields ({why}); write names in braces,"
+            " as in '{title}\\n{text}', and other braces twice"
+        )
+
+    if not re.search("[{}]", text_field):
+        return [("", text_field)]
+    try:
+        # A shell leaves a newline as it is typed.
+        parsed = [*Formatter().parse(text_field.replace("\\n", "\n"))]
+    except ValueError as error:
+        raise no_template(str(error)) from error
+    if any(
+        name == "" or how or conversion or "[" in (name or "")
+        for _, name, how, conversion in parsed
+    ):
+        raise no_template("it has braces without a name alone")
+    if all(name is None for _, name, _, _ in parsed):
+        raise no_template("it names no field")
+    return [(text, name) for text, name, _, _ in parsed]
 
 
 @dataclass(frozen=True)
@@ -180,7 +251,8 @@ def document_of_line(line: bytes | bytearray, reading: ReadOptions) -> str:
 
 def _text_fast_path(line: str, reading: ReadOptions) -> str | None:
     """Fast path: the text of a line whose only field is the text. None for any other line."""
-    opened = reading.opening.match(line) if line.endswith(USUAL_END) else None
+    opening = reading.opening if line.endswith(USUAL_END) else None
+    opened = opening and opening.match(line)
     if not opened:
         return None
     try:
@@ -193,10 +265,28 @@ def _text_fast_path(line: str, reading: ReadOptions) -> str | None:
 def _text_of_fields(value: Any, reading: ReadOptions) -> str:
     if not isinstance(value, tuple):
         raise DocumentError(f"is {json_type(value)}, not an object", f"write {reading.example}")
-    texts = [content for key, content in value if key == reading.text_field]
-    if len(texts) != 1 or not isinstance(texts[0], str):
-        raise _no_text(value, texts, reading)
-    return texts[0]
+    return reading.text_of(lambda name: _content_at(value, name, reading))
+
+
+def _content_at(value: tuple[tuple[str, Any], ...], name: str, reading: ReadOptions) -> str:
+    """The string of a JSON object by its name, or by names with dots between them.
+
+    Raise DocumentError for another number of them than one.
+    """
+    contents = _contents(value, name)
+    if len(contents) != 1 or not isinstance(contents[0], str):
+        raise _no_text(value, contents, name, reading)
+    return contents[0]
+
+
+def _contents(pairs: tuple[tuple[str, Any], ...], name: str) -> list[Any]:
+    """What a JSON object has by a name, or else by the names around its first dot."""
+    contents = [content for key, content in pairs if key == name]
+    head, _, rest = name.partition(".")
+    if contents or not rest:
+        return contents
+    owners = [owner for owner in _contents(pairs, head) if isinstance(owner, tuple)]
+    return [content for owner in owners for content in _contents(owner, rest)]
 
 
 def explain_line(line: bytes | bytearray) -> None:
@@ -212,11 +302,11 @@ def explain_line(line: bytes | bytearray) -> None:
 
 
 def _no_text(
-    value: tuple[tuple[str, Any], ...], texts: list[Any], reading: ReadOptions
+    value: tuple[tuple[str, Any], ...], texts: list[Any], field: str, reading: ReadOptions
 ) -> DocumentError:
-    name = json.dumps(reading.text_field)
+    name = json.dumps(field)
     if not texts:
-        return DocumentError(*missing_in_line(value, reading.text_field))
+        return DocumentError(*missing_in_line(value, field, reading.example))
     if len(texts) > 1:
         return DocumentError(f"has {name} {len(texts)} times", "keep the one that is meant")
     return DocumentError(
@@ -243,14 +333,21 @@ def document_of_file(content: bytes, reading: ReadOptions) -> str:
     return decode_utf8(content)
 
 
-def document_of_cell(content: bytes | JsonCell | None, reading: ReadOptions) -> str:
-    """Return the text of a table cell; raise DocumentError."""
-    text: Any = decode_utf8(content) if isinstance(content, bytes) else content
-    if isinstance(content, JsonCell):
-        text = content.decoded(reading.example)
-    if not isinstance(text, str):
-        reason = f"{json.dumps(reading.text_field)} is {json_type(text)}, not a string"
-        raise DocumentError(reason, "remove the row")
+def document_of_cells(cells: Mapping[str, bytes | JsonCell | None], reading: ReadOptions) -> str:
+    """Return the text of a row, given its cells by the names of fields; raise DocumentError."""
+
+    def content_of(name: str) -> str:
+        content: Any = cells[name]
+        if isinstance(content, bytes):
+            return decode_utf8(content)
+        if isinstance(content, JsonCell):
+            content = content.decoded(reading.example)
+        if not isinstance(content, str):
+            reason = f"{json.dumps(name)} is {json_type(content)}, not a string"
+            raise DocumentError(reason, "remove the row")
+        return content
+
+    text = reading.text_of(content_of)
     require_usable(text, reading)
     return text
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
@@ -13,22 +14,39 @@ from typing import Any
 
 from minimind.config.arguments import is_utf8, utf8_fault
 from minimind.config.parse import load_yaml_texts
-from minimind.data.text.tables import dataset_bytes, dataset_rows, is_dataset, row_groups
+from minimind.data.text.tables import TRAIN, dataset_bytes, dataset_rows, is_dataset, row_groups
 from minimind.errors import DataError, UsageError
 from minimind.runtime.urls import masked
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".parquet")
-DATASET = "dataset"
+LINES, WHOLE = (".jsonl", ".ndjson"), (".txt", ".md")
+FORMS = (*LINES, ".json", *WHOLE, ".csv", ".tsv")
+PACKINGS = (".gz", ".zst", ".xz", ".bz2")
+PARQUET, DATASET = ".parquet", "dataset"
+SUFFIXES = (*(form + packing for form in FORMS for packing in ("", *PACKINGS)), PARQUET)
+KNOWN = f"{', '.join(FORMS)} (also with .gz, .zst, .xz or .bz2) or {PARQUET}"
+RECORDS = (*(form for form in FORMS if form not in WHOLE), PARQUET)
+# What is beside text, and not text: of the Hub, of models, of `minimind data filter`.
+BESIDE_TEXT = re.compile(
+    r"(readme|license|changelog)\.md|(\w+_)?(config|infos?|dict|map|index|tokens|vocab)\.json"
+    r"|(tokenizer|state|report)\.json|removed\.ndjson",
+    re.IGNORECASE,
+)
+# Words of names by the part of a data set that they tell; those that the Hub reads.
+AUTO, VALIDATION = "auto", "validation"
+PARTS = {
+    TRAIN: {"train", "training"},
+    VALIDATION: {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
 ANY_DEPTH = "**"
 WEIGHTED = ", and give its source a weight if it should be read more often"
-KNOWN = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 
 
 @dataclass(frozen=True)
 class Segment:
     """A part of an input that is read independently.
 
-    `start` and `stop` are byte offsets in a .jsonl file (a line belongs to the segment in which it
+    `start` and `stop` are byte offsets in LINES (a line belongs to the segment in which it
     begins), rows in .parquet files and datasets, and 0 and the size for files read as a whole.
     `weight` is the approximate size on disk in bytes.
     """
@@ -47,16 +65,24 @@ def kind_of(path: Path) -> str:
         if path.name.lower().endswith(suffix):
             return suffix
     raise DataError(
-        f"{path}: the suffix {path.suffix!r} is not {KNOWN};"
+        f"{path}: the suffix {path.suffix!r} is none of {KNOWN};"
         " convert the file, or rename it if it is one of these"
+    )
+
+
+def without_packing(kind: str) -> str:
+    """The form of the content of a kind: `.jsonl` of `.jsonl.gz`."""
+    return next(
+        (kind.removesuffix(packing) for packing in PACKINGS if kind.endswith(packing)), kind
     )
 
 
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
     """Return the inputs of `paths` in order; directories recursively, sorted.
 
-    A Hugging Face dataset is one input. In directories and globs, hidden files and other suffixes
-    are ignored. Raise DataError for missing or unreadable paths, UsageError for an empty one.
+    A Hugging Face dataset is one input. In directories and globs, hidden files, other suffixes and
+    what is `BESIDE_TEXT` are ignored. Raise DataError for missing or unreadable paths, UsageError
+    for an empty one.
     """
     if any(str(path) == "" for path in paths):
         raise UsageError("the path of a text is empty, as of a variable that is not set; name one")
@@ -65,10 +91,29 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
         try:
             files += _named_by(path)
         except OSError as error:
-            raise DataError(
-                f"{error.filename or path}: cannot be read ({error.strerror}); check the path"
-            ) from error
+            raise _unreadable(error, path) from error
     return files
+
+
+def _unreadable(error: OSError, path: Path) -> DataError:
+    place = error.filename or path
+    return DataError(f"{place}: cannot be read ({error.strerror}); check the path")
+
+
+def without(files: Sequence[Path], left_out: Sequence[Path]) -> list[Path]:
+    """The files that are none of others, also not through links."""
+    real = {path.resolve() for path in left_out}
+    return [path for path in files if path.resolve() not in real]
+
+
+def require_records(files: Iterable[Path]) -> None:
+    """Raise DataError for a file that is one text, so that it cannot hold conversations."""
+    for path in files:
+        if kind_of(path).startswith(WHOLE):
+            raise DataError(
+                f"{path}: conversations are read from {', '.join(RECORDS)} and datasets, not from"
+                " whole texts; write one conversation a line of a .jsonl file"
+            )
 
 
 def require_once(files: Sequence[Path], more: str = WEIGHTED) -> None:
@@ -110,7 +155,89 @@ def _named_by(path: Path) -> list[Path]:
 def _inputs_of(path: Path) -> list[Path]:
     if not path.is_dir() or is_dataset(path):
         return [path]
-    return [file for file, is_folder in _walk(path) if not is_folder]
+    by_part = _by_part(path)
+    return by_part.get(TRAIN) or by_part.get("", [])
+
+
+def _by_part(folder: Path) -> dict[str, list[Path]]:
+    """The files of a folder by their parts; see `by_part`."""
+    try:
+        files = [file for file, is_folder in _walk(folder) if not is_folder]
+    except OSError as error:
+        raise _unreadable(error, folder) from error
+    parts = by_part([str(file.relative_to(folder)) for file in files])
+    return {part: [files[number] for number in numbers] for part, numbers in parts.items()}
+
+
+def by_part(names: Sequence[str]) -> dict[str, list[int]]:
+    """The numbers of the files of a folder by the parts that their names tell, as the Hub has them.
+
+    Without text to train on and some that is not, the folder has no parts, and all is in "".
+    """
+    parts = [*map(_part_of, names)]
+    if TRAIN not in parts or {TRAIN, ""}.issuperset(parts):
+        return {"": [*range(len(names))]}
+    found: dict[str, list[int]] = {}
+    for number, part in enumerate(parts):
+        found.setdefault(part or TRAIN, []).append(number)
+    return found
+
+
+def _part_of(path: str) -> str:
+    """The part that a word of a file's name tells, or of the folders above it; "" for none."""
+    for name in reversed(path.split("/")):
+        words = re.split(r"[-._ 0-9]+", name)
+        for part, names in PARTS.items():
+            if not names.isdisjoint(words):
+                return part
+    return ""
+
+
+def _folders(paths: Sequence[str | Path]) -> list[Path]:
+    return [Path(name) for path in paths if os.path.isdir(name := os.path.expanduser(path))]
+
+
+def print_left_out(paths: Sequence[str | Path], val_path: str | None = None) -> None:
+    """Say what `left_out_of` says, on stderr."""
+    for note in left_out_of(paths, val_path):
+        print(f"note   {note}", file=sys.stderr)
+
+
+def left_out_of(paths: Sequence[str | Path], val_path: str | None) -> list[str]:
+    """What is left out of those of the paths that are folders with parts, one sentence each."""
+    notes, read = [], {TRAIN, "", VALIDATION if val_path == AUTO else TRAIN}
+    for path in _folders(paths):
+        if not is_dataset(path) and not _is_ours(path):
+            if others := _by_part(path).keys() - read:
+                notes.append(left_out(str(path), others))
+    return notes
+
+
+def left_out(place: str, parts: Iterable[str]) -> str:
+    """The sentence for parts of a folder that are not read."""
+    return f"{place}: its files of {TRAIN} are read; left out: {' and '.join(sorted(parts))}"
+
+
+def val_paths(val_path: str | None, data_path: Sequence[str]) -> tuple[str, ...]:
+    """What --val_path names: a path, or the files of the validation parts of folders (`auto`).
+
+    Raise UsageError if there is none.
+    """
+    if val_path != AUTO:
+        return () if val_path is None else (val_path,)
+    found: list[Path] = []
+    for path in _folders(data_path):
+        if is_dataset(path):
+            splits = (path / name for name in PARTS[VALIDATION])
+            found += sorted(split for split in splits if is_dataset(split))
+        else:
+            found += _by_part(path).get(VALIDATION, [])
+    if not found:
+        raise UsageError(
+            f"--val_path {AUTO}: no folder of {' '.join(map(masked, data_path))} has a part of"
+            f" {VALIDATION} beside one of {TRAIN}; name the text to hold out"
+        )
+    return tuple(map(str, found))
 
 
 def _walk(top: Path) -> Iterator[tuple[Path, bool]]:
@@ -181,7 +308,12 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_wanted(path: Path) -> bool:
-    return path.is_dir() or path.name.lower().endswith(SUFFIXES)
+    return path.is_dir() or is_text_name(path.name)
+
+
+def is_text_name(name: str) -> bool:
+    """Whether a file of this name in a folder is read as text."""
+    return name.lower().endswith(SUFFIXES) and not BESIDE_TEXT.fullmatch(name)
 
 
 def _require_printable(path: Path) -> None:
@@ -208,7 +340,7 @@ def _require_readable(path: Path) -> None:
 
 def is_cut(path: Path) -> bool:
     """Whether the format can be split into segments of any size."""
-    return kind_of(path) in (".jsonl", DATASET)
+    return kind_of(path) in (*LINES, DATASET)
 
 
 def segments_of(path: Path, unit_bytes: int) -> list[Segment]:
@@ -224,7 +356,7 @@ def _parts(path: Path, unit_bytes: int) -> list[Segment]:
     kind = kind_of(path)
     if kind != DATASET and path.stat().st_size == 0:
         return []
-    if kind == ".parquet":
+    if kind == PARQUET:
         return _grouped(path, row_groups(path), path.stat().st_size, unit_bytes)
     if kind == DATASET:
         rows, size = dataset_rows(path), dataset_bytes(path)
@@ -232,7 +364,7 @@ def _parts(path: Path, unit_bytes: int) -> list[Segment]:
         ends = [(first, min(first + step, rows)) for first in range(0, rows, step)]
         return [Segment(path, a, b, (b - a) * size // rows) for a, b in ends]
     size = path.stat().st_size
-    step = unit_bytes if kind == ".jsonl" else max(size, 1)
+    step = unit_bytes if kind in LINES else max(size, 1)
     cuts = [(start, min(start + step, size)) for start in range(0, size, step)]
     return [Segment(path, start, stop, stop - start) for start, stop in cuts]
 

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
+import csv
 import io
+import json
+import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from minimind.data.text.documents import (
+    LINE_BYTES_BESIDE_TEXT,
     DocumentError,
     ReadOptions,
     Rejection,
+    document_of_cells,
     document_of_file,
     document_of_line,
     is_too_long,
+    missing_in_table,
     too_long_line,
 )
-from minimind.data.text.inputs import DATASET, Segment, kind_of
+from minimind.data.text.inputs import (
+    DATASET,
+    LINES,
+    PACKINGS,
+    PARQUET,
+    Segment,
+    kind_of,
+    without_packing,
+)
 from minimind.data.text.tables import BUFFER_BYTES, Damage, dataset_texts, parquet_texts, unpacked
 from minimind.errors import DataError
-from minimind.runtime.file_kinds import JSON_TEXT, LOOKED_AT, Kind, kind_of_content, kind_of_file
+from minimind.runtime.file_kinds import (
+    JSON_LIST,
+    JSON_TEXT,
+    LOOKED_AT,
+    Kind,
+    kind_of_content,
+    kind_of_file,
+)
 
 # A document: its text, the bytes of the segment read so far, its line or row, and its offset.
 Found = Iterator[tuple[str, int, int, int | None] | Rejection]
@@ -31,23 +54,40 @@ PIECE_BYTES = 2**20
 def read_segment(segment: Segment, reading: ReadOptions) -> Found:
     r"""Yield documents or rejections, with the bytes of the segment read so far and the place.
 
-    A document is the `text_field` of a line or a row, or all of it (`records`), or a whole .txt
-    file with its newlines; lines of JSON may end with \r\n. Reading continues after a rejection
-    unless the file is damaged. Raise DataError for an unreadable file, or a table without these
-    columns.
+    A document is the `text_field` of a line, an item or a row, or all of it (`records`), or a whole
+    file of text with its newlines; lines of JSON may end with \r\n. Reading continues after a
+    rejection unless the file is damaged. Raise DataError for an unreadable file, or a table without
+    these columns.
 
-    Lines, rows and offsets are those of a Rejection, but in a .jsonl file line numbers count from
-    the start of the segment; every line gives one document or one rejection.
+    Lines, rows and offsets are those of a Rejection, but in LINES line numbers count from the start
+    of the segment; every line gives one document or one rejection. Items of a JSON list are counted
+    as lines are.
     """
     kind = kind_of(segment.path)
     if segment.start == segment.stop:
-        yield _emptiness(segment.path, kind in (".parquet", DATASET))
+        yield _emptiness(segment.path, kind in (PARQUET, DATASET))
         return
     try:
-        yield from _READERS[kind](segment, reading)
+        read = _plain_lines if kind in LINES else _READERS[without_packing(kind)]
+        found = read(segment, reading)
+        yield from _not_held_out(found, segment.path, reading) if reading.held_out else found
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"{segment.path}: cannot be read ({reason}); check the file") from error
+
+
+def _not_held_out(found: Found, path: Path, reading: ReadOptions) -> Found:
+    for one in found:
+        if isinstance(one, Rejection):
+            yield one
+            continue
+        text, _, line, byte = one
+        held_out = reading.held_out.get(sha256(text.encode()).digest())
+        if held_out is None:
+            yield one
+        else:
+            reason = f"is also in {held_out}, which is held out"
+            yield Rejection(path, line, byte, reason, "remove it from one of the two")
 
 
 def _plain_lines(segment: Segment, reading: ReadOptions) -> Found:
@@ -130,7 +170,7 @@ def _document_or_error(line: bytes | bytearray | None, reading: ReadOptions) -> 
 
 def in_file(rejection: Rejection) -> Rejection:
     """Return the rejection with its line number in the file, which requires reading up to it."""
-    if rejection.byte is None or kind_of(rejection.path) != ".jsonl":
+    if rejection.byte is None or kind_of(rejection.path) not in LINES:
         return rejection
     return replace(rejection, line=_line_number(rejection.path, rejection.byte))
 
@@ -165,18 +205,41 @@ def line_offset(path: Path, line: int) -> int:
     return offset
 
 
-def _packed_lines(segment: Segment, reading: ReadOptions) -> Found:
-    with unpacked(segment.path) as content, io.BufferedReader(content, BUFFER_BYTES) as file:
+class _Plain(io.FileIO):
+    """A file that is not compressed, as `Unpacked`."""
+
+    @property
+    def consumed(self) -> int:
+        return self.tell()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, io.BufferedReader[Any]]]:
+    """The content of a file, and the same with a buffer; the former counts what was `consumed`."""
+    is_packed = path.suffix.lower() in PACKINGS
+    with unpacked(path) if is_packed else _Plain(path) as content:
+        with io.BufferedReader(content, BUFFER_BYTES) as file:
+            yield content, file
+
+
+def _streamed_lines(segment: Segment, reading: ReadOptions) -> Found:
+    """Documents of lines of JSON, or of the items of a list, in a file that is read as a whole."""
+    with _opened(segment.path) as (content, file):
         number = position = 0
+        expected = [JSON_TEXT]
         try:
             start = file.peek(LOOKED_AT)
-            for begin, end, line in _lines(file, 0, sys.maxsize, reading):
+            lines = _lines(file, 0, sys.maxsize, reading)
+            is_json = without_packing(kind_of(segment.path)) == ".json"
+            if is_json and start.lstrip().startswith(b"["):
+                lines, expected = _items(file, reading), [JSON_TEXT, JSON_LIST]
+            for begin, end, line in lines:
                 number, position = number + 1, end
                 document = _document_or_error(line, reading)
                 if isinstance(document, str):
                     yield document, content.consumed, number, begin
                 else:
-                    kind = kind_of_content(start, JSON_TEXT)
+                    kind = kind_of_content(start, *expected)
                     yield _rejection(segment.path, number, begin, document, kind)
             if not number:
                 yield _emptiness(segment.path)
@@ -185,9 +248,182 @@ def _packed_lines(segment: Segment, reading: ReadOptions) -> Found:
             yield _rejection(segment.path, number + 1, position, error)
 
 
+# Up to the end of a string, and up to what begins a string, or ends or holds items.
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_BESIDE_STRINGS = re.compile(rb'[^"\[\]{},]*+')
+_DEPTH = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
+
+
+def _items(
+    file: BinaryIO, reading: ReadOptions
+) -> Iterator[tuple[int, int, bytes | bytearray | None]]:
+    """Yield start, end and content of the items of a JSON list, as `_lines` does of lines.
+
+    Only brackets, commas and quotes are looked at; the decoder has the items. Raise Damage where
+    the list itself is no JSON.
+    """
+    marks = _marks(file)
+    blank, _ = next(marks)
+    begin = position = len(blank) + len("[")
+    item: bytearray | None = bytearray()
+    depth, backslashes, has_items = 1, 0, False
+    for part, mark in marks:
+        position += len(part) + len(mark)
+        if not depth and (part + mark).strip():
+            raise Damage("text follows the list", "write one list")
+        is_end = depth == 1 and mark in (b",", b"]")
+        if item is not None:
+            item += part if is_end else part + mark
+            backslashes += part.count(b"\\")
+            item = None if is_too_long(len(item), backslashes, reading) else item
+        if depth == 1 and mark == b"}":
+            raise Damage("the list holds a } without its {", "correct it")
+        if is_end and (has_items or mark == b"," or item is None or item.strip()):
+            start = begin + (0 if item is None else len(item) - len(item.lstrip()))
+            yield start, position, None if item is None else item.strip() + b"\n"
+            has_items = True
+        if is_end:
+            item, begin, backslashes = bytearray(), position, 0
+        depth += _DEPTH.get(mark, 0)
+    if depth:
+        raise Damage("the list is cut off")
+
+
+def _marks(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
+    """Yield each bracket and comma outside of strings with the JSON before it.
+
+    Both are pieces of bounded size: there is none (b"") at the end of what is read at once.
+    """
+    in_string, rest = False, b""
+    while read := file.read(PIECE_BYTES):
+        piece, rest, begin, at = rest + read, b"", 0, 0
+        while at < len(piece):
+            found = (_IN_STRING if in_string else _BESIDE_STRINGS).match(piece, at)
+            at = found.end() if found else at
+            mark = piece[at : at + 1]
+            if mark == b"\\":  # what it escapes comes with the next piece
+                piece, rest = piece[:at], mark
+            elif mark == b'"':
+                in_string, at = not in_string, at + 1
+            elif mark:
+                yield piece[begin:at], mark
+                begin = at = at + 1
+        yield piece[begin:], b""
+
+
+class _CsvLines:
+    """The lines of a CSV file for `csv.reader`, and where the record that it reads begins."""
+
+    def __init__(self, file: BinaryIO, reading: ReadOptions) -> None:
+        # Each quote of a cell is written twice.
+        self.longest = 2 * reading.max_document_bytes + LINE_BYTES_BESIDE_TEXT
+        self.begin = self.end = 0  # bytes
+        self.first, self.number = 1, 0  # lines
+        self._file = file
+
+    def begin_record(self) -> None:
+        self.begin, self.first = self.end, self.number + 1
+
+    def __iter__(self) -> _CsvLines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline(self.begin + self.longest - self.end + 1)
+        if not line:
+            raise StopIteration
+        self.end, self.number = self.end + len(line), self.number + 1
+        if self.end - self.begin > self.longest:
+            raise Damage(
+                f"the record is longer than {self.longest} bytes",
+                "end its quotes, or raise --max_document_bytes",
+            )
+        text = line.decode(errors="surrogateescape")
+        return text.removeprefix("\ufeff") if self.number == 1 else text
+
+
+def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
+    """Documents of the rows of a file of comma- or tab-separated cells below their names.
+
+    Blank lines are no rows, and a byte order mark is none of the first name, as in other readers.
+    """
+    path = segment.path
+    csv.field_size_limit(sys.maxsize)  # `_CsvLines` has a limit
+    with _opened(path) as (content, file):
+        lines = _CsvLines(file, reading)
+        delimiter = "\t" if without_packing(kind_of(path)) == ".tsv" else ","
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        try:
+            columns, width = _csv_columns(path, rows, file.peek(LOOKED_AT), reading)
+            has_rows = False
+            while True:
+                lines.begin_record()
+                try:
+                    row = next(rows, None)
+                    if row is None:
+                        break
+                    if not row:
+                        continue
+                    document: str | DocumentError = _document_of_row(row, columns, width, reading)
+                except csv.Error as error:
+                    fix = "write quotes within a cell twice"
+                    document = DocumentError(f"is not CSV ({error})", fix)
+                except DocumentError as error:
+                    document = error
+                has_rows = True
+                if isinstance(document, str):
+                    yield document, content.consumed, lines.first, lines.begin
+                else:
+                    document.at = 0  # of a cell
+                    yield _rejection(path, lines.first, lines.begin, document)
+            if not has_rows:
+                yield _emptiness(path)
+        except Damage as damage:
+            error = DocumentError(str(damage), damage.remedy)
+            yield _rejection(path, lines.first, lines.begin, error)
+
+
+def _csv_columns(
+    path: Path, rows: Iterator[list[str]], start: bytes, reading: ReadOptions
+) -> tuple[dict[str, int], int]:
+    """Where the columns to read are, by name, and the number of all; raise DataError for none."""
+    try:
+        names = next(filter(None, rows), [])
+        wanted = reading.records.columns(names) if reading.records else reading.names
+        if missing := [name for name in wanted if name not in names]:
+            raise DocumentError(*missing_in_table(names, names, missing[0]))
+        if twice := [name for name in wanted if names.count(name) > 1]:
+            reason = f"has the column {json.dumps(twice[0])} {names.count(twice[0])} times"
+            raise DocumentError(reason, "keep the one that is meant")
+    except (csv.Error, DocumentError) as error:
+        if kind := kind_of_content(start):
+            raise DataError(f"{path}: is {kind.name}, not CSV; {kind.remedy}") from error
+        if isinstance(error, DocumentError):
+            raise DataError(f"{path}: {error.reason}; {error.remedy}") from error
+        raise DataError(f"{path}: its first line is not CSV ({error}); correct it") from error
+    return {name: names.index(name) for name in wanted}, len(names)
+
+
+def _document_of_row(
+    row: list[str], columns: dict[str, int], width: int, reading: ReadOptions
+) -> str:
+    if len(row) != width:
+        reason = f"has {len(row)} cells, and the first row {width}"
+        raise DocumentError(reason, "put a cell with a separator in quotes")
+    cells = {name: row[at].encode(errors="surrogateescape") for name, at in columns.items()}
+    return reading.records.of_row(cells) if reading.records else document_of_cells(cells, reading)
+
+
 def _whole_file(segment: Segment, reading: ReadOptions) -> Found:
-    with open(segment.path, "rb") as file:
-        content = file.read(reading.max_document_bytes + 1)
+    with _opened(segment.path) as (_, file):
+        try:
+            content = file.read(reading.max_document_bytes + 1)
+        except Damage as damage:
+            error = DocumentError(str(damage), damage.remedy)
+            yield _rejection(segment.path, 1, 0, error)
+            return
+    if not content:
+        yield _emptiness(segment.path)
+        return
     kind = kind_of_content(content)
     kind = None if kind is not None and kind.is_text else kind
     try:
@@ -238,10 +474,13 @@ def _rejection(
 
 
 _READERS: dict[str, Callable[[Segment, ReadOptions], Found]] = {
-    ".jsonl": _plain_lines,
-    ".jsonl.gz": _packed_lines,
-    ".jsonl.zst": _packed_lines,
+    ".jsonl": _streamed_lines,
+    ".ndjson": _streamed_lines,
+    ".json": _streamed_lines,
     ".txt": _whole_file,
-    ".parquet": _parquet_rows,
+    ".md": _whole_file,
+    ".csv": _csv_rows,
+    ".tsv": _csv_rows,
+    PARQUET: _parquet_rows,
     DATASET: _dataset_rows,
 }

@@ -1,4 +1,4 @@
-"""Read a text column, or records, of tables; and .gz and .zst files as bounded streams.
+"""Read text columns, or records, of tables; and compressed files as bounded streams.
 
 Tables are Parquet files and Hugging Face datasets on disk.
 
@@ -13,7 +13,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,16 +23,18 @@ from minimind.data.text.documents import (
     DocumentError,
     JsonCell,
     ReadOptions,
-    document_of_cell,
+    document_of_cells,
     missing_in_table,
     too_long_document,
 )
 from minimind.errors import DataError
 from minimind.runtime.file_kinds import (
     ARROW,
+    BZIP2,
     GZIP,
     JSON_TEXT,
     PARQUET,
+    XZ,
     ZSTD,
     kind_of_content,
     kind_of_file,
@@ -40,10 +42,21 @@ from minimind.runtime.file_kinds import (
 from minimind.runtime.terminal import first_lines
 
 # A kibibyte unpacks to 32 MiB at most (zstd; 1 MiB of deflate), which bounds the memory of a
-# decompression bomb.
+# decompression bomb. xz and bzip2 take the bound themselves (`BUFFER_BYTES`).
 PIECE_BYTES = 2**10
 BUFFER_BYTES = 2**20
-TOO_FAR_BACK = "requires too much memory"  # what zstd says of a window of more than 2**27 bytes
+XZ_MEMORY = 2**28  # bytes; `xz -9` needs a quarter
+# What zstd says of a window of more than 2**27 bytes, and xz of one that needs more memory.
+TOO_FAR_BACK = {
+    "requires too much memory": (
+        "the compressed stream looks further back than 128 MiB",
+        "compress it again without --long, or with --long=27 at most",
+    ),
+    "Memory usage limit": (
+        f"the compressed stream needs more than {XZ_MEMORY >> 20} MiB of memory",
+        "compress it again with xz -9 at most",
+    ),
+}
 GZIP_CONTAINER = 31  # wbits: deflate inside a gzip header and checksum
 
 
@@ -67,8 +80,9 @@ class Unpacked(io.RawIOBase):
         file: BinaryIO,
         kind: str,
         start: Callable[[], Any],
-        faults: type[Exception],
+        faults: type[Exception] | tuple[type[Exception], ...],
         padding: bytes,
+        *bound: int,
     ) -> None:
         self.consumed = 0
         self._kind = kind
@@ -76,6 +90,7 @@ class Unpacked(io.RawIOBase):
         self._start = start  # gives a decompressor of one stream
         self._faults = faults
         self._padding = padding  # what may fill the space behind a stream
+        self._bound = bound  # bytes that a decompressor gives at most, if it takes such a limit
         self._stream: Any = None  # None between two streams
         self._finished = False  # one stream at least
         self._packed = b""
@@ -95,11 +110,12 @@ class Unpacked(io.RawIOBase):
         return size
 
     def _refill(self) -> bool:
-        """Read more compressed bytes; return False at the end of the file."""
-        if not self._packed:
+        """Unpack more bytes; return False at the end of the file."""
+        has_more = not getattr(self._stream, "needs_input", True)
+        if not self._packed and not has_more:
             self._packed = self._file.read(PIECE_BYTES)
             self.consumed += len(self._packed)
-        if not self._packed:
+        if not self._packed and not has_more:
             if self._stream is not None:
                 raise Damage("the compressed stream is cut off")
             return False
@@ -110,13 +126,11 @@ class Unpacked(io.RawIOBase):
                     return True
             self._stream = self._start()
         try:
-            self._ready = memoryview(self._stream.decompress(self._packed))
+            self._ready = memoryview(self._stream.decompress(self._packed, *self._bound))
         except self._faults as error:
-            if TOO_FAR_BACK in str(error):
-                raise Damage(
-                    "the compressed stream looks further back than 128 MiB",
-                    "compress it again without --long, or with --long=27 at most",
-                ) from error
+            for words, told in TOO_FAR_BACK.items():
+                if words in str(error):
+                    raise Damage(*told) from error
             is_first = not self._finished and self.consumed <= PIECE_BYTES
             if is_first and (kind := kind_of_content(self._packed, self._kind)):
                 raise Damage(f"the file is {kind.name}, not {self._kind}", kind.remedy) from error
@@ -134,8 +148,19 @@ class Unpacked(io.RawIOBase):
 
 
 def unpacked(path: Path) -> Unpacked:
-    """Open a .gz or .zst file; raise DataError if its library is missing."""
-    if path.suffix.lower() == ".zst":
+    """Open a compressed file; raise DataError if its library is missing."""
+    suffix = path.suffix.lower()
+    if suffix == ".xz":
+        import lzma
+
+        start = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, XZ_MEMORY)
+        return Unpacked(open(path, "rb"), XZ, start, lzma.LZMAError, b"\0", BUFFER_BYTES)
+    if suffix == ".bz2":
+        import bz2
+
+        faults, start = (OSError, ValueError), bz2.BZ2Decompressor
+        return Unpacked(open(path, "rb"), BZIP2, start, faults, b"", BUFFER_BYTES)
+    if suffix == ".zst":
         zstandard = _zstandard(path)
         start = zstandard.ZstdDecompressor().decompressobj
         return Unpacked(open(path, "rb"), ZSTD, start, zstandard.ZstdError, b"")
@@ -198,7 +223,8 @@ def parquet_texts(
     there is no column to read.
     """
     with _parquet(path) as file:
-        columns = _columns(path, file.schema_arrow, reading)
+        schema = file.schema_arrow
+        columns = _columns(path, schema, reading)
         first, groups = 0, []
         for number in range(file.metadata.num_row_groups):
             if start <= first < stop:
@@ -207,7 +233,7 @@ def parquet_texts(
         batches = file.iter_batches(
             ROWS_PER_BATCH, row_groups=groups, columns=columns, use_threads=False
         )
-        yield from _texts(batches, columns, reading)
+        yield from _texts(batches, columns, schema, reading)
 
 
 def dataset_texts(
@@ -215,22 +241,23 @@ def dataset_texts(
 ) -> Iterator[str | DocumentError]:
     """Yield the texts of rows `start` to `stop`, or their problems; as parquet_texts."""
     dataset = _dataset(path)
-    columns = _columns(path, dataset.features.arrow_schema, reading)
+    schema = dataset.features.arrow_schema
+    columns = _columns(path, schema, reading)
     rows = dataset.select_columns(columns).with_format("arrow")
     tables = (
         rows[first : min(first + ROWS_PER_BATCH, stop)]
         for first in range(start, stop, ROWS_PER_BATCH)
     )
     batches = (batch for table in tables for batch in table.to_batches())
-    yield from _texts(batches, columns, reading)
+    yield from _texts(batches, columns, schema, reading)
 
 
 def _texts(
-    batches: Iterator[Any], columns: list[str], reading: ReadOptions
+    batches: Iterator[Any], columns: list[str], schema: Any, reading: ReadOptions
 ) -> Iterator[str | DocumentError]:
     import pyarrow
 
-    split, text_of = _reader_of_rows(reading)
+    split, text_of = _reader_of_rows(schema, reading)
     while True:
         try:
             batch = next(batches, None)
@@ -247,23 +274,53 @@ def _texts(
 
 
 def _reader_of_rows(
-    reading: ReadOptions,
+    schema: Any, reading: ReadOptions
 ) -> tuple[Callable[[Any], Iterator[Any]], Callable[[Any], str]]:
     """Functions that split a batch into rows, and that give the text of a row."""
+    if reading.records is not None:
+        return _records, reading.records.of_row
+    paths = [_path(schema, name) for name in reading.names]
 
-    def text_of_cell(row: tuple[Any, int, bool]) -> str:
-        cell, size, is_json = row
+    def content_of(cell: Any, size: int, is_json: bool) -> bytes | JsonCell | None:
         limit = reading.max_document_bytes
         if size > (limit * LINE_BYTES_PER_TEXT_BYTE + len('""') if is_json else limit):
             raise too_long_document(size, reading)
         content = cell.as_py()
-        return document_of_cell(
-            content if content is None or not is_json else JsonCell(content), reading
-        )
+        return content if content is None or not is_json else JsonCell(content)
 
-    if reading.records is not None:
-        return _records, reading.records.of_row
-    return lambda batch: _cells(batch.column(0)), text_of_cell
+    def text_of_row(row: tuple[tuple[Any, int, bool], ...]) -> str:
+        cells = zip(reading.names, row, strict=True)
+        return document_of_cells({name: content_of(*cell) for name, cell in cells}, reading)
+
+    def rows_of(batch: Any) -> Iterator[Any]:
+        return zip(*(_cells(_leaf(batch, path)) for path in paths), strict=True)
+
+    return rows_of, text_of_row
+
+
+def _path(fields: Any, name: str) -> list[str]:
+    """The column of a name and the fields in it, by the names around its dots; [] if none is so."""
+    from pyarrow import types
+
+    by_name = {field.name: field for field in fields}
+    head, _, rest = name.partition(".")
+    if name in by_name:
+        return [name]
+    if not rest or head not in by_name or not types.is_struct(by_name[head].type):
+        return []
+    inner = _path(by_name[head].type, rest)
+    return [head, *inner] if inner else []
+
+
+def _leaf(batch: Any, path: Sequence[str]) -> Any:
+    """The column at a path."""
+    from pyarrow import compute
+
+    column = batch.column(path[0])
+    for name in path[1:]:
+        column.validate()
+        column = compute.call_function("struct_field", [column], compute.StructFieldOptions([name]))
+    return column
 
 
 def _records(batch: Any) -> Iterator[dict[str, Any]]:
@@ -363,8 +420,9 @@ def _cells(column: Any) -> Iterator[tuple[Any, int, bool]]:
 def _columns(path: Path, schema: Any, reading: ReadOptions) -> list[str]:
     """The columns to read; raise DataError if they are missing or of a type that is not read."""
     if reading.records is None:
-        columns = [reading.text_field]
-        _require_text(path, schema, reading.text_field)
+        for name in reading.names:
+            _require_text(path, schema, name)
+        columns = list(dict.fromkeys(_path(schema, name)[0] for name in reading.names))
     else:
         try:
             columns = reading.records.columns(schema.names)
@@ -397,6 +455,7 @@ def _misread(field: Any) -> str:
 
 def _require_text(path: Path, schema: Any, field: str) -> None:
     import pyarrow
+    from pyarrow import types
 
     strings = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
     others = (pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view(), pyarrow.null())
@@ -406,14 +465,25 @@ def _require_text(path: Path, schema: Any, field: str) -> None:
         return column.type.value_type if is_dictionary else column.type
 
     name = json.dumps(field)
-    times = schema.names.count(field)
-    if not times:
-        texts = [column.name for column in schema if kind_of(column) in strings]
+    names = _path(schema, field)
+    if not names:
+        inner = (
+            [f"{one.name}.{i.name}", i]
+            for one in schema
+            if types.is_struct(one.type)
+            for i in one.type
+        )
+        columns = [*((one.name, one) for one in schema), *inner]
+        texts = [name for name, column in columns if kind_of(column) in strings]
         reason, remedy = missing_in_table(schema.names, texts, field)
         raise DataError(f"{path}: {reason}; {remedy}")
-    if times > 1:
+    if (times := schema.names.count(names[0])) > 1:
+        name = json.dumps(names[0])
         raise DataError(f"{path}: has the column {name} {times} times; keep the one that is meant")
-    kind = kind_of(schema.field(field))
+    column = schema.field(names[0])
+    for key in names[1:]:
+        column = column.type.field(key)
+    kind = kind_of(column)
     if kind not in (*strings, *others) and not isinstance(kind, pyarrow.BaseExtensionType):
         problem = f"column {name} holds {kind}, not string"
         raise DataError(f"{path}: {problem}; give --text_field and a column of text")

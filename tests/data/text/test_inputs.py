@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from minimind.data.prepare.work_units import Options, make_plan
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import Source, find_files, kind_of, require_once, segments_of
+from minimind.data.text.inputs import KNOWN, Source, find_files, kind_of, require_once, segments_of
 from minimind.data.text.readers import read_segment
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import DataError, UsageError
@@ -46,10 +46,11 @@ def names_of(found, directory):
 
 def test_a_directory_is_searched_at_every_depth_and_sorted(tmp_path):
     write(tmp_path, "b.txt", "a/z.jsonl", "a/b/c.txt", ".hidden.txt", ".cache/d.txt", "notes.md")
-    write(tmp_path, "a/y.jsonl.gz", "a/x.jsonl.zst", "a/w.parquet", "a/v.gz", "a/u.json")
+    write(tmp_path, "a/y.jsonl.gz", "a/x.jsonl.zst", "a/w.parquet", "a/v.gz", "a/u.js")
+    write(tmp_path, "README.md", "a/dataset_infos.json", "a/removed.ndjson", "a/tokenizer.json")
     names = names_of(find_files([tmp_path / "b.txt", str(tmp_path)]), tmp_path)
     below = ["a/b/c.txt", "a/w.parquet", "a/x.jsonl.zst", "a/y.jsonl.gz", "a/z.jsonl"]
-    assert names == ["b.txt", *below, "b.txt"]
+    assert names == ["b.txt", *below, "b.txt", "notes.md"]
 
 
 def test_a_link_to_a_directory_is_followed_once(tmp_path):
@@ -162,21 +163,21 @@ def test_a_dataset_on_disk_is_one_input_wherever_it_lies(dataset, tmp_path):
 def test_what_cannot_be_read_is_refused_by_name(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "zero.txt").touch()
-    (tmp_path / "a.json").write_bytes(b"{}")
+    (tmp_path / "a.js").write_bytes(b"{}")
     (tmp_path / "a.gz").write_bytes(b"{}")
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "link.txt").symlink_to(tmp_path / "gone.txt")
     for name, words in [
         ("missing.jsonl", "no such file"),
-        ("empty", "holds no .jsonl, .jsonl.gz, .jsonl.zst, .txt or .parquet file"),
-        ("a.json", "suffix '.json' is not .jsonl, .jsonl.gz, .jsonl.zst, .txt or .parquet"),
+        ("empty", f"holds no {KNOWN} file"),
+        ("a.js", "suffix '.js' is none of .jsonl, .ndjson, .json, .txt, .md, .csv, .tsv (also"),
         ("a.gz", "suffix '.gz'"),
         ("pipe.jsonl", "pipe or a device"),
         ("link.txt", "link to a file that is not there"),
         ("x" * 300 + ".txt", "cannot be read (File name too long)"),
         ("zero.txt/a.jsonl", "no such file"),
         ("*.parquet", "matches no .jsonl"),
-        ("*.json", "matches no .jsonl"),
+        ("*.js", "matches no .jsonl"),
     ]:
         with pytest.raises(DataError) as caught:
             find_files([tmp_path / name])
