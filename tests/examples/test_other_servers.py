@@ -132,6 +132,6 @@ def test_conversations_are_formatted_to_the_text_and_ids_of_training(asked: Any,
     questions, answers = asked
     template = template_of(model[1], None, model[2])
     for turns, told in zip(questions["conversations"], answers["templates"], strict=True):
-        messages = [Message(**turn) for turn in turns]
+        messages = [Message(turn["role"], turn["content"]) for turn in turns]
         assert told["ids"] == template.prompt(messages)
         assert told["text"] == template.render(messages, add_generation_prompt=True)

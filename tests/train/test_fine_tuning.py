@@ -166,7 +166,7 @@ def test_exports_carry_the_template_and_format_alike(
     assert ours.chat_template == DEFAULT_TEMPLATE
     theirs = AutoTokenizer.from_pretrained(place / "llama")
     turns = [{"role": "user", "content": "what is salt?"}, {"role": "assistant", "content": "x y"}]
-    messages = [Message(**turn) for turn in turns]
+    messages = [Message(turn["role"], turn["content"]) for turn in turns]
     ids = ChatTemplate(DEFAULT_TEMPLATE, ours).encode(messages)[0].tolist()
     assert theirs.apply_chat_template(turns, tokenize=True, return_dict=False) == ids
     assert theirs.encode("a<|user|>")[-1] == ours.special_tokens()["<|user|>"]  # matched in texts
