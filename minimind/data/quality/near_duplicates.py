@@ -31,13 +31,13 @@ class MinHash:
     hashes: int = 8
 
 
-def require_datatrove() -> None:
+def require_datatrove(flag: str) -> None:
     """Raise UsageError if datatrove is not installed."""
     try:
         import datatrove  # noqa: F401
     except ModuleNotFoundError as error:
         raise UsageError(
-            "--minhash needs datatrove, which is not installed; pip install"
+            f"{flag} needs datatrove, which is not installed; pip install"
             " 'minimind-deepspeed[quality]'"
         ) from error
 
