@@ -19,7 +19,7 @@ from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.object_cache import ObjectCache
 
 EXAMPLE = "minimind data filter my_text.jsonl --out dataset/clean --exact_dedup"
-STEPS = ("min_chars", "max_chars", "languages", "rules", "exact_dedup", "minhash")
+STEPS = ("min_chars", "max_chars", "languages", "rules", "decontaminate", "exact_dedup", "minhash")
 MIN_PROBABILITY = 0.5  # text without words is en with 0.12
 MINHASH = {"ngrams": "words of an n-gram (default: 5)", "buckets": "buckets (default: 14)"}
 MINHASH |= {"hashes": "hashes of a bucket (default: 8)"}
@@ -44,6 +44,10 @@ def add_parser(actions: Any) -> None:
         "--rules: words and sentences of spaCy, as in datatrove, or by expressions (default: spacy)"
     )
     add("--rules_words", choices=("spacy", "plain"), help=text)
+    text = "remove texts that have 12 words in a row in common with a text of these"
+    add("--decontaminate", nargs="+", default=[], metavar="PATH", help=text)
+    text = "--decontaminate: field or column of the text (default: --text_field)"
+    add("--decontaminate_field", type=utf8, metavar="NAME", help=text)
     text = "remove texts that were read before, but for blanks; the first one stays"
     add("--exact_dedup", action="store_true", help=text)
     text = "remove near-duplicates, by MinHash of datatrove; one of each cluster stays"
@@ -86,6 +90,8 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         raise UsageError("--min_language_probability without --languages; give --languages too")
     if args.rules_words and not args.rules:
         raise UsageError("--rules_words without --rules; give --rules too")
+    if args.decontaminate_field and not args.decontaminate:
+        raise UsageError("--decontaminate_field without --decontaminate; give --decontaminate too")
     languages = args.languages.split(",") if args.languages else []
     rules = args.rules.split(",") if args.rules else []
     request = FilterRequest(
@@ -101,6 +107,8 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         MIN_PROBABILITY if probability is None else probability,
         tuple(rule.strip() for rule in rules),
         args.rules_words or "spacy",
+        tuple(args.decontaminate),
+        args.decontaminate_field or args.text_field,
     )
     _print_report(filter_text(request, args.out, args.force, cache))
     print(f"done: --data_path {args.out}")

@@ -15,7 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from minimind.data.prepare.encode import refuse
 from minimind.data.prepare.merge import require_few_rejected
 from minimind.data.prepare.remote import local_text
+from minimind.data.quality.decontaminate import ngram_filter
 from minimind.data.quality.near_duplicates import MinHash, near_duplicates, require_datatrove
 from minimind.data.quality.rules import filters_of, require_rules
 from minimind.data.text.documents import ReadOptions, Rejection
@@ -217,6 +218,23 @@ def in_rule(rule: str, datatrove_filter: Any) -> Check:
     return check
 
 
+def without_ngrams_of(files: Sequence[Path], reading: ReadOptions) -> Check:
+    """Remove texts that have an n-gram of the files."""
+    from datatrove.data import Document
+
+    find = ngram_filter(files, reading)
+
+    def check(text: str, _: int) -> Removal | str:
+        document = Document(text, "")
+        if find.filter(document) is True:
+            return text
+        ngram, number = (document.metadata[f"contaminated_{name}"] for name in ("ngram", "task"))
+        found = {"ngram": ngram, "of": named(str(files[int(number)]))}
+        return Removal("decontaminate", found=found)
+
+    return check
+
+
 REPORT_NAME = "report.json"
 REMOVED_NAME = "removed.ndjson"  # a suffix that is no input, so that --data_path takes the folder
 LARGEST_REPORT = 2**28  # bytes: it lists every input
@@ -239,15 +257,20 @@ class FilterRequest:
     min_language_probability: float = 0.0
     rules: tuple[str, ...] = ()
     rules_words: str = "spacy"
+    decontaminate: tuple[str, ...] = ()
+    decontaminate_field: str = "text"
 
-    def checks(self) -> list[Check]:
-        """The checks of single documents, in order."""
+    def checks(self, foreign: Sequence[Path]) -> list[Check]:
+        """The checks of single documents, in order; `foreign` are the files of `decontaminate`."""
         checks = [] if self.min_chars is None else [at_least_chars(self.min_chars)]
         checks += [] if self.max_chars is None else [at_most_chars(self.max_chars)]
         if self.languages:
             checks.append(in_languages(self.languages, self.min_language_probability))
         if self.rules:
             checks += [in_rule(*one) for one in filters_of(self.rules, self.rules_words)]
+        if foreign:
+            reading = replace(self.reading, text_field=self.decontaminate_field)
+            checks.append(without_ngrams_of(foreign, reading))
         return [*checks, exact_duplicates()] if self.exact_dedup else checks
 
     def steps(self) -> dict[str, Any]:
@@ -257,6 +280,9 @@ class FilterRequest:
         names += ["rules_words"] if self.rules else []
         values = {name: getattr(self, name) for name in names}
         steps = {name: value for name, value in values.items() if value not in (None, False, ())}
+        if self.decontaminate:
+            steps["decontaminate"] = [named(path) for path in self.decontaminate]
+            steps["decontaminate_field"] = self.decontaminate_field
         return steps if self.minhash is None else {**steps, "minhash": asdict(self.minhash)}
 
 
@@ -276,19 +302,25 @@ def filter_text(
         require_datatrove("--minhash")
     if request.rules:
         require_rules(request.rules, request.rules_words)
+    if request.decontaminate:
+        require_datatrove("--decontaminate")
     files = find_files(local_text(request.paths, cache))
+    foreign = find_files(local_text(request.decontaminate, cache)) if request.decontaminate else []
     require_once(files, "")
-    if inside := next((file for file in files if file.resolve().is_relative_to(folder.path)), None):
+    inside = [file for file in files + foreign if file.resolve().is_relative_to(folder.path)]
+    if inside:
         raise UsageError(
-            f"--out {out} holds {inside}, which is read; give another folder, outside of the text"
+            f"--out {out} holds {inside[0]}, which is read; give another folder, outside of the"
+            " text"
         )
+    checks = request.checks(foreign)
     with folder.written_aside() as draft:
         with (
             phase("filtering the text"),
             open(draft / REMOVED_NAME, "wb") as listed,
             closing(PartWriter(draft)) as writer,
         ):
-            run = _Run(request, files, listed)
+            run = _Run(request, checks, files, listed)
             if request.minhash is None:
                 for text, _ in run.passing():
                     run.keep(text, writer)
@@ -316,8 +348,15 @@ def _is_output(folder: Path) -> bool:
 class _Run:
     """Reads the files once, and counts each document as kept, rejected or removed."""
 
-    def __init__(self, request: FilterRequest, files: Sequence[Path], listed: BinaryIO) -> None:
+    def __init__(
+        self,
+        request: FilterRequest,
+        checks: Sequence[Check],
+        files: Sequence[Path],
+        listed: BinaryIO,
+    ) -> None:
         self.request = request
+        self.checks = checks
         self.files = files
         self.documents: Counter[str] = Counter()  # counts by reason, and "kept" and "rejected"
         self.bytes: Counter[str] = Counter()  # UTF-8 bytes of text; a rejected document has none
@@ -327,10 +366,9 @@ class _Run:
 
     def passing(self) -> Iterator[tuple[str, int]]:
         """Yield what the checks leave of the documents, with their places; list the others."""
-        checks = self.request.checks()
         for text, place in self._documents():
             left: str | Removal = text
-            for check in checks:
+            for check in self.checks:
                 left = check(left, place)
                 if isinstance(left, Removal):
                     self.remove(text, place, left)
