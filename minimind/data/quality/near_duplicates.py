@@ -31,13 +31,13 @@ class MinHash:
     hashes: int = 8
 
 
-def require_datatrove() -> None:
+def require_datatrove(flag: str) -> None:
     """Raise UsageError if datatrove is not installed."""
     try:
         import datatrove  # noqa: F401
     except ModuleNotFoundError as error:
         raise UsageError(
-            "--minhash needs datatrove, which is not installed; pip install"
+            f"{flag} needs datatrove, which is not installed; pip install"
             " 'minimind-deepspeed[quality]'"
         ) from error
 
@@ -59,7 +59,7 @@ def near_duplicates(texts: Iterable[str], options: MinHash, folder: Path) -> dic
     )
     signatures, pairs, clusters = (str(folder / name) for name in ("signatures", "pairs", "found"))
     reading = {"config": config, "lines_to_buffer": READ_LINES}
-    with _quiet():
+    with quiet():
         _write_signatures(texts, config, signatures)
         buckets = minhash.MinhashDedupBuckets(signatures, pairs, **reading)
         for bucket in range(options.buckets):
@@ -71,7 +71,7 @@ def near_duplicates(texts: Iterable[str], options: MinHash, folder: Path) -> dic
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the log of datatrove."""
     from loguru import logger
 

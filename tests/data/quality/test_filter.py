@@ -40,6 +40,7 @@ def report_of(out: Path) -> dict[str, Any]:
     report = json.loads((out / "report.json").read_text())
     for what in ("documents", "bytes"):
         others = sum(counts[what] for counts in report["removed"].values())
+        others += report["cut"]["bytes"] if what == "bytes" else 0
         assert report["read"][what] == report["kept"][what] + report["rejected"][what] + others
     texts = kept(out)
     assert report["kept"]["documents"] == len(texts)

@@ -118,4 +118,4 @@ def test_characters_of_chinese_and_japanese_are_words():
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datatrove", None)
     with pytest.raises(module.UsageError, match=r"pip install 'minimind-deepspeed\[quality\]'"):
-        module.require_datatrove()
+        module.require_datatrove("--minhash")
