@@ -317,7 +317,7 @@ def test_quotes_without_an_end_do_not_take_the_whole_file_into_memory(tmp_path):
         ("id,text\n".encode("utf-16"), "is UTF-16, not CSV; convert it to UTF-8"),
         ('{"text": "a"}\r\n'.encode("utf-16"), "is UTF-16, not CSV; convert it to UTF-8"),
         (b'id,"text"s\n', "its first line is not CSV ("),
-        (gzip.compress(b"text\n"), "is gzip, not CSV; unpack it (gzip -d), or name it .gz"),
+        (gzip.compress(b"text\n", mtime=0), "is gzip, not CSV; unpack it (gzip -d), or name it .gz"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, not CSV; fetch"),
         (b"<!DOCTYPE html>\n<html>", "is a page of HTML, not CSV; download the file itself"),
         (b'{"text": "a"}\n', "is JSON, not CSV; "),
