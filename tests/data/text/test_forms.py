@@ -36,6 +36,7 @@ from minimind.data.text.inputs import PACKINGS, find_files, segments_of
 from minimind.errors import DataError, UsageError
 from tests.data.text.reading import documents_of, read
 
+GZIPPED = gzip.compress(b"text\n", mtime=0)  # with a time it would be another test id each second
 PACKERS = {
     "": bytes,
     ".gz": gzip.compress,
@@ -317,7 +318,7 @@ def test_quotes_without_an_end_do_not_take_the_whole_file_into_memory(tmp_path):
         ("id,text\n".encode("utf-16"), "is UTF-16, not CSV; convert it to UTF-8"),
         ('{"text": "a"}\r\n'.encode("utf-16"), "is UTF-16, not CSV; convert it to UTF-8"),
         (b'id,"text"s\n', "its first line is not CSV ("),
-        (gzip.compress(b"text\n", mtime=0), "is gzip, not CSV; unpack it (gzip -d), or name it .gz"),
+        (GZIPPED, "is gzip, not CSV; unpack it (gzip -d), or name it .gz"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, not CSV; fetch"),
         (b"<!DOCTYPE html>\n<html>", "is a page of HTML, not CSV; download the file itself"),
         (b'{"text": "a"}\n', "is JSON, not CSV; "),
@@ -354,7 +355,7 @@ def test_a_wrong_kind_is_named_at_the_first_line(tmp_path):
     for name, content, words in [
         ("a.jsonl", json.dumps([{"text": "a"}], indent=1).encode(), "or name it .json"),
         ("a.ndjson", '{"text": "a"}\n'.encode("utf-16"), "the file is UTF-16; convert"),
-        ("a.json", gzip.compress(b"[]"), "the file is gzip; unpack it (gzip -d), or name it .gz"),
+        ("a.json", GZIPPED, "the file is gzip; unpack it (gzip -d), or name it .gz"),
         ("a.json", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer; fetch"),
         ("b.json", b"%PDF-1.7\n", "the file is a PDF; write its text as .txt"),
         ("c.md", b"PK\x03\x04" + b"\0" * 60, "the file is a zip archive; unpack it (unzip)"),
