@@ -48,6 +48,10 @@ MAX_SECONDS, MAX_BYTES = 2.0, 2**29
 PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
 PROBES = (PROBE, (Message(SYSTEM, " e f "), *PROBE), (*PROBE, Message(TOOL, " g h "), *PROBE[1:]))
 ANSWER_WITH_THOUGHT = Message(ASSISTANT, "<think>\nx y\n</think>\n\nc d")
+CALLS_REMEDY = (
+    'it may read calls of another form: {"type": "function", "function": {"name": "...",'
+    ' "arguments": {...}}}, or arguments as JSON text'
+)
 LONG_PROBE = tuple(Message(one.role, one.content * 100) for one in PROBE * 16)
 
 
@@ -162,6 +166,8 @@ class Renderer:
             if not (isinstance(error, TooLarge | TooLong) or any(m.more for m in conversation)):
                 self.require_texts(conversation, "")
             reason = f"{self.name} cannot be rendered ({type(error).__name__}: {_shown(error)})"
+            if any(CALLS in message.more for message in conversation):
+                raise UsageError(f"{reason}; {CALLS_REMEDY}") from error
             raise UsageError(f"{reason}; correct it, or give another") from error
 
 

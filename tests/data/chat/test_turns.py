@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from minimind.data.chat.conversations import conversation_of, conversation_of_line
 from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate, readable
 from minimind.data.text.documents import DocumentError, ReadOptions
+from minimind.errors import UsageError
 from tests.data.chat.made import conversation, text
 from tests.data.chat.templates import MARKED, NO_THOUGHTS, NO_TOOLS, ONE_CALL, PLAIN
 
@@ -294,6 +295,19 @@ def test_a_template_may_put_digits_between_marks(tokenizer):
         given = {"messages": [chat[0], {**chat[1], "reasoning_content": ""}, chat[0]]}
         with pytest.raises(DocumentError, match="the chat template changes what it says"):
             ChatTemplate(source, tokenizer).encode(read(given))
+
+
+def test_an_error_of_a_template_with_calls_tells_the_form_it_may_read(tokenizer):
+    source = PLAIN["hermes"].replace("call.function or call", "call.function")
+    assert source != PLAIN["hermes"]
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "tool_calls": [CALL]}]
+    with pytest.raises(
+        UsageError, match=r"cannot be rendered .*; it may read calls of another form"
+    ):
+        ChatTemplate(source, tokenizer).encode(read({"messages": chat}))
+    wrapped = {"type": "function", "function": CALL}
+    chat[1] = {"role": "assistant", "tool_calls": [wrapped]}
+    assert trained(tokenizer, source, {"messages": chat})
 
 
 def test_tools_stay_where_a_template_reads_them(tokenizer):
