@@ -91,7 +91,7 @@ class Options:
 
     @property
     def reading(self) -> ReadOptions:
-        """How text is read; `Work.reading` also knows conversations."""
+        """How text is read; `Work.reading_of` also knows conversations."""
         return ReadOptions(self.text_field, self.max_document_bytes)
 
 

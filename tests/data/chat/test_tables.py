@@ -109,7 +109,8 @@ def written(place: Path, rows: list[Any]) -> Path:
 
 def read(path: Path, tokenizer: Any, unit_bytes: int = 2**62) -> list[str | Rejection]:
     plan = make_plan([Source("data", (str(path),))], OPTIONS)
-    reading = Work(path.parent, plan, tokenizer, is_strict=False).reading
+    work = Work(path.parent, plan, tokenizer, is_strict=False)
+    reading = work.reading_of(plan.units[0], set())
     found = [one for part in segments_of(path, unit_bytes) for one in read_segment(part, reading)]
     return [one if isinstance(one, Rejection) else one[0] for one in found]
 
@@ -511,7 +512,7 @@ def test_the_limit_of_a_document(tokenizer: Any, tmp_path: Path):
     plan = make_plan([Source("data", (str(path),))], replace(OPTIONS, max_document_bytes=1000))
     work = Work(tmp_path, plan, tokenizer, is_strict=False)
     (segment,) = segments_of(path, 2**62)
-    (found,) = read_segment(segment, work.reading)
+    (found,) = read_segment(segment, work.reading_of(plan.units[0], set()))
     assert "bytes, more than max_document_bytes = 1000" in str(found)
 
 

@@ -2,12 +2,13 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from minimind.data.chat.conversations import conversation_of, conversation_of_line
-from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate, readable
+from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate, TrainOn, readable
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.errors import UsageError
 from tests.data.chat.made import conversation, text
@@ -30,7 +31,7 @@ def call(draw):
 
 def answer(draw, name, calls):
     """An assistant turn; thoughts stand beside the content or in it."""
-    turn = {"role": "assistant", "content": text(draw, 9)}
+    turn: dict[str, Any] = {"role": "assistant", "content": text(draw, 9)}
     if calls:
         turn["tool_calls"] = [call(draw) for _ in range(1 if name in ONE_CALL else calls)]
         if name in ONE_CALL or name == "mistral" or draw.random() < 0.3:
@@ -225,7 +226,7 @@ def test_what_a_template_does_not_write_is_refused(tokenizer, name, answered, be
     assert f"{caught.value.reason}; {caught.value.remedy}".startswith(words)
 
 
-def trained(tokenizer, source, given, train_on="assistant"):
+def trained(tokenizer, source, given, train_on: TrainOn = "assistant"):
     ids, targets = ChatTemplate(source, tokenizer).encode(read(given), train_on)
     return [part.split("]]")[0] for part in readable(tokenizer, ids, targets).split("[[")[1:]]
 
