@@ -151,9 +151,12 @@ def test_the_seed_layout_mixed_precision_beside_a_deepspeed_file_works(setup_for
 
 
 def test_the_command_line_of_the_parent_is_read_and_empty_once_it_is_gone(monkeypatch):
-    with subprocess.Popen(["sleep", "600"]) as parent:
+    words = ["sh", "-c", "echo begun; read line"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()  # a process that just begins has no command line yet
         monkeypatch.setattr(os, "getppid", lambda: parent.pid)
-        assert parent_command() == ["sleep", "600"]
+        assert parent_command() == words
         parent.kill()
     assert parent_command() == []
 
