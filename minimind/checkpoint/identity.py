@@ -65,7 +65,7 @@ def identity(
 
 
 def _template(run: RunConfig, prepared: Prepared) -> dict[str, Any]:
-    """Digest of the chat template, by which the model is prompted, and what else it is told."""
+    """Digest of the chat template that prompts the model, with its date and variables."""
     source = prepared.tokenizer.chat_template if run.task == "sft" else None
     if source is None:
         return {}

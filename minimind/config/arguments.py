@@ -18,8 +18,9 @@ from minimind.errors import UsageError
 
 EXAMPLE = "example:"
 # What every template has besides its variables.
-FIXED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "bos_token"}
-FIXED_VARIABLES |= {"eos_token"}
+FIXED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "namespace", "dict"}
+FIXED_VARIABLES |= {"bos_token", "eos_token", "pad_token", "unk_token", "continue_final_message"}
+FIXED_VARIABLES |= {"raise_exception", "strftime_now", "cycler", "joiner", "range"}
 
 
 class Formatter(argparse.HelpFormatter):
@@ -264,7 +265,7 @@ def template_variables(text: str | None) -> dict[str, Any]:
     if not isinstance(found, dict) or not all(map(str.isidentifier, found)):
         raise ValueError('is no JSON object of names such as {"enable_thinking": false}')
     if reserved := FIXED_VARIABLES & found.keys():
-        raise ValueError(f"has {min(reserved)}, which each conversation has itself")
+        raise ValueError(f"has {min(reserved)}, which every template has")
     return found
 
 

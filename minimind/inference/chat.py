@@ -163,7 +163,7 @@ class Chat:
         if CLOSE in begun and (is_thought or begun.startswith(OPEN)):
             thoughts, _, content = begun.removeprefix(OPEN).partition(CLOSE)
             content = content.lstrip("\n")
-            if thoughts.strip() and self.template.writes(THOUGHTS[0]):
+            if thoughts.strip() and THOUGHTS[0] in self.template.keys_of_thoughts:
                 more[THOUGHTS[0]] = thoughts.strip("\n")
             elif thoughts.strip():
                 content = text

@@ -34,6 +34,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+from minimind.config.arguments import FIXED_VARIABLES
 from minimind.data.text.documents import (
     DocumentError,
     JsonCell,
@@ -54,10 +55,6 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of what an ans
 CALLS, CALL_ID, TOOLS = "tool_calls", "tool_call_id", "tools"
 TOOLS_REMEDY = 'write "tool_calls", a list of calls, or remove the conversation'
 VARIABLES = "chat_template_kwargs"  # transformers' name for the variables of a template
-# What a template has by name: a record cannot give it another value.
-RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-RESERVED |= {"bos_token", "eos_token", "pad_token", "unk_token", "namespace", "dict", "range"}
-RESERVED |= {"raise_exception", "strftime_now", "cycler", "joiner"}
 TOOLS_EXAMPLE = '[{"type": "function", "function": {"name": "...", "parameters": {...}}}]'
 CALL_EXAMPLE = '[{"name": "...", "arguments": {...}}]'
 PART_KEYS = {"type", "text", "index", "cache_control"}  # keys of a part of the content
@@ -88,16 +85,6 @@ class Message:
     name: str = ""  # who speaks, for a template that writes it
     more: Mapping[str, Any] = field(default_factory=dict)
     is_trained: bool = True
-
-    @property
-    def key_of_thoughts(self) -> str:
-        """The key in `more` of what an answer begins with; empty without it."""
-        return next((key for key in THOUGHTS if self.more.get(key)), "")
-
-    @property
-    def thoughts(self) -> str:
-        """What an answer begins with; empty without it."""
-        return self.more.get(self.key_of_thoughts, "").strip()
 
 
 class Conversation(tuple[Message, ...]):
@@ -219,7 +206,9 @@ def message_of_turn(turn: Any, spelling: Spelling, ignored: set[str]) -> Message
         text = require_content(content, spelling.content)
     for inner in texts_in(more):
         usable_size(inner)
-    is_trained = meant != ASSISTANT or _is_trained(fields, spelling)
+    others = fields.keys() - {spelling.role, spelling.content, *EXTRA, "name", TOOLS}
+    weights = [weight_of(fields[key]) for key in others if WEIGHT.fullmatch(snake_case(key))]
+    is_trained = meant != ASSISTANT or 0 not in weights
     return Message(meant, text, name, more, is_trained)
 
 
@@ -294,14 +283,6 @@ def plain(value: Any) -> Any:
         require_single(value)
         return {key: plain(inner) for key, inner in value}
     return [*map(plain, value)] if isinstance(value, list) else value
-
-
-def _is_trained(fields: Mapping[str, Any], spelling: Spelling) -> bool:
-    """Whether the weight of a turn, if it has one, is not 0."""
-    if fields.keys() <= {spelling.role, spelling.content, *EXTRA, "name", TOOLS}:
-        return True
-    weights = (weight_of(fields[key]) for key in fields if WEIGHT.fullmatch(snake_case(key)))
-    return all(weight != 0 for weight in weights)
 
 
 def require_single(pairs: Pairs, names: Iterable[str] | None = None) -> None:
@@ -765,7 +746,7 @@ def _variables_of(key: str, value: Any) -> dict[str, Any]:
     if not isinstance(variables, dict):
         raise DocumentError(f"{shown(key)} is no object", "remove it")
     for name in variables:
-        if name in RESERVED or not name.isidentifier():
+        if name in FIXED_VARIABLES or not name.isidentifier():
             raise DocumentError(f"{key} has {shown(name)}, which no variable can be", "remove it")
     for text in texts_in(variables):
         usable_size(text)
@@ -806,7 +787,7 @@ def form_of(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
     forms += [pair for pair in pairs if not forms or pair == PAIRS[0]]
     forms += [] if forms or CHOSEN not in fields else [(CHOSEN,)]
     given = [form for form in forms if not all(is_absent(fields[key]) for key in form)]
-    # Of pairs the first counts: what is beside it is read with it, or refused.
+    # The first pair counts; other keys are read with it, or refused.
     of_lists = [form for form in given if len(form) == 1]
     given = [*of_lists, *[form for form in given if len(form) > 1][:1]]
     if len(given) > 1:

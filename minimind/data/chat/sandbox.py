@@ -544,11 +544,11 @@ def main(request: Mapping[str, Any]) -> str | None:
                 sandbox.render(chat, is_asked, request["tokens"], tools)
             except (MemoryError, TooLarge, TooLong):
                 raise
-            except Exception:  # it may refuse a chat, or raise anything: reported where it counts
+            except Exception:  # a template may raise anything; a real chat reports it
                 continue
     except MemoryError:
         raise
     except TooLarge as error:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # it is not valid; rendered for real, it is reported
+    except Exception:  # an invalid template; a real chat reports it
         return None

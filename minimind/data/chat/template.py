@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date, datetime, time
 from functools import cache, cached_property
@@ -101,8 +102,7 @@ def require_read(variables: Iterable[str], source: str, name: str) -> None:
 class Renderer:
     """A template's source and the names of tokens that it may use, such as `bos_token`.
 
-    `name` is what error messages call the template, `today` the date that it is told, `variables`
-    what it reads besides.
+    Error messages call the template `name`. It is told the date `today`, and reads `variables`.
     """
 
     def __init__(
@@ -503,7 +503,7 @@ class ChatTemplate:
                 if self.render(conversation.of(nameless)) == text:
                     raise self._left_out(f'turn {at + 1}: has "name"', "write it into the content")
             for key in filter(message.more.get, THOUGHTS):
-                if not self.writes(key):
+                if key not in self.keys_of_thoughts:
                     raise self._left_out(f'turn {at + 1}: has "{key}"', "write it into the content")
             for number in range(len(message.more.get(CALLS, ()))):
                 self._require_call_written(conversation, text, at, number)
@@ -518,7 +518,7 @@ class ChatTemplate:
         """Raise DocumentError for content, or a thought in it, that the template leaves out."""
         said = message.content.strip()
         if message.role == ASSISTANT and said.startswith("<think>") and "</think>" in said:
-            if not self.writes(""):
+            if "" not in self.keys_of_thoughts:
                 raise self._left_out(f"turn {at + 1}: has <think>", "remove it")
             said = said.partition("</think>")[2].strip()  # earlier thoughts may be dropped
         if said not in text and not any(one in text for one in forms_of(said)):
@@ -561,18 +561,19 @@ class ChatTemplate:
             " configs/templates/thoughts_and_tools.jinja (--chat_template)",
         )
 
-    @cache  # noqa: B019 (one for each key of thoughts, as long as the template)
-    def writes(self, key: str) -> bool:
-        """Whether the template writes the thoughts of a last answer; it may drop earlier ones.
+    @cached_property
+    def keys_of_thoughts(self) -> set[str]:
+        """Keys whose thoughts the template writes in a last answer; it may drop earlier ones.
 
-        They stand under a key, or for an empty one in the content.
+        The empty key stands for a thought in the content.
         """
         question, answer = PROBE
-        thinks = replace(answer, more={key: " x y "}) if key else ANSWER_WITH_THOUGHT
-        try:
-            return "x y" in self.render([question, thinks])
-        except DocumentError:
-            return False
+        answers = {key: replace(answer, more={key: " x y "}) for key in THOUGHTS}
+        found = set()
+        for key, thinks in {**answers, "": ANSWER_WITH_THOUGHT}.items():
+            with suppress(DocumentError):  # the template refuses it
+                found |= {key} if "x y" in self.render([question, thinks]) else set()
+        return found
 
     def _nothing_to_train_on(self, messages: Sequence[Message], text: str) -> Exception:
         if all(message.role != ASSISTANT for message in messages):

@@ -32,7 +32,7 @@ def ngram_filter(files: Sequence[Path], reading: ReadOptions) -> Any:
     # its xxhash64 fails with xxhash 4
     config = NGramsDecontConfig(hash_config=HashConfig(hash_fc="sha1"))
     with TemporaryDirectory() as index, quiet():
-        found: Any = NGramsDecontFilter(index, config, language=plain_words())  # pyright: ignore[reportArgumentType]
+        found: Any = NGramsDecontFilter(index, config, language=plain_words())  # pyright: ignore[reportArgumentType] (a tokenizer is taken too)
         for number, path in enumerate(files):
             hashes = {
                 found.hash_func(" ".join(ngram))

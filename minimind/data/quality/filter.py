@@ -51,7 +51,7 @@ class Removal:
     found: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Takes a text and its place, returns the text that goes on to the next check.
+# A check gets a text and its place, and returns the text for the next check.
 Check = Callable[[str, int], Removal | str]
 
 

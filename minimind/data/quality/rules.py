@@ -20,7 +20,7 @@ def require_rules(names: Sequence[str], words: str) -> None:
     require_datatrove("--rules")
     if words == "spacy":
         try:
-            import spacy  # pyright: ignore[reportMissingImports] # noqa: F401
+            import spacy  # pyright: ignore[reportMissingImports] # noqa: F401 (optional)
         except ModuleNotFoundError as error:
             raise UsageError(
                 "--rules needs spacy for the words of English, which is not installed; pip install"

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
@@ -51,3 +52,12 @@ def byte_level(folder, tmp_path_factory):
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return HuggingFaceTokenizer(directory)
+
+
+@pytest.fixture(scope="module", params=["sentencepiece", "byte_level"])
+def pair(request, tokenizer, byte_level):
+    """Ours, and what AutoTokenizer makes of tokenizer.json, matching special tokens in text."""
+    ours = tokenizer if request.param == "sentencepiece" else byte_level
+    theirs = AutoTokenizer.from_pretrained(ours.path.parent)
+    theirs.split_special_tokens = False
+    return ours, theirs

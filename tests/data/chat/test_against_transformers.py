@@ -4,7 +4,6 @@ import random
 from dataclasses import asdict
 
 import pytest
-from transformers import AutoTokenizer
 
 from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate
 from tests.data.chat.made import (
@@ -18,15 +17,6 @@ from tests.data.chat.made import (
 
 SEED = 29
 MARKED = {"default": DEFAULT_TEMPLATE, "chatml": CHATML_MARKED, "headers": HEADERS_MARKED}
-
-
-@pytest.fixture(scope="module", params=["sentencepiece", "byte_level"])
-def pair(request, tokenizer, byte_level):
-    """Ours, and what AutoTokenizer makes of tokenizer.json, matching special tokens in text."""
-    ours = tokenizer if request.param == "sentencepiece" else byte_level
-    theirs = AutoTokenizer.from_pretrained(ours.path.parent)
-    theirs.split_special_tokens = False
-    return ours, theirs
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import random
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from minimind.data.chat.conversations import conversation_of, conversation_of_line
 from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate, TrainOn, readable
@@ -57,14 +56,6 @@ def record(draw, name):
                 turns.append({"role": "tool", "content": text(draw, 9)})
         turns.append(answer(draw, name, 0))
     return {"messages": turns, **({"tools": [TOOL]} if with_tools else {})}
-
-
-@pytest.fixture(scope="module", params=["sentencepiece", "byte_level"])
-def pair(request, tokenizer, byte_level):
-    ours = tokenizer if request.param == "sentencepiece" else byte_level
-    theirs = AutoTokenizer.from_pretrained(ours.path.parent)
-    theirs.split_special_tokens = False
-    return ours, theirs
 
 
 def read(given):

@@ -52,7 +52,7 @@ def test_what_is_removed_is_what_datatroves_indexer_and_filter_remove(tmp_path: 
     assert set(ngram_filter([foreign], ReadOptions())._index_hashes) == hashes
     reference = NGramsDecontFilter(str(tmp_path / "index"), **given)
     reference._index_hashes = dict.fromkeys(hashes, "task")
-    left = [one.text for one in reference.run(Document(text, "") for text in texts)]  # type: ignore[arg-type]
+    left = [one.text for one in reference.run(Document(text, "") for text in texts)]  # type: ignore[arg-type] (an iterable is taken too)
     assert kept(tmp_path / "out") == left
     assert 20 < report_of(tmp_path / "out")["removed"]["decontaminate"]["documents"] < 100
 

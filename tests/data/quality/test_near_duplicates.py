@@ -69,7 +69,7 @@ def plain(texts: list[str], folder: Path, ranks: int) -> set[int]:
     places = [str(folder / name) for name in ("a", "b", "c")]
     for number, (tasks, steps) in enumerate(
         [
-            (ranks, [read, MinhashDedupSignature(places[0], config, language=Words())]),  # type: ignore[arg-type]
+            (ranks, [read, MinhashDedupSignature(places[0], config, language=Words())]),  # type: ignore[arg-type] (an iterable is taken too)
             (14, [MinhashDedupBuckets(places[0], places[1], config=config)]),
             (1, [MinhashDedupCluster(places[1], places[2], config)]),
             (ranks, [read, MinhashDedupFilter(places[2]), note]),
