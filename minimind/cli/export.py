@@ -14,6 +14,7 @@ from minimind.config.arguments import (
     positive,
     size_in_bytes,
 )
+from minimind.errors import UsageError
 
 FORMATS = ("minimind", "llama", "gguf", "transformers")
 KINDS = ("minimind2", "minimind3", "llama")
@@ -37,6 +38,10 @@ def add_parsers(subs: Any) -> None:
     add("--dtype", choices=DTYPES, default="float32", help="dtype of the tensors")
     text = "maximum size of a file of safetensors (default: 2GB)"
     add("--max_shard_size", type=size_in_bytes, help=text)
+    text = "upload --out to this model of the Hugging Face Hub, which is made if there is none"
+    add("--push_to_hub", type=non_empty, metavar="USER/NAME", help=text)
+    text = "make the model of --push_to_hub private"
+    add("--hub_private_repo", action="store_true", help=text)
     _add_out(parser)
 
     text = "Import the weights of other software, to train or to generate with"
@@ -65,9 +70,9 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 def run_export(args: argparse.Namespace) -> int:
     """Write a model in another format and print a summary."""
-    from minimind.config.flags import HUGGING_FACE
-    from minimind.interop.export import export, output  # imports torch
+    from minimind.interop.export import export, output, push_export  # imports torch
     from minimind.interop.weights import Weights, read_weights
+    from minimind.runtime.hub import owned_model
 
     def write(weights: Weights) -> str:
         options = (args.out, args.format, args.dtype, args.max_shard_size, args.force)
@@ -77,8 +82,12 @@ def run_export(args: argparse.Namespace) -> int:
         return written.summary(f"as {args.format} in {args.dtype}", weights.path, args.out)
 
     output(args.out, args.force).require_free()  # before gigabytes are hashed
-    place = args.checkpoint.removeprefix(HUGGING_FACE)  # hf:DIR, as in training
-    print(read_weights(place, write, args.weights))
+    if args.hub_private_repo and not args.push_to_hub:
+        raise UsageError("--hub_private_repo is for --push_to_hub; give both, or drop it")
+    model = args.push_to_hub and owned_model(args.push_to_hub)
+    print(read_weights(args.checkpoint, write, args.weights), flush=True)
+    if model:
+        print(push_export(args.out, model, args.hub_private_repo))
     return 0
 
 

@@ -16,7 +16,7 @@ from minimind.config.flags import OF_EXPERTS, SHAPE, TRACKERS
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
-from minimind.runtime.urls import begins_as_url, masked
+from minimind.runtime.urls import ON_THE_HUB, begins_as_url, masked
 
 OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "tokenizer")
 OF_THIS_HOST += ("chat_template", "skip_rows")
@@ -155,9 +155,15 @@ _ONLY_BUILT_IN = (
 )
 HUGGING_FACE_RULES: tuple[Rule, ...] = (
     Rule(
-        lambda run: not run.hugging_face or not Path(run.hugging_face).expanduser().exists(),
-        "--model {model.value}: there is no such directory or file, and models are not downloaded;"
-        " fetch the model, and name its directory or its config.json",
+        lambda run: (
+            not run.hugging_face
+            or not (
+                Path(run.hugging_face).expanduser().exists()
+                or ON_THE_HUB.fullmatch(run.model or "")
+            )
+        ),
+        "--model {model.value}: there is no such directory or file; name the directory of a model,"
+        " its config.json, or hf:USER/NAME of the Hub",
     ),
     *_each(
         (name for name in SHAPE if name not in ("max_seq_len", "vocab_size")),

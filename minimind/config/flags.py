@@ -335,7 +335,6 @@ class PlaceFlags:
 
 MOST_EXPERTS = 1024  # per layer
 MAX_ROPE_FACTOR = 1024  # also MAX_FACTOR of the model, which does not import this package
-HUGGING_FACE = "hf:"  # prefix of --model for a model of transformers
 
 
 @dataclass(frozen=True)

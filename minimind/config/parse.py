@@ -22,11 +22,12 @@ import yaml
 
 from minimind.config.arguments import EXAMPLE, Formatter, PrintCompletion, format_default
 from minimind.config.checks import check, conflicts
-from minimind.config.flags import HUGGING_FACE, SHAPE
+from minimind.config.flags import SHAPE
 from minimind.config.run_config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig, deepspeed_files
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.durable_files import read_small_text
 from minimind.runtime.file_kinds import adapter_in
+from minimind.runtime.urls import HUB_PREFIX
 
 
 class _Loader(yaml.SafeLoader):
@@ -517,7 +518,7 @@ def unknown_keys(values: Mapping[str, Any], where: str | None) -> list[str]:
 
 def load_preset(name: str) -> dict[str, Any]:
     """Load the shape fields of a preset or YAML file; empty for hf:, which is read later."""
-    if name.startswith(HUGGING_FACE):
+    if name.startswith(HUB_PREFIX):
         return {}
     presets = files_by_name(PRESETS)
     path = presets.get(name, name)
@@ -535,8 +536,13 @@ def load_preset(name: str) -> dict[str, Any]:
 
 
 def config_file(place: str) -> Path:
-    """Return the config.json that --model hf:`place` names; raise UsageError if missing."""
-    path = Path(place).expanduser()
+    """Return the config.json that --model hf:`place` names, of the Hub if it is no local path.
+
+    Raise UsageError if it is missing.
+    """
+    from minimind.runtime.hub import local_model
+
+    path = local_model(f"{HUB_PREFIX}{place}", weights=False)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         if adapter := adapter_in(path.parent):

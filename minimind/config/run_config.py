@@ -11,7 +11,6 @@ from typing import Any
 from minimind import __version__
 from minimind.config.flags import (
     CHANGEABLE,
-    HUGGING_FACE,
     MAX_ROPE_FACTOR,
     ModelFlags,
     OptimizerFlags,
@@ -21,6 +20,7 @@ from minimind.config.flags import (
 )
 from minimind.config.optimizers import OPTIMIZERS, READ_BY
 from minimind.errors import UsageError
+from minimind.runtime.urls import HUB_PREFIX
 
 DISTRIBUTION = f"minimind-deepspeed {__version__}"  # what --version prints
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -96,7 +96,7 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
     def hugging_face(self) -> str | None:
         """PLACE of --model hf:PLACE; None for the built-in decoder."""
         name = self.model or ""
-        return name.removeprefix(HUGGING_FACE) if name.startswith(HUGGING_FACE) else None
+        return name.removeprefix(HUB_PREFIX) if name.startswith(HUB_PREFIX) else None
 
     @property
     def unread_flags(self) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from minimind.architecture.hf_models import model_of
 from minimind.checkpoint.directory import read_chosen
-from minimind.config.flags import HUGGING_FACE
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.interop.tensor_sources import TRAINED, require_trained
@@ -19,6 +18,7 @@ from minimind.interop.weights import (
     load_checkpoint_weights,
     load_weights_from,
 )
+from minimind.runtime.hub import local_model
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 LoadedModel = tuple[Any, AnyTokenizer, Path]  # MiniMindForCausalLM or a model of transformers
@@ -41,7 +41,7 @@ def load_model(
         )
     if checkpoint is not None and tokenizer is not None:
         raise UsageError("--tokenizer is for --model: a checkpoint has its own; leave it out")
-    model = model and model.removeprefix(HUGGING_FACE)
+    model = model and str(local_model(model))
     _check_kind(checkpoint, model)
     if checkpoint is not None:
         return load_checkpoint(checkpoint, weights)

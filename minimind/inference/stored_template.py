@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
-from minimind.config.flags import HUGGING_FACE
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME, read_configuration
 from minimind.errors import DataError, UsageError
+from minimind.runtime.hub import local_model
 
 
 def no_template(place: Path) -> UsageError:
@@ -31,7 +31,7 @@ def place_without_template(
             root = folder if folder.name == "checkpoints" else folder / "checkpoints"
             folder = next(iter(published_checkpoints(root)), folder)
     else:
-        folder = Path(tokenizer or (model or "").removeprefix(HUGGING_FACE)).expanduser()
+        folder = local_model(tokenizer or model or "", weights=False)
         folder = folder.parent if folder.is_file() else folder
     files = [folder / name for name in (MODEL_NAME, JSON_NAME) if (folder / name).is_file()]
     try:

@@ -18,7 +18,7 @@ from minimind.checkpoint.validation import ModelConfig
 from minimind.data.chat.template import ChatTemplate, own_template
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.vocabulary import DEFAULT, TOKENIZER_FILES, with_length
-from minimind.errors import UsageError
+from minimind.errors import StorageError, UsageError
 from minimind.interop.gguf import NAME as GGUF_NAME
 from minimind.interop.gguf import (
     architecture,
@@ -50,6 +50,8 @@ from minimind.interop.write_folder import (
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import LLAMA3, effective_theta
 from minimind.runtime.durable_files import storing
+from minimind.runtime.filesystem import NoAnswer
+from minimind.runtime.hub import Repository, push
 from minimind.runtime.output_folder import NewFolder
 
 SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
@@ -136,6 +138,22 @@ def export(
         with new_folder(folder, parts, texts) as draft:
             files = write_shards(parts, draft, max_shard_bytes or SHARD_BYTES)
     return WrittenModel(files, weights.tensors.shapes, parts, note)
+
+
+def push_export(out: Path, model: Repository, private: bool) -> str:
+    """Upload an export; return the line that says where it is.
+
+    Parts of an earlier export are deleted, and a model card that was edited there stays.
+    """
+    stays = {CARD: lambda card: is_edited(card) or not is_card(card)}
+    try:
+        url, kept = push(model, out, private, (INDEX, WHOLE, SHARDS, GGUF_NAME), stays)
+    except NoAnswer as error:
+        raise StorageError(
+            f"{str(error).split('; ')[0]}; {out} has the export: give the same command with --force"
+        ) from error
+    own = f"; its {kept[0]} is not of an export, and stays" if kept else ""
+    return f"{url}: has the files of {out}{own}"
 
 
 def check_form(weights: Weights, form: str) -> None:

@@ -21,7 +21,6 @@ import yaml
 from minimind.checkpoint.directory import NAME as STEP
 from minimind.checkpoint.directory import read_manifest
 from minimind.checkpoint.retention import saved_of
-from minimind.config.flags import HUGGING_FACE
 from minimind.config.parse import load_yaml
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
@@ -32,7 +31,7 @@ from minimind.interop.write_folder import PRODUCER
 from minimind.report.history import Run, number, read_configuration, read_runs
 from minimind.runtime.durable_files import read_events, storing
 from minimind.runtime.terminal import printable
-from minimind.runtime.urls import BEGINS, named
+from minimind.runtime.urls import BEGINS, HUB_PREFIX, ON_THE_HUB, named
 
 NAME = "README.md"
 LICENSE = "# license: the Hub asks for one, such as apache-2.0; this line is where it is written\n"
@@ -306,7 +305,9 @@ def shown_place(text: str) -> str:
     name = named(text)
     if BEGINS.match(name) and not name.startswith("file:"):
         return name
-    prefix = HUGGING_FACE if name.startswith(HUGGING_FACE) else ""
+    prefix = HUB_PREFIX if name.startswith(HUB_PREFIX) else ""
+    if ON_THE_HUB.fullmatch(name) and not Path(name.removeprefix(prefix)).expanduser().exists():
+        return name
     path = PurePath(name)
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name} {path.name}"

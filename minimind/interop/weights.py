@@ -58,6 +58,7 @@ from minimind.interop.tensor_sources import (
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.checked_json import ELSEWHERE, read_foreign_object, require_listed, shown
 from minimind.runtime.file_kinds import ADAPTER_WEIGHTS, base_of_adapter
+from minimind.runtime.hub import local_model
 from minimind.runtime.locks import ReadLock
 from minimind.runtime.terminal import first_lines
 
@@ -196,16 +197,17 @@ def is_checkpoint(path: Path) -> bool:
 def load_weights_from(
     place: str | Path, flags: ShapeFlags | None = None, kind: str | None = None
 ) -> Weights:
-    """The model at `place`: a run or step directory, a directory with weights, or a file of them.
+    """The model at `place`: a run or step directory, a directory with weights, a file of them, or
+    one of the Hub.
 
     `kind` (llama, minimind2 or minimind3) is the expected format, by default any; `flags` describe
     a file without a configuration. Raise CheckpointError or UsageError.
     """
-    path = Path(place).expanduser()
+    path = local_model(place)
     kind = LLAMA if kind == MINIMIND3 else kind  # MiniMind-3 has the names of Llama and Qwen3
     if is_checkpoint(path):
         _check_kind(path, CHECKPOINT, kind)
-        return load_checkpoint_weights(choose(str(place)))
+        return load_checkpoint_weights(choose(str(path)))
     if base := base_of_adapter(path):
         return replace(_merged(path, base), tokenizer=find_tokenizer(path) or find_tokenizer(base))
     source = with_base_prefix(open_tensors(path))
@@ -219,10 +221,11 @@ def load_weights_from(
 
 def read_weights(place: str, use: Callable[[Weights], T], weights: str = TRAINED) -> T:
     """`use` of the model at `place`, repeated if a run deletes that checkpoint meanwhile."""
-    if is_checkpoint(Path(place).expanduser()):
-        return read_chosen(place, lambda chosen: use(load_checkpoint_weights(chosen, weights)))
+    path = local_model(place)
+    if is_checkpoint(path):
+        return read_chosen(str(path), lambda chosen: use(load_checkpoint_weights(chosen, weights)))
     require_trained(weights, place)
-    return use(load_weights_from(place))
+    return use(load_weights_from(path))
 
 
 def load_checkpoint_weights(chosen: Chosen, weights: str = TRAINED) -> Weights:
@@ -249,11 +252,11 @@ def read_checkpoint_weights(path: Path, source: TensorSource) -> Weights:
 
 def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
     """The weights of a model of transformers, from a run or as save_pretrained writes them."""
-    path = Path(place).expanduser()
+    path = local_model(place)
     if not is_checkpoint(path):
         tensors = match_tensors(open_tensors(path), path, config)
         return Weights(TRANSFORMERS, path, config, tensors)
-    weights = load_checkpoint_weights(choose(place))
+    weights = load_checkpoint_weights(choose(str(path)))
     tensors = match_tensors(weights.tensors, weights.path, config)
     return replace(weights, config=config, tensors=tensors)
 

@@ -76,15 +76,15 @@ PARTIAL = 206  # HTTP status of an answer to a Range
 PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
 STATUS_NAMES = ("status", "status_code", "code")
 LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "fsspec", "huggingface_hub")
-LIBRARIES += ("google", "httpx", "httpcore", "requests", "urllib3")
+LIBRARIES += ("google", "httpx", "httpcore", "httpx2", "requests", "urllib3")
 REASON = 200  # characters of a library's message
 
 T = TypeVar("T")
 
 
 def scheme_of(url: str) -> Scheme:
-    """The scheme of a URL."""
-    return LIBRARY_OF[url.partition("://")[0]]
+    """The scheme of a URL, or of a repository of the Hub."""
+    return LIBRARY_OF[url.partition(":")[0]]
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:

@@ -45,10 +45,18 @@ IN_TEXT = re.compile(
 PARAMETER = re.compile(rf"{_MARK}{_NAME}{_EQUALS}{_REST}", re.IGNORECASE)
 SECRET_PARAMETER = re.compile(rf"{_MARK}{_SECRET}{_EQUALS}{_REST}", re.IGNORECASE)
 URL = re.compile(rf"({'|'.join(SCHEMES)})://")
+HUB_PREFIX = "hf:"  # of a repository of the Hugging Face Hub, and before a local model
+ON_THE_HUB = re.compile(
+    r"hf:(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^/\s]+))?(?:/(?P<inside>.*))?", re.DOTALL
+)
 LIKE_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.]+:/+")
 CACHED = "by-url"  # the folder of a cache that holds what was fetched
 PLACE = rf"(?:@[0-9a-f]{{16}}/)?({'|'.join(SCHEMES)})/"  # below it
 IN_A_CACHE = re.compile(rf"^/.*?/{CACHED}/{PLACE}", re.DOTALL)
+# A snapshot in the cache of huggingface_hub.
+OF_THE_HUB = re.compile(
+    r"^/.*?/(?:models|datasets)--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?=/|$)", re.DOTALL
+)
 OF_A_QUERY = re.compile(r"/q-[0-9a-f]{16}/")
 LONGEST_HOST = 2000  # characters of a percent-encoded URL
 
@@ -141,8 +149,8 @@ def masked_values(value: Any) -> Any:
 
 
 def is_url(text: object) -> bool:
-    """Whether `text` is a URL of one of `SCHEMES`, as opposed to a local path."""
-    return isinstance(text, str) and URL.match(text) is not None
+    """Whether `text` is a URL of one of `SCHEMES` or on the Hub, as opposed to a local path."""
+    return isinstance(text, str) and bool(URL.match(text) or ON_THE_HUB.fullmatch(text))
 
 
 def require_path(text: str) -> None:
@@ -156,6 +164,9 @@ def require_path(text: str) -> None:
 
 def named(text: str) -> str:
     """A path as records name it: one of a cache by its URL, and a URL without its query."""
+    if hub := OF_THE_HUB.match(text):
+        user, name, commit = hub.groups()
+        return f"{HUB_PREFIX}{user}/{name}@{commit}{text[hub.end() :]}"
     match = IN_A_CACHE.match(text)
     if match is None:
         return masked(text)

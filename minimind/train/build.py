@@ -91,7 +91,7 @@ def prepare_data(run: RunConfig) -> Prepared:
 @contextmanager
 def local_text_of(run: RunConfig) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Paths of the run's text and of --val_path, with local copies of what URLs name meanwhile."""
-    from minimind.data.text.inputs import val_paths
+    from minimind.data.text.inputs import AUTO, VALIDATION, val_paths
 
     val_path = val_paths(run.val_path, run.data_path)
     if not any(map(is_url, (*run.data_path, *val_path))):
@@ -101,7 +101,8 @@ def local_text_of(run: RunConfig) -> Iterator[tuple[tuple[str, ...], tuple[str, 
     from minimind.runtime.object_cache import open_cache
 
     with open_cache(run.cache_dir, run.max_cache_gib) as cache:
-        yield local_text(run.data_path, cache), local_text(val_path, cache)
+        elsewhere = (VALIDATION,) if run.val_path == AUTO else ()
+        yield local_text(run.data_path, cache, elsewhere), local_text(val_path, cache)
 
 
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:

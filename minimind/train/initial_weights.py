@@ -27,7 +27,7 @@ from minimind.checkpoint.resume import requested_checkpoints
 from minimind.checkpoint.validation import read_config
 from minimind.config.arguments import template_variables
 from minimind.config.checks import check
-from minimind.config.flags import BY_TASK, HUGGING_FACE, SHAPE
+from minimind.config.flags import BY_TASK, SHAPE
 from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepared import is_prepared
@@ -36,6 +36,7 @@ from minimind.engine.optimizers import scale_initial_weights
 from minimind.errors import CheckpointError, UsageError
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
+from minimind.runtime.urls import named
 from minimind.train.build import with_derived_values
 
 if TYPE_CHECKING:
@@ -103,13 +104,13 @@ class InitialModel:
         """Place and kind of the initial weights; of a resumed run, as its manifest records them."""
         if resumed:
             return resumed.get("init_from")
-        return self.weights and {"place": str(self.weights.path), "kind": self.weights.kind}
+        return self.weights and {"place": named(str(self.weights.path)), "kind": self.weights.kind}
 
     def line(self) -> str:
         """The `weights` line of the start summary; empty without --init_from."""
         if self.weights:
             note = f"; {self.weights.note}" if self.weights.note else ""
-            line = f"weights  from {self.weights.path} ({self.weights.kind}){note}"
+            line = f"weights  from {named(str(self.weights.path))} ({self.weights.kind}){note}"
             if self.grown_from is None:
                 return line
             return (
@@ -125,8 +126,6 @@ def read_initial(run: RunConfig) -> InitialModel:
 
     Raise UsageError if a flag contradicts the shape, or the shape is incomplete.
     """
-    if run.init_from is not None:  # hf:DIR names the same directory
-        run = replace(run, init_from=run.init_from.removeprefix(HUGGING_FACE))
     if run.hugging_face is not None:
         path = config_file(run.hugging_face)
         if config_path := hugging_face(path):
@@ -233,10 +232,8 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
         run = run.with_values(by, **{name: limit}) if value > limit else run
     model.require_gradient_checkpointing(run)
     if run.tokenizer is None and not is_prepared(run.data_path[0]):
-        own = (
-            find_tokenizer(folder) if folder == Path(run.hugging_face or "").expanduser() else None
-        )
-        if own:
+        is_file = Path(run.hugging_face or "").expanduser().is_file()
+        if own := None if is_file else find_tokenizer(folder):
             run = run.with_values(by, tokenizer=str(load_own(own, config.vocab_size).path))
     if run.tokenizer is not None:
         model.require_embedding_rows(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.deepspeed.resolve import read_deepspeed_json
-from minimind.config.flags import DEFAULT_DATA, HUGGING_FACE
+from minimind.config.flags import DEFAULT_DATA
 from minimind.config.parse import config_file
 from minimind.config.run_config import LAUNCH, RunConfig
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME
@@ -83,12 +83,19 @@ def require_resume_path(run: RunConfig) -> None:
 
 
 def _require_init_from(run: RunConfig) -> None:
-    """Raise CheckpointError if --init_from names nothing, unless the run goes on by itself."""
+    """Raise CheckpointError if --init_from names nothing, unless the run goes on by itself.
+
+    A model of the Hub is fetched: the processes of the run find it in the cache.
+    """
     if run.init_from is None:
         return
     goes_on = run.resume != "none" and published_checkpoints(Path(run.out_dir) / "checkpoints")
-    path = Path(run.init_from.removeprefix(HUGGING_FACE)).expanduser()
-    if not (goes_on or run.resume not in ("auto", "none") or path.exists()):
+    if goes_on or run.resume not in ("auto", "none"):
+        return
+    from minimind.runtime.hub import local_model
+
+    path = local_model(run.init_from)
+    if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or directory; correct the path")
 
 

@@ -1,3 +1,3 @@
-"""The S3 server and the proxy as fixtures."""
+"""The S3 server, the proxy and the Hub as fixtures."""
 
-from tests.runtime.fixtures import _server, proxy, store  # noqa: F401 (fixtures)
+from tests.runtime.fixtures import _hub, _server, hub, proxy, store  # noqa: F401 (fixtures)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from glob import has_magic
 from pathlib import Path
@@ -17,11 +17,13 @@ from minimind.data.prepare.prepared import is_prepared
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME, index_name, read_manifest
 from minimind.data.text.inputs import (
     KNOWN,
+    PARTS,
     by_part,
     find_files,
     is_text_name,
     left_out,
     of_names,
+    part_of,
     require_once,
     with_names,
 )
@@ -31,18 +33,24 @@ from minimind.runtime.download import RemoteObject, etag_of, modified_of
 from minimind.runtime.durable_files import canonical_json, fingerprint, storing, write_whole
 from minimind.runtime.environment import rank_of
 from minimind.runtime.filesystem import WEB, NoAnswer, open_filesystem, retrying, scheme_of
+from minimind.runtime.hub import DATASET, Repository, fetch, repository
 from minimind.runtime.object_cache import REMEDY, ObjectCache, naming_urls
 from minimind.runtime.urls import is_url, masked, require_path
 
 
-def local_text(paths: Sequence[str], cache: ObjectCache) -> tuple[str, ...]:
+def local_text(
+    paths: Sequence[str], cache: ObjectCache, elsewhere: Collection[str] = ()
+) -> tuple[str, ...]:
     """`paths` with the local files of each URL (an object, a prefix or a glob) in its place.
 
-    The order is that of the same files in a local directory.
+    The order is that of the same files in a local directory. Parts of data sets that are left out
+    are printed, but for those that are read `elsewhere`.
     """
     files: list[str] = []
     for path in paths:
-        if is_url(path):
+        if found := repository(path, DATASET):
+            files += map(str, _text_on_the_hub(found, elsewhere))
+        elif is_url(path):
             files += map(str, _fetched_text(path, cache))
         else:
             require_path(path)
@@ -59,7 +67,7 @@ def local_folder(path: str, cache: ObjectCache) -> str:
         require_path(path)
         return path
     # Brackets may be of a name.
-    if "*" in path or "?" in path or scheme_of(path) is WEB:
+    if "*" in path or "?" in path or scheme_of(path) is WEB or repository(path, DATASET):
         return path
     filesystem, root = open_filesystem(path)
     url, root = path.rstrip("/"), root.rstrip("/")
@@ -209,6 +217,43 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
     return list(dict.fromkeys(texts))  # "**" gives a folder and what is in it
 
 
+def _text_on_the_hub(wanted: Repository, elsewhere: Collection[str]) -> list[Path]:
+    """The local files of a data set: of a path in it, of one part (`train`, ...), or both.
+
+    Without a part they are those to train on, as of a local folder.
+    """
+    above, _, last = wanted.inside.rpartition("/")
+
+    def choose(names: Sequence[str]) -> list[str]:
+        texts = sorted(filter(_is_text, names), key=lambda name: name.split("/"))
+        inside = _below(texts, wanted.inside)
+        is_part = not inside and last in PARTS
+        if is_part:
+            inside = _below(texts, above)
+            if last != TRAIN:
+                return [name for name in inside if part_of(name) == last]
+        parts = by_part(inside)
+        others = parts.keys() - {TRAIN, "", *elsewhere}
+        if others and not is_part and rank_of(os.environ) == 0:
+            print(f"note   {left_out(str(wanted), others)}", file=sys.stderr)
+        return [inside[number] for number in parts.get(TRAIN) or parts.get("", [])]
+
+    what = f"text in {wanted.inside}" if wanted.inside else "text"
+    folder, names = fetch(wanted, choose, what, DataError)
+    return [folder / name for name in names]
+
+
+def _below(names: Sequence[str], place: str) -> list[str]:
+    """The names that are `place` or in it."""
+    return [name for name in names if not place or name == place or name.startswith(f"{place}/")]
+
+
+def _is_text(name: str) -> bool:
+    """Whether an object is text, and neither hidden nor in a hidden folder."""
+    parts = [part for part in name.split("/") if part]
+    return is_text_name(parts[-1]) and not any(part[0] == "." for part in parts)
+
+
 def _train_part(url: str, texts: list[RemoteObject]) -> list[RemoteObject]:
     """The objects of a prefix; those to train on if it has other parts, as of a local folder."""
     parts = by_part([text.url[len(url) :].strip("/") for text in texts])
@@ -223,9 +268,7 @@ def _texts(root: str, found: dict[str, Any], below: str) -> list[RemoteObject]:
     ours = tuple(name.removesuffix(PLAN_NAME) for name in found if name.endswith(f"/{PLAN_NAME}"))
 
     def is_text(name: str) -> bool:
-        parts = name[len(below) :].strip("/").split("/")
-        is_hidden = any(part[0] == "." for part in parts if part)
-        return is_text_name(parts[-1]) and not is_hidden and not name.startswith(ours)
+        return _is_text(name[len(below) :]) and not name.startswith(ours)
 
     names = sorted(filter(is_text, found), key=lambda name: name.split("/"))
     return [_object(root + name, found[name]) for name in names]

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ def by_part(names: Sequence[str]) -> dict[str, list[int]]:
 
     Without text to train on and some that is not, the folder has no parts, and all is in "".
     """
-    parts = [*map(_part_of, names)]
+    parts = [*map(part_of, names)]
     if TRAIN not in parts or {TRAIN, ""}.issuperset(parts):
         return {"": [*range(len(names))]}
     found: dict[str, list[int]] = {}
@@ -183,7 +183,7 @@ def by_part(names: Sequence[str]) -> dict[str, list[int]]:
     return found
 
 
-def _part_of(path: str) -> str:
+def part_of(path: str) -> str:
     """The part that a word of a file's name tells, or of the folders above it; "" for none."""
     for name in reversed(path.split("/")):
         words = re.split(r"[-._ 0-9]+", name)
@@ -219,13 +219,20 @@ def left_out(place: str, parts: Iterable[str]) -> str:
 
 
 def val_paths(val_path: str | None, data_path: Sequence[str]) -> tuple[str, ...]:
-    """What --val_path names: a path, or the files of the validation parts of folders (`auto`).
+    """What --val_path names: a path, or the validation parts (`auto`) of folders, their files, and
+    of data sets of the Hub, by their names.
 
     Raise UsageError if there is none.
     """
     if val_path != AUTO:
         return () if val_path is None else (val_path,)
-    found: list[Path] = []
+    from minimind.runtime.hub import DATASET, repository
+
+    found: list[Path | str] = []
+    for wanted in filter(None, (repository(path, DATASET) for path in data_path)):
+        inside, _, last = wanted.inside.rpartition("/")
+        inside = inside if last in PARTS else wanted.inside
+        found.append(str(replace(wanted, inside=f"{inside}/{VALIDATION}".strip("/"))))
     for path in _folders(data_path):
         if is_dataset(path):
             splits = (path / name for name in PARTS[VALIDATION])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME
 from minimind.errors import DataError, UsageError
 from minimind.runtime.file_kinds import TIKTOKEN, kind_of_file
+from minimind.runtime.urls import ON_THE_HUB
 
 if TYPE_CHECKING:
     from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
@@ -37,6 +38,10 @@ def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
     if str(path) == "":
         raise UsageError("--tokenizer is empty, as of a variable that is not set; name one")
     path = Path(path).expanduser()
+    if ON_THE_HUB.fullmatch(str(path)):
+        from minimind.runtime.hub import local_model
+
+        path = local_model(path, weights=False)
     if not os.path.lexists(path):
         raise DataError(f"{path}: there is no such tokenizer file or directory; correct the path")
     if not path.is_dir():

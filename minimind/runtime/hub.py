@@ -1,0 +1,325 @@
+"""Repositories of the Hugging Face Hub, by huggingface_hub and in its cache.
+
+`hf:USER/NAME[@REVISION][/INSIDE]` names a data set or a model there. The token is the one that
+huggingface_hub finds; it is in no message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from glob import escape
+from pathlib import Path
+from typing import Any, TypeVar
+
+from minimind.errors import RunError, StorageError, UsageError
+from minimind.runtime.durable_files import free_bytes, mebibytes, sha256_of, storing
+from minimind.runtime.environment import rank_of
+from minimind.runtime.filesystem import HUB, NoAnswer, retrying
+from minimind.runtime.urls import HUB_PREFIX, ON_THE_HUB
+
+DATASET, MODEL = "dataset", "model"
+WEIGHTS = (".safetensors", ".bin", ".pth", ".pt")  # the first form that a model has is fetched
+BESIDE_WEIGHTS = (".json", ".model", ".jinja", ".txt", ".tiktoken")
+NAMED = 3  # files in a message
+MOST_DOWNLOADS = 2  # of a file whose content is not that of its hash
+COMMIT = re.compile("[0-9a-f]{40}")
+ELSEWHERE = "set HF_HOME to another place"
+
+Sizes = Mapping[str, int]  # bytes by name
+Choice = Callable[[Sequence[str]], Sequence[str]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A data set or a model of the Hub."""
+
+    kind: str
+    name: str  # USER/NAME
+    revision: str | None = None  # a branch, a tag or a commit; None: the newest commit
+    inside: str = ""  # a path in it, or a part of a data set
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        inside = f"/{self.inside}" if self.inside else ""
+        return f"{HUB_PREFIX}{self.name}{revision}{inside}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the functions of huggingface_hub."""
+        return {"repo_id": self.name, "repo_type": self.kind, "revision": self.revision}
+
+    @property
+    def command(self) -> str:
+        """The command that fetches all of it."""
+        kind = "" if self.kind == MODEL else f" --repo-type {self.kind}"
+        revision = f" --revision {self.revision}" if self.revision else ""
+        return f"hf download {self.name}{kind}{revision}"
+
+
+def repository(place: str, kind: str) -> Repository | None:
+    """What `place` names on the Hub; None for any other path."""
+    if (match := ON_THE_HUB.fullmatch(place)) is None:
+        return None
+    return Repository(kind, match["name"], match["revision"], (match["inside"] or "").strip("/"))
+
+
+def local_model(place: str | Path, weights: bool = True) -> Path:
+    """The local path of a model: a path, hf:PATH, or the copy of hf:USER/NAME.
+
+    A local path comes first. Of the Hub's model the configuration, the tokenizer and with `weights`
+    the weights are fetched, all from the top of it. Raise UsageError if there is no such model.
+    """
+    path = Path(str(place).removeprefix(HUB_PREFIX)).expanduser()
+    found = repository(str(place), MODEL)
+    if found is None or path.exists():
+        return path
+    if found.inside:
+        raise UsageError(f"{found}: is inside of a model; name the model, {HUB_PREFIX}{found.name}")
+
+    def wanted(names: Sequence[str]) -> list[str]:
+        top = [name for name in names if "/" not in name]
+        forms = ([name for name in top if name.endswith(suffix)] for suffix in WEIGHTS)
+        beside = [name for name in top if name.endswith(BESIDE_WEIGHTS)]
+        return beside + (next(filter(None, forms), []) if weights else [])
+
+    what = f"configuration, tokenizer{' and weights' if weights else ''}"
+    return fetch(found, wanted, what, UsageError)[0]
+
+
+def owned_model(name: str) -> Repository:
+    """The model USER/NAME that the token's user may write to; else UsageError."""
+    from huggingface_hub import HfApi, errors
+
+    found = repository(f"{HUB_PREFIX}{name.removeprefix(HUB_PREFIX)}", MODEL)
+    if found is None or found.revision or found.inside:
+        raise UsageError(f"--push_to_hub {name}: is not USER/NAME, such as ana/poems; write it so")
+    try:
+        user = asking(found, UsageError, HfApi().whoami)
+    except errors.LocalTokenNotFoundError as error:
+        raise UsageError(f"--push_to_hub {name}: no token is here; {HUB.credentials}") from error
+    owner, token = found.name.partition("/")[0], user.get("auth", {}).get("accessToken", {})
+    if owner not in (names := [user["name"], *(one["name"] for one in user.get("orgs", ()))]):
+        raise UsageError(
+            f"--push_to_hub {name}: the token is of {names[0]}, who is not in {owner}; name one of"
+            f" {', '.join(names)}"
+        )
+    if token.get("role") == "read":
+        raise UsageError(
+            f"--push_to_hub {name}: the token of {names[0]} may only read; make one that may write"
+        )
+    return found
+
+
+def push(
+    wanted: Repository,
+    folder: Path,
+    private: bool,
+    stale: Sequence[str],
+    stays: Mapping[str, Callable[[bytes], bool]],
+) -> tuple[str, list[str]]:
+    """Commit all files of `folder` at once to a model, which is made if the Hub has none.
+
+    Files there that match the patterns `stale` and that the folder lacks are deleted; a file of
+    both stays where the function of its name says so of its content. Return the URL of the model,
+    and what stays.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api, names = HfApi(), sorted(path.name for path in folder.iterdir())
+
+    def is_kept(name: str) -> bool:
+        return stays[name](Path(api.hf_hub_download(wanted.name, name)).read_bytes())
+
+    def work() -> tuple[str, list[str]]:
+        url = api.create_repo(wanted.name, private=private or None, exist_ok=True)
+        if private and not api.repo_info(wanted.name).private:
+            raise UsageError(
+                f"{wanted}: is there and is public, which --hub_private_repo does not change; drop"
+                " it, or name a new model"
+            )
+        there = api.list_repo_files(wanted.name)
+        kept = [name for name in stays if name in names and name in there and is_kept(name)]
+        changes: list[Any] = [
+            CommitOperationAdd(name, str(folder / name)) for name in names if name not in kept
+        ]
+        gone = (name for name in there if name not in names)
+        changes += [
+            CommitOperationDelete(name)
+            for name in gone
+            if any(fnmatchcase(name, pattern) for pattern in stale)
+        ]
+        with _bars_on_terminals_only():
+            api.create_commit(wanted.name, changes, commit_message="Upload by minimind export")
+        return str(url), kept
+
+    return asking(wanted, UsageError, work)
+
+
+def fetch(
+    wanted: Repository, choose: Choice, what: str, missing: type[RunError]
+) -> tuple[Path, list[str]]:
+    """Return the local copy of a repository, and the names of the files that `choose` takes of all.
+
+    What the cache lacks is fetched, and compared with its hash. Raise `missing` if the Hub has no
+    such repository or revision, or nothing is chosen; without network, StorageError unless the
+    cache has it all.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder, reason, found = Path(HF_HUB_CACHE), "", replace(wanted, inside="")
+    with storing(f"{folder}: cannot be written", f"free some space, or {ELSEWHERE}"):
+        try:
+            sha, sizes = asking(wanted, missing, lambda: newest(found))
+        except NoAnswer as error:
+            reason = str(error).split("; ")[0]
+            sha, sizes = _known(wanted, f"{reason}, and {folder} has no copy of its {what}")
+        if not (chosen := list(choose([*sizes]))):
+            raise missing(f"{wanted}: has no {what}; name another {wanted.kind}")
+        names = wanted.kind + "s", *wanted.name.split("/")
+        folder = folder / "--".join(names) / "snapshots" / sha
+        absent = {name: sizes[name] for name in chosen if not (folder / name).is_file()}
+        if absent:
+            _fill(replace(found, revision=sha), folder, absent, reason, missing)
+        elif reason:
+            print(f"{reason}; using the copy in the cache, {folder}", file=sys.stderr)
+    return folder, chosen
+
+
+def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -> T:
+    """Return `work()`, which asks the Hub, tried again as `retrying` does.
+
+    Raise NoAnswer without network, `missing` for what the Hub does not have or give.
+    """
+    from huggingface_hub import errors
+
+    def ask() -> T:
+        try:
+            return work()
+        except errors.OfflineModeIsEnabled as error:
+            raise NoAnswer(f"{wanted}: HF_HUB_OFFLINE is set; unset it") from error
+        except errors.GatedRepoError as error:
+            raise missing(
+                f"{wanted}: is given to those who accept its terms; accept them on its page, and"
+                f" {HUB.credentials}"
+            ) from error
+        except errors.RepositoryNotFoundError as error:
+            raise missing(
+                f"{wanted}: the Hub has no such {wanted.kind}, or it is private; correct the name,"
+                f" or {HUB.credentials}"
+            ) from error
+        except errors.RevisionNotFoundError as error:
+            raise missing(
+                f"{wanted}: the Hub has no revision {wanted.revision} of it; correct it"
+            ) from error
+        except RuntimeError as error:  # of an upload
+            raise (error.__cause__ or error)  # noqa: B904 (the cause is what is told apart)
+        except PermissionError as error:  # of the cache
+            raise StorageError(f"{error.filename}: {error.strerror}; {ELSEWHERE}") from error
+
+    return retrying(str(wanted), ask, permanent=missing)
+
+
+@cache
+def newest(wanted: Repository) -> tuple[str, Sizes]:
+    """The commit of the revision, and its files; of a commit without a request, if they are known.
+
+    A process asks once, so that all it reads is of one commit.
+    """
+    from huggingface_hub import HfApi, RepoFile, errors, get_cached_repo_tree, resolve_revision
+
+    if not COMMIT.fullmatch(wanted.revision or ""):
+        HfApi().repo_info(**wanted.options)  # raises where the next would take a copy of before
+    commit = replace(wanted, revision=resolve_revision(**wanted.options).resolved)
+    try:
+        files = get_cached_repo_tree(**commit.options)
+    except errors.CachedRepoTreeNotFoundError:
+        entries = HfApi().list_repo_tree(**commit.options, recursive=True)
+        files = [entry for entry in entries if isinstance(entry, RepoFile)]
+    return str(commit.revision), {file.path: file.size for file in files}
+
+
+def _known(wanted: Repository, reason: str) -> tuple[str, Sizes]:
+    """The commit of the revision that the cache has, and its files; else StorageError."""
+    from huggingface_hub import errors, get_cached_repo_tree, resolve_revision
+
+    try:
+        found = resolve_revision(**wanted.options, local_files_only=True)
+        files = get_cached_repo_tree(**wanted.options)
+    except (errors.RevisionResolutionError, errors.CachedRepoTreeNotFoundError) as error:
+        raise StorageError(f"{reason}; run `{wanted.command}` where there is a network") from error
+    return found.resolved, {file.path: file.size for file in files}
+
+
+def _fill(
+    commit: Repository, folder: Path, absent: Sizes, reason: str, missing: type[RunError]
+) -> None:
+    """Fetch the files that the copy of a commit lacks; what arrives damaged, again."""
+    names, size = [*absent], sum(absent.values())
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    files = f"{', '.join(names[:NAMED])}{more}, {size:,} bytes ({mebibytes(size)})"
+    if reason:
+        raise StorageError(
+            f"{reason}, and {folder} lacks {files}; run `{commit.command}` where there is a network"
+        )
+    if size > (free := free_bytes(folder)):
+        raise StorageError(
+            f"{folder}: {files}, do not fit in the {free:,} that are free; free some space, or"
+            f" {ELSEWHERE}"
+        )
+    for _ in range(MOST_DOWNLOADS):
+        asking(commit, missing, partial(_download, commit, names))
+        names = [name for name in names if _is_damaged(folder / name)]
+        if not names:
+            if rank_of(os.environ) == 0:
+                many = f"{len(absent)} file{'s' if len(absent) > 1 else ''}"
+                print(f"fetched {many} of {commit}, {mebibytes(size)}", file=sys.stderr)
+            return
+        for name in names:
+            print(f"{commit}/{name}: is damaged; fetching it again", file=sys.stderr)
+            (folder / name).resolve().unlink()
+    raise StorageError(
+        f"{commit}/{names[0]}: arrives with another hash, fetched {MOST_DOWNLOADS} times; check the"
+        " network, or upload it again"
+    )
+
+
+def _download(commit: Repository, names: Sequence[str]) -> None:
+    from huggingface_hub import snapshot_download
+
+    with _bars_on_terminals_only():
+        snapshot_download(**commit.options, allow_patterns=[escape(name) for name in names])
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    """Keep the progress bars of huggingface_hub out of files."""
+    from huggingface_hub import utils
+
+    silences = not (sys.stderr.isatty() or utils.are_progress_bars_disabled())
+    if silences:
+        utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if silences:
+            utils.enable_progress_bars()
+
+
+def _is_damaged(path: Path) -> bool:
+    """Whether a file of the cache is other than its blob's name says, which is its hash."""
+    blob = path.resolve()
+    if len(blob.name) == len(hashlib.sha256().hexdigest()):
+        return blob.name != sha256_of(blob)
+    content = blob.read_bytes() if len(blob.name) == len(hashlib.sha1().hexdigest()) else None
+    if content is None:  # a cache without links, or a server with hashes of its own
+        return False
+    return blob.name != hashlib.sha1(b"blob %d\0%s" % (len(content), content)).hexdigest()

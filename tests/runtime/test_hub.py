@@ -1,0 +1,320 @@
+"""Data sets and models of the Hub: what is fetched, what is refused, what works without network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimind.cli.main import main
+from minimind.data.prepare import remote
+from minimind.data.text.inputs import find_files, val_paths
+from minimind.errors import DataError, StorageError, UsageError
+from minimind.runtime import filesystem
+from minimind.runtime import hub as on_the_hub
+from minimind.runtime.filesystem import Retry
+from minimind.runtime.hub import DATASET, MODEL, Repository, local_model, newest, repository
+from minimind.runtime.object_cache import open_cache
+from minimind.runtime.urls import is_url, named
+from tests.conftest import sentences
+from tests.runtime.fixtures import use_hub
+from tests.runtime.hub_server import TOKEN, Hub
+from tests.runtime.servers import FaultyProxy, faulty_proxy
+
+SET, NET = "ana/poems", "ana/small"
+
+
+def lines(seed: int, count: int = 60) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in sentences(seed, count)).encode()
+
+
+FILES = {
+    ".gitattributes": b"*.jsonl filter=lfs\n",
+    "README.md": b"# Poems\n",
+    "dataset_infos.json": b"{}",
+    "data/train-00001-of-00002.jsonl": lines(2),
+    "data/train-00000-of-00002.jsonl": lines(1),
+    "data/validation-00000-of-00001.jsonl": lines(3, 10),
+    "data/test.jsonl": lines(4, 10),
+    "data/[odd] train*.txt": b"short\n",
+}
+MODEL_FILES = {
+    ".gitattributes": b"",
+    "README.md": b"# Small\n",
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b'{"a": 1}' * 500,
+    "tokenizer.model": b"pieces" * 300,
+    "tokenizer_config.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "model-00001-of-00002.safetensors": b"first" * 10_000,
+    "model-00002-of-00002.safetensors": b"second" * 10_000,
+    "model.safetensors.index.json": b"{}",
+    "pytorch_model.bin": b"twice" * 10_000,
+    "consolidated.00.pth": b"thrice" * 10_000,
+    "original/params.json": b"{}",
+    "onnx/model.onnx": b"graph" * 10_000,
+    "train.py": b"raise SystemExit",
+}
+BESIDE = {"config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
+BESIDE |= {"chat_template.jinja", "model.safetensors.index.json"}
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = (Retry(first_wait=0.0), filesystem.print_retry, DataError)
+    monkeypatch.setattr(filesystem.retrying, "__defaults__", defaults)
+
+
+@pytest.fixture
+def proxy(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyProxy]:
+    """A proxy before the Hub, which huggingface_hub asks."""
+    with faulty_proxy(hub) as running:
+        use_hub(running.url, tmp_path / "hub_cache", monkeypatch)
+        yield running
+
+
+def local_text(place: str, tmp_path: Path) -> list[Path]:
+    with open_cache(tmp_path / "cache") as cache:
+        return [*map(Path, remote.local_text([place], cache))]
+
+
+def names_of(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def test_what_names_a_repository():
+    found = repository("hf:ana/poems@v1.0/data/train", DATASET)
+    assert found == Repository(DATASET, "ana/poems", "v1.0", "data/train")
+    assert str(found) == "hf:ana/poems@v1.0/data/train"
+    assert repository("hf:ana/poems/", DATASET) == Repository(DATASET, "ana/poems")
+    others = ("ana/poems", "hf://datasets/ana/poems", "hf:/ana/poems", "hf:../poems", "hf:poems")
+    for place in (*others, "hf:~/poems", "hf:./a/b", "s3://hf:a/b", "hf:"):
+        assert repository(place, MODEL) is None, place
+    assert is_url("hf:ana/poems")
+    assert not is_url("hf:/ana/poems")
+
+
+def test_the_parts_and_paths_of_a_data_set(hub: Hub, tmp_path: Path, capsys: Any):
+    sha = hub.commit(DATASET, SET, FILES)
+    train = ["[odd] train*.txt", "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
+    assert names_of(local_text(f"hf:{SET}", tmp_path)) == train
+    shown = capsys.readouterr().err
+    assert f"hf:{SET}: its files of train are read; left out: test and validation" in shown
+    assert f"fetched 3 files of hf:{SET}@{sha}, " in shown
+    for place, expected in {
+        "train": train,
+        "validation": ["validation-00000-of-00001.jsonl"],
+        "test": ["test.jsonl"],
+        "data": train,
+        "data/test": ["test.jsonl"],
+        "data/train-00001-of-00002.jsonl": train[2:],
+        "data/[odd] train*.txt": train[:1],
+    }.items():
+        paths = local_text(f"hf:{SET}/{place}", tmp_path)
+        assert names_of(paths) == expected, place
+        for path in paths:
+            assert path.read_bytes() == FILES[f"data/{path.name}"]
+    assert find_files(paths) == paths
+    folder = tmp_path / "local"
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    assert names_of(find_files([folder])) == train
+
+
+def test_records_name_the_commit_and_lead_to_the_same_file(hub: Hub, tmp_path: Path):
+    sha = hub.commit(DATASET, SET, FILES)
+    (path,) = local_text(f"hf:{SET}/data/test.jsonl", tmp_path)
+    name = named(str(path))
+    assert name == f"hf:{SET}@{sha}/data/test.jsonl"
+    hub.commit(DATASET, SET, {**FILES, "data/test.jsonl": lines(9)})
+    assert local_text(name, tmp_path) == [path]
+    newest.cache_clear()  # as in another process
+    (other,) = local_text(f"hf:{SET}/test", tmp_path)
+    assert other != path
+    assert other.read_bytes() == lines(9)
+    assert path.read_bytes() == FILES["data/test.jsonl"]
+
+
+def test_a_known_commit_needs_no_request(hub: Hub, tmp_path: Path):
+    sha = hub.commit(DATASET, SET, FILES)
+    local_text(f"hf:{SET}@{sha}", tmp_path)
+    newest.cache_clear()
+    hub.requests.clear()
+    assert len(local_text(f"hf:{SET}@{sha}", tmp_path)) == 3
+    assert not hub.requests
+
+
+def test_the_held_out_part_of_a_data_set():
+    assert val_paths("auto", ["hf:ana/poems"]) == ("hf:ana/poems/validation",)
+    assert val_paths("auto", ["hf:ana/poems@v1/en/train"]) == ("hf:ana/poems@v1/en/validation",)
+    assert val_paths("auto", ["hf:ana/poems/en"]) == ("hf:ana/poems/en/validation",)
+
+
+@pytest.mark.parametrize(
+    ("missing", "weights"),
+    [
+        ((), {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}),
+        ("safetensors", {"pytorch_model.bin"}),
+        (("safetensors", "bin"), {"consolidated.00.pth"}),
+    ],
+)
+def test_one_form_of_the_weights_is_fetched(hub: Hub, missing: Any, weights: set[str]):
+    files = {n: c for n, c in MODEL_FILES.items() if not missing or not n.endswith(missing)}
+    hub.commit(MODEL, NET, files)
+    folder = local_model(f"hf:{NET}", weights=False)
+    beside = BESIDE & files.keys()
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*")} == beside
+    assert local_model(f"hf:{NET}") == folder
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*")} == beside | weights
+    assert all((folder / name).read_bytes() == files[name] for name in beside | weights)
+
+
+def test_a_local_directory_comes_first(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path(NET).mkdir(parents=True)
+    assert local_model(f"hf:{NET}") == Path(NET) == local_model(NET)
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (
+            "ana/nothing",
+            r"the Hub has no such dataset, or it is private; correct the name, or check",
+        ),
+        ("ana/secret", r"the Hub has no such dataset, or it is private; .* `hf auth login`"),
+        (
+            "ana/gated",
+            r"is given to those who accept its terms; accept them on its page, and check",
+        ),
+        (f"{SET}@v9", r"the Hub has no revision v9 of it; correct it"),
+        (f"{SET}/valid", r"has no text in valid; name another dataset"),
+        (f"{SET}/README.md", r"has no text in README.md; name another dataset"),
+    ],
+)
+def test_what_the_hub_does_not_give(hub: Hub, tmp_path: Path, place: str, message: str):
+    for name in (SET, "ana/secret", "ana/gated"):
+        hub.commit(DATASET, name, FILES)
+    hub.private.add("ana/secret")
+    hub.gated.add("ana/gated")
+    with pytest.raises(DataError, match=f"^hf:{re.escape(place)}: {message}"):
+        local_text(f"hf:{place}", tmp_path)
+
+
+def test_a_private_data_set_needs_the_token_which_is_stored_nowhere(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+):
+    hub.commit(DATASET, "ana/secret", FILES)
+    hub.private.add("ana/secret")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    out = tmp_path / "clean"
+    assert main(["data", "filter", "hf:ana/secret", "--out", str(out), "--min_chars", "1"]) == 0
+    assert json.loads((out / "report.json").read_text())["kept"]["documents"] == 121
+    assert TOKEN not in str(capfd.readouterr())
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files
+    assert not any(TOKEN.encode() in path.read_bytes() for path in files)
+
+
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    newest.cache_clear()
+
+
+def test_without_network_it_says_what_would_be_fetched(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    hub.commit(MODEL, NET, MODEL_FILES)
+    hub.commit(DATASET, SET, FILES)
+    folder = local_model(f"hf:{NET}", weights=False)
+    offline(monkeypatch)
+    with pytest.raises(StorageError) as none:
+        local_text(f"hf:{SET}@main/validation", tmp_path)
+    assert str(none.value) == (
+        f"hf:{SET}@main/validation: HF_HUB_OFFLINE is set, and {tmp_path}/hub_cache has no copy of"
+        f" its text in validation; run `hf download {SET} --repo-type dataset --revision main`"
+        " where there is a network"
+    )
+    with pytest.raises(StorageError) as part:
+        local_model(f"hf:{NET}")
+    sha = hub.commits[MODEL, NET][0][0]
+    assert str(part.value) == (
+        f"hf:{NET}: HF_HUB_OFFLINE is set, and {folder} lacks model-00001-of-00002.safetensors,"
+        " model-00002-of-00002.safetensors, 110,000 bytes (0.1 MiB); run"
+        f" `hf download {NET} --revision {sha}` where there is a network"
+    )
+    capsys.readouterr()
+    assert local_model(f"hf:{NET}", weights=False) == folder
+    shown = capsys.readouterr().err
+    assert shown == f"hf:{NET}: HF_HUB_OFFLINE is set; using the copy in the cache, {folder}\n"
+    assert not [request for request in hub.requests if SET in request]
+
+
+def test_a_network_that_fails_is_tried_again_and_then_the_cache_is_used(
+    hub: Hub, proxy: FaultyProxy, tmp_path: Path, capsys: Any
+):
+    hub.commit(DATASET, SET, FILES)
+    before = local_text(f"hf:{SET}", tmp_path)
+    newest.cache_clear()
+    proxy.is_down = True
+    assert local_text(f"hf:{SET}", tmp_path) == before
+    shown = capsys.readouterr().err
+    assert shown.count("trying again in") == 5
+    assert "using the copy in the cache" in shown
+    with pytest.raises(StorageError, match=r"does not answer .*, tried 6 times, and .* lacks"):
+        local_text(f"hf:{SET}/test", tmp_path)
+
+
+@pytest.mark.parametrize("cuts", [3, 30])
+def test_cut_connections_change_nothing(hub: Hub, cuts: int):
+    files = {**MODEL_FILES, "model.safetensors": bytes(range(256)) * 20_000}
+    hub.commit(MODEL, NET, files)
+    hub.cuts = cuts
+    folder = local_model(f"hf:{NET}")
+    assert hub.cuts == 0
+    for path in folder.iterdir():
+        assert path.read_bytes() == files[path.name], path.name
+
+
+def test_a_file_with_another_hash_is_fetched_again(hub: Hub, capsys: Any):
+    sha = hub.commit(MODEL, NET, MODEL_FILES)
+    hub.damages = 1
+    folder = local_model(f"hf:{NET}")
+    again = re.findall(
+        rf"hf:{NET}@{sha}/(\S+): is damaged; fetching it again", capsys.readouterr().err
+    )
+    assert len(again) == 1
+    for path in folder.iterdir():
+        assert path.read_bytes() == MODEL_FILES[path.name], path.name
+
+
+def test_a_file_that_always_has_another_hash_is_refused_and_not_kept(hub: Hub):
+    hub.commit(MODEL, NET, MODEL_FILES)
+    hub.damages = 1000
+    for _ in range(2):
+        with pytest.raises(StorageError, match="arrives with another hash, fetched 2 times"):
+            local_model(f"hf:{NET}")
+    hub.damages = 0
+    folder = local_model(f"hf:{NET}")
+    assert (folder / "tokenizer.json").read_bytes() == MODEL_FILES["tokenizer.json"]
+
+
+def test_a_full_disk_is_told_before_the_download(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    hub.commit(MODEL, NET, MODEL_FILES)
+    monkeypatch.setattr(on_the_hub, "free_bytes", lambda _: 1000)
+    with pytest.raises(StorageError, match=r"and \d more, [\d,]+ bytes .* do not fit in the 1,000"):
+        local_model(f"hf:{NET}")
+    assert not [request for request in hub.requests if "resolve" in request]
+
+
+def test_a_path_inside_of_a_model_is_refused(hub: Hub):
+    with pytest.raises(UsageError, match=f"is inside of a model; name the model, hf:{NET}"):
+        local_model(f"hf:{NET}/model.safetensors")
