@@ -85,8 +85,8 @@ class PlaceFlags:
 
     data_path: tuple[str, ...] = flag(
         "text files (.jsonl .ndjson .json .txt .md .csv .tsv, also compressed; .parquet),"
-        " directories, globs or Hugging Face dataset directories; or one folder of `minimind"
-        " prepare`",
+        " directories, globs, Hugging Face dataset directories or URLs; hf:USER/SET[/PART] of the"
+        " Hub; or one folder of `minimind prepare`",
         (DEFAULT_DATA,),
         "data",
     )
@@ -97,7 +97,8 @@ class PlaceFlags:
         choices=("pretrain", "sft"),
     )
     tokenizer: str | None = flag(
-        "SentencePiece .model file, Hugging Face tokenizer.json, or a directory with either",
+        "SentencePiece .model file, Hugging Face tokenizer.json, a directory with either, or"
+        " hf:USER/MODEL of the Hub",
         None,
         "data",
     )
@@ -200,7 +201,7 @@ class PlaceFlags:
     init_from: str | None = flag(
         "initial weights, shape and tokenizer: a run's out_dir, a step_ directory, a directory of"
         " `minimind export` or `import`, a directory of Llama, Mistral or Qwen3 (DIR or hf:DIR), a"
-        " MiniMind2 file or directory",
+        " MiniMind2 file or directory; or hf:USER/MODEL of the Hugging Face Hub",
         None,
         "model",
     )
@@ -378,8 +379,8 @@ class ModelFlags:
 
     model: str | None = flag(
         "preset (configs/models/*.yaml) or YAML file, overridden by the shape flags; or hf:DIR,"
-        " the model that transformers builds from DIR/config.json, randomly initialized unless"
-        " --init_from is given",
+        " the model that transformers builds from DIR/config.json (or from hf:USER/MODEL of the"
+        " Hub), randomly initialized unless --init_from is given",
         None,
         "model",
     )

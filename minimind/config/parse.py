@@ -194,10 +194,10 @@ ddp_timeout | --dist_timeout | seconds; 120 here
 ddp_find_unused_parameters |  | set if the model has unused parameters
 use_cpu | --device cpu |
 auto_find_batch_size |  | `minimind plan --memory` lists what fits
-push_to_hub |  | not available; `minimind export` writes a directory to upload
+push_to_hub |  | `minimind export --push_to_hub USER/NAME`, once the run has ended
 """,
     "run_clm.py of transformers": """
-model_name_or_path config_name | --model hf:DIR | with `--init_from DIR` for its weights
+model_name_or_path config_name | --model hf:DIR | or `hf:USER/NAME`; with `--init_from` of the same for its weights
 tokenizer_name | --tokenizer PATH |
 train_file | --data_path |
 validation_file | --val_path | or --val_fraction of the text

@@ -102,10 +102,14 @@ def owned_model(name: str) -> Repository:
     found = repository(f"{HUB_PREFIX}{name.removeprefix(HUB_PREFIX)}", MODEL)
     if found is None or found.revision or found.inside:
         raise UsageError(f"--push_to_hub {name}: is not USER/NAME, such as ana/poems; write it so")
-    try:
-        user = asking(found, UsageError, HfApi().whoami)
-    except errors.LocalTokenNotFoundError as error:
-        raise UsageError(f"--push_to_hub {name}: no token is here; {HUB.credentials}") from error
+
+    def whoami() -> dict[str, Any]:
+        try:
+            return HfApi().whoami()
+        except errors.LocalTokenNotFoundError as error:
+            raise UsageError(f"--push_to_hub {name}: has no token; {HUB.credentials}") from error
+
+    user = asking(found, UsageError, whoami)
     owner, token = found.name.partition("/")[0], user.get("auth", {}).get("accessToken", {})
     if owner not in (names := [user["name"], *(one["name"] for one in user.get("orgs", ()))]):
         raise UsageError(
@@ -220,8 +224,8 @@ def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -
             raise missing(
                 f"{wanted}: the Hub has no revision {wanted.revision} of it; correct it"
             ) from error
-        except RuntimeError as error:  # of an upload
-            raise (error.__cause__ or error)  # noqa: B904 (the cause is what is told apart)
+        except (RuntimeError, errors.RevisionResolutionError) as error:  # also of an upload
+            raise error.__cause__ or error  # noqa: B904 (which keeps its own cause)
         except PermissionError as error:  # of the cache
             raise StorageError(f"{error.filename}: {error.strerror}; {ELSEWHERE}") from error
 
@@ -234,11 +238,11 @@ def newest(wanted: Repository) -> tuple[str, Sizes]:
 
     A process asks once, so that all it reads is of one commit.
     """
-    from huggingface_hub import HfApi, RepoFile, errors, get_cached_repo_tree, resolve_revision
+    from huggingface_hub import HfApi, RepoFile, errors, get_cached_repo_tree
 
     if not COMMIT.fullmatch(wanted.revision or ""):
         HfApi().repo_info(**wanted.options)  # raises where the next would take a copy of before
-    commit = replace(wanted, revision=resolve_revision(**wanted.options).resolved)
+    commit = replace(wanted, revision=HfApi().resolve_revision(**wanted.options).resolved)
     try:
         files = get_cached_repo_tree(**commit.options)
     except errors.CachedRepoTreeNotFoundError:
@@ -249,10 +253,10 @@ def newest(wanted: Repository) -> tuple[str, Sizes]:
 
 def _known(wanted: Repository, reason: str) -> tuple[str, Sizes]:
     """The commit of the revision that the cache has, and its files; else StorageError."""
-    from huggingface_hub import errors, get_cached_repo_tree, resolve_revision
+    from huggingface_hub import HfApi, errors, get_cached_repo_tree
 
     try:
-        found = resolve_revision(**wanted.options, local_files_only=True)
+        found = HfApi().resolve_revision(**wanted.options, local_files_only=True)
         files = get_cached_repo_tree(**wanted.options)
     except (errors.RevisionResolutionError, errors.CachedRepoTreeNotFoundError) as error:
         raise StorageError(f"{reason}; run `{wanted.command}` where there is a network") from error

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load, load_file
 
 from tests.examples.conftest import Start, by_every_launcher, promised, shape
-from tests.examples.hub import open_hub
+from tests.runtime.hub_server import TOKEN, USER, running_hub
 
 pytestmark = [pytest.mark.long, pytest.mark.launch]
 NAME = "save_and_load.py"
@@ -47,13 +47,12 @@ def test_a_run_stopped_and_resumed_ends_with_the_same_parameters(
 @pytest.mark.parametrize("processes", [1, 2])
 def test_one_process_pushes_to_the_hub_once(start: Start, processes: int, tmp_path: Path):
     """The real client against a stand-in on the loopback interface; the hub itself is not asked."""
-    with open_hub() as hub:
-        flags = f"--out {tmp_path / 'saved'} --push_to me/tiny"
-        online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "nobodys"}
-        report = start(NAME, flags, processes=processes, **online)
-    assert hub.created == ["me/tiny"]
-    (commit,) = hub.commits
-    assert report.endswith(f"push_to_hub: {hub.url}/me/tiny/commit/{1:040x}\n")
+    with running_hub() as hub:
+        flags = f"--out {tmp_path / 'saved'} --push_to {USER}/tiny"
+        online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
+        report = start(NAME, flags, processes=processes, **online, HF_HUB_DISABLE_XET="1")
+    _, (sha, commit) = hub.commits["model", f"{USER}/tiny"]  # the first made the repository
+    assert report.endswith(f"push_to_hub: {hub.url}/{USER}/tiny/commit/{sha}\n")
     assert {"README.md", "config.json", "model.safetensors"} <= set(commit)
     saved = load_file(tmp_path / "saved" / "pretrained" / "model.safetensors")
     sent = load(commit["model.safetensors"])

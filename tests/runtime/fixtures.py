@@ -54,7 +54,6 @@ def hub(_hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
 def use_hub(url: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make huggingface_hub of this process use a server and a cache; it retries at once."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import _http
 
     monkeypatch.setattr(constants, "ENDPOINT", url)
     template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
@@ -63,7 +62,7 @@ def use_hub(url: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(_http.time, "sleep", lambda _: None)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     newest.cache_clear()

@@ -39,7 +39,7 @@ class Hub:
         self.cuts = 0  # answers and uploads of large files that end in the middle
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {}))
         self._server.hub = self  # pyright: ignore[reportAttributeAccessIssue] (the handler's)
-        self.host, self.port = self._server.server_address[:2]
+        self.host, self.port = "127.0.0.1", self._server.server_port
         self.url = f"http://{self.host}:{self.port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -68,6 +68,7 @@ class Hub:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    is_cut = False
 
     @property
     def hub(self) -> Hub:
@@ -103,12 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        if self.hub.cuts and len(body) >= LARGE:
-            self.hub.cuts -= 1
-            body, self.close_connection = body[: len(body) // 2], True
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def _json(self, value: Any) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
@@ -170,16 +167,20 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.damages:
             self.hub.damages -= 1
             content = bytes([content[0] ^ 1]) + content[1:]
+        self.is_cut = bool(self.hub.cuts) and self.command == "GET"
+        self.hub.cuts -= self.is_cut
         self._content(content, {"ETag": f'"{sha}"'})
 
     def _content(self, content: bytes, headers: Mapping[str, str]) -> None:
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if asked is None:
-            self._send(200, content, headers)
-            return
-        start, end = int(asked[1]), min(int(asked[2] or len(content) - 1), len(content) - 1)
-        span = {"Content-Range": f"bytes {start}-{end}/{len(content)}"}
-        self._send(206, content[start : end + 1], {**headers, **span})
+        status = 200
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, end = int(asked[1]), min(int(asked[2] or len(content) - 1), len(content) - 1)
+            span = {"Content-Range": f"bytes {start}-{end}/{len(content)}"}
+            status, headers, content = 206, {**headers, **span}, content[start : end + 1]
+        if self.is_cut:
+            headers = {**headers, "Content-Length": str(len(content))}
+            content, self.close_connection = content[: len(content) // 2], True
+        self._send(status, content, headers)
 
     def whoami(self, _: bytes) -> None:
         if not self._is_known:
@@ -195,13 +196,13 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_known or self.hub.role == "read":
             self._error(403, "", "You don't have the rights to create a model")
         elif ("model", name) in self.hub.commits:
-            place = {"url": f"https://huggingface.co/{name}"}
+            place = {"url": f"{self.hub.url}/{name}"}
             self._send(409, json.dumps(place).encode(), {"X-Error-Message": "It is there."})
         else:
             self.hub.commit("model", name, {".gitattributes": b"*.safetensors filter=lfs\n"})
             if asked.get("visibility") == "private" or asked.get("private"):
                 self.hub.private.add(name)
-            self._json({"url": f"https://huggingface.co/{name}"})
+            self._json({"url": f"{self.hub.url}/{name}"})
 
     def preupload(self, body: bytes, name: str) -> None:
         modes = [
@@ -247,7 +248,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
         sha = self.hub.commit("model", name, files)
-        place = f"https://huggingface.co/{name}/commit/{sha}"
+        place = f"{self.hub.url}/{name}/commit/{sha}"
         self._json({"success": True, "commitOid": sha, "commitUrl": place})
 
     def validate(self, _: bytes) -> None:

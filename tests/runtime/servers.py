@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from tests.runtime.hub_server import Hub
+
 KEYS = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "not-a-secret-of-anyone",
@@ -219,7 +221,7 @@ def running_store() -> Iterator[ObjectStore]:
 
 
 @contextmanager
-def faulty_proxy(store: ObjectStore, seed: int = 0) -> Iterator[FaultyProxy]:
+def faulty_proxy(store: ObjectStore | Hub, seed: int = 0) -> Iterator[FaultyProxy]:
     """A proxy before the server for the time of the block."""
     proxy = FaultyProxy(store.host, store.port, seed)
     try:

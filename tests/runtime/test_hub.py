@@ -118,7 +118,7 @@ def test_the_parts_and_paths_of_a_data_set(hub: Hub, tmp_path: Path, capsys: Any
         assert names_of(paths) == expected, place
         for path in paths:
             assert path.read_bytes() == FILES[f"data/{path.name}"]
-    assert find_files(paths) == paths
+        assert find_files(paths) == paths
     folder = tmp_path / "local"
     for name, content in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
