@@ -64,7 +64,7 @@ NONE_HERE = {
     "save_weight": "--out_dir",
     "start": "minimind generate",
     "backend": "nccl",
-    "push_to_hub": "`minimind export --push_to_hub",
+    "push_to_hub": "minimind export --push_to_hub USER/NAME",
     "auto_find_batch_size": "minimind plan",
     "pipeline-model-parallel-size": "not split",
     "fp8": "FP8",
