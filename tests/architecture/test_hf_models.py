@@ -390,7 +390,9 @@ def test_a_file_that_is_not_trained_gives_the_reason(report, named, tmp_path):
 
 def test_a_name_at_a_hub_is_no_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="no such directory or file; name the directory of a model, its"):
+    with pytest.raises(
+        UsageError, match="no such directory or file; name the directory of a model, its"
+    ):
         parse_flags(["--model", "hf:gpt2"])
     (tmp_path / "place").mkdir()
     assert "has no config.json" in refused(tmp_path, None)
