@@ -47,7 +47,9 @@ SECRET_PARAMETER = re.compile(rf"{_MARK}{_SECRET}{_EQUALS}{_REST}", re.IGNORECAS
 URL = re.compile(rf"({'|'.join(SCHEMES)})://")
 HUB_PREFIX = "hf:"  # of a repository of the Hugging Face Hub, and before a local model
 ON_THE_HUB = re.compile(
-    r"hf:(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^/\s]+))?(?:/(?P<inside>.*))?", re.DOTALL
+    r"hf:(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>refs/\w+/\w+|[^/\s]+))?"
+    r"(?:/(?P<inside>.*))?",
+    re.DOTALL,
 )
 LIKE_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.]+:/+")
 CACHED = "by-url"  # the folder of a cache that holds what was fetched

@@ -90,6 +90,8 @@ def test_what_names_a_repository():
     found = repository("hf:ana/poems@v1.0/data/train", DATASET)
     assert found == Repository(DATASET, "ana/poems", "v1.0", "data/train")
     assert str(found) == "hf:ana/poems@v1.0/data/train"
+    converted = repository("hf:ana/poems@refs/convert/parquet/default/train", DATASET)
+    assert converted == Repository(DATASET, "ana/poems", "refs/convert/parquet", "default/train")
     assert repository("hf:ana/poems/", DATASET) == Repository(DATASET, "ana/poems")
     others = ("ana/poems", "hf://datasets/ana/poems", "hf:/ana/poems", "hf:../poems", "hf:poems")
     for place in (*others, "hf:~/poems", "hf:./a/b", "s3://hf:a/b", "hf:"):
