@@ -2,11 +2,12 @@
 
 Its "llama" architecture pairs adjacent channels, as ours does, and "qwen3" pairs j with j + D/2.
 Norms stay float32 in every precision: llama.cpp multiplies by nothing else. The vocabulary is that
-of a SentencePiece model.
+of a SentencePiece model, or byte-level BPE whose splits of a text llama.cpp has a name for.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from minimind.checkpoint.tensor_files import Part
 from minimind.data.tokenizer.hf_export import is_plain_bpe, merges
+from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer
-from minimind.data.tokenizer.vocabulary import FILLER_PREFIX
+from minimind.data.tokenizer.vocabulary import FILLER_PREFIX, JSON_NAME
 from minimind.errors import UsageError
 from minimind.interop.tensor_sources import TensorSource, to_gguf, to_rotate_half
 from minimind.interop.write_folder import PRODUCER, new_folder
@@ -146,22 +149,37 @@ def _add_entry(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
 
 
-# Token types; 4 (user defined) would be matched in text before any other.
-NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
-MODEL = "llama"  # GGUF's name for SentencePiece BPE
+# Token types; 4 is matched in a text before any other.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+MODEL, BYTE_LEVEL = "llama", "gpt2"  # GGUF's names for BPE of SentencePiece and of bytes
+
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# What a text is split by before ByteLevel -> llama.cpp's name of it.
+SPLITS = {
+    "": "gpt-2",
+    WORDS % r"\p{N}": "qwen2",
+    WORDS % r"\p{N}{1,3}": "llama-bpe",
+    "digits": "smollm",
+}
+# Fields of a model of BPE that GGUF does not have.
+OTHER_BPE = (
+    *("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "dropout"),
+    *("byte_fallback", "fuse_unk"),
+)
+TAKES_WHOLE = "llama-bpe"  # words that are tokens are not split, as `ignore_merges` says
 
 
-def gguf_vocabulary(tokenizer: object, rows: int) -> dict[str, Any]:
+def gguf_vocabulary(tokenizer: AnyTokenizer, rows: int) -> dict[str, Any]:
     """Entries by name after `tokenizer.ggml.`; raise UsageError if GGUF cannot express the model.
 
     Each row of the embedding gets a token. llama.cpp merges by score and ignores the merges;
     transformers reads them, in this order.
     """
     if not isinstance(tokenizer, Tokenizer):
-        raise UsageError(
-            f"{getattr(tokenizer, 'path', 'tokenizer')}: gguf is written with SentencePiece"
-            " vocabularies alone; export --format llama, and convert that with llama.cpp"
-        )
+        return _byte_level_vocabulary(tokenizer, rows)
     model = tokenizer.files()["tokenizer.model"]
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)  # pyright: ignore[reportCallIssue] (no stubs)
     if not is_plain_bpe(processor):
@@ -189,6 +207,61 @@ def gguf_vocabulary(tokenizer: object, rows: int) -> dict[str, Any]:
         "add_eos_token": False,
         "add_space_prefix": False,
     }
+
+
+def _byte_level_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[str, Any]:
+    """Entries of a tokenizer.json; UsageError unless it is byte-level BPE of a known split."""
+    values = json.loads(tokenizer.files()[JSON_NAME])
+    model, name = values["model"], _split_of(values)
+    is_plain = model["type"] == "BPE" and not any(model.get(key) for key in OTHER_BPE)
+    if name is None or not is_plain or bool(model.get("ignore_merges")) != (name == TAKES_WHOLE):
+        raise UsageError(
+            f"{tokenizer.path}: gguf has no name for how it splits a text; export --format llama,"
+            " and convert that with llama.cpp"
+        )
+    tokens = {i: token for token, i in model["vocab"].items()}
+    types = dict.fromkeys(tokens, NORMAL)
+    for added in values.get("added_tokens") or ():
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    special = {
+        "bos_token_id": tokenizer.bos_id if tokenizer.bos_id >= 0 else tokenizer.eos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "padding_token_id": tokenizer.pad_id,
+    }
+    pairs = (pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
+    return {
+        "model": BYTE_LEVEL,
+        "pre": name,
+        "tokens": [tokens.get(i, f"[PAD{i}]") for i in range(rows)],
+        "token_type": [types.get(i, UNUSED) for i in range(rows)],
+        "merges": [*pairs],
+        **special,
+        "add_bos_token": False,
+        "add_eos_token": False,
+    }
+
+
+def _split_of(values: Mapping[str, Any]) -> str | None:
+    """llama.cpp's name of the splits of a tokenizer.json; None if it has none."""
+    first = values.get("pre_tokenizer") or {}
+    steps = first["pretokenizers"] if first.get("type") == "Sequence" else [first]
+    *before, last = steps
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(before) > 1:
+        return None
+    splits = ""
+    if before and before[0]["type"] == "Digits" and before[0]["individual_digits"]:
+        splits = "digits"
+    elif before and before[0]["type"] == "Split" and not before[0].get("invert"):
+        is_alone = before[0]["behavior"] == "Isolated"
+        splits = before[0]["pattern"].get("Regex") if is_alone else None
+    elif before:
+        return None
+    if last.get("use_regex", True) != (splits in ("", "digits")):
+        return None
+    normalizer = (values.get("normalizer") or {}).get("type")
+    name = SPLITS.get(splits) if splits is not None else None
+    return name if normalizer is None or (normalizer, name) == ("NFC", "qwen2") else None
 
 
 def _token_type(processor: sentencepiece.SentencePieceProcessor, i: int) -> int:

@@ -15,13 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from minimind.cli.main import main as minimind
 from minimind.data.chat.conversations import Message
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.inference.chat import template_of
 from minimind.inference.load_model import load_model
+from minimind.interop.gguf import SPLITS
 from tests.conftest import ROOT, sentences
 from tests.examples.conftest import environment, fine_tuned
+from tests.interop.byte_level import write_tokenizer
 
 pytestmark = [pytest.mark.long, pytest.mark.launch]
 NEW = 24
@@ -34,6 +38,14 @@ ODD = (
     "naïve café 🙂👩‍👩‍👧",
     "a",
     "def f(x):\n    return x",
+)
+WRITTEN = (
+    "I'LL we'll don't IT'S",
+    "春眠不覺曉，處處聞啼鳥。2024年12月",
+    "日本語のテキスト 한국어 Привет, мир",
+    "\n\n\n a\r\n  \n",
+    " x  y   z    ",
+    "<|im_start|> is no token, <think> is",
 )
 CONVERSATIONS = [
     [{"role": "user", "content": f"what is {word}?"}] for word in ("sky", "wind", " x ", "🙂")
@@ -103,6 +115,40 @@ def asked(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return questions, json.loads(out.read_text() if name == "vllm" else done.stdout)
+
+
+@pytest.mark.parametrize("split", SPLITS.values())
+def test_byte_level_ids_in_llama_cpp_are_equal(split: str, tmp_path: Path):
+    python, folder = interpreter("llama_cpp"), tmp_path / split
+    texts = [*sentences(7, 40), *ODD, *WRITTEN]
+    write_tokenizer(folder, split, [*sentences(1, 300), *WRITTEN * 3])
+    tokenizer = load_tokenizer(folder)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 256}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=tokenizer.vocab_size + 5, **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = ["export", "--checkpoint", folder, "--format", "gguf", "--out", tmp_path / "export"]
+    assert minimind(list(map(str, words))) == 0
+    prompts = [tokenizer.encode(text)[:12] for text in texts[:5]]
+    asked = {"positions": 256, "new": NEW, "texts": texts, "prompts": prompts, "conversations": []}
+    command = [str(python), str(Path(__file__).with_name("ask_llama_cpp.py"))]
+    own = {n: v for n, v in environment(tmp_path / "hf").items() if n != "PYTHONPATH"}
+    done = subprocess.run(
+        [*command, str(tmp_path / "export/model.gguf")],
+        input=json.dumps(asked),
+        env=own,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout)
+    assert told["ids"] == [tokenizer.encode(text) for text in texts]
+    model = load_model(None, str(folder))[0]
+    for prompt, answer in zip(prompts, told["completions"], strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *answer["ids"]]])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer["ids"]
 
 
 def test_ids_of_texts_are_equal(asked: Any, model: Any):
