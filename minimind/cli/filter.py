@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 from minimind.config.arguments import (
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Filter, and print the table of the report."""
     from minimind.data.quality.filter import FilterRequest, filter_text
     from minimind.data.quality.near_duplicates import MinHash
+    from minimind.data.quality.records import field_of
     from minimind.data.text.documents import ReadOptions
     from minimind.data.text.inputs import print_left_out
 
@@ -113,7 +115,9 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
     )
     print_left_out(args.paths)
     _print_report(filter_text(request, args.out, args.force, cache))
-    print(f"done: --data_path {args.out}")
+    field = field_of(request.reading)
+    read = "" if field == FLAGS["text_field"].default else f" --text_field {shlex.quote(field)}"
+    print(f"done: --data_path {args.out}{read}")
     return 0
 
 

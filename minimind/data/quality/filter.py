@@ -25,6 +25,7 @@ from minimind.data.prepare.merge import require_few_rejected
 from minimind.data.prepare.remote import local_text
 from minimind.data.quality.decontaminate import ngram_filter
 from minimind.data.quality.near_duplicates import MinHash, near_duplicates, require_datatrove
+from minimind.data.quality.records import InRecord, field_of, line_with, with_records
 from minimind.data.quality.rules import filters_of, require_rules
 from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Source, find_files, require_once, segments_of
@@ -96,20 +97,23 @@ PART_BYTES = 2**28  # bytes of text before compression; parts are what `prepare`
 class PartWriter:
     """Writes part-00000.jsonl.zst, part-00001.jsonl.zst, ...; .gz without zstandard.
 
-    The same documents give the same bytes.
+    The same documents give the same bytes. A document keeps the fields of its record.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, field: str) -> None:
         self.names: list[str] = []
         self._directory = directory
+        self._reading = ReadOptions(field, sys.maxsize)
         self._left = 0  # bytes until the next part
         self._file: Any = None
         self._open = ExitStack()
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, document: str) -> None:
+        """Write what is left of the text of a document."""
         if self._left <= 0:
             self._next_part()
-        line = json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n"
+        record = document.record if isinstance(document, InRecord) else self._reading.example
+        line = line_with(text, record, self._reading.text_field).encode() + b"\n"
         self._file.write(line)
         self._left -= len(line)
 
@@ -121,9 +125,9 @@ class PartWriter:
         self._file = self._open.enter_context(compress(file))
         self._left = PART_BYTES
 
-    def texts(self) -> Iterator[str]:
+    def documents(self) -> Iterator[str]:
         """Read the documents again, after `close`."""
-        reading = ReadOptions(max_document_bytes=sys.maxsize)
+        reading = with_records(self._reading)
         for name in self.names:
             (segment,) = segments_of(self._directory / name, sys.maxsize)
             for document in read_segment(segment, reading):
@@ -318,12 +322,12 @@ def filter_text(
         with (
             phase("filtering the text"),
             open(draft / REMOVED_NAME, "wb") as listed,
-            closing(PartWriter(draft)) as writer,
+            closing(PartWriter(draft, field_of(request.reading))) as writer,
         ):
             run = _Run(request, checks, files, listed)
             if request.minhash is None:
-                for text, _ in run.passing():
-                    run.keep(text, writer)
+                for text, document, _ in run.passing():
+                    run.keep(text, document, writer)
             else:
                 run.keep_distinct(request.minhash, draft / "minhash", writer)
         run.require_usable()
@@ -364,8 +368,8 @@ class _Run:
         self._listed = listed
         self._first_rejected = ""
 
-    def passing(self) -> Iterator[tuple[str, int]]:
-        """Yield what the checks leave of the documents, with their places; list the others."""
+    def passing(self) -> Iterator[tuple[str, str, int]]:
+        """Yield what the checks leave, the documents and their places; list the others."""
         for text, place in self._documents():
             left: str | Removal = text
             for check in self.checks:
@@ -377,20 +381,21 @@ class _Run:
                 if left != text:
                     self.cut["documents"] += 1
                     self.cut["bytes"] += len(text.encode()) - len(left.encode())
-                yield left, place
+                yield left, text, place
 
     def _documents(self) -> Iterator[tuple[str, int]]:
+        reading = with_records(self.request.reading)
         for number, path in enumerate(self.files):
             for segment in segments_of(path, sys.maxsize):  # one, so that lines are the file's
-                for document in read_segment(segment, self.request.reading):
+                for document in read_segment(segment, reading):
                     if isinstance(document, Rejection):
                         self._reject(document, place_of(number, document.line))
                     else:
                         yield document[0], place_of(number, document[2])
 
-    def keep(self, text: str, writer: PartWriter) -> None:
+    def keep(self, text: str, document: str, writer: PartWriter) -> None:
         self._count("kept", text)
-        writer.add(text)
+        writer.add(text, document)
 
     def keep_distinct(self, options: MinHash, scratch: Path, writer: PartWriter) -> None:
         """Write the documents that pass the checks and are no near-duplicates; list the others.
@@ -399,19 +404,19 @@ class _Run:
         """
         places = array("Q")
         scratch.mkdir()
-        with closing(PartWriter(scratch)) as copy:
+        with closing(PartWriter(scratch, field_of(self.request.reading))) as copy:
             replaced = near_duplicates(self._copied(copy, places), options, scratch)
-        for number, text in enumerate(copy.texts()):
+        for number, text in enumerate(copy.documents()):
             if number in replaced:
                 kept = places[replaced[number]]
                 self.remove(text, places[number], Removal("near_duplicate", kept))
             else:
-                self.keep(text, writer)
+                self.keep(text, text, writer)
         shutil.rmtree(scratch)
 
     def _copied(self, copy: PartWriter, places: array[int]) -> Iterator[str]:
-        for text, place in self.passing():
-            copy.add(text)
+        for text, document, place in self.passing():
+            copy.add(text, document)
             places.append(place)
             yield text
 
