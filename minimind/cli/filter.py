@@ -20,7 +20,8 @@ from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.object_cache import ObjectCache
 
 EXAMPLE = "minimind data filter my_text.jsonl --out dataset/clean --exact_dedup"
-STEPS = ("min_chars", "max_chars", "languages", "rules", "decontaminate", "exact_dedup", "minhash")
+STEPS = ("min_chars", "max_chars", "languages", "rules", "classifier", "decontaminate")
+STEPS += ("exact_dedup", "minhash")
 MIN_PROBABILITY = 0.5  # text without words is en with 0.12
 MINHASH = {"ngrams": "words of an n-gram (default: 5)", "buckets": "buckets (default: 14)"}
 MINHASH |= {"hashes": "hashes of a bucket (default: 8)"}
@@ -28,7 +29,9 @@ MINHASH |= {"hashes": "hashes of a bucket (default: 8)"}
 
 def add_parser(actions: Any) -> None:
     """Add the parser of `data filter`."""
-    text = "Remove documents by length, language and rules, and repeated ones; count and list each"
+    text = (
+        "Remove documents by length, language, rules, labels and as repeated; count and list each"
+    )
     parser = actions.add_parser("filter", help=text, description=f"{text}.", example=EXAMPLE)
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="files, directories, globs, datasets, URLs")
@@ -45,6 +48,12 @@ def add_parser(actions: Any) -> None:
         "--rules: words and sentences of spaCy, as in datatrove, or by expressions (default: spacy)"
     )
     add("--rules_words", choices=("spacy", "plain"), help=text)
+    text = "remove texts by their labels of this supervised fastText model (.bin, .ftz)"
+    add("--classifier", type=non_empty_path, metavar="FILE", help=text)
+    text = "--classifier: keep texts with one of these labels, at least as probable as P"
+    add("--classifier_keep", nargs="+", type=_label, default=[], metavar="LABEL=P", help=text)
+    text = "--classifier: remove texts with one of these labels, at least as probable as P"
+    add("--classifier_remove", nargs="+", type=_label, default=[], metavar="LABEL=P", help=text)
     text = "remove texts that have 12 words in a row in common with a text of these"
     add("--decontaminate", nargs="+", default=[], metavar="PATH", help=text)
     text = "--decontaminate: field or column of the text (default: --text_field)"
@@ -66,6 +75,18 @@ def add_parser(actions: Any) -> None:
     add_cache(parser, "cache of objects of storage, for PATHs that are URLs")
     add("--force", action="store_true", help="replace an earlier --out")
     add("--debug", action="store_true", help="show tracebacks")
+
+
+def _label(text: str) -> tuple[str, float]:
+    """Parse LABEL=P; raise ArgumentTypeError otherwise."""
+    label, _, least = text.rpartition("=")
+    try:
+        probability = float(least)
+    except ValueError:
+        probability = -1.0
+    if not label or not 0 <= probability <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no LABEL=P with P from 0 to 1, as hq=0.9")
+    return label.removeprefix("__label__"), probability
 
 
 def run(args: argparse.Namespace, cache: ObjectCache) -> int:
@@ -95,6 +116,14 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         raise UsageError("--rules_words without --rules; give --rules too")
     if args.decontaminate_field and not args.decontaminate:
         raise UsageError("--decontaminate_field without --decontaminate; give --decontaminate too")
+    if not args.classifier and (args.classifier_keep or args.classifier_remove):
+        name = "classifier_keep" if args.classifier_keep else "classifier_remove"
+        raise UsageError(f"--{name} without --classifier; give --classifier FILE too")
+    if args.classifier and bool(args.classifier_keep) == bool(args.classifier_remove):
+        raise UsageError(
+            f"--classifier {args.classifier} takes either --classifier_keep or"
+            " --classifier_remove; give one of them"
+        )
     languages = args.languages.split(",") if args.languages else []
     rules = args.rules.split(",") if args.rules else []
     request = FilterRequest(
@@ -112,6 +141,9 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         args.rules_words or "spacy",
         tuple(args.decontaminate),
         args.decontaminate_field or args.text_field,
+        args.classifier,
+        tuple(args.classifier_keep),
+        tuple(args.classifier_remove),
     )
     print_left_out(args.paths)
     _print_report(filter_text(request, args.out, args.force, cache))

