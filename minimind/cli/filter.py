@@ -72,6 +72,8 @@ def add_parser(actions: Any) -> None:
     add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
     text = "fraction of the documents that may be bad"
     add("--max_bad_fraction", type=fraction, default=bad, help=text)
+    text = "processes that check documents; the output is the same for any number"
+    add("--processes", type=at_least(1), default=1, help=text)
     add_cache(parser, "cache of objects of storage, for PATHs that are URLs")
     add("--force", action="store_true", help="replace an earlier --out")
     add("--debug", action="store_true", help="show tracebacks")
@@ -144,6 +146,7 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         args.classifier,
         tuple(args.classifier_keep),
         tuple(args.classifier_remove),
+        args.processes,
     )
     print_left_out(args.paths)
     _print_report(filter_text(request, args.out, args.force, cache))

@@ -12,17 +12,20 @@ import json
 import shutil
 import sys
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from minimind.data.prepare.encode import refuse
 from minimind.data.prepare.merge import require_few_rejected
 from minimind.data.prepare.remote import local_text
+from minimind.data.prepare.workers import process_pool, spawning
 from minimind.data.quality.classifier import PREFIX, classifier_filter, require_classifier
 from minimind.data.quality.decontaminate import ngram_filter
 from minimind.data.quality.near_duplicates import MinHash, near_duplicates, require_datatrove
@@ -53,8 +56,8 @@ class Removal:
     found: Mapping[str, Any] = field(default_factory=dict)
 
 
-# A check gets a text and its place, and returns the text for the next check.
-Check = Callable[[str, int], Removal | str]
+# A check returns the text for the next one.
+Check = Callable[[str], Removal | str]
 Labels = tuple[tuple[str, float], ...]  # with their least probabilities
 
 
@@ -70,16 +73,16 @@ def file_and_line(place: int) -> tuple[int, int]:
 
 def at_least_chars(least: int) -> Check:
     """Remove texts of fewer than `least` characters."""
-    return lambda text, _: Removal("min_chars") if len(text) < least else text
+    return lambda text: Removal("min_chars") if len(text) < least else text
 
 
 def at_most_chars(most: int) -> Check:
     """Remove texts of more than `most` characters."""
-    return lambda text, _: Removal("max_chars") if len(text) > most else text
+    return lambda text: Removal("max_chars") if len(text) > most else text
 
 
-def exact_duplicates() -> Check:
-    """Remove texts that were read before, but for blanks; the first one stays.
+def exact_duplicates() -> Callable[[str, int], Removal | str]:
+    """Return a check of texts and places: remove what was read before, but for blanks.
 
     Compares 128 bits of BLAKE2b of the text, in which each run of blanks and newlines is one space.
     """
@@ -200,7 +203,7 @@ def in_languages(languages: tuple[str, ...], least: float) -> Check:
     """Remove texts whose most probable language is another, or less probable than `least`."""
     find = language_finder()
 
-    def check(text: str, place: int) -> Removal | str:
+    def check(text: str) -> Removal | str:
         language, probability = find(text)
         if language in languages and probability >= least:
             return text
@@ -215,7 +218,7 @@ def in_rule(rule: str, datatrove_filter: Any) -> Check:
     from datatrove.data import Document
     from datatrove.pipeline.filters.base_filter import get_filter_result
 
-    def check(text: str, _: int) -> Removal | str:
+    def check(text: str) -> Removal | str:
         document = Document(text, "")
         stays, reason = get_filter_result(datatrove_filter.filter(document))
         name = f"{rule}.{str(reason).removeprefix(f'{rule}_')}"
@@ -230,7 +233,7 @@ def in_classes(path: Path, keep: Labels, remove: Labels) -> Check:
 
     classifier = classifier_filter(path, keep, remove)
 
-    def check(text: str, _: int) -> Removal | str:
+    def check(text: str) -> Removal | str:
         document = Document(text, "")
         if classifier.filter(document):
             return text
@@ -249,7 +252,7 @@ def without_ngrams_of(files: Sequence[Path], reading: ReadOptions) -> Check:
 
     find = ngram_filter(files, reading)
 
-    def check(text: str, _: int) -> Removal | str:
+    def check(text: str) -> Removal | str:
         document = Document(text, "")
         if find.filter(document) is True:
             return text
@@ -287,6 +290,7 @@ class FilterRequest:
     classifier: Path | None = None
     classifier_keep: Labels = ()
     classifier_remove: Labels = ()
+    processes: int = 1
 
     def checks(self, foreign: Sequence[Path]) -> list[Check]:
         """The checks of single documents, in order; `foreign` are the files of `decontaminate`."""
@@ -302,7 +306,7 @@ class FilterRequest:
         if foreign:
             reading = replace(self.reading, text_field=self.decontaminate_field)
             checks.append(without_ngrams_of(foreign, reading))
-        return [*checks, exact_duplicates()] if self.exact_dedup else checks
+        return checks
 
     def steps(self) -> dict[str, Any]:
         """The steps and their values, as in the report."""
@@ -319,6 +323,88 @@ class FilterRequest:
             steps["decontaminate"] = [named(path) for path in self.decontaminate]
             steps["decontaminate_field"] = self.decontaminate_field
         return steps if self.minhash is None else {**steps, "minhash": asdict(self.minhash)}
+
+
+Found = tuple[str | Rejection, int]  # a document and its place
+Checked = Iterator[tuple[Found, str | Removal]]
+CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 256, 2**20  # of what a process gets at once
+
+
+class _Checker:
+    """Checks documents in order, in the processes of a pool if there is one."""
+
+    def __init__(
+        self,
+        request: FilterRequest,
+        foreign: Sequence[Path],
+        checks: list[Check],
+        pool: ProcessPoolExecutor | None,
+    ) -> None:
+        self._given = request, tuple(foreign)
+        self._checks = checks
+        self._pool = pool
+        self._most_waiting = 2 * request.processes  # chunks, which bounds the memory
+
+    def checked(self, documents: Iterator[Found]) -> Checked:
+        """Yield each document with what is left of its text; of a rejection that is empty."""
+        if self._pool is None:
+            for found in documents:
+                yield (
+                    found,
+                    "" if isinstance(found[0], Rejection) else _left(found[0], self._checks),
+                )
+            return
+        waiting: deque[tuple[list[Found], Future[list[str | Removal | None]]]] = deque()
+        for chunk in _chunks(documents):
+            texts = [None if isinstance(one, Rejection) else str(one) for one, _ in chunk]
+            with spawning():
+                waiting.append((chunk, self._pool.submit(_check, *self._given, texts)))
+            if len(waiting) == self._most_waiting:
+                yield from _results(*waiting.popleft())
+        for one in waiting:
+            yield from _results(*one)
+
+
+def _chunks(documents: Iterator[Found]) -> Iterator[list[Found]]:
+    chunk: list[Found] = []
+    characters = 0
+    for found in documents:
+        chunk.append(found)
+        characters += 0 if isinstance(found[0], Rejection) else len(found[0])
+        if len(chunk) == CHUNK_DOCUMENTS or characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def _results(chunk: list[Found], future: Future[list[str | Removal | None]]) -> Checked:
+    for found, left in zip(chunk, future.result(), strict=True):
+        yield found, str(found[0]) if left is None else left
+
+
+def _left(text: str, checks: Sequence[Check]) -> str | Removal:
+    """What is left of a text after the checks, or why it is removed."""
+    for check in checks:
+        left = check(text)
+        if isinstance(left, Removal):
+            return left
+        text = left
+    return text
+
+
+def _check(
+    request: FilterRequest, foreign: tuple[Path, ...], texts: list[str | None]
+) -> list[str | Removal | None]:
+    """What is left of each text, None for all of it, which need not be sent."""
+    checks = _checks_of(request, foreign)
+    left = [None if text is None else _left(text, checks) for text in texts]
+    return [None if one == text else one for one, text in zip(left, texts, strict=True)]
+
+
+@cache
+def _checks_of(request: FilterRequest, foreign: tuple[Path, ...]) -> list[Check]:
+    return request.checks(foreign)
 
 
 def filter_text(
@@ -355,10 +441,11 @@ def filter_text(
     with folder.written_aside() as draft:
         with (
             phase("filtering the text"),
+            process_pool(request.processes, "filters the text") as pool,
             open(draft / REMOVED_NAME, "wb") as listed,
             closing(PartWriter(draft, field_of(request.reading))) as writer,
         ):
-            run = _Run(request, checks, files, listed)
+            run = _Run(request, _Checker(request, foreign, checks, pool), files, listed)
             if request.minhash is None:
                 for text, document, _ in run.passing():
                     run.keep(text, document, writer)
@@ -387,15 +474,12 @@ class _Run:
     """Reads the files once, and counts each document as kept, rejected or removed."""
 
     def __init__(
-        self,
-        request: FilterRequest,
-        checks: Sequence[Check],
-        files: Sequence[Path],
-        listed: BinaryIO,
+        self, request: FilterRequest, checker: _Checker, files: Sequence[Path], listed: BinaryIO
     ) -> None:
         self.request = request
-        self.checks = checks
+        self.checker = checker
         self.files = files
+        self.check_repeated = exact_duplicates() if request.exact_dedup else None
         self.documents: Counter[str] = Counter()  # counts by reason, and "kept" and "rejected"
         self.bytes: Counter[str] = Counter()  # UTF-8 bytes of text; a rejected document has none
         self.cut = {"documents": 0, "bytes": 0}  # of documents that pass with a part of their text
@@ -404,26 +488,27 @@ class _Run:
 
     def passing(self) -> Iterator[tuple[str, str, int]]:
         """Yield what the checks leave, the documents and their places; list the others."""
-        for text, place in self._documents():
-            left: str | Removal = text
-            for check in self.checks:
-                left = check(left, place)
-                if isinstance(left, Removal):
-                    self.remove(text, place, left)
-                    break
-            else:
-                if left != text:
-                    self.cut["documents"] += 1
-                    self.cut["bytes"] += len(text.encode()) - len(left.encode())
-                yield left, text, place
+        for (text, place), left in self.checker.checked(self._documents()):
+            if isinstance(text, Rejection):
+                self._reject(text, place)
+                continue
+            if self.check_repeated is not None and not isinstance(left, Removal):
+                left = self.check_repeated(left, place)
+            if isinstance(left, Removal):
+                self.remove(text, place, left)
+                continue
+            if left != text:
+                self.cut["documents"] += 1
+                self.cut["bytes"] += len(text.encode()) - len(left.encode())
+            yield left, text, place
 
-    def _documents(self) -> Iterator[tuple[str, int]]:
+    def _documents(self) -> Iterator[tuple[str | Rejection, int]]:
         reading = with_records(self.request.reading)
         for number, path in enumerate(self.files):
             for segment in segments_of(path, sys.maxsize):  # one, so that lines are the file's
                 for document in read_segment(segment, reading):
                     if isinstance(document, Rejection):
-                        self._reject(document, place_of(number, document.line))
+                        yield document, place_of(number, document.line)
                     else:
                         yield document[0], place_of(number, document[2])
 
