@@ -118,13 +118,10 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         raise UsageError("--rules_words without --rules; give --rules too")
     if args.decontaminate_field and not args.decontaminate:
         raise UsageError("--decontaminate_field without --decontaminate; give --decontaminate too")
-    if not args.classifier and (args.classifier_keep or args.classifier_remove):
-        name = "classifier_keep" if args.classifier_keep else "classifier_remove"
-        raise UsageError(f"--{name} without --classifier; give --classifier FILE too")
-    if args.classifier and bool(args.classifier_keep) == bool(args.classifier_remove):
+    if bool(args.classifier_keep) + bool(args.classifier_remove) != bool(args.classifier):
         raise UsageError(
-            f"--classifier {args.classifier} takes either --classifier_keep or"
-            " --classifier_remove; give one of them"
+            "--classifier FILE goes with one of --classifier_keep and --classifier_remove; give"
+            " these two"
         )
     languages = args.languages.split(",") if args.languages else []
     rules = args.rules.split(",") if args.rules else []

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -326,80 +326,61 @@ class FilterRequest:
 
 
 Found = tuple[str | Rejection, int]  # a document and its place
-Checked = Iterator[tuple[Found, str | Removal]]
+Left = str | Removal | Rejection
 CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 256, 2**20  # of what a process gets at once
+CHUNKS_WAITING = 2  # for each process, which bounds the memory
 
 
-class _Checker:
-    """Checks documents in order, in the processes of a pool if there is one."""
+def _left(document: str | Rejection, checks: Sequence[Check]) -> Left:
+    """What is left of a text after the checks, or why it is removed."""
+    left: Left = document
+    for check in checks:
+        if not isinstance(left, str):
+            break
+        left = check(left)
+    return left
 
-    def __init__(
-        self,
-        request: FilterRequest,
-        foreign: Sequence[Path],
-        checks: list[Check],
-        pool: ProcessPoolExecutor | None,
-    ) -> None:
-        self._given = request, tuple(foreign)
-        self._checks = checks
-        self._pool = pool
-        self._most_waiting = 2 * request.processes  # chunks, which bounds the memory
 
-    def checked(self, documents: Iterator[Found]) -> Checked:
-        """Yield each document with what is left of its text; of a rejection that is empty."""
-        if self._pool is None:
-            for found in documents:
-                yield (
-                    found,
-                    "" if isinstance(found[0], Rejection) else _left(found[0], self._checks),
-                )
-            return
-        waiting: deque[tuple[list[Found], Future[list[str | Removal | None]]]] = deque()
-        for chunk in _chunks(documents):
-            texts = [None if isinstance(one, Rejection) else str(one) for one, _ in chunk]
-            with spawning():
-                waiting.append((chunk, self._pool.submit(_check, *self._given, texts)))
-            if len(waiting) == self._most_waiting:
-                yield from _results(*waiting.popleft())
-        for one in waiting:
-            yield from _results(*one)
+def _checked(
+    request: FilterRequest,
+    foreign: Sequence[Path],
+    checks: Sequence[Check],
+    pool: ProcessPoolExecutor | None,
+    documents: Iterator[Found],
+) -> Iterator[tuple[Found, Left]]:
+    """Yield the documents, in order, with what the checks of the request leave of each."""
+    if pool is None:
+        yield from ((found, _left(found[0], checks)) for found in documents)
+        return
+    waiting: deque[tuple[list[Found], Future[list[Left]]]] = deque()
+    for chunk in _chunks(documents):
+        texts = [str(one) if isinstance(one, str) else one for one, _ in chunk]  # no records
+        with spawning():
+            waiting.append((chunk, pool.submit(_check, request, tuple(foreign), texts)))
+        if len(waiting) == CHUNKS_WAITING * request.processes:
+            chunk, future = waiting.popleft()
+            yield from zip(chunk, future.result(), strict=True)
+    for chunk, future in waiting:
+        yield from zip(chunk, future.result(), strict=True)
 
 
 def _chunks(documents: Iterator[Found]) -> Iterator[list[Found]]:
     chunk: list[Found] = []
     characters = 0
-    for found in documents:
-        chunk.append(found)
-        characters += 0 if isinstance(found[0], Rejection) else len(found[0])
+    for document, place in documents:
+        chunk.append((document, place))
+        characters += len(document.record if isinstance(document, InRecord) else str(document))
         if len(chunk) == CHUNK_DOCUMENTS or characters >= CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0
-    if chunk:
-        yield chunk
-
-
-def _results(chunk: list[Found], future: Future[list[str | Removal | None]]) -> Checked:
-    for found, left in zip(chunk, future.result(), strict=True):
-        yield found, str(found[0]) if left is None else left
-
-
-def _left(text: str, checks: Sequence[Check]) -> str | Removal:
-    """What is left of a text after the checks, or why it is removed."""
-    for check in checks:
-        left = check(text)
-        if isinstance(left, Removal):
-            return left
-        text = left
-    return text
+    yield chunk
 
 
 def _check(
-    request: FilterRequest, foreign: tuple[Path, ...], texts: list[str | None]
-) -> list[str | Removal | None]:
-    """What is left of each text, None for all of it, which need not be sent."""
+    request: FilterRequest, foreign: tuple[Path, ...], documents: list[str | Rejection]
+) -> list[Left]:
     checks = _checks_of(request, foreign)
-    left = [None if text is None else _left(text, checks) for text in texts]
-    return [None if one == text else one for one, text in zip(left, texts, strict=True)]
+    return [_left(document, checks) for document in documents]
 
 
 @cache
@@ -445,7 +426,7 @@ def filter_text(
             open(draft / REMOVED_NAME, "wb") as listed,
             closing(PartWriter(draft, field_of(request.reading))) as writer,
         ):
-            run = _Run(request, _Checker(request, foreign, checks, pool), files, listed)
+            run = _Run(request, partial(_checked, request, foreign, checks, pool), files, listed)
             if request.minhash is None:
                 for text, document, _ in run.passing():
                     run.keep(text, document, writer)
@@ -474,10 +455,14 @@ class _Run:
     """Reads the files once, and counts each document as kept, rejected or removed."""
 
     def __init__(
-        self, request: FilterRequest, checker: _Checker, files: Sequence[Path], listed: BinaryIO
+        self,
+        request: FilterRequest,
+        checked: Callable[[Iterator[Found]], Iterator[tuple[Found, Left]]],
+        files: Sequence[Path],
+        listed: BinaryIO,
     ) -> None:
         self.request = request
-        self.checker = checker
+        self.checked = checked
         self.files = files
         self.check_repeated = exact_duplicates() if request.exact_dedup else None
         self.documents: Counter[str] = Counter()  # counts by reason, and "kept" and "rejected"
@@ -488,21 +473,20 @@ class _Run:
 
     def passing(self) -> Iterator[tuple[str, str, int]]:
         """Yield what the checks leave, the documents and their places; list the others."""
-        for (text, place), left in self.checker.checked(self._documents()):
+        for (text, place), left in self.checked(self._documents()):
+            if self.check_repeated is not None and isinstance(left, str):
+                left = self.check_repeated(left, place)
             if isinstance(text, Rejection):
                 self._reject(text, place)
-                continue
-            if self.check_repeated is not None and not isinstance(left, Removal):
-                left = self.check_repeated(left, place)
-            if isinstance(left, Removal):
+            elif isinstance(left, Removal):
                 self.remove(text, place, left)
-                continue
-            if left != text:
-                self.cut["documents"] += 1
-                self.cut["bytes"] += len(text.encode()) - len(left.encode())
-            yield left, text, place
+            elif isinstance(left, str):
+                if left != text:
+                    self.cut["documents"] += 1
+                    self.cut["bytes"] += len(text.encode()) - len(left.encode())
+                yield left, text, place
 
-    def _documents(self) -> Iterator[tuple[str | Rejection, int]]:
+    def _documents(self) -> Iterator[Found]:
         reading = with_records(self.request.reading)
         for number, path in enumerate(self.files):
             for segment in segments_of(path, sys.maxsize):  # one, so that lines are the file's

@@ -15,6 +15,7 @@ from tests.data.quality.test_language import CHINESE, ENGLISH, FRENCH, MIXED, NU
 from tests.data.quality.test_rules import documents
 
 SKIP_GRAM = 2
+GO_TOGETHER = "--classifier FILE goes with one of --classifier_keep and --classifier_remove;"
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +120,9 @@ def test_files_that_are_cut_off_are_refused(form, tmp_path: Path, capsys, langua
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--classifier m.bin", "takes either --classifier_keep or --classifier_remove; give one"),
-        (
-            "--classifier m.bin --classifier_keep hq=1 --classifier_remove hq=1",
-            "takes either --classifier_keep or --classifier_remove; give one",
-        ),
-        ("--min_chars 1 --classifier_keep hq=1", "--classifier_keep without --classifier; give"),
+        ("--classifier m.bin", GO_TOGETHER),
+        ("--classifier m.bin --classifier_keep hq=1 --classifier_remove hq=1", GO_TOGETHER),
+        ("--min_chars 1 --classifier_keep hq=1", GO_TOGETHER),
         ("--classifier m.bin --classifier_keep hq", "'hq' is no LABEL=P with P from 0 to 1"),
         ("--classifier m.bin --classifier_keep hq=nan", "'hq=nan' is no LABEL=P with P from 0"),
         (

@@ -69,8 +69,8 @@ def test_only_a_few_documents_are_read_ahead(monkeypatch):
             yield text, place
 
     with process_pool(2, "filters the text") as pool:
-        checker = module._Checker(request, [], request.checks([]), pool)
-        for text, (found, left) in zip(texts, checker.checked(documents()), strict=True):
+        checked = module._checked(request, [], request.checks([]), pool, documents())
+        for text, (found, left) in zip(texts, checked, strict=True):
             ahead = max(ahead, given - found[1])
             assert found[0] == text
             assert (left == text) == (len(text) > 1)
