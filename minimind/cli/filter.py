@@ -140,7 +140,7 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         args.rules_words or "spacy",
         tuple(args.decontaminate),
         args.decontaminate_field or args.text_field,
-        args.classifier,
+        args.classifier and args.classifier.expanduser(),
         tuple(args.classifier_keep),
         tuple(args.classifier_remove),
         args.processes,

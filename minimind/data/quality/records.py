@@ -26,7 +26,7 @@ OF_TEMPLATE = "text"
 # A name in a JSON object, with what stands between it and the content before it.
 _NAME = re.compile(r'[\s,{]*+("(?:[^"\\]|\\.)*+")\s*+:\s*+')
 _CONTENT = json.JSONDecoder(parse_int=str)  # Python limits the digits of an int
-_BROKEN = re.compile(r"\s*\n\s*")  # strings of JSON have no newlines
+_BROKEN = re.compile(r"\r?\n\s*+")  # strings of JSON have no newlines
 
 
 class InRecord(str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from minimind.cli.main import main
+from minimind.data.quality.records import InRecord, line_with, with_records
 from minimind.data.text.documents import ReadOptions
 from minimind.data.text.inputs import find_files, segments_of
 from minimind.data.text.readers import read_segment
@@ -56,6 +58,31 @@ def test_other_fields_stay_as_they_are_written(tmp_path: Path):
     filtered(tmp_path / "out", text)
     assert lines_of(tmp_path / "out") == [VERBATIM, '{"text": "a", "meta": {"k" : [1,2]}}']
     assert kept(tmp_path / "out") == ['one\n"two"', "a"]
+
+
+def value(rng: random.Random, depth: int) -> Any:
+    """What JSON can hold, with what separates its parts inside of strings."""
+    kind = rng.randrange(6 if depth else 4)
+    if kind < 4:
+        return [None, True, -1.5e10, rng.choice(['é"\\\n\u2028{}[],: ', "", "text"])][kind]
+    inner = [value(rng, depth - 1) for _ in range(rng.randrange(4))]
+    return inner if kind == 4 else {rng.choice('ab"{:,'): one for one in inner}
+
+
+def test_another_text_changes_nothing_else():
+    rng = random.Random(1)
+    records = with_records(ReadOptions()).records
+    assert records is not None
+    for number in range(2_000):
+        names = rng.sample(["a", 'c"', "{x", "te\u0301xt", "text2", "b.c", "text"], 7)
+        fields = {name: value(rng, 3) for name in names[rng.randrange(7) :]}
+        fields["text"] = f"text {number}"
+        separators = rng.choice([(",", ":"), (" ,  ", ":\t")])
+        line = json.dumps(fields, ensure_ascii=rng.random() < 0.5, separators=separators)
+        document = records.of_line(line.encode() + b"\n")
+        assert isinstance(document, InRecord)
+        again = line_with("new", document.record, "text")
+        assert [*json.loads(again).items()] == [*{**fields, "text": "new"}.items()]
 
 
 def test_items_of_a_list_are_lines(tmp_path: Path):
