@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 from minimind.config.arguments import (
@@ -19,7 +20,8 @@ from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.object_cache import ObjectCache
 
 EXAMPLE = "minimind data filter my_text.jsonl --out dataset/clean --exact_dedup"
-STEPS = ("min_chars", "max_chars", "languages", "rules", "decontaminate", "exact_dedup", "minhash")
+STEPS = ("min_chars", "max_chars", "languages", "rules", "classifier", "decontaminate")
+STEPS += ("exact_dedup", "minhash")
 MIN_PROBABILITY = 0.5  # text without words is en with 0.12
 MINHASH = {"ngrams": "words of an n-gram (default: 5)", "buckets": "buckets (default: 14)"}
 MINHASH |= {"hashes": "hashes of a bucket (default: 8)"}
@@ -27,7 +29,9 @@ MINHASH |= {"hashes": "hashes of a bucket (default: 8)"}
 
 def add_parser(actions: Any) -> None:
     """Add the parser of `data filter`."""
-    text = "Remove documents by length, language and rules, and repeated ones; count and list each"
+    text = (
+        "Remove documents by length, language, rules, labels and as repeated; count and list each"
+    )
     parser = actions.add_parser("filter", help=text, description=f"{text}.", example=EXAMPLE)
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="files, directories, globs, datasets, URLs")
@@ -44,6 +48,12 @@ def add_parser(actions: Any) -> None:
         "--rules: words and sentences of spaCy, as in datatrove, or by expressions (default: spacy)"
     )
     add("--rules_words", choices=("spacy", "plain"), help=text)
+    text = "remove texts by their labels of this supervised fastText model (.bin, .ftz)"
+    add("--classifier", type=non_empty_path, metavar="FILE", help=text)
+    text = "--classifier: keep texts with one of these labels, at least as probable as P"
+    add("--classifier_keep", nargs="+", type=_label, default=[], metavar="LABEL=P", help=text)
+    text = "--classifier: remove texts with one of these labels, at least as probable as P"
+    add("--classifier_remove", nargs="+", type=_label, default=[], metavar="LABEL=P", help=text)
     text = "remove texts that have 12 words in a row in common with a text of these"
     add("--decontaminate", nargs="+", default=[], metavar="PATH", help=text)
     text = "--decontaminate: field or column of the text (default: --text_field)"
@@ -62,15 +72,30 @@ def add_parser(actions: Any) -> None:
     add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
     text = "fraction of the documents that may be bad"
     add("--max_bad_fraction", type=fraction, default=bad, help=text)
+    text = "processes that check documents; the output is the same for any number"
+    add("--processes", type=at_least(1), default=1, help=text)
     add_cache(parser, "cache of objects of storage, for PATHs that are URLs")
     add("--force", action="store_true", help="replace an earlier --out")
     add("--debug", action="store_true", help="show tracebacks")
+
+
+def _label(text: str) -> tuple[str, float]:
+    """Parse LABEL=P; raise ArgumentTypeError otherwise."""
+    label, _, least = text.rpartition("=")
+    try:
+        probability = float(least)
+    except ValueError:
+        probability = -1.0
+    if not label or not 0 <= probability <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no LABEL=P with P from 0 to 1, as hq=0.9")
+    return label.removeprefix("__label__"), probability
 
 
 def run(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Filter, and print the table of the report."""
     from minimind.data.quality.filter import FilterRequest, filter_text
     from minimind.data.quality.near_duplicates import MinHash
+    from minimind.data.quality.records import field_of
     from minimind.data.text.documents import ReadOptions
     from minimind.data.text.inputs import print_left_out
 
@@ -93,6 +118,11 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         raise UsageError("--rules_words without --rules; give --rules too")
     if args.decontaminate_field and not args.decontaminate:
         raise UsageError("--decontaminate_field without --decontaminate; give --decontaminate too")
+    if bool(args.classifier_keep) + bool(args.classifier_remove) != bool(args.classifier):
+        raise UsageError(
+            "--classifier FILE goes with one of --classifier_keep and --classifier_remove; give"
+            " these two"
+        )
     languages = args.languages.split(",") if args.languages else []
     rules = args.rules.split(",") if args.rules else []
     request = FilterRequest(
@@ -110,10 +140,16 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         args.rules_words or "spacy",
         tuple(args.decontaminate),
         args.decontaminate_field or args.text_field,
+        args.classifier and args.classifier.expanduser(),
+        tuple(args.classifier_keep),
+        tuple(args.classifier_remove),
+        args.processes,
     )
     print_left_out(args.paths)
     _print_report(filter_text(request, args.out, args.force, cache))
-    print(f"done: --data_path {args.out}")
+    field = field_of(request.reading)
+    read = "" if field == FLAGS["text_field"].default else f" --text_field {shlex.quote(field)}"
+    print(f"done: --data_path {args.out}{read}")
     return 0
 
 

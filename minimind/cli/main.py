@@ -174,7 +174,7 @@ TAKE_RUN_FLAGS = ("plan", "train", "launch", "coord_check")
 # Arguments that may not be URLs, unlike text, prepared data and prompts.
 OF_THIS_HOST = ("checkpoint", "model", "place", "places", "run", "source", "sweep", "out")
 OF_THIS_HOST += ("out_dir", "tokenizer", "chat_template", "prompts", "prompt_file", "sources")
-OF_THIS_HOST += ("cache_dir",)
+OF_THIS_HOST += ("cache_dir", "classifier")
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": train_commands.run_train,
     "launch": train_commands.run_launch,

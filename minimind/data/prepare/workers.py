@@ -1,4 +1,4 @@
-"""The processes of this host that encode a plan together, and their progress."""
+"""Processes of this host that share work, such as a plan to encode, and their progress."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def encode_plan(
     work = replace(work, threads=max(1, cores // processes))
     if share == (0, 1):  # `merge` requires it next
         work = replace(work, overlap_task=lambda: work.tokenizer.exported)
-    with progress_bar(units, left, progress) as bar:
-        if processes > 1 and (pool := _open_pool(processes)):
+    with progress_bar(units, left, progress) as bar, process_pool(processes, "tokenizes") as pool:
+        if pool is not None:
             return _encode_in_processes(work, left, pool, bar)
         work = replace(work, report_bytes=bar.update)
         for waiting in (False, True):  # units that other commands have claimed come last
@@ -65,34 +65,29 @@ def progress_bar(units: Sequence[Unit], left: Sequence[Unit], progress: bool) ->
     return tqdm(total=total, initial=total - remaining, **options)
 
 
-def _open_pool(processes: int) -> ProcessPoolExecutor | None:
-    """Open a pool of processes; None where the system has no semaphores (no /dev/shm)."""
+@contextmanager
+def process_pool(processes: int, work: str) -> Iterator[ProcessPoolExecutor | None]:
+    """Open a pool, to which work is given within `spawning`; None for a single process.
+
+    None as well where the system has no semaphores (no /dev/shm). Raise RunError, which names the
+    `work`, if a process is killed. No process outlives an exception.
+    """
     context = multiprocessing.get_context("spawn")  # a forked child may inherit a held lock
     try:
-        return ProcessPoolExecutor(processes, context, _end_with_parent)
+        pool = ProcessPoolExecutor(processes, context, _end_with_parent) if processes > 1 else None
     except (OSError, NotImplementedError):
-        return None
-
-
-def _encode_in_processes(
-    work: Work, left: list[Unit], pool: ProcessPoolExecutor, bar: tqdm[Any]
-) -> None:
+        pool = None
+    if pool is None:
+        yield None
+        return
     others = multiprocessing.active_children()
-    settings = (work.directory, work.is_strict, work.threads)
     try:
-        for waiting in (False, True):
-            with _spawning():
-                futures = {pool.submit(_encode, settings, unit, waiting): unit for unit in left}
-            work.overlap_task()
-            for future in as_completed(futures):
-                if future.result():
-                    left.remove(futures[future])
-                    bar.update(futures[future].bytes)
+        yield pool
     except BrokenProcessPool as error:
         # A signal to the process group ends the workers first; a run then ends by that signal.
         time.sleep(SIGNAL_GRACE)
         raise RunError(
-            "a process that tokenizes was killed, perhaps for lack of memory; free some and run the"
+            f"a process that {work} was killed, perhaps for lack of memory; free some and run the"
             " same command again"
         ) from error
     except BaseException:  # Ctrl-C, too: no worker may outlive the command
@@ -104,8 +99,22 @@ def _encode_in_processes(
         pool.shutdown(cancel_futures=True)
 
 
+def _encode_in_processes(
+    work: Work, left: list[Unit], pool: ProcessPoolExecutor, bar: tqdm[Any]
+) -> None:
+    settings = (work.directory, work.is_strict, work.threads)
+    for waiting in (False, True):
+        with spawning():
+            futures = {pool.submit(_encode, settings, unit, waiting): unit for unit in left}
+        work.overlap_task()
+        for future in as_completed(futures):
+            if future.result():
+                left.remove(futures[future])
+                bar.update(futures[future].bytes)
+
+
 @contextmanager
-def _spawning() -> Iterator[None]:
+def spawning() -> Iterator[None]:
     """Start processes that ignore Ctrl-C and do not import the main module.
 
     The main module may be a user's script without `if __name__ == "__main__":`.

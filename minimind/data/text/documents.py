@@ -30,6 +30,7 @@ class Records:
     of_line: Callable[[bytes | bytearray], str]
     of_row: Callable[[dict[str, Any]], str]
     columns: Callable[[Sequence[str]], list[str]]
+    around_text: bool = False  # of the text field, which a table must have; times are text
 
 
 KEYS_SHOWN, KEY_LENGTH_SHOWN = 3, 40
@@ -120,6 +121,11 @@ class ReadOptions:
     def names(self) -> list[str]:
         """The names of the fields, each once."""
         return list(dict.fromkeys(name for _, name in self._pieces if name is not None))
+
+    @property
+    def required(self) -> list[str]:
+        """The names of the columns that a table must have."""
+        return self.names if self.records is None or self.records.around_text else []
 
     def text_of(self, content_of: Callable[[str], str]) -> str:
         """The text of a document, given the contents of its fields by name."""

@@ -389,7 +389,7 @@ def _csv_columns(
     try:
         names = next(filter(None, rows), [])
         wanted = reading.records.columns(names) if reading.records else reading.names
-        if missing := [name for name in wanted if name not in names]:
+        if missing := [name for name in [*reading.required, *wanted] if name not in names]:
             raise DocumentError(*missing_in_table(names, names, missing[0]))
         if twice := [name for name in wanted if names.count(name) > 1]:
             reason = f"has the column {json.dumps(twice[0])} {names.count(twice[0])} times"

@@ -278,7 +278,7 @@ def _reader_of_rows(
 ) -> tuple[Callable[[Any], Iterator[Any]], Callable[[Any], str]]:
     """Functions that split a batch into rows, and that give the text of a row."""
     if reading.records is not None:
-        return _records, reading.records.of_row
+        return partial(_records, reading.records.around_text), reading.records.of_row
     paths = [_path(schema, name) for name in reading.names]
 
     def content_of(cell: Any, size: int, is_json: bool) -> bytes | JsonCell | None:
@@ -323,12 +323,12 @@ def _leaf(batch: Any, path: Sequence[str]) -> Any:
     return column
 
 
-def _records(batch: Any) -> Iterator[dict[str, Any]]:
+def _records(named_times: bool, batch: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of a batch; strings are bytes, as they may not be UTF-8."""
     columns = []
     for column in batch.columns:
         column.validate()  # what a cast reads; `view` gives null children a wrong length
-        content = column.cast(_in_bytes(column.type))
+        content = column.cast(_in_bytes(column.type, named_times))
         content.validate(full=True)  # see `_cells`
         mark = _marked(column.type)
         values = content.to_pylist()
@@ -336,8 +336,8 @@ def _records(batch: Any) -> Iterator[dict[str, Any]]:
     return (dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True))
 
 
-def _in_bytes(arrow_type: Any) -> Any:
-    """The type without strings, and without times, which may fit no `datetime`.
+def _in_bytes(arrow_type: Any, named_times: bool = False) -> Any:
+    """The type without strings, and without times, which may fit no `datetime`: text, or numbers.
 
     Values that are named by numbers keep theirs: a cast would repeat them. So do lists of views,
     which Arrow casts to lists that lack their last offset.
@@ -348,14 +348,18 @@ def _in_bytes(arrow_type: Any) -> Any:
     if isinstance(arrow_type, pyarrow.BaseExtensionType):
         return _in_bytes(arrow_type.storage_type)
     if types.is_struct(arrow_type):
-        return pyarrow.struct([field.with_type(_in_bytes(field.type)) for field in arrow_type])
+        return pyarrow.struct(
+            [field.with_type(_in_bytes(field.type, named_times)) for field in arrow_type]
+        )
     if types.is_list(arrow_type) or types.is_large_list(arrow_type):
         make = pyarrow.list_ if types.is_list(arrow_type) else pyarrow.large_list
-        return make(arrow_type.value_field.with_type(_in_bytes(arrow_type.value_type)))
+        return make(arrow_type.value_field.with_type(_in_bytes(arrow_type.value_type, named_times)))
     if types.is_fixed_size_list(arrow_type):
-        field = arrow_type.value_field.with_type(_in_bytes(arrow_type.value_type))
+        field = arrow_type.value_field.with_type(_in_bytes(arrow_type.value_type, named_times))
         return pyarrow.list_(field, arrow_type.list_size)
     if types.is_temporal(arrow_type) and arrow_type.bit_width in (32, 64):
+        if named_times and not types.is_duration(arrow_type):
+            return pyarrow.string()
         return pyarrow.int32() if arrow_type.bit_width == 32 else pyarrow.int64()
     strings = {
         pyarrow.string(): pyarrow.binary(),
@@ -419,9 +423,9 @@ def _cells(column: Any) -> Iterator[tuple[Any, int, bool]]:
 
 def _columns(path: Path, schema: Any, reading: ReadOptions) -> list[str]:
     """The columns to read; raise DataError if they are missing or of a type that is not read."""
+    for name in reading.required:
+        _require_text(path, schema, name)
     if reading.records is None:
-        for name in reading.names:
-            _require_text(path, schema, name)
         columns = list(dict.fromkeys(_path(schema, name)[0] for name in reading.names))
     else:
         try:

@@ -177,6 +177,15 @@ def test_words_are_datatroves_english_unless_plain(tmp_path, monkeypatch):
     assert report_of(tmp_path / "out")["steps"]["rules_words"] == "spacy"
 
 
+def test_the_default_needs_nothing_but_the_extra(tmp_path: Path):
+    """spaCy's rules for English are in the package: nothing is downloaded."""
+    pytest.importorskip("spacy", reason="extra: quality")
+    text = write(tmp_path / "t.jsonl", [STORY, "It is short."])
+    assert run(tmp_path / "out", text, "--rules", "c4") == 0
+    assert kept(tmp_path / "out") == [CLEAN]
+    assert removed(tmp_path / "out")[0]["reason"] == "c4.too_few_sentences"
+
+
 def test_plain_words_are_words_marks_and_single_characters_of_chinese():
     assert WORD_OR_MARK.findall("It isn't $5… 床前: GPU3") == [
         *("It", "isn", "'", "t", "$", "5", "…"),
@@ -188,7 +197,7 @@ def test_plain_words_are_words_marks_and_single_characters_of_chinese():
     ("flags", "missing", "said"),
     [
         ("--rules gopher,c5", "", "--rules: 'c5' is none of gopher, c4, fineweb; correct it"),
-        ("--rules c4", "spacy", "pip install spacy, or give --rules_words plain"),
+        ("--rules c4", "spacy", "[quality]', or give --rules_words plain"),
         ("--rules c4", "datatrove", "--rules needs datatrove, which is not installed"),
         ("--rules_words plain --min_chars 2", "", "--rules_words without --rules"),
     ],
