@@ -112,8 +112,8 @@ $(EXAMPLES): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples]'
 	@touch $@
 
-examples: $(EXAMPLES) ## every example, by accelerate launch and torchrun, in one process and in two; the time of each
-	$(BIN)/python -m pytest --long tests/examples --durations=0 --durations-min=0.1
+examples: $(EXAMPLES) ## every example, by accelerate launch and torchrun, in one process and in two, and the commands of docs/fine_tuning.md; the time of each
+	$(BIN)/python -m pytest --long tests/examples "tests/docs/test_commands.py::test_every_command_of_a_page_ends_well[docs/fine_tuning.md]" --durations=0 --durations-min=0.1
 
 check-export: $(READY) ## export the sample run, or CHECKPOINT=out/mine, load it in a fresh environment, compare logits
 	$(BIN)/python scripts/check_export.py --checkpoint $(CHECKPOINT)

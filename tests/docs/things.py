@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 import re
 import shlex
 import shutil
@@ -15,7 +16,10 @@ from typing import Any
 import minimind.train
 from minimind.data.tokenizer.load import load_tokenizer
 from tests.conftest import ROOT, SMALL, Trained, sentences
+from tests.data.chat.templates import PLAIN
+from tests.data.chat.test_turns import sft_line
 from tests.interop import minimind2
+from tests.interop.byte_level import write_tokenizer
 
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "minimind", "scripts", "tests")
 FILES = ("Makefile", "constraints.txt", "pyproject.toml", "run_accelerate.sh", "train_pretrain.py")
@@ -39,6 +43,7 @@ class Things:
             **dict.fromkeys(("out/mine", "out/a", "out/b", "out/c", "out/sample/run"), run),
             **dict.fromkeys(("out/sft", "out/sample/sft"), self._tuned),
             **dict.fromkeys(("exported", "DIR"), model),
+            **{"pretrain_t2t_mini.jsonl": text, "sft_t2t_mini.jsonl": self._minimind3_talk},
             "out/other": self._other_run,
             "data/big": lambda path: shutil.copytree(trained.mixed, path),
             "prompts.jsonl": lambda path: path.write_text('{"prompt": "Once upon"}\n' * 3),
@@ -111,11 +116,21 @@ class Things:
         more |= {"data_path": str(talk), "cache_dir": str(path.parent / "cache")}
         assert train({**more, "deepspeed_config": "none", "device": "cpu"}, out_dir=str(path)) == 0
 
+    def _minimind3_talk(self, path: Path) -> None:
+        draw = random.Random(3)
+        lines = (json.dumps(sft_line(draw, number), ensure_ascii=False) for number in range(640))
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
     def _llama(self, path: Path, kind: str = "llama") -> None:
-        """A directory of a small model with random weights, and the tokenizer of the run."""
+        """A directory of a small model with random weights.
+
+        The tokenizer is the one in it, else that of the run.
+        """
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        tokenizer = load_tokenizer(self._trained.run / "tokenizer")
+        if not path.exists():
+            load_tokenizer(self._trained.run / "tokenizer").save(path)
+        tokenizer = load_tokenizer(path)
         config = AutoConfig.for_model(
             kind,
             vocab_size=tokenizer.vocab_size,
@@ -130,9 +145,13 @@ class Things:
             eos_token_id=tokenizer.eos_id,
         )
         AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        tokenizer.save(path)
 
     def _minimind3(self, path: Path) -> None:
+        write_tokenizer(path, "gpt-2", sentences(1, 300))
+        (path / "chat_template.jinja").write_text(PLAIN["minimind3"], encoding="utf-8")
+        names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+        names |= {"pad_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+        (path / "tokenizer_config.json").write_text(json.dumps(names))
         self._llama(path, "qwen3")
         values = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**values, "model_type": "minimind"}))
