@@ -156,6 +156,7 @@ class ModelConfig(CheckedJson):
     num_hidden_layers: Size
     num_attention_heads: Size
     num_key_value_heads: Size
+    head_dim: Size | None = None
     max_position_embeddings: Positions
     rms_norm_eps: Positive
     rope_theta: Positive

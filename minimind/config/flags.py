@@ -353,6 +353,7 @@ SHAPE = {
     "n_layers": ShapeField("num_hidden_layers"),
     "n_heads": ShapeField("num_attention_heads"),
     "n_kv_heads": ShapeField("num_key_value_heads"),
+    "head_dim": ShapeField("head_dim"),
     "hidden_dim": ShapeField("intermediate_size"),
     "max_seq_len": ShapeField("max_position_embeddings", group="batch"),
     "vocab_size": ShapeField("vocab_size"),
@@ -389,6 +390,9 @@ class ModelFlags:
     n_heads: int = flag("query heads", 8, "model", at_least=1)
     n_kv_heads: int = flag(
         "key/value heads, shared by groups of query heads", 2, "model", at_least=1
+    )
+    head_dim: int | None = flag(
+        "channels per head (default: dim / n_heads)", None, "model", at_least=2
     )
     hidden_dim: int | None = flag(
         "width of the feed-forward layers (default: 8/3 dim, rounded up to a multiple of 64)",
@@ -460,6 +464,11 @@ class ModelFlags:
         False,
         "model",
     )
+
+    @property
+    def head_width(self) -> int:
+        """Channels per head."""
+        return self.head_dim or self.dim // self.n_heads
 
     @property
     def feed_forward_width(self) -> int:

@@ -145,7 +145,7 @@ start |  | `--prompt` of `minimind generate`
     "nanochat": """
 depth | --n_layers | does not determine width and heads: set `--dim`, `--n_heads`, or `--model PRESET`
 aspect_ratio | --dim | the width itself: depth x aspect ratio
-head_dim | --n_heads | dim / head_dim
+head_dim | --head_dim | by default dim / n_heads
 device_batch_size | --batch_size |
 total_batch_size | --accumulation_steps | tokens of a step / (rows x `--max_seq_len` x processes)
 num_iterations | --max_steps |

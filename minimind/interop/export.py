@@ -227,14 +227,12 @@ def _configuration(
         values = _llama_config(config) | ids
         return config_and_tokenizer_files(values, tokenizer, dtype, config.max_position_embeddings)
     values = {
-        **{name: getattr(config, name) for name in ModelConfig.model_fields},
+        **{name: vars(config)[name] for name in ModelConfig.model_fields if name in vars(config)},
         "model_type": "minimind",
         "architectures": ["MiniMindForCausalLM"],
         **ids,
         "auto_map": AUTO_MAP,
     }
-    if config.rope_scaling is None:  # transformers warns of null
-        del values["rope_scaling"]
     texts = with_length(tokenizer.exported, config.max_position_embeddings)
     return {**configuration_files(values, dtype), **texts, **remote_code()}, None
 

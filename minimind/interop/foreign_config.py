@@ -105,6 +105,7 @@ class LlamaDefaults(CheckedJson):
     """Values of the same file that have defaults or several spellings."""
 
     num_key_value_heads: Size
+    head_dim: Size
     tie_word_embeddings: bool
     bos_token_id: Count | None
     eos_token_id: Count | None
@@ -155,6 +156,7 @@ def shape_from_tensors(
     Raise UsageError that names all missing flags.
     """
     vocab_size, width = _matrix_shape(path, shapes, EMBEDDING, kind)
+    queries = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.q_proj.weight", kind)[0]
     keys = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.k_proj.weight", kind)[0]
     inner = _matrix_shape(path, shapes, f"{LAYER_0}.mlp.gate_proj.weight", kind)[0]
     required = ("n_heads", "rope_theta", "norm_eps", "max_seq_len")
@@ -166,11 +168,11 @@ def shape_from_tensors(
             f"{path}: its tensors do not determine {', '.join(missing)}; {instead}give them to {to}"
         )
     heads = flags.n_heads or 1
-    head_dim = width // heads
-    if width % heads or not head_dim or keys % head_dim:
+    head_dim = queries // heads
+    if queries % heads or not head_dim or keys % head_dim:
         raise UsageError(
-            f"--n_heads {heads} does not fit {path}, whose width is {width} and whose keys have"
-            f" {keys} channels; give the number it has"
+            f"--n_heads {heads} does not fit {path}, whose queries have {queries} channels and"
+            f" whose keys have {keys}; give the number it has"
         )
     if flags.n_kv_heads is not None and flags.n_kv_heads != keys // head_dim:
         raise UsageError(
@@ -184,6 +186,7 @@ def shape_from_tensors(
         "num_hidden_layers": count_layers(shapes),
         "num_attention_heads": heads,
         "num_key_value_heads": keys // head_dim,
+        "head_dim": head_dim,
         "max_position_embeddings": flags.max_seq_len,
         "rms_norm_eps": flags.norm_eps,
         "rope_theta": flags.rope_theta,
@@ -283,17 +286,13 @@ def read_llama_config(
         heads = values["num_attention_heads"]
         qk_norm, base = ARCHITECTURES[kind]
         rotation, note = _rotation(values, flags.rope_theta, base)
+        queries = shapes.get(f"{LAYER_0}.self_attn.q_proj.weight") or [values["hidden_size"]]
         others = {
             "num_key_value_heads": values.get("num_key_value_heads") or heads,
+            "head_dim": values.get("head_dim") or queries[0] // heads,
             "tie_word_embeddings": values.get("tie_word_embeddings", False),
             **rotation,
         }
-        head_dim = values.get("head_dim") or values["hidden_size"] // heads
-        if type(head_dim) is not int or head_dim * heads != values["hidden_size"]:
-            raise CheckpointError(
-                f"has head_dim = {shown(head_dim)}, and MiniMind's heads have hidden_size /"
-                f" num_attention_heads = {values['hidden_size'] / heads:g} channels"
-            )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = values.get(name)  # the first of several; -1 is none in Llamas of 2023
             value = value[0] if type(value) is list and value else value

@@ -358,10 +358,9 @@ def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
     else:
         shape = shape_from_tensors(path, source.shapes, flags)
         shape["tie_word_embeddings"] = _is_tied(source)
-    head_dim = shape["hidden_size"] // shape["num_attention_heads"]
     tensors = source.renamed(
         {name: name for name in source.shapes},
-        lambda name, value: to_interleaved(name, value, head_dim),
+        lambda name, value: to_interleaved(name, value, shape["head_dim"]),
     )
     return replace(_validate(LLAMA, path, shape, tensors), note=note)
 

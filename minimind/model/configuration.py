@@ -40,6 +40,7 @@ class MiniMindConfig(PretrainedConfig):
         num_attention_heads: int = 8,
         num_key_value_heads: int = 2,
         max_position_embeddings: int = 512,
+        head_dim: int | None = None,
         rms_norm_eps: float = 1e-5,
         rope_theta: float = 1e6,
         rope_scaling: dict[str, Any] | None = None,
@@ -71,6 +72,8 @@ class MiniMindConfig(PretrainedConfig):
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads
         self.max_position_embeddings = max_position_embeddings
+        if head_dim not in (None, hidden_size // num_attention_heads):
+            self.head_dim = head_dim
         self.rms_norm_eps = rms_norm_eps
         self.rope_theta = rope_theta
         if rope_scaling is not None:  # null in config.json makes transformers warn
@@ -98,8 +101,12 @@ class MiniMindConfig(PretrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        """Channels per head."""
-        return self.hidden_size // self.num_attention_heads
+        """Channels per head; config.json has it if it is not hidden_size / num_attention_heads."""
+        return self.__dict__.get("head_dim") or self.hidden_size // self.num_attention_heads
+
+    @head_dim.setter
+    def head_dim(self, value: int) -> None:
+        self.__dict__["head_dim"] = value
 
     @property
     def is_fused(self) -> bool:
@@ -120,7 +127,7 @@ def _check_shape(config: MiniMindConfig) -> None:
             f"num_experts_per_tok={config.num_experts_per_tok} must be from 1 to"
             f" n_routed_experts={config.n_routed_experts}."
         )
-    if width % heads:
+    if "head_dim" not in vars(config) and width % heads:
         raise ValueError(f"hidden_size={width} cannot be divided by num_attention_heads={heads}.")
     if heads % kv_heads:
         raise ValueError(
@@ -128,8 +135,8 @@ def _check_shape(config: MiniMindConfig) -> None:
         )
     if config.head_dim % 2:
         raise ValueError(
-            f"head_dim={config.head_dim} (hidden_size={width} / num_attention_heads={heads})"
-            " must be even: rotary position rotates pairs of channels."
+            f"head_dim={config.head_dim} (by default hidden_size={width} / num_attention_heads="
+            f"{heads}) must be even: rotary position rotates pairs of channels."
         )
     if config.rope_scaling is not None:
         check_scaling(config.head_dim, config.rope_theta, config.rope_scaling)

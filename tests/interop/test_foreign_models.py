@@ -17,21 +17,24 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import minimind.train
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.inference.generate import Sampling, generate_texts
-from minimind.inference.load_model import load_model
+from minimind.inference.load_model import load_checkpoint, load_model
 from minimind.interop.tensor_sources import open_tensors
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.train.initial_weights import read_initial
+from tests.conftest import sentences
 from tests.faults import tiny
 
 IDS = 512
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 Values = dict[str, Any]
+train: Any = minimind.train  # a module that is called
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,10 @@ FORMS = {
     "Llama with biases": Form("llama", {"attention_bias": True}, refused="attention_bias = True"),
     "Qwen3": Form("qwen3", {**base(1e6), "vocab_size": IDS + 128}),
     "Qwen3, tied": Form("qwen3", {**base(1e6), "tie_word_embeddings": True}),
-    "Qwen3, wide heads": Form("qwen3", {"head_dim": 16}, refused="has head_dim = 16"),
+    "Qwen3, wide heads": Form("qwen3", {**base(1e6), "head_dim": 16}),
+    "Mistral, narrow heads": Form("mistral", {"sliding_window": None, "head_dim": 4}),
+    "Qwen3, heads that do not divide": Form("qwen3", {**base(1e6), "hidden_size": 30}),
+    "an odd head": Form("qwen3", file={"head_dim": 7}, refused="head_dim=7 "),
     "Qwen3, a window": Form(
         "qwen3", {"use_sliding_window": True}, refused="use_sliding_window = True"
     ),
@@ -121,6 +127,8 @@ FORMS = {
         refused="inference_rope_scaling = True",
     ),
 }
+
+TRAINED = ("Qwen3, wide heads",)
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +222,34 @@ def test_logits_are_those_of_transformers_or_the_field_is_named(name, saved, tmp
     before, after = open_tensors(folder), open_tensors(tmp_path / "back")
     assert after.shapes == before.shapes
     assert all(torch.equal(after.read(name), before.read(name)) for name in before.shapes)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_run_from_it_resumes_bit_for_bit_generates_and_is_exported(name, saved, tmp_path):
+    lines = (json.dumps({"text": text}) for text in sentences(4, 60))
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    flags: Values = {
+        **{"data_path": [str(tmp_path / "text.jsonl")], "cache_dir": str(tmp_path / "cache")},
+        **{"init_from": str(saved(name)), "deepspeed_config": "none", "device": "cpu"},
+        **{"dtype": "float32", "max_steps": 4, "batch_size": 2, "eval_rows": 0},
+        **{"learning_rate": 1e-2, "warmup_steps": 0, "optimizer": "muon"},
+    }
+    whole, resumed = (str(tmp_path / place) for place in ("whole", "resumed"))
+    assert train(flags, out_dir=whole) == 0
+    assert train(flags, out_dir=resumed, stop_at_step=2) == 75
+    assert train(flags, out_dir=resumed) == 0
+    model, again = (load_checkpoint(place)[0] for place in (whole, resumed))
+    before = load_model(None, str(saved(name)))[0].state_dict()
+    for tensor, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[tensor]), tensor
+        assert not torch.equal(value, before[tensor]), tensor
+    prompts = torch.randint(IDS, (2, 5))
+    options: Values = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    one, other = (model.generate(prompts, use_cache=u, **options) for u in (True, False))
+    assert torch.equal(one, other)
+    words = ("export", "--checkpoint", whole, "--format", "llama", "--out", tmp_path / "back")
+    assert run(*words) == 0
+    require_equal(logits(model), theirs(tmp_path / "back"))
 
 
 def test_what_a_file_leaves_open_is_said_once(saved, tmp_path, capsys):
@@ -472,7 +508,15 @@ def test_without_peft_it_is_named(saved, tmp_path, capsys, monkeypatch):
 
 # --- mutations ----------------------------------------------------------------------------------
 
-BASES = ("Llama 1", "Llama 3.1", "Mistral 0.2", "Qwen3", "SmolLM2", "MiniMind-3")
+BASES = (
+    "Llama 1",
+    "Llama 3.1",
+    "Mistral 0.2",
+    "Qwen3",
+    "SmolLM2",
+    "MiniMind-3",
+    "Qwen3, wide heads",
+)
 OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     "model_type": ("qwen2", "mistral", "llama", "qwen3", "gemma", 3),
     "hidden_act": ("gelu", "relu", 1),
