@@ -23,6 +23,7 @@ class Shape:
     tie_word_embeddings: bool = True
     use_flash_attn: bool = True
     doc_mask: bool = False
+    qkv_bias: bool = False
     qk_norm: bool = False
     use_moe: bool = False
     n_routed_experts: int = 4
@@ -54,13 +55,14 @@ class Shape:
     @property
     def layer(self) -> int:
         """Parameters of one block: q and o, k and v, SwiGLU or its experts and gate, norms."""
-        experts = self.n_routed_experts + self.n_shared_experts if self.use_moe else 1
-        return self.layer_norms + self._matrices(experts)
+        biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim)
+        return self.layer_norms + biases + self.hidden_matrices // self.n_layers
 
     @property
     def hidden_matrices(self) -> int:
         """Parameters of the matrices of all blocks."""
-        return self.n_layers * (self.layer - self.layer_norms)
+        experts = self.n_routed_experts + self.n_shared_experts if self.use_moe else 1
+        return self.n_layers * self._matrices(experts)
 
     @property
     def active(self) -> int:

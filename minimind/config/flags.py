@@ -199,7 +199,7 @@ class PlaceFlags:
     )
     init_from: str | None = flag(
         "initial weights, shape and tokenizer: a run's out_dir, a step_ directory, a directory of"
-        " `minimind export` or `import`, a directory of Llama, Mistral or Qwen3 (DIR or hf:DIR), a"
+        " `minimind export` or `import`, a directory of Llama, Mistral or Qwen (DIR or hf:DIR), a"
         " MiniMind2 file or directory",
         None,
         "model",
@@ -362,6 +362,7 @@ SHAPE = {
     "rope_factor": ShapeField("rope_scaling.factor"),
     "rope_original_length": ShapeField("rope_scaling.original_max_position_embeddings"),
     "norm_eps": ShapeField("rms_norm_eps", legacy=1e-5),
+    "qkv_bias": ShapeField("qkv_bias", legacy=False),
     "qk_norm": ShapeField("qk_norm", legacy=False),
     "tie_word_embeddings": ShapeField("tie_word_embeddings", legacy=True),
     "use_moe": ShapeField("use_moe", legacy=False),
@@ -438,6 +439,7 @@ class ModelFlags:
     use_flash_attn: bool = flag(
         "torch's fused attention; off: the explicit reference", True, "model"
     )
+    qkv_bias: bool = flag("add biases to queries, keys and values, as in Qwen2", False, "model")
     qk_norm: bool = flag("normalize each head's queries and keys, as in Qwen3", False, "model")
     tie_word_embeddings: bool = flag(
         "share one matrix between token embedding and output head", True, "model"
@@ -548,7 +550,10 @@ class OptimizerFlags:
         at_least=1,
     )
     weight_decay: float = flag(
-        "weight decay of matrices (norms are not decayed)", 0.1, "optimizer", at_least=0.0
+        "weight decay of matrices (norms and biases are not decayed)",
+        0.1,
+        "optimizer",
+        at_least=0.0,
     )
     beta1: float = flag(
         "AdamW first-moment decay; Lion: weight of the momentum in an update",

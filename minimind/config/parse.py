@@ -131,7 +131,7 @@ dataset | --data_path | text, or a folder that `minimind prepare` wrote; `.bin` 
 gradient_accumulation_steps | --accumulation_steps | of one process; nanoGPT divides it by the processes
 batch_size block_size | --batch_size, --max_seq_len |
 n_layer n_head n_embd | --n_layers, --n_heads, --dim | and `--n_kv_heads` (default 2); without GQA, give the number of heads
-dropout bias |  | our decoder has neither dropout nor bias; GPT-2 by `--model hf:DIR` has both
+dropout bias |  | our decoder has neither dropout nor biases, but for `--qkv_bias`; GPT-2 by `--model hf:DIR` has both
 learning_rate weight_decay beta1 beta2 grad_clip | --learning_rate, --weight_decay, --beta1, --beta2, --grad_clip |
 max_iters lr_decay_iters | --max_steps | the decay ends with the run
 warmup_iters | --warmup_steps |

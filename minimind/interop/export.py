@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minimind.checkpoint.validation import ModelConfig
 from minimind.data.chat.template import ChatTemplate, own_template
@@ -106,9 +107,14 @@ def export(
     source, config = weights.tensors, weights.config
     if form in ("llama", "gguf"):
         check_names(source.shapes, form)
-    scaling = config.rope_scaling if form == "gguf" else None
-    if scaling and scaling["rope_type"] == "llama3" and architecture(config) == "qwen3":
-        raise UsageError("--format gguf has no llama3 rotations of qwen3; export --format llama")
+    if form == "gguf":
+        kind, scaling = architecture(config), config.rope_scaling
+        lacks = {
+            "llama3 rotations": scaling and scaling["rope_type"] == "llama3" and kind != "llama",
+            "head_dim": kind == "qwen2" and "head_dim" in vars(config),
+        }
+        for what in (what for what, is_lacking in lacks.items() if is_lacking):
+            raise UsageError(f"--format gguf has no {what} of {kind}; export --format llama")
     torch_dtype, note = getattr(torch, dtype), None
     if form == "gguf":
         if max_shard_bytes is not None:
@@ -161,9 +167,9 @@ def run_name(path: Path) -> str:
 
 
 def check_names(names: Iterable[str], form: str) -> None:
-    """Raise UsageError for a tensor that a dense Llama or Qwen3 does not have."""
+    """Raise UsageError for a tensor that a dense Llama, Qwen2 or Qwen3 does not have."""
     for name in names:
-        if to_gguf(name) is None:  # GGUF names exactly the tensors of these two
+        if to_gguf(name) is None:  # GGUF names exactly the tensors of these
             raise UsageError(f"--format {form} has no name for {name}; export --format minimind")
 
 
@@ -238,18 +244,21 @@ def _configuration(
 
 
 def _llama_config(config: MiniMindConfig) -> dict[str, Any]:
-    """Return the config of an equivalent LlamaForCausalLM or Qwen3ForCausalLM. Under doc_mask,
-    which neither has, only rows of one document are equivalent.
+    """Return the config of an equivalent model of transformers. Under doc_mask, which none has,
+    only rows of one document are equivalent.
     """
-    has_qk_norm = getattr(config, "qk_norm", False)
-    extra = {"use_sliding_window": False} if has_qk_norm else {"mlp_bias": False}
+    kind = architecture(config)
+    extra = {
+        "llama": {"mlp_bias": False, "attention_bias": False},
+        "qwen2": {"use_sliding_window": False},
+        "qwen3": {"use_sliding_window": False, "attention_bias": False},
+    }
     return {
-        "architectures": ["Qwen3ForCausalLM" if has_qk_norm else "LlamaForCausalLM"],
-        "model_type": "qwen3" if has_qk_norm else "llama",
-        **extra,
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],
+        "model_type": kind,
+        **extra[kind],
         **{name: getattr(config, name) for name in LLAMA_KEYS},
         **_rotation(config),
-        "attention_bias": False,
         "hidden_act": "silu",
     }
 

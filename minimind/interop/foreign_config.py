@@ -33,18 +33,16 @@ from minimind.runtime.checked_json import (
 MINIMIND2, MINIMIND3, LLAMA = "minimind2", "minimind3", "llama"
 LAYER_0 = "model.layers.0"
 # model_type in Hugging Face's config.json -> whether q and k are normalized (None: if there are
-# norms), and the rotary base that transformers takes where the file has none.
+# norms), and the rotary base that transformers takes where the file has none. Qwen2 has biases.
 ARCHITECTURES = {
     "llama": (False, 1e4),
     "mistral": (False, 1e4),
+    "qwen2": (False, 1e4),
     "qwen3": (True, 1e4),
     "minimind": (None, None),  # its own later versions
 }
 # Those that are nearly so, with what the decoder does not have.
-OTHERS = {
-    "qwen2": " (biases of q, k and v)",
-    "smollm3": " (no_rope_layers: some layers without rotation)",
-}
+OTHERS = {"smollm3": " (no_rope_layers: some layers without rotation)"}
 MISTRAL_WINDOW = 4096  # transformers omits a default
 FULL = "full_attention"
 # The only supported values; transformers omits defaults.
@@ -90,7 +88,7 @@ class MiniMind2Config(CheckedJson):
 
 
 class LlamaShape(CheckedJson):
-    """What config.json of a Llama, Mistral or Qwen3 model must contain."""
+    """What config.json of a Llama, Mistral or Qwen must contain."""
 
     vocab_size: Size
     hidden_size: Size
@@ -191,6 +189,7 @@ def shape_from_tensors(
         "rms_norm_eps": flags.norm_eps,
         "rope_theta": flags.rope_theta,
         "qk_norm": f"{LAYER_0}.self_attn.q_norm.weight" in shapes,  # Qwen3
+        "qkv_bias": f"{LAYER_0}.self_attn.q_proj.bias" in shapes,  # Qwen2
     }
 
 
@@ -251,7 +250,7 @@ def read_minimind2_config(
 def read_llama_config(
     path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags
 ) -> tuple[dict[str, Any], str]:
-    """Arguments of MiniMindConfig from Hugging Face's config.json of a Llama, Mistral or Qwen3, and
+    """Arguments of MiniMindConfig from Hugging Face's config.json of a Llama, Mistral or Qwen, and
     a note on what it leaves open.
     """
     with readable(path, REPLACE):
@@ -261,7 +260,7 @@ def read_llama_config(
         if type(kind) is not str or kind not in ARCHITECTURES or is_ours:
             reason = OTHERS.get(str(kind), "")
             raise CheckpointError(
-                f"has model_type = {shown(kind)}{reason}, not llama, mistral, qwen3 or minimind;"
+                f"has model_type = {shown(kind)}{reason}, none of {', '.join(ARCHITECTURES)};"
                 " training takes others as models of transformers (--model hf:)"
             )
         require_unquantized(values)
@@ -300,7 +299,7 @@ def read_llama_config(
         validate(LlamaDefaults, others)
     shape = {**{name: values[name] for name in LlamaShape.model_fields}, **others}
     has_norms = qk_norm is None and f"{LAYER_0}.self_attn.q_norm.weight" in shapes
-    return {**shape, "qk_norm": qk_norm or has_norms}, note
+    return {**shape, "qk_norm": qk_norm or has_norms, "qkv_bias": kind == "qwen2"}, note
 
 
 def _rotation(

@@ -1,7 +1,7 @@
 """A model from any source: its shape, its tensors one at a time under our names, its tokenizer.
 
 Sources are training checkpoints, what `export --format minimind` and `checkpoint consolidate`
-write, directories of Hugging Face's Llama, Mistral and Qwen3, and MiniMind2's files. In each the
+write, directories of Hugging Face's Llama, Mistral and Qwen, and MiniMind2's files. In each the
 tensors must be exactly those of the shape. Special tokens that a model has no rows for get some.
 """
 
@@ -259,7 +259,7 @@ def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
 
 
 def _merged(path: Path, base: Path) -> Weights:
-    """A Llama, Mistral or Qwen3 with the LoRA adapter in `path` added, by PEFT; all in memory."""
+    """A Llama, Mistral or Qwen with the LoRA adapter in `path` added, by PEFT; all in memory."""
     try:
         import peft  # pyright: ignore[reportMissingImports] (optional)
     except ImportError as error:

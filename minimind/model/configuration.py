@@ -12,13 +12,16 @@ class MiniMindConfig(PretrainedConfig):
     """Shape of the model; dim, n_layers and the other short names are aliases.
 
     `doc_mask`: attention and positions restart at every eos_token_id, unless keys are cached.
+    `qkv_bias`: queries, keys and values have biases (Qwen2), and the output has none.
     `qk_norm`: queries and keys are normalized per head before the rotation (Qwen3). `use_moe`:
     every feed-forward is a mixture of experts, each of intermediate_size; else fields of experts
     are ignored. `rope_scaling`: of a context extended beyond the trained one (rotary.py).
     `use_flash_attn=False` means attn_implementation "eager", where none is given.
     """
 
+    # Not in config.json unless they are given, which older versions do not know.
     rope_scaling: Any = None  # instead of transformers' property, which is deprecated
+    qkv_bias = False
 
     model_type = "minimind"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -46,6 +49,7 @@ class MiniMindConfig(PretrainedConfig):
         rope_scaling: dict[str, Any] | None = None,
         use_flash_attn: bool = True,
         doc_mask: bool = False,
+        qkv_bias: bool = False,
         qk_norm: bool = False,
         tie_word_embeddings: bool = True,
         use_moe: bool = False,
@@ -78,6 +82,8 @@ class MiniMindConfig(PretrainedConfig):
         self.rope_theta = rope_theta
         if rope_scaling is not None:  # null in config.json makes transformers warn
             self.rope_scaling = rope_scaling
+        if qkv_bias:
+            self.qkv_bias = qkv_bias
         self.use_flash_attn = use_flash_attn
         self.doc_mask = doc_mask
         self.qk_norm = qk_norm

@@ -84,14 +84,17 @@ class HeadProjection(Linear):
     A module of its own, because ZeRO stage 3 gathers a weight only while its module runs.
     """
 
-    def __init__(self, width: int, heads: int, head_dim: int):
-        super().__init__(width, heads * head_dim)
+    def __init__(self, width: int, heads: int, head_dim: int, bias: bool):
+        super().__init__(width, heads * head_dim, bias)
         self.head_dim = head_dim
 
     def forward(self, input: Tensor, is_half: bool = False) -> Tensor:
         """Project (B, T, E) to (B, T, H D); is_half: in the half layout."""
-        weight = interleaved_to_half(self.weight, self.head_dim) if is_half else self.weight
-        return linear(input, weight)
+        weight, bias = self.weight, self.bias
+        if is_half:
+            weight = interleaved_to_half(weight, self.head_dim)
+            bias = None if bias is None else interleaved_to_half(bias, self.head_dim)
+        return linear(input, weight, bias)
 
 
 class ResidualOutput(Linear):
@@ -108,13 +111,12 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         query_width = config.num_attention_heads * config.head_dim
         key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = HeadProjection(
-            config.hidden_size, config.num_attention_heads, config.head_dim
+        project = partial(
+            HeadProjection, config.hidden_size, head_dim=config.head_dim, bias=config.qkv_bias
         )
-        self.k_proj = HeadProjection(
-            config.hidden_size, config.num_key_value_heads, config.head_dim
-        )
-        self.v_proj = Linear(config.hidden_size, key_width)
+        self.q_proj = project(config.num_attention_heads)
+        self.k_proj = project(config.num_key_value_heads)
+        self.v_proj = Linear(config.hidden_size, key_width, config.qkv_bias)
         self.o_proj = ResidualOutput(query_width, config.hidden_size)
         eps = config.rms_norm_eps
         self.q_norm = HeadNorm(self.head_dim, eps) if config.qk_norm else None

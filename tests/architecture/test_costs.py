@@ -40,6 +40,7 @@ def model_of(shape: Shape) -> MiniMindForCausalLM:
             tie_word_embeddings=shape.tie_word_embeddings,
             use_flash_attn=shape.use_flash_attn,
             doc_mask=shape.doc_mask,
+            qkv_bias=shape.qkv_bias,
             qk_norm=shape.qk_norm,
             use_moe=shape.use_moe,
             n_routed_experts=shape.n_routed_experts,
@@ -53,6 +54,7 @@ SHAPES = {path.stem: shape_of(parse_flags(["--model", path.stem])) for path in P
 SHAPES |= {
     "small": SMALL,
     "untied": shape_of(parse_flags("--model tiny --no-tie_word_embeddings".split())),
+    "biases": shape_of(parse_flags("--model tiny --qkv_bias --head_dim 40".split())),
     "normed heads": shape_of(parse_flags("--model tiny --qk_norm".split())),
     "wide heads": shape_of(parse_flags("--model tiny --qk_norm --head_dim 256".split())),
     "narrow heads": shape_of(
@@ -70,6 +72,9 @@ def test_parameters_are_those_of_the_model(shape: Shape):
         model = model_of(shape)
     numbers = {name: weight.numel() for name, weight in model.named_parameters()}
     assert shape.parameters == sum(numbers.values())
+    matrices = (n for name, n in numbers.items() if ".layers." in name and "proj.weight" in name)
+    gates = (n for name, n in numbers.items() if "mlp.gate.weight" in name)
+    assert shape.hidden_matrices == sum(matrices) + sum(gates)
     assert shape.layer == sum(n for name, n in numbers.items() if ".layers.0." in name)
     assert shape.norms == sum(n for name, n in numbers.items() if "norm" in name)
     embedding = sum(n for name, n in numbers.items() if "embed" in name or "lm_head" in name)

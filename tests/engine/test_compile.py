@@ -83,6 +83,7 @@ def losses_of(engine: Engine, steps: int) -> list[float]:
     [
         ({"qk_norm": True}, "--loss chunked"),
         ({"doc_mask": True, "eos_token_id": 2}, ""),
+        ({"qkv_bias": True, "head_dim": 12}, ""),
         ({}, "--gradient_checkpointing"),
     ],
 )

@@ -106,7 +106,15 @@ FORMS = {
     "Mistral 0.1": Form("mistral", {"sliding_window": 32}, refused="has sliding_window = 32"),
     "Mistral 0.2": Form("mistral", {"sliding_window": None}, base(1e6)),
     "Mistral, a wide window": Form("mistral", {"sliding_window": 64}),
-    "Qwen2": Form("qwen2", refused="has model_type = 'qwen2' (biases of q, k and v), not llama"),
+    "Qwen2": Form("qwen2", base(1e6)),
+    "Qwen2.5": Form("qwen2", {**base(1e6), "tie_word_embeddings": True, "vocab_size": IDS + 64}),
+    "Qwen2, of transformers 4": Form(
+        "qwen2", {}, {**OLD, "rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 32}
+    ),
+    "Qwen2, wide heads": Form("qwen2", {**base(1e6), "head_dim": 16}),
+    "Qwen2, a window": Form(
+        "qwen2", file={"use_sliding_window": True}, refused="use_sliding_window = True"
+    ),
     "Llama with biases": Form("llama", {"attention_bias": True}, refused="attention_bias = True"),
     "Qwen3": Form("qwen3", {**base(1e6), "vocab_size": IDS + 128}),
     "Qwen3, tied": Form("qwen3", {**base(1e6), "tie_word_embeddings": True}),
@@ -114,6 +122,7 @@ FORMS = {
     "Mistral, narrow heads": Form("mistral", {"sliding_window": None, "head_dim": 4}),
     "Qwen3, heads that do not divide": Form("qwen3", {**base(1e6), "hidden_size": 30}),
     "an odd head": Form("qwen3", file={"head_dim": 7}, refused="head_dim=7 "),
+    "Qwen3 with biases": Form("qwen3", {"attention_bias": True}, refused="attention_bias = True"),
     "Qwen3, a window": Form(
         "qwen3", {"use_sliding_window": True}, refused="use_sliding_window = True"
     ),
@@ -128,7 +137,7 @@ FORMS = {
     ),
 }
 
-TRAINED = ("Qwen3, wide heads",)
+TRAINED = ("Qwen3, wide heads", "Qwen2")
 
 
 @pytest.fixture(scope="module")
@@ -287,14 +296,36 @@ def tiny_flags(folder: Path, tmp_path: Path, *more: str) -> Any:
     return parse_flags(given)
 
 
-def test_llama3_rotations_of_qwen3_have_no_gguf(saved, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            *("Qwen3, tied", {"rope_parameters": {**LLAMA3, "rope_theta": 1e6}}),
+            "llama3 rotations of qwen3",
+        ),
+        ("Qwen2", {"rope_parameters": {**LLAMA3, "rope_theta": 1e6}}, "llama3 rotations of qwen2"),
+        ("Qwen2, wide heads", {}, "head_dim of qwen2"),
+    ],
+)
+def test_what_gguf_does_not_have_is_refused(name, change, words, saved, tmp_path, capsys):
     pytest.importorskip("gguf")
-    folder = copied(saved("Qwen3, tied"), tmp_path / "model")
-    change_config(folder, rope_parameters={**LLAMA3, "rope_theta": 1e6})
+    folder = copied(saved(name), tmp_path / "model")
+    change_config(folder, **change)
     require_equal(ours(folder, tmp_path / "out"), theirs(folder))
-    words = ("export", "--checkpoint", tmp_path / "out", "--format", "gguf")
-    assert run(*words, "--out", tmp_path / "gguf") == 2
-    assert "--format gguf has no llama3 rotations of qwen3; export" in capsys.readouterr().err
+    flags = ("export", "--checkpoint", tmp_path / "out", "--format", "gguf")
+    assert run(*flags, "--out", tmp_path / "gguf") == 2
+    assert f"--format gguf has no {words}; export" in capsys.readouterr().err
+
+
+def test_a_file_alone_shows_biases_and_the_width_of_its_heads(saved, tmp_path):
+    folder = saved("Qwen2, wide heads")
+    words: tuple[Any, ...] = ("--n_heads", 4, "--rope_theta", 1e6, "--norm_eps", 1e-6)
+    words += ("--max_seq_len", 64, "--tokenizer", folder / "tokenizer.model")
+    assert (
+        run("import", "--from", "llama", folder / WEIGHTS, "--out", tmp_path / "out", *words) == 0
+    )
+    found = logits(MiniMindForCausalLM.from_pretrained(tmp_path / "out"))
+    require_equal(found, theirs(folder))
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -516,6 +547,7 @@ BASES = (
     "SmolLM2",
     "MiniMind-3",
     "Qwen3, wide heads",
+    "Qwen2",
 )
 OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     "model_type": ("qwen2", "mistral", "llama", "qwen3", "gemma", 3),

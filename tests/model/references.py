@@ -4,7 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
@@ -32,11 +39,13 @@ def paired_apart(name: str, weight: Tensor, head_dim: int) -> Tensor:
 
 
 def as_reference(model: MiniMindForCausalLM) -> Any:
-    """LlamaForCausalLM with the weights of `model`, or Qwen3ForCausalLM where heads are normed."""
+    """The weights of `model` in LlamaForCausalLM, or in Qwen2's (biases) or Qwen3's (norms)."""
     ours = model.config
     kinds: Any = (LlamaConfig, LlamaForCausalLM)
     if ours.qk_norm:
         kinds = (Qwen3Config, Qwen3ForCausalLM)
+    if ours.qkv_bias:
+        kinds = (Qwen2Config, Qwen2ForCausalLM)
     same = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
     ).split()
