@@ -166,6 +166,7 @@ class ModelConfig(CheckedJson):
     bos_token_id: Count | None = None
     eos_token_id: Count | None = None
     pad_token_id: Count | None = None
+    no_rope_layer_interval: Count = 0
     qkv_bias: bool = False
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None

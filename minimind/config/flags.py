@@ -199,8 +199,8 @@ class PlaceFlags:
     )
     init_from: str | None = flag(
         "initial weights, shape and tokenizer: a run's out_dir, a step_ directory, a directory of"
-        " `minimind export` or `import`, a directory of Llama, Mistral or Qwen (DIR or hf:DIR), a"
-        " MiniMind2 file or directory",
+        " `minimind export` or `import`, a directory of Llama, Mistral, Qwen or SmolLM (DIR or"
+        " hf:DIR), a MiniMind2 file or directory",
         None,
         "model",
     )
@@ -361,6 +361,7 @@ SHAPE = {
     "rope_scaling": ShapeField("rope_scaling.rope_type"),
     "rope_factor": ShapeField("rope_scaling.factor"),
     "rope_original_length": ShapeField("rope_scaling.original_max_position_embeddings"),
+    "no_rope_interval": ShapeField("no_rope_layer_interval", legacy=0),
     "norm_eps": ShapeField("rms_norm_eps", legacy=1e-5),
     "qkv_bias": ShapeField("qkv_bias", legacy=False),
     "qk_norm": ShapeField("qk_norm", legacy=False),
@@ -434,6 +435,12 @@ class ModelFlags:
         "model",
         at_least=1,
         at_most=2**20,
+    )
+    no_rope_interval: int = flag(
+        "every so many layers, one without rotary positions, as in SmolLM3 (4); 0: none",
+        0,
+        "model",
+        at_least=0,
     )
     norm_eps: float = flag("added to the mean square in every norm", 1e-5, "model", above=0.0)
     use_flash_attn: bool = flag(

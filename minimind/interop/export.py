@@ -112,6 +112,8 @@ def export(
         lacks = {
             "llama3 rotations": scaling and scaling["rope_type"] == "llama3" and kind != "llama",
             "head_dim": kind == "qwen2" and "head_dim" in vars(config),
+            # llama.cpp has the number in its code.
+            "no_rope_interval but 4": kind == "smollm3" and config.no_rope_layer_interval != 4,
         }
         for what in (what for what, is_lacking in lacks.items() if is_lacking):
             raise UsageError(f"--format gguf has no {what} of {kind}; export --format llama")
@@ -247,11 +249,20 @@ def _llama_config(config: MiniMindConfig) -> dict[str, Any]:
     """Return the config of an equivalent model of transformers. Under doc_mask, which none has,
     only rows of one document are equivalent.
     """
-    kind = architecture(config)
+    kind, interval = architecture(config), config.no_rope_layer_interval
     extra = {
         "llama": {"mlp_bias": False, "attention_bias": False},
         "qwen2": {"use_sliding_window": False},
         "qwen3": {"use_sliding_window": False, "attention_bias": False},
+        "smollm3": {
+            **{"use_sliding_window": False, "attention_bias": False, "mlp_bias": False},
+            "no_rope_layer_interval": interval,
+            "no_rope_layers": [
+                int(n % max(interval, 1) != 0) for n in range(1, config.num_hidden_layers + 1)
+            ],
+            # Its defaults are ids of its own vocabulary.
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        },
     }
     return {
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],

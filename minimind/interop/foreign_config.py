@@ -39,11 +39,11 @@ ARCHITECTURES = {
     "mistral": (False, 1e4),
     "qwen2": (False, 1e4),
     "qwen3": (True, 1e4),
+    "smollm3": (False, 2e6),
     "minimind": (None, None),  # its own later versions
 }
-# Those that are nearly so, with what the decoder does not have.
-OTHERS = {"smollm3": " (no_rope_layers: some layers without rotation)"}
 MISTRAL_WINDOW = 4096  # transformers omits a default
+NO_ROPE_INTERVAL = 4  # of SmolLM3
 FULL = "full_attention"
 # The only supported values; transformers omits defaults.
 FIXED = {
@@ -250,17 +250,16 @@ def read_minimind2_config(
 def read_llama_config(
     path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags
 ) -> tuple[dict[str, Any], str]:
-    """Arguments of MiniMindConfig from Hugging Face's config.json of a Llama, Mistral or Qwen, and
-    a note on what it leaves open.
+    """Arguments of MiniMindConfig from Hugging Face's config.json of one of ARCHITECTURES, and a
+    note on what it leaves open.
     """
     with readable(path, REPLACE):
         values = read_foreign_object(path)
         kind = values.get("model_type")
         is_ours = kind == "minimind" and "use_flash_attn" in values
         if type(kind) is not str or kind not in ARCHITECTURES or is_ours:
-            reason = OTHERS.get(str(kind), "")
             raise CheckpointError(
-                f"has model_type = {shown(kind)}{reason}, none of {', '.join(ARCHITECTURES)};"
+                f"has model_type = {shown(kind)}, none of {', '.join(ARCHITECTURES)};"
                 " training takes others as models of transformers (--model hf:)"
             )
         require_unquantized(values)
@@ -290,6 +289,7 @@ def read_llama_config(
             "num_key_value_heads": values.get("num_key_value_heads") or heads,
             "head_dim": values.get("head_dim") or queries[0] // heads,
             "tie_word_embeddings": values.get("tie_word_embeddings", False),
+            "no_rope_layer_interval": _no_rope_interval(values) if kind == "smollm3" else 0,
             **rotation,
         }
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -298,8 +298,33 @@ def read_llama_config(
             others[name] = None if value == -1 else value
         validate(LlamaDefaults, others)
     shape = {**{name: values[name] for name in LlamaShape.model_fields}, **others}
-    has_norms = qk_norm is None and f"{LAYER_0}.self_attn.q_norm.weight" in shapes
-    return {**shape, "qk_norm": qk_norm or has_norms, "qkv_bias": kind == "qwen2"}, note
+    if qk_norm is None:
+        qk_norm = any(f"{LAYER_0}.self_attn.{side}_norm.weight" in shapes for side in "qk")
+    return {**shape, "qk_norm": qk_norm, "qkv_bias": kind == "qwen2"}, note
+
+
+def _no_rope_interval(values: Mapping[str, Any]) -> int:
+    """Every how many layers of a SmolLM3 one does not rotate; 0 if all do.
+
+    Raise CheckpointError for layers at no such interval.
+    """
+    layers, given = values["num_hidden_layers"], values.get("no_rope_layers")
+    if given is None:
+        interval = values.get("no_rope_layer_interval", NO_ROPE_INTERVAL)
+        if type(interval) is not int or interval < 1:
+            raise CheckpointError(
+                f"has no_rope_layer_interval = {shown(interval)}, which is no number of layers"
+            )
+    else:
+        rotate = given[:layers] if type(given) is list else []
+        interval = rotate.index(0) + 1 if 0 in rotate else layers + 1
+        has_other = any(turns != int(n % interval != 0) for n, turns in enumerate(rotate, 1))
+        if len(rotate) < layers or has_other:
+            raise CheckpointError(
+                f"has no_rope_layers = {shown(given)}, and MiniMind leaves out the rotations of one"
+                " layer every so many"
+            )
+    return interval if interval <= layers else 0
 
 
 def _rotation(

@@ -1,8 +1,8 @@
 """Write a model and its vocabulary as one GGUF file, for llama.cpp and others.
 
-Its "llama" architecture pairs adjacent channels, as ours does; "qwen2" and "qwen3" pair j with
-j + D/2. Norms and biases stay float32 in every precision: llama.cpp knows nothing else. The
-vocabulary is that of a SentencePiece model.
+"llama" and "smollm3" pair adjacent channels, as ours does; "qwen2" and "qwen3" pair j with j + D/2.
+Norms and biases stay float32 in every precision: llama.cpp knows nothing else. The vocabulary is
+that of a SentencePiece model.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def require_gguf() -> None:
 
 def architecture(config: MiniMindConfig) -> str:
     """The name of the architecture in GGUF and transformers; raise UsageError if there is none."""
-    kinds = {"qk_norm": "qwen3", "qkv_bias": "qwen2"}
+    kinds = {"qk_norm": "qwen3", "qkv_bias": "qwen2", "no_rope_layer_interval": "smollm3"}
     has = [name for name in kinds if getattr(config, name)]
     if len(has) > 1:
         raise UsageError(
-            f"no architecture of other software has both {' and '.join(has)}; export --format"
+            f"no architecture of other software has {' and '.join(has)} together; export --format"
             " minimind"
         )
     return kinds[has[0]] if has else "llama"

@@ -13,6 +13,7 @@ class MiniMindConfig(PretrainedConfig):
 
     `doc_mask`: attention and positions restart at every eos_token_id, unless keys are cached.
     `qkv_bias`: queries, keys and values have biases (Qwen2), and the output has none.
+    `no_rope_layer_interval`: every so many layers one does not rotate queries and keys (SmolLM3).
     `qk_norm`: queries and keys are normalized per head before the rotation (Qwen3). `use_moe`:
     every feed-forward is a mixture of experts, each of intermediate_size; else fields of experts
     are ignored. `rope_scaling`: of a context extended beyond the trained one (rotary.py).
@@ -22,6 +23,7 @@ class MiniMindConfig(PretrainedConfig):
     # Not in config.json unless they are given, which older versions do not know.
     rope_scaling: Any = None  # instead of transformers' property, which is deprecated
     qkv_bias = False
+    no_rope_layer_interval = 0
 
     model_type = "minimind"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -47,6 +49,7 @@ class MiniMindConfig(PretrainedConfig):
         rms_norm_eps: float = 1e-5,
         rope_theta: float = 1e6,
         rope_scaling: dict[str, Any] | None = None,
+        no_rope_layer_interval: int = 0,
         use_flash_attn: bool = True,
         doc_mask: bool = False,
         qkv_bias: bool = False,
@@ -82,6 +85,8 @@ class MiniMindConfig(PretrainedConfig):
         self.rope_theta = rope_theta
         if rope_scaling is not None:  # null in config.json makes transformers warn
             self.rope_scaling = rope_scaling
+        if no_rope_layer_interval:
+            self.no_rope_layer_interval = no_rope_layer_interval
         if qkv_bias:
             self.qkv_bias = qkv_bias
         self.use_flash_attn = use_flash_attn

@@ -109,6 +109,8 @@ class Attention(nn.Module):
         self.layer = layer
         self.config = config
         self.head_dim = config.head_dim
+        interval = config.no_rope_layer_interval
+        self.rotates = not interval or (layer + 1) % interval != 0
         query_width = config.num_attention_heads * config.head_dim
         key_width = config.num_key_value_heads * config.head_dim
         project = partial(
@@ -135,7 +137,7 @@ class Attention(nn.Module):
 
         With `sequence` x and the result are of the positions of this rank, the mask of all.
         """
-        is_half = is_compiled() and cache is None
+        is_half = self.rotates and is_compiled() and cache is None
         q_BTHD = self._project(x_BTE, self.q_proj, self.q_norm, rotary, is_half)
         k_BTKD = self._project(x_BTE, self.k_proj, self.k_norm, rotary, is_half)
         v_BTKD = self.v_proj(x_BTE).unflatten(-1, (-1, self.head_dim))
@@ -163,12 +165,17 @@ class Attention(nn.Module):
         rotary: Rotary,
         is_half: bool,
     ) -> Tensor:
-        """Project, normalize and rotate queries or keys (B, T, H, D) in the half layout or not."""
+        """Project, normalize and, if this layer does, rotate queries or keys (B, T, H, D).
+
+        They are in the half layout or not.
+        """
         # Under tensor parallelism `project` is DeepSpeed's, which has one argument and some heads.
         x_BTH = project(x_BTE, is_half) if is_half else project(x_BTE)
         x_BTHD = x_BTH.unflatten(-1, (-1, self.head_dim))
         if norm is not None:
             x_BTHD = norm(x_BTHD, is_half)
+        if not self.rotates:
+            return x_BTHD
         if is_half:
             return apply_rotary_half(x_BTHD, rotary.reals)
         if is_traced():

@@ -77,6 +77,7 @@ def base(theta: float, **scaling: Any) -> Values:
 
 LLAMA3: Values = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+SMOLLM3: Values = {"pad_token_id": 3}  # the default is an id of its own vocabulary
 OLD: Values = {"rope_parameters": None, "head_dim": None, "dtype": None, "torch_dtype": "float16"}
 MINIMIND3: Values = {
     **OLD,
@@ -126,7 +127,36 @@ FORMS = {
     "Qwen3, a window": Form(
         "qwen3", {"use_sliding_window": True}, refused="use_sliding_window = True"
     ),
-    "SmolLM3": Form("smollm3", refused="has model_type = 'smollm3' (no_rope_layers"),
+    "SmolLM3": Form("smollm3", {**SMOLLM3, **base(2e6), "num_hidden_layers": 5}),
+    "SmolLM3, every second": Form(
+        "smollm3", {**SMOLLM3, "no_rope_layer_interval": 2, "head_dim": 12}
+    ),
+    "SmolLM3, none rotates": Form("smollm3", {**SMOLLM3, "no_rope_layers": [0, 0]}),
+    "SmolLM3, all rotate": Form("smollm3", {**SMOLLM3, "no_rope_layers": [1, 1, 0]}),
+    "SmolLM3, no base, no list": Form(
+        *(
+            "smollm3",
+            {**SMOLLM3, "num_hidden_layers": 4},
+            {"no_rope_layers": None, "rope_parameters": None},
+        )
+    ),
+    "SmolLM3, irregular": Form(
+        *("smollm3", {**SMOLLM3, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 0]}),
+        refused="has no_rope_layers = [1, 0, 0], and MiniMind leaves out the",
+    ),
+    "SmolLM3, a short list": Form(
+        *("smollm3", SMOLLM3, {"no_rope_layers": [1]}), refused="has no_rope_layers = [1], and"
+    ),
+    "SmolLM3, a list of words": Form(
+        *("smollm3", SMOLLM3, {"no_rope_layers": "10"}), refused="has no_rope_layers = '10', and"
+    ),
+    "SmolLM3, no interval": Form(
+        *("smollm3", SMOLLM3, {"no_rope_layers": None, "no_rope_layer_interval": "x"}),
+        refused="has no_rope_layer_interval = 'x'",
+    ),
+    "SmolLM3 with biases": Form(
+        "smollm3", {**SMOLLM3, "attention_bias": True}, refused="attention_bias"
+    ),
     "MiniMind-3": Form("qwen3", {**base(1e6), "tie_word_embeddings": True}, MINIMIND3),
     "MiniMind of 2025": Form("llama", {**base(1e6), "tie_word_embeddings": True}, MINIMIND3),
     "MiniMind-3, scaled": Form(
@@ -137,7 +167,7 @@ FORMS = {
     ),
 }
 
-TRAINED = ("Qwen3, wide heads", "Qwen2")
+TRAINED = ("Qwen3, wide heads", "Qwen2", "SmolLM3")
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +335,7 @@ def tiny_flags(folder: Path, tmp_path: Path, *more: str) -> Any:
         ),
         ("Qwen2", {"rope_parameters": {**LLAMA3, "rope_theta": 1e6}}, "llama3 rotations of qwen2"),
         ("Qwen2, wide heads", {}, "head_dim of qwen2"),
+        ("SmolLM3, every second", {}, "no_rope_interval but 4 of smollm3"),
     ],
 )
 def test_what_gguf_does_not_have_is_refused(name, change, words, saved, tmp_path, capsys):
@@ -315,6 +346,21 @@ def test_what_gguf_does_not_have_is_refused(name, change, words, saved, tmp_path
     flags = ("export", "--checkpoint", tmp_path / "out", "--format", "gguf")
     assert run(*flags, "--out", tmp_path / "gguf") == 2
     assert f"--format gguf has no {words}; export" in capsys.readouterr().err
+
+
+def test_the_gguf_of_smollm3_has_our_tensors(saved, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    ours(saved("SmolLM3"), tmp_path / "out")
+    words = ("export", "--checkpoint", tmp_path / "out", "--out", tmp_path / "gguf")
+    assert run(*words, "--format", "gguf") == 0
+    found = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf")
+    assert found.fields["general.architecture"].contents() == "smollm3"
+    assert found.fields["smollm3.rope.freq_base"].contents() == 2e6
+    tensors = {tensor.name: torch.tensor(tensor.data) for tensor in found.tensors}
+    kept = load_file(tmp_path / "out" / WEIGHTS)
+    for layer in range(5):  # adjacent channels are pairs, also where nothing rotates
+        expected = kept[f"model.layers.{layer}.self_attn.k_proj.weight"]
+        assert torch.equal(tensors[f"blk.{layer}.attn_k.weight"], expected)
 
 
 def test_a_file_alone_shows_biases_and_the_width_of_its_heads(saved, tmp_path):
@@ -548,9 +594,11 @@ BASES = (
     "MiniMind-3",
     "Qwen3, wide heads",
     "Qwen2",
+    "SmolLM3",
+    "SmolLM3, every second",
 )
 OTHER_VALUES: dict[str, tuple[Any, ...]] = {
-    "model_type": ("qwen2", "mistral", "llama", "qwen3", "gemma", 3),
+    "model_type": ("qwen2", "mistral", "llama", "qwen3", "smollm3", "gemma", 3),
     "hidden_act": ("gelu", "relu", 1),
     "num_key_value_heads": (1, 2, 4, "2"),
     "num_attention_heads": (2, 8, 5),
@@ -581,6 +629,8 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (1, 2, 3),
     "hidden_size": (16, 32, 64),
     "intermediate_size": (48, 64),
+    "no_rope_layers": ([1, 0], [0, 0], [0, 1], [1, 1, 1, 0, 1], [1], [1, 2], "x", 7),
+    "no_rope_layer_interval": (1, 2, 4, 9, 0, "2"),
     "unknown_field": (1, "x", None),
 }
 

@@ -44,7 +44,11 @@ def ids_of(seed: int = 1, rows: int = 3, length: int = 40) -> Tensor:
 @pytest.mark.parametrize("head_dim", [None, 12])
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("Llama", {}), ("Qwen2", {"qkv_bias": True}), ("Qwen3", {"qk_norm": True})],
+    [
+        *(("Llama", {}), ("Qwen2", {"qkv_bias": True}), ("Qwen3", {"qk_norm": True})),
+        ("SmolLM3", {"no_rope_layer_interval": 2}),
+        ("SmolLM3", {"no_rope_layer_interval": 1, "use_flash_attn": False}),
+    ],
 )
 def test_logits_equal_those_of_transformers_own_model(
     kind: str, changes: dict[str, Any], head_dim: int | None, tied: bool

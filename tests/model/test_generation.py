@@ -112,7 +112,10 @@ def test_beams_reorder_the_cache(model: Any, batch: dict[str, Tensor]):
     assert torch.equal(*searches)
 
 
-@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"qkv_bias": True, "head_dim": 12}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"qk_norm": True}, {"qkv_bias": True, "head_dim": 12}, {"no_rope_layer_interval": 2}],
+)
 def test_other_heads_generate_the_same_with_and_without_a_cache(
     changes: dict[str, Any], batch: dict[str, Tensor]
 ):
