@@ -79,7 +79,7 @@ class MiniMindConfig(PretrainedConfig):
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads
         self.max_position_embeddings = max_position_embeddings
-        if head_dim not in (None, hidden_size // num_attention_heads):
+        if head_dim is not None and head_dim * num_attention_heads != hidden_size:
             self.head_dim = head_dim
         self.rms_norm_eps = rms_norm_eps
         self.rope_theta = rope_theta

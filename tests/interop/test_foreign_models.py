@@ -121,7 +121,7 @@ FORMS = {
     "Qwen3, tied": Form("qwen3", {**base(1e6), "tie_word_embeddings": True}),
     "Qwen3, wide heads": Form("qwen3", {**base(1e6), "head_dim": 16}),
     "Mistral, narrow heads": Form("mistral", {"sliding_window": None, "head_dim": 4}),
-    "Qwen3, heads that do not divide": Form("qwen3", {**base(1e6), "hidden_size": 30}),
+    "Qwen3, heads that do not divide": Form("qwen3", {**base(1e6), "hidden_size": 34}),
     "an odd head": Form("qwen3", file={"head_dim": 7}, refused="head_dim=7 "),
     "Qwen3 with biases": Form("qwen3", {"attention_bias": True}, refused="attention_bias = True"),
     "Qwen3, a window": Form(
