@@ -437,7 +437,7 @@ class ModelFlags:
         at_most=2**20,
     )
     no_rope_interval: int = flag(
-        "every so many layers, one without rotary positions, as in SmolLM3 (4); 0: none",
+        "one layer of so many is without rotary positions (SmolLM3: 4); 0: none",
         0,
         "model",
         at_least=0,
