@@ -120,7 +120,7 @@ def _temporaries(shape: Shape, layout: Layout) -> int:
     row = OPTIMIZERS[layout.optimizer]
     if not row.orthogonalizes:
         return row.copies * FP32 * (part if layout.stage else shape.largest)
-    b, matrix = ITERATION[layout.device], shape.dim * max(shape.dim, shape.hidden_dim)
+    b, matrix = ITERATION[layout.device], shape.dim * max(shape.q_dim, shape.hidden_dim)
     iterated = (FP32 + 2 * b) * matrix
     if not layout.stage:
         return FP32 * matrix + iterated
@@ -210,26 +210,26 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     alive at a time, with the gradients of its feed-forward or softmax, and not during the loss.
     """
     b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len // layout.sequence
-    e, f = shape.dim, shape.hidden_dim
+    e, q, f = shape.dim, shape.q_dim, shape.hidden_dim
     # A fused norm saves its input and one scale per token; the CPU's saves two fp32 copies instead.
     norm_bytes = b if layout.device == "cuda" else 2 * FP32
     norm = norm_bytes * e + FP32
-    heads = norm_bytes * (e + shape.kv_dim) + FP32 * (shape.n_heads + shape.n_kv_heads)
+    heads = norm_bytes * (q + shape.kv_dim) + FP32 * (shape.n_heads + shape.n_kv_heads)
     inputs = b * e * 2  # inputs of q, k, v and of gate, up
     feed_forward = 4 * b * f * shape.visits + (_routing_bytes(shape, b) if shape.use_moe else 0)
     scores = softmax = 0
-    is_flex = layout.device == "cuda" and e // shape.n_heads >= MIN_FLEX_HEAD_DIM
+    is_flex = layout.device == "cuda" and shape.head_width >= MIN_FLEX_HEAD_DIM
     is_flex = is_flex and shape.use_flash_attn and shape.max_seq_len >= MIN_FLEX_LENGTH
     mask = FP32 if is_flex else (b if shape.use_flash_attn else 1) * shape.max_seq_len
     mask *= shape.doc_mask * layout.sequence  # the mask spans all positions
-    rotations = shape.doc_mask * FP32 * e // shape.n_heads
+    rotations = shape.doc_mask * FP32 * shape.head_width
     if shape.use_flash_attn:
         is_gpu_fp32 = layout.device == "cuda" and b == FP32
         repeats_keys = not is_flex if shape.doc_mask else is_gpu_fp32
-        keys = e if repeats_keys else shape.kv_dim
-        attention = b * (2 * e + 2 * keys) + FP32 * shape.n_heads
+        keys = q if repeats_keys else shape.kv_dim
+        attention = b * (2 * q + 2 * keys) + FP32 * shape.n_heads
     else:
-        attention = b * 4 * e
+        attention = b * 4 * q
         per_token = shape.n_heads * shape.max_seq_len
         scores = per_token * (FP32 if b == FP32 else FP32 + b)
         softmax = 2 * FP32 * per_token - feed_forward
@@ -467,17 +467,17 @@ def step_work(shape: Shape, layout: Layout, how: str = "compiled") -> Iterator[W
     """Yield the work of every part of one optimizer step."""
     tokens, b = layout.rows * shape.max_seq_len * layout.accumulation_steps, BYTES[layout.dtype]
     micro_batches = layout.accumulation_steps
-    e, kv, f, layers = shape.dim, shape.kv_dim, shape.hidden_dim, shape.n_layers
-    matrices = [(e, e, 2), (e, kv, 2), (e, f, 2), (f, e, 1)]  # inputs, outputs, number
+    e, q, kv, f, layers = shape.dim, shape.q_dim, shape.kv_dim, shape.hidden_dim, shape.n_layers
+    matrices = [(e, q, 1), (q, e, 1), (e, kv, 2), (e, f, 2), (f, e, 1)]  # inputs, outputs, number
     for inputs, outputs, number in matrices:
         yield _product("products", inputs, outputs, tokens, b, micro_batches, number * layers)
     yield _product("head", e, shape.vocab_size, tokens, b, micro_batches, 1)
     # A causal kernel computes half of the positions; the backward pass recomputes the scores.
-    attention = 2 * tokens * shape.max_seq_len * e * (1 + 2.5) * layers
+    attention = 2 * tokens * shape.max_seq_len * q * (1 + 2.5) * layers
     # q, o, k, v; then q, o, their gradients, k, v and theirs
-    yield Work("attention", attention, layers * tokens * b * (6 * e + 6 * kv))
+    yield Work("attention", attention, layers * tokens * b * (6 * q + 6 * kv))
     # Embedding, final norm; for a vocabulary its fp32 gradient, for q and k the permuted weights.
-    fixed = 18 * shape.vocab_size * e + 4 * b * layers * e * (e + kv) * (how == "compiled")
+    fixed = 18 * shape.vocab_size * e + 4 * b * layers * e * (q + kv) * (how == "compiled")
     tokenwise = tokens * (layers * _block_bytes(shape, b, how) + 13 * b * e)
     yield Work("elementwise", 0, tokenwise + micro_batches * fixed)
     yield Work("loss", 0, tokens * shape.vocab_size * _loss_traffic(b, how))
@@ -499,12 +499,12 @@ def _block_bytes(shape: Shape, b: int, how: str) -> int:
     Compiled, each is one kernel per pass, with the sums of gradients in the norm's; the gradient of
     a norm's weight is one more. Eager, every operator reads its inputs and writes its result.
     """
-    e, kv, f = shape.dim, shape.kv_dim, shape.hidden_dim
+    e, f, rotated = shape.dim, shape.hidden_dim, shape.q_dim + shape.kv_dim
     if how == "compiled":
-        forward = 10 * e + 2 * (e + kv) + 3 * f
-        backward = (6 + 4 + 5 + 3) * e + 2 * (e + kv) + 5 * f
+        forward = 10 * e + 2 * rotated + 3 * f
+        backward = (6 + 4 + 5 + 3) * e + 2 * rotated + 5 * f
         return b * (forward + backward)
-    rotary = (2 * b + 4 * FP32) * (e + kv)  # fp32 copy, complex product, rounded copy
+    rotary = (2 * b + 4 * FP32) * rotated  # fp32 copy, complex product, rounded copy
     forward = b * (2 * 2 * e + 2 * 3 * e + 5 * f)  # norms, residual sums, silu and product
     backward = b * (2 * 5 * e + 5 * 3 * e + 9 * f)  # norms, sums of gradients, SwiGLU
     return forward + backward + 2 * rotary
@@ -585,8 +585,8 @@ def exchanged_bytes(shape: Shape, layout: Layout) -> int:
     """
     n = layout.sequence
     tokens = layout.accumulation_steps * layout.rows * shape.max_seq_len // n
-    keys = max(shape.kv_dim, n * shape.dim // shape.n_heads)  # fewer than N heads are repeated
-    channels = shape.n_layers * (2 * shape.dim + 2 * keys)
+    keys = max(shape.kv_dim, n * shape.head_width)  # fewer than N heads are repeated
+    channels = shape.n_layers * (2 * shape.q_dim + 2 * keys)
     return BYTES[layout.dtype] * tokens * channels * (2 + layout.recomputes) * (n - 1) // n
 
 
@@ -611,7 +611,7 @@ def activation_bytes_sent(shape: Shape, layout: Layout, size: int) -> int:
 
 def gathered_bytes(part: Shape, ranks: Layout) -> int:
     """Bytes of the rows of o and down that a rank gathers to save them, weights and moments."""
-    columns = (part.dim + part.hidden_dim) * part.dim // part.tensor
+    columns = (part.q_dim + part.hidden_dim) * part.dim // part.tensor
     kinds = 1 + ranks.averages + ranks.moments
     return FP32 * kinds * -(-part.n_layers * columns // ranks.world_size)
 
@@ -623,7 +623,7 @@ def saving_bytes(part: Shape, ranks: Layout) -> int:
     or moment with the parts of all ranks of the group.
     """
     groups = ranks.world_size
-    largest = part.dim * max(part.dim, part.hidden_dim) // part.tensor
+    largest = part.dim * max(part.q_dim, part.hidden_dim) // part.tensor
     of_rank = min(largest, -(-part.parameters // groups)) if ranks.stage else largest // groups
     return gathered_bytes(part, ranks) + FP32 * of_rank * part.tensor
 

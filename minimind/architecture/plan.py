@@ -115,6 +115,7 @@ def plan_text(
     machine = machine or Machine(world_size)
     shape, here = shape_of(run), layout_of(run, world_size, config or {}, device)
     tokens = run.rows_per_step(world_size) * run.max_seq_len
+    heads = "dim" if shape.q_dim == shape.dim else "n_heads x head_dim"
     flops, data_size = flops_per_token(shape), run.parallel(world_size).data_size
     active = "active " if shape.use_moe else ""
     lines = [
@@ -122,8 +123,8 @@ def plan_text(
         f" and head {shape.embedding:,}, all norms {shape.norms:,}",
         f"step        {here.rows} rows x {run.max_seq_len} tokens x accumulation"
         f" {run.accumulation_steps} x {data_size} processes = {tokens:,} tokens",
-        f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x dim x T),"
-        f" {flops * tokens / 1e12:.3g} T per step",
+        f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x {heads}"
+        f" x T), {flops * tokens / 1e12:.3g} T per step",
     ]
     if run.tensor_parallel > 1:
         return "\n".join([*lines, *tensor_parallel_lines(shape, here, run.tensor_parallel)])

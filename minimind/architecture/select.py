@@ -123,9 +123,16 @@ class MiniMind:
 
     def identity(self, run: RunConfig) -> dict[str, Any]:
         """Values that must not change on resume."""
-        unread = {*(() if run.use_moe else OF_EXPERTS), *(() if run.rope_scaling else ROTARY)}
+        unread = {
+            "head_dim",
+            *(name for name in ("qkv_bias", "no_rope_interval") if not getattr(run, name)),
+            *(() if run.use_moe else OF_EXPERTS),
+            *(() if run.rope_scaling else ROTARY),
+        }
         names = [name for name, field in SHAPE.items() if field.group == "model"]
         shape = {name: getattr(run, name) for name in names if name not in unread}
+        if run.head_width != run.dim / run.n_heads:
+            shape["head_dim"] = run.head_width
         return {**shape, "hidden_dim": run.feed_forward_width, "doc_mask": run.doc_mask}
 
     def parameters(self, run: RunConfig) -> int:

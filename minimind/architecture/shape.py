@@ -23,17 +23,29 @@ class Shape:
     tie_word_embeddings: bool = True
     use_flash_attn: bool = True
     doc_mask: bool = False
+    qkv_bias: bool = False
     qk_norm: bool = False
     use_moe: bool = False
     n_routed_experts: int = 4
     num_experts_per_tok: int = 2
     n_shared_experts: int = 1
+    head_dim: int | None = None  # dim / n_heads
     tensor: int = 1  # ranks that share each matrix of a block; parameters are those of one
+
+    @property
+    def head_width(self) -> int:
+        """Channels per head."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def q_dim(self) -> int:
+        """Width of the queries of one token, and of what attention returns."""
+        return self.head_width * self.n_heads
 
     @property
     def kv_dim(self) -> int:
         """Width of the keys of one token, and of the values."""
-        return self.dim // self.n_heads * self.n_kv_heads
+        return self.head_width * self.n_kv_heads
 
     @property
     def embedding(self) -> int:
@@ -43,13 +55,14 @@ class Shape:
     @property
     def layer(self) -> int:
         """Parameters of one block: q and o, k and v, SwiGLU or its experts and gate, norms."""
-        experts = self.n_routed_experts + self.n_shared_experts if self.use_moe else 1
-        return self.layer_norms + self._matrices(experts)
+        biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim)
+        return self.layer_norms + biases + self.hidden_matrices // self.n_layers
 
     @property
     def hidden_matrices(self) -> int:
         """Parameters of the matrices of all blocks."""
-        return self.n_layers * (self.layer - self.layer_norms)
+        experts = self.n_routed_experts + self.n_shared_experts if self.use_moe else 1
+        return self.n_layers * self._matrices(experts)
 
     @property
     def active(self) -> int:
@@ -62,13 +75,13 @@ class Shape:
         return self.num_experts_per_tok + self.n_shared_experts if self.use_moe else 1
 
     def _matrices(self, experts: int) -> int:
-        attention, gate = 2 * self.dim + 2 * self.kv_dim, self.use_moe * self.n_routed_experts
+        attention, gate = 2 * self.q_dim + 2 * self.kv_dim, self.use_moe * self.n_routed_experts
         return self.dim * (attention + 3 * self.hidden_dim * experts + gate) // self.tensor
 
     @property
     def layer_norms(self) -> int:
         """Parameters of the norms of one block: two, and one each of a head's query and key."""
-        return 2 * self.dim + self.qk_norm * 2 * (self.dim // self.n_heads)
+        return 2 * self.dim + self.qk_norm * 2 * self.head_width
 
     @property
     def norms(self) -> int:
@@ -82,7 +95,7 @@ class Shape:
     @property
     def largest(self) -> int:
         """Elements of the largest single weight."""
-        matrix = max(self.hidden_dim, self.dim) // self.tensor
+        matrix = max(self.hidden_dim, self.q_dim) // self.tensor
         return self.dim * max(self.vocab_size, matrix)
 
 
@@ -125,11 +138,11 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
 
 
 def flops_per_token(shape: Shape) -> int:
-    """FLOPs of one token's forward and backward pass: 6 M + 12 layers dim T.
+    """FLOPs of one token's forward and backward pass: 6 M + 12 layers q_dim T.
 
     As in PaLM, appendix B (Chowdhery et al. 2022), and Kaplan et al. (2020): M counts the weights
     that multiply a token (with the head; without embedding, norms and experts not visited), and
     attention counts all T positions, although a causal kernel computes half of them.
     """
     matrices = shape.n_layers * shape.active + shape.vocab_size * shape.dim
-    return 6 * matrices + 12 * shape.n_layers * shape.dim * shape.max_seq_len
+    return 6 * matrices + 12 * shape.n_layers * shape.q_dim * shape.max_seq_len

@@ -156,6 +156,7 @@ class ModelConfig(CheckedJson):
     num_hidden_layers: Size
     num_attention_heads: Size
     num_key_value_heads: Size
+    head_dim: Size | None = None
     max_position_embeddings: Positions
     rms_norm_eps: Positive
     rope_theta: Positive
@@ -165,6 +166,8 @@ class ModelConfig(CheckedJson):
     bos_token_id: Count | None = None
     eos_token_id: Count | None = None
     pad_token_id: Count | None = None
+    no_rope_layer_interval: Count = 0
+    qkv_bias: bool = False
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
     use_moe: bool = False

@@ -179,12 +179,21 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
 _NOT_DIVIDED = " is not supported with {sequence_parallel}; drop one of them"
 DECODER_RULES: tuple[Rule, ...] = (
     Rule(
-        lambda run: run.dim % run.n_heads, "{dim} is not divisible by {n_heads}; change one of them"
+        lambda run: run.head_dim is None and run.dim % run.n_heads,
+        "{dim} is not divisible by {n_heads}; change one of them",
     ),
     Rule(
-        lambda run: run.dim % (2 * run.n_heads) == run.n_heads and {"size": run.dim // run.n_heads},
+        lambda run: (
+            run.head_dim is None
+            and run.dim % (2 * run.n_heads) == run.n_heads
+            and {"size": run.head_width}
+        ),
         "dim / n_heads = {size} is odd, and rotary positions need pairs of channels; change"
         " dim ({dim.value}) or n_heads ({n_heads.value})",
+    ),
+    Rule(
+        lambda run: run.head_dim is not None and run.head_dim % 2,
+        "{head_dim} is odd, and rotary positions need pairs of channels; make it even",
     ),
     Rule(
         lambda run: run.num_experts_per_tok > run.n_routed_experts,
@@ -205,9 +214,9 @@ DECODER_RULES: tuple[Rule, ...] = (
     ),
     Rule(lambda run: run.init_from is None and _refusal(run.with_complete_scaling), "{refusal}"),
     Rule(
-        lambda run: run.rope_scaling == "ntk" and run.dim == 2 * run.n_heads,
-        "{rope_scaling} needs more than the 2 channels of dim / n_heads = {dim.value} /"
-        " {n_heads.value}; use linear, or fewer heads",
+        lambda run: run.rope_scaling == "ntk" and run.head_width == 2,
+        "{rope_scaling} needs heads of more than 2 channels; use linear, fewer heads"
+        " ({n_heads.value}), or a larger --head_dim",
     ),
     Rule(
         lambda run: run.rope_scaling == "yarn" and run.rope_theta <= 1,

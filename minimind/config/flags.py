@@ -200,8 +200,8 @@ class PlaceFlags:
     )
     init_from: str | None = flag(
         "initial weights, shape and tokenizer: a run's out_dir, a step_ directory, a directory of"
-        " `minimind export` or `import`, a directory of Llama, Mistral or Qwen3 (DIR or hf:DIR), a"
-        " MiniMind2 file or directory; or hf:USER/MODEL of the Hugging Face Hub",
+        " `minimind export` or `import`, a directory of Llama, Mistral, Qwen or SmolLM (DIR or"
+        " hf:DIR), a MiniMind2 file or directory; or hf:USER/MODEL of the Hugging Face Hub",
         None,
         "model",
     )
@@ -353,6 +353,7 @@ SHAPE = {
     "n_layers": ShapeField("num_hidden_layers"),
     "n_heads": ShapeField("num_attention_heads"),
     "n_kv_heads": ShapeField("num_key_value_heads"),
+    "head_dim": ShapeField("head_dim"),
     "hidden_dim": ShapeField("intermediate_size"),
     "max_seq_len": ShapeField("max_position_embeddings", group="batch"),
     "vocab_size": ShapeField("vocab_size"),
@@ -360,7 +361,9 @@ SHAPE = {
     "rope_scaling": ShapeField("rope_scaling.rope_type"),
     "rope_factor": ShapeField("rope_scaling.factor"),
     "rope_original_length": ShapeField("rope_scaling.original_max_position_embeddings"),
+    "no_rope_interval": ShapeField("no_rope_layer_interval", legacy=0),
     "norm_eps": ShapeField("rms_norm_eps", legacy=1e-5),
+    "qkv_bias": ShapeField("qkv_bias", legacy=False),
     "qk_norm": ShapeField("qk_norm", legacy=False),
     "tie_word_embeddings": ShapeField("tie_word_embeddings", legacy=True),
     "use_moe": ShapeField("use_moe", legacy=False),
@@ -389,6 +392,9 @@ class ModelFlags:
     n_heads: int = flag("query heads", 8, "model", at_least=1)
     n_kv_heads: int = flag(
         "key/value heads, shared by groups of query heads", 2, "model", at_least=1
+    )
+    head_dim: int | None = flag(
+        "channels per head (default: dim / n_heads)", None, "model", at_least=2
     )
     hidden_dim: int | None = flag(
         "width of the feed-forward layers (default: 8/3 dim, rounded up to a multiple of 64)",
@@ -430,10 +436,17 @@ class ModelFlags:
         at_least=1,
         at_most=2**20,
     )
+    no_rope_interval: int = flag(
+        "one layer of so many is without rotary positions (SmolLM3: 4); 0: none",
+        0,
+        "model",
+        at_least=0,
+    )
     norm_eps: float = flag("added to the mean square in every norm", 1e-5, "model", above=0.0)
     use_flash_attn: bool = flag(
         "torch's fused attention; off: the explicit reference", True, "model"
     )
+    qkv_bias: bool = flag("add biases to queries, keys and values, as in Qwen2", False, "model")
     qk_norm: bool = flag("normalize each head's queries and keys, as in Qwen3", False, "model")
     tie_word_embeddings: bool = flag(
         "share one matrix between token embedding and output head", True, "model"
@@ -460,6 +473,11 @@ class ModelFlags:
         False,
         "model",
     )
+
+    @property
+    def head_width(self) -> int:
+        """Channels per head."""
+        return self.head_dim or self.dim // self.n_heads
 
     @property
     def feed_forward_width(self) -> int:
@@ -539,7 +557,10 @@ class OptimizerFlags:
         at_least=1,
     )
     weight_decay: float = flag(
-        "weight decay of matrices (norms are not decayed)", 0.1, "optimizer", at_least=0.0
+        "weight decay of matrices (norms and biases are not decayed)",
+        0.1,
+        "optimizer",
+        at_least=0.0,
     )
     beta1: float = flag(
         "AdamW first-moment decay; Lion: weight of the momentum in an update",

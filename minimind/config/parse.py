@@ -132,7 +132,7 @@ dataset | --data_path | text, or a folder that `minimind prepare` wrote; `.bin` 
 gradient_accumulation_steps | --accumulation_steps | of one process; nanoGPT divides it by the processes
 batch_size block_size | --batch_size, --max_seq_len |
 n_layer n_head n_embd | --n_layers, --n_heads, --dim | and `--n_kv_heads` (default 2); without GQA, give the number of heads
-dropout bias |  | our decoder has neither dropout nor bias; GPT-2 by `--model hf:DIR` has both
+dropout bias |  | our decoder has neither dropout nor biases, but for `--qkv_bias`; GPT-2 by `--model hf:DIR` has both
 learning_rate weight_decay beta1 beta2 grad_clip | --learning_rate, --weight_decay, --beta1, --beta2, --grad_clip |
 max_iters lr_decay_iters | --max_steps | the decay ends with the run
 warmup_iters | --warmup_steps |
@@ -146,7 +146,7 @@ start |  | `--prompt` of `minimind generate`
     "nanochat": """
 depth | --n_layers | does not determine width and heads: set `--dim`, `--n_heads`, or `--model PRESET`
 aspect_ratio | --dim | the width itself: depth x aspect ratio
-head_dim | --n_heads | dim / head_dim
+head_dim | --head_dim | by default dim / n_heads
 device_batch_size | --batch_size |
 total_batch_size | --accumulation_steps | tokens of a step / (rows x `--max_seq_len` x processes)
 num_iterations | --max_steps |

@@ -69,7 +69,7 @@ def mup_line(run: RunConfig) -> str:
         start = "" if run.init_from else f"initial size x {m ** INIT[role]:.4g}, "
         decay = "" if role == OUTPUT else f", weight decay x {m ** -powers[role]:.4g}"
         parts.append(f"{role}: {start}rate x {m ** powers[role]:.4g}{decay}")
-    return f"muP      {'; '.join(parts)}; keep dim / n_heads = {run.dim // run.n_heads}"
+    return f"muP      {'; '.join(parts)}; keep dim / n_heads = {run.dim / run.n_heads:g}"
 
 
 def _powers_of_rate(run: RunConfig) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minimind.checkpoint.validation import ModelConfig
 from minimind.data.chat.template import ChatTemplate, own_template
@@ -108,9 +109,16 @@ def export(
     source, config = weights.tensors, weights.config
     if form in ("llama", "gguf"):
         check_names(source.shapes, form)
-    scaling = config.rope_scaling if form == "gguf" else None
-    if scaling and scaling["rope_type"] == "llama3" and architecture(config) == "qwen3":
-        raise UsageError("--format gguf has no llama3 rotations of qwen3; export --format llama")
+    if form == "gguf":
+        kind, scaling = architecture(config), config.rope_scaling
+        lacks = {
+            "llama3 rotations": scaling and scaling["rope_type"] == "llama3" and kind != "llama",
+            "head_dim": kind == "qwen2" and "head_dim" in vars(config),
+            # llama.cpp has the number in its code.
+            "no_rope_interval but 4": kind == "smollm3" and config.no_rope_layer_interval != 4,
+        }
+        for what in (what for what, is_lacking in lacks.items() if is_lacking):
+            raise UsageError(f"--format gguf has no {what} of {kind}; export --format llama")
     torch_dtype, note = getattr(torch, dtype), None
     if form == "gguf":
         if max_shard_bytes is not None:
@@ -179,9 +187,9 @@ def run_name(path: Path) -> str:
 
 
 def check_names(names: Iterable[str], form: str) -> None:
-    """Raise UsageError for a tensor that a dense Llama or Qwen3 does not have."""
+    """Raise UsageError for a tensor that a dense Llama, Qwen2 or Qwen3 does not have."""
     for name in names:
-        if to_gguf(name) is None:  # GGUF names exactly the tensors of these two
+        if to_gguf(name) is None:  # GGUF names exactly the tensors of these
             raise UsageError(f"--format {form} has no name for {name}; export --format minimind")
 
 
@@ -245,31 +253,41 @@ def _configuration(
         values = _llama_config(config) | ids
         return config_and_tokenizer_files(values, tokenizer, dtype, config.max_position_embeddings)
     values = {
-        **{name: getattr(config, name) for name in ModelConfig.model_fields},
+        **{name: vars(config)[name] for name in ModelConfig.model_fields if name in vars(config)},
         "model_type": "minimind",
         "architectures": ["MiniMindForCausalLM"],
         **ids,
         "auto_map": AUTO_MAP,
     }
-    if config.rope_scaling is None:  # transformers warns of null
-        del values["rope_scaling"]
     texts = with_length(tokenizer.exported, config.max_position_embeddings)
     return {**configuration_files(values, dtype), **texts, **remote_code()}, None
 
 
 def _llama_config(config: MiniMindConfig) -> dict[str, Any]:
-    """Return the config of an equivalent LlamaForCausalLM or Qwen3ForCausalLM. Under doc_mask,
-    which neither has, only rows of one document are equivalent.
+    """Return the config of an equivalent model of transformers. Under doc_mask, which none has,
+    only rows of one document are equivalent.
     """
-    has_qk_norm = getattr(config, "qk_norm", False)
-    extra = {"use_sliding_window": False} if has_qk_norm else {"mlp_bias": False}
+    kind, interval = architecture(config), config.no_rope_layer_interval
+    extra = {
+        "llama": {"mlp_bias": False, "attention_bias": False},
+        "qwen2": {"use_sliding_window": False},
+        "qwen3": {"use_sliding_window": False, "attention_bias": False},
+        "smollm3": {
+            **{"use_sliding_window": False, "attention_bias": False, "mlp_bias": False},
+            "no_rope_layer_interval": interval,
+            "no_rope_layers": [
+                int(n % max(interval, 1) != 0) for n in range(1, config.num_hidden_layers + 1)
+            ],
+            # Its defaults are ids of its own vocabulary.
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        },
+    }
     return {
-        "architectures": ["Qwen3ForCausalLM" if has_qk_norm else "LlamaForCausalLM"],
-        "model_type": "qwen3" if has_qk_norm else "llama",
-        **extra,
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],
+        "model_type": kind,
+        **extra[kind],
         **{name: getattr(config, name) for name in LLAMA_KEYS},
         **_rotation(config),
-        "attention_bias": False,
         "hidden_act": "silu",
     }
 

@@ -33,19 +33,17 @@ from minimind.runtime.checked_json import (
 MINIMIND2, MINIMIND3, LLAMA = "minimind2", "minimind3", "llama"
 LAYER_0 = "model.layers.0"
 # model_type in Hugging Face's config.json -> whether q and k are normalized (None: if there are
-# norms), and the rotary base that transformers takes where the file has none.
+# norms), and the rotary base that transformers takes where the file has none. Qwen2 has biases.
 ARCHITECTURES = {
     "llama": (False, 1e4),
     "mistral": (False, 1e4),
+    "qwen2": (False, 1e4),
     "qwen3": (True, 1e4),
+    "smollm3": (False, 2e6),
     "minimind": (None, None),  # its own later versions
 }
-# Those that are nearly so, with what the decoder does not have.
-OTHERS = {
-    "qwen2": " (biases of q, k and v)",
-    "smollm3": " (no_rope_layers: some layers without rotation)",
-}
 MISTRAL_WINDOW = 4096  # transformers omits a default
+NO_ROPE_INTERVAL = 4  # of SmolLM3
 FULL = "full_attention"
 # The only supported values; transformers omits defaults.
 FIXED = {
@@ -90,7 +88,7 @@ class MiniMind2Config(CheckedJson):
 
 
 class LlamaShape(CheckedJson):
-    """What config.json of a Llama, Mistral or Qwen3 model must contain."""
+    """What config.json of a Llama, Mistral or Qwen must contain."""
 
     vocab_size: Size
     hidden_size: Size
@@ -105,6 +103,7 @@ class LlamaDefaults(CheckedJson):
     """Values of the same file that have defaults or several spellings."""
 
     num_key_value_heads: Size
+    head_dim: Size
     tie_word_embeddings: bool
     bos_token_id: Count | None
     eos_token_id: Count | None
@@ -155,6 +154,7 @@ def shape_from_tensors(
     Raise UsageError that names all missing flags.
     """
     vocab_size, width = _matrix_shape(path, shapes, EMBEDDING, kind)
+    queries = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.q_proj.weight", kind)[0]
     keys = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.k_proj.weight", kind)[0]
     inner = _matrix_shape(path, shapes, f"{LAYER_0}.mlp.gate_proj.weight", kind)[0]
     required = ("n_heads", "rope_theta", "norm_eps", "max_seq_len")
@@ -166,11 +166,11 @@ def shape_from_tensors(
             f"{path}: its tensors do not determine {', '.join(missing)}; {instead}give them to {to}"
         )
     heads = flags.n_heads or 1
-    head_dim = width // heads
-    if width % heads or not head_dim or keys % head_dim:
+    head_dim = queries // heads
+    if queries % heads or not head_dim or keys % head_dim:
         raise UsageError(
-            f"--n_heads {heads} does not fit {path}, whose width is {width} and whose keys have"
-            f" {keys} channels; give the number it has"
+            f"--n_heads {heads} does not fit {path}, whose queries have {queries} channels and"
+            f" whose keys have {keys}; give the number it has"
         )
     if flags.n_kv_heads is not None and flags.n_kv_heads != keys // head_dim:
         raise UsageError(
@@ -184,10 +184,12 @@ def shape_from_tensors(
         "num_hidden_layers": count_layers(shapes),
         "num_attention_heads": heads,
         "num_key_value_heads": keys // head_dim,
+        "head_dim": head_dim,
         "max_position_embeddings": flags.max_seq_len,
         "rms_norm_eps": flags.norm_eps,
         "rope_theta": flags.rope_theta,
         "qk_norm": f"{LAYER_0}.self_attn.q_norm.weight" in shapes,  # Qwen3
+        "qkv_bias": f"{LAYER_0}.self_attn.q_proj.bias" in shapes,  # Qwen2
     }
 
 
@@ -248,17 +250,16 @@ def read_minimind2_config(
 def read_llama_config(
     path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags
 ) -> tuple[dict[str, Any], str]:
-    """Arguments of MiniMindConfig from Hugging Face's config.json of a Llama, Mistral or Qwen3, and
-    a note on what it leaves open.
+    """Arguments of MiniMindConfig from Hugging Face's config.json of one of ARCHITECTURES, and a
+    note on what it leaves open.
     """
     with readable(path, REPLACE):
         values = read_foreign_object(path)
         kind = values.get("model_type")
         is_ours = kind == "minimind" and "use_flash_attn" in values
         if type(kind) is not str or kind not in ARCHITECTURES or is_ours:
-            reason = OTHERS.get(str(kind), "")
             raise CheckpointError(
-                f"has model_type = {shown(kind)}{reason}, not llama, mistral, qwen3 or minimind;"
+                f"has model_type = {shown(kind)}, none of {', '.join(ARCHITECTURES)};"
                 " training takes others as models of transformers (--model hf:)"
             )
         require_unquantized(values)
@@ -283,25 +284,47 @@ def read_llama_config(
         heads = values["num_attention_heads"]
         qk_norm, base = ARCHITECTURES[kind]
         rotation, note = _rotation(values, flags.rope_theta, base)
+        queries = shapes.get(f"{LAYER_0}.self_attn.q_proj.weight") or [values["hidden_size"]]
         others = {
             "num_key_value_heads": values.get("num_key_value_heads") or heads,
+            "head_dim": values.get("head_dim") or queries[0] // heads,
             "tie_word_embeddings": values.get("tie_word_embeddings", False),
+            "no_rope_layer_interval": _no_rope_interval(values) if kind == "smollm3" else 0,
             **rotation,
         }
-        head_dim = values.get("head_dim") or values["hidden_size"] // heads
-        if type(head_dim) is not int or head_dim * heads != values["hidden_size"]:
-            raise CheckpointError(
-                f"has head_dim = {shown(head_dim)}, and MiniMind's heads have hidden_size /"
-                f" num_attention_heads = {values['hidden_size'] / heads:g} channels"
-            )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = values.get(name)  # the first of several; -1 is none in Llamas of 2023
             value = value[0] if type(value) is list and value else value
             others[name] = None if value == -1 else value
         validate(LlamaDefaults, others)
     shape = {**{name: values[name] for name in LlamaShape.model_fields}, **others}
-    has_norms = qk_norm is None and f"{LAYER_0}.self_attn.q_norm.weight" in shapes
-    return {**shape, "qk_norm": qk_norm or has_norms}, note
+    if qk_norm is None:
+        qk_norm = any(f"{LAYER_0}.self_attn.{side}_norm.weight" in shapes for side in "qk")
+    return {**shape, "qk_norm": qk_norm, "qkv_bias": kind == "qwen2"}, note
+
+
+def _no_rope_interval(values: Mapping[str, Any]) -> int:
+    """Every how many layers of a SmolLM3 one does not rotate; 0 if all do.
+
+    Raise CheckpointError for layers at no such interval.
+    """
+    layers, given = values["num_hidden_layers"], values.get("no_rope_layers")
+    if given is None:
+        interval = values.get("no_rope_layer_interval", NO_ROPE_INTERVAL)
+        if type(interval) is not int or interval < 1:
+            raise CheckpointError(
+                f"has no_rope_layer_interval = {shown(interval)}, which is no number of layers"
+            )
+    else:
+        rotate = given[:layers] if type(given) is list else []
+        interval = rotate.index(0) + 1 if 0 in rotate else layers + 1
+        has_other = any(turns != int(n % interval != 0) for n, turns in enumerate(rotate, 1))
+        if len(rotate) < layers or has_other:
+            raise CheckpointError(
+                f"has no_rope_layers = {shown(given)}, and MiniMind leaves out the rotations of one"
+                " layer every so many"
+            )
+    return interval if interval <= layers else 0
 
 
 def _rotation(

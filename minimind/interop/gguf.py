@@ -1,8 +1,8 @@
 """Write a model and its vocabulary as one GGUF file, for llama.cpp and others.
 
-Its "llama" architecture pairs adjacent channels, as ours does, and "qwen3" pairs j with j + D/2.
-Norms stay float32 in every precision: llama.cpp multiplies by nothing else. The vocabulary is that
-of a SentencePiece model, or byte-level BPE whose splits of a text llama.cpp has a name for.
+"llama" and "smollm3" pair adjacent channels, as ours does; "qwen2" and "qwen3" pair j with j + D/2.
+Norms and biases stay float32 in every precision: llama.cpp knows nothing else. The vocabulary is
+that of a SentencePiece model, or byte-level BPE whose splits of a text llama.cpp has a name for.
 """
 
 from __future__ import annotations
@@ -48,12 +48,19 @@ def require_gguf() -> None:
 
 
 def architecture(config: MiniMindConfig) -> str:
-    """The architecture name in GGUF."""
-    return "qwen3" if getattr(config, "qk_norm", False) else "llama"
+    """The name of the architecture in GGUF and transformers; raise UsageError if there is none."""
+    kinds = {"qk_norm": "qwen3", "qkv_bias": "qwen2", "no_rope_layer_interval": "smollm3"}
+    has = [name for name in kinds if getattr(config, name)]
+    if len(has) > 1:
+        raise UsageError(
+            f"no architecture of other software has {' and '.join(has)} together; export --format"
+            " minimind"
+        )
+    return kinds[has[0]] if has else "llama"
 
 
 def gguf_parts(config: MiniMindConfig, source: TensorSource, dtype: torch.dtype) -> list[Part]:
-    """The tensors under GGUF's names: matrices as `dtype`, norms as float32."""
+    """The tensors under GGUF's names: matrices as `dtype`, vectors as float32."""
     names = {}
     for ours in source.shapes:
         theirs = to_gguf(ours)
@@ -61,13 +68,13 @@ def gguf_parts(config: MiniMindConfig, source: TensorSource, dtype: torch.dtype)
         names[theirs] = ours
 
     def transform(theirs: str, value: Tensor) -> Tensor:
-        is_rotate_half = architecture(config) == "qwen3"
+        is_rotate_half = architecture(config) in ("qwen2", "qwen3")
         return to_rotate_half(names[theirs], value, config.head_dim) if is_rotate_half else value
 
     matrices = {name: ours for name, ours in names.items() if len(source.shapes[ours]) > 1}
-    norms = {name: ours for name, ours in names.items() if name not in matrices}
+    vectors = {name: ours for name, ours in names.items() if name not in matrices}
     parts = source.renamed(matrices, transform).parts(dtype)
-    parts += source.renamed(norms, transform).parts(torch.float32)
+    parts += source.renamed(vectors, transform).parts(torch.float32)
     if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
         shape = config.head_dim, config.rope_theta
         factors = (

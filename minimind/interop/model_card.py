@@ -49,6 +49,7 @@ SHAPE = {
     "rope_theta": "rotary base",
     "rope_scaling": "rotary scaling",
     "tie_word_embeddings": "tied embeddings",
+    "qkv_bias": "biases of queries, keys and values",
     "qk_norm": "norms of queries and keys",
     "use_moe": "experts",
 }

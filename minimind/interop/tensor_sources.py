@@ -326,7 +326,7 @@ def _check_tensor(name: object, value: object) -> None:
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.weight")
+LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
 MINIMIND2_LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)\.weight")
 # Tables in some of its files, which the configuration determines.
 MINIMIND2_TABLES = re.compile(r"pos_cis|layers\.\d{1,6}\.attention\.mask")
@@ -350,7 +350,11 @@ INNER = {
     "self_attn.q_norm": ("", "attn_q_norm"),
     "self_attn.k_norm": ("", "attn_k_norm"),
 }
-ROTARY = tuple(f"self_attn.{side}.weight" for side in ("q_proj", "k_proj", "q_norm", "k_norm"))
+BIASED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # not in MiniMind2
+ROTARY = (
+    *(f"self_attn.{side}.weight" for side in ("q_proj", "k_proj", "q_norm", "k_norm")),
+    *(f"{module}.bias" for module in BIASED[:2]),
+)
 _OUR_INNER = {theirs[0]: ours for ours, theirs in INNER.items() if theirs[0]}
 _OUR_OUTER = {theirs[0]: ours for ours, theirs in OUTER.items()}
 
@@ -376,7 +380,8 @@ def to_gguf(name: str) -> str | None:
 def _translate(name: str, column: int, layers: str) -> str | None:
     if match := LAYER.fullmatch(name):
         inner = INNER.get(match[2], ("", ""))[column]
-        return f"{layers}.{match[1]}.{inner}.weight" if inner else None
+        is_known = inner and (match[3] == "weight" or (column and match[2] in BIASED))
+        return f"{layers}.{match[1]}.{inner}.{match[3]}" if is_known else None
     return OUTER[name][column] if name in OUTER else None
 
 

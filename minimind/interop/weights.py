@@ -1,7 +1,7 @@
 """A model from any source: its shape, its tensors one at a time under our names, its tokenizer.
 
 Sources are training checkpoints, what `export --format minimind` and `checkpoint consolidate`
-write, directories of Hugging Face's Llama, Mistral and Qwen3, and MiniMind2's files. In each the
+write, directories of Hugging Face's Llama, Mistral and Qwen, and MiniMind2's files. In each the
 tensors must be exactly those of the shape. Special tokens that a model has no rows for get some.
 """
 
@@ -262,7 +262,7 @@ def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
 
 
 def _merged(path: Path, base: Path) -> Weights:
-    """A Llama, Mistral or Qwen3 with the LoRA adapter in `path` added, by PEFT; all in memory."""
+    """A Llama, Mistral or Qwen with the LoRA adapter in `path` added, by PEFT; all in memory."""
     try:
         import peft  # pyright: ignore[reportMissingImports] (optional)
     except ImportError as error:
@@ -361,10 +361,9 @@ def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
     else:
         shape = shape_from_tensors(path, source.shapes, flags)
         shape["tie_word_embeddings"] = _is_tied(source)
-    head_dim = shape["hidden_size"] // shape["num_attention_heads"]
     tensors = source.renamed(
         {name: name for name in source.shapes},
-        lambda name, value: to_interleaved(name, value, head_dim),
+        lambda name, value: to_interleaved(name, value, shape["head_dim"]),
     )
     return replace(_validate(LLAMA, path, shape, tensors), note=note)
 

@@ -89,20 +89,21 @@ class WidenedLinear(torch.autograd.Function):
         return grad_x, grad_weight
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """F.linear(x, weight), by way of fp32 where bf16 is slow."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear(x, weight, bias), by way of fp32 where bf16 is slow; the bias is then added last."""
     if not needs_fp32_matmul(x):
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
     rows: Any = WidenedLinear.apply(x.reshape(-1, x.shape[-1]), weight)
-    return rows.view(*x.shape[:-1], weight.shape[0])
+    out = rows.view(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
 
 
 class Linear(nn.Linear):
-    """nn.Linear without bias, computed by `linear`."""
+    """nn.Linear computed by `linear`, by default without bias."""
 
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
+        super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, input: Tensor) -> Tensor:
         """Output (..., outputs)."""
-        return linear(input, self.weight)
+        return linear(input, self.weight, self.bias)

@@ -12,13 +12,18 @@ class MiniMindConfig(PretrainedConfig):
     """Shape of the model; dim, n_layers and the other short names are aliases.
 
     `doc_mask`: attention and positions restart at every eos_token_id, unless keys are cached.
+    `qkv_bias`: queries, keys and values have biases (Qwen2), and the output has none.
+    `no_rope_layer_interval`: every so many layers one does not rotate queries and keys (SmolLM3).
     `qk_norm`: queries and keys are normalized per head before the rotation (Qwen3). `use_moe`:
     every feed-forward is a mixture of experts, each of intermediate_size; else fields of experts
     are ignored. `rope_scaling`: of a context extended beyond the trained one (rotary.py).
     `use_flash_attn=False` means attn_implementation "eager", where none is given.
     """
 
+    # Not in config.json unless they are given, which older versions do not know.
     rope_scaling: Any = None  # instead of transformers' property, which is deprecated
+    qkv_bias = False
+    no_rope_layer_interval = 0
 
     model_type = "minimind"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -40,11 +45,14 @@ class MiniMindConfig(PretrainedConfig):
         num_attention_heads: int = 8,
         num_key_value_heads: int = 2,
         max_position_embeddings: int = 512,
+        head_dim: int | None = None,
         rms_norm_eps: float = 1e-5,
         rope_theta: float = 1e6,
         rope_scaling: dict[str, Any] | None = None,
+        no_rope_layer_interval: int = 0,
         use_flash_attn: bool = True,
         doc_mask: bool = False,
+        qkv_bias: bool = False,
         qk_norm: bool = False,
         tie_word_embeddings: bool = True,
         use_moe: bool = False,
@@ -71,10 +79,16 @@ class MiniMindConfig(PretrainedConfig):
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads
         self.max_position_embeddings = max_position_embeddings
+        if head_dim is not None and head_dim * num_attention_heads != hidden_size:
+            self.head_dim = head_dim
         self.rms_norm_eps = rms_norm_eps
         self.rope_theta = rope_theta
         if rope_scaling is not None:  # null in config.json makes transformers warn
             self.rope_scaling = rope_scaling
+        if no_rope_layer_interval:
+            self.no_rope_layer_interval = no_rope_layer_interval
+        if qkv_bias:
+            self.qkv_bias = qkv_bias
         self.use_flash_attn = use_flash_attn
         self.doc_mask = doc_mask
         self.qk_norm = qk_norm
@@ -98,8 +112,12 @@ class MiniMindConfig(PretrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        """Channels per head."""
-        return self.hidden_size // self.num_attention_heads
+        """Channels per head; config.json has it if it is not hidden_size / num_attention_heads."""
+        return self.__dict__.get("head_dim") or self.hidden_size // self.num_attention_heads
+
+    @head_dim.setter
+    def head_dim(self, value: int) -> None:
+        self.__dict__["head_dim"] = value
 
     @property
     def is_fused(self) -> bool:
@@ -120,7 +138,7 @@ def _check_shape(config: MiniMindConfig) -> None:
             f"num_experts_per_tok={config.num_experts_per_tok} must be from 1 to"
             f" n_routed_experts={config.n_routed_experts}."
         )
-    if width % heads:
+    if "head_dim" not in vars(config) and width % heads:
         raise ValueError(f"hidden_size={width} cannot be divided by num_attention_heads={heads}.")
     if heads % kv_heads:
         raise ValueError(
@@ -128,8 +146,8 @@ def _check_shape(config: MiniMindConfig) -> None:
         )
     if config.head_dim % 2:
         raise ValueError(
-            f"head_dim={config.head_dim} (hidden_size={width} / num_attention_heads={heads})"
-            " must be even: rotary position rotates pairs of channels."
+            f"head_dim={config.head_dim} (by default hidden_size={width} / num_attention_heads="
+            f"{heads}) must be even: rotary position rotates pairs of channels."
         )
     if config.rope_scaling is not None:
         check_scaling(config.head_dim, config.rope_theta, config.rope_scaling)

@@ -88,7 +88,7 @@ class MiniMindPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize the tensors of a module: matrices normal with std 0.02, norms with 1.
+        """Initialize the tensors of a module: matrices normal with std 0.02, norms 1, biases 0.
 
         The residual stream sums 2 * n_layers branches, so their output projections are scaled by
         the inverse root of that (GPT-2, Radford et al. 2019, section 2.3). `initialization` skips
@@ -101,7 +101,7 @@ class MiniMindPreTrainedModel(PreTrainedModel):
             initialization.normal_(module.weight, std=std / branches**0.5)
         elif isinstance(module, nn.Linear | nn.Embedding):
             initialization.normal_(module.weight, std=std)
-            if isinstance(module, nn.Linear) and module.bias is not None:  # a classification head
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 initialization.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             initialization.ones_(module.weight)

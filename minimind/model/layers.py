@@ -84,14 +84,17 @@ class HeadProjection(Linear):
     A module of its own, because ZeRO stage 3 gathers a weight only while its module runs.
     """
 
-    def __init__(self, width: int, heads: int, head_dim: int):
-        super().__init__(width, heads * head_dim)
+    def __init__(self, width: int, heads: int, head_dim: int, bias: bool):
+        super().__init__(width, heads * head_dim, bias)
         self.head_dim = head_dim
 
     def forward(self, input: Tensor, is_half: bool = False) -> Tensor:
         """Project (B, T, E) to (B, T, H D); is_half: in the half layout."""
-        weight = interleaved_to_half(self.weight, self.head_dim) if is_half else self.weight
-        return linear(input, weight)
+        weight, bias = self.weight, self.bias
+        if is_half:
+            weight = interleaved_to_half(weight, self.head_dim)
+            bias = None if bias is None else interleaved_to_half(bias, self.head_dim)
+        return linear(input, weight, bias)
 
 
 class ResidualOutput(Linear):
@@ -106,15 +109,16 @@ class Attention(nn.Module):
         self.layer = layer
         self.config = config
         self.head_dim = config.head_dim
+        interval = config.no_rope_layer_interval
+        self.rotates = not interval or (layer + 1) % interval != 0
         query_width = config.num_attention_heads * config.head_dim
         key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = HeadProjection(
-            config.hidden_size, config.num_attention_heads, config.head_dim
+        project = partial(
+            HeadProjection, config.hidden_size, head_dim=config.head_dim, bias=config.qkv_bias
         )
-        self.k_proj = HeadProjection(
-            config.hidden_size, config.num_key_value_heads, config.head_dim
-        )
-        self.v_proj = Linear(config.hidden_size, key_width)
+        self.q_proj = project(config.num_attention_heads)
+        self.k_proj = project(config.num_key_value_heads)
+        self.v_proj = Linear(config.hidden_size, key_width, config.qkv_bias)
         self.o_proj = ResidualOutput(query_width, config.hidden_size)
         eps = config.rms_norm_eps
         self.q_norm = HeadNorm(self.head_dim, eps) if config.qk_norm else None
@@ -133,7 +137,7 @@ class Attention(nn.Module):
 
         With `sequence` x and the result are of the positions of this rank, the mask of all.
         """
-        is_half = is_compiled() and cache is None
+        is_half = self.rotates and is_compiled() and cache is None
         q_BTHD = self._project(x_BTE, self.q_proj, self.q_norm, rotary, is_half)
         k_BTKD = self._project(x_BTE, self.k_proj, self.k_norm, rotary, is_half)
         v_BTKD = self.v_proj(x_BTE).unflatten(-1, (-1, self.head_dim))
@@ -161,12 +165,17 @@ class Attention(nn.Module):
         rotary: Rotary,
         is_half: bool,
     ) -> Tensor:
-        """Project, normalize and rotate queries or keys (B, T, H, D) in the half layout or not."""
+        """Project, normalize and, if this layer does, rotate queries or keys (B, T, H, D).
+
+        They are in the half layout or not.
+        """
         # Under tensor parallelism `project` is DeepSpeed's, which has one argument and some heads.
         x_BTH = project(x_BTE, is_half) if is_half else project(x_BTE)
         x_BTHD = x_BTH.unflatten(-1, (-1, self.head_dim))
         if norm is not None:
             x_BTHD = norm(x_BTHD, is_half)
+        if not self.rotates:
+            return x_BTHD
         if is_half:
             return apply_rotary_half(x_BTHD, rotary.reals)
         if is_traced():

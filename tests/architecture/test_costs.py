@@ -33,12 +33,14 @@ def model_of(shape: Shape) -> MiniMindForCausalLM:
             n_layers=shape.n_layers,
             n_heads=shape.n_heads,
             n_kv_heads=shape.n_kv_heads,
+            head_dim=shape.head_dim,
             hidden_dim=shape.hidden_dim,
             vocab_size=shape.vocab_size,
             max_seq_len=shape.max_seq_len,
             tie_word_embeddings=shape.tie_word_embeddings,
             use_flash_attn=shape.use_flash_attn,
             doc_mask=shape.doc_mask,
+            qkv_bias=shape.qkv_bias,
             qk_norm=shape.qk_norm,
             use_moe=shape.use_moe,
             n_routed_experts=shape.n_routed_experts,
@@ -52,7 +54,12 @@ SHAPES = {path.stem: shape_of(parse_flags(["--model", path.stem])) for path in P
 SHAPES |= {
     "small": SMALL,
     "untied": shape_of(parse_flags("--model tiny --no-tie_word_embeddings".split())),
+    "biases": shape_of(parse_flags("--model tiny --qkv_bias --head_dim 40".split())),
     "normed heads": shape_of(parse_flags("--model tiny --qk_norm".split())),
+    "wide heads": shape_of(parse_flags("--model tiny --qk_norm --head_dim 256".split())),
+    "narrow heads": shape_of(
+        parse_flags("--dim 200 --n_heads 9 --n_kv_heads 3 --head_dim 8".split())
+    ),
     "experts": shape_of(parse_flags("--model tiny --use_moe --n_shared_experts 2".split())),
     "no sharing": replace(SMALL, n_kv_heads=4, dim=72, hidden_dim=71),
     "default hidden_dim": shape_of(parse_flags("--dim 200 --n_heads 10 --n_layers 3".split())),
@@ -65,6 +72,9 @@ def test_parameters_are_those_of_the_model(shape: Shape):
         model = model_of(shape)
     numbers = {name: weight.numel() for name, weight in model.named_parameters()}
     assert shape.parameters == sum(numbers.values())
+    matrices = (n for name, n in numbers.items() if ".layers." in name and "proj.weight" in name)
+    gates = (n for name, n in numbers.items() if "mlp.gate.weight" in name)
+    assert shape.hidden_matrices == sum(matrices) + sum(gates)
     assert shape.layer == sum(n for name, n in numbers.items() if ".layers.0." in name)
     assert shape.norms == sum(n for name, n in numbers.items() if "norm" in name)
     embedding = sum(n for name, n in numbers.items() if "embed" in name or "lm_head" in name)
@@ -106,6 +116,10 @@ def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor) -> int:
     [
         pytest.param(replace(SMALL, max_seq_len=128, vocab_size=2000), id="mostly loss"),
         pytest.param(replace(SMALL, max_seq_len=128, n_layers=6, n_heads=8), id="mostly blocks"),
+        pytest.param(
+            replace(SMALL, max_seq_len=128, n_layers=6, n_heads=8, qk_norm=True, head_dim=24),
+            id="wide heads",
+        ),
     ],
 )
 def test_activations_are_what_the_allocator_gives_out(shape: Shape, dtype: str, attention: str):
@@ -205,6 +219,13 @@ def test_on_a_gpu_fp32_repeats_the_keys_that_flex_attention_does_not(doc_mask: b
         for heads in (2, 4)
     )
     assert (repeated == own) == (not doc_mask)
+
+
+def test_flops_of_wide_heads_by_hand():
+    shape = Shape(64, 2, 4, 2, 192, 600, 32, head_dim=32)
+    matrices = 2 * (64 * 128 + 2 * 64 * 64 + 128 * 64 + 3 * 64 * 192) + 600 * 64
+    assert flops_per_token(shape) == 6 * matrices + 12 * 2 * 128 * 32
+    assert shape.largest == 600 * 64
 
 
 def test_flops_of_a_token_by_hand():

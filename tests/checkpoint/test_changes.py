@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import minimind.train as training
+from minimind.architecture.select import MiniMind
 from minimind.checkpoint.directory import differences, published_checkpoints
 from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
@@ -118,6 +119,19 @@ def test_a_checkpoint_from_before_there_were_variants_is_one_without_them():
     now["model"] |= {"qk_norm": True, "tie_word_embeddings": False}
     report = ["model.qk_norm: False -> True", "model.tie_word_embeddings: True -> False"]
     assert [str(one) for one in differences(before, now)] == report
+
+
+def test_heads_biases_and_rotations_are_of_the_run_and_recorded_only_where_they_differ():
+    def identity(line: str) -> dict[str, Any]:
+        return {"model": MiniMind().identity(parse_flags(f"--dim 32 --n_heads 4 {line}".split()))}
+
+    plain = identity("")
+    assert identity("--head_dim 8 --no-qkv_bias --no_rope_interval 0") == plain
+    assert {*plain["model"]}.isdisjoint({"head_dim", "qkv_bias", "no_rope_interval"})
+    other = identity("--head_dim 16 --qkv_bias --no_rope_interval 4")
+    changes = {"head_dim: None -> 16", "no_rope_interval: 0 -> 4", "qkv_bias: False -> True"}
+    assert {str(one) for one in differences(plain, other)} == {f"model.{one}" for one in changes}
+    assert len(differences(other, plain)) == 3
 
 
 @pytest.mark.long

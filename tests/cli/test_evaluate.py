@@ -308,7 +308,7 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "no object": ([], "object"),
     "a layer less": ({"num_hidden_layers": 1}, "num_hidden_layers: 2 -> 1"),
     "a layer more": ({"num_hidden_layers": 3}, "num_hidden_layers: 2 -> 3"),
-    "another width": ({"hidden_size": 65}, "has heads of 8 channels"),
+    "another width": ({"hidden_size": 65}, "requires [600, 65]"),
     "null": ({"max_position_embeddings": None}, "has max_position_embeddings = None"),
     "unknown": ({"model_type": "nobodys"}, "has model_type = 'nobodys'"),
 }

@@ -43,7 +43,7 @@ def case_of(stage: int | None, sequence: int, kind: str) -> Case:
     flags += {"sft": " --task sft", "chunked": " --loss chunked"}.get(kind, "")
     shape: dict[str, Any] = {}
     if kind == "documents":
-        shape = {"doc_mask": True, "eos_token_id": 5, "qk_norm": True}
+        shape = {"doc_mask": True, "eos_token_id": 5, "qkv_bias": True, "head_dim": 6}
     model = Recomputing if kind == "recomputed" else MiniMindForCausalLM
     return Case(
         stage,

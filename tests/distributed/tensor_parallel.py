@@ -27,7 +27,7 @@ def case_of(stage: int | None, tensor: int = 1) -> Case:
     """With norms of heads, an average, and a gradient norm above the clip in the first steps."""
     accumulation = {1: 4, 2: 2, 4: 2}[int(os.environ["WORLD_SIZE"])]
     flags = f"--ema 0.9 --grad_clip {CLIP} --tensor_parallel {tensor}"
-    return Case(stage, "float32", accumulation, flags=flags, shape={"qk_norm": True})
+    return Case(stage, "float32", accumulation, flags=flags, shape={"qk_norm": True, "head_dim": 6})
 
 
 def whole(root: Path) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def losses_of(engine: Engine, steps: int) -> list[float]:
     [
         ({"qk_norm": True}, "--loss chunked"),
         ({"doc_mask": True, "eos_token_id": 2}, ""),
+        ({"qkv_bias": True, "head_dim": 12}, ""),
         ({}, "--gradient_checkpointing"),
     ],
 )
@@ -108,6 +109,22 @@ def test_regions_are_compiled_once_for_all_blocks_with_the_losses_of_an_eager_ru
             leave_process_group()
     assert found["on"] == pytest.approx(found["off"], rel=2e-6)
     assert not counters["graph_break"]
+
+
+def test_layers_without_rotation_are_compiled_apart_with_the_losses_of_an_eager_run(
+    quickly, monkeypatch
+):
+    found = {}
+    for compiles in ("off", "on"):
+        model = built(qkv_bias=True, no_rope_layer_interval=2)
+        engine = engine_of(model, monkeypatch, f"--dtype float32 --compile {compiles}")
+        try:
+            found[compiles] = losses_of(engine, 3)
+            graphs = counters["stats"]["unique_graphs"]
+            assert graphs == (len(REGIONS) + 1 if compiles == "on" else 0)
+        finally:
+            leave_process_group()
+    assert found["on"] == pytest.approx(found["off"], rel=2e-6)
 
 
 @pytest.mark.sample(1)

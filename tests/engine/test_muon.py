@@ -50,18 +50,28 @@ def momenta(backend: PlainBackend) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"tie_word_embeddings": False}, {"use_moe": True, "n_routed_experts": 2}]
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": False},
+        {"qkv_bias": True},
+        {"use_moe": True, "n_routed_experts": 2},
+    ],
 )
 def test_muon_takes_the_matrices_of_the_blocks(changes):
     model = model_of(**changes)
     names = set(hidden_matrices(model))
     others = {name for name, _ in model.named_parameters()} - names
     assert all(name.startswith("model.layers.") for name in names)
-    assert all("norm" in name or "embed" in name or "lm_head" in name for name in others)
+    vectors = {name for name in others if "norm" in name or name.endswith("bias")}
+    assert all("embed" in name or "lm_head" in name for name in others - vectors)
+    assert sum(name.endswith("bias") for name in vectors) == (6 if "qkv_bias" in changes else 0)
     assert any("experts.1." in name for name in names) == bool(changes.get("use_moe"))
     groups = run_groups(model, parse_flags(["--optimizer", "muon"]))
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     assert [group.get("use_muon", False) for group in groups] == [False, False, True]
+    assert len(groups[1]["params"]) == len(vectors)
+    assert groups[1]["weight_decay"] == 0
 
 
 def test_the_flags_of_muon_reach_it():

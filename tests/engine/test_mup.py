@@ -56,10 +56,12 @@ def kind_of(name: str) -> str:
         return "output"
     if name.endswith("mlp.gate.weight"):
         return "router"
-    return "hidden" if "layers" in name and "norm" not in name else "other"
+    return "hidden" if "layers" in name and "proj.weight" in name else "other"
 
 
-@pytest.mark.parametrize("changes", ["", "--no-tie_word_embeddings --qk_norm", EXPERTS])
+@pytest.mark.parametrize(
+    "changes", ["", "--no-tie_word_embeddings --qk_norm", "--qkv_bias", EXPERTS]
+)
 def test_weights_start_as_at_the_base_width_times_a_power_of_the_ratio(changes: str):
     plain, scaled = model_of(run_of(changes)), model_of(run_of(f"{changes} --mup_base_dim 8"))
     factors = {"hidden": 0.5, "router": 0.25, "output": 0.25, "other": 1.0}
@@ -77,7 +79,9 @@ def test_weights_start_as_at_the_base_width_times_a_power_of_the_ratio(changes: 
 )
 def test_rate_and_weight_decay_of_every_parameter(line: str, hidden: Any, router: Any):
     """At dim / mup_base_dim = 4; the decay of a step, rate times weight decay, is not scaled."""
-    backend = backend_of(f"{line} {EXPERTS} --mup_base_dim 8 --learning_rate 1e-3 --dtype float32")
+    backend = backend_of(
+        f"{line} {EXPERTS} --qkv_bias --mup_base_dim 8 --learning_rate 1e-3 --dtype float32"
+    )
     assert backend.begin(1e-3) == 1e-3
     found = {
         p: (group["lr"] / 1e-3, group["weight_decay"])

@@ -17,21 +17,24 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import minimind.train
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.inference.generate import Sampling, generate_texts
-from minimind.inference.load_model import load_model
+from minimind.inference.load_model import load_checkpoint, load_model
 from minimind.interop.tensor_sources import open_tensors
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.train.initial_weights import read_initial
+from tests.conftest import sentences
 from tests.faults import tiny
 
 IDS = 512
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 Values = dict[str, Any]
+train: Any = minimind.train  # a module that is called
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def base(theta: float, **scaling: Any) -> Values:
 
 LLAMA3: Values = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+SMOLLM3: Values = {"pad_token_id": 3}  # the default is an id of its own vocabulary
 OLD: Values = {"rope_parameters": None, "head_dim": None, "dtype": None, "torch_dtype": "float16"}
 MINIMIND3: Values = {
     **OLD,
@@ -103,15 +107,56 @@ FORMS = {
     "Mistral 0.1": Form("mistral", {"sliding_window": 32}, refused="has sliding_window = 32"),
     "Mistral 0.2": Form("mistral", {"sliding_window": None}, base(1e6)),
     "Mistral, a wide window": Form("mistral", {"sliding_window": 64}),
-    "Qwen2": Form("qwen2", refused="has model_type = 'qwen2' (biases of q, k and v), not llama"),
+    "Qwen2": Form("qwen2", base(1e6)),
+    "Qwen2.5": Form("qwen2", {**base(1e6), "tie_word_embeddings": True, "vocab_size": IDS + 64}),
+    "Qwen2, of transformers 4": Form(
+        "qwen2", {}, {**OLD, "rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 32}
+    ),
+    "Qwen2, wide heads": Form("qwen2", {**base(1e6), "head_dim": 16}),
+    "Qwen2, a window": Form(
+        "qwen2", file={"use_sliding_window": True}, refused="use_sliding_window = True"
+    ),
     "Llama with biases": Form("llama", {"attention_bias": True}, refused="attention_bias = True"),
     "Qwen3": Form("qwen3", {**base(1e6), "vocab_size": IDS + 128}),
     "Qwen3, tied": Form("qwen3", {**base(1e6), "tie_word_embeddings": True}),
-    "Qwen3, wide heads": Form("qwen3", {"head_dim": 16}, refused="has head_dim = 16"),
+    "Qwen3, wide heads": Form("qwen3", {**base(1e6), "head_dim": 16}),
+    "Mistral, narrow heads": Form("mistral", {"sliding_window": None, "head_dim": 4}),
+    "Qwen3, heads that do not divide": Form("qwen3", {**base(1e6), "hidden_size": 34}),
+    "an odd head": Form("qwen3", file={"head_dim": 7}, refused="head_dim=7 "),
+    "Qwen3 with biases": Form("qwen3", {"attention_bias": True}, refused="attention_bias = True"),
     "Qwen3, a window": Form(
         "qwen3", {"use_sliding_window": True}, refused="use_sliding_window = True"
     ),
-    "SmolLM3": Form("smollm3", refused="has model_type = 'smollm3' (no_rope_layers"),
+    "SmolLM3": Form("smollm3", {**SMOLLM3, **base(2e6), "num_hidden_layers": 5}),
+    "SmolLM3, every second": Form(
+        "smollm3", {**SMOLLM3, "no_rope_layer_interval": 2, "head_dim": 12}
+    ),
+    "SmolLM3, none rotates": Form("smollm3", {**SMOLLM3, "no_rope_layers": [0, 0]}),
+    "SmolLM3, all rotate": Form("smollm3", {**SMOLLM3, "no_rope_layers": [1, 1, 0]}),
+    "SmolLM3, no base, no list": Form(
+        *(
+            "smollm3",
+            {**SMOLLM3, "num_hidden_layers": 4},
+            {"no_rope_layers": None, "rope_parameters": None},
+        )
+    ),
+    "SmolLM3, irregular": Form(
+        *("smollm3", {**SMOLLM3, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 0]}),
+        refused="has no_rope_layers = [1, 0, 0], and MiniMind leaves out the",
+    ),
+    "SmolLM3, a short list": Form(
+        *("smollm3", SMOLLM3, {"no_rope_layers": [1]}), refused="has no_rope_layers = [1], and"
+    ),
+    "SmolLM3, a list of words": Form(
+        *("smollm3", SMOLLM3, {"no_rope_layers": "10"}), refused="has no_rope_layers = '10', and"
+    ),
+    "SmolLM3, no interval": Form(
+        *("smollm3", SMOLLM3, {"no_rope_layers": None, "no_rope_layer_interval": "x"}),
+        refused="has no_rope_layer_interval = 'x'",
+    ),
+    "SmolLM3 with biases": Form(
+        "smollm3", {**SMOLLM3, "attention_bias": True}, refused="attention_bias"
+    ),
     "MiniMind-3": Form("qwen3", {**base(1e6), "tie_word_embeddings": True}, MINIMIND3),
     "MiniMind of 2025": Form("llama", {**base(1e6), "tie_word_embeddings": True}, MINIMIND3),
     "MiniMind-3, scaled": Form(
@@ -121,6 +166,8 @@ FORMS = {
         refused="inference_rope_scaling = True",
     ),
 }
+
+TRAINED = ("Qwen3, wide heads", "Qwen2", "SmolLM3")
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +263,34 @@ def test_logits_are_those_of_transformers_or_the_field_is_named(name, saved, tmp
     assert all(torch.equal(after.read(name), before.read(name)) for name in before.shapes)
 
 
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_run_from_it_resumes_bit_for_bit_generates_and_is_exported(name, saved, tmp_path):
+    lines = (json.dumps({"text": text}) for text in sentences(4, 60))
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    flags: Values = {
+        **{"data_path": [str(tmp_path / "text.jsonl")], "cache_dir": str(tmp_path / "cache")},
+        **{"init_from": str(saved(name)), "deepspeed_config": "none", "device": "cpu"},
+        **{"dtype": "float32", "max_steps": 4, "batch_size": 2, "eval_rows": 0},
+        **{"learning_rate": 1e-2, "warmup_steps": 0, "optimizer": "muon"},
+    }
+    whole, resumed = (str(tmp_path / place) for place in ("whole", "resumed"))
+    assert train(flags, out_dir=whole) == 0
+    assert train(flags, out_dir=resumed, stop_at_step=2) == 75
+    assert train(flags, out_dir=resumed) == 0
+    model, again = (load_checkpoint(place)[0] for place in (whole, resumed))
+    before = load_model(None, str(saved(name)))[0].state_dict()
+    for tensor, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[tensor]), tensor
+        assert not torch.equal(value, before[tensor]), tensor
+    prompts = torch.randint(IDS, (2, 5))
+    options: Values = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    one, other = (model.generate(prompts, use_cache=u, **options) for u in (True, False))
+    assert torch.equal(one, other)
+    words = ("export", "--checkpoint", whole, "--format", "llama", "--out", tmp_path / "back")
+    assert run(*words) == 0
+    require_equal(logits(model), theirs(tmp_path / "back"))
+
+
 def test_what_a_file_leaves_open_is_said_once(saved, tmp_path, capsys):
     folder = saved("Llama 2, dynamic")
     assert run("import", "--from", "llama", folder, "--out", tmp_path / "out") == 0
@@ -251,14 +326,52 @@ def tiny_flags(folder: Path, tmp_path: Path, *more: str) -> Any:
     return parse_flags(given)
 
 
-def test_llama3_rotations_of_qwen3_have_no_gguf(saved, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            *("Qwen3, tied", {"rope_parameters": {**LLAMA3, "rope_theta": 1e6}}),
+            "llama3 rotations of qwen3",
+        ),
+        ("Qwen2", {"rope_parameters": {**LLAMA3, "rope_theta": 1e6}}, "llama3 rotations of qwen2"),
+        ("Qwen2, wide heads", {}, "head_dim of qwen2"),
+        ("SmolLM3, every second", {}, "no_rope_interval but 4 of smollm3"),
+    ],
+)
+def test_what_gguf_does_not_have_is_refused(name, change, words, saved, tmp_path, capsys):
     pytest.importorskip("gguf")
-    folder = copied(saved("Qwen3, tied"), tmp_path / "model")
-    change_config(folder, rope_parameters={**LLAMA3, "rope_theta": 1e6})
+    folder = copied(saved(name), tmp_path / "model")
+    change_config(folder, **change)
     require_equal(ours(folder, tmp_path / "out"), theirs(folder))
-    words = ("export", "--checkpoint", tmp_path / "out", "--format", "gguf")
-    assert run(*words, "--out", tmp_path / "gguf") == 2
-    assert "--format gguf has no llama3 rotations of qwen3; export" in capsys.readouterr().err
+    flags = ("export", "--checkpoint", tmp_path / "out", "--format", "gguf")
+    assert run(*flags, "--out", tmp_path / "gguf") == 2
+    assert f"--format gguf has no {words}; export" in capsys.readouterr().err
+
+
+def test_the_gguf_of_smollm3_has_our_tensors(saved, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    ours(saved("SmolLM3"), tmp_path / "out")
+    words = ("export", "--checkpoint", tmp_path / "out", "--out", tmp_path / "gguf")
+    assert run(*words, "--format", "gguf") == 0
+    found = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf")
+    assert found.fields["general.architecture"].contents() == "smollm3"
+    assert found.fields["smollm3.rope.freq_base"].contents() == 2e6
+    tensors = {tensor.name: torch.tensor(tensor.data) for tensor in found.tensors}
+    kept = load_file(tmp_path / "out" / WEIGHTS)
+    for layer in range(5):  # adjacent channels are pairs, also where nothing rotates
+        expected = kept[f"model.layers.{layer}.self_attn.k_proj.weight"]
+        assert torch.equal(tensors[f"blk.{layer}.attn_k.weight"], expected)
+
+
+def test_a_file_alone_shows_biases_and_the_width_of_its_heads(saved, tmp_path):
+    folder = saved("Qwen2, wide heads")
+    words: tuple[Any, ...] = ("--n_heads", 4, "--rope_theta", 1e6, "--norm_eps", 1e-6)
+    words += ("--max_seq_len", 64, "--tokenizer", folder / "tokenizer.model")
+    assert (
+        run("import", "--from", "llama", folder / WEIGHTS, "--out", tmp_path / "out", *words) == 0
+    )
+    found = logits(MiniMindForCausalLM.from_pretrained(tmp_path / "out"))
+    require_equal(found, theirs(folder))
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -472,9 +585,20 @@ def test_without_peft_it_is_named(saved, tmp_path, capsys, monkeypatch):
 
 # --- mutations ----------------------------------------------------------------------------------
 
-BASES = ("Llama 1", "Llama 3.1", "Mistral 0.2", "Qwen3", "SmolLM2", "MiniMind-3")
+BASES = (
+    "Llama 1",
+    "Llama 3.1",
+    "Mistral 0.2",
+    "Qwen3",
+    "SmolLM2",
+    "MiniMind-3",
+    "Qwen3, wide heads",
+    "Qwen2",
+    "SmolLM3",
+    "SmolLM3, every second",
+)
 OTHER_VALUES: dict[str, tuple[Any, ...]] = {
-    "model_type": ("qwen2", "mistral", "llama", "qwen3", "gemma", 3),
+    "model_type": ("qwen2", "mistral", "llama", "qwen3", "smollm3", "gemma", 3),
     "hidden_act": ("gelu", "relu", 1),
     "num_key_value_heads": (1, 2, 4, "2"),
     "num_attention_heads": (2, 8, 5),
@@ -505,6 +629,8 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (1, 2, 3),
     "hidden_size": (16, 32, 64),
     "intermediate_size": (48, 64),
+    "no_rope_layers": ([1, 0], [0, 0], [0, 1], [1, 1, 1, 0, 1], [1], [1, 2], "x", 7),
+    "no_rope_layer_interval": (1, 2, 4, 9, 0, "2"),
     "unknown_field": (1, "x", None),
 }
 

@@ -41,12 +41,22 @@ def ids_of(seed: int = 1, rows: int = 3, length: int = 40) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
-def test_logits_equal_those_of_transformers_own_model(qk_norm: bool, tied: bool):
-    model = build(qk_norm=qk_norm, tie_word_embeddings=tied)
+@pytest.mark.parametrize("head_dim", [None, 12])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *(("Llama", {}), ("Qwen2", {"qkv_bias": True}), ("Qwen3", {"qk_norm": True})),
+        ("SmolLM3", {"no_rope_layer_interval": 2}),
+        ("SmolLM3", {"no_rope_layer_interval": 1, "use_flash_attn": False}),
+    ],
+)
+def test_logits_equal_those_of_transformers_own_model(
+    kind: str, changes: dict[str, Any], head_dim: int | None, tied: bool
+):
+    model = build(**changes, head_dim=head_dim, tie_word_embeddings=tied)
     reference, ids_BT = as_reference(model), ids_of()
     expected = reference(ids_BT).logits
-    assert type(reference).__name__ == ("Qwen3" if qk_norm else "Llama") + "ForCausalLM"
+    assert type(reference).__name__ == f"{kind}ForCausalLM"
     assert expected.std() > 0.5
     torch.testing.assert_close(model(ids_BT).logits, expected, rtol=1e-5, atol=1e-5)
 

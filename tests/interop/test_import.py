@@ -357,7 +357,7 @@ BAD_FOLDERS = {
     "twice": (changed_tensors(**{"model.embed_tokens.weight": torch.zeros(1)}), "embed_tokens"),
     "another kind": (changed_config(model_type="gemma"), "gemma"),
     "a list of kinds": (changed_config(model_type=["llama"]), "model_type"),
-    "head of no size": (changed_config(head_dim={"a": 1}), "channels"),
+    "head of no size": (changed_config(head_dim={"a": 1}), "head_dim"),
     "huge base": (
         changed_config(rope_parameters={"rope_type": "default", "rope_theta": 10**20}),
         "rope_theta",

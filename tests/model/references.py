@@ -4,7 +4,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
@@ -32,11 +41,17 @@ def paired_apart(name: str, weight: Tensor, head_dim: int) -> Tensor:
 
 
 def as_reference(model: MiniMindForCausalLM) -> Any:
-    """LlamaForCausalLM with the weights of `model`, or Qwen3ForCausalLM where heads are normed."""
+    """The weights of `model` in the class of transformers that has its biases, norms, rotations."""
     ours = model.config
     kinds: Any = (LlamaConfig, LlamaForCausalLM)
     if ours.qk_norm:
         kinds = (Qwen3Config, Qwen3ForCausalLM)
+    if ours.qkv_bias:
+        kinds = (Qwen2Config, Qwen2ForCausalLM)
+    more = {}
+    if ours.no_rope_layer_interval:
+        kinds = (SmolLM3Config, SmolLM3ForCausalLM)
+        more = {"no_rope_layer_interval": ours.no_rope_layer_interval}
     same = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
     ).split()
@@ -46,6 +61,7 @@ def as_reference(model: MiniMindForCausalLM) -> Any:
         head_dim=ours.head_dim,
         rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta},
         pad_token_id=None,
+        **more,
     )
     reference = kinds[1](config).eval()
     weights = model.state_dict().items()

@@ -179,7 +179,7 @@ def test_compiled_what_is_kept_is_bf16_and_units_and_norms_are_computed_again():
 @pytest.mark.usefixtures("without")
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"use_flash_attn": False}, {"use_moe": True}, {"doc_mask": True}, {"qk_norm": True}],
+    [{}, {"use_flash_attn": False}, {"use_moe": True}, {"doc_mask": True}, {"qkv_bias": True}],
     ids=str,
 )
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -196,11 +196,14 @@ def test_with_the_instructions_products_stay_in_bf16(monkeypatch: pytest.MonkeyP
     assert found
 
 
-def test_a_step_is_the_same_within_rounding(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "head_dim": 12}])
+def test_a_step_is_the_same_within_rounding(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(bf16_matmul, "HAS_BF16", True)
-    _, loss, grads = step()
+    _, loss, grads = step(**changes)
     monkeypatch.setattr(bf16_matmul, "HAS_BF16", False)
-    _, other_loss, other_grads = step()
+    _, other_loss, other_grads = step(**changes)
     torch.testing.assert_close(loss, other_loss, rtol=0, atol=2**-6)
     for name, grad in grads.items():
         # bf16 carries 8 bits; a dozen roundings follow one another here.

@@ -112,8 +112,14 @@ def test_beams_reorder_the_cache(model: Any, batch: dict[str, Tensor]):
     assert torch.equal(*searches)
 
 
-def test_normed_heads_generate_the_same_with_and_without_a_cache(batch: dict[str, Tensor]):
-    model = build(qk_norm=True)
+@pytest.mark.parametrize(
+    "changes",
+    [{"qk_norm": True}, {"qkv_bias": True, "head_dim": 12}, {"no_rope_layer_interval": 2}],
+)
+def test_other_heads_generate_the_same_with_and_without_a_cache(
+    changes: dict[str, Any], batch: dict[str, Tensor]
+):
+    model = build(**changes)
     assert torch.equal(
         greedy(model, batch, 40, use_cache=True), greedy(model, batch, 40, use_cache=False)
     )

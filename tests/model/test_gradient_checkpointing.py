@@ -50,6 +50,8 @@ VARIANTS = {
     "documents apart": {"doc_mask": True},
     "reference attention": {"use_flash_attn": False},
     "normed heads": {"qk_norm": True},
+    "a layer without rotation": {"no_rope_layer_interval": 2},
+    "wide heads with biases": {"qkv_bias": True, "head_dim": 24},
     "untied": {"tie_word_embeddings": False},
 }
 

@@ -20,6 +20,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "experts": {"use_moe": True},
     "documents": {"doc_mask": True},
     "norms": {"qk_norm": True},
+    "biases": {"qkv_bias": True, "head_dim": 12},
 }
 
 

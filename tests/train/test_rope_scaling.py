@@ -172,5 +172,5 @@ def test_without_a_model_the_scaling_has_to_be_complete(words, sentence):
     with pytest.raises(UsageError, match=sentence):
         parse_flags(given)
     heads = "--rope_scaling ntk --rope_factor 2 --rope_original_length 9 --dim 16 --n_heads 8"
-    with pytest.raises(UsageError, match="more than the 2 channels"):
+    with pytest.raises(UsageError, match="heads of more than 2 channels"):
         parse_flags(heads.split())

@@ -663,6 +663,7 @@ def tensor_parallel_faults(f: Facts) -> list[str]:
         "dtype": (run.dtype == "float16", "use bfloat16 or float32"),
         "optimizer": (run.optimizer != "adamw", "use adamw"),
         "use_moe": (run.use_moe, "drop it"),
+        "qkv_bias": (run.qkv_bias, "drop it"),
         "mup_base_dim": (run.mup_base_dim is not None, "drop it"),
         "model": (run.hugging_face is not None, "use the built-in decoder"),
         "compile": (run.compile == "on", "drop it"),

@@ -341,6 +341,7 @@ def of_tensors(line: str, edits: dict[str, Any]) -> list[str]:
         ("--optimizer muon", {}, "optimizer = muon (--optimizer) is not supported"),
         ("--optimizer lion", {}, "optimizer = lion (--optimizer) is not supported"),
         ("--use_moe", {}, "use_moe = True (--use_moe) is not supported"),
+        ("--qkv_bias", {}, "qkv_bias = True (--qkv_bias) is not supported"),
         ("--mup_base_dim 64", {}, "mup_base_dim = 64 (--mup_base_dim) is not supported"),
         ("--verify_interval 5", {}, "verify_interval = 5 (--verify_interval) is not supported"),
         ("--compile on", {}, "compile = on (--compile) is not supported"),
