@@ -72,7 +72,7 @@ def facts_lines(facts: HostFacts) -> list[str]:
         "CUDA": f"torch is built {cuda}; NCCL {facts.nccl}{driver}",
         "GPUs": f"{_gpus(facts)}; torch sees {facts.torch_gpus} of {facts.host_gpus}{visible}",
         "support": _support(facts),
-        "CPU": f"{facts.cpu}, bf16 instructions: {bf16}",
+        "CPU": f"{facts.cpu}, bf16 instructions: {bf16}, huge pages: {facts.huge_pages}",
         "compilers": ", ".join(f"{name}: {text}" for name, text in facts.compilers.items()),
         "DeepSpeed": f"ops that can be compiled: {', '.join(ops)}",
         "network": f"{', '.join(facts.interfaces) or 'none'}; /dev/shm {facts.shared_mib:,} MiB",
@@ -157,6 +157,8 @@ def _of_the_cpu(facts: HostFacts) -> dict[str, bool]:
         "slow: every model but --model tiny, for there is no GPU": not facts.gpus,
         "slow: --dtype bfloat16 with --model hf:DIR, since this CPU has no bf16 instructions; use"
         " --dtype float32": not facts.has_cpu_bf16,
+        "slow: steps, since the kernel gives no huge pages; write madvise to"
+        " /sys/kernel/mm/transparent_hugepage/enabled": facts.huge_pages == "never",
         f"refused: --compile on, since {facts.compile_fault}; leave it out": bool(
             facts.compile_fault
         ),

@@ -72,6 +72,7 @@ DIVISIONS = {
 ACCELERATE = re.compile(r"(.*/)?accelerate(-launch|[./]commands[./].+)?")
 # Settings of torch's allocators; torch 2.9 deprecates the others, which have precedence.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 READ_BY_US = tuple(
     f"ACCELERATE_{part}_" for part in ("DEEPSPEED", "CONFIG", "USE", "GRADIENT", "MIXED", "DYNAMO")
 )
@@ -274,12 +275,14 @@ def set_rendezvous_defaults(environ: MutableMapping[str, str]) -> None:
 
 
 def set_allocator_defaults(environ: MutableMapping[str, str]) -> None:
-    """Let torch's CUDA allocator grow its segments, which avoids fragmentation.
+    """Let torch's CUDA allocator grow its segments, which avoids fragmentation, and let that of the
+    CPU ask for huge pages, of which each step faults fewer.
 
-    Call before torch is imported, since it reads the variable once. Settings of the user are kept.
+    Call before torch is imported, since it reads the variables once. Settings of the user are kept.
     """
     if not any(environ.get(name) for name in ALLOCATOR):
         environ[ALLOCATOR[0]] = "expandable_segments:True"
+    environ.setdefault(HUGE_PAGES, "1")
 
 
 def configure_libraries(device: str) -> None:

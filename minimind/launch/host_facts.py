@@ -31,6 +31,7 @@ from minimind.runtime.hardware import (
 LIBRARIES = ("triton", "accelerate", "deepspeed", "transformers", "sentencepiece", "numpy")
 INFINIBAND = Path("/sys/class/infiniband")
 SHARED_MEMORY = Path("/dev/shm")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PROBE_MIB = 64
 GIB = 2**30
 
@@ -43,6 +44,7 @@ class HostFacts:
     system: str
     cpu: str
     has_cpu_bf16: bool
+    huge_pages: str  # whether the kernel gives them: always, madvise (to who asks) or never
     gpus: Sequence[GPU]  # GPUs that torch sees; if it sees none, those of the host
     torch_gpus: int  # visible to torch
     host_gpus: int  # GPUs that nvidia-smi lists, or more if torch sees more
@@ -79,6 +81,7 @@ def read_facts(out_dir: Path) -> HostFacts:
         f" Python {platform.python_version()}",
         cpu=f"{cpu_name()}, {usable_cores()} cores for this process, {memory:.1f} GiB of memory",
         has_cpu_bf16=HAS_BF16,
+        huge_pages=_huge_pages(),
         gpus=_gpus_of_torch(torch_gpus, driver) if torch_gpus else on_host,
         torch_gpus=torch_gpus,
         host_gpus=max(len(on_host), torch_gpus),
@@ -101,6 +104,15 @@ def _gpus_of_torch(count: int, driver: str) -> list[GPU]:
     return [
         GPU(gpu.name, driver, gpu.total_memory // 2**20, (gpu.major, gpu.minor)) for gpu in devices
     ]
+
+
+def _huge_pages() -> str:
+    """The kernel's setting, in brackets among the others; "unknown" where it has none."""
+    try:
+        settings = HUGE_PAGES.read_text()
+    except OSError:
+        return "unknown"
+    return settings.partition("[")[2].partition("]")[0]
 
 
 def package_version(name: str) -> str:

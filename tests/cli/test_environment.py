@@ -40,6 +40,7 @@ class Host:
         patch.setattr(hardware, "has_python_header", lambda: True)
         patch.setattr(hardware, "DEFAULT_NVCC", str(path / "nowhere"))
         patch.setattr(host_facts, "HAS_BF16", True)
+        patch.setattr(host_facts, "HUGE_PAGES", tmp_path / "huge_pages")
         patch.setattr(host_facts, "PROBE_MIB", 1)
         patch.setattr(environment, "MIN_DISK_MIB_S", 0.0)  # this machine's may be busy
         patch.setattr(environment, "MIN_SHARED_MIB", 0)
@@ -191,6 +192,25 @@ def test_a_laptop_without_compiler_says_what_is_missing(host, capsys):
         "missing: DeepSpeed's fused_adam, cpu_adam, cpu_lion, cpu_adagrad",
     ]
     assert host.env(capsys, "--brief")[0] == f"torch {torch.__version__}, without CUDA\n"
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("always [madvise] never\n", "madvise"),
+        ("always madvise [never]\n", "never"),
+        ("[always] madvise never\n", "always"),
+        (None, "unknown"),
+    ],
+)
+def test_a_kernel_without_huge_pages_is_named(host, capsys, tmp_path, setting, told):
+    if setting:
+        (tmp_path / "huge_pages").write_text(setting)
+    host.has(cuda=None)
+    facts, remarks = host.env(capsys)
+    assert f"huge pages: {told}\n" in facts
+    slow = [line for line in remarks if line.startswith("slow: steps, since the kernel gives no")]
+    assert len(slow) == (told == "never")
 
 
 def test_a_small_shared_memory_and_a_slow_disk_are_named(host, capsys):

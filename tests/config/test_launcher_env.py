@@ -291,29 +291,33 @@ def test_transformers_layers_in_bf16_are_stated_to_crawl_where_a_cpu_has_no_inst
         assert report(model, "cuda") == ""
 
 
-def test_the_allocator_grows_its_segments_unless_the_user_set_it():
+def test_allocators_are_set_unless_the_user_set_them():
     fresh: dict[str, str] = {}
     set_allocator_defaults(fresh)
-    assert fresh == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    pages = {"THP_MEM_ALLOC_ENABLE": "1"}
+    assert fresh == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **pages}
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         kept = {name: "max_split_size_mb:128"}
         set_allocator_defaults(kept)
-        assert kept == {name: "max_split_size_mb:128"}
+        assert kept == {name: "max_split_size_mb:128", **pages}
+    kept = {"THP_MEM_ALLOC_ENABLE": "0"}
+    set_allocator_defaults(kept)
+    assert kept["THP_MEM_ALLOC_ENABLE"] == "0"
 
 
-def test_the_allocator_is_set_before_torch_is_imported():
-    """torch reads the variable once; `train_pretrain.py` imports torch after the flags."""
+def test_allocators_are_set_before_torch_is_imported():
+    """torch reads the variables once; `train_pretrain.py` imports torch after the flags."""
     code = (
         "import os, sys; from minimind.launch.train_pretrain import main;"
         " status = main(['--dim', '0']);"
         " assert 'torch' not in sys.modules; assert status == 2;"
-        " print(os.environ['PYTORCH_ALLOC_CONF'])"
+        " print(os.environ['PYTORCH_ALLOC_CONF'], os.environ['THP_MEM_ALLOC_ENABLE'])"
     )
-    environ = {k: v for k, v in os.environ.items() if "ALLOC_CONF" not in k}
+    environ = {k: v for k, v in os.environ.items() if "ALLOC" not in k}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environ, cwd=ROOT, capture_output=True, text=True
     )
-    assert done.stdout.strip().endswith("expandable_segments:True"), done.stderr
+    assert done.stdout.strip().endswith("expandable_segments:True 1"), done.stderr
 
 
 GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
