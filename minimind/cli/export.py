@@ -71,6 +71,7 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 def run_export(args: argparse.Namespace) -> int:
     """Write a model in another format and print a summary."""
     from minimind.interop.export import export, output, push_export  # imports torch
+    from minimind.interop.model_card import is_ours
     from minimind.interop.weights import Weights, read_weights
     from minimind.runtime.hub import owned_model
 
@@ -84,10 +85,10 @@ def run_export(args: argparse.Namespace) -> int:
     output(args.out, args.force).require_free()  # before gigabytes are hashed
     if args.hub_private_repo and not args.push_to_hub:
         raise UsageError("--hub_private_repo is for --push_to_hub; give both, or drop it")
-    model = args.push_to_hub and owned_model(args.push_to_hub)
+    model = args.push_to_hub and owned_model(args.push_to_hub, args.hub_private_repo, is_ours)
     print(read_weights(args.checkpoint, write, args.weights), flush=True)
     if model:
-        print(push_export(args.out, model, args.hub_private_repo))
+        print(push_export(args.out, model, args.hub_private_repo, args.format))
     return 0
 
 

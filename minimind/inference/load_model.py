@@ -18,9 +18,8 @@ from minimind.interop.weights import (
     load_checkpoint_weights,
     load_weights_from,
 )
-from minimind.runtime.hub import local_model
+from minimind.runtime.hub import WEIGHTS, local_model
 
-WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 LoadedModel = tuple[Any, AnyTokenizer, Path]  # MiniMindForCausalLM or a model of transformers
 
 

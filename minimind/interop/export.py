@@ -148,19 +148,24 @@ def export(
     return WrittenModel(files, weights.tensors.shapes, parts, note)
 
 
-def push_export(out: Path, model: Repository, private: bool) -> str:
+def push_export(out: Path, model: Repository, private: bool, form: str) -> str:
     """Upload an export; return the line that says where it is.
 
-    Parts of an earlier export are deleted, and a model card that was edited there stays.
+    What an earlier export left and this one lacks is deleted, but for a GGUF, which stands beside
+    another format. A model card that was edited there stays.
     """
-    stays = {CARD: lambda card: is_edited(card) or not is_card(card)}
+    stale = () if form == "gguf" else (*SMALL_FILES, INDEX, WHOLE, SHARDS, *remote_code())
+
+    def stays(card: bytes) -> bool:
+        return is_edited(card) or not is_card(card)
+
     try:
-        url, kept = push(model, out, private, (INDEX, WHOLE, SHARDS, GGUF_NAME), stays)
+        url, is_kept = push(model, out, private, stale, stays)
     except NoAnswer as error:
         raise StorageError(
             f"{str(error).split('; ')[0]}; {out} has the export: give the same command with --force"
         ) from error
-    own = f"; its {kept[0]} is not of an export, and stays" if kept else ""
+    own = f"; its {CARD} is not as an export wrote it, and stays" if is_kept else ""
     return f"{url}: has the files of {out}{own}"
 
 

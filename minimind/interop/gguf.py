@@ -229,6 +229,11 @@ def _byte_level_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[s
     tokens = {i: token for token, i in model["vocab"].items()}
     types = dict.fromkeys(tokens, NORMAL)
     for added in values.get("added_tokens") or ():
+        if odd := next((key for key in ("lstrip", "rstrip", "single_word") if added[key]), None):
+            raise UsageError(
+                f"{tokenizer.path}: gguf has no {odd} of the token {added['content']!r}; export"
+                " --format llama, and convert that with llama.cpp"
+            )
         tokens[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     special = {

@@ -105,7 +105,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             " whole URL"
         )
     for name, value in _servers(url).items():
-        _require_server(name, value, is_proxy=name not in ENDPOINTS, is_web=scheme is WEB)
+        require_server(name, value, is_proxy=name not in ENDPOINTS, is_web=scheme is WEB)
     try:
         import fsspec
 
@@ -152,7 +152,7 @@ def _servers(url: str) -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def _require_server(name: str, value: str, is_proxy: bool, is_web: bool) -> None:
+def require_server(name: str, value: str, is_proxy: bool = False, is_web: bool = False) -> None:
     """Raise UsageError unless the value is the URL of a server; proxies may have credentials."""
     has_scheme = "://" in value
     full = value if has_scheme else f"http://{value}"

@@ -7,6 +7,7 @@ huggingface_hub finds; it is in no message.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import sys
@@ -15,20 +16,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from glob import escape
 from pathlib import Path
+from threading import Event
 from typing import Any, TypeVar
 
 from minimind.errors import RunError, StorageError, UsageError
 from minimind.runtime.durable_files import free_bytes, mebibytes, sha256_of, storing
 from minimind.runtime.environment import rank_of
-from minimind.runtime.filesystem import HUB, NoAnswer, retrying
+from minimind.runtime.filesystem import HUB, NoAnswer, require_server, retrying
+from minimind.runtime.object_cache import in_parallel
 from minimind.runtime.urls import HUB_PREFIX, ON_THE_HUB
 
 DATASET, MODEL = "dataset", "model"
-WEIGHTS = (".safetensors", ".bin", ".pth", ".pt")  # the first form that a model has is fetched
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
+# Names of weights; the first form that a model has is fetched.
+FORMS = (
+    re.compile(r"(?:^|/)(?:adapter_)?model(?:-\d+-of-\d+)?\.safetensors$"),
+    re.compile(r"(?:^|/)(?:pytorch|adapter)_model(?:-\d+-of-\d+)?\.bin$"),
+)
+NO_WEIGHTS = re.compile(r"(?:^|/)(?:training_args|optimizer|scheduler|scaler|rng_state)[^/]*$")
+CARD = "README.md"
 BESIDE_WEIGHTS = (".json", ".model", ".jinja", ".txt", ".tiktoken")
 NAMED = 3  # files in a message
+THREADS = 8  # files at a time
 MOST_DOWNLOADS = 2  # of a file whose content is not that of its hash
 COMMIT = re.compile("[0-9a-f]{40}")
 ELSEWHERE = "set HF_HOME to another place"
@@ -73,43 +83,75 @@ def repository(place: str, kind: str) -> Repository | None:
 
 
 def local_model(place: str | Path, weights: bool = True) -> Path:
-    """The local path of a model: a path, hf:PATH, or the copy of hf:USER/NAME.
+    """The local path of a model: a path, hf:PATH, or the copy of hf:USER/NAME[/INSIDE].
 
-    A local path comes first. Of the Hub's model the configuration, the tokenizer and with `weights`
-    the weights are fetched, all from the top of it. Raise UsageError if there is no such model.
+    A local path comes first. Of a model or folder of the Hub the configuration, the tokenizer and
+    with `weights` one form of the weights are fetched, of a file what is beside it. Raise
+    UsageError if there is no such model, or several files may be its weights.
     """
     path = Path(str(place).removeprefix(HUB_PREFIX)).expanduser()
     found = repository(str(place), MODEL)
     if found is None or path.exists():
         return path
-    if found.inside:
-        raise UsageError(f"{found}: is inside of a model; name the model, {HUB_PREFIX}{found.name}")
+    named = found.inside if found.inside.endswith(WEIGHTS) else ""
+    folder = found.inside.rpartition("/")[0] if named else found.inside
+    above = f"{folder}/" if folder else ""
 
     def wanted(names: Sequence[str]) -> list[str]:
-        top = [name for name in names if "/" not in name]
-        forms = ([name for name in top if name.endswith(suffix)] for suffix in WEIGHTS)
+        inside = [name for name in names if name.startswith(above)]
+        top = [name for name in inside if "/" not in name[len(above) :]]
         beside = [name for name in top if name.endswith(BESIDE_WEIGHTS)]
-        return beside + (next(filter(None, forms), []) if weights else [])
+        if named or not weights:
+            return beside + [name for name in top if name == named]
+        return beside + _weights_of(found, top)
 
     what = f"configuration, tokenizer{' and weights' if weights else ''}"
-    return fetch(found, wanted, what, UsageError)[0]
+    return fetch(found, wanted, what, UsageError)[0] / found.inside
 
 
-def owned_model(name: str) -> Repository:
-    """The model USER/NAME that the token's user may write to; else UsageError."""
+def _weights_of(model: Repository, names: Sequence[str]) -> list[str]:
+    """Of the files of a model those of one form of its weights."""
+    by_form = ([name for name in names if form.search(name)] for form in FORMS)
+    if found := next(filter(None, by_form), []):
+        return found
+    found = [name for name in names if name.endswith(WEIGHTS) and not NO_WEIGHTS.search(name)]
+    if len(found) > 1:
+        raise UsageError(
+            f"{model}: has {len(found)} files of weights; name one, such as"
+            f" {HUB_PREFIX}{model.name}/{found[0]}"
+        )
+    return found
+
+
+def owned_model(name: str, private: bool, is_ours: Callable[[bytes], bool]) -> Repository:
+    """The model USER/NAME that the token's user may upload an export to; else UsageError.
+
+    `is_ours` tells of the README.md there whether it is of an export: weights beside another are
+    not replaced.
+    """
     from huggingface_hub import HfApi, errors
+    from huggingface_hub.utils import validate_repo_id
 
     found = repository(f"{HUB_PREFIX}{name.removeprefix(HUB_PREFIX)}", MODEL)
     if found is None or found.revision or found.inside:
         raise UsageError(f"--push_to_hub {name}: is not USER/NAME, such as ana/poems; write it so")
+    try:
+        validate_repo_id(found.name)
+    except errors.HFValidationError as error:
+        raise UsageError(f"--push_to_hub {name}: is no name of a model ({error})") from error
 
-    def whoami() -> dict[str, Any]:
+    def look() -> tuple[dict[str, Any], Any, bytes]:
         try:
-            return HfApi().whoami()
+            user = HfApi().whoami()
         except errors.LocalTokenNotFoundError as error:
             raise UsageError(f"--push_to_hub {name}: has no token; {HUB.credentials}") from error
+        try:
+            there = HfApi().model_info(found.name)
+        except errors.RepositoryNotFoundError:
+            return user, None, b""
+        return user, there, _card_of(found, [one.rfilename for one in there.siblings or ()])
 
-    user = asking(found, UsageError, whoami)
+    user, there, card = asking(found, UsageError, look)
     owner, token = found.name.partition("/")[0], user.get("auth", {}).get("accessToken", {})
     if owner not in (names := [user["name"], *(one["name"] for one in user.get("orgs", ()))]):
         raise UsageError(
@@ -120,52 +162,62 @@ def owned_model(name: str) -> Repository:
         raise UsageError(
             f"--push_to_hub {name}: the token of {names[0]} may only read; make one that may write"
         )
+    if there is not None and private and not there.private:
+        raise UsageError(
+            f"--push_to_hub {name}: the model is there and public, which --hub_private_repo does"
+            " not change; drop it, or name a new model"
+        )
+    files = [] if there is None or is_ours(card) else [one.rfilename for one in there.siblings]
+    if weights := [file for file in files if file.endswith((*WEIGHTS, ".gguf"))]:
+        raise UsageError(
+            f"--push_to_hub {name}: the model there has {weights[0]}, which is of no export; name"
+            " a new model"
+        )
     return found
 
 
+def _card_of(model: Repository, names: Sequence[str]) -> bytes:
+    """The README.md of a model whose files have these names; empty if there is none."""
+    from huggingface_hub import HfApi
+
+    if CARD not in names:
+        return b""
+    return Path(HfApi().hf_hub_download(model.name, CARD)).read_bytes()
+
+
 def push(
-    wanted: Repository,
+    model: Repository,
     folder: Path,
     private: bool,
     stale: Sequence[str],
-    stays: Mapping[str, Callable[[bytes], bool]],
-) -> tuple[str, list[str]]:
+    stays: Callable[[bytes], bool],
+) -> tuple[str, bool]:
     """Commit all files of `folder` at once to a model, which is made if the Hub has none.
 
-    Files there that match the patterns `stale` and that the folder lacks are deleted; a file of
-    both stays where the function of its name says so of its content. Return the URL of the model,
-    and what stays.
+    Files there that match the patterns `stale` and that the folder lacks are deleted. A README.md
+    that is there stays if `stays` says so of its content. Return the URL of the model, and whether
+    it stays.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api, names = HfApi(), sorted(path.name for path in folder.iterdir())
 
-    def is_kept(name: str) -> bool:
-        return stays[name](Path(api.hf_hub_download(wanted.name, name)).read_bytes())
-
-    def work() -> tuple[str, list[str]]:
-        url = api.create_repo(wanted.name, private=private or None, exist_ok=True)
-        if private and not api.repo_info(wanted.name).private:
-            raise UsageError(
-                f"{wanted}: is there and is public, which --hub_private_repo does not change; drop"
-                " it, or name a new model"
-            )
-        there = api.list_repo_files(wanted.name)
-        kept = [name for name in stays if name in names and name in there and is_kept(name)]
-        changes: list[Any] = [
-            CommitOperationAdd(name, str(folder / name)) for name in names if name not in kept
-        ]
-        gone = (name for name in there if name not in names)
+    def work() -> tuple[str, bool]:
+        url = api.create_repo(model.name, private=private or None, exist_ok=True)
+        there = api.list_repo_files(model.name)
+        is_kept = CARD in there and stays(_card_of(model, there))
+        added = [name for name in names if name != CARD or not is_kept]
+        changes: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in added]
         changes += [
             CommitOperationDelete(name)
-            for name in gone
-            if any(fnmatchcase(name, pattern) for pattern in stale)
+            for name in there
+            if name not in names and any(fnmatchcase(name, pattern) for pattern in stale)
         ]
         with _bars_on_terminals_only():
-            api.create_commit(wanted.name, changes, commit_message="Upload by minimind export")
-        return str(url), kept
+            api.create_commit(model.name, changes, commit_message="Upload by minimind export")
+        return str(url), is_kept
 
-    return asking(wanted, UsageError, work)
+    return asking(model, UsageError, work)
 
 
 def fetch(
@@ -185,11 +237,13 @@ def fetch(
             sha, sizes = asking(wanted, missing, lambda: newest(found))
         except NoAnswer as error:
             reason = str(error).split("; ")[0]
-            sha, sizes = _known(wanted, f"{reason}, and {folder} has no copy of its {what}")
+            text = f"{reason}, and {folder} has no copy of its {what}"
+            sha, sizes = _known(wanted, folder, text)
         if not (chosen := list(choose([*sizes]))):
-            raise missing(f"{wanted}: has no {what}; name another {wanted.kind}")
-        names = wanted.kind + "s", *wanted.name.split("/")
-        folder = folder / "--".join(names) / "snapshots" / sha
+            some = [name for name in sorted(sizes) if name[0] != "." and name != CARD][:NAMED]
+            shown = f"has {', '.join(some)}" if some else "is empty"
+            raise missing(f"{wanted}: has no {what}; it {shown}; correct the name")
+        folder = _snapshot(folder, wanted, sha)
         absent = {name: sizes[name] for name in chosen if not (folder / name).is_file()}
         if absent:
             _fill(replace(found, revision=sha), folder, absent, reason, missing)
@@ -204,6 +258,7 @@ def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -
     Raise NoAnswer without network, `missing` for what the Hub does not have or give.
     """
     from huggingface_hub import errors
+    from huggingface_hub.constants import ENDPOINT
 
     def ask() -> T:
         try:
@@ -226,10 +281,19 @@ def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -
             ) from error
         except (RuntimeError, errors.RevisionResolutionError) as error:  # also of an upload
             raise error.__cause__ or error  # noqa: B904 (which keeps its own cause)
-        except PermissionError as error:  # of the cache
+        except OSError as error:  # of the cache, if it has a name
+            if isinstance(error, errors.HfHubHTTPError) or error.filename is None:
+                raise
             raise StorageError(f"{error.filename}: {error.strerror}; {ELSEWHERE}") from error
 
-    return retrying(str(wanted), ask, permanent=missing)
+    require_server("HF_ENDPOINT", ENDPOINT)
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # its warnings have signed URLs; what fails is raised
+    try:
+        return retrying(str(wanted), ask, permanent=missing)
+    finally:
+        logger.setLevel(level)
 
 
 @cache
@@ -238,7 +302,7 @@ def newest(wanted: Repository) -> tuple[str, Sizes]:
 
     A process asks once, so that all it reads is of one commit.
     """
-    from huggingface_hub import HfApi, RepoFile, errors, get_cached_repo_tree
+    from huggingface_hub import HfApi, RepoFile, errors, get_cached_repo_tree, snapshot_download
 
     if not COMMIT.fullmatch(wanted.revision or ""):
         HfApi().repo_info(**wanted.options)  # raises where the next would take a copy of before
@@ -248,19 +312,33 @@ def newest(wanted: Repository) -> tuple[str, Sizes]:
     except errors.CachedRepoTreeNotFoundError:
         entries = HfApi().list_repo_tree(**commit.options, recursive=True)
         files = [entry for entry in entries if isinstance(entry, RepoFile)]
+        snapshot_download(**commit.options, allow_patterns=[])  # the list stays in the cache
     return str(commit.revision), {file.path: file.size for file in files}
 
 
-def _known(wanted: Repository, reason: str) -> tuple[str, Sizes]:
-    """The commit of the revision that the cache has, and its files; else StorageError."""
+def _known(wanted: Repository, cache: Path, reason: str) -> tuple[str, Sizes]:
+    """The commit of the revision that the cache has, and its files; else StorageError.
+
+    Other programs may keep files without their list.
+    """
     from huggingface_hub import HfApi, errors, get_cached_repo_tree
 
     try:
-        found = HfApi().resolve_revision(**wanted.options, local_files_only=True)
-        files = get_cached_repo_tree(**wanted.options)
-    except (errors.RevisionResolutionError, errors.CachedRepoTreeNotFoundError) as error:
+        sha = HfApi().resolve_revision(**wanted.options, local_files_only=True).resolved
+        try:
+            files = get_cached_repo_tree(**wanted.options)
+            return sha, {file.path: file.size for file in files}
+        except errors.CachedRepoTreeNotFoundError:
+            folder = _snapshot(cache, wanted, sha)
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            return sha, {str(path.relative_to(folder)): path.stat().st_size for path in files}
+    except errors.RevisionResolutionError as error:
         raise StorageError(f"{reason}; run `{wanted.command}` where there is a network") from error
-    return found.resolved, {file.path: file.size for file in files}
+
+
+def _snapshot(cache: Path, wanted: Repository, sha: str) -> Path:
+    """Where the cache has the files of a commit."""
+    return cache / "--".join((f"{wanted.kind}s", *wanted.name.split("/"))) / "snapshots" / sha
 
 
 def _fill(
@@ -279,13 +357,13 @@ def _fill(
             f"{folder}: {files}, do not fit in the {free:,} that are free; free some space, or"
             f" {ELSEWHERE}"
         )
+    if rank_of(os.environ) == 0:
+        many = f"{len(names)} file{'s' if len(names) > 1 else ''}"
+        print(f"fetching {many} of {commit}, {mebibytes(size)}", file=sys.stderr)
     for _ in range(MOST_DOWNLOADS):
         asking(commit, missing, partial(_download, commit, names))
         names = [name for name in names if _is_damaged(folder / name)]
         if not names:
-            if rank_of(os.environ) == 0:
-                many = f"{len(absent)} file{'s' if len(absent) > 1 else ''}"
-                print(f"fetched {many} of {commit}, {mebibytes(size)}", file=sys.stderr)
             return
         for name in names:
             print(f"{commit}/{name}: is damaged; fetching it again", file=sys.stderr)
@@ -297,10 +375,15 @@ def _fill(
 
 
 def _download(commit: Repository, names: Sequence[str]) -> None:
-    from huggingface_hub import snapshot_download
+    """Fetch the files, some at a time; Ctrl-C does not wait for them."""
+    from huggingface_hub import hf_hub_download
+
+    def work(name: str, _: Event) -> None:
+        hf_hub_download(**commit.options, filename=name)
 
     with _bars_on_terminals_only():
-        snapshot_download(**commit.options, allow_patterns=[escape(name) for name in names])
+        for _ in in_parallel(work, names, THREADS):
+            pass
 
 
 @contextmanager

@@ -47,7 +47,7 @@ SECRET_PARAMETER = re.compile(rf"{_MARK}{_SECRET}{_EQUALS}{_REST}", re.IGNORECAS
 URL = re.compile(rf"({'|'.join(SCHEMES)})://")
 HUB_PREFIX = "hf:"  # of a repository of the Hugging Face Hub, and before a local model
 ON_THE_HUB = re.compile(
-    r"hf:(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>refs/\w+/\w+|[^/\s]+))?"
+    r"hf:(?:datasets/)?(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>refs/\w+/\w+|[^/\s]+))?"
     r"(?:/(?P<inside>.*))?",
     re.DOTALL,
 )

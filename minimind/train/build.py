@@ -102,7 +102,14 @@ def local_text_of(run: RunConfig) -> Iterator[tuple[tuple[str, ...], tuple[str, 
 
     with open_cache(run.cache_dir, run.max_cache_gib) as cache:
         elsewhere = (VALIDATION,) if run.val_path == AUTO else ()
-        yield local_text(run.data_path, cache, elsewhere), local_text(val_path, cache)
+        paths = local_text(run.data_path, cache, elsewhere)
+        try:
+            held_out = local_text(val_path, cache)
+        except DataError as error:
+            if run.val_path != AUTO:
+                raise
+            raise DataError(f"--val_path {AUTO}: {error}") from error
+        yield paths, held_out
 
 
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:

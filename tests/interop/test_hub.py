@@ -21,7 +21,7 @@ from minimind.runtime.hub import DATASET, MODEL, newest
 from tests.checkpoint.test_changes import BASE, steps
 from tests.conftest import sentences
 from tests.runtime.fixtures import _hub, hub  # noqa: F401 (fixtures)
-from tests.runtime.hub_server import GROUP, TOKEN, USER, Hub
+from tests.runtime.hub_server import GROUP, SIGNATURE, TOKEN, USER, Hub
 
 train: Any = training  # a package that is called like a function
 NET, SET = f"{USER}/small", f"{USER}/poems"
@@ -153,7 +153,7 @@ def test_parts_of_an_earlier_export_are_deleted_and_an_edited_card_stays(
     after = user.files(f"{GROUP}/small")
     assert after.keys() == ONE_FILE | {"notes.txt"}
     assert after["README.md"] == edited["README.md"]
-    assert "; its README.md is not of an export, and stays\n" in capsys.readouterr().out
+    assert "; its README.md is not as an export wrote it, and stays\n" in capsys.readouterr().out
     assert len(user.commits[MODEL, f"{GROUP}/small"]) == 4  # made, parts, edited, whole
 
 
@@ -169,8 +169,41 @@ def test_what_is_public_is_not_taken_for_private(
 ):
     user.commit(MODEL, NET, {"README.md": b"mine"})
     assert export(run, tmp_path / "out", NET, "--hub_private_repo") == 2
-    assert f"hf:{NET}: is there and is public" in capsys.readouterr().err
+    assert f"--push_to_hub {NET}: the model is there and public" in capsys.readouterr().err
     assert user.files(NET) == {"README.md": b"mine"}
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_no_export_are_not_replaced(
+    user: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    mine = {"README.md": b"mine", "config.json": b"{}", "model.safetensors": b"weights"}
+    user.commit(MODEL, NET, mine)
+    assert export(run, tmp_path / "out", NET) == 2
+    assert "the model there has model.safetensors, which is of no export" in capsys.readouterr().err
+    assert user.files(NET) == mine
+    assert not (tmp_path / "out").exists()
+    user.commit(MODEL, NET, {"README.md": b"mine", "notes.txt": b"x"})
+    assert export(run, tmp_path / "out", NET) == 0
+    assert user.files(NET).keys() == ONE_FILE - {".gitattributes"} | {"notes.txt"}
+    assert user.files(NET)["README.md"] == b"mine"
+
+
+def test_a_gguf_stands_beside_another_format(user: Hub, run: Path, tmp_path: Path):
+    assert export(run, tmp_path / "llama", NET) == 0
+    place = ["export", "--checkpoint", str(run / "run"), "--format", "gguf"]
+    assert main([*place, "--out", str(tmp_path / "gguf"), "--push_to_hub", NET]) == 0
+    assert user.files(NET).keys() == ONE_FILE | {"model.gguf"}
+
+
+def test_files_of_another_format_are_deleted(user: Hub, run: Path, tmp_path: Path):
+    place = ["export", "--checkpoint", str(run / "run"), "--format", "minimind"]
+    assert main([*place, "--out", str(tmp_path / "ours"), "--push_to_hub", NET]) == 0
+    ours = user.files(NET)
+    assert "decoder.py" in ours
+    user.commit(MODEL, NET, {**ours, "chat_template.jinja": b"old"})
+    assert export(run, tmp_path / "llama", NET) == 0
+    assert user.files(NET).keys() == ONE_FILE
 
 
 @pytest.mark.parametrize(
@@ -187,6 +220,8 @@ def test_what_is_public_is_not_taken_for_private(
         (NET, "write", "hf_wrong", "access is refused (Invalid user token."),
         ("small", "write", TOKEN, "is not USER/NAME, such as ana/poems; write it so"),
         (f"{NET}@v1", "write", TOKEN, "is not USER/NAME"),
+        ("ana/x--y", "write", TOKEN, "is no name of a model ("),
+        ("ana/" + "x" * 100, "write", TOKEN, "is no name of a model ("),
     ],
 )
 def test_nothing_is_written_where_nothing_may_be_uploaded(
@@ -219,15 +254,16 @@ def test_private_without_an_upload_is_refused(run: Path, tmp_path: Path, capsys:
 def test_an_upload_that_is_cut_changes_nothing_and_is_done_again(
     user: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    user.cuts = 3
+    user.lost_uploads = 3
     assert export(run, tmp_path / "one", NET) == 0
-    assert user.cuts == 0
+    assert user.lost_uploads == 0
     before = len(user.commits[MODEL, NET])
-    user.cuts = 10_000
+    user.lost_uploads = 10_000
     assert export(run, tmp_path / "two", NET) == 5
     shown = capsys.readouterr()
     assert f"{tmp_path / 'two'} has the export: give the same command with --force" in shown.err
     assert (tmp_path / "two/model.safetensors").exists()
+    assert SIGNATURE not in f"{shown.out}{shown.err}"
     assert len(user.commits[MODEL, NET]) == before
-    user.cuts = 0
+    user.lost_uploads = 0
     assert export(run, tmp_path / "two", NET, "--force") == 0

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_aTokenThatNoMessageMayShow0123456"
+SIGNATURE = "X-Amz-Signature=5ecret"
 USER, GROUP = "ana", "poets"
 LARGE = 1000  # bytes from which a file is one of LFS
 
@@ -36,7 +37,8 @@ class Hub:
         self.requests: list[str] = []
         self.role = "write"
         self.damages = 0  # answers of large files that have one wrong byte
-        self.cuts = 0  # answers and uploads of large files that end in the middle
+        self.cuts = 0  # answers of large files that end in the middle
+        self.lost_uploads = 0  # uploads whose connection ends without an answer
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {}))
         self._server.hub = self  # pyright: ignore[reportAttributeAccessIssue] (the handler's)
         self.host, self.port = "127.0.0.1", self._server.server_port
@@ -47,7 +49,7 @@ class Hub:
         """Forget everything."""
         for held in (self.commits, self.private, self.gated, self.uploaded, self.requests):
             held.clear()
-        self.role, self.damages, self.cuts = "write", 0, 0
+        self.role, self.damages, self.cuts, self.lost_uploads = "write", 0, 0, 0
 
     def commit(self, kind: str, name: str, files: Files) -> str:
         """Make a commit with exactly these files; return its hash."""
@@ -157,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.uploaded[sha] = content
         # Another host than the Hub's, whose redirects the client follows itself.
         host = self.headers["Host"].replace("127.0.0.1", "localhost")
-        place = f"http://{host}/cdn/{sha}?X-Amz-Signature=a-signature"
+        place = f"http://{host}/cdn/{sha}?{SIGNATURE}"
         size = str(len(content))
         linked = {"Location": place, "X-Linked-Etag": f'"{sha}"', "X-Linked-Size": size}
         self._send(302, b"", headers | linked)
@@ -217,18 +219,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"files": modes})
 
     def batch(self, body: bytes, name: str) -> None:
+        place = f"http://{self.headers['Host']}/up"
         objects = [
-            {
-                **one,
-                "actions": {"upload": {"href": f"http://{self.headers['Host']}/up/{one['oid']}"}},
-            }
+            {**one, "actions": {"upload": {"href": f"{place}/{one['oid']}?{SIGNATURE}"}}}
             for one in json.loads(body)["objects"]
         ]
         self._json({"transfer": "basic", "objects": objects})
 
     def upload(self, body: bytes, sha: str) -> None:
-        if self.hub.cuts:
-            self.hub.cuts -= 1
+        if self.hub.lost_uploads:
+            self.hub.lost_uploads -= 1
             self.close_connection = True
             return
         if hashlib.sha256(body).hexdigest() != sha:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from minimind.cli.main import main
 from minimind.data.prepare import remote
-from minimind.data.text.inputs import find_files, val_paths
+from minimind.data.text.inputs import find_files, require_once, val_paths, without
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime import filesystem
 from minimind.runtime import hub as on_the_hub
@@ -22,7 +23,7 @@ from minimind.runtime.object_cache import open_cache
 from minimind.runtime.urls import is_url, named
 from tests.conftest import sentences
 from tests.runtime.fixtures import use_hub
-from tests.runtime.hub_server import TOKEN, Hub
+from tests.runtime.hub_server import SIGNATURE, TOKEN, Hub
 from tests.runtime.servers import FaultyProxy, faulty_proxy
 
 SET, NET = "ana/poems", "ana/small"
@@ -92,6 +93,9 @@ def test_what_names_a_repository():
     assert str(found) == "hf:ana/poems@v1.0/data/train"
     converted = repository("hf:ana/poems@refs/convert/parquet/default/train", DATASET)
     assert converted == Repository(DATASET, "ana/poems", "refs/convert/parquet", "default/train")
+    assert repository("hf:datasets/ana/poems", DATASET) == Repository(DATASET, "ana/poems")
+    with pytest.raises(DataError, match="hf:poems: is no local path, nor hf:USER/SET of the Hub"):
+        find_files(["hf:poems"])
     assert repository("hf:ana/poems/", DATASET) == Repository(DATASET, "ana/poems")
     others = ("ana/poems", "hf://datasets/ana/poems", "hf:/ana/poems", "hf:../poems", "hf:poems")
     for place in (*others, "hf:~/poems", "hf:./a/b", "s3://hf:a/b", "hf:"):
@@ -106,7 +110,7 @@ def test_the_parts_and_paths_of_a_data_set(hub: Hub, tmp_path: Path, capsys: Any
     assert names_of(local_text(f"hf:{SET}", tmp_path)) == train
     shown = capsys.readouterr().err
     assert f"hf:{SET}: its files of train are read; left out: test and validation" in shown
-    assert f"fetched 3 files of hf:{SET}@{sha}, " in shown
+    assert f"fetching 3 files of hf:{SET}@{sha}, " in shown
     for place, expected in {
         "train": train,
         "validation": ["validation-00000-of-00001.jsonl"],
@@ -196,8 +200,11 @@ def test_a_local_directory_comes_first(hub: Hub, tmp_path: Path, monkeypatch: py
             r"is given to those who accept its terms; accept them on its page, and check",
         ),
         (f"{SET}@v9", r"the Hub has no revision v9 of it; correct it"),
-        (f"{SET}/valid", r"has no text in valid; name another dataset"),
-        (f"{SET}/README.md", r"has no text in README.md; name another dataset"),
+        (
+            f"{SET}/valid",
+            r"has no text in valid; it has data/\[odd\] train\*.txt, .*; correct the name",
+        ),
+        (f"{SET}/README.md", r"has no text in README.md; it has data/.*; correct the name"),
     ],
 )
 def test_what_the_hub_does_not_give(hub: Hub, tmp_path: Path, place: str, message: str):
@@ -276,7 +283,9 @@ def test_a_network_that_fails_is_tried_again_and_then_the_cache_is_used(
 
 
 @pytest.mark.parametrize("cuts", [3, 30])
-def test_cut_connections_change_nothing(hub: Hub, cuts: int):
+def test_cut_connections_change_nothing(
+    hub: Hub, cuts: int, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
     files = {**MODEL_FILES, "model.safetensors": bytes(range(256)) * 20_000}
     hub.commit(MODEL, NET, files)
     hub.cuts = cuts
@@ -284,6 +293,8 @@ def test_cut_connections_change_nothing(hub: Hub, cuts: int):
     assert hub.cuts == 0
     for path in folder.iterdir():
         assert path.read_bytes() == files[path.name], path.name
+    shown = capfd.readouterr()
+    assert SIGNATURE not in f"{shown.out}{shown.err}{caplog.text}"
 
 
 def test_a_file_with_another_hash_is_fetched_again(hub: Hub, capsys: Any):
@@ -317,6 +328,81 @@ def test_a_full_disk_is_told_before_the_download(hub: Hub, monkeypatch: pytest.M
     assert not [request for request in hub.requests if "resolve" in request]
 
 
-def test_a_path_inside_of_a_model_is_refused(hub: Hub):
-    with pytest.raises(UsageError, match=f"is inside of a model; name the model, hf:{NET}"):
-        local_model(f"hf:{NET}/model.safetensors")
+def test_a_folder_or_a_file_of_a_model(hub: Hub):
+    files = {"config.json": b"{}", "sft.pth": b"a" * 2000, "pretrain.pth": b"b" * 2000}
+    files |= {"step-10/config.json": b"{ }", "step-10/model.safetensors": b"c" * 2000}
+    files |= {"step-10/deeper/model.safetensors": b"d", "step-10/optimizer.pt": b"e"}
+    hub.commit(MODEL, NET, files)
+    place = local_model(f"hf:{NET}/sft.pth")
+    assert place.read_bytes() == files["sft.pth"]
+    folder = place.parent
+    assert {path.name for path in folder.iterdir()} == {"sft.pth", "config.json"}
+    inner = local_model(f"hf:{NET}/step-10")
+    assert inner == folder / "step-10"
+    assert {path.name for path in inner.iterdir()} == {"model.safetensors", "config.json"}
+    message = rf"hf:{NET}: has 2 files of weights; name one, such as hf:{NET}/sft.pth$"
+    with pytest.raises(UsageError, match=message):
+        local_model(f"hf:{NET}")
+    with pytest.raises(UsageError, match=f"hf:{NET}/none: has no configuration, tokenizer and"):
+        local_model(f"hf:{NET}/none")
+
+
+@pytest.mark.parametrize(
+    ("names", "fetched"),
+    [
+        (("model.safetensors", "consolidated.safetensors"), ["model.safetensors"]),
+        (("model.safetensors", "model.fp16.safetensors"), ["model.safetensors"]),
+        (("training_args.bin", "pretrain_512.pth"), ["pretrain_512.pth"]),
+        (("training_args.bin", "pytorch_model.bin"), ["pytorch_model.bin"]),
+        (("adapter_model.safetensors", "training_args.bin"), ["adapter_model.safetensors"]),
+        (("weights.safetensors",), ["weights.safetensors"]),
+        (("training_args.bin",), []),
+    ],
+)
+def test_files_beside_the_weights_are_left_there(hub: Hub, names: Any, fetched: list[str]):
+    hub.commit(MODEL, NET, {"config.json": b"{}", **{name: name.encode() for name in names}})
+    folder = local_model(f"hf:{NET}")
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["config.json", *fetched])
+
+
+def test_files_of_equal_content_are_two(hub: Hub, tmp_path: Path):
+    hub.commit(DATASET, SET, {"a.jsonl": lines(1), "b.jsonl": lines(1), "c.jsonl": b""})
+    paths = local_text(f"hf:{SET}", tmp_path)
+    require_once(paths)
+    assert names_of(without(paths, paths[:1])) == ["b.jsonl", "c.jsonl"]
+    with pytest.raises(UsageError, match="is named twice"):
+        require_once([*paths, paths[0]])
+
+
+def test_several_folders_are_named(hub: Hub, tmp_path: Path, capsys: Any):
+    hub.commit(DATASET, SET, {"en/train.jsonl": lines(1), "fr/train.jsonl": lines(2)})
+    assert len(local_text(f"hf:{SET}", tmp_path)) == 2
+    assert f"note   hf:{SET}: en, fr are read; one by hf:{SET}/en\n" in capsys.readouterr().err
+    assert len(local_text(f"hf:{SET}/en", tmp_path)) == 1
+    assert "are read" not in capsys.readouterr().err
+
+
+def test_a_copy_that_other_programs_made_is_used(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hub.commit(MODEL, NET, MODEL_FILES)
+    folder = local_model(f"hf:{NET}")
+    shutil.rmtree(folder.parents[1] / "trees")
+    offline(monkeypatch)
+    assert local_model(f"hf:{NET}") == folder
+
+
+def test_a_cache_that_cannot_be_made_and_a_server_that_is_none(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from huggingface_hub import constants
+
+    hub.commit(MODEL, NET, MODEL_FILES)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    with pytest.raises(StorageError, match="Not a directory; set HF_HOME to another place"):
+        local_model(f"hf:{NET}")
+    monkeypatch.setattr(constants, "ENDPOINT", "notaurl")
+    newest.cache_clear()
+    with pytest.raises(UsageError, match="HF_ENDPOINT = notaurl in the environment is no http"):
+        local_model(f"hf:{NET}")

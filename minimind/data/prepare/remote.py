@@ -197,10 +197,11 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
                 f"{masked(url)}: is what `minimind prepare` wrote or still writes, not text; name"
                 " the text, or what it has finished alone as --data_path of a run"
             )
-        return _train_part(url, _texts(root, found, place))
+        texts = {one.url[len(url) :].strip("/"): one for one in _texts(root, found, place)}
+        return [texts[name] for name in _to_train_on(masked(url), [*texts])]
     if not has_magic(place):
         raise FileNotFoundError(place)
-    texts: list[RemoteObject] = []
+    matching: list[RemoteObject] = []
     try:
         matches = filesystem.glob(place, detail=True)
         if not matches:
@@ -213,8 +214,8 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
         above, is_file = name.rpartition("/")[0], info["type"] == "file"
         found = {name: info} if is_file else filesystem.find(name, detail=True)
         if not (is_file and above in ours):
-            texts += _texts(root, found, above)
-    return list(dict.fromkeys(texts))  # "**" gives a folder and what is in it
+            matching += _texts(root, found, above)
+    return list(dict.fromkeys(matching))  # "**" gives a folder and what is in it
 
 
 def _text_on_the_hub(wanted: Repository, elsewhere: Collection[str]) -> list[Path]:
@@ -227,20 +228,38 @@ def _text_on_the_hub(wanted: Repository, elsewhere: Collection[str]) -> list[Pat
     def choose(names: Sequence[str]) -> list[str]:
         texts = sorted(filter(_is_text, names), key=lambda name: name.split("/"))
         inside = _below(texts, wanted.inside)
-        is_part = not inside and last in PARTS
-        if is_part:
-            inside = _below(texts, above)
-            if last != TRAIN:
-                return [name for name in inside if part_of(name) == last]
-        parts = by_part(inside)
-        others = parts.keys() - {TRAIN, "", *elsewhere}
-        if others and not is_part and rank_of(os.environ) == 0:
-            print(f"note   {left_out(str(wanted), others)}", file=sys.stderr)
-        return [inside[number] for number in parts.get(TRAIN) or parts.get("", [])]
+        if inside or last not in PARTS:
+            found = _to_train_on(str(wanted), inside, elsewhere)
+            _print_folders(wanted, found)
+            return found
+        inside = _below(texts, above)
+        if last == TRAIN:
+            return _to_train_on("", inside, PARTS)
+        return [name for name in inside if part_of(name) == last]
 
     what = f"text in {wanted.inside}" if wanted.inside else "text"
     folder, names = fetch(wanted, choose, what, DataError)
     return [folder / name for name in names]
+
+
+def _print_folders(wanted: Repository, names: Sequence[str]) -> None:
+    """Say which folders are read if they are several, which may be alternatives of one text."""
+    start = len(wanted.inside) + 1 if wanted.inside else 0
+    tops = {name[start:].partition("/")[0] for name in names if "/" in name[start:]}
+    if len(tops) > 1 and rank_of(os.environ) == 0:
+        some = f"{wanted}/{min(tops)}"
+        print(
+            f"note   {wanted}: {', '.join(sorted(tops))} are read; one by {some}", file=sys.stderr
+        )
+
+
+def _to_train_on(place: str, names: Sequence[str], elsewhere: Collection[str] = ()) -> list[str]:
+    """Of files of a folder those to train on; other parts are printed, unless read `elsewhere`."""
+    parts = by_part(names)
+    others = parts.keys() - {TRAIN, "", *elsewhere}
+    if others and rank_of(os.environ) == 0:
+        print(f"note   {left_out(place, others)}", file=sys.stderr)
+    return [names[number] for number in parts.get(TRAIN) or parts.get("", [])]
 
 
 def _below(names: Sequence[str], place: str) -> list[str]:
@@ -252,15 +271,6 @@ def _is_text(name: str) -> bool:
     """Whether an object is text, and neither hidden nor in a hidden folder."""
     parts = [part for part in name.split("/") if part]
     return is_text_name(parts[-1]) and not any(part[0] == "." for part in parts)
-
-
-def _train_part(url: str, texts: list[RemoteObject]) -> list[RemoteObject]:
-    """The objects of a prefix; those to train on if it has other parts, as of a local folder."""
-    parts = by_part([text.url[len(url) :].strip("/") for text in texts])
-    others = parts.keys() - {TRAIN, ""}
-    if others and rank_of(os.environ) == 0:
-        print(f"note   {left_out(masked(url), others)}", file=sys.stderr)
-    return [texts[number] for number in parts.get(TRAIN) or parts.get("", [])]
 
 
 def _texts(root: str, found: dict[str, Any], below: str) -> list[RemoteObject]:

@@ -16,7 +16,7 @@ from minimind.config.arguments import is_utf8, utf8_fault
 from minimind.config.parse import load_yaml_texts
 from minimind.data.text.tables import TRAIN, dataset_bytes, dataset_rows, is_dataset, row_groups
 from minimind.errors import DataError, UsageError
-from minimind.runtime.urls import masked
+from minimind.runtime.urls import HUB_PREFIX, OF_THE_HUB, masked
 
 LINES, WHOLE = (".jsonl", ".ndjson"), (".txt", ".md")
 FORMS = (*LINES, ".json", *WHOLE, ".csv", ".tsv")
@@ -102,8 +102,14 @@ def _unreadable(error: OSError, path: Path) -> DataError:
 
 def without(files: Sequence[Path], left_out: Sequence[Path]) -> list[Path]:
     """The files that are none of others, also not through links."""
-    real = {path.resolve() for path in left_out}
-    return [path for path in files if path.resolve() not in real]
+    real = {*map(_identity, left_out)}
+    return [path for path in files if _identity(path) not in real]
+
+
+def _identity(path: Path) -> Path:
+    """The path without links, but for those of the Hub's cache, where files share their content."""
+    is_in_hub = OF_THE_HUB.match(str(path)) is not None
+    return path.parent.resolve() / path.name if is_in_hub else path.resolve()
 
 
 def require_records(files: Iterable[Path]) -> None:
@@ -120,7 +126,7 @@ def require_once(files: Sequence[Path], more: str = WEIGHTED) -> None:
     """Raise UsageError for a file that is given twice, also through links."""
     seen: dict[Path, Path] = {}
     for path in files:
-        real = path.resolve()
+        real = _identity(path)
         if (first := seen.get(real)) is not None:
             problem = "is named twice" if first == path else f"is one file with {first}"
             raise UsageError(f"{path}: {problem}; name it once{more}")
@@ -335,6 +341,8 @@ def _require_readable(path: Path) -> None:
     kind = kind_of(path) if path.exists() else None
     if kind is None and path.is_symlink():
         raise DataError(f"{path}: is a link to a file that is not there; remove it")
+    if kind is None and str(path).startswith(HUB_PREFIX):
+        raise DataError(f"{path}: is no local path, nor hf:USER/SET of the Hub; correct it")
     if kind is None:
         raise DataError(f"{path}: there is no such file or directory; correct the path")
     if kind == DATASET:
