@@ -213,7 +213,7 @@ def push(
             for name in there
             if name not in names and any(fnmatchcase(name, pattern) for pattern in stale)
         ]
-        with _bars_on_terminals_only():
+        with _bars(shown=sys.stderr.isatty()):
             api.create_commit(model.name, changes, commit_message="Upload by minimind export")
         return str(url), is_kept
 
@@ -312,7 +312,8 @@ def newest(wanted: Repository) -> tuple[str, Sizes]:
     except errors.CachedRepoTreeNotFoundError:
         entries = HfApi().list_repo_tree(**commit.options, recursive=True)
         files = [entry for entry in entries if isinstance(entry, RepoFile)]
-        snapshot_download(**commit.options, allow_patterns=[])  # the list stays in the cache
+        with _bars(shown=False):
+            snapshot_download(**commit.options, allow_patterns=[])  # the list stays in the cache
     return str(commit.revision), {file.path: file.size for file in files}
 
 
@@ -381,17 +382,17 @@ def _download(commit: Repository, names: Sequence[str]) -> None:
     def work(name: str, _: Event) -> None:
         hf_hub_download(**commit.options, filename=name)
 
-    with _bars_on_terminals_only():
+    with _bars(shown=sys.stderr.isatty()):
         for _ in in_parallel(work, names, THREADS):
             pass
 
 
 @contextmanager
-def _bars_on_terminals_only() -> Iterator[None]:
-    """Keep the progress bars of huggingface_hub out of files."""
+def _bars(shown: bool) -> Iterator[None]:
+    """Show the progress bars of huggingface_hub, or none."""
     from huggingface_hub import utils
 
-    silences = not (sys.stderr.isatty() or utils.are_progress_bars_disabled())
+    silences = not (shown or utils.are_progress_bars_disabled())
     if silences:
         utils.disable_progress_bars()
     try:

@@ -294,6 +294,9 @@ def test_cut_connections_change_nothing(
     for path in folder.iterdir():
         assert path.read_bytes() == files[path.name], path.name
     shown = capfd.readouterr()
+    first, *more = shown.err.splitlines()
+    assert first == f"fetching 9 files of hf:{NET}@{folder.name}, 5.0 MiB"
+    assert all("; trying again in 0.0 s (" in line for line in more)
     assert SIGNATURE not in f"{shown.out}{shown.err}{caplog.text}"
 
 
