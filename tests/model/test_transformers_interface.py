@@ -9,6 +9,7 @@ from torch.export import Dim
 from transformers import StaticCache, Trainer, TrainingArguments
 from transformers.utils.generic import find_labels
 
+from minimind.engine.build import leave_process_group
 from minimind.model import decoder
 from minimind.model.decoder import MiniMindForCausalLM, MiniMindModel
 from tests.model.references import build
@@ -159,7 +160,8 @@ def test_span_head():
     assert find_labels(type(model)) == ["start_positions", "end_positions"]
 
 
-def test_trainer_evaluates_and_keeps_the_best(tmp_path: Any):
+def test_trainer_evaluates_and_keeps_the_best(tmp_path: Any, request: pytest.FixtureRequest):
+    request.addfinalizer(leave_process_group)  # Accelerate's state would outlast the test
     rows: Any = [{"input_ids": row, "labels": row} for row in IDS.tolist()]
     options = TrainingArguments(
         output_dir=str(tmp_path),
