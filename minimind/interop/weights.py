@@ -209,7 +209,7 @@ def load_weights_from(
         _check_kind(path, CHECKPOINT, kind)
         return load_checkpoint_weights(choose(str(path)))
     if base := base_of_adapter(path):
-        return replace(_merged(path, base), tokenizer=find_tokenizer(path) or find_tokenizer(base))
+        return _merged(path, base)
     source = with_base_prefix(open_tensors(path))
     actual = _detect_kind(path, source, kind)
     _check_kind(path, actual, kind)
@@ -261,15 +261,19 @@ def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
     return replace(weights, config=config, tensors=tensors)
 
 
-def _merged(path: Path, base: Path) -> Weights:
-    """A Llama, Mistral or Qwen with the LoRA adapter in `path` added, by PEFT; all in memory."""
+def _merged(path: Path, place: str) -> Weights:
+    """A Llama, Mistral or Qwen at `place` with the LoRA adapter in `path` added, by PEFT.
+
+    All of it is in memory.
+    """
     try:
         import peft  # pyright: ignore[reportMissingImports] (optional)
     except ImportError as error:
         raise UsageError(
-            f"{path}: holds a LoRA adapter of {base}, which the package peft merges; pip install"
+            f"{path}: holds a LoRA adapter of {place}, which the package peft merges; pip install"
             " peft"
         ) from error
+    base = local_model(place)
     with readable(base / CONFIG, REPLACE):
         config = foreign_config(read_foreign_object(base / CONFIG))
     weights = load_transformers_weights(str(base), config)
@@ -288,7 +292,8 @@ def _merged(path: Path, base: Path) -> Weights:
     shapes = {name: list(value.shape) for name, value in merged.items()}
     dtypes = {name: value.dtype for name, value in merged.items()}
     source = TensorSource(path, shapes, dtypes, merged.__getitem__)
-    return replace(_load_llama(base, source, ShapeFlags()), path=path)
+    found = _load_llama(base, source, ShapeFlags())
+    return replace(found, path=path, tokenizer=find_tokenizer(path) or find_tokenizer(base))
 
 
 def with_base_prefix(source: TensorSource) -> TensorSource:

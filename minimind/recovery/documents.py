@@ -122,7 +122,22 @@ class Documents:
 
     @cached_property
     def _work(self) -> Work:
-        return Work(self.prepared.directory, self.plan, self.prepared.tokenizer, is_strict=False)
+        return Work(self.prepared.directory, self._plan_now, self.prepared.tokenizer, False)
+
+    @property
+    def _plan_now(self) -> Plan:
+        """The plan with the current names of what it holds out as a whole."""
+        if not self.plan.held_out:
+            return self.plan
+        units = []
+        for unit in self.plan.units:
+            if self.plan.is_held_out(unit):
+                now = (replace(one, path=self._now(one.path)) for one in unit.segments)
+                units.append(replace(unit, segments=tuple(now)))
+            else:
+                units.append(unit)
+        names = (str(self._now(Path(path))) for path in self.plan.held_out)
+        return replace(self.plan, units=tuple(units), held_out=(*self.plan.held_out, *names))
 
     def _is_stored(self, number: int, text: str) -> bool:
         """Whether a text has the tokens of a document."""

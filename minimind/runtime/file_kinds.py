@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minimind.runtime.durable_files import read_small, without_waiting
+from minimind.runtime.urls import HUB_PREFIX, ON_THE_HUB
 
 LOOKED_AT = 4096  # bytes
 GZIP, ZSTD, XZ, BZIP2 = "gzip", "zstd", "xz", "bzip2"
@@ -210,15 +211,18 @@ def adapter_in(folder: Path) -> str:
     )
 
 
-def base_of_adapter(folder: Path) -> Path | None:
-    """The folder of the model that a LoRA adapter of PEFT in `folder` changes.
+def base_of_adapter(folder: Path) -> str | None:
+    """The model that a LoRA adapter of PEFT in `folder` changes, as --init_from names it.
 
-    None if it holds a model too, and if that folder is not here.
+    None if the folder holds a model too, and if its base is neither here nor a name of the Hub.
     """
     has_model = (folder / "config.json").exists()
     base = None if has_model or not (folder / ADAPTER_WEIGHTS).is_file() else _base_name(folder)
-    path = Path(base).expanduser() if type(base) is str else None
-    return path if path and (path / "config.json").is_file() else None
+    if type(base) is not str:
+        return None
+    if (Path(base).expanduser() / "config.json").is_file():
+        return base
+    return f"{HUB_PREFIX}{base}" if ON_THE_HUB.fullmatch(f"{HUB_PREFIX}{base}") else None
 
 
 def _base_name(folder: Path) -> object:

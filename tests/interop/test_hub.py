@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
 import minimind.train as training
@@ -73,7 +76,9 @@ def export(run: Path, out: Path, name: str, *more: str) -> int:
     return main([*place, "--push_to_hub", name, *more])
 
 
-def test_a_run_on_a_data_set_is_that_on_its_files(poems: Hub, run: Path, tmp_path: Path):
+def test_a_run_on_a_data_set_is_that_on_its_files(
+    poems: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     flags = {**BASE, "cache_dir": str(tmp_path / "cache"), "eval_rows": 4, "save_interval": 6}
     flags |= {"data_path": f"hf:{SET}", "val_path": "auto", "out_dir": str(tmp_path / "out")}
     assert train(flags, stop_at_step=6) == 75
@@ -81,6 +86,12 @@ def test_a_run_on_a_data_set_is_that_on_its_files(poems: Hub, run: Path, tmp_pat
     newest.cache_clear()
     assert train(flags) == 0
     assert {step: line["loss"] for step, line in steps(tmp_path / "out").items()} == expected
+    capsys.readouterr()
+    shutil.rmtree(tmp_path / "hub_cache")
+    assert main(["data", "at", str(tmp_path / "out"), "--step", "2"]) == 0
+    places = capsys.readouterr().out
+    assert f"hf:{SET}@{poems.commits[DATASET, SET][0][0]}/train.jsonl:" in places
+    assert "?" not in places
     poems.commit(DATASET, SET, {"train.jsonl": lines(5, 300), "validation.jsonl": lines(2, 30)})
     newest.cache_clear()
     flags |= {"max_steps": 13}
@@ -243,6 +254,29 @@ def test_nothing_is_written_where_nothing_may_be_uploaded(
     assert not token or token not in shown
     assert not (tmp_path / "out").exists()
     assert (MODEL, NET) not in user.commits
+
+
+@pytest.mark.parametrize("has_base", [True, False])
+def test_an_adapter_is_merged_into_a_model_of_the_hub(
+    user: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_base: bool
+):
+    assert export(run, tmp_path / "base", NET) == 0
+    about = {"base_model_name_or_path": NET if has_base else "ana/none", "peft_type": "LORA"}
+    adapter = {"adapter_config.json": json.dumps(about).encode()}
+    adapter["adapter_model.safetensors"] = save({"x.lora_A.weight": torch.zeros(2)})
+    user.commit(MODEL, "ana/lora", adapter)
+    out = ["--out", str(tmp_path / "out")]
+    status = main(["import", "--from", "llama", "hf:ana/lora", *out])
+    shown = capsys.readouterr().err
+    if find_spec("peft") is None:
+        assert status == 2
+        assert f"holds a LoRA adapter of hf:{about['base_model_name_or_path']}, which the" in shown
+    elif has_base:
+        assert status == 4  # it is one of nothing
+        assert "is no adapter of" in shown
+    else:
+        assert status == 2
+        assert "hf:ana/none: the Hub has no such model" in shown
 
 
 def test_private_without_an_upload_is_refused(run: Path, tmp_path: Path, capsys: Any):
