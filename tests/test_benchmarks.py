@@ -515,6 +515,20 @@ def test_a_race_is_run_again_for_another_checkout(prepared: Path, checkout: Path
     assert race.key(racers.MUON) == other
 
 
+def test_the_clock_leaves_out_saving(tmp_path: Path, monkeypatch):
+    times = iter([(100.0, 10.0), (105.0, 14.0), (107.0, 15.0), (110.0, 18.0), (111.0, 19.0)])
+    monkeypatch.setattr(racers, "now", lambda: np.array(next(times)))
+    clock, saved = racers.Clock(tmp_path, 4, 2), []
+    clock.start()
+    for step in range(1, 5):
+        clock.after(step, 10 * step, saved.append)
+    assert clock.found == {
+        2: {"seconds": 5.0, "cpu_seconds": 4.0, "tokens": 20},
+        4: {"seconds": 8.0, "cpu_seconds": 7.0, "tokens": 40},
+    }
+    assert saved == [clock.weights(2), clock.weights(4)]
+
+
 def test_what_a_race_found_is_of_one_command_and_data(tmp_path: Path):
     data = tmp_path / "data"
     data.mkdir()
@@ -536,12 +550,13 @@ def test_what_a_race_found_is_of_one_command_and_data(tmp_path: Path):
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path):
+def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path, checkout: Path):
     out, folder = tmp_path / "race.json", tmp_path / "race"
-    names = [racers.PACKED, racers.TRAINER, racers.MUON]
+    names = [racers.PACKED, racers.TRAINER, racers.MUON, "MiniMind, packed"]
     line = f"{corpus} --folder {folder} --minutes 0.3 --search_minutes 0.03 --seeds 1 --rows 2"
     more = ["--rates", "1e-3", "2e-3", "--only", *names, "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.time_to_loss", *line.split(), *more]
+    command += ["--peer", "minimind", str(checkout), "--reference", racers.PACKED]
     command += ["--page", str(tmp_path / "race.html")]
     done = subprocess.run(command, **PLACE)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
@@ -549,13 +564,17 @@ def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path
     assert list(found["table"]) == names
     runs = [*found["search"], *(run for own in found["runs"].values() for run in own)]
     settings = [(run["name"], run["rate"], run["curve"][-1]["step"]) for run in runs]
-    assert len({*settings}) == len(settings) == 9
+    assert len({*settings}) == len(settings) == 12
     for run in runs:
         pace = found["pace"][run["name"]]
         assert len(run["curve"]) == time_to_loss.POINTS
         end = run["curve"][-1]["seconds"]
         assert end == pytest.approx(60 * run["minutes"], abs=10 * pace["step"] + pace["start"])
         assert run["curve"][-1]["tokens"] == pytest.approx(run["curve"][-1]["step"] * 2 * 256, 0.01)
+        assert (
+            0 < run["curve"][0]["cpu_seconds"] < run["curve"][-1]["cpu_seconds"] < run["wall"] * 2
+        )
+    assert f"the final value of {racers.PACKED} (inf: not reached)" in done.stdout
     again = subprocess.run(command, **PLACE)
     assert again.returncode == 0
     assert json.loads(out.read_text())["runs"] == found["runs"]
