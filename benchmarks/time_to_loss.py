@@ -22,10 +22,11 @@ documents, each document by itself. A variant is the contender with Muon with fu
 do not change rows. What is done is kept in DIR, and not done again while its command, data and
 checkout stay the same.
 
---peer, once per project, adds the contenders of its checkout (benchmarks/peers.py): "nanochat", or
-"MiniMind, padded" and "MiniMind, packed"; --only names them, too. What is printed ends with the
-seconds until the final value of --reference (the first contender unless given): medians over the
-seeds, and ranges.
+--peer, once per project, adds the contenders of its checkout (benchmarks/peers.py): "MiniMind,
+padded" and "MiniMind, packed", or "nanochat", whose rate is a multiple of those of its script, 1 to
+64 where --rates_of does not name it; --only names them, too. What is printed ends with the seconds
+until the final value of --reference (the first contender unless given): medians over the seeds, and
+ranges.
 """
 
 from __future__ import annotations
