@@ -2,11 +2,12 @@
 
     python -m benchmarks.racers NAME DATA OUT --steps N [--lr X] [--seed 0] [--points 10] [...]
 
-DATA is a folder of `minimind prepare`. Started by benchmarks.time_to_loss. Weights are kept after
-each of --points equal parts of the run, and judged at its end by `minimind eval` on the held-out
-documents, each document by itself. OUT/points.json has for each of them the step, the seconds from
-the start of the first step without the time to save, the tokens with a loss, and with --judge bits
-per byte. All compute in fp32 on the CPU.
+DATA is a folder of `minimind prepare`. Started by benchmarks.time_to_loss. A contender of another
+project is read from its checkout, --peer PATH (benchmarks/peers.py). Weights are kept after each of
+--points equal parts of the run, and judged at its end by `minimind eval`, or as it does, on the
+held-out documents, each document by itself. OUT/points.json has for each of them the step, the
+seconds from the start of the first step without the time to save, by the clock and of CPU time of
+all threads, the tokens with a loss, and with --judge bits per byte. All compute in fp32 on the CPU.
 """
 
 from __future__ import annotations
@@ -16,21 +17,33 @@ import io
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from benchmarks import peers
 from benchmarks.contenders import llama_model
+from benchmarks.peers import PEER_OF
 from benchmarks.record import preset
+from benchmarks.rows import packed_rows, padded_rows, shuffled
 from minimind.config.parse import parse_flags
-from minimind.model.decoder import IGNORED, next_token_loss
+from minimind.model.decoder import next_token_loss
+
+if TYPE_CHECKING:
+    from minimind.checkpoint.directory import TrainState
 
 CLIP = 1.0
+
+
+def now() -> np.ndarray:
+    """Seconds on the clock, and of CPU time of all threads of this process."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 class Clock:
@@ -42,60 +55,25 @@ class Clock:
             raise SystemExit(f"--steps {steps} cannot be divided by --points {points}")
         self.marks = {steps * point // points for point in range(1, points + 1)}
         self.found: dict[int, dict[str, float]] = {}
-        self.paused = self.started = 0.0
+        self.paused = self.started = np.zeros(2)
 
     def start(self) -> None:
         """Note the start of the first step."""
-        self.started = time.perf_counter()
+        self.started = now()
 
     def after(self, step: int, tokens: int, save: Callable[[Path], Any]) -> None:
         """Note the time and save the weights if `step` is one of the points."""
         if step not in self.marks:
             return
-        now = time.perf_counter()
-        self.found[step] = {"seconds": now - self.started - self.paused, "tokens": tokens}
+        reached = now()
+        wall, cpu = (reached - self.started - self.paused).tolist()
+        self.found[step] = {"seconds": wall, "cpu_seconds": cpu, "tokens": tokens}
         save(self.weights(step))
-        self.paused += time.perf_counter() - now
+        self.paused = self.paused + now() - reached
 
     def weights(self, step: int) -> Path:
         """Folder of the weights after `step`."""
         return self.out / f"step_{step:08d}"
-
-
-def documents(data: Path) -> list[np.ndarray]:
-    """Training documents, each with the end-of-document token before and after it."""
-    tokens, eos = all_tokens(data)
-    ends = np.flatnonzero(tokens == eos)
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    return [
-        np.concatenate([[eos], tokens[start : end + 1]])
-        for start, end in zip(starts, ends, strict=True)
-    ]
-
-
-def all_tokens(data: Path) -> tuple[np.ndarray, int]:
-    """Training tokens of a prepared folder, and the end-of-document token."""
-    from minimind.data.prepare.prepared import open_prepared
-
-    prepared = open_prepared(data)
-    tokens = prepared.train.stretch(0, len(prepared.train))
-    return tokens.astype(np.int64), prepared.tokenizer.eos_id
-
-
-def padded_rows(data: Path, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets (N, length): a document per row, cut to it; padding has no loss."""
-    texts = [torch.from_numpy(text[: length + 1]) for text in documents(data)]
-    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    inputs = pad([text[:-1] for text in texts])
-    return inputs, pad([text[1:] for text in texts], padding_value=IGNORED)
-
-
-def packed_rows(data: Path, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets (N, length): all documents in one stream, cut into rows."""
-    tokens, _ = all_tokens(data)
-    rows = torch.from_numpy(tokens[: len(tokens) // (length + 1) * (length + 1)])
-    rows = rows.view(-1, length + 1)
-    return rows[:, :-1], rows[:, 1:]
 
 
 def minimind_style(
@@ -123,12 +101,6 @@ def minimind_style(
         optimizer.zero_grad()
         tokens += count
         clock.after(step + 1, int(tokens), model.save_pretrained)
-
-
-def shuffled(count: int, rows: int) -> Iterator[torch.Tensor]:
-    """Endless batches of row numbers, each epoch in a random order."""
-    while True:
-        yield from torch.randperm(count)[: count // rows * rows].split(rows)
 
 
 def trainer(args: argparse.Namespace, clock: Clock) -> None:
@@ -168,6 +140,8 @@ def trainer(args: argparse.Namespace, clock: Clock) -> None:
 def this_project(args: argparse.Namespace, clock: Clock, flags: str = "") -> None:
     """train_pretrain.py with `flags` and those of the command line."""
     from minimind.launch.train_pretrain import main
+    from minimind.report.run_logger import RunLogger
+    from minimind.train import loop
 
     line = f"--model {args.model} --batch_size {args.rows} --seed {args.seed} --device cpu"
     line += f" --data_path {args.data} --out_dir {args.out} --max_steps {args.steps} --resume none"
@@ -176,26 +150,21 @@ def this_project(args: argparse.Namespace, clock: Clock, flags: str = "") -> Non
     line += f" --log_interval {part} --no-async_save --dtype float32"
     line += " --deepspeed_config none"
     rate = ["--learning_rate", str(args.lr)] if args.lr else []
-    status = main([*line.split(), *flags.split(), *rate, *args.flags])
+
+    def begin(logger: RunLogger, step: int) -> None:
+        starts(logger, step)
+        clock.start()
+
+    def start_save(context: loop.RunContext, state: TrainState) -> None:
+        clock.after(state.step, state.tokens, lambda _: saves(context, state))
+
+    starts, saves = RunLogger.begin, loop.start_save
+    with patch.object(RunLogger, "begin", begin), patch.object(loop, "start_save", start_save):
+        status = main([*line.split(), *flags.split(), *rate, *args.flags])
     if status:
         raise SystemExit(status)
-    clock.found = times_of(args.out / "metrics.jsonl", clock.marks)
     for mark in clock.marks:
         (args.out / "checkpoints" / clock.weights(mark).name).rename(clock.weights(mark))
-
-
-def times_of(metrics: Path, marks: set[int]) -> dict[int, dict[str, float]]:
-    """Seconds and tokens at the step lines of `marks`, with all that happened but the saving."""
-    events = map(json.loads, metrics.read_text().splitlines())
-    lines = [event for event in events if event["event"] == "step"]
-    first = lines[0]
-    started = first["time"] - first["step"] * first["step_ms"] / 1e3
-    saved, before, found = 0.0, 0, {}
-    for line in lines:
-        saved += line["checkpoint_ms"] / 1e3 * (line["step"] - before)  # a mean over the steps
-        before = line["step"]
-        found[before] = {"seconds": line["time"] - started - saved, "tokens": line["tokens"]}
-    return {step: found[step] for step in marks}
 
 
 PADDED, PACKED = "MiniMind-style, padded", "MiniMind-style, packed"
@@ -232,7 +201,7 @@ def judge(weights: Path, data: Path) -> float:
 def main() -> None:
     """Train one contender, and judge it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=RACERS)
+    parser.add_argument("name", choices=[*RACERS, *PEER_OF])
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, required=True)
@@ -241,14 +210,23 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=10)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--peer", type=Path, help="checkout of the project")
     parser.add_argument("--judge", action="store_true")
     args, args.flags = parser.parse_known_args()
     args.out.mkdir(parents=True, exist_ok=True)
     clock = Clock(args.out, args.steps, args.points)
-    RACERS[args.name](args, clock)
+    if args.name in RACERS:
+        RACERS[args.name](args, clock)
+        judged = partial(judge, data=args.data)
+    elif args.peer:
+        model = PEER_OF[args.name].contenders[args.name](args, clock)
+        length = parse_flags(["--model", args.model]).max_seq_len
+        judged = partial(peers.judge, model, data=args.data, length=length)
+    else:
+        parser.error(f"{args.name} is read from a checkout; give --peer PATH")
     points = [{"step": step, **clock.found[step]} for step in sorted(clock.found)]
     if args.judge:
-        points = [{**p, "bits": judge(clock.weights(int(p["step"])), args.data)} for p in points]
+        points = [{**p, "bits": judged(clock.weights(int(p["step"])))} for p in points]
     (args.out / "points.json").write_text(json.dumps(points))
 
 

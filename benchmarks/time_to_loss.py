@@ -3,22 +3,30 @@
     OMP_NUM_THREADS=1 python -m benchmarks.time_to_loss TEXT.jsonl [TEXT.jsonl ...] --folder DIR
         [--minutes 10] [--search_minutes 2] [--rates 5e-4 1e-3 ...] [--rates_of NAME=5e-4,1e-3 ...]
         [--seeds 3] [--jobs 2] [--model tiny] [--rows 16] [--only NAME ...]
-        [--variant NAME=FLAGS ...] [--out FILE.json] [--page FILE.html]
+        [--variant NAME=FLAGS ...] [--peer nanochat|minimind PATH] [--reference NAME]
+        [--out FILE.json] [--page FILE.html]
 
 Every contender (benchmarks/racers.py) trains the same shape on the same text, with the same number
 of rows per step, in one process and thread. Step times are measured first, in rounds in which every
 contender takes some steps alone; a contender then takes as many steps as fit in --minutes, with
 what the first step takes longer (caches of compiled code are warm), and its learning rate falls
 over them. So the curves do not depend on other load. Times to start, to prepare data and to save
-are not counted. Tokens are those with a loss: padding is none.
+are not counted. Tokens are those with a loss: padding is none. CPU seconds are those of all threads
+of the run itself, with its first steps.
 
 --learning_rate is searched at --search_minutes, for the contenders of --rates_of over fewer rates
 than --rates; a best rate at an end of them is reported. The recipe keeps its own --muon_lr, and the
 MiniMind-style loop on padded rows also runs with the 5e-4 that it ships with. Then every contender
 trains --minutes with each seed. `minimind eval` judges ten points of each run on the held-out
 documents, each document by itself. A variant is the contender with Muon with further flags, which
-do not change rows. What is done is kept in DIR, and not done again while its command and data stay
-the same.
+do not change rows. What is done is kept in DIR, and not done again while its command, data and
+checkout stay the same.
+
+--peer, once per project, adds the contenders of its checkout (benchmarks/peers.py): "MiniMind,
+padded" and "MiniMind, packed", or "nanochat", whose rate is a multiple of those of its script, 1 to
+64 where --rates_of does not name it; --only names them, too. What is printed ends with the seconds
+until the final value of --reference (the first contender unless given): medians over the seeds, and
+ranges.
 """
 
 from __future__ import annotations
@@ -41,6 +49,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.peers import PEER_OF, PEERS
 from benchmarks.race_page import write_page
 from benchmarks.racers import MUON, PADDED, RACERS, RECIPE
 from benchmarks.record import arguments, record
@@ -62,6 +71,7 @@ class Race:
     model: str
     rows: int
     variants: Mapping[str, str]  # further flags of the one with Muon, by name
+    peers: Mapping[str, Path]  # checkouts of other projects, by contender
 
     @property
     def data(self) -> Path:
@@ -73,12 +83,17 @@ class Race:
         racer = {AS_SHIPPED: PADDED}.get(name, MUON if name in self.variants else name)
         command = [sys.executable, "-m", "benchmarks.racers", racer, str(self.data)]
         command += ["--model", self.model, "--rows", str(self.rows), *more]
+        if name in self.peers:
+            command += ["--peer", str(self.peers[name])]
         return command + shlex.split(self.variants.get(name, ""))
 
     def key(self, name: str, *more: str) -> str:
         """Name of what a command finds; another for another command or data."""
         command = self.command(name, *more)
         content = [command[3], *command[5:], (self.data / "manifest.json").read_text()]
+        content.append("cpu_seconds")  # which points of an earlier version lack
+        if name in self.peers:
+            content.append(PEER_OF[name].digest(self.peers[name]))
         if command[3] == RECIPE:
             recipe = load_yaml_texts(str(RECIPES / "fast.yaml"), "--config")
             content.append(json.dumps(recipe))
@@ -240,6 +255,20 @@ def summary(runs: Mapping[str, Sequence[Mapping[str, Any]]], minutes: float) -> 
     return table
 
 
+def until(runs: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> str:
+    """As text: seconds of each contender until the median final bits of another, with the range."""
+    goal = statistics.median(final(run) for run in runs[reference])
+    lines = [f"until {goal:.4f}, the final value of {reference} (inf: not reached)"]
+    lines.append(f"{'':34}{'s':>8}{'range':>18}{'CPU s':>8}{'range':>18}")
+    for name, own in runs.items():
+        line = f"{name:34}"
+        for axis in ("seconds", "cpu_seconds"):
+            times = sorted(needed(run, goal, axis) for run in own)
+            line += f"{statistics.median(times):8.0f}{f'{times[0]:.0f} to {times[-1]:.0f}':>18}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def shown(table: Mapping[str, Any], against: Sequence[str]) -> str:
     """Return the table as text."""
     moments = list(next(iter(table.values()))["bits"])
@@ -279,17 +308,30 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--rows", type=int, default=16)
-    names = [AS_SHIPPED, *RACERS]
-    parser.add_argument("--only", nargs="+", default=names)
+    parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--variant", nargs="+", default=[], metavar="NAME=FLAGS")
+    parser.add_argument("--peer", nargs=2, action="append", default=[], metavar=("NAME", "PATH"))
+    parser.add_argument("--reference", metavar="NAME")
     parser.add_argument("--page", type=Path)
     given = parser.parse_args()
-    given.rates_of = dict(given.rates_of)
+    peers = {}
+    for name, path in given.peer:
+        if name not in PEERS:
+            parser.error(f"--peer {name} is unknown; give one of {', '.join(PEERS)}")
+        PEERS[name].digest(checkout := Path(path).resolve())  # all files are there
+        peers |= dict.fromkeys(PEERS[name].contenders, checkout)
+    rates = {name: peer.rates for name, peer in PEER_OF.items() if peer.rates}
+    given.rates_of = {**rates, **dict(given.rates_of)}
     before = os.getloadavg()
     variants = dict(one.split("=", 1) for one in given.variant)
-    race = Race(given.folder, given.model, given.rows, variants)
+    names = [*(given.only or [AS_SHIPPED, *RACERS, *peers]), *variants]
+    known, reference = [AS_SHIPPED, *RACERS, *peers, *variants], given.reference or names[0]
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"--only {unknown[0]} is no contender; give --peer, or one of {known}")
+    if reference not in names:
+        parser.error(f"--reference {reference} takes no part; give one of {names}")
+    race = Race(given.folder, given.model, given.rows, variants, peers)
     prepare(race, given.text)
-    names = [*given.only, *variants]
     pace = race.pace(names)
     search = searched(race, names, given, pace)
     rates = {
@@ -302,6 +344,7 @@ def main() -> None:
     if runs:
         table = summary(runs, given.minutes)
         print(shown(table, names))
+        print(until(runs, reference))
         if given.page:
             lead = f"{given.model}, {given.rows} rows per step, {given.seeds} seeds, one thread."
             write_page(given.page, runs, table, lead)

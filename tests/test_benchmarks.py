@@ -6,12 +6,16 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,9 +23,11 @@ from benchmarks import (
     gpu,
     mup_transfer,
     overhead,
+    peers,
     race_page,
     racers,
     record,
+    rows,
     table,
     throughput,
     time_to_loss,
@@ -30,6 +36,8 @@ from benchmarks.gpu import NAMES
 from benchmarks.overhead import KINDS, interval
 from benchmarks.stages import PHASES, STAGES
 from minimind.cli.main import main as minimind
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import MiniMindForCausalLM
 from tests.conftest import ROOT
 
 PLACE: dict[str, Any] = {
@@ -225,7 +233,8 @@ def test_the_table_states_whose_figures_they_are(bf16: bool, tmp_path, monkeypat
 def raced_run(name: str, bits: list[float], rate: float = 1e-3) -> dict[str, Any]:
     """Ten minutes with a point after every second one."""
     curve = [
-        {"step": 10 * n, "tokens": 1000 * n, "seconds": 120.0 * n, "bits": value}
+        {"step": 10 * n, "tokens": 1000 * n, "seconds": 120.0 * n, "cpu_seconds": 60.0 * n}
+        | {"bits": value}
         for n, value in enumerate(bits, 1)
     ]
     return {"name": name, "rate": rate, "seed": 0, "wall": 600.0, "curve": curve}
@@ -247,41 +256,277 @@ def test_the_race_interpolates_between_its_points_and_takes_medians(tmp_path: Pa
     assert found["slow"]["sooner"]["fast"] == {"seconds": 0, "tokens": 0}
     text = time_to_loss.shown({"ours, Muon": found["fast"], "slow": found["slow"]}, ["slow"])
     assert "2.56 times sooner at the final value of slow" in text
+    _, _, first, second = time_to_loss.until({"slow": slow, "fast": fast}, "slow").split("\n")
+    assert first.split() == "slow 600 588 to inf 300 294 to inf".split()
+    assert second.split() == "fast 234 234 to 234 117 117 to 117".split()
     page = tmp_path / "race.html"
     race_page.write_page(page, {"slow": slow, "fast": fast}, found, "Two of them.")
     assert "2.0000 to 2.0200" in page.read_text()
 
 
-def test_rows_of_the_race_hold_the_documents(tmp_path: Path, corpus: Path):
-    data = tmp_path / "data"
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    data = tmp_path_factory.mktemp("prepared") / "data"
     words = f"prepare {corpus} --out {data} --vocab_size 600 --val_fraction 0.1"
     assert minimind(words.split()) == 0
-    tokens, eos = racers.all_tokens(data)
-    inputs, targets = racers.padded_rows(data, 16)
+    return data
+
+
+def test_rows_of_the_race_hold_the_documents(prepared: Path):
+    tokens, eos = rows.all_tokens(prepared)
+    inputs, targets = rows.padded_rows(prepared, 16)
     assert len(inputs) == (tokens == eos).sum()
     assert (inputs[:, 0] == eos).all()
     first = tokens[: tokens.tolist().index(eos) + 1][:16]
     assert targets[0, : len(first)].tolist() == first.tolist()
     assert inputs[0, 1 : len(first)].tolist() == first[:-1].tolist()
     assert ((targets == -100) | (targets < 600)).all()
-    inputs, targets = racers.packed_rows(data, 16)
+    inputs, targets = rows.packed_rows(prepared, 16)
     joined = torch.cat([inputs[:, :1], targets], 1).flatten()
     assert joined.tolist() == tokens[: len(joined)].tolist()
 
 
-def test_times_of_the_race_are_those_of_the_lines_without_saving(tmp_path: Path):
-    metrics = tmp_path / "metrics.jsonl"
-    steps = {"event": "step", "step_ms": 500.0}
-    lines = [
-        {**steps, "step": 10, "time": 105.0, "checkpoint_ms": 0.0, "tokens": 80},
-        {"event": "checkpoint_saved", "step": 10},
-        {**steps, "step": 20, "time": 113.0, "checkpoint_ms": 200.0, "tokens": 160},  # a mean
-    ]
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert racers.times_of(metrics, {10, 20}) == {
-        10: {"seconds": 5.0, "tokens": 80},
-        20: {"seconds": 11.0, "tokens": 160},
+@pytest.mark.parametrize("seed", range(3))
+def test_best_fit_rows_lose_only_the_ends_of_cut_documents(seed: int):
+    draw, length, held = random.Random(seed), 24, 5
+    ids = iter(range(1, 10_000))
+    texts = [np.array([0, *(next(ids) for _ in range(draw.randint(1, 40)))]) for _ in range(90)]
+    found = [*rows.best_fit_rows(texts, length, held)]
+    waiting, later = texts[:held], texts[held:]
+    for row in found:
+        assert row[0] == 0
+        assert len(row) == length
+        starts = [*np.flatnonzero(row == 0), length]
+        for start, end in pairwise(starts):
+            room = length - start
+            fitting = [text for text in waiting if len(text) <= room]
+            best = max(fitting, key=len) if fitting else min(waiting, key=len)
+            assert row[start:end].tolist() == best[:room].tolist()
+            waiting = [text for text in waiting if text is not best] + later[:1]
+            later = later[1:]
+    assert sum(map(len, waiting + later)) < length  # no row more
+
+
+def test_a_peer_is_judged_as_minimind_eval_does(tmp_path: Path, prepared: Path):
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(
+        MiniMindConfig(
+            vocab_size=600, hidden_size=32, num_hidden_layers=2, max_position_embeddings=16
+        )
+    )
+    model.save_pretrained(tmp_path / "model")
+    expected = racers.judge(tmp_path / "model", prepared)
+    assert peers.bits_per_byte(model, prepared, 16) == pytest.approx(expected, abs=1e-4)
+
+
+FAKES = {
+    "nanochat/gpt.py": """
+import torch
+from dataclasses import dataclass
+
+given = {}
+
+@dataclass
+class GPTConfig:
+    sequence_len: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    window_pattern: str
+
+class Optimizer(torch.optim.SGD):
+    def step(self):
+        given.setdefault("rates", []).append([group["lr"] for group in self.param_groups])
+        super().step()
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed = torch.nn.Embedding(config.vocab_size, 8)
+        self.head = torch.nn.Linear(8, config.vocab_size)
+        self.layers = config.n_layer
+
+    def init_weights(self):
+        for weight in self.parameters():
+            torch.nn.init.normal_(weight, std=0.02)
+
+    def num_scaling_params(self):
+        return {"transformer_matrices": self.layers, "lm_head": 0}
+
+    def setup_optimizer(self, unembedding_lr, embedding_lr, scalar_lr, matrix_lr, weight_decay):
+        given.update(matrix_lr=matrix_lr, weight_decay=weight_decay)
+        groups = [("adamw", self.embed, embedding_lr), ("muon", self.head, matrix_lr)]
+        return Optimizer(
+            dict(kind=kind, params=[*part.parameters()], lr=lr, initial_lr=lr)
+            for kind, part, lr in groups
+        )
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.embed(idx))
+        if targets is None:
+            return logits
+        assert (idx[:, 1:] == targets[:, :-1]).all()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+""",
+    "nanochat/optim.py": "",
+    "nanochat/common.py": "",
+    "scripts/base_train.py": """
+parser.add_argument("--aspect-ratio", type=int, default=64)
+parser.add_argument("--head-dim", type=int, default=128)
+parser.add_argument("--weight-decay", type=float, default=0.28)
+parser.add_argument("--unembedding-lr", type=float, default=0.008)
+parser.add_argument("--embedding-lr", type=float, default=0.3)
+parser.add_argument("--scalar-lr", type=float, default=0.5)
+parser.add_argument("--matrix-lr", type=float, default=0.02)
+parser.add_argument("--warmup-steps", type=int, default=-1 + 5)
+parser.add_argument("--warmdown-ratio", type=float, default=0.65)
+parser.add_argument("--final-lr-frac", type=float, default=0.05)
+B_REF = 2**19
+
+def get_lr_multiplier(it):
+    return (it + 1) / args.warmup_steps
+
+def get_muon_momentum(it):
+    return 0.9
+
+def get_weight_decay(it):
+    return weight_decay_scaled * 0.5 * (1 + math.cos(math.pi * it / num_iterations))
+""",
+    "model/model_minimind.py": """
+import torch
+from types import SimpleNamespace as MiniMindConfig
+
+class MiniMindForCausalLM(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+
+    def forward(self, input_ids, labels=None, use_cache=False):
+        logits = self.embed(input_ids) @ self.embed.weight.T
+        if labels is None:
+            return MiniMindConfig(logits=logits)
+        found = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(*found, ignore_index=-100)
+        return MiniMindConfig(loss=loss, aux_loss=0.0)
+""",
+    "trainer/trainer_utils.py": """
+def get_lr(current_step, total_steps, lr):
+    return lr
+""",
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch) -> Iterator[Path]:
+    """A checkout with the names that are called, of both projects."""
+    for name, text in FAKES.items():
+        file = tmp_path / "checkout" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
+    for name in ("NANOCHAT_DTYPE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")
+    yield tmp_path / "checkout"
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ("nanochat", "model", "trainer"):
+            del sys.modules[name]
+
+
+def race_peer(name: str, data: Path, checkout: Path, monkeypatch) -> list[dict[str, float]]:
+    out = checkout / name
+    line = f"--steps 4 --points 2 --rows 2 --lr 0.5 --judge --peer {checkout}"
+    monkeypatch.setattr(sys, "argv", ["racers", name, str(data), str(out), *line.split()])
+    racers.main()
+    return json.loads((out / "points.json").read_text())
+
+
+def test_nanochat_runs_by_the_rules_of_its_script(prepared: Path, checkout: Path, monkeypatch):
+    points = race_peer("nanochat", prepared, checkout, monkeypatch)
+    assert [point["tokens"] for point in points] == [1024, 2048]
+    assert 0 < points[0]["cpu_seconds"] < points[1]["cpu_seconds"]
+    assert points[1]["bits"] < points[0]["bits"]
+    given = sys.modules["nanochat.gpt"].given
+    scale = math.sqrt(2 * 256 / 2**19)
+    assert given["matrix_lr"] == pytest.approx(0.02 * 0.5 * scale)
+    assert given["weight_decay"] == pytest.approx(0.28 * scale * 12 / 4)  # layers of d12 and tiny
+    rates = [[0.3 * 0.5 * scale * n / 4, 0.02 * 0.5 * scale * n / 4] for n in (1, 2, 3, 4)]
+    assert [*map(pytest.approx, rates)] == given["rates"]
+
+
+@pytest.mark.parametrize("name", ["MiniMind, padded", "MiniMind, packed"])
+def test_minimind_runs_from_a_checkout(name: str, prepared: Path, checkout: Path, monkeypatch):
+    points = race_peer(name, prepared, checkout, monkeypatch)
+    if "packed" in name:
+        assert [point["tokens"] for point in points] == [2 * 2 * 255, 4 * 2 * 255]
+    assert points[1]["bits"] < points[0]["bits"]
+
+
+def test_rows_of_minimind_end_with_the_end_of_the_document(prepared: Path):
+    labels = peers.shipped_rows(prepared, 12)
+    for row, text in zip(labels.tolist(), rows.documents(prepared), strict=True):
+        kept = [token for token in row if token != -100]
+        assert kept == [*text.tolist()[: len(kept) - 1], text[-1]]
+        assert len(kept) == min(len(text), 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "old", "new", "message"),
+    [
+        ("nanochat", "scripts/base_train.py", None, None, "has no scripts/base_train.py; check"),
+        ("nanochat", "scripts/base_train.py", "B_REF", "B", "base_train.py has no B_REF; check"),
+        ("nanochat", "scripts/base_train.py", "--head-dim", "--h", "has no head_dim; check out"),
+        ("nanochat", "nanochat/gpt.py", "scalar_lr", "lr", "nanochat/gpt.py has no scalar_lr;"),
+        ("nanochat", "nanochat/gpt.py", "import torch", "import no_such", "'no_such'; install it"),
+        ("MiniMind, packed", "model/model_minimind.py", None, None, "check out MiniMind d65ef2c"),
+        ("MiniMind, packed", "trainer/trainer_utils.py", "get_lr", "lr", "has no get_lr; check"),
+    ],
+)
+def test_a_checkout_of_another_version_ends_with_what_it_lacks(
+    name: str,
+    file: str,
+    old: str | None,
+    new: str | None,
+    message: str,
+    prepared: Path,
+    checkout: Path,
+    monkeypatch,
+):
+    place = checkout / file
+    if old and new:
+        place.write_text(place.read_text().replace(old, new))
+    else:
+        place.unlink()
+    with pytest.raises(SystemExit, match=re.escape(message)) as ended:
+        race_peer(name, prepared, checkout, monkeypatch)
+    assert "\n" not in str(ended.value)
+    assert f"--peer {checkout}: " in str(ended.value)
+
+
+def test_a_race_is_run_again_for_another_checkout(prepared: Path, checkout: Path):
+    race = time_to_loss.Race(prepared.parent, "tiny", 2, {}, {"nanochat": checkout})
+    first, other = race.key("nanochat"), race.key(racers.MUON)
+    assert race.command("nanochat")[-2:] == ["--peer", str(checkout)]
+    assert "--peer" not in race.command(racers.MUON)
+    (checkout / "nanochat/optim.py").write_text("more = 1")
+    assert race.key("nanochat") != first
+    assert race.key(racers.MUON) == other
+
+
+def test_the_clock_leaves_out_saving(tmp_path: Path, monkeypatch):
+    times = iter([(100.0, 10.0), (105.0, 14.0), (107.0, 15.0), (110.0, 18.0), (111.0, 19.0)])
+    monkeypatch.setattr(racers, "now", lambda: np.array(next(times)))
+    clock, saved = racers.Clock(tmp_path, 4, 2), []
+    clock.start()
+    for step in range(1, 5):
+        clock.after(step, 10 * step, saved.append)
+    assert clock.found == {
+        2: {"seconds": 5.0, "cpu_seconds": 4.0, "tokens": 20},
+        4: {"seconds": 8.0, "cpu_seconds": 7.0, "tokens": 40},
     }
+    assert saved == [clock.weights(2), clock.weights(4)]
 
 
 def test_what_a_race_found_is_of_one_command_and_data(tmp_path: Path):
@@ -290,7 +535,7 @@ def test_what_a_race_found_is_of_one_command_and_data(tmp_path: Path):
     (data / "manifest.json").write_text("{}")
 
     def keys(rows: int = 2, flags: str = "--qk_norm") -> list[str]:
-        race = time_to_loss.Race(tmp_path, "tiny", rows, {"a b": flags, "a-b": ""})
+        race = time_to_loss.Race(tmp_path, "tiny", rows, {"a b": flags, "a-b": ""}, {})
         rates = [race.key(racers.DEFAULT, "--lr", str(rate)) for rate in (5e-4, 8e-4)]
         return [*rates, race.key(racers.MUON), race.key("a b"), race.key("a-b")]
 
@@ -305,12 +550,13 @@ def test_what_a_race_found_is_of_one_command_and_data(tmp_path: Path):
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path):
+def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path, checkout: Path):
     out, folder = tmp_path / "race.json", tmp_path / "race"
-    names = [racers.PACKED, racers.TRAINER, racers.MUON]
+    names = [racers.PACKED, racers.TRAINER, racers.MUON, "MiniMind, packed"]
     line = f"{corpus} --folder {folder} --minutes 0.3 --search_minutes 0.03 --seeds 1 --rows 2"
     more = ["--rates", "1e-3", "2e-3", "--only", *names, "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.time_to_loss", *line.split(), *more]
+    command += ["--peer", "minimind", str(checkout), "--reference", racers.PACKED]
     command += ["--page", str(tmp_path / "race.html")]
     done = subprocess.run(command, **PLACE)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
@@ -318,13 +564,17 @@ def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path
     assert list(found["table"]) == names
     runs = [*found["search"], *(run for own in found["runs"].values() for run in own)]
     settings = [(run["name"], run["rate"], run["curve"][-1]["step"]) for run in runs]
-    assert len({*settings}) == len(settings) == 9
+    assert len({*settings}) == len(settings) == 12
     for run in runs:
         pace = found["pace"][run["name"]]
         assert len(run["curve"]) == time_to_loss.POINTS
         end = run["curve"][-1]["seconds"]
         assert end == pytest.approx(60 * run["minutes"], abs=10 * pace["step"] + pace["start"])
         assert run["curve"][-1]["tokens"] == pytest.approx(run["curve"][-1]["step"] * 2 * 256, 0.01)
+        assert (
+            0 < run["curve"][0]["cpu_seconds"] < run["curve"][-1]["cpu_seconds"] < run["wall"] * 2
+        )
+    assert f"the final value of {racers.PACKED} (inf: not reached)" in done.stdout
     again = subprocess.run(command, **PLACE)
     assert again.returncode == 0
     assert json.loads(out.read_text())["runs"] == found["runs"]
