@@ -284,6 +284,8 @@ def _merged(path: Path, place: str) -> Weights:
         try:
             with warnings.catch_warnings(action="ignore"):  # of what is compared next
                 adapted = peft.PeftModel.from_pretrained(model, str(path))
+            for one in adapted.peft_config.values():
+                one.base_model_name_or_path = str(base)  # else it asks the Hub for the name
             if held != {*peft.get_peft_model_state_dict(adapted)}:
                 raise ValueError("its tensors are not those of its configuration")
             merged = adapted.merge_and_unload().state_dict()
