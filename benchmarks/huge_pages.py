@@ -30,7 +30,9 @@ def seconds_of(words: list[str], out_dir: Path, setting: str) -> tuple[float, li
     """The processor's seconds of a run, and its losses."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "minimind", "train", *words, "--out_dir", str(out_dir)]
-    subprocess.run(command, env={**os.environ, HUGE_PAGES: setting}, check=True, stdout=-3)
+    subprocess.run(
+        command, env={**os.environ, HUGE_PAGES: setting}, check=True, stdout=subprocess.DEVNULL
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     events = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())

@@ -313,7 +313,7 @@ def _no_rope_interval(values: Mapping[str, Any]) -> int:
         interval = values.get("no_rope_layer_interval", NO_ROPE_INTERVAL)
         if type(interval) is not int or interval < 1:
             raise CheckpointError(
-                f"has no_rope_layer_interval = {shown(interval)}, which is no number of layers"
+                f"has no_rope_layer_interval = {shown(interval)}, which should be a number from 1"
             )
     else:
         rotate = given[:layers] if type(given) is list else []

@@ -229,13 +229,13 @@ def _byte_level_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[s
     tokens = {i: token for token, i in model["vocab"].items()}
     types = dict.fromkeys(tokens, NORMAL)
     for added in values.get("added_tokens") or ():
-        if odd := next((key for key in ("lstrip", "rstrip", "single_word") if added[key]), None):
+        if odd := next(filter(added.get, ("lstrip", "rstrip", "single_word")), None):
             raise UsageError(
                 f"{tokenizer.path}: gguf has no {odd} of the token {added['content']!r}; export"
                 " --format llama, and convert that with llama.cpp"
             )
         tokens[added["id"]] = added["content"]
-        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+        types[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
     special = {
         "bos_token_id": tokenizer.bos_id if tokenizer.bos_id >= 0 else tokenizer.eos_id,
         "eos_token_id": tokenizer.eos_id,

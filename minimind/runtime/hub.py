@@ -85,9 +85,10 @@ def repository(place: str, kind: str) -> Repository | None:
 def local_model(place: str | Path, weights: bool = True) -> Path:
     """The local path of a model: a path, hf:PATH, or the copy of hf:USER/NAME[/INSIDE].
 
-    A local path comes first. Of a model or folder of the Hub the configuration, the tokenizer and
-    with `weights` one form of the weights are fetched, of a file what is beside it. Raise
-    UsageError if there is no such model, or several files may be its weights.
+    A local path comes first. A model or folder of the Hub is fetched without what is not needed:
+    it has the configuration, the tokenizer and, with `weights`, one form of the weights. A file of
+    weights comes with what is beside it. Raise UsageError if there is no such model, or several
+    files may be its weights.
     """
     path = Path(str(place).removeprefix(HUB_PREFIX)).expanduser()
     found = repository(str(place), MODEL)
@@ -110,7 +111,7 @@ def local_model(place: str | Path, weights: bool = True) -> Path:
 
 
 def _weights_of(model: Repository, names: Sequence[str]) -> list[str]:
-    """Of the files of a model those of one form of its weights."""
+    """Return the files of one form of the weights, by their names."""
     by_form = ([name for name in names if form.search(name)] for form in FORMS)
     if found := next(filter(None, by_form), []):
         return found
@@ -124,9 +125,9 @@ def _weights_of(model: Repository, names: Sequence[str]) -> list[str]:
 
 
 def owned_model(name: str, private: bool, is_ours: Callable[[bytes], bool]) -> Repository:
-    """The model USER/NAME that the token's user may upload an export to; else UsageError.
+    """Return the model USER/NAME, to which the token's user may upload an export; else UsageError.
 
-    `is_ours` tells of the README.md there whether it is of an export: weights beside another are
+    `is_ours` says whether an export wrote the README.md there. Weights beside another README.md are
     not replaced.
     """
     from huggingface_hub import HfApi, errors
@@ -167,8 +168,9 @@ def owned_model(name: str, private: bool, is_ours: Callable[[bytes], bool]) -> R
             f"--push_to_hub {name}: the model is there and public, which --hub_private_repo does"
             " not change; drop it, or name a new model"
         )
-    files = [] if there is None or is_ours(card) else [one.rfilename for one in there.siblings]
-    if weights := [file for file in files if file.endswith((*WEIGHTS, ".gguf"))]:
+    files = [one.rfilename for one in (there and there.siblings) or ()]
+    weights = [file for file in files if file.endswith((*WEIGHTS, ".gguf"))]
+    if weights and not is_ours(card):
         raise UsageError(
             f"--push_to_hub {name}: the model there has {weights[0]}, which is of no export; name"
             " a new model"
@@ -223,7 +225,7 @@ def push(
 def fetch(
     wanted: Repository, choose: Choice, what: str, missing: type[RunError]
 ) -> tuple[Path, list[str]]:
-    """Return the local copy of a repository, and the names of the files that `choose` takes of all.
+    """Return the local copy of a repository, and the names of the files that `choose` takes.
 
     What the cache lacks is fetched, and compared with its hash. Raise `missing` if the Hub has no
     such repository or revision, or nothing is chosen; without network, StorageError unless the
@@ -298,9 +300,10 @@ def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -
 
 @cache
 def newest(wanted: Repository) -> tuple[str, Sizes]:
-    """The commit of the revision, and its files; of a commit without a request, if they are known.
+    """Return the commit of the revision, and its files.
 
-    A process asks once, so that all it reads is of one commit.
+    A commit whose files are known needs no request. A process asks once, so that all it reads is of
+    one commit.
     """
     from huggingface_hub import HfApi, RepoFile, errors, get_cached_repo_tree, snapshot_download
 
@@ -403,7 +406,7 @@ def _bars(shown: bool) -> Iterator[None]:
 
 
 def _is_damaged(path: Path) -> bool:
-    """Whether a file of the cache is other than its blob's name says, which is its hash."""
+    """Whether the content of a file is not that of its blob's name, which is a hash."""
     blob = path.resolve()
     if len(blob.name) == len(hashlib.sha256().hexdigest()):
         return blob.name != sha256_of(blob)

@@ -23,7 +23,7 @@ from minimind.runtime.filesystem import Retry
 from minimind.runtime.hub import DATASET, MODEL, newest
 from tests.checkpoint.test_changes import BASE, steps
 from tests.conftest import sentences
-from tests.runtime.fixtures import _hub, hub  # noqa: F401 (fixtures)
+from tests.runtime.fixtures import _hub, hub  # noqa: F401 (fixtures, found by their names)
 from tests.runtime.hub_server import GROUP, SIGNATURE, TOKEN, USER, Hub
 
 train: Any = training  # a package that is called like a function
@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def poems(hub: Hub, run: Path) -> Hub:  # noqa: F811
+def poems(hub: Hub, run: Path) -> Hub:  # noqa: F811 (the fixture of that name)
     """The Hub with the text of `run`."""
     files = {path.name: path.read_bytes() for path in (run / "text").iterdir()}
     hub.commit(DATASET, SET, {**files, "README.md": b"# Poems\n"})

@@ -40,7 +40,7 @@ class Hub:
         self.cuts = 0  # answers of large files that end in the middle
         self.lost_uploads = 0  # uploads whose connection ends without an answer
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {}))
-        self._server.hub = self  # pyright: ignore[reportAttributeAccessIssue] (the handler's)
+        self._server.hub = self  # pyright: ignore[reportAttributeAccessIssue] (for the handler)
         self.host, self.port = "127.0.0.1", self._server.server_port
         self.url = f"http://{self.host}:{self.port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def hub(self) -> Hub:
-        return self.server.hub  # pyright: ignore[reportAttributeAccessIssue]
+        return self.server.hub  # pyright: ignore[reportAttributeAccessIssue] (Hub sets it)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""

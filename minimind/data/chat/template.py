@@ -102,7 +102,7 @@ def require_read(variables: Iterable[str], source: str, name: str) -> None:
 class Renderer:
     """A template's source and the names of tokens that it may use, such as `bos_token`.
 
-    Error messages call the template `name`. It is told the date `today`, and reads `variables`.
+    `name` stands for it in error messages, `today` is its date, and `variables` are what it reads.
     """
 
     def __init__(

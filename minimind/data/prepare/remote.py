@@ -254,7 +254,7 @@ def _print_folders(wanted: Repository, names: Sequence[str]) -> None:
 
 
 def _to_train_on(place: str, names: Sequence[str], elsewhere: Collection[str] = ()) -> list[str]:
-    """Of files of a folder those to train on; other parts are printed, unless read `elsewhere`."""
+    """Return the files to train on; print other parts, unless they are read `elsewhere`."""
     parts = by_part(names)
     others = parts.keys() - {TRAIN, "", *elsewhere}
     if others and rank_of(os.environ) == 0:

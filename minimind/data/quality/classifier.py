@@ -21,7 +21,7 @@ def require_classifier(path: Path, labels: Sequence[str]) -> None:
     """Raise UsageError if the model lacks one of the labels, or a package is missing."""
     require_datatrove("--classifier")
     try:
-        import fasttext  # noqa: F401
+        import fasttext  # noqa: F401 (only to see whether it is installed)
     except ModuleNotFoundError as error:
         raise UsageError(
             "--classifier needs fasttext-predict, which is not installed; pip install"

@@ -93,6 +93,18 @@ def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def errors_of_killed(
+    process: subprocess.Popen[str], workers: list[int], stop: signal.Signals, victim: str
+) -> str:
+    """What a command prints when it or the last of its workers gets a signal; it ends by it."""
+    os.kill(process.pid if victim == "parent" else workers[-1], stop)
+    errors = process.communicate(timeout=120)[1]
+    expected = {"worker": 70, "parent": -9 if stop == signal.SIGKILL else 130}[victim]
+    assert process.returncode == expected, errors
+    assert "Traceback" not in errors
+    return errors
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stop", "victim"),
@@ -110,11 +122,7 @@ def test_no_worker_survives_and_the_next_start_finishes(
             assert process.poll() is None
             workers = children(process.pid)  # with the resource tracker
             time.sleep(0.01)
-        os.kill(process.pid if victim == "parent" else workers[-1], stop)
-        errors = process.communicate(timeout=120)[1]
-    expected = {"worker": 70, "parent": -9 if stop == signal.SIGKILL else 130}[victim]
-    assert process.returncode == expected, errors
-    assert "Traceback" not in errors
+        errors = errors_of_killed(process, workers, stop, victim)
     if victim == "worker":
         assert "run the same command again" in errors
     deadline = time.monotonic() + 120
