@@ -107,7 +107,8 @@ def _field_row(name: str, spec: Any) -> Row:
     value = ", ".join([KINDS[type_name(spec)], *limits])
     if "choices" in meta:
         value = _choices(meta["choices"])
-    return _codes([f"--{name}"]), value, _default(spec.default), _escape(meta["help"])
+    default = f"`auto`, {meta['rule']}" if "rule" in meta else _default(spec.default)
+    return _codes([f"--{name}"]), value, default, _escape(meta["help"])
 
 
 def _action_row(action: argparse.Action) -> Row:

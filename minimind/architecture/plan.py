@@ -320,7 +320,7 @@ def _larger_batch(
     run: RunConfig, shape: Shape, best: Layout, largest: int, machine: Machine
 ) -> str:
     """Name a larger batch where that of `best` is only the default, and has room to grow."""
-    is_default = {run.sources[name] for name in ("batch_size", "accumulation_steps")} == {"default"}
+    is_default = not any(map(run.is_explicit, ("batch_size", "accumulation_steps")))
     rows = largest - largest % 8 if largest >= 8 else largest
     if not is_default or run.split_batches or rows < 2 * best.rows:
         return ""

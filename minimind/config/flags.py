@@ -12,13 +12,18 @@ DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
 MOST_LEFT_OUT = 100_000  # rows; their places are computed for every 1,000 rows, in 10 ms on a CPU
 MIRROR_WAIT_S = 300  # at the end of a run, for its uploads
 BY_TASK = "--task sft"  # source of the values that it sets
+AUTO = "auto"  # value, and source, of a flag that the start decides (config/rules.py)
 
 # Groups of settings that must match the checkpoint on resume (checkpoint/identity.py).
 CHANGEABLE = ("batch", "schedule", "lr", "data", "tokenizer", "model", "dtype", "seed")
 
 
 def flag(help: str, default: Any, group: str, **limits: Any) -> Any:
-    """Return a dataclass field that is also a command-line flag."""
+    """Return a dataclass field that is also a command-line flag.
+
+    `rule` says by what "auto" is decided, which then is the default in place of the plain number
+    `default`; with `is_auto` the flag takes "auto" for its default.
+    """
     return field(default=default, metadata={"group": group, "help": help, **limits})
 
 
@@ -68,6 +73,7 @@ class TrainingFlags:
         8,
         "length",
         at_least=1,
+        rule="by the tokens of the run",
     )
     split_batches: bool = flag("count --batch_size over all processes together", False, "length")
     accumulation_steps: int = flag(
@@ -496,15 +502,27 @@ class OptimizerFlags:
         "optimizer",
         choices=tuple(OPTIMIZERS),
     )
-    learning_rate: float = flag("peak learning rate", 5e-4, "optimizer", above=0.0)
+    learning_rate: float = flag(
+        "peak learning rate",
+        5e-4,
+        "optimizer",
+        above=0.0,
+        rule="by the parameters and tokens of the run",
+    )
     min_lr_ratio: float = flag(
-        "final learning rate as a fraction of the peak", 0.1, "optimizer", at_least=0.0, at_most=1.0
+        "final learning rate as a fraction of the peak",
+        0.1,
+        "optimizer",
+        at_least=0.0,
+        at_most=1.0,
+        is_auto=True,
     )
     warmup_steps: int | None = flag(
-        "optimizer steps of linear warm-up (default: 5 % of all steps, at most 100)",
+        "optimizer steps of linear warm-up",
         None,
         "optimizer",
         at_least=0,
+        rule="by the steps of the run",
     )
     schedule: str = flag(
         "learning rate after the warm-up: cosine and linear decay over the whole run; wsd (warm-up,"
@@ -561,6 +579,7 @@ class OptimizerFlags:
         0.1,
         "optimizer",
         at_least=0.0,
+        rule="by passes over the text",
     )
     beta1: float = flag(
         "AdamW first-moment decay; Lion: weight of the momentum in an update",
@@ -568,6 +587,7 @@ class OptimizerFlags:
         "optimizer",
         at_least=0.0,
         below=1.0,
+        is_auto=True,
     )
     beta2: float = flag(
         "AdamW second-moment decay; Lion: decay of the momentum",
@@ -575,6 +595,7 @@ class OptimizerFlags:
         "optimizer",
         at_least=0.0,
         below=1.0,
+        is_auto=True,
     )
     sgd_momentum: float | None = flag(
         "momentum of SGD (default 0.9)", None, "optimizer", at_least=0.0, below=1.0

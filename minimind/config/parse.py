@@ -22,8 +22,15 @@ import yaml
 
 from minimind.config.arguments import EXAMPLE, Formatter, PrintCompletion, format_default
 from minimind.config.checks import check, conflicts
-from minimind.config.flags import SHAPE
-from minimind.config.run_config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig, deepspeed_files
+from minimind.config.flags import AUTO, SHAPE
+from minimind.config.run_config import (
+    CONFIGS,
+    DISTRIBUTION,
+    FLAGS,
+    RULED,
+    RunConfig,
+    deepspeed_files,
+)
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.durable_files import read_small_text
 from minimind.runtime.file_kinds import adapter_in
@@ -385,6 +392,8 @@ def build_parser(prog: str = "train_pretrain.py") -> argparse.ArgumentParser:
 
 def _help(spec: Any) -> str:
     default = "off" if spec.default is False else format_default(spec.default)
+    if "rule" in spec.metadata:
+        default = f"{AUTO}, {spec.metadata['rule']}"
     text = spec.metadata["help"] + (f" (default: {default})" if default else "")
     return text.replace("%", "%%")  # argparse formats it
 
@@ -413,11 +422,16 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
     """
     all_faults = [*faults, *unknown_keys(given, "the arguments")]
     values: dict[str, Any] = {}
-    sources = dict.fromkeys(FLAGS, "default")
+    unset = {name: AUTO if name in RULED else "default" for name in FLAGS}
+    sources = dict(unset)
     invalid = set()
     for layer, source_of in _layers(given, source, all_faults):
         for name in layer:
             where = source_of.format(name=name)
+            if layer[name] == AUTO and (name in RULED or "is_auto" in FLAGS[name].metadata):
+                values.pop(name, None)
+                sources[name] = unset[name]
+                continue
             try:
                 values[name], sources[name] = convert(name, layer[name], where), where
                 if name == "deepspeed_config" and (file := deepspeed_files().get(values[name])):

@@ -10,6 +10,7 @@ from typing import Any
 
 from minimind import __version__
 from minimind.config.flags import (
+    AUTO,
     CHANGEABLE,
     MAX_ROPE_FACTOR,
     ModelFlags,
@@ -89,8 +90,14 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def is_explicit(self, name: str) -> bool:
-        """Whether the user set the value: in any source except defaults and presets."""
-        return self.sources[name] not in ("default", f"model {self.model}")
+        """Whether the user set the value: in any source except defaults, rules and presets."""
+        source = self.sources[name]
+        return source not in ("default", f"model {self.model}") and not source.startswith(AUTO)
+
+    @property
+    def open_flags(self) -> list[str]:
+        """Flags that the start decides, by rules or by the checkpoint."""
+        return [name for name, source in self.sources.items() if source == AUTO]
 
     @property
     def hugging_face(self) -> str | None:
@@ -224,3 +231,5 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
 
 
 FLAGS = {f.name: f for f in fields(RunConfig) if f.metadata}
+# By flag that has a rule: what decides it.
+RULED = {name: f.metadata["rule"] for name, f in FLAGS.items() if "rule" in f.metadata}

@@ -62,8 +62,20 @@ class Schedule:
 
 
 def planned_warmup(run: RunConfig, total_steps: int) -> int:
-    """Warm-up steps: --warmup_steps, else 5 % of `total_steps`, at most 100."""
+    """Warm-up steps: --warmup_steps, else 5 % of `total_steps`, at most 100.
+
+    Where rules hold, --warmup_steps has a number before this is asked for (rules.py).
+    """
     return min(100, total_steps // 20) if run.warmup_steps is None else run.warmup_steps
+
+
+def planned_decay(run: RunConfig, total_steps: int) -> int:
+    """Last steps, in which wsd decays; 0 for another schedule."""
+    if run.schedule != "wsd":
+        return 0
+    fraction = DECAY_FRACTION if run.decay_fraction is None else run.decay_fraction
+    by_fraction = max(1, int(total_steps * _exact(fraction)))
+    return by_fraction if run.decay_steps is None else run.decay_steps
 
 
 def budget_steps(
@@ -110,11 +122,7 @@ def plan_schedule(
 ) -> Schedule:
     """Return the schedule of `run`; raise UsageError if warm-up and decay exceed the run."""
     total = run_length(run, steps_per_epoch, budgets or {})
-    warmup, decay = planned_warmup(run, total), 0
-    if run.schedule == "wsd":
-        fraction = DECAY_FRACTION if run.decay_fraction is None else run.decay_fraction
-        by_fraction = max(1, int(total * _exact(fraction)))
-        decay = by_fraction if run.decay_steps is None else run.decay_steps
+    warmup, decay = planned_warmup(run, total), planned_decay(run, total)
     if warmup > total:
         raise UsageError(
             f"{_named(run, 'warmup_steps', warmup)} is more than the {total} steps of the whole"

@@ -43,6 +43,7 @@ from minimind.report.verdict import Verdicts
 from minimind.runtime.durable_files import storing
 from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
+from minimind.train.auto_values import with_auto_values
 from minimind.train.build import (
     build_batches,
     plan_data_and_schedule,
@@ -140,6 +141,14 @@ def train_resolved(
     if is_locked:  # refuse a folder in use before the long work
         progress.lock = lock_out_dir(out_dir)
     prepared = prepare_data(run)
+    if resolved.run.open_flags:
+        known, n_rows = (
+            with_prepared(resolved.run, prepared),
+            prepared.train.rows(run.max_seq_len + 1),
+        )
+        run = with_auto_values(setup, known, resolved.optimizer, n_rows, initial.architecture)
+        setup = replace(setup, run=run)
+        resolved = setup.resolve()
     order, schedule = plan_data_and_schedule(
         resolved.run, prepared, setup.launch.world_size, initial.architecture
     )

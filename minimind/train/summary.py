@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.deepspeed.backend_choice import Setup, dry_run_notices
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import leaves
-from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.flags import AUTO
+from minimind.config.run_config import FLAGS, RULED, RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared
 from minimind.data.rows.order import Order
@@ -43,6 +44,7 @@ from minimind.report.formats import count
 from minimind.report.verdict import Setting
 from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import is_url, masked, masked_values, named
+from minimind.train.auto_values import with_auto_values
 from minimind.train.build import (
     check_enough_rows,
     prepared_folder,
@@ -76,8 +78,13 @@ def flags_table(run: RunConfig, names: Iterable[str] = FLAGS) -> str:
     """One line per flag that has a value: name, value, source."""
     flags = recorded_flags(run)
     given = (name for name in names if flags[name] is not None)
-    rows = ((name, _text(flags[name]), run.sources[name]) for name in given)
+    rows = ((name, *_value_and_source(run, name, flags[name])) for name in given)
     return aligned(rows, indent="  ", widest=MAX_WIDTH)
+
+
+def _value_and_source(run: RunConfig, name: str, value: Any) -> tuple[str, str]:
+    """The cells of a flag; of one that the start decides, by what."""
+    return (AUTO, RULED[name]) if run.sources[name] == AUTO else (_text(value), run.sources[name])
 
 
 def resolved_table(resolved: ResolvedConfig) -> str:
@@ -94,11 +101,12 @@ def deepspeed_table(resolved: ResolvedConfig) -> str:
 def non_default_settings(resolved: ResolvedConfig) -> dict[str, list[str]]:
     """Settings that are not default, as pieces for `labelled_lines`, by label."""
     groups: dict[str, dict[str, list[str]]]  # label: source: settings
-    groups = {"files": {}, "flags": {}, "preset": {}, "derived": {}}
+    groups = {"auto": {}, "files": {}, "flags": {}, "preset": {}, "derived": {}}
     for name in FLAGS:
         value, source = masked_values(getattr(resolved.run, name)), resolved.run.sources[name]
         if label := _label_of_flag(resolved, name, value, source):
-            shown_source = "" if label == "flags" else source.removeprefix("derived: ")
+            shown_source = source.removeprefix("derived: ").removeprefix("auto: ")
+            shown_source = "" if label == "flags" else shown_source
             text = ("on" if value else "off") if isinstance(value, bool) else _text(value)
             setting = f"{name} {shorten(text, MAX_WIDTH)}"
             groups[label].setdefault(shown_source, []).append(setting)
@@ -131,6 +139,8 @@ def _label_of_flag(resolved: ResolvedConfig, name: str, value: Any, source: str)
         return "flags"
     if is_preset:
         return "preset"
+    if source.startswith("auto"):
+        return "auto"
     return "derived" if source.startswith("derived: ") else "files"
 
 
@@ -198,13 +208,14 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
 
     Of a prepared folder the manifest and the sizes of the shards are read, no tokens.
     """
-    run, world_size, tables = with_tokenizer(resolved.run), setup.launch.world_size, []
-    if folder := prepared_folder(run):
+    world_size, tables = setup.launch.world_size, []
+    n_rows, tokens, derived, by = None, 0, {}, ""
+    if folder := prepared_folder(resolved.run):
         manifest = read_manifest(folder)
-        _require_usable(folder, manifest, run.tokenizer)
+        _require_usable(folder, manifest, resolved.run.tokenizer)
         derived = {"vocab_size": manifest["vocab_size"], **options_of(manifest)}
-        run = with_derived_values(run, f"--data_path {named(str(folder))}", derived)
-        row_tokens, lines = run.max_seq_len + 1, [f"data: {named(str(folder))}"]
+        by = f"--data_path {named(str(folder))}"
+        row_tokens, lines = resolved.run.max_seq_len + 1, [f"data: {named(str(folder))}"]
         for split, part in manifest["splits"].items():
             lines.append(
                 f"{split:<6} {part['tokens']:>14,} tokens, {part['documents']:,} documents, about"
@@ -212,8 +223,16 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
             )
         tables.append("\n".join(lines))
         tokens = manifest["splits"]["train"]["tokens"]
-        # Several sources may have a few rows fewer.
-        check_enough_rows(resolved.run, world_size, tokens, tokens // row_tokens)
+        n_rows = tokens // row_tokens  # several sources may have a few rows fewer
+    run = with_derived_values(with_tokenizer(resolved.run), by, derived)
+    ends_by_itself = run.epochs is None and length_text(run, world_size, model)
+    if run.open_flags and (folder or ends_by_itself):
+        decided = with_auto_values(setup, run, resolved.optimizer, n_rows, model)
+        setup = replace(setup, run=decided)
+        resolved = setup.resolve()
+        run = with_derived_values(with_tokenizer(resolved.run), by, derived)
+    if n_rows is not None:
+        check_enough_rows(run, world_size, tokens, n_rows)
     if urls := [path for path in run.data_path if is_url(path)]:
         tables.append(f"data: what {' '.join(map(masked, urls))} holds is looked at by the start")
     tables.insert(0, f"flags:\n{flags_table(run)}")

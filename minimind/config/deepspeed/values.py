@@ -127,7 +127,10 @@ def _apply_batch(config: Mapping[str, Any], path: str, run: RunConfig, data_size
     if not run.is_explicit("accumulation_steps"):
         rows = run.batch_size * (1 if run.split_batches else data_size)
         if total % rows == 0:
-            return run.with_values(where, accumulation_steps=total // rows)
+            values = {"accumulation_steps": total // rows}
+            if not run.is_explicit("batch_size"):
+                values["batch_size"] = run.batch_size  # no rule decides it
+            return run.with_values(where, **values)
     if not run.is_explicit("batch_size"):
         rows = run.accumulation_steps * (1 if run.split_batches else data_size)
         if total % rows == 0:

@@ -1,0 +1,105 @@
+"""Rules for "auto": batch, learning rate and weight decay by parameters, tokens and epochs.
+
+They hold for AdamW from random weights. benchmarks/default_rules.py makes the runs that they are
+fitted to, and docs/faster.md has the figures. Where they do not hold, "auto" stands for the plain
+number of the flag.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from minimind.config.run_config import RunConfig
+
+# Tokens of a micro-batch, above which a process accumulates: larger ones are slower on a CPU.
+FEWEST_PARAMETERS, FEWEST_TOKENS = 280_000, 2**18  # of the runs that the rules are fitted to
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the rules read."""
+
+    parameters: int
+    tokens: int  # that the run trains on
+    epochs: float  # passes over the text
+    steps: int  # in which the rate may warm up: those before a decay of wsd
+
+    def __str__(self) -> str:
+        several = f", {self.epochs:.3g} epochs" if self.epochs > 1 else ""
+        return f"{brief(self.parameters)} parameters, {brief(self.tokens)} tokens{several}"
+
+
+def brief(number: float) -> str:
+    """`2.36M`: three digits and a power of a thousand."""
+    power = min(3, max(0, int(math.log10(max(number, 1)) // 3)))
+    return f"{number / 1000**power:.3g}{['', 'K', 'M', 'B'][power]}"
+
+
+def tokens_per_step(tokens: float) -> float:
+    """Tokens of a step, of which rows are the nearest power of two for each process."""
+    return 0.58 * max(tokens, FEWEST_TOKENS) ** 0.571
+
+
+def learning_rate(work: Workload) -> float:
+    """Peak rate for the batch of the rule."""
+    parameters = max(work.parameters, FEWEST_PARAMETERS)
+    return 1.79 * parameters**-0.713 * max(work.tokens, FEWEST_TOKENS) ** 0.307
+
+
+def weight_decay(work: Workload) -> float:
+    """Decay of matrices, larger where the text is read many times."""
+    return 0.1
+
+
+def warmup_steps(work: Workload) -> float:
+    """Steps of warm-up, which a short run needs as well as a long one."""
+    return min(100, work.steps * 3 // 10)
+
+
+# By flag, with AdamW; the batch has functions of its own.
+RULES: Mapping[str, Callable[[Workload], float]] = {
+    "learning_rate": learning_rate,
+    "weight_decay": weight_decay,
+    "warmup_steps": warmup_steps,
+}
+BY_EPOCHS = ("weight_decay",)
+# Flags with a rule, by name of the optimizer.
+OF_ADAM = ("batch_size", *RULES)
+OF_OPTIMIZER = {"AdamW": OF_ADAM, "Adam": OF_ADAM, "Muon": ("batch_size",)}
+
+
+def flags_with_rules(run: RunConfig, optimizer: str) -> list[str]:
+    """Flags of the run that are "auto" and have a rule with this optimizer."""
+    if run.task != "pretrain" or run.init_from is not None or run.mup_base_dim is not None:
+        return []  # fine-tuning, and rates that are of another width
+    return [name for name in run.open_flags if name in OF_OPTIMIZER.get(optimizer, ())]
+
+
+def suited_rows(unit: int, row_tokens: int, tokens_of: Callable[[int], float]) -> int:
+    """Rows of a step: `unit` times a power of two; `tokens_of` gives the run's tokens with them."""
+    rows = unit
+    while 2 * rows * row_tokens < math.sqrt(2) * tokens_per_step(tokens_of(2 * rows)):
+        rows *= 2
+    return rows
+
+
+def batch_values(run: RunConfig, world_size: int, rows: int, device: str) -> dict[str, int]:
+    """--batch_size for `rows` of a step, and --accumulation_steps unless that is given."""
+    data_size = run.parallel(world_size).data_size
+    each = rows // data_size
+    micro_batches, values = run.accumulation_steps, {}
+    if not run.is_explicit("accumulation_steps"):
+        most = max(1, MICRO_BATCH_TOKENS[device] // run.max_seq_len)
+        micro_batches = next(n for n in range(1, each + 1) if not each % n and each // n <= most)
+        values["accumulation_steps"] = micro_batches
+    micro_batch = each // micro_batches
+    return {"batch_size": micro_batch * data_size if run.split_batches else micro_batch, **values}
+
+
+def suited_values(names: Iterable[str], work: Workload) -> dict[str, float]:
+    """Values of the rules for these flags; rates have three digits, as people write them."""
+    values = {name: RULES[name](work) for name in names if name in RULES}
+    return {n: v if isinstance(v, int) else float(f"{v:.3g}") for n, v in values.items()}

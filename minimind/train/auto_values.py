@@ -1,0 +1,89 @@
+"""Numbers for the flags that are "auto": those of the checkpoint, else those of the rules."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from minimind.architecture.select import Architecture
+from minimind.checkpoint.directory import read_manifest
+from minimind.checkpoint.resume import requested_checkpoints
+from minimind.config.deepspeed.backend_choice import Setup
+from minimind.config.flags import AUTO
+from minimind.config.rules import (
+    BY_EPOCHS,
+    Workload,
+    batch_values,
+    flags_with_rules,
+    suited_rows,
+    suited_values,
+)
+from minimind.config.run_config import RunConfig
+from minimind.config.schedule import planned_decay, run_length
+from minimind.errors import CheckpointError, UsageError
+from minimind.train.build import run_budgets
+
+
+def with_auto_values(
+    setup: Setup, known: RunConfig, optimizer: str, n_rows: int | None, model: Architecture
+) -> RunConfig:
+    """Return the run of `setup` with numbers for the flags that are "auto" in `known`.
+
+    `known` has what files and text decide. The numbers are those of the checkpoint from which the
+    run resumes, else those of the rules, else the plain ones of the flags. What is decided by
+    epochs stays open without `n_rows`, the rows of the text.
+    """
+    world_size, decided = setup.launch.world_size, known.open_flags
+    values: dict[str, Any] = {}
+    rows, source = 0, AUTO
+    unit = known.parallel(world_size).data_size
+    unit *= known.accumulation_steps if known.is_explicit("accumulation_steps") else 1
+    if saved := _checkpoint_to_resume(known):
+        path, identity = saved
+        names, source = decided, f"{AUTO}: as in {path.name}"
+        numbers = identity["lr"] | identity["schedule"]
+        values = {name: numbers[name] for name in names if name in numbers}
+        rows = identity["batch"]["rows_per_step"]
+        if "batch_size" in names and rows % unit:
+            raise UsageError(
+                f"batch_size = {AUTO}: the {rows} rows of a step in {path} cannot be divided over"
+                f" {unit} processes and micro-batches; start processes that divide them, or give"
+                " --batch_size with --allow_change batch"
+            )
+    elif names := flags_with_rules(known, optimizer):
+        if n_rows is None:
+            decided = [name for name in decided if name not in BY_EPOCHS]
+        of_text = n_rows or sys.maxsize
+
+        def tokens_of(rows: int) -> int:
+            steps = run_length(known, of_text // rows, run_budgets(known, rows, model))
+            return steps * rows * known.max_seq_len
+
+        rows = known.rows_per_step(world_size)
+        if "batch_size" in names:
+            rows = suited_rows(unit, known.max_seq_len, tokens_of)
+        steps = tokens_of(rows) // (rows * known.max_seq_len)
+        work = Workload(
+            parameters=model.parameters(known),
+            tokens=tokens_of(rows),
+            epochs=rows * steps / of_text,
+            steps=steps - planned_decay(known, steps),
+        )
+        values, source = suited_values(set(names) & set(decided), work), f"{AUTO}: {work}"
+    if "batch_size" in names:
+        values |= batch_values(known, world_size, rows, setup.device)
+    plain = {name: getattr(known, name) for name in decided if name not in values}
+    return setup.run.with_values("default", **plain).with_values(source, **values)
+
+
+def _checkpoint_to_resume(run: RunConfig) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that --resume asks for, with its identity; None if there is none.
+
+    The resume itself reports a damaged one, and takes the next.
+    """
+    for path in requested_checkpoints(Path(run.out_dir) / "checkpoints", run.resume):
+        with suppress(CheckpointError):
+            return path, read_manifest(path)["identity"]
+    return None

@@ -1,0 +1,109 @@
+"""Numbers of "auto" in a run: by its text, the same in every process, and as saved on resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import minimind.train as training
+from minimind.config import rules
+from minimind.errors import UsageError
+from tests.conftest import Launcher
+
+train: Any = training  # a package that is called like a function
+FLAGS: dict[str, Any] = {
+    **{"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
+    **{"vocab_size": 600, "device": "cpu", "eval_rows": 0, "log_interval": 1},
+    **{"deepspeed_config": "none", "max_steps": 8, "save_interval": 4, "dtype": "float32"},
+}
+NAMES = ("batch_size", "accumulation_steps", "learning_rate", "weight_decay", "warmup_steps")
+
+
+def configuration(out_dir: Path) -> dict[str, Any]:
+    return yaml.safe_load((out_dir / "config.yaml").read_text())
+
+
+def losses(out_dir: Path) -> list[tuple[int, float, float]]:
+    lines = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
+    return [(e["step"], e["loss"], e["lr"]) for e in lines if e["event"] == "step"]
+
+
+@pytest.fixture
+def places(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cache = tmp_path_factory.getbasetemp() / "cache-of-auto"
+    return {**FLAGS, "data_path": [str(corpus)], "cache_dir": str(cache)}
+
+
+def test_the_numbers_are_those_of_the_rules_and_say_so(places, tmp_path, capsys):
+    assert train(places, out_dir=str(tmp_path / "out")) == 0
+    found = configuration(tmp_path / "out")
+    work = rules.Workload(600 * 16, 8 * 32 * found["batch_size"], 1.0, 8)
+    expected = rules.suited_values(("learning_rate", "warmup_steps"), work)
+    assert {name: found[name] for name in expected} == expected
+    text = (tmp_path / "out" / "config.yaml").read_text()
+    assert "parameters, " in text.split("learning_rate: ")[1].split("\n")[0]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"auto batch_size {found['batch_size']}, accumulation_steps 1," in shown
+
+
+def test_the_numbers_written_out_train_the_same(places, tmp_path):
+    assert train(places, out_dir=str(tmp_path / "auto")) == 0
+    numbers = {name: configuration(tmp_path / "auto")[name] for name in NAMES}
+    assert train(places, out_dir=str(tmp_path / "given"), **numbers) == 0
+    assert losses(tmp_path / "auto") == losses(tmp_path / "given")
+
+
+def test_a_resumed_run_keeps_its_numbers_though_the_rules_changed(places, tmp_path, monkeypatch):
+    assert train(places, out_dir=str(tmp_path / "whole")) == 0
+    assert train(places, out_dir=str(tmp_path / "cut"), stop_at_step=4) == 75
+    before = configuration(tmp_path / "cut")
+    for name, rule in {**rules.RULES}.items():
+        monkeypatch.setitem(rules.RULES, name, lambda work, rule=rule: 2 * rule(work))
+    monkeypatch.setattr(rules, "tokens_per_step", lambda tokens: 10_000.0)
+    assert train(places, out_dir=str(tmp_path / "cut")) == 0
+    after = configuration(tmp_path / "cut")
+    assert {name: after[name] for name in NAMES} == {name: before[name] for name in NAMES}
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert "auto: as in step_00000004" in (tmp_path / "cut" / "config.yaml").read_text()
+
+
+def test_a_run_of_given_numbers_goes_on_without_them(places, tmp_path):
+    numbers = {"batch_size": 2, "learning_rate": 0.003, "weight_decay": 0.2, "warmup_steps": 1}
+    assert train(places, out_dir=str(tmp_path / "out"), stop_at_step=4, **numbers) == 75
+    assert train(places, out_dir=str(tmp_path / "out")) == 0
+    found = configuration(tmp_path / "out")
+    assert {name: found[name] for name in numbers} == numbers
+
+
+def test_a_file_that_sets_the_batch_keeps_it(places, tmp_path):
+    file = tmp_path / "ds.json"
+    document = {"zero_optimization": {"stage": 1}, "train_batch_size": 12}
+    file.write_text(json.dumps(document))
+    places = {**places, "deepspeed_config": str(file), "batch_size": 3}
+    assert train(places, out_dir=str(tmp_path / "out"), dry_run=True) == 0
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_every_number_of_processes_trains_on_the_same_rows(
+    forked: Launcher, tmp_path: Path, processes: int
+):
+    """The rows of a step follow from the text, not from the processes."""
+    line = "--batch_size auto --learning_rate auto --warmup_steps auto --max_steps 6"
+    line += " --dtype float32 --deepspeed_config none"
+    one = forked.run(tmp_path / "one", line, processes=1)
+    many = forked.run(tmp_path / "many", line, processes=processes)
+    assert (one.status, many.status) == (0, 0), one.stderr + many.stderr
+    for name in ("rows", "lr"):
+        first, second = ([line[name] for line in run.events("step")] for run in (one, many))
+        assert first == second
+    assert many.losses() == pytest.approx(one.losses(), rel=1e-5)
+
+
+def test_rows_that_the_processes_cannot_divide_are_refused(places, tmp_path, monkeypatch):
+    assert train(places, out_dir=str(tmp_path / "out"), stop_at_step=4, batch_size=4) == 75
+    with pytest.raises(UsageError, match=r"batch_size = auto: the 4 rows of a step in .* 3 proc"):
+        train(places, out_dir=str(tmp_path / "out"), accumulation_steps=3)
