@@ -244,6 +244,11 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
 
     costs = model.costs(run) or plan_text(run, world_size, resolved.config, device=setup.device)
     notices = [*filter(None, [mup_line(resolved.run)]), *dry_run_notices(setup, resolved)]
+    if "batch_size" in run.open_flags:
+        notices.append(
+            f"auto: the text decides {', '.join(run.open_flags)}; what follows is for"
+            f" --batch_size {run.batch_size}"
+        )
     return "\n\n".join([*tables, *notices, costs])
 
 

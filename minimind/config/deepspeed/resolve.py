@@ -85,9 +85,12 @@ class ResolvedConfig:
         return {**row.fixed, **values, **written}
 
     def table(self) -> str:
-        """One line per value: key path, value, source."""
-        values = leaves(masked_values(self.config)).items()
-        return aligned(((k, json.dumps(v), self.sources[k]) for k, v in values), indent="  ")
+        """One line per value: key path, value, source; "auto" for one of a flag that is open."""
+        undecided, rows = tuple(f"{name} (auto)" for name in self.run.open_flags), []
+        for key, value in leaves(masked_values(self.config)).items():
+            source = self.sources[key]
+            rows.append((key, json.dumps(AUTO if source in undecided else value), source))
+        return aligned(rows, indent="  ")
 
 
 def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[str, Any]:

@@ -329,6 +329,8 @@ def _micro_batch(f: Facts) -> Value:
 
 
 def _batch(f: Facts) -> Value:
+    if "batch_size" in f.run.open_flags:
+        return f.run.rows_per_step(f.world_size), f.by("batch_size")
     rows, data_size = f.run.micro_batch_rows(f.world_size), f.run.parallel(f.world_size).data_size
     factors = f"{rows} rows x {f.run.accumulation_steps} micro-batches x {data_size} processes"
     return f.run.rows_per_step(f.world_size), f"derived: {factors}"
