@@ -91,8 +91,8 @@ def run_report(args: argparse.Namespace) -> None:
 def run_scaling(args: argparse.Namespace) -> int:
     """Print the law and the optima, and write the page; after `run SPEC.yaml`, of its runs."""
     first, *others = args.places
-    # Folders can be called run, and are no YAML files.
-    trains = first == Path("run") and [one.suffix in (".yaml", ".yml") for one in others] == [True]
+    is_spec = len(others) == 1 and others[0].suffix in (".yaml", ".yml")  # else `run` is a folder
+    trains = first == Path("run") and is_spec
     for package in ("scipy", "optuna") if trains else ("scipy",):
         if find_spec(package) is None:
             raise UsageError(

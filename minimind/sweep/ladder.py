@@ -89,19 +89,17 @@ def read_ladder(path: str) -> Ladder:
     spec = read_fields(path, "scaling spec", Spec, Predict)
     if faults := [*_faults(spec, path)]:
         raise fault_error(faults)
-    sizes = {_name(size): _flags(size) for size in spec.sizes}
-    tokens = _budgets(spec.tokens, spec.tokens_per_param)
-    runs = [*product(sizes, tokens)]
+    runs = [*product(map(_size, spec.sizes), _budgets(spec.tokens, spec.tokens_per_param))]
     trials = len(runs)  # before the prediction
     if one := spec.predict:
-        size, budget = {_name(one.size): _flags(one.size)}, _budgets(*_lists(one))
-        runs += product(size, budget)
-        sizes, tokens = sizes | size, tokens | budget
+        given = ([value] if value else [] for value in (one.tokens, one.tokens_per_param))
+        runs += product([_size(one.size)], _budgets(*given))
+    values = {"size": dict(size for size, _ in runs), "tokens": dict(budget for _, budget in runs)}
     return Ladder(
         **spec.model_dump(),
-        dimensions={"size": [*sizes], "tokens": [*tokens]},
-        values={"size": sizes, "tokens": tokens},
-        runs=runs,
+        dimensions={name: [*choices] for name, choices in values.items()},
+        values=values,
+        runs=[(size, budget) for (size, _), (budget, _) in runs],
         trials=trials,
         metric="val_loss",
         sampler="grid",
@@ -109,23 +107,20 @@ def read_ladder(path: str) -> Ladder:
     )
 
 
-def _name(size: Any) -> str:
+Choice = tuple[str, dict[str, Any]]  # name and flags
+
+
+def _size(given: Any) -> Choice:
     """`26m`, or `dim 128 n_layers 4`."""
-    return size if isinstance(size, str) else " ".join(f"{k} {v}" for k, v in size.items())
+    if isinstance(given, str):
+        return given, {"model": given}
+    return " ".join(f"{name} {value}" for name, value in given.items()), given
 
 
-def _flags(size: Any) -> dict[str, Any]:
-    return {"model": size} if isinstance(size, str) else size
-
-
-def _budgets(tokens: Sequence[str], ratios: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Flags by name: `2e8`, or `20 per parameter`."""
-    named = {one: {"max_tokens": one} for one in tokens}
-    return named | {f"{one} per parameter": {"tokens_per_param": one} for one in ratios}
-
-
-def _lists(one: Predict) -> list[list[str]]:
-    return [[given] if given else [] for given in (one.tokens, one.tokens_per_param)]
+def _budgets(tokens: Sequence[str], ratios: Sequence[str]) -> list[Choice]:
+    """`2e8`, or `20 per parameter`."""
+    named: list[Choice] = [(one, {"max_tokens": one}) for one in tokens]
+    return named + [(f"{one} per parameter", {"tokens_per_param": one}) for one in ratios]
 
 
 def _faults(spec: Spec, path: str) -> Iterator[str]:
@@ -167,19 +162,27 @@ def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[flo
         for other in points[:n]:
             if one.settings == other.settings:
                 raise UsageError(f"{path}: {other.name} and {one.name} are one run; remove one")
-    fitted = points[: ladder.trials]
-    term, notes = term_of(Points(fitted, {}), flops, tokens)
-    if ladder.predict and term != "both":
-        x, y = ("parameters", "tokens") if term == "parameters" else ("tokens", "parameters")
-        at, of = (np.log([getattr(one, name) for one in fitted]) for name in (x, y))
-        expected = np.exp(np.polyval(np.polyfit(at, of, 1), np.log(getattr(points[-1], x))))
-        given = getattr(points[-1], y)
-        if not 1 / NEAR <= given / expected <= NEAR:
-            raise UsageError(
-                f"predict in {path} has {formats.size(given)} {y}, but {notes[0]}; give it"
-                f" {formats.size(expected)}, or add runs with other numbers"
-            )
+    fitted = Points(points[: ladder.trials], {})
+    term_of(fitted, flops, tokens)
+    if ladder.predict:
+        _require_predictable(points[-1], fitted, path)
     return points
+
+
+def _require_predictable(one: Point, fitted: Points, path: str) -> None:
+    """Raise UsageError if a law of one term does not hold for the numbers of the predicted run."""
+    term, notes = term_of(fitted, (), ())
+    if term == "both":
+        return
+    x, y = ("parameters", "tokens") if term == "parameters" else ("tokens", "parameters")
+    at, of = (np.log([getattr(point, name) for point in fitted.used]) for name in (x, y))
+    expected = np.exp(np.polyval(np.polyfit(at, of, 1), np.log(getattr(one, x))))
+    given = getattr(one, y)
+    if not 1 / NEAR <= given / expected <= NEAR:
+        raise UsageError(
+            f"predict in {path} has {formats.size(given)} {y}, but {notes[0]}; give it"
+            f" {formats.size(expected)}, or add runs with other numbers"
+        )
 
 
 def _planned(ladder: Ladder, parameters: Mapping[str, str], path: str) -> Point:
@@ -188,12 +191,16 @@ def _planned(ladder: Ladder, parameters: Mapping[str, str], path: str) -> Point:
     for name in LENGTHS:  # a --config file may set them
         if getattr(run, name) is not None and name not in own:
             raise UsageError(f"{name} = {getattr(run, name)} ({run.sources[name]}) {BY_TOKENS}")
-    kinds = {"init_from": run.init_from, "use_moe": run.use_moe, "model": run.hugging_face}
-    for name in (name for name, value in kinds.items() if value):
-        raise UsageError(
-            f"{name} = {getattr(run, name)} ({run.sources[name]}), but the law is of our dense"
-            " decoder, trained from its start; remove it"
-        )
+    for name, is_other in (
+        ("init_from", run.init_from is not None),
+        ("use_moe", run.use_moe),
+        ("model", run.hugging_face is not None),
+    ):
+        if is_other:
+            raise UsageError(
+                f"{name} = {getattr(run, name)} ({run.sources[name]}), but the law is of our dense"
+                " decoder, trained from its start; remove it"
+            )
     text = run.data_path[0]
     if run.tokenizer is not None:
         run = run.with_values("tokenizer", vocab_size=load_tokenizer(run.tokenizer).vocab_size)
@@ -259,24 +266,23 @@ def run_ladder(
         done = _collected(place, trials.study.rows()[: ladder.trials])
         result = answer(done, flops, tokens)
         if ladder.predict:
-            # Of raw text the vocabulary is known now.
-            vocabulary = {"vocab_size": done.used[0].run.vocab_size}
-            one = _point(
-                points[-1].name, points[-1].run.with_values("the other runs", **vocabulary)
-            )
+            vocabulary = done.used[0].run.vocab_size  # of raw text, which is known now
+            last = points[-1].run.with_values("the other runs", vocab_size=vocabulary)
+            one = _point(points[-1].name, last)
+            _require_predictable(one, done, path)
             loss = result.fit.prediction(one.parameters, one.tokens)
             prediction = Prediction(one.name, one.parameters, one.tokens, loss)
             print(f"\n{prediction.as_text()}\n", flush=True)
             trials.study.sweep = ladder.model_copy(update={"trials": None})
             if status := trials.run():
                 return status
-            last = _collected(place, trials.study.rows()[-1:])
-            if not last.used:
-                ((name, reason),) = last.left_out.items()
+            ended = _collected(place, trials.study.rows()[-1:])
+            if not ended.used:
+                ((name, reason),) = ended.left_out.items()
                 print(f"{ladder.command}: no loss to compare: {name} {reason}", file=sys.stderr)
                 return NumericError.status
-            require_alike(done.used[0], last.used[0])
-            prediction = replace(prediction, measured=last.used[0].loss)
+            require_alike(done.used[0], ended.used[0])
+            prediction = replace(prediction, measured=ended.used[0].loss)
             result = replace(result, prediction=prediction)
         return result
 

@@ -87,10 +87,8 @@ class SweepRun:
         for folder, pid in self.study.resume():
             print(f"{folder}: was interrupted, and goes on", flush=True)
             _wait_for_end(pid)
-        most = self.study.sweep.max_failures
         while True:
-            has_failed = len(self._failed) >= most
-            if self.stop.reason or has_failed:
+            if self.stop.reason or self._has_failed:
                 for job in self._running:
                     self._ask_to_stop(job)
             else:
@@ -104,7 +102,11 @@ class SweepRun:
             end = f"stopped on {self.stop.reason}; run the same command again to go on"
             print(f"{self.study.sweep.command}: {end}", file=sys.stderr)
             return PREEMPTED
-        return self._failure() if has_failed else 0
+        return self._failure() if self._has_failed else 0
+
+    @property
+    def _has_failed(self) -> bool:
+        return len(self._failed) >= self.study.sweep.max_failures
 
     def _failure(self) -> int:
         trial, status = self._failed[-1]
@@ -120,7 +122,7 @@ class SweepRun:
         return status if status > 0 else DataError.status
 
     def _start_trials(self) -> None:
-        while self._free and len(self._failed) < self.study.sweep.max_failures:
+        while self._free:
             trial = self.study.next_trial()
             if trial is None:
                 return
@@ -180,7 +182,10 @@ class SweepRun:
             kind, text = "diverged", f"diverged by step {steps:,}"
         else:
             text = f"status {status}: {job.process.last_line()}"
-        self._failed = [*self._failed, (job.trial, status)] if kind == "failed" else []
+        if kind == "failed":
+            self._failed.append((job.trial, status))
+        elif not self._has_failed:
+            self._failed.clear()
         job.trial.finish(kind, text, steps, value)
         shown = f"{metric} {formats.figure(value)}, " if math.isfinite(value) else ""
         print(f"{job.trial.folder}: {shown}{text}", flush=True)

@@ -174,6 +174,15 @@ def test_a_run_that_fails_ends_the_command_and_is_tried_again(tmp_path, capsys, 
     assert made.starts == [*FITTED[:3], *FITTED[2:], LAST]
 
 
+def test_a_failure_ends_the_command_although_a_run_beside_it_ends_well(tmp_path, made):
+    made.statuses["trial-0002"] = 3
+    assert train(tmp_path, "--parallel", "2") == 3
+    assert made.starts == FITTED[:4]
+    made.statuses.clear()
+    assert train(tmp_path, "--parallel", "2") == 0
+    assert sorted(made.starts) == sorted([*FITTED, LAST, "trial-0002"])
+
+
 def test_a_run_that_diverges_is_left_out(tmp_path, capsys, made):
     made.statuses["trial-0002"] = 6
     assert train(tmp_path) == 0
@@ -242,6 +251,7 @@ def test_runs_of_one_ratio_predict_a_run_of_that_ratio(tmp_path, capsys, made):
         ({"tokens": None}, "{}: has no tokens and no tokens_per_param; add a list of one of"),
         ({"tokens": ["x"]}, "max_tokens = 'x' ({}: max_tokens) is not a finite number; give one"),
         ({"tokens": ["1e9", "1000000000"]}, "dim 128, 1e9 and dim 128, 1000000000 are one run"),
+        ({"tokens": ["4e7", "4e7"]}, "dim 128, 4e7 and dim 128, 4e7 are one run; remove one"),
         ({"tokens": ["1e9"]}, "3 runs can be used, and a law of 3 constants needs 4 or more; add"),
         ({"sizes": [{"dim": 128}, {"dim": 256}]}, "2 different numbers of parameters, and their"),
         ({"predict": {"size": "26m"}}, "predict in {} has to have tokens or tokens_per_param; gi"),
