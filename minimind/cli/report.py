@@ -99,8 +99,8 @@ def run_scaling(args: argparse.Namespace) -> int:
                 f"minimind scaling needs the package {package}, which is not installed; pip install"
                 f" {package}"
             )
-    from minimind.report.page import GENERATOR
-    from minimind.sweep.scaling import answer, as_object, as_text, collect, write_page
+    from minimind.report.page import GENERATOR, write_page
+    from minimind.sweep.scaling import answer, as_object, as_text, collect, render
 
     page = args.out
     if trains:
@@ -117,7 +117,7 @@ def run_scaling(args: argparse.Namespace) -> int:
         result = answer(collect(args.places), args.flops, args.tokens)
     print(json.dumps(as_object(result), ensure_ascii=False) if args.json else as_text(result))
     if page:
-        size = write_page(result, page, REMEDY)
+        size = write_page(render(result), page, REMEDY)
         if not args.json:
             print(f"\n{page}: {size / 1024:,.0f} KiB; open it in a browser")
     return 0

@@ -214,12 +214,15 @@ def opened(
 
 def conclude(study: Study, status: int) -> int:
     """Print the table and the best command, write the page; return the status of the sweep."""
-    from minimind.sweep.page import write_page
+    from minimind.report.page import write_page
+    from minimind.sweep.page import render
 
     rows, sweep, place = study.rows(), study.sweep, study.place
     best = best_of(rows)
     if rows:
-        print(f"\n{table_text(sweep, rows)}\n\n{write_page(sweep, rows, place)}: plots")
+        page = place / "sweep.html"
+        write_page(render(sweep, rows, place), page, "free some space")
+        print(f"\n{table_text(sweep, rows)}\n\n{page}: plots")
     if best:
         print(f"best: {best.folder}\n{best_command(sweep, best, place)}")
     elif status == 0:

@@ -27,7 +27,6 @@ from minimind.report.charts import TEMPLATE, Chart, run_style
 from minimind.report.formats import LIGHT
 from minimind.report.history import Run, number, read_configuration, read_runs
 from minimind.report.page import fill_page, html_table, plots
-from minimind.runtime.durable_files import storing, write_whole
 from minimind.runtime.terminal import aligned
 from minimind.sweep.law import LEVEL, Fit, Law, Term, constants_of, fit
 
@@ -570,15 +569,6 @@ def _predicted(one: Prediction | None) -> dict[str, Any]:
 
 def _listed(interval: Interval) -> dict[str, float]:
     return dict(zip(("value", "low", "high"), interval, strict=True))
-
-
-def write_page(answer: Answer, out: Path, remedy: str) -> int:
-    """Write the page to `out`; return its bytes. Raise StorageError."""
-    content = render(answer).encode(errors="backslashreplace")
-    with storing(str(out), remedy, needed=len(content)):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, content)
-    return len(content)
 
 
 def render(answer: Answer) -> str:

@@ -191,6 +191,15 @@ def test_a_run_that_diverges_is_left_out(tmp_path, capsys, made):
     assert "within the interval" in text
 
 
+def test_runs_that_are_left_do_not_predict_other_numbers_of_tokens(tmp_path, capsys, made):
+    sizes = [{"dim": dim} for dim in (128, 192, 256, 320)]
+    made.statuses.update({f"trial-{n:04d}": 6 for n in range(12) if n % 3})
+    assert train(tmp_path, sizes=sizes) == 2
+    sentence = f"predict in {tmp_path / 'spec.yaml'} has 5B tokens, but all runs have 40M tokens"
+    assert sentence in capsys.readouterr().err
+    assert len(made.starts) == 12
+
+
 def test_a_predicted_run_without_a_loss_has_a_status_of_its_own(tmp_path, capsys, made):
     made.statuses[LAST] = 6
     assert train(tmp_path) == 6
