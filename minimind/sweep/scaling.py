@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -279,15 +280,12 @@ class Answer:
 
     def constants(self) -> dict[str, Interval]:
         """The fitted constants, and the exponents of the optimum."""
-        constants = {k: self.of(lambda law, k=k: getattr(law, k)) for k in CONSTANTS}
+        values: dict[str, Callable[[Law], Any]] = {k: attrgetter(k) for k in CONSTANTS}
         if self.fit.term == "both":
-            constants["a"] = self.of(lambda law: law.beta / (law.alpha + law.beta))
-            constants["b"] = self.of(lambda law: law.alpha / (law.alpha + law.beta))
+            values["a"] = lambda law: law.beta / (law.alpha + law.beta)
+            values["b"] = lambda law: law.alpha / (law.alpha + law.beta)
+        constants = {name: interval_of(self.fit, value_of) for name, value_of in values.items()}
         return {name: one for name, one in constants.items() if math.isfinite(one[0])}
-
-    def of(self, value_of: Callable[[Law], Any]) -> Interval:
-        """A figure of the law with its interval."""
-        return interval_of(self.fit, value_of)
 
     def fitted(self) -> np.ndarray:
         """The law's loss of each run."""

@@ -242,12 +242,12 @@ MAX_STATUS = 60  # characters
 
 def best_first(rows: Sequence[Row]) -> list[Row]:
     """Finished trials by metric, then pruned ones by their last validation, then the others."""
-    known = [(ORDER.index(row.kind), _rank(row.metric), row.folder, row) for row in rows]
-    return [row for *_, row in sorted(known, key=lambda one: one[:3])]
 
+    def rank(row: Row) -> tuple[int, float, str]:
+        metric = row.metric if math.isfinite(row.metric) else math.inf
+        return ORDER.index(row.kind), metric, row.folder
 
-def _rank(metric: float) -> float:
-    return metric if math.isfinite(metric) else math.inf
+    return sorted(rows, key=rank)
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:
