@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ import yaml
 
 from minimind.cli import report
 from minimind.cli.main import main
+from minimind.runtime.process import CAUGHT
 from minimind.sweep import run, scaling
 from tests.docs.commands import all_blocks, files_in
 from tests.report.made import Drawn, evaluation, run_start, write_run
@@ -42,6 +44,7 @@ class MadeRun:
     noise: ClassVar[dict[str, float]] = {}  # of log loss
     statuses: ClassVar[dict[str, int]] = {}
     kill_at = ""  # folder
+    stop_at = ""  # folder whose run ends as the command gets a SIGTERM
 
     def __init__(self, flags: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self.place = Path(flags["out_dir"])
@@ -54,6 +57,8 @@ class MadeRun:
         name, flags = self.place.name, self.flags
         if name == self.kill_at:
             raise Killed
+        if name == self.stop_at:
+            signal.raise_signal(signal.SIGTERM)
         if status := self.statuses.get(name, 0):
             write_run(self.place, [run_start(), evaluation(20, 3.0)])
             return status
@@ -70,14 +75,17 @@ class MadeRun:
 
 
 @pytest.fixture(autouse=True)
-def made(monkeypatch: pytest.MonkeyPatch) -> type[MadeRun]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[MadeRun]]:
     noise = {name: 0.004 * math.sin(5 * n) for n, name in enumerate(FITTED)}
     fresh = {"given": {}, "starts": [], "noise": noise, "statuses": {}}
     made = type("Made", (MadeRun,), fresh)
     fit = scaling.fit
     monkeypatch.setattr(scaling, "fit", lambda *given: fit(*given, resamples=20))
     monkeypatch.setattr(run, "TrialProcess", made)
-    return made
+    handlers = {number: signal.getsignal(number) for number in CAUGHT}
+    yield made
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def write_spec(place: Path, **changes: Any) -> Path:
@@ -160,6 +168,17 @@ def test_a_killed_command_goes_on_without_the_runs_that_are_done(tmp_path, capsy
     assert train(tmp_path) == 0
     assert made.starts == starts
     assert "within the interval" in capsys.readouterr().out
+
+
+def test_a_stop_before_the_predicted_run_is_a_status_of_its_own(tmp_path, capsys, made):
+    made.stop_at = FITTED[-1]
+    assert train(tmp_path) == 75
+    assert made.starts == FITTED
+    error = "minimind scaling run: stopped on SIGTERM; run the same command again to go on\n"
+    assert error in capsys.readouterr().err
+    made.stop_at = ""
+    assert train(tmp_path) == 0
+    assert made.starts == [*FITTED, LAST]
 
 
 def test_a_run_that_fails_ends_the_command_and_is_tried_again(tmp_path, capsys, made):
