@@ -7,13 +7,17 @@ import json
 import os
 import sys
 import time
+from contextlib import ExitStack, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import positive
+from minimind.config.arguments import at_least, positive
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import storing
+
+if TYPE_CHECKING:
+    from minimind.sweep.scaling import Answer
 
 REMEDY = "free some space, or give another --out"
 
@@ -25,19 +29,27 @@ def add_parsers(subs: Any) -> None:
         "scaling",
         help="fit loss over parameters and tokens; the best size for a budget",
         description="Fit L = E + A/N^alpha + B/D^beta to the final validation losses of finished"
-        " runs, with confidence intervals, and print the compute-optimal size for a budget.",
+        " runs, with confidence intervals, and print the compute-optimal size for a budget."
+        " `minimind scaling run SPEC.yaml --out DIR` trains the runs first, a size and a number of"
+        " tokens each, and compares one that is not in the fit with its prediction; the same"
+        " command goes on after a stop or a kill.",
         example="minimind scaling out/sweep --flops 1e18 --out scaling.html",
     )
     add = parser.add_argument
-    places = "a run's out_dir, or a folder of runs, such as a sweep's"
+    places = "a run's out_dir, or a folder of runs, such as a sweep's; or `run SPEC.yaml`: flags,"
+    places += " sizes and tokens of runs to train"
     add("places", nargs="+", type=Path, metavar="DIR", help=places)
     text = "budgets of training, counted as --max_flops does"
     add("--flops", nargs="+", type=positive, default=[], help=text)
     text = "numbers of tokens to find the size for, for which each is compute-optimal"
     add("--tokens", nargs="+", type=positive, default=[], help=text)
     add("--json", action="store_true", help="print a JSON object")
-    add("--out", type=Path, metavar="FILE.html", help="page of tables and plots to write")
+    text = "page of tables and plots to write; with `run` the folder of the runs and the page"
+    add("--out", type=Path, metavar="FILE.html", help=text)
     add("--force", action="store_true", help="replace an earlier page at --out")
+    text = "with `run`: runs at the same time (default: one per free GPU, one on a CPU)"
+    add("--parallel", type=at_least(1), help=text)
+    add("--dry_run", action="store_true", help="with `run`: only print the runs")
     add("--debug", action="store_true", help="show tracebacks")
 
 
@@ -76,23 +88,55 @@ def run_report(args: argparse.Namespace) -> None:
     print("\n\n".join(Summary(run, now).as_text(_has_blocks()) for run in read_runs(places)))
 
 
-def run_scaling(args: argparse.Namespace) -> None:
-    """Print the law and the optima, and write the page."""
-    if find_spec("scipy") is None:
-        raise UsageError(
-            "minimind scaling needs the package scipy, which is not installed; pip install scipy"
-        )
-    from minimind.report.page import GENERATOR
-    from minimind.sweep.scaling import answer, as_object, as_text, collect, write_page
+def run_scaling(args: argparse.Namespace) -> int:
+    """Print the law and the optima, and write the page; after `run SPEC.yaml`, of its runs."""
+    first, *others = args.places
+    is_spec = len(others) == 1 and others[0].suffix in (".yaml", ".yml")  # else `run` is a folder
+    trains = first == Path("run") and is_spec
+    for package in ("scipy", "optuna") if trains else ("scipy",):
+        if find_spec(package) is None:
+            raise UsageError(
+                f"minimind scaling needs the package {package}, which is not installed; pip install"
+                f" {package}"
+            )
+    from minimind.report.page import GENERATOR, write_page
+    from minimind.sweep.scaling import answer, as_object, as_text, collect, render
 
-    if args.out:
-        require_free(args.out, args.force, GENERATOR)
-    result = answer(collect(args.places), args.flops, args.tokens)
+    page = args.out
+    if trains:
+        result = _train_ladder(args, str(others[0]))
+        if isinstance(result, int):
+            return result
+        page = args.out / "scaling.html"
+    else:
+        for name in ("parallel", "dry_run"):
+            if getattr(args, name):
+                raise UsageError(f"--{name} has no effect without run SPEC.yaml; remove it")
+        if page:
+            require_free(page, args.force, GENERATOR)
+        result = answer(collect(args.places), args.flops, args.tokens)
     print(json.dumps(as_object(result), ensure_ascii=False) if args.json else as_text(result))
-    if args.out:
-        size = write_page(result, args.out, REMEDY)
+    if page:
+        size = write_page(render(result), page, REMEDY)
         if not args.json:
-            print(f"\n{args.out}: {size / 1024:,.0f} KiB; open it in a browser")
+            print(f"\n{page}: {size / 1024:,.0f} KiB; open it in a browser")
+    return 0
+
+
+def _train_ladder(args: argparse.Namespace, path: str) -> Answer | int:
+    """The answer of the runs of SPEC.yaml, or the status if they have not all ended."""
+    from minimind.sweep.ladder import run_ladder
+
+    if args.force:
+        raise UsageError("--force has no effect with run SPEC.yaml, which goes on; remove it")
+    if not (args.out or args.dry_run):
+        raise UsageError("minimind scaling run needs a folder for the runs; give --out DIR")
+    place = None if args.dry_run else args.out
+    with ExitStack() as stack:
+        stack.enter_context(storing(f"--out {args.out}", REMEDY))
+        if args.json:  # is what standard output gets
+            stack.enter_context(redirect_stdout(sys.stderr))
+        return run_ladder(path, place, args.parallel, args.flops, args.tokens)
 
 
 def require_free(out: Path, force: bool, generator: str) -> None:

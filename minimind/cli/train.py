@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from minimind.cli.report import require_free
+from minimind.cli.report import REMEDY, require_free
 from minimind.config.arguments import at_least, non_empty_path
 from minimind.config.parse import build_parser
 from minimind.errors import UsageError
@@ -117,8 +117,8 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 def run_coord_check(args: argparse.Namespace) -> int:
     """Print the coordinate check; return 0 if it is flat, else 1."""
-    from minimind.report.page import GENERATOR
-    from minimind.sweep.coordinate_check import coordinate_check, write_coordinates
+    from minimind.report.page import GENERATOR, write_page
+    from minimind.sweep.coordinate_check import coordinate_check, render
 
     if args.out:
         require_free(args.out, args.force, GENERATOR)
@@ -126,6 +126,6 @@ def run_coord_check(args: argparse.Namespace) -> int:
     with_mup = next(iter(results.values()))
     print(f"\n{with_mup.verdict()}")
     if args.out:
-        write_coordinates(results, args.steps, with_mup.verdict(), args.out)
+        write_page(render(results, args.steps, with_mup.verdict()), args.out, REMEDY)
         print(f"{args.out}: plots")
     return 0 if with_mup.is_flat else 1

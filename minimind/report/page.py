@@ -41,8 +41,13 @@ FACTS = (
 
 def write_report(run_dirs: Sequence[Path], out: Path, remedy: str) -> int:
     """Write the page of one or several runs to `out`; return its bytes. Raise StorageError."""
-    page = render_page(read_runs(run_dirs), [*map(read_configuration, run_dirs)], time.time())
-    content = page.encode(errors="backslashreplace")  # a path may not be UTF-8
+    configurations = [*map(read_configuration, run_dirs)]
+    return write_page(render_page(read_runs(run_dirs), configurations, time.time()), out, remedy)
+
+
+def write_page(html: str, out: Path, remedy: str) -> int:
+    """Write a page to `out`; return its bytes. Raise StorageError."""
+    content = html.encode(errors="backslashreplace")  # a path may not be UTF-8
     with storing(str(out), remedy, needed=len(content)):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, content)

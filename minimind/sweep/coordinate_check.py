@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ from minimind.model.experts import MixtureOfExperts
 from minimind.report.charts import TEMPLATE, Chart, run_style
 from minimind.report.formats import LIGHT
 from minimind.report.page import fill_page, html_table, plots
-from minimind.runtime.durable_files import storing, write_whole
 
 SOURCE = "minimind coord_check"
 # They replace the defaults of training, so that a check takes seconds on a CPU.
@@ -234,17 +232,8 @@ def activations(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 TITLE = "Coordinate check"
 
 
-def write_coordinates(
-    results: Mapping[str, Coordinates], steps: int, verdict: str, out: Path
-) -> None:
-    """Write the page of the coordinates by title."""
-    content = render(results, steps, verdict).encode()
-    with storing(str(out), "free some space, or give another --out", needed=len(content)):
-        write_whole(out, content)
-
-
 def render(results: Mapping[str, Coordinates], steps: int, verdict: str) -> str:
-    """The HTML of the page."""
+    """The HTML of the page of the coordinates by title."""
     charts = [
         chart_of(f"coordinates{n}", title, one) for n, (title, one) in enumerate(results.items())
     ]

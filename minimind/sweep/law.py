@@ -70,11 +70,17 @@ class Fit:
     law: Law
     resampled: Law  # its fields are arrays (resamples,)
     residuals: np.ndarray  # (runs,), of log L
+    noise: np.ndarray  # (resamples,), of log L: that of one more run
 
     def interval(self, value_of: Callable[[Law], np.ndarray | float]) -> tuple[float, float]:
         """The ends of the interval of LEVEL of a figure of the law."""
         low, high = np.quantile(value_of(self.resampled), ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
         return float(low), float(high)
+
+    def prediction(self, parameters: float, tokens: float) -> tuple[float, float, float]:
+        """The loss of one more run, and the ends of its interval: that of the law and of a run."""
+        losses = self.resampled.loss(parameters, tokens) * np.exp(self.noise)
+        return (float(self.law.loss(parameters, tokens)), *self.interval(lambda _: losses))
 
     @property
     def at_bound(self) -> list[str]:
@@ -193,4 +199,5 @@ def fit(
     spread = np.sqrt(np.sum(residuals**2) / random.chisquare(freedom, (resamples, 1)))
     noise = spread * random.standard_normal((resamples, len(residuals)))
     resampled = np.stack([problem.fit(one, 1, best) for one in predicted + noise])
-    return Fit(term, problem.law(best), problem.law(resampled), residuals)
+    noise = spread[:, 0] * random.standard_normal(resamples)
+    return Fit(term, problem.law(best), problem.law(resampled), residuals, noise)

@@ -26,7 +26,6 @@ from minimind.report import formats
 from minimind.report.charts import TEMPLATE, Chart
 from minimind.report.formats import LIGHT
 from minimind.report.page import fill_page, html_table, plots
-from minimind.runtime.durable_files import storing, write_whole
 from minimind.sweep.study import (
     ORDER,
     Row,
@@ -38,20 +37,10 @@ from minimind.sweep.study import (
 )
 from minimind.sweep.sweep_file import Range, Sweep
 
-PAGE_NAME = "sweep.html"
 NOUNS = {"val_bpb": "bits per byte", "val_loss": "nats per token"}
 BANDS = ("run0", "run5", "sample")  # the best third of the finished trials, the second, the last
 UNFINISHED = {"symbol": "x-thin-open", "color": LIGHT["run1"], "size": 9, "line": {"width": 2}}
 BEST = {"color": LIGHT["ink"], "width": 1.5, "shape": "hv"}
-
-
-def write_page(sweep: Sweep, rows: Sequence[Row], folder: Path) -> Path:
-    """Write the page of the sweep in `folder`; return its path."""
-    out = folder / PAGE_NAME
-    content = render(sweep, rows, folder).encode(errors="backslashreplace")
-    with storing(str(out), "free some space", needed=len(content)):
-        write_whole(out, content)
-    return out
 
 
 def render(sweep: Sweep, rows: Sequence[Row], folder: Path) -> str:

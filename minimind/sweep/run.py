@@ -8,7 +8,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,12 +29,11 @@ from minimind.sweep.study import (
     recording,
     table_text,
 )
-from minimind.sweep.sweep_file import config_of, first_config, read_sweep
+from minimind.sweep.sweep_file import Sweep, config_of, first_config, read_sweep
 from minimind.sweep.trial import LOG, TrialProcess, Validations, environments_of
 
 LOCK = ".lock"  # the file of lock_out_dir
 POLL = 0.2  # seconds between two looks at the trials
-MAX_FAILURES = 3  # trials in a row that may fail before the sweep ends
 ORPHAN_SECONDS = 20.0  # time in which the processes of a killed sweep end
 
 
@@ -72,7 +72,7 @@ class SweepRun:
         path: str,
         environments: Sequence[dict[str, str]],
         stop: StopRequest,
-        start: Callable[[Mapping[str, Any], Mapping[str, str]], Process] = TrialProcess,
+        start: Callable[[Mapping[str, Any], Mapping[str, str]], Process],
     ) -> None:
         self.study, self.path, self.stop, self.start = study, path, stop, start
         self._free = list(environments)
@@ -82,14 +82,13 @@ class SweepRun:
     def run(self) -> int:
         """Run until all trials have ended; return 0, 75 if stopped, or a trial's status.
 
-        The latter once `MAX_FAILURES` trials in a row have failed.
+        The latter once `max_failures` trials in a row have failed.
         """
         for folder, pid in self.study.resume():
             print(f"{folder}: was interrupted, and goes on", flush=True)
             _wait_for_end(pid)
         while True:
-            has_failed = len(self._failed) >= MAX_FAILURES
-            if self.stop.reason or has_failed:
+            if self.stop.reason or self._has_failed:
                 for job in self._running:
                     self._ask_to_stop(job)
             else:
@@ -101,23 +100,29 @@ class SweepRun:
                 self._look_at(job)
         if self.stop.reason:
             end = f"stopped on {self.stop.reason}; run the same command again to go on"
-            print(f"minimind sweep: {end}", file=sys.stderr)
+            print(f"{self.study.sweep.command}: {end}", file=sys.stderr)
             return PREEMPTED
-        return self._failure() if has_failed else 0
+        return self._failure() if self._has_failed else 0
+
+    @property
+    def _has_failed(self) -> bool:
+        return len(self._failed) >= self.study.sweep.max_failures
 
     def _failure(self) -> int:
         trial, status = self._failed[-1]
+        count = len(self._failed)
+        what = f"the last {count} trials" if count > 1 else trial.folder
         for failed, _ in self._failed:
             self.study.requeue(failed)
         print(
-            f"minimind sweep: the last {len(self._failed)} trials failed; correct what"
+            f"{self.study.sweep.command}: {what} failed; correct what"
             f" {self.study.place / trial.folder / LOG} says, and run the same command again",
             file=sys.stderr,
         )
         return status if status > 0 else DataError.status
 
     def _start_trials(self) -> None:
-        while self._free and len(self._failed) < MAX_FAILURES:
+        while self._free:
             trial = self.study.next_trial()
             if trial is None:
                 return
@@ -127,7 +132,7 @@ class SweepRun:
                 trial.finish("failed", f"refused: {error}", 0)
                 print(f"{trial.folder}: refused: {error}", flush=True)
                 continue
-            flags = {**self.study.sweep.flags, **trial.parameters}
+            flags = self.study.sweep.flags_of(trial.parameters)
             out_dir = self.study.place / trial.folder
             environment = self._free.pop(0)
             process = self.start({**flags, "out_dir": str(out_dir)}, environment)
@@ -177,7 +182,10 @@ class SweepRun:
             kind, text = "diverged", f"diverged by step {steps:,}"
         else:
             text = f"status {status}: {job.process.last_line()}"
-        self._failed = [*self._failed, (job.trial, status)] if kind == "failed" else []
+        if kind == "failed":
+            self._failed.append((job.trial, status))
+        elif not self._has_failed:
+            self._failed.clear()
         job.trial.finish(kind, text, steps, value)
         shown = f"{metric} {formats.figure(value)}, " if math.isfinite(value) else ""
         print(f"{job.trial.folder}: {shown}{text}", flush=True)
@@ -186,25 +194,35 @@ class SweepRun:
 def sweep(path: str, place: Path, parallel: int | None) -> int:
     """Run or continue the sweep of SWEEP.yaml `path` in the folder `place`; return the status."""
     content = read_sweep(path)
-    gpus = _gpus(first_config(content, path).device, parallel)
+    with opened(content, path, place, first_config(content, path).device, parallel) as trials:
+        return conclude(trials.study, trials.run())
+
+
+@contextmanager
+def opened(
+    content: Sweep, path: str, place: Path, device: str, parallel: int | None
+) -> Iterator[SweepRun]:
+    """The trials of `content` in the folder `place`, which is locked meanwhile."""
+    gpus = _gpus(device, parallel)
     environments = environments_of(gpus, parallel or max(1, len(gpus)))
     _require_own(place)
     with lock_out_dir(place, "--out"), recording(place):
-        study = Study(content, place, path)
         stop = StopRequest()
         stop.listen()
-        status = SweepRun(study, path, environments, stop).run()
-        return conclude(study, status)
+        yield SweepRun(Study(content, place, path), path, environments, stop, TrialProcess)
 
 
 def conclude(study: Study, status: int) -> int:
     """Print the table and the best command, write the page; return the status of the sweep."""
-    from minimind.sweep.page import write_page
+    from minimind.report.page import write_page
+    from minimind.sweep.page import render
 
     rows, sweep, place = study.rows(), study.sweep, study.place
     best = best_of(rows)
     if rows:
-        print(f"\n{table_text(sweep, rows)}\n\n{write_page(sweep, rows, place)}: plots")
+        page = place / "sweep.html"
+        write_page(render(sweep, rows, place), page, "free some space")
+        print(f"\n{table_text(sweep, rows)}\n\n{page}: plots")
     if best:
         print(f"best: {best.folder}\n{best_command(sweep, best, place)}")
     elif status == 0:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from minimind.report.charts import TEMPLATE, Chart, run_style
 from minimind.report.formats import LIGHT
 from minimind.report.history import Run, number, read_configuration, read_runs
 from minimind.report.page import fill_page, html_table, plots
-from minimind.runtime.durable_files import storing, write_whole
 from minimind.runtime.terminal import aligned
 from minimind.sweep.law import LEVEL, Fit, Law, Term, constants_of, fit
 
@@ -77,7 +77,7 @@ def collect(places: Sequence[Path]) -> Points:
         else:
             used.append(point)
     for one in used[1:]:
-        _require_alike(used[0], one)
+        require_alike(used[0], one)
     kept = _best_of_each_budget(used, left_out)
     return Points(sorted(kept, key=lambda one: (one.parameters, one.tokens)), left_out)
 
@@ -161,7 +161,7 @@ def _hashes(run_dir: Path) -> dict[str, str]:
     return {name: str(identity[name]["sha256"])[:12] for name in ("data", "tokenizer")}
 
 
-def _require_alike(one: Point, other: Point) -> None:
+def require_alike(one: Point, other: Point) -> None:
     """Raise UsageError for runs whose losses do not compare."""
     a, b = ({**point.identity} for point in (one, other))
     if not ("data" in a and "data" in b):  # no checkpoint tells
@@ -237,6 +237,37 @@ class Optimum:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """The loss of a run that is not in the fit, by the law of the others."""
+
+    name: str
+    parameters: float
+    tokens: float
+    loss: Interval  # of one run
+    measured: float | None = None
+
+    def as_text(self) -> str:
+        """What was predicted, and what was measured."""
+        size, tokens = formats.size(self.parameters), formats.size(self.tokens)
+        value, low, high = self.loss
+        text = (
+            f"prediction for {self.name} ({size} parameters, {tokens} tokens) from the other runs:"
+            f" loss {value:.4f}, {LEVEL:.0%} interval {low:.4f} to {high:.4f}"
+        )
+        if self.measured is None:
+            return text
+        place = "within" if self.is_within else "outside"
+        error = 100 * (self.measured / value - 1)
+        return f"{text}\nmeasured: loss {self.measured:.4f}, {place} the interval, {error:+.2f}%"
+
+    @property
+    def is_within(self) -> bool | None:
+        """Whether the interval has the measured loss; None before it is measured."""
+        _, low, high = self.loss
+        return None if self.measured is None else low <= self.measured <= high
+
+
+@dataclass(frozen=True)
 class Answer:
     """Everything that is printed and drawn."""
 
@@ -245,18 +276,16 @@ class Answer:
     cost: float  # FLOPs per parameter and token
     notes: list[str]
     optima: list[Optimum]
+    prediction: Prediction | None = None
 
     def constants(self) -> dict[str, Interval]:
         """The fitted constants, and the exponents of the optimum."""
-        constants = {k: self.of(lambda law, k=k: getattr(law, k)) for k in CONSTANTS}
+        values: dict[str, Callable[[Law], Any]] = {k: attrgetter(k) for k in CONSTANTS}
         if self.fit.term == "both":
-            constants["a"] = self.of(lambda law: law.beta / (law.alpha + law.beta))
-            constants["b"] = self.of(lambda law: law.alpha / (law.alpha + law.beta))
+            values["a"] = lambda law: law.beta / (law.alpha + law.beta)
+            values["b"] = lambda law: law.alpha / (law.alpha + law.beta)
+        constants = {name: interval_of(self.fit, value_of) for name, value_of in values.items()}
         return {name: one for name, one in constants.items() if math.isfinite(one[0])}
-
-    def of(self, value_of: Callable[[Law], Any]) -> Interval:
-        """A figure of the law with its interval."""
-        return interval_of(self.fit, value_of)
 
     def fitted(self) -> np.ndarray:
         """The law's loss of each run."""
@@ -273,10 +302,7 @@ def interval_of(fitted: Fit, value_of: Callable[[Law], Any]) -> Interval:
 def answer(points: Points, flops: Sequence[float], tokens: Sequence[float]) -> Answer:
     """Fit the law that the runs determine, and its optima; raise UsageError if there is none."""
     used = points.used
-    term, notes = _term_of(points)
-    if (flops or tokens) and term != "both":
-        given = "--flops" if flops else "--tokens"
-        raise UsageError(f"{given} needs a law over parameters and tokens, but {notes[0]}")
+    term, notes = term_of(points, flops, tokens)
     sizes = [one.parameters for one in used], [one.tokens for one in used]
     fitted = fit(*sizes, [one.loss for one in used], term)
     costs = [one.flops_per_token / one.parameters for one in used if one.flops_per_token]
@@ -299,8 +325,13 @@ def answer(points: Points, flops: Sequence[float], tokens: Sequence[float]) -> A
     return Answer(points, fitted, cost, notes, optima)
 
 
-def _term_of(points: Points) -> tuple[Term, list[str]]:
-    """The terms that the runs determine, and a sentence where it is only one."""
+def term_of(
+    points: Points, flops: Sequence[float], tokens_to_find: Sequence[float]
+) -> tuple[Term, list[str]]:
+    """The terms that the runs determine, and a sentence where it is only one.
+
+    Raise UsageError for too few runs, and for budgets that need both terms.
+    """
     used = points.used
     sizes, tokens = ([getattr(p, k) for p in used] for k in ("parameters", "tokens"))
     levels = {"parameters": _levels(sizes), "tokens": _levels(tokens)}
@@ -336,6 +367,9 @@ def _term_of(points: Points) -> tuple[Term, list[str]]:
                 f"the runs have {count} different numbers of {name}, and their term needs"
                 f" {LEAST_LEVELS}{_reasons(points)}; add runs"
             )
+    if (flops or tokens_to_find) and term != "both":
+        given = "--flops" if flops else "--tokens"
+        raise UsageError(f"{given} needs a law over parameters and tokens, but {notes[0]}")
     return term, notes
 
 
@@ -482,6 +516,8 @@ def as_text(answer: Answer) -> str:
     if answer.optima:
         parts.append(f"{_optima_title(answer)}\n{aligned(optima_cells(answer), '<>')}")
         parts += filter(None, map(_proposal, answer.optima))
+    if answer.prediction:
+        parts.append(answer.prediction.as_text())
     return "\n\n".join(parts)
 
 
@@ -517,20 +553,20 @@ def as_object(answer: Answer) -> dict[str, Any]:
             | {k: _listed(getattr(one, k)) for k in ("flops", "parameters", "tokens", "loss")}
             for one in answer.optima
         ],
+        **_predicted(answer.prediction),
     }
+
+
+def _predicted(one: Prediction | None) -> dict[str, Any]:
+    if one is None:
+        return {}
+    values = {"run": one.name, "parameters": one.parameters, "tokens": one.tokens}
+    values |= {"loss": _listed(one.loss), "measured": one.measured, "is_within": one.is_within}
+    return {"prediction": values}
 
 
 def _listed(interval: Interval) -> dict[str, float]:
     return dict(zip(("value", "low", "high"), interval, strict=True))
-
-
-def write_page(answer: Answer, out: Path, remedy: str) -> int:
-    """Write the page to `out`; return its bytes. Raise StorageError."""
-    content = render(answer).encode(errors="backslashreplace")
-    with storing(str(out), remedy, needed=len(content)):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, content)
-    return len(content)
 
 
 def render(answer: Answer) -> str:
@@ -548,6 +584,9 @@ def render(answer: Answer) -> str:
         for one in filter(command_of, answer.optima):
             label, code = escape(one.budget), escape(command_of(one))
             parts.append(f'<p class="pairs"><b>{label}</b> <code>{code}</code></p>')
+    if answer.prediction:
+        lines = "".join(f"<p>{escape(one)}.</p>" for one in answer.prediction.as_text().split("\n"))
+        parts.append(f"<h2>Prediction</h2>{lines}")
     parts += ["<h2>Plot</h2>", plots(charts, is_single=True)]
     parts.append(f"<h2>Runs</h2>{_table(runs_cells(answer))}")
     if answer.points.left_out:
@@ -566,7 +605,9 @@ def draw(answer: Answer) -> Chart:
     """The runs and the law over tokens, a curve for each size; of a law over sizes, over these."""
     used, term = answer.points.used, answer.fit.term
     name, other = ("parameters", "tokens") if term == "parameters" else ("tokens", "parameters")
-    values = np.array([getattr(point, name) for point in used])
+    one = answer.prediction
+    drawn = [*used, one] if one else used
+    values = np.array([getattr(point, name) for point in drawn])
     low, high = float(values.min() / MARGIN), float(values.max() * MARGIN)
     x = np.geomspace(low, high, CURVE)
     others = sorted({getattr(point, other) for point in used})
@@ -590,6 +631,28 @@ def draw(answer: Answer) -> Chart:
         dots = {"mode": "markers", "marker": marker, "text": texts, "hoverinfo": "text"}
         xy = {"x": [getattr(point, name) for point in near], "y": [point.loss for point in near]}
         traces.append(go.Scatter(name=label, **xy, **dots))
+    if one:
+        loss, bottom, top = one.loss
+        sizes = {name: x, other: getattr(one, other)}
+        y = answer.fit.law.loss(sizes["parameters"], sizes["tokens"])
+        line = {"color": LIGHT["ink"], "width": 1.5, "dash": "dot"}
+        curve = {"mode": "lines", "line": line, "hoverinfo": "skip", "showlegend": False}
+        traces.append(go.Scatter(x=x, y=y, name="law, prediction", **curve))
+        bar = {"type": "data", "symmetric": False, "array": [top - loss]}
+        bar |= {"arrayminus": [loss - bottom], "color": LIGHT["ink"]}
+        for label, value, symbol in (
+            ("predicted", loss, "diamond-open"),
+            ("measured", one.measured, "x-thin-open"),
+        ):
+            if value is None:
+                continue
+            marker = {"color": LIGHT["ink"], "size": 11, "symbol": symbol, "line": {"width": 2}}
+            text = escape(f"{one.name}, {label}: {value:.4f}")
+            dots = {"mode": "markers", "marker": marker, "text": [text], "hoverinfo": "text"}
+            error = {"error_y": bar} if label == "predicted" else {}
+            traces.append(
+                go.Scatter(name=label, x=[getattr(one, name)], y=[value], **dots, **error)
+            )
     ticks = formats.log_ticks(low, high)
     ticks = [tick for tick in ticks if low <= tick <= high] or ticks
     layout = {
@@ -600,7 +663,7 @@ def draw(answer: Answer) -> Chart:
             **{"tickvals": ticks, "ticktext": [formats.size(tick) for tick in ticks]},
         },
         "yaxis": {"title": "loss"},
-        "showlegend": len(shown) > 1,
+        "showlegend": len(shown) > 1 or one is not None,
     }
     unit = "nats per token; points are runs, curves the law"
     return Chart("loss", f"Loss over {name}", unit, go.Figure(traces, layout))

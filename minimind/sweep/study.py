@@ -109,12 +109,13 @@ class Study:
     def _accept(self, path: str) -> None:
         """Store the content of SWEEP.yaml; raise UsageError if DIR belongs to another one."""
         before = self._study.user_attrs.get(CONTENT)
-        if before and (changed := changed_fields(json.loads(before), self.sweep)):
-            raise UsageError(
-                f"{', '.join(changed)} in {path} changed since --out {self.place} was started; only"
-                " trials may grow: restore it, or give another --out"
-            )
         content = masked_values(self.sweep.model_dump(mode="json"))
+        if before and (changed := changed_fields(json.loads(before), self.sweep)):
+            growth = "only trials may grow: " if "trials" in content else ""
+            raise UsageError(
+                f"{', '.join(changed)} in {path} changed since --out {self.place} was started;"
+                f" {growth}restore it, or give another --out"
+            )
         self._study.set_user_attr(CONTENT, json.dumps(content))
 
     def resume(self) -> list[tuple[str, int | None]]:
@@ -146,9 +147,9 @@ class Study:
         number = len({trial.user_attrs[FOLDER] for trial in trials})
         if waiting:
             number = int(waiting[0].removeprefix(PREFIX))
-        elif number >= self.sweep.total:
+        if number >= self.sweep.total:
             return None
-        else:  # queued first, so that a trial has its folder from the beginning
+        if not waiting:  # queued first, so that a trial has its folder from the beginning
             is_grid = self.sweep.sampler == "grid"
             self._queue(self.sweep.grid()[number] if is_grid else {}, f"{PREFIX}{number:04d}")
         # Every trial has a seed of its own: a sweep that was killed proposes the same ones.
@@ -241,12 +242,12 @@ MAX_STATUS = 60  # characters
 
 def best_first(rows: Sequence[Row]) -> list[Row]:
     """Finished trials by metric, then pruned ones by their last validation, then the others."""
-    known = [(ORDER.index(row.kind), _rank(row.metric), row.folder, row) for row in rows]
-    return [row for *_, row in sorted(known, key=lambda one: one[:3])]
 
+    def rank(row: Row) -> tuple[int, float, str]:
+        metric = row.metric if math.isfinite(row.metric) else math.inf
+        return ORDER.index(row.kind), metric, row.folder
 
-def _rank(metric: float) -> float:
-    return metric if math.isfinite(metric) else math.inf
+    return sorted(rows, key=rank)
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:
@@ -257,7 +258,7 @@ def best_of(rows: Sequence[Row]) -> Row | None:
 
 def best_command(sweep: Sweep, best: Row, place: Path) -> str:
     """The command line that trains the best trial again, in a folder of its own."""
-    return command_line({**sweep.flags, **best.parameters, "out_dir": str(place / "best")})
+    return command_line({**sweep.flags_of(best.parameters), "out_dir": str(place / "best")})
 
 
 def value_text(value: Any) -> str:

@@ -9,12 +9,19 @@ import os
 from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from minimind.config.launcher_env import read_launch
-from minimind.config.parse import build_config, convert, suggest, type_name, unknown_keys
+from minimind.config.parse import (
+    build_config,
+    convert,
+    load_yaml_texts,
+    suggest,
+    type_name,
+    unknown_keys,
+)
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.checked_json import describe_fault
@@ -28,11 +35,16 @@ NUMERIC = ("int", "float")
 TAGS = ("list", "range")  # pydantic puts them into the path of a fault
 
 
-class _Checked(BaseModel):
+class Checked(BaseModel):
+    """Content of a YAML file: known fields only."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Range(_Checked):
+Model = TypeVar("Model", bound=Checked)
+
+
+class Range(Checked):
     """Numbers from `low` to `high`, both included."""
 
     low: str
@@ -48,8 +60,11 @@ Dimension = Annotated[
 ]
 
 
-class Sweep(_Checked):
+class Sweep(Checked):
     """The content of SWEEP.yaml. Loss and bits per byte are minimized."""
+
+    command: ClassVar[str] = "minimind sweep"
+    max_failures: ClassVar[int] = 3  # trials in a row that may fail before the sweep ends
 
     flags: dict[str, Any]
     dimensions: dict[str, Dimension] = Field(min_length=1)
@@ -71,16 +86,14 @@ class Sweep(_Checked):
         axes = [points(name, dimension) for name, dimension in self.dimensions.items()]
         return [dict(zip(self.dimensions, values, strict=True)) for values in product(*axes)]
 
+    def flags_of(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """The flags of a trial."""
+        return {**self.flags, **parameters}
+
 
 def read_sweep(path: str) -> Sweep:
     """Read and check SWEEP.yaml; raise a UsageError that lists the faults."""
-    from minimind.config.parse import load_yaml_texts
-
-    document = load_yaml_texts(path, "sweep file")
-    try:
-        sweep = Sweep.model_validate(document)
-    except ValidationError as error:
-        raise fault_error([_sentence(one, path) for one in error.errors()]) from error
+    sweep = read_fields(path, "sweep file", Sweep, Range)
     if faults := [*_faults(sweep, path)]:
         raise fault_error(faults)
     _check_length(sweep, path)
@@ -88,11 +101,21 @@ def read_sweep(path: str) -> Sweep:
     return sweep
 
 
-def _sentence(fault: Any, path: str) -> str:
+def read_fields(path: str, noun: str, model: type[Model], inner: type[Checked]) -> Model:
+    """Read the fields of `model`, with those of `inner` in them; raise a UsageError."""
+    document = load_yaml_texts(path, noun)
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        faults = [_sentence(one, path, model, inner) for one in error.errors()]
+        raise fault_error(faults) from error
+
+
+def _sentence(fault: Any, path: str, model: type[Checked], inner: type[Checked]) -> str:
     location = [part for part in fault["loc"] if part not in TAGS]
     remedy = "correct it"
     if fault["type"] == "extra_forbidden":
-        known = Range if len(location) > 1 else Sweep
+        known = inner if len(location) > 1 else model
         remedy = suggest(str(location[-1]), [*known.model_fields], "remove it")
     elif fault["type"] == "missing":
         remedy = "add it"
@@ -102,11 +125,7 @@ def _sentence(fault: Any, path: str) -> str:
 def _faults(sweep: Sweep, path: str) -> Iterator[str]:
     """Yield one sentence per fault of a name or a value."""
     for section in ("flags", "dimensions"):
-        given: Mapping[str, Any] = getattr(sweep, section)
-        yield from unknown_keys(given, f"{section} of {path}")
-        for name in OWNED:
-            if name in given:
-                yield f"{section}.{name} in {path} is set by the sweep for every trial; remove it"
+        yield from flag_faults(getattr(sweep, section), section, path)
     for name in sweep.flags:
         if name in sweep.dimensions:
             yield f"{name} is in flags and in dimensions of {path}; remove one of them"
@@ -118,6 +137,14 @@ def _faults(sweep: Sweep, path: str) -> Iterator[str]:
                 yield str(error)
     if sweep.trials is None and sweep.sampler != "grid":
         yield f"{path}: has no trials, which {sweep.sampler} needs; add trials: N"
+
+
+def flag_faults(given: Mapping[str, Any], section: str, path: str) -> Iterator[str]:
+    """Yield a sentence for each name that is no flag, and each flag in OWNED."""
+    yield from unknown_keys(given, f"{section} of {path}")
+    for name in OWNED:
+        if name in given:
+            yield f"{section}.{name} in {path} is set for every trial; remove it"
 
 
 def _check_length(sweep: Sweep, path: str) -> None:
@@ -199,7 +226,7 @@ def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConf
     from minimind.config.deepspeed.backend_choice import read_setup  # torch
 
     source = path.replace("{", "{{").replace("}", "}}") + ": {name}"
-    run = build_config({**sweep.flags, **parameters}, source)
+    run = build_config(sweep.flags_of(parameters), source)
     for name in ("stop_at_step", "max_minutes"):  # a --config file may set them
         if getattr(run, name) is not None:
             raise UsageError(

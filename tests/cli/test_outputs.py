@@ -21,6 +21,8 @@ from tests.conftest import Trained, sentences
 from tests.faults.mirrors import FLAGS, content, train
 
 SWEEP = "{flags: {data_path: TEXT, eval_interval: 1}, dimensions: {seed: [1, 2]}, trials: 1}"
+LADDER = "{flags: {data_path: TEXT, dim: 64}, sizes: [{n_layers: 1}, {n_layers: 2}, {n_layers: 3},"
+LADDER += " {n_layers: 4}], tokens: [1e4]}"
 # Commands that write a folder or a file, and their --force.
 FOLDERS: dict[str, tuple[str, str]] = {
     "prepare": ("prepare --data_path TEXT --vocab_size 600 --out OUT", "--force"),
@@ -33,6 +35,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "average": ("checkpoint average RUN ONE --out OUT", "--force"),
     "tokenizer train": ("tokenizer train TEXT --vocab_size 600 --out OUT", "--force"),
     "sweep": ("sweep SWEEP --out OUT", ""),
+    "scaling, run": ("scaling run LADDER --out OUT", ""),
 }
 FILES: dict[str, tuple[str, str]] = {
     "report": ("report RUN --out OUT", "--force"),
@@ -62,6 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, trained: Trained) -> Path:
     lines = (json.dumps({"text": one}, ensure_ascii=False) for one in sentences(1, 200))
     text.write_text("\n".join(lines) + "\n", encoding="utf-8")
     (place / "sweep.yaml").write_text(SWEEP.replace("TEXT", str(text)))
+    (place / "ladder.yaml").write_text(LADDER.replace("TEXT", str(text)))
     (place / "prompts.txt").write_text("one\n")
     shutil.copytree(trained.run, things / "run")
     given = (
@@ -94,6 +98,7 @@ def words(place: Path, command: str, out: Path) -> list[str]:
     things = place / "things"
     one = sorted((things / "run" / "checkpoints").glob("step_*"))[0]
     named = {"TEXT": place / "text.jsonl", "SWEEP": place / "sweep.yaml", "OUT": out}
+    named |= {"LADDER": place / "ladder.yaml"}
     named |= {"RUN": things / "run", "EXPORT": things / "export", "ONE": one}
     named |= {"PROMPTS": place / "prompts.txt"}
     return [str(named.get(word, word)) for word in command.split()]

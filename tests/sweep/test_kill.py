@@ -34,8 +34,9 @@ def write(place: Path, corpus: Path, trials: int, steps: int, **more: Any) -> Pa
     return path
 
 
-def start(path: Path, out: Path) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "minimind.cli.main", "sweep", str(path), "--out", str(out)]
+def start(path: Path, out: Path, command: str = "sweep") -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "minimind.cli.main", *command.split()]
+    words += [str(path), "--out", str(out)]
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -112,3 +113,40 @@ def test_twelve_trials_killed_twice_and_stopped_once(corpus: Path, tmp_path: Pat
     text = check_finished(start(path, out), out, 12)
     assert "pruned at step" in text
     assert max(len(events(out / f"trial-{n:04d}", "run_start")) for n in range(12)) == 2
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_a_killed_scaling_run_goes_on_and_predicts_its_last_run(corpus: Path, tmp_path: Path):
+    places = {"data_path": str(corpus), "cache_dir": str(tmp_path / "cache"), "batch_size": 4}
+    content = {
+        "flags": {**FLAGS, **places, "learning_rate": 3e-3},
+        "sizes": [{"dim": dim} for dim in (8, 16, 24, 32)],
+        "tokens": [128 * 100],
+        "predict": {"size": {"dim": 40, "learning_rate": "2e-3"}, "tokens": 128 * 100},
+    }
+    path, out = tmp_path / "ladder.yaml", tmp_path / "out"
+    path.write_text(yaml.safe_dump(content))
+    first = start(path, out, "scaling run")
+    wait_for_checkpoint(out / "trial-0001")
+    first.kill()
+    first.communicate()
+    again = start(path, out, "scaling run")
+    text, errors = again.communicate(timeout=PATIENCE)
+    assert (again.returncode, errors) == (0, "")
+    assert "trial-0001: was interrupted, and goes on\n" in text
+    found = re.search(
+        r"^prediction for dim 40 learning_rate 2e-3, 12800 .* loss [\d.]+, 95% interval ([\d.]+) to"
+        r" ([\d.]+)\nmeasured: loss ([\d.]+), (within|outside) the interval, [+-][\d.]+%$",
+        text,
+        re.MULTILINE,
+    )
+    assert found
+    low, high, measured = map(float, found.groups()[:3])
+    assert measured == pytest.approx(events(out / "trial-0004", "eval")[-1]["val_loss"], abs=1e-4)
+    assert found[4] == ("within" if low <= measured <= high else "outside")
+    (parameters,) = {one["parameters"] for one in events(out / "trial-0004", "run_start")}
+    assert re.search(rf"^trial-0004 .* {parameters:,} +12,800 .* predicted$", text, re.MULTILINE)
+    starts = [len(events(out / f"trial-{n:04d}", "run_start")) for n in range(5)]
+    assert starts == [1, 2, 1, 1, 1]
+    assert (out / "scaling.html").stat().st_size > 1e6

@@ -81,6 +81,16 @@ def test_noise_widens_every_interval_and_a_seed_repeats_it():
     assert widths(noisy_fit(0.0, 3))[2] < 1e-3
 
 
+def test_the_interval_of_a_run_has_its_own_noise_beside_that_of_the_law():
+    found = noisy_fit(0.004, 3, resamples=200)
+    value, low, high = found.prediction(3e7, 3e8)  # among the runs
+    of_the_law = found.interval(lambda law: law.loss(3e7, 3e8))
+    assert value == found.law.loss(3e7, 3e8)
+    spread = np.sqrt(np.sum(found.residuals**2) / 11)
+    assert of_the_law[1] - of_the_law[0] < (high - low) / 1.5
+    assert (high - low) / value == pytest.approx(2 * 2.2 * spread, rel=0.35)  # Student's t of 11
+
+
 @pytest.mark.long
 def test_intervals_of_one_term_contain_the_truth_as_often_as_they_say():
     """40 replicas: 95 % is 38; below 33 has a probability of 0.3 %."""
@@ -96,9 +106,12 @@ def test_intervals_of_one_term_contain_the_truth_as_often_as_they_say():
 
 @pytest.mark.long
 def test_intervals_of_the_whole_law_contain_the_truth_as_often_as_they_say():
-    hits = dict.fromkeys((*CONSTANTS, "optimum"), 0)
+    hits = dict.fromkeys((*CONSTANTS, "optimum", "a run"), 0)
     for seed in range(40):
         found = noisy_fit(0.005, 200 + seed, resamples=100)
+        run = LAW.loss(4e8, 1e10) * np.exp(0.005 * np.random.default_rng(seed).standard_normal())
+        _, low, high = found.prediction(4e8, 1e10)
+        hits["a run"] += bool(low <= run <= high)
         for name in CONSTANTS:
             low, high = found.interval(partial(_constant, name))
             hits[name] += bool(low <= getattr(LAW, name) <= high)

@@ -12,7 +12,8 @@ import pytest
 
 from minimind.config.parse import parse_flags
 from minimind.report.formats import LIGHT
-from minimind.sweep.page import render, write_page
+from minimind.report.page import write_page
+from minimind.sweep.page import render
 from minimind.sweep.study import Row, best_command, table_text
 from minimind.sweep.sweep_file import Sweep, read_sweep
 from tests.report.made import Drawn, values_of
@@ -156,7 +157,8 @@ def test_a_sweep_without_any_metric_has_a_page_with_its_table(tmp_path: Path):
 
 
 def test_a_browser_draws_every_chart(tmp_path: Path):
-    page = write_page(made_sweep(tmp_path), ROWS, tmp_path)
+    page = tmp_path / "sweep.html"
+    write_page(render(made_sweep(tmp_path), ROWS, tmp_path), page, "")
     charts = Drawn(page.read_text(encoding="utf-8")).charts
     seen = in_browser(page)
     assert len(re.findall(r'class="main-svg"', seen)) >= len(charts) == 5

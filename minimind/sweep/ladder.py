@@ -1,0 +1,294 @@
+"""`minimind scaling run`: trains sizes x tokens, and predicts one run from the others.
+
+The runs of SPEC.yaml are the trials of a sweep over a grid; the predicted one is the last.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import nan
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from minimind.architecture.shape import flops_per_token, shape_of
+from minimind.config.run_config import RunConfig
+from minimind.data.prepare.prepared import is_prepared
+from minimind.data.shards.manifest import read_manifest
+from minimind.data.tokenizer.load import load_tokenizer
+from minimind.errors import NumericError, UsageError, fault_error
+from minimind.report import formats
+from minimind.runtime.checked_json import shown
+from minimind.runtime.terminal import aligned
+from minimind.sweep.run import opened
+from minimind.sweep.scaling import (
+    ALIKE,
+    NEAR,
+    Answer,
+    Point,
+    Points,
+    Prediction,
+    answer,
+    collect,
+    require_alike,
+    term_of,
+)
+from minimind.sweep.study import PREFIX, Row
+from minimind.sweep.sweep_file import Checked, Dimension, Sweep, config_of, flag_faults, read_fields
+
+LENGTHS = ("max_tokens", "tokens_per_param", "max_steps", "epochs", "max_flops")
+BY_TOKENS = "contradicts tokens or tokens_per_param, which end every run; remove it"
+
+
+class Predict(Checked):
+    """The run that is predicted."""
+
+    size: Any
+    tokens: str | None = None
+    tokens_per_param: str | None = None
+
+
+class Spec(Checked):
+    """The content of SPEC.yaml."""
+
+    flags: dict[str, Any]
+    sizes: list[Any] = Field(min_length=1)
+    tokens: list[str] = Field(default=[])
+    tokens_per_param: list[str] = Field(default=[])
+    predict: Predict | None = None
+
+
+class Ladder(Spec, Sweep):
+    """The runs of a Spec. The fields that follow from it are not stored."""
+
+    command: ClassVar[str] = "minimind scaling run"
+    max_failures: ClassVar[int] = 1
+    dimensions: dict[str, Dimension] = Field(exclude=True)
+    trials: int | None = Field(exclude=True)
+    runs: list[tuple[str, str]] = Field(exclude=True)  # choices of each run
+    values: dict[str, dict[str, Any]] = Field(exclude=True)  # flags by dimension and choice
+
+    def grid(self) -> list[dict[str, Any]]:
+        """Every size with every number of tokens, then the predicted run."""
+        return [dict(zip(self.dimensions, run, strict=True)) for run in self.runs]
+
+    def flags_of(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        flags = {**self.flags}
+        for name, choice in parameters.items():
+            flags |= self.values[name][choice]
+        return flags
+
+
+def read_ladder(path: str) -> Ladder:
+    """Read SPEC.yaml; raise a UsageError that lists the faults of its names and values."""
+    spec = read_fields(path, "scaling spec", Spec, Predict)
+    if faults := [*_faults(spec, path)]:
+        raise fault_error(faults)
+    runs = [*product(map(_size, spec.sizes), _budgets(spec.tokens, spec.tokens_per_param))]
+    trials = len(runs)  # before the prediction
+    if one := spec.predict:
+        given = ([value] if value else [] for value in (one.tokens, one.tokens_per_param))
+        runs += product([_size(one.size)], _budgets(*given))
+    values = {"size": dict(size for size, _ in runs), "tokens": dict(budget for _, budget in runs)}
+    return Ladder(
+        **spec.model_dump(),
+        dimensions={name: [*choices] for name, choices in values.items()},
+        values=values,
+        runs=[(size, budget) for (size, _), (budget, _) in runs],
+        trials=trials,
+        metric="val_loss",
+        sampler="grid",
+        pruner="none",
+    )
+
+
+Choice = tuple[str, dict[str, Any]]  # name and flags
+
+
+def _size(given: Any) -> Choice:
+    """`26m`, or `dim 128 n_layers 4`."""
+    if isinstance(given, str):
+        return given, {"model": given}
+    return " ".join(f"{name} {value}" for name, value in given.items()), given
+
+
+def _budgets(tokens: Sequence[str], ratios: Sequence[str]) -> list[Choice]:
+    """`2e8`, or `20 per parameter`."""
+    named: list[Choice] = [(one, {"max_tokens": one}) for one in tokens]
+    return named + [(f"{one} per parameter", {"tokens_per_param": one}) for one in ratios]
+
+
+def _faults(spec: Spec, path: str) -> Iterator[str]:
+    """Yield one sentence per fault, but of the values of flags."""
+    yield from _flag_faults(spec.flags, "flags", path)
+    sizes = [("sizes", size) for size in spec.sizes]
+    if one := spec.predict:
+        sizes.append(("predict.size", one.size))
+        if (one.tokens is None) == (one.tokens_per_param is None):
+            yield f"predict in {path} has to have tokens or tokens_per_param; give one of them"
+    for place, size in sizes:
+        if size and isinstance(size, dict):
+            yield from _flag_faults(size, place, path)
+        elif not (size and isinstance(size, str)):
+            yield (
+                f"{place} of {path} has {shown(size)}, which is no preset and no flags; give"
+                " a preset such as 26m, or flags such as {dim: 128, n_layers: 4}"
+            )
+    if not (spec.tokens or spec.tokens_per_param):
+        yield f"{path}: has no tokens and no tokens_per_param; add a list of one of them"
+
+
+def _flag_faults(flags: Mapping[str, Any], place: str, path: str) -> Iterator[str]:
+    yield from flag_faults(flags, place, path)
+    for name in LENGTHS:
+        if name in flags:
+            yield f"{place}.{name} in {path} {BY_TOKENS}"
+
+
+def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[float]) -> list[Point]:
+    """The runs as points without a loss, as far as they are known before their start.
+
+    Raise UsageError for what cannot be trained or compared, and for too few runs to fit; `flops`
+    and `tokens` are the budgets that the law is to answer.
+    """
+    points = [_planned(ladder, parameters, path) for parameters in ladder.grid()]
+    for n, one in enumerate(points):
+        require_alike(points[0], one)
+        for other in points[:n]:
+            if one.settings == other.settings:
+                raise UsageError(f"{path}: {other.name} and {one.name} are one run; remove one")
+    fitted = Points(points[: ladder.trials], {})
+    term_of(fitted, flops, tokens)
+    if ladder.predict:
+        _require_predictable(points[-1], fitted, path)
+    return points
+
+
+def _require_predictable(one: Point, fitted: Points, path: str) -> None:
+    """Raise UsageError if a law of one term does not hold for the numbers of the predicted run."""
+    term, notes = term_of(fitted, (), ())
+    if term == "both":
+        return
+    x, y = ("parameters", "tokens") if term == "parameters" else ("tokens", "parameters")
+    at, of = (np.log([getattr(point, name) for point in fitted.used]) for name in (x, y))
+    expected = np.exp(np.polyval(np.polyfit(at, of, 1), np.log(getattr(one, x))))
+    given = getattr(one, y)
+    if not 1 / NEAR <= given / expected <= NEAR:
+        raise UsageError(
+            f"predict in {path} has {formats.size(given)} {y}, but {notes[0]}; give it"
+            f" {formats.size(expected)}, or add runs with other numbers"
+        )
+
+
+def _planned(ladder: Ladder, parameters: Mapping[str, str], path: str) -> Point:
+    run = config_of(ladder, parameters, path)
+    own = ladder.values["tokens"][parameters["tokens"]]
+    for name in LENGTHS:  # a --config file may set them
+        if getattr(run, name) is not None and name not in own:
+            raise UsageError(f"{name} = {getattr(run, name)} ({run.sources[name]}) {BY_TOKENS}")
+    for name, is_other in (
+        ("init_from", run.init_from is not None),
+        ("use_moe", run.use_moe),
+        ("model", run.hugging_face is not None),
+    ):
+        if is_other:
+            raise UsageError(
+                f"{name} = {getattr(run, name)} ({run.sources[name]}), but the law is of our dense"
+                " decoder, trained from its start; remove it"
+            )
+    text = run.data_path[0]
+    if run.tokenizer is not None:
+        run = run.with_values("tokenizer", vocab_size=load_tokenizer(run.tokenizer).vocab_size)
+    elif is_prepared(text):
+        run = run.with_values(text, vocab_size=read_manifest(Path(text))["vocab_size"])
+    return _point(", ".join(parameters.values()), run)
+
+
+def _point(name: str, run: RunConfig) -> Point:
+    shape = shape_of(run)
+    return Point(
+        name,
+        run,
+        shape.parameters,
+        run.max_tokens or (run.tokens_per_param or nan) * shape.parameters,
+        nan,
+        flops_per_token(shape),
+        nan,
+        {field: getattr(run, field) for field in ALIKE},
+        str(replace(run, sources={})),
+    )
+
+
+def plan_text(ladder: Ladder, points: Sequence[Point]) -> str:
+    """The runs for a terminal, a line each, and their sum."""
+    head = ["trial", *ladder.dimensions, "parameters", "tokens", "FLOPs", ""]
+    flops = [one.tokens * (one.flops_per_token or nan) for one in points]
+    rows = [
+        [
+            f"{PREFIX}{n:04d}",
+            *choices.values(),
+            f"{one.parameters:,.0f}",
+            f"{one.tokens:,.0f}",
+            f"{cost:.3g}",
+            "" if n < (ladder.trials or 0) else "predicted",
+        ]
+        for n, (choices, one, cost) in enumerate(zip(ladder.grid(), points, flops, strict=True))
+    ]
+    total = f"{formats.count(len(points), 'run')}, {sum(flops):.3g} FLOPs"
+    return f"{aligned([head, *rows], '<<>>>><')}\n\n{total}"
+
+
+def run_ladder(
+    path: str,
+    place: Path | None,
+    parallel: int | None,
+    flops: Sequence[float],
+    tokens: Sequence[float],
+) -> Answer | int:
+    """Run or continue the ladder of SPEC.yaml `path` in the folder `place`.
+
+    Return the answer, or the status if not all runs have ended. Without `place` only the plan is
+    printed.
+    """
+    ladder = read_ladder(path)
+    points = plan(ladder, path, flops, tokens)
+    print(plan_text(ladder, points), flush=True)
+    if place is None:
+        return 0
+    with opened(ladder, path, place, points[0].run.device, parallel) as trials:
+        if status := trials.run():
+            return status
+        done = _collected(place, trials.study.rows()[: ladder.trials])
+        result = answer(done, flops, tokens)
+        if ladder.predict:
+            vocabulary = done.used[0].run.vocab_size  # of raw text, which is known now
+            last = points[-1].run.with_values("the other runs", vocab_size=vocabulary)
+            one = _point(points[-1].name, last)
+            _require_predictable(one, done, path)
+            loss = result.fit.prediction(one.parameters, one.tokens)
+            prediction = Prediction(one.name, one.parameters, one.tokens, loss)
+            print(f"\n{prediction.as_text()}\n", flush=True)
+            trials.study.sweep = ladder.model_copy(update={"trials": None})
+            if status := trials.run():
+                return status
+            ended = _collected(place, trials.study.rows()[-1:])
+            if not ended.used:
+                ((name, reason),) = ended.left_out.items()
+                print(f"{ladder.command}: no loss to compare: {name} {reason}", file=sys.stderr)
+                return NumericError.status
+            require_alike(done.used[0], ended.used[0])
+            prediction = replace(prediction, measured=ended.used[0].loss)
+            result = replace(result, prediction=prediction)
+        return result
+
+
+def _collected(place: Path, rows: Sequence[Row]) -> Points:
+    """The points of the trials that are done, with the ends of the others as reasons."""
+    points = collect([place / row.folder for row in rows if row.kind == "done"])
+    ended = {row.folder: row.status for row in rows if row.kind != "done"}
+    return Points(points.used, points.left_out | ended)

@@ -1,0 +1,368 @@
+"""`minimind scaling run`: its runs, the prediction before its run, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import yaml
+
+from minimind.cli import report
+from minimind.cli.main import main
+from minimind.runtime.process import CAUGHT
+from minimind.sweep import run, scaling
+from tests.docs.commands import all_blocks, files_in
+from tests.report.made import Drawn, evaluation, run_start, write_run
+from tests.sweep.made import NO_PROCESS, Killed
+from tests.sweep.made_runs import LAW, shape_of_dim, write_point
+
+CONTENT: dict[str, Any] = {
+    "flags": {
+        **{"n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "max_seq_len": 256, "vocab_size": 4096},
+        **{"data_path": "text.jsonl", "device": "cpu"},
+    },
+    "sizes": [{"dim": 128}, {"dim": 192, "learning_rate": "2e-3"}, {"dim": 256}],
+    "tokens": ["4e7", "2e8", "1e9"],
+    "predict": {"size": {"dim": 512}, "tokens": "5e9"},
+}
+FITTED = [f"trial-{n:04d}" for n in range(9)]
+LAST = "trial-0009"
+
+
+class MadeRun:
+    """A run that ends at its first look with a loss of LAW."""
+
+    pid = NO_PROCESS
+    given: ClassVar[dict[str, Mapping[str, Any]]] = {}  # flags by folder
+    starts: ClassVar[list[str]] = []
+    noise: ClassVar[dict[str, float]] = {}  # of log loss
+    statuses: ClassVar[dict[str, int]] = {}
+    kill_at = ""  # folder
+    stop_at = ""  # folder whose run ends as the command gets a SIGTERM
+
+    def __init__(self, flags: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        self.place = Path(flags["out_dir"])
+        self.place.mkdir(parents=True, exist_ok=True)
+        self.flags = flags
+        self.given[self.place.name] = flags
+        self.starts.append(self.place.name)
+
+    def poll(self) -> int:
+        name, flags = self.place.name, self.flags
+        if name == self.kill_at:
+            raise Killed
+        if name == self.stop_at:
+            signal.raise_signal(signal.SIGTERM)
+        if status := self.statuses.get(name, 0):
+            write_run(self.place, [run_start(), evaluation(20, 3.0)])
+            return status
+        dim = int(flags["dim"])
+        ratio = float(flags.get("tokens_per_param", 0))
+        tokens = float(flags.get("max_tokens", ratio * shape_of_dim(dim).parameters))
+        write_point(self.place, dim, tokens, self.noise.get(name, 0.0))
+        return 0
+
+    def stop(self) -> None: ...
+
+    def last_line(self) -> str:
+        return "the last line"
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[MadeRun]]:
+    noise = {name: 0.004 * math.sin(5 * n) for n, name in enumerate(FITTED)}
+    fresh = {"given": {}, "starts": [], "noise": noise, "statuses": {}}
+    made = type("Made", (MadeRun,), fresh)
+    fit = scaling.fit
+    monkeypatch.setattr(scaling, "fit", lambda *given: fit(*given, resamples=20))
+    monkeypatch.setattr(run, "TrialProcess", made)
+    handlers = {number: signal.getsignal(number) for number in CAUGHT}
+    yield made
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def write_spec(place: Path, **changes: Any) -> Path:
+    """SPEC.yaml with CONTENT; a change of None removes the field."""
+    place.mkdir(parents=True, exist_ok=True)
+    content = {k: v for k, v in {**CONTENT, **changes}.items() if v is not None}
+    path = place / "spec.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def train(tmp_path: Path, *more: str, **changes: Any) -> int:
+    words = ["scaling", "run", write_spec(tmp_path, **changes), "--out", tmp_path / "out", *more]
+    return main([*map(str, words)])
+
+
+def test_the_predicted_run_is_the_last_and_no_part_of_the_fit(tmp_path, capsys, made):
+    made.noise[LAST] = 0.5
+    assert train(tmp_path) == 0
+    text = capsys.readouterr().out
+    assert made.starts == [*FITTED, LAST]
+    found = re.search(
+        r"^prediction for dim 512, 5e9 \(([\d.]+M) parameters, 5B tokens\) from the other runs:"
+        r" loss ([\d.]+), 95% interval ([\d.]+) to ([\d.]+)$",
+        text,
+        re.MULTILINE,
+    )
+    assert found
+    value, low, high = map(float, found.groups()[1:])
+    assert low < value < high
+    shape = shape_of_dim(512)
+    assert value == pytest.approx(float(LAW.loss(shape.parameters, 5e9)), rel=0.03)
+    assert found.end() < text.index(f"{LAST}: size dim 512, tokens 5e9\n")  # before it is trained
+    assert re.search(r"^measured: loss [\d.]+, outside the interval, \+\d\d\.\d\d%$", text, re.M)
+    assert LAST not in re.findall(r"^trial-\d{4}(?= +[\d,]+ +[\d,]+ +[\d.]+ )", text, re.MULTILINE)
+
+
+def test_a_measured_loss_within_the_interval_is_on_the_page_and_in_json(tmp_path, capsys, made):
+    assert train(tmp_path, "--json", "--flops", "1e17") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["runs"]) == len(FITTED)
+    assert len(found["optima"]) == 1
+    one = found["prediction"]
+    assert (one["run"], one["is_within"]) == ("dim 512, 5e9", True)
+    assert one["loss"]["low"] <= one["measured"] <= one["loss"]["high"]
+    page = (tmp_path / "out" / "scaling.html").read_text(encoding="utf-8")
+    drawn = Drawn(page)
+    assert "within the interval" in page
+    (predicted,) = drawn.points("loss", "predicted").tolist()
+    (measured,) = drawn.points("loss", "measured").tolist()
+    assert predicted == [5e9, pytest.approx(one["loss"]["value"])]
+    assert measured == [5e9, pytest.approx(one["measured"])]
+    bar = drawn.trace("loss", "predicted")["error_y"]
+    assert bar["array"] == [pytest.approx(one["loss"]["high"] - one["loss"]["value"])]
+    assert drawn.points("loss", "law, prediction").shape == (80, 2)
+    # The folder is one of runs as any other.
+    assert main(["scaling", str(tmp_path / "out"), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert len(again["runs"]) == len(FITTED) + 1
+    assert "prediction" not in again
+
+
+@pytest.mark.parametrize("at", ["trial-0004", LAST])
+def test_a_killed_command_goes_on_without_the_runs_that_are_done(tmp_path, capsys, made, at):
+    made.kill_at = at
+    with pytest.raises(Killed):
+        train(tmp_path)
+    made.kill_at = ""
+    capsys.readouterr()
+    assert train(tmp_path) == 0
+    everything = [*FITTED, LAST]
+    assert made.starts == [
+        *everything[: everything.index(at) + 1],
+        *everything[everything.index(at) :],
+    ]
+    text = capsys.readouterr().out
+    assert f"{at}: was interrupted, and goes on\n" in text
+    assert text.index("prediction for") < text.index(f"{LAST}: size dim 512")
+    starts = [*made.starts]
+    assert train(tmp_path) == 0
+    assert made.starts == starts
+    assert "within the interval" in capsys.readouterr().out
+
+
+def test_a_stop_before_the_predicted_run_is_a_status_of_its_own(tmp_path, capsys, made):
+    made.stop_at = FITTED[-1]
+    assert train(tmp_path) == 75
+    assert made.starts == FITTED
+    error = "minimind scaling run: stopped on SIGTERM; run the same command again to go on\n"
+    assert error in capsys.readouterr().err
+    made.stop_at = ""
+    assert train(tmp_path) == 0
+    assert made.starts == [*FITTED, LAST]
+
+
+def test_a_run_that_fails_ends_the_command_and_is_tried_again(tmp_path, capsys, made):
+    made.statuses["trial-0002"] = 3
+    assert train(tmp_path) == 3
+    log = tmp_path / "out" / "trial-0002" / "log.txt"
+    error = f"minimind scaling run: trial-0002 failed; correct what {log} says, and run the same"
+    assert error in capsys.readouterr().err
+    assert made.starts == FITTED[:3]
+    made.statuses.clear()
+    assert train(tmp_path) == 0
+    assert made.starts == [*FITTED[:3], *FITTED[2:], LAST]
+
+
+def test_a_failure_ends_the_command_although_a_run_beside_it_ends_well(tmp_path, made):
+    made.statuses["trial-0002"] = 3
+    assert train(tmp_path, "--parallel", "2") == 3
+    assert made.starts == FITTED[:4]
+    made.statuses.clear()
+    assert train(tmp_path, "--parallel", "2") == 0
+    assert sorted(made.starts) == sorted([*FITTED, LAST, "trial-0002"])
+
+
+def test_a_run_that_diverges_is_left_out(tmp_path, capsys, made):
+    made.statuses["trial-0002"] = 6
+    assert train(tmp_path) == 0
+    text = capsys.readouterr().out
+    assert "left out:\n  trial-0002: diverged by step 20\n" in text
+    assert "within the interval" in text
+
+
+def test_runs_that_are_left_do_not_predict_other_numbers_of_tokens(tmp_path, capsys, made):
+    sizes = [{"dim": dim} for dim in (128, 192, 256, 320)]
+    made.statuses.update({f"trial-{n:04d}": 6 for n in range(12) if n % 3})
+    assert train(tmp_path, sizes=sizes) == 2
+    sentence = f"predict in {tmp_path / 'spec.yaml'} has 5B tokens, but all runs have 40M tokens"
+    assert sentence in capsys.readouterr().err
+    assert len(made.starts) == 12
+
+
+def test_a_predicted_run_without_a_loss_has_a_status_of_its_own(tmp_path, capsys, made):
+    made.statuses[LAST] = 6
+    assert train(tmp_path) == 6
+    sentence = f"minimind scaling run: no loss to compare: {LAST} diverged by step 20"
+    assert sentence in capsys.readouterr().err
+
+
+def test_without_a_prediction_the_law_is_fitted(tmp_path, capsys, made):
+    assert train(tmp_path, "--parallel", "2", predict=None) == 0
+    assert sorted(made.starts) == FITTED
+    assert "prediction for" not in capsys.readouterr().out
+
+
+def test_the_plan_is_printed_and_a_dry_run_makes_nothing(tmp_path, capsys, made):
+    changes = {"tokens": None, "tokens_per_param": ["5", "20", "80"]}
+    assert train(tmp_path, "--dry_run", **changes) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["trial", "size", "tokens", "parameters", "tokens", "FLOPs"]
+    parameters = shape_of_dim(192).parameters
+    expected = f"{parameters:,} {20 * parameters:,}"
+    assert re.sub(" +", " ", lines[5]).startswith(
+        f"trial-0004 dim 192 learning_rate 2e-3 20 per parameter {expected} "
+    )
+    assert re.search(r"^trial-0009  dim 512 .* predicted$", "\n".join(lines), re.MULTILINE)
+    assert re.fullmatch(r"10 runs, [\d.]+e\+\d+ FLOPs", lines[-1])
+    assert not (tmp_path / "out").exists()
+    assert made.starts == []
+
+
+def test_flags_of_a_size_are_those_of_its_runs(tmp_path, made):
+    assert train(tmp_path, tokens=None, tokens_per_param=["5", "20", "80"]) == 0
+    rates = {made.given[name].get("learning_rate") for name in FITTED[3:6]}
+    assert (rates, "learning_rate" in made.given["trial-0000"]) == ({"2e-3"}, False)
+    ratios = [made.given[name]["tokens_per_param"] for name in FITTED[:3]]
+    assert ratios == ["5", "20", "80"]
+    assert made.given[LAST]["max_tokens"] == "5e9"
+
+
+def test_runs_of_one_ratio_predict_a_run_of_that_ratio(tmp_path, capsys, made):
+    changes: dict[str, Any] = {"tokens": None, "tokens_per_param": ["20"]}
+    changes["sizes"] = [{"dim": dim} for dim in (128, 192, 256, 320)]
+    assert train(tmp_path, **changes) == 2
+    sentence = "has 5B tokens, but tokens follow from parameters in all runs"
+    assert sentence in capsys.readouterr().err
+    changes["predict"] = {"size": {"dim": 512}, "tokens_per_param": "20"}
+    assert train(tmp_path, **changes) == 0
+    assert re.search(r"^prediction for dim 512, 20 per parameter ", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"sizes": [{"dmi": 128}]}, "unknown key 'dmi' in sizes of {}; did you mean dim?"),
+        ({"sizes": ["27m"]}, "--model 27m: no such preset or file; give one (0.4b"),
+        ({"sizes": [["26m"]]}, "sizes of {} has ['26m'], which is no preset and no flags; give"),
+        ({"sizes": []}, "{}: has sizes = [], which should have at least 1"),
+        ({"size": [{"dim": 8}]}, "{}: has the unknown field size; did you mean sizes?"),
+        ({"tokens": None}, "{}: has no tokens and no tokens_per_param; add a list of one of"),
+        ({"tokens": ["x"]}, "max_tokens = 'x' ({}: max_tokens) is not a finite number; give one"),
+        ({"tokens": ["1e9", "1000000000"]}, "dim 128, 1e9 and dim 128, 1000000000 are one run"),
+        ({"tokens": ["4e7", "4e7"]}, "dim 128, 4e7 and dim 128, 4e7 are one run; remove one"),
+        ({"tokens": ["1e9"]}, "3 runs can be used, and a law of 3 constants needs 4 or more; add"),
+        ({"sizes": [{"dim": 128}, {"dim": 256}]}, "2 different numbers of parameters, and their"),
+        ({"predict": {"size": "26m"}}, "predict in {} has to have tokens or tokens_per_param; gi"),
+        ({"predict": {"size": "26m", "token": 1}}, "unknown field predict.token; did you mean tok"),
+        ({"predict": {"size": {"dim": 128}, "tokens": "4e7"}}, "128, 4e7 and dim 128, 4e7 are one"),
+        (
+            {"predict": {"size": {"dim": 512, "vocab_size": 600}, "tokens": "5e9"}},
+            "vocab_size is 4096 in dim 128, 4e7 and 600 in dim 512 vocab_size 600, 5e9, so their",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_before_anything_starts(tmp_path, capsys, made, changes, sentence):
+    assert train(tmp_path, **changes) == 2
+    output = capsys.readouterr()
+    assert sentence.format(tmp_path / "spec.yaml") in output.err
+    assert (output.out, output.err.count("\n"), made.starts) == ("", 1, [])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"out_dir": "x"}, "flags.out_dir in {} is set for every trial; remove it"),
+        ({"max_tokens": "1e6"}, "flags.max_tokens in {} contradicts tokens or tokens_per_param"),
+        ({"use_moe": "true"}, "use_moe = True ({}: use_moe), but the law is of our dense decoder"),
+        ({"config": "CONFIG"}, "max_steps = 7 (--config {}) contradicts tokens or tokens_per_par"),
+        ({"eval_rows": 0}, "eval_rows = 0 ({}: eval_rows) leaves no val_loss to compare"),
+    ],
+)
+def test_flags_that_no_run_can_have_are_named(tmp_path, capsys, flags, sentence):
+    config = tmp_path / "base.yaml"
+    config.write_text("max_steps: 7\n")
+    given = {name: str(config) if value == "CONFIG" else value for name, value in flags.items()}
+    assert train(tmp_path, flags={**CONTENT["flags"], **given}) == 2
+    place = config if "config" in flags else tmp_path / "spec.yaml"
+    assert sentence.format(place) in capsys.readouterr().err
+
+
+def test_a_budget_that_needs_both_terms_is_refused_before_the_start(tmp_path, capsys, made):
+    sizes = [{"dim": dim} for dim in (128, 192, 256, 320)]
+    assert train(tmp_path, "--flops", "1e17", sizes=sizes, tokens=["1e9"], predict=None) == 2
+    assert "--flops needs a law over parameters and tokens, but all runs" in capsys.readouterr().err
+    assert made.starts == []
+
+
+def test_a_changed_spec_is_refused_by_the_names_of_its_changes(tmp_path, capsys):
+    assert train(tmp_path, predict=None) == 0
+    assert train(tmp_path, tokens=["4e7", "2e8", "2e9"]) == 2
+    path, out = tmp_path / "spec.yaml", tmp_path / "out"
+    sentence = f"tokens, predict in {path} changed since --out {out} was started; restore it, or"
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_folder_called_run_is_read_as_before(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in ("run", "other"):
+        for dim in (128, 192, 256):
+            for tokens in (4e7, 2e8, 1e9):
+                write_point(Path(place, f"{place}-{dim}-{tokens:g}"), dim, tokens, seed=len(place))
+    assert main(["scaling", "run", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 9
+    assert main(["scaling", "run", "other", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 18
+    for word in ("--parallel=2", "--dry_run"):
+        assert main(["scaling", "run", word]) == 2
+        assert "has no effect without run SPEC.yaml; remove it" in capsys.readouterr().err
+
+
+def test_what_the_command_needs_is_named(tmp_path, capsys, monkeypatch):
+    spec = str(write_spec(tmp_path))
+    assert main(["scaling", "run", spec]) == 2
+    assert "needs a folder for the runs; give --out DIR" in capsys.readouterr().err
+    assert train(tmp_path, "--force") == 2
+    assert "--force has no effect with run SPEC.yaml" in capsys.readouterr().err
+    assert main(["scaling", "run", str(tmp_path / "no.yaml"), "--dry_run"]) == 2
+    assert f"scaling spec {tmp_path / 'no.yaml'}: No such file" in capsys.readouterr().err
+    monkeypatch.setattr(report, "find_spec", lambda name: None if name == "optuna" else name)
+    assert train(tmp_path) == 2
+    assert "the package optuna, which is not installed" in capsys.readouterr().err
+
+
+def test_the_spec_of_the_docs_is_accepted(tmp_path, capsys):
+    path = tmp_path / "ladder.yaml"
+    path.write_text(files_in(all_blocks())[path.name])
+    assert main(["scaling", "run", str(path), "--dry_run"]) == 0
+    assert "predicted" in capsys.readouterr().out
