@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from minimind.config.optimizers import OPTIMIZERS
+from minimind.config.optimizers import NEWTON_SCHULZ, OPTIMIZERS
 
 DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
 
@@ -548,6 +548,20 @@ class OptimizerFlags:
         None,
         "optimizer",
         choices=("original", "match_rms_adamw"),
+    )
+    muon_steps: int | None = flag(
+        "Newton-Schulz iterations by which Muon orthogonalizes an update (default 5)",
+        None,
+        "optimizer",
+        at_least=1,
+    )
+    muon_coefficients: str | None = flag(
+        "polynomials of these iterations: quintic, the same in each, leaves singular values between"
+        " 0.68 and 1.2 (the default); polar_express, the best one for each (Amsel et al. 2025),"
+        " brings them to 1",
+        None,
+        "optimizer",
+        choices=tuple(NEWTON_SCHULZ),
     )
     mup_base_dim: int | None = flag(
         "muP: the --dim at which the learning rates were tuned, with the same dim / n_heads;"

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim._muon import _adjust_lr
 
 from minimind.config.deepspeed.schema import ANY_CASE
-from minimind.config.optimizers import ADAM_TYPES, OPTIMIZERS
+from minimind.config.optimizers import ADAM_TYPES, NEWTON_SCHULZ, OPTIMIZERS
 from minimind.config.run_config import RunConfig
 from minimind.engine.state import Fragment, ZeroState
 from minimind.model.experts import MixtureOfExperts
@@ -77,6 +77,7 @@ def _powers_of_rate(run: RunConfig) -> dict[str, float]:
 
 
 Groups = list[dict[str, Any]]
+Row = tuple[float, float, float]
 LINEAR = ("Conv1D",)  # GPT-2's class in transformers: a linear layer with its weight transposed
 
 
@@ -165,10 +166,7 @@ def _nesterov(grad: Tensor, momentum: Tensor, decay: float) -> Tensor:
 def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Change of a matrix by its update: orthogonalized, times the negative learning rate."""
     numbers = group["ns_coefficients"], group["ns_steps"], group["eps"]
-    if iteration_dtype(update.device) == torch.bfloat16:
-        direction = _zeropower_via_newtonschulz(update, *numbers).float()
-    else:
-        direction = newton_schulz(update, *numbers)
+    direction = newton_schulz(update.to(iteration_dtype(update.device)), *numbers).float()
     return direction.mul_(-_adjust_lr(group["lr"], group["adjust_lr_fn"], update.shape))
 
 
@@ -180,14 +178,12 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if HAS_BF16 or device.type != "cpu" else torch.float32
 
 
-def newton_schulz(
-    update: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> Tensor:
-    """The iteration of torch.optim.Muon in the dtype of `update`."""
-    a, b, c = coefficients
+def newton_schulz(update: Tensor, rows: Sequence[Row], steps: int, eps: float) -> Tensor:
+    """The iteration of torch.optim.Muon in the dtype of `update`, by `rows` of NEWTON_SCHULZ."""
     is_tall = len(update) > update.shape[1]
     x = (update.T if is_tall else update) / update.norm().clamp(min=eps)
-    for _ in range(steps):
+    for step in range(steps):
+        a, b, c = rows[min(step, len(rows) - 1)]
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
@@ -303,6 +299,8 @@ def run_groups(model: nn.Module, run: RunConfig) -> Groups:
             "weight_decay": run.weight_decay,
             "momentum": muon["muon_momentum"],
             "adjust_lr_fn": muon["muon_scaling"],
+            "ns_steps": muon["muon_steps"],
+            "ns_coefficients": NEWTON_SCHULZ[muon["muon_coefficients"]],
         }
         groups.append(group)
     factors = rate_factors(model, run)
