@@ -136,6 +136,25 @@ def test_the_iteration_in_fp32_is_that_in_float64(name, shape):
     assert 0.5 < values.min() <= values.max() < 1.3
 
 
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
+@pytest.mark.parametrize("steps", [4, 5])
+def test_polar_express_on_the_short_side_is_that_on_the_whole_matrix(shape, steps):
+    def one_by_one(update: Tensor) -> Tensor:
+        x = (update if shape[0] < shape[1] else update.T) / update.norm()
+        for a, b, c in rows[:steps]:
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x if shape[0] < shape[1] else x.T
+
+    torch.manual_seed(4)
+    update, rows = torch.randn(shape, dtype=torch.float64), NEWTON_SCHULZ["polar_express"]
+    found = newton_schulz(update, rows, steps, 1e-7)
+    assert torch.allclose(found, one_by_one(update), rtol=0, atol=1e-12)
+    assert not torch.equal(found, one_by_one(update))  # other operations
+    bf16 = update.bfloat16()
+    assert torch.equal(newton_schulz(bf16, rows, steps, 1e-7), one_by_one(bf16))
+
+
 def minimax(low: float, high: float) -> tuple[float, float, float]:
     """(a, b, c) by which a x + b x^3 + c x^5 is nearest to 1 from `low` to `high`: Remez."""
     a, b, c = 1.875, -1.25, 0.375  # the limit of a narrow interval
