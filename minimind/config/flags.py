@@ -563,6 +563,12 @@ class OptimizerFlags:
         "optimizer",
         choices=tuple(NEWTON_SCHULZ),
     )
+    cautious_weight_decay: bool = flag(
+        "with Muon, also for its weights of AdamW: decay only where the update, too, makes a weight"
+        " smaller (Chen et al. 2025)",
+        False,
+        "optimizer",
+    )
     mup_base_dim: int | None = flag(
         "muP: the --dim at which the learning rates were tuned, with the same dim / n_heads;"
         " initialization and rates are scaled by dim / mup_base_dim, so that they suit this width",

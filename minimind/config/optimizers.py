@@ -85,13 +85,15 @@ OPTIMIZERS = {
         keeps_block=False,
         flags=(
             *("beta1", "beta2", "muon_lr", "muon_momentum", "muon_scaling"),
-            *("muon_steps", "muon_coefficients"),
+            *("muon_steps", "muon_coefficients", "cautious_weight_decay"),
         ),
         defaults={
             **{"muon_lr": 0.02, "muon_momentum": 0.95, "muon_scaling": "original"},
-            **{"muon_steps": 5, "muon_coefficients": "quintic"},
+            **{"muon_steps": 5, "muon_coefficients": "quintic", "cautious_weight_decay": False},
         },
-        unrecorded={"muon_steps": 5, "muon_coefficients": "quintic"},
+        unrecorded={
+            **{"muon_steps": 5, "muon_coefficients": "quintic", "cautious_weight_decay": False}
+        },
         params={"muon_lr": "muon_lr", "momentum": "muon_momentum"},
     ),
     "lion": Optimizer(

@@ -125,8 +125,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             return
         for group in self.param_groups:
             if not group.get("use_muon"):
-                self._adamw.param_groups, self._adamw.state = [group], self.state
-                self._adamw.step()
+                self._step_adamw(group)
                 continue
             for p in group["params"]:
                 if p.grad is None:
@@ -136,10 +135,21 @@ class MuonWithAdamW(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(p)
                 if p.ndim == 2:
                     update = _nesterov(p.grad, state["momentum_buffer"], group["momentum"])
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                    p.add_(_orthogonal(update, group))
+                    change = _orthogonal(update, group)
+                    p.mul_(_kept(p, change, group)).add_(change)
                 elif self.shards:  # otherwise DeepSpeed steps with zero gradients for the state
                     self._step_shard(p, state["momentum_buffer"], group, self.shards)
+
+    def _step_adamw(self, group: dict[str, Any]) -> None:
+        self._adamw.param_groups, self._adamw.state = [group], self.state
+        if not group.get("is_cautious") or not group["weight_decay"]:
+            self._adamw.step()
+            return
+        before = {p: p.clone() for p in group["params"] if p.grad is not None}
+        self._adamw.param_groups = [{**group, "weight_decay": 0.0}]
+        self._adamw.step()
+        for p, weight in before.items():
+            p.add_(weight * (_kept(weight, p - weight, group) - 1))
 
     def _step_shard(
         self, flat: Tensor, momentum: Tensor, group: dict[str, Any], shards: Shards
@@ -151,16 +161,25 @@ class MuonWithAdamW(torch.optim.Optimizer):
         gathered = update.new_empty((ranks, update.numel()))
         gather = shards.collectives.all_gather_into_tensor
         gather(gathered.view(-1), update, group=shards.process_group)
-        flat.mul_(1 - group["lr"] * group["weight_decay"])
         for matrix in shards.matrices.get(id(flat), ()):
-            change, f = _orthogonal(matrix.whole(gathered), group), matrix.fragment
-            f.view(flat).add_(change.reshape(-1).narrow(0, f.start, f.length))
+            whole, f = _orthogonal(matrix.whole(gathered), group), matrix.fragment
+            change, weight = whole.reshape(-1).narrow(0, f.start, f.length), f.view(flat)
+            weight.mul_(_kept(weight, change, group)).add_(change)
 
 
 def _nesterov(grad: Tensor, momentum: Tensor, decay: float) -> Tensor:
     """Update the momentum by the gradient; return the Nesterov update."""
     momentum.lerp_(grad, 1 - decay)
     return grad.lerp(momentum, decay)
+
+
+def _kept(weight: Tensor, change: Tensor, group: Mapping[str, Any]) -> Any:
+    """Factor of the weights by their decay, which cautious is only where `change` agrees.
+
+    Chen et al. 2025 (arXiv 2510.12402).
+    """
+    rate = group["lr"] * group["weight_decay"]
+    return 1 - rate * (weight * change <= 0) if group.get("is_cautious") else 1 - rate
 
 
 def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -323,6 +342,7 @@ def run_groups(model: nn.Module, run: RunConfig) -> Groups:
             "ns_coefficients": NEWTON_SCHULZ[muon["muon_coefficients"]],
         }
         groups.append(group)
+        groups = [{**one, "is_cautious": muon["cautious_weight_decay"]} for one in groups]
     factors = rate_factors(model, run)
     return [part for group in groups for part in _by_factor(group, factors, run.learning_rate)]
 

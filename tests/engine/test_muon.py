@@ -197,6 +197,30 @@ def test_polar_express_brings_singular_values_to_1_as_its_analysis_says():
     assert torch.allclose(further, torch.eye(2, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
+def test_a_cautious_decay_is_where_the_update_makes_a_weight_smaller():
+    """Of every matrix, by Muon or AdamW; the weights without a decay give the update."""
+
+    def weights_after_a_step(line: str) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        run, model = parse_flags(f"--optimizer muon --muon_lr 0.1 {line}".split()), model_of()
+        optimizer = optimizer_of(run_groups(model, run), run)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    before = {name: p.detach() for name, p in model_of().named_parameters()}
+    without = weights_after_a_step("--weight_decay 0")
+    always = weights_after_a_step("--weight_decay 0.5")
+    cautious = weights_after_a_step("--weight_decay 0.5 --cautious_weight_decay")
+    for name, weight in before.items():
+        decays = (without[name] - weight) * weight <= 0
+        expected = torch.where(decays, always[name], without[name])
+        assert torch.allclose(cautious[name], expected, rtol=0, atol=1e-7), name
+        if weight.ndim == 2:
+            assert 0.2 < decays.float().mean() < 0.8
+
+
 def test_a_table_of_positions_is_no_matrix_for_muon():
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -249,8 +273,9 @@ class Collectives:
         output.copy_(input)
 
 
-def test_a_step_on_flat_shards_is_that_on_whole_matrices(group: None):
-    run = parse_flags("--optimizer muon --muon_lr 0.05 --learning_rate 1e-3".split())
+@pytest.mark.parametrize("more", ["", "--cautious_weight_decay"])
+def test_a_step_on_flat_shards_is_that_on_whole_matrices(group: None, more: str):
+    run = parse_flags(f"--optimizer muon --muon_lr 0.05 --learning_rate 1e-3 {more}".split())
     model = model_of()
     groups = run_groups(model, run)
     whole: Any = optimizer_of(groups, run)

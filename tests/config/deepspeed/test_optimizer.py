@@ -41,7 +41,8 @@ def test_the_block_is_adopted_and_deepspeed_sees_none():
     assert "optimizer" not in found.config
     assert (found.run.learning_rate, found.run.beta1) == (1e-3, 0.8)
     muon = {"muon_lr": 0.03, "muon_momentum": 0.9, "muon_scaling": "original"}
-    assert found.run.muon == {**muon, "muon_steps": 5, "muon_coefficients": "quintic"}
+    more = {"muon_steps": 5, "muon_coefficients": "quintic", "cautious_weight_decay": False}
+    assert found.run.muon == {**muon, **more}
     assert found.run.sources["muon_lr"] == "ds.json: optimizer.params.muon_lr"
     assert found.optimizer == "Muon"
     assert found.optimizer_params == muon  # checkpoints record the others if they differ
@@ -117,6 +118,7 @@ def test_without_deepspeed_a_flag_of_muon_needs_muon(flag):
         ("--optimizer lion --sgd_momentum 0.8", "drop it, or use --optimizer sgd"),
         ("--sgd_momentum 0.8", "sgd_momentum = 0.8 (--sgd_momentum) has no effect with optimizer"),
         ("--optimizer lion --muon_scaling original", "has no effect with optimizer = lion"),
+        ("--cautious_weight_decay", "has no effect with optimizer = adamw (default); drop it, or"),
     ],
 )
 def test_a_flag_that_another_optimizer_reads_is_refused(line, sentence):
@@ -142,9 +144,10 @@ def without_deepspeed(line: str) -> ResolvedConfig:
         ("--muon_steps 5 --muon_coefficients quintic", {}),
         ("--muon_steps 3", {"muon_steps": 3}),
         ("--muon_coefficients polar_express", {"muon_coefficients": "polar_express"}),
+        ("--cautious_weight_decay", {"cautious_weight_decay": True}),
     ],
 )
-def test_a_checkpoint_without_the_iterations_of_muon_means_5_of_quintic(line, recorded):
+def test_a_checkpoint_without_values_of_muon_means_those_before_their_flags(line, recorded):
     found = without_deepspeed(f"--optimizer muon {line}").optimizer_params
     before = {"muon_lr": 0.02, "muon_momentum": 0.95, "muon_scaling": "original"}
     assert found == {**before, **recorded}
