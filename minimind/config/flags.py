@@ -451,6 +451,12 @@ class ModelFlags:
     tie_word_embeddings: bool = flag(
         "share one matrix between token embedding and output head", True, "model"
     )
+    zero_init_outputs: bool = flag(
+        "start the output projections of attention and feed-forward at 0, so that every block of a"
+        " new model returns its input",
+        False,
+        "model",
+    )
     use_moe: bool = flag(
         "replace every feed-forward layer by a mixture of experts of width hidden_dim",
         False,

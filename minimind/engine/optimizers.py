@@ -19,6 +19,7 @@ from minimind.config.optimizers import ADAM_TYPES, NEWTON_SCHULZ, OPTIMIZERS
 from minimind.config.run_config import RunConfig
 from minimind.engine.state import Fragment, ZeroState
 from minimind.model.experts import MixtureOfExperts
+from minimind.model.layers import ResidualOutput
 from minimind.runtime.collectives import lost_peers
 from minimind.runtime.hardware import HAS_BF16
 
@@ -52,7 +53,13 @@ def rate_factors(model: Any, run: RunConfig) -> dict[nn.Parameter, float]:
 
 @torch.no_grad()
 def scale_initial_weights(model: Any, run: RunConfig) -> None:
-    """Scale freshly initialized weights from the base width's to those of this width."""
+    """Scale freshly initialized weights from the base width's to those of this width.
+
+    With --zero_init_outputs those that end a branch of the residual stream become 0.
+    """
+    for module in model.modules():
+        if run.zero_init_outputs and isinstance(module, ResidualOutput):
+            module.weight.zero_()
     if run.width_ratio == 1.0:
         return
     for p, role in role_of(model).items():
