@@ -172,12 +172,18 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
         " write it there",
     ),
     Rule(lambda run: run.mup_base_dim is not None, "{mup_base_dim}" + _ONLY_BUILT_IN),
+    Rule(lambda run: run.zero_init_outputs, "{zero_init_outputs}" + _ONLY_BUILT_IN),
     Rule(lambda run: run.sequence_parallel > 1, "{sequence_parallel}" + _ONLY_BUILT_IN),
     Rule(lambda run: run.doc_mask, "{doc_mask}" + _ONLY_BUILT_IN),
     Rule(lambda run: run.loss == "chunked", "{loss}" + _ONLY_BUILT_IN),
 )
 _NOT_DIVIDED = " is not supported with {sequence_parallel}; drop one of them"
 DECODER_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda run: run.zero_init_outputs and run.init_from,
+        "{zero_init_outputs} is of new weights, and {init_from} gives trained ones; drop one of"
+        " them",
+    ),
     Rule(
         lambda run: run.head_dim is None and run.dim % run.n_heads,
         "{dim} is not divisible by {n_heads}; change one of them",

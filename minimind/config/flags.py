@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from minimind.config.optimizers import OPTIMIZERS
+from minimind.config.optimizers import NEWTON_SCHULZ, OPTIMIZERS
 
 DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
 
@@ -457,6 +457,12 @@ class ModelFlags:
     tie_word_embeddings: bool = flag(
         "share one matrix between token embedding and output head", True, "model"
     )
+    zero_init_outputs: bool = flag(
+        "start the output projections of attention and feed-forward at 0, so that every block of a"
+        " new model returns its input",
+        False,
+        "model",
+    )
     use_moe: bool = flag(
         "replace every feed-forward layer by a mixture of experts of width hidden_dim",
         False,
@@ -566,6 +572,26 @@ class OptimizerFlags:
         None,
         "optimizer",
         choices=("original", "match_rms_adamw"),
+    )
+    muon_steps: int | None = flag(
+        "Newton-Schulz iterations by which Muon orthogonalizes an update (default 5)",
+        None,
+        "optimizer",
+        at_least=1,
+    )
+    muon_coefficients: str | None = flag(
+        "polynomials of these iterations: quintic, the same in each, leaves singular values between"
+        " 0.68 and 1.2 (the default); polar_express, the best one for each (Amsel et al. 2025),"
+        " brings them to 1",
+        None,
+        "optimizer",
+        choices=tuple(NEWTON_SCHULZ),
+    )
+    cautious_weight_decay: bool = flag(
+        "with Muon, also for its weights of AdamW: decay only where the update, too, makes a weight"
+        " smaller (Chen et al. 2025)",
+        False,
+        "optimizer",
     )
     mup_base_dim: int | None = flag(
         "muP: the --dim at which the learning rates were tuned, with the same dim / n_heads;"

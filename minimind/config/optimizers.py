@@ -12,6 +12,26 @@ from typing import Any
 
 ADAM, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"
 
+# Coefficients (a, b, c) of a x + b x^3 + c x^5, by which each iteration of Muon changes the
+# singular values; a row for each iteration, the last for all further ones.
+_POLAR_EXPRESS = (  # Amsel et al. 2025 (arXiv 2505.16932), for singular values from 0.001
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+NEWTON_SCHULZ = {
+    "quintic": ((3.4445, -4.7750, 2.0315),),  # of torch.optim.Muon
+    # Values that rounding lifts above the interval would grow: 1 % of it is left free, as there.
+    "polar_express": (
+        *((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _POLAR_EXPRESS),
+        (1.875, -1.25, 0.375),
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -27,6 +47,8 @@ class Optimizer:
     zero_twins: tuple[str, ...] = ()  # those that have checkpoints under ZeRO only
     flags: tuple[str, ...] = ()  # that it reads and another optimizer does not
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of flags that are its own
+    # Values that a checkpoint does not record, since they were in force before their flags.
+    unrecorded: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, str] = field(default_factory=dict)  # parameter of a block: own flag
     fixed: Mapping[str, Any] = field(default_factory=dict)  # parameters without a flag
     normalizes: bool = True  # the size of an update does not follow that of the gradient
@@ -61,8 +83,17 @@ OPTIMIZERS = {
         orthogonalizes=True,
         types=("Muon",),
         keeps_block=False,
-        flags=("beta1", "beta2", "muon_lr", "muon_momentum", "muon_scaling"),
-        defaults={"muon_lr": 0.02, "muon_momentum": 0.95, "muon_scaling": "original"},
+        flags=(
+            *("beta1", "beta2", "muon_lr", "muon_momentum", "muon_scaling"),
+            *("muon_steps", "muon_coefficients", "cautious_weight_decay"),
+        ),
+        defaults={
+            **{"muon_lr": 0.02, "muon_momentum": 0.95, "muon_scaling": "original"},
+            **{"muon_steps": 5, "muon_coefficients": "quintic", "cautious_weight_decay": False},
+        },
+        unrecorded={
+            **{"muon_steps": 5, "muon_coefficients": "quintic", "cautious_weight_decay": False}
+        },
         params={"muon_lr": "muon_lr", "momentum": "muon_momentum"},
     ),
     "lion": Optimizer(

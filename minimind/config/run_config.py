@@ -121,7 +121,7 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
 
     @property
     def muon(self) -> dict[str, Any]:
-        """Peak rate, momentum and scaling of --optimizer muon; empty for another optimizer."""
+        """Values of the flags of --optimizer muon; empty for another optimizer."""
         return self.optimizer_values if OPTIMIZERS[self.optimizer].orthogonalizes else {}
 
     @property

@@ -102,7 +102,7 @@ def _deepspeed(
     assert plugin is not None
     # Apply our configuration again: Accelerate overwrites steps_per_print.
     plugin.deepspeed_config.update(configuration(resolved))
-    compile_model(model, run)
+    compile_model(model, run, device)
     has_block = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if has_block else optimizer_of(groups, run)
     with _refusals(resolved), lost_peers(), monitored_builds(OpBuilder, resolved.path):
@@ -170,7 +170,7 @@ def _plain(
     accelerator = _accelerator(
         device, run.dist_timeout, ddp, mixed_precision="no", cpu=device == "cpu"
     )
-    compile_model(model, run)
+    compile_model(model, run, device)
     with lost_peers():
         forward = accelerator.prepare_model(model)
     groups = run_groups(model, run)

@@ -12,13 +12,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim._muon import _adjust_lr
 
 from minimind.config.deepspeed.schema import ANY_CASE
-from minimind.config.optimizers import ADAM_TYPES, OPTIMIZERS
+from minimind.config.optimizers import ADAM_TYPES, NEWTON_SCHULZ, OPTIMIZERS
 from minimind.config.run_config import RunConfig
 from minimind.engine.state import Fragment, ZeroState
 from minimind.model.experts import MixtureOfExperts
+from minimind.model.layers import ResidualOutput
 from minimind.runtime.collectives import lost_peers
 from minimind.runtime.hardware import HAS_BF16
 
@@ -52,7 +53,13 @@ def rate_factors(model: Any, run: RunConfig) -> dict[nn.Parameter, float]:
 
 @torch.no_grad()
 def scale_initial_weights(model: Any, run: RunConfig) -> None:
-    """Scale freshly initialized weights from the base width's to those of this width."""
+    """Scale freshly initialized weights from the base width's to those of this width.
+
+    With --zero_init_outputs those that end a branch of the residual stream become 0.
+    """
+    for module in model.modules():
+        if run.zero_init_outputs and isinstance(module, ResidualOutput):
+            module.weight.zero_()
     if run.width_ratio == 1.0:
         return
     for p, role in role_of(model).items():
@@ -77,6 +84,7 @@ def _powers_of_rate(run: RunConfig) -> dict[str, float]:
 
 
 Groups = list[dict[str, Any]]
+Row = tuple[float, float, float]
 LINEAR = ("Conv1D",)  # GPT-2's class in transformers: a linear layer with its weight transposed
 
 
@@ -124,8 +132,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             return
         for group in self.param_groups:
             if not group.get("use_muon"):
-                self._adamw.param_groups, self._adamw.state = [group], self.state
-                self._adamw.step()
+                self._step_adamw(group)
                 continue
             for p in group["params"]:
                 if p.grad is None:
@@ -135,10 +142,21 @@ class MuonWithAdamW(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(p)
                 if p.ndim == 2:
                     update = _nesterov(p.grad, state["momentum_buffer"], group["momentum"])
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                    p.add_(_orthogonal(update, group))
+                    change = _orthogonal(update, group)
+                    p.mul_(_kept(p, change, group)).add_(change)
                 elif self.shards:  # otherwise DeepSpeed steps with zero gradients for the state
                     self._step_shard(p, state["momentum_buffer"], group, self.shards)
+
+    def _step_adamw(self, group: dict[str, Any]) -> None:
+        self._adamw.param_groups, self._adamw.state = [group], self.state
+        if not group.get("is_cautious") or not group["weight_decay"]:
+            self._adamw.step()
+            return
+        before = {p: p.clone() for p in group["params"] if p.grad is not None}
+        self._adamw.param_groups = [{**group, "weight_decay": 0.0}]
+        self._adamw.step()
+        for p, weight in before.items():
+            p.add_(weight * (_kept(weight, p - weight, group) - 1))
 
     def _step_shard(
         self, flat: Tensor, momentum: Tensor, group: dict[str, Any], shards: Shards
@@ -150,10 +168,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         gathered = update.new_empty((ranks, update.numel()))
         gather = shards.collectives.all_gather_into_tensor
         gather(gathered.view(-1), update, group=shards.process_group)
-        flat.mul_(1 - group["lr"] * group["weight_decay"])
         for matrix in shards.matrices.get(id(flat), ()):
-            change, f = _orthogonal(matrix.whole(gathered), group), matrix.fragment
-            f.view(flat).add_(change.reshape(-1).narrow(0, f.start, f.length))
+            whole, f = _orthogonal(matrix.whole(gathered), group), matrix.fragment
+            change, weight = whole.reshape(-1).narrow(0, f.start, f.length), f.view(flat)
+            weight.mul_(_kept(weight, change, group)).add_(change)
 
 
 def _nesterov(grad: Tensor, momentum: Tensor, decay: float) -> Tensor:
@@ -162,13 +180,19 @@ def _nesterov(grad: Tensor, momentum: Tensor, decay: float) -> Tensor:
     return grad.lerp(momentum, decay)
 
 
+def _kept(weight: Tensor, change: Tensor, group: Mapping[str, Any]) -> Any:
+    """Factor of the weights by their decay, which cautious is only where `change` agrees.
+
+    Chen et al. 2025 (arXiv 2510.12402).
+    """
+    rate = group["lr"] * group["weight_decay"]
+    return 1 - rate * (weight * change <= 0) if group.get("is_cautious") else 1 - rate
+
+
 def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Change of a matrix by its update: orthogonalized, times the negative learning rate."""
     numbers = group["ns_coefficients"], group["ns_steps"], group["eps"]
-    if iteration_dtype(update.device) == torch.bfloat16:
-        direction = _zeropower_via_newtonschulz(update, *numbers).float()
-    else:
-        direction = newton_schulz(update, *numbers)
+    direction = newton_schulz(update.to(iteration_dtype(update.device)), *numbers).float()
     return direction.mul_(-_adjust_lr(group["lr"], group["adjust_lr_fn"], update.shape))
 
 
@@ -180,17 +204,35 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if HAS_BF16 or device.type != "cpu" else torch.float32
 
 
-def newton_schulz(
-    update: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> Tensor:
-    """The iteration of torch.optim.Muon in the dtype of `update`."""
-    a, b, c = coefficients
+def newton_schulz(update: Tensor, rows: Sequence[Row], steps: int, eps: float) -> Tensor:
+    """The iteration of torch.optim.Muon in the dtype of `update`, by `rows` of NEWTON_SCHULZ."""
     is_tall = len(update) > update.shape[1]
     x = (update.T if is_tall else update) / update.norm().clamp(min=eps)
-    for _ in range(steps):
+    each = [rows[min(step, len(rows) - 1)] for step in range(steps)]
+    # With a single row, as torch has it, the results are torch's bit for bit.
+    if len(rows) > 1 and x.dtype != torch.bfloat16 and 2 * x.shape[1] > 3 * len(x):
+        while len(each) > 1:
+            first, second, *each = each
+            x = _two_iterations(x, first, second)
+    for a, b, c in each:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
+
+
+def _two_iterations(x: Tensor, first: Row, second: Row) -> Tensor:
+    """Two iterations of a wide matrix by products of its short side: fewer operations.
+
+    In fp32 they are as exact as one by one (`benchmarks/newton_schulz.py`). In bf16 they are not,
+    and neither are more than two in fp32: the Gram matrix has the squares of the singular values.
+    """
+    gram = x @ x.T
+    a, b, c = first
+    factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+    factor.diagonal().add_(a)
+    gram = factor @ gram @ factor
+    a, b, c = second
+    return torch.addmm(factor, torch.addmm(gram, gram, gram, beta=b, alpha=c), factor, beta=a) @ x
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -303,8 +345,11 @@ def run_groups(model: nn.Module, run: RunConfig) -> Groups:
             "weight_decay": run.weight_decay,
             "momentum": muon["muon_momentum"],
             "adjust_lr_fn": muon["muon_scaling"],
+            "ns_steps": muon["muon_steps"],
+            "ns_coefficients": NEWTON_SCHULZ[muon["muon_coefficients"]],
         }
         groups.append(group)
+        groups = [{**one, "is_cautious": muon["cautious_weight_decay"]} for one in groups]
     factors = rate_factors(model, run)
     return [part for group in groups for part in _by_factor(group, factors, run.learning_rate)]
 

@@ -17,6 +17,8 @@ EXAMPLES = {
     "{sample_prompts} without": ("--sample_prompts p", "--sample_prompts p --sample_interval 5"),
     ": there is no such": ("--model hf:none", "--model hf:."),
     " beside --model": ("--model hf:. --dim 64", "--model hf:. --max_seq_len 64"),
+    "{zero_init_outputs} is only": ("--model hf:. --zero_init_outputs", "--zero_init_outputs"),
+    "{zero_init_outputs} is of": ("--zero_init_outputs --init_from a", "--init_from a"),
     "{mup_base_dim} is": ("--model hf:. --mup_base_dim 8", "--mup_base_dim 8"),
     "{sequence_parallel} is": ("--model hf:. --sequence_parallel 2", OF_TWO),
     "{doc_mask} is": ("--model hf:. --doc_mask", "--model hf:. --no-doc_mask"),

@@ -32,7 +32,13 @@ from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine import loss_of_batch as compiled
 from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
-from minimind.engine.loss_of_batch import ModelInputs, compile_model, compute_loss, uncompiled
+from minimind.engine.loss_of_batch import (
+    CPU_OPTIONS,
+    ModelInputs,
+    compile_model,
+    compute_loss,
+    uncompiled,
+)
 from minimind.model import activation_checkpointing as recomputing
 from minimind.model import attention, layers
 from minimind.model.activation_checkpointing import enable_checkpointing
@@ -166,7 +172,7 @@ def test_other_documents_compile_no_block_again(quickly, monkeypatch):
 
     expected = loss_sums()  # with dense masks
     monkeypatch.setattr(attention, "has_flex_kernel", lambda *_: True)
-    compile_model(model, COMPILED)
+    compile_model(model, COMPILED, "cpu")
     assert loss_sums() == pytest.approx(expected, rel=1e-5)
     assert counters["stats"]["unique_graphs"] == len(REGIONS)
 
@@ -208,7 +214,7 @@ def test_torch_caches_a_block_that_chooses_its_attention_kernel(quickly, monkeyp
     monkeypatch.setattr(torch, "compile", partial(COMPILE, backend=capture))
     model = built()
     with inductor.patch(unsafe_marked_cacheable_functions={}):
-        compile_model(model, COMPILED)
+        compile_model(model, COMPILED, "cuda")  # whose options another backend takes
         model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0)
         assert any("_sdpa_kernel" in str(node.target) for node in nodes)
         for node in nodes:
@@ -227,7 +233,7 @@ def test_ddp_splits_no_block(quickly):
         return original(model, *args, **kwargs)
 
     model.forward = forward
-    compile_model(model, COMPILED)
+    compile_model(model, COMPILED, "cpu")
     model(ROWS[:, :-1])
     assert seen == [True, False]
     assert dynamo.optimize_ddp
@@ -261,8 +267,14 @@ def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
     """What is picked by its time, here and now, may sum in another order after a resume."""
     given: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda method, **requested: given.append(requested))
-    for more, options in (("", None), ("--deterministic", {"deterministic": True})):
-        compile_model(built(), parse_flags(f"--compile on {more}".split()))
+    chosen = {"deterministic": True}
+    for device, more, options in (
+        ("cpu", "", CPU_OPTIONS),
+        ("cpu", "--deterministic", CPU_OPTIONS | chosen),
+        ("cuda", "", None),
+        ("cuda", "--deterministic", chosen),
+    ):
+        compile_model(built(), parse_flags(f"--compile on {more}".split()), device)
         assert len(given) == SHAPE["num_hidden_layers"] + 2
         assert all(requested["options"] == options for requested in given)
         del given[:]
@@ -307,7 +319,7 @@ def is_at_first_use(events: list[str]) -> bool:
 
 def test_backward_graphs_are_made_before_any_activation_is_saved(graph_calls):
     model = built()
-    compile_model(model, COMPILED)
+    compile_model(model, COMPILED, "cpu")
     for _ in range(2):
         model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0).loss_sum.backward()
     assert is_early(graph_calls)
@@ -337,7 +349,7 @@ def test_a_torch_without_the_option_compiles_backward_graphs_at_their_first_use(
 ):
     model = built()
     monkeypatch.setattr(compiled, "EAGER_BACKWARD", "a_name_that_is_gone")
-    compile_model(model, COMPILED)
+    compile_model(model, COMPILED, "cpu")
     model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0).loss_sum.backward()
     assert is_at_first_use(graph_calls)
     assert graph_calls.count("backward made") == len(REGIONS)
@@ -446,7 +458,7 @@ def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
 
 def test_only_the_model_is_uncompiled_where_it_is_requested_to_be(quickly):
     model = built()
-    compile_model(model, COMPILED)
+    compile_model(model, COMPILED, "cpu")
     doubled = torch.compile(lambda x: x * 2)
     with uncompiled(model):
         model(ROWS[:, :-1])
@@ -462,7 +474,7 @@ def test_what_hangs_on_the_model_is_not_compiled_with_it(quickly):
     seen = []
     model = built()
     model.register_forward_pre_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
-    compile_model(model, COMPILED)
+    compile_model(model, COMPILED, "cpu")
     model.register_forward_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
     for _ in range(2):
         model(ROWS[:, :-1])

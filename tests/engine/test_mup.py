@@ -1,4 +1,7 @@
-"""muP: which weights start smaller, which rates are scaled, and that its multiplier is the norm."""
+"""muP: which weights start smaller, which rates are scaled, and that its multiplier is the norm.
+
+And weights that start at zero.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +70,24 @@ def test_weights_start_as_at_the_base_width_times_a_power_of_the_ratio(changes: 
     factors = {"hidden": 0.5, "router": 0.25, "output": 0.25, "other": 1.0}
     for (name, p), q in zip(plain.named_parameters(), scaled.parameters(), strict=True):
         assert torch.equal(p * factors[kind_of(name)], q), name
+
+
+@pytest.mark.parametrize("changes", ["", "--mup_base_dim 8", EXPERTS])
+def test_outputs_that_start_at_zero_leave_the_other_weights_and_learn(changes: str):
+    line = f"{changes} --zero_init_outputs --dtype float32"
+    plain, model = model_of(run_of(changes)), model_of(run_of(line))
+    assert model.config.to_dict() == plain.config.to_dict()  # exports know nothing of it
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+        assert torch.equal(p, torch.zeros_like(p) if is_output else q), name
+    with torch.no_grad():
+        stream = model.model.norm(model.model.embed_tokens(ROWS[:, 1:]))
+        expected = torch.nn.functional.linear(stream, model.lm_head.weight)
+        assert torch.equal(model(input_ids=ROWS[:, 1:]).logits, expected)
+    backend = backend_of(f"{line} --optimizer muon")
+    losses = train(backend)
+    assert losses[-1] < losses[0]
+    assert all(p.count_nonzero() for p in backend.module.parameters())
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def schedule(model: Any, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) ->
     inner_compile: Any = graphs.compile
     backend = partial(compile_fx, inner_compile=inner_compile)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    compile_model(model, parse_flags(["--compile", "on"]))
+    compile_model(model, parse_flags(["--compile", "on"]), "cuda")
     out = model(input_ids=rows[:, :-1], shift_labels=rows[:, 1:], loss_chunk_size=0)
     (out.loss_sum / out.targets).backward()
     torch._dynamo.reset()

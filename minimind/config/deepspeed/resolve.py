@@ -76,6 +76,7 @@ class ResolvedConfig:
         row, values = OPTIMIZERS[self.run.optimizer], self.run.optimizer_values
         if row.keeps_block:  # named as in the block
             values = {key: values[flag] for key, flag in row.params.items()}
+        values = {k: value for k, value in values.items() if row.unrecorded.get(k) != value}
         params = self.config.get("optimizer", {}).get("params", {})
         written = {
             key: value

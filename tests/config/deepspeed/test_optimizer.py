@@ -40,17 +40,20 @@ def test_the_block_is_adopted_and_deepspeed_sees_none():
     found = resolved(params)
     assert "optimizer" not in found.config
     assert (found.run.learning_rate, found.run.beta1) == (1e-3, 0.8)
-    assert found.run.muon == {"muon_lr": 0.03, "muon_momentum": 0.9, "muon_scaling": "original"}
+    muon = {"muon_lr": 0.03, "muon_momentum": 0.9, "muon_scaling": "original"}
+    more = {"muon_steps": 5, "muon_coefficients": "quintic", "cautious_weight_decay": False}
+    assert found.run.muon == {**muon, **more}
     assert found.run.sources["muon_lr"] == "ds.json: optimizer.params.muon_lr"
     assert found.optimizer == "Muon"
-    assert found.optimizer_params == found.run.muon
+    assert found.optimizer_params == muon  # checkpoints record the others if they differ
 
 
 def test_auto_is_filled_from_the_flags():
     params = {"lr": "auto", "muon_lr": "auto", "momentum": "auto"}
     flags = "--muon_lr 0.01 --muon_scaling match_rms_adamw"
     muon = resolved(params, flags).run.muon
-    assert muon == {"muon_lr": 0.01, "muon_momentum": 0.95, "muon_scaling": "match_rms_adamw"}
+    expected = {"muon_lr": 0.01, "muon_momentum": 0.95, "muon_scaling": "match_rms_adamw"}
+    assert expected.items() <= muon.items()
     assert resolved(params).run.muon["muon_lr"] == 0.02
 
 
@@ -115,6 +118,7 @@ def test_without_deepspeed_a_flag_of_muon_needs_muon(flag):
         ("--optimizer lion --sgd_momentum 0.8", "drop it, or use --optimizer sgd"),
         ("--sgd_momentum 0.8", "sgd_momentum = 0.8 (--sgd_momentum) has no effect with optimizer"),
         ("--optimizer lion --muon_scaling original", "has no effect with optimizer = lion"),
+        ("--cautious_weight_decay", "has no effect with optimizer = adamw (default); drop it, or"),
     ],
 )
 def test_a_flag_that_another_optimizer_reads_is_refused(line, sentence):
@@ -131,6 +135,22 @@ def test_a_flag_that_another_optimizer_reads_is_refused(line, sentence):
 def without_deepspeed(line: str) -> ResolvedConfig:
     run = parse_flags([*line.split(), "--deepspeed_config", "none"])
     return Setup(run, read_launch({}), "cpu", "single", {}, "none").resolve()
+
+
+@pytest.mark.parametrize(
+    ("line", "recorded"),
+    [
+        ("", {}),
+        ("--muon_steps 5 --muon_coefficients quintic", {}),
+        ("--muon_steps 3", {"muon_steps": 3}),
+        ("--muon_coefficients polar_express", {"muon_coefficients": "polar_express"}),
+        ("--cautious_weight_decay", {"cautious_weight_decay": True}),
+    ],
+)
+def test_a_checkpoint_without_values_of_muon_means_those_before_their_flags(line, recorded):
+    found = without_deepspeed(f"--optimizer muon {line}").optimizer_params
+    before = {"muon_lr": 0.02, "muon_momentum": 0.95, "muon_scaling": "original"}
+    assert found == {**before, **recorded}
 
 
 def test_lion_and_sgd_are_named_and_their_values_are_in_force():
