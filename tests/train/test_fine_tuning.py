@@ -90,7 +90,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def base(corpus: Path, place: Path) -> dict[str, Any]:
     """Flags that fine-tune a base run of a few steps."""
     flags = {**BASE, "data_path": str(corpus), "cache_dir": str(place / "cache")}
-    assert train({**flags, "max_steps": 20}, out_dir=str(place / "base")) == 0
+    few = {"max_steps": 20, "learning_rate": 5e-4}
+    assert train({**flags, **few}, out_dir=str(place / "base")) == 0
     keys = ("dim", "n_layers", "n_heads", "n_kv_heads", "max_seq_len", "vocab_size")
     flags = {name: value for name, value in flags.items() if name not in keys}
     talk = write(place / "talk.jsonl", conversations(400))
