@@ -295,6 +295,15 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         "mirror = {url} ({mirror.source}) is no URL that can be written to; give one of"
         " s3://BUCKET/..., gs://BUCKET/... or file:///FOLDER",
     ),
+    Rule(
+        lambda run: run.source and run.is_explicit("data_path"),
+        "{source} and {data_path} both name the text; drop one of them",
+    ),
+    *_each(
+        ("source", "stages"),
+        lambda run, name: getattr(run, name) and run.task == "sft",
+        "{flag} is for text, and --task sft reads conversations; drop one of them",
+    ),
     *_unread("--task sft", lambda run: run.task == "sft", *CHATS),
     Rule(
         lambda run: run.task == "sft" and not run.doc_mask and run.is_explicit("doc_mask"),

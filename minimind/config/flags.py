@@ -90,6 +90,18 @@ class PlaceFlags:
         (DEFAULT_DATA,),
         "data",
     )
+    source: tuple[str, ...] | None = flag(
+        "folder of `minimind prepare` in place of --data_path, with its weight; repeat it to mix"
+        " several (with --stages NAME=PATH, as its file has the weights)",
+        None,
+        "data",
+        repeats="NAME=PATH:WEIGHT",
+    )
+    stages: str | None = flag(
+        "YAML file of stages of the run, each with its weights of sources, row length and batch",
+        None,
+        "data",
+    )
     task: str = flag(
         "pretrain on text, or fine-tune on conversations (sft): only assistant turns are targets",
         "pretrain",

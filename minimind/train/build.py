@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from minimind.data.rows.batches import Batches
 from minimind.data.rows.order import Mixture, Order, Ranges, count_rows, read_skip_rows
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import options_of
+from minimind.data.text.inputs import Source
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
@@ -48,14 +49,28 @@ def prepared_folder(run: RunConfig) -> Path | None:
 
 @phase("fetching the prepared folder")
 def with_local_folder(run: RunConfig, cleanup: ExitStack) -> RunConfig:
-    """Return the run with a local copy, kept until `cleanup`, for the URL of a prepared folder."""
-    if not any(map(is_url, run.data_path)):
-        return run
-    from minimind.data.prepare.remote import local_folder
-    from minimind.runtime.object_cache import open_cache
+    """Return the run with a local folder as its text.
 
-    cache = cleanup.enter_context(open_cache(run.cache_dir, run.max_cache_gib))
-    return replace(run, data_path=tuple(local_folder(path, cache) for path in run.data_path))
+    That is a copy, kept until `cleanup`, of a prepared folder at a URL, or a mixture of folders.
+    """
+    sources: Sequence[Source] = ()
+    if run.source or run.stages:
+        from minimind.data.prepare.mixed import sources_of
+
+        sources = sources_of(run)
+    paths = [path for source in sources for path in source.paths] or run.data_path
+    if any(map(is_url, paths)):
+        from minimind.data.prepare.remote import local_folder
+        from minimind.runtime.object_cache import open_cache
+
+        cache = cleanup.enter_context(open_cache(run.cache_dir, run.max_cache_gib))
+        paths = [local_folder(path, cache) for path in paths]
+    if sources:
+        from minimind.data.prepare.mixed import mixed_folder
+
+        local = [replace(one, paths=(path,)) for one, path in zip(sources, paths, strict=True)]
+        paths = [str(mixed_folder(local, Path(run.cache_dir).expanduser()))]
+    return replace(run, data_path=tuple(paths))
 
 
 @phase("reading the text")
@@ -65,7 +80,6 @@ def prepare_data(run: RunConfig) -> Prepared:
         return open_text(folder, run.tokenizer, run.allow_lossy_tokenizer)
     from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
     from minimind.data.prepare.work_units import Options
-    from minimind.data.text.inputs import Source
 
     is_explicit = run.is_explicit("max_document_bytes")
     max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
