@@ -261,6 +261,21 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         lambda run: run.max_steps and (run.warmup_steps or 0) > run.max_steps,
         "{warmup_steps} is more than {max_steps}; lower it, or train longer",
     ),
+    Rule(
+        lambda run: run.stages and run.epochs is not None,
+        "{epochs} and {stages}, whose sources are read by weight; give --max_tokens or --max_steps"
+        " instead",
+    ),
+    Rule(
+        lambda run: run.stages and run.max_flops is not None,
+        "{max_flops:g} and {stages}, whose tokens may differ in their FLOPs; give --max_tokens"
+        " instead",
+    ),
+    Rule(
+        lambda run: run.guard.get("max_rollbacks") and run.stages,
+        "{spike_guard} goes back and reads other rows, which {stages} does not; give"
+        " --max_rollbacks 0, or drop one of them",
+    ),
     *_unread("--spike_guard", lambda run: run.spike_guard, *SPIKES),
     *_unread("--verify_interval", lambda run: run.verify_interval, "on_corruption"),
     # Rules of retention that hardly any checkpoint would meet.

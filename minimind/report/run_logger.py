@@ -115,6 +115,7 @@ class RunLogger:
         self._bar: ProgressBar | None = None
         self._start = time.perf_counter()  # when the steps of the next step line began
         self._steps = 0  # since `begin`
+        self._tokens = 0  # up to the last step line
         self._first_end = 0.0  # when the first of them ended
         self._line_times: list[dict[str, float]] = []  # phase times since the last step line
         self._table_times: list[dict[str, float]] = []  # phase times since the last profile
@@ -140,9 +141,12 @@ class RunLogger:
             if self.trackers:
                 self.trackers.event(name, fields)
 
-    def begin(self, step: int) -> None:
-        """Show the progress bar from `step` on (terminals only) and start the tokens/s clock."""
-        self._start, self._steps = time.perf_counter(), 0
+    def begin(self, step: int, tokens: int = 0) -> None:
+        """Show the progress bar from `step` on (terminals only) and start the tokens/s clock.
+
+        `tokens` were trained on before.
+        """
+        self._start, self._steps, self._tokens = time.perf_counter(), 0, tokens
         self._line_times, self._line_pauses = [], dict.fromkeys(PAUSES, 0.0)
         if self._bar:  # the run has gone back
             self._bar.close()
@@ -170,13 +174,13 @@ class RunLogger:
             self._line_times += steps
         self._table_times += steps if self._is_profiling else []
 
-    def step(self, line: dict[str, Any], tokens_per_step: int) -> None:
+    def step(self, line: dict[str, Any]) -> None:
         """Log a `step` event with mean phase times since the last one, and print the step line."""
         now = time.perf_counter()
         times, self._line_times = self._line_times, []
         pauses, self._line_pauses = self._line_pauses, dict.fromkeys(PAUSES, 0.0)
-        speed = len(times) * tokens_per_step / max(1e-9, now - self._start)
-        self._start = now
+        speed = (line["tokens"] - self._tokens) / max(1e-9, now - self._start)
+        self._start, self._tokens = now, line["tokens"]
         mfu = None if self._mfu_per_speed is None else speed * self._mfu_per_speed
         line = {
             **line,

@@ -8,18 +8,29 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
 from minimind.config.arguments import template_variables
+from minimind.config.flags import MOST_LEFT_OUT
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
-from minimind.data.rows.batches import Batches
-from minimind.data.rows.order import Mixture, Order, Ranges, count_rows, read_skip_rows
+from minimind.data.rows.batches import Batches, StagedBatches
+from minimind.data.rows.order import (
+    Mixture,
+    Order,
+    Origin,
+    Ranges,
+    count_rows,
+    joined,
+    read_skip_rows,
+    rows_in,
+)
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import options_of
 from minimind.data.text.inputs import Source
@@ -29,6 +40,9 @@ from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import is_url, masked, named
+
+if TYPE_CHECKING:
+    from minimind.config.stages import Stage, StagesFile
 
 
 def prepared_folder(run: RunConfig) -> Path | None:
@@ -170,6 +184,8 @@ def plan_data_and_schedule(
     run: RunConfig, prepared: Prepared, world_size: int, model: Architecture
 ) -> tuple[Order, Schedule]:
     """Return the row order and the schedule; raise DataError if there is too little text."""
+    if run.stages:
+        return _plan_stages(run, prepared, world_size, model)
     row_tokens, paths = run.max_seq_len + 1, " ".join(map(named, run.data_path))
     sources, sizes = prepared.manifest["sources"], prepared.train.sizes(row_tokens)
     for size, source in zip(sizes, sources, strict=True):
@@ -179,11 +195,7 @@ def plan_data_and_schedule(
                 f" tokens, fewer than a row of {row_tokens}; add text to it, leave it out, or lower"
                 " --max_seq_len"
             )
-    n_rows = prepared.train.rows(row_tokens)
-    left_out: Ranges = ()
-    if run.skip_rows is not None:
-        fingerprint = prepared.manifest["fingerprint"]
-        left_out = read_skip_rows(Path(run.skip_rows), n_rows, row_tokens, fingerprint)
+    n_rows, left_out = prepared.train.rows(row_tokens), _rows_left_out(run, prepared)
     n_read = n_rows - count_rows(left_out)
     if isinstance(prepared.train, ConversationShards):
         _check_enough_answers(run, world_size, prepared.train, n_read)
@@ -198,15 +210,73 @@ def plan_data_and_schedule(
             " tokens); change its weight, or leave that source out"
         ) from error
     order = Order(n_rows, rows_per_step, run.seed, mixture=mixture, left_out=left_out)
-    budgets = run_budgets(with_prepared(run, prepared), rows_per_step, model)
+    tokens_per_step = rows_per_step * run.max_seq_len
+    budgets = run_budgets(with_prepared(run, prepared), tokens_per_step, model)
     return order, plan_schedule(run, order.steps_per_epoch, budgets)
 
 
-def run_budgets(run: RunConfig, rows_per_step: int, model: Architecture) -> dict[str, int]:
+def _rows_left_out(run: RunConfig, prepared: Prepared) -> Ranges:
+    """The rows of --skip_rows, of --max_seq_len tokens and one."""
+    if run.skip_rows is None:
+        return ()
+    row_tokens, fingerprint = run.max_seq_len + 1, prepared.manifest["fingerprint"]
+    n_rows = prepared.train.rows(row_tokens)
+    return read_skip_rows(Path(run.skip_rows), n_rows, row_tokens, fingerprint)
+
+
+def stages_of(
+    run: RunConfig, world_size: int, model: Architecture
+) -> tuple[StagesFile, tuple[Stage, ...], Schedule]:
+    """The stages of a run in steps and its schedule, which need no text."""
+    from minimind.config.stages import lay_out, read_stages
+
+    file = read_stages(run.stages or "")
+    budgets = run_budgets(run, 1, model)
+    stages = lay_out(file, run, world_size, min(budgets.values()) if budgets else None)
+    decay_from = next((one.steps.start for one in stages if one.name == file.decay_from), None)
+    total = stages[-1].steps.stop
+    by = min(budgets, key=lambda name: budgets[name]) if budgets else ""
+    schedule = plan_schedule(run, total, {by: total} if budgets else {}, decay_from)
+    return file, stages, schedule
+
+
+def _plan_stages(
+    run: RunConfig, prepared: Prepared, world_size: int, model: Architecture
+) -> tuple[Order, Schedule]:
+    """As `plan_data_and_schedule`, of a run with --stages."""
+    from minimind.data.rows.stages import staged_order
+
+    file, stages, schedule = stages_of(with_prepared(run, prepared), world_size, model)
+    shards, left_out = prepared.train, _rows_left_out(run, prepared)
+
+    @cache
+    def left_out_of(row_tokens: int) -> Ranges:
+        """The rows of this length with any token of those left out."""
+        if row_tokens == run.max_seq_len + 1 or not left_out:
+            return left_out
+        rows = rows_in(left_out)
+        of = (shards.row_starts, shards.row_stops)
+        spans = zip(*(ends(rows, run.max_seq_len + 1).tolist() for ends in of), strict=True)
+        found = (shards.rows_over(start, stop, row_tokens) for start, stop in spans)
+        ranges = joined((one.start, one.stop) for one in found if one)
+        if (count := count_rows(ranges)) > MOST_LEFT_OUT:
+            raise UsageError(
+                f"--skip_rows {run.skip_rows}: leaves out {count:,} rows of {row_tokens} tokens of"
+                f" a stage, more than {MOST_LEFT_OUT:,}; take their documents out of the text"
+                " instead"
+            )
+        return ranges
+
+    names = [source["name"] for source in prepared.manifest["sources"]]
+    order = staged_order(file, stages, names, shards.weights, shards.sizes, left_out_of, run.seed)
+    n_rows = shards.rows(run.max_seq_len + 1)
+    return replace(order, n_rows=n_rows, left_out=left_out), schedule
+
+
+def run_budgets(run: RunConfig, tokens_per_step: int, model: Architecture) -> dict[str, int]:
     """Return the steps within --max_tokens, --max_flops and --tokens_per_param, where given."""
     if run.max_tokens is run.max_flops is run.tokens_per_param is None:
         return {}
-    tokens_per_step = rows_per_step * run.max_seq_len
     return budget_steps(run, tokens_per_step, model.parameters(run), model.flops_per_token(run))
 
 
@@ -244,8 +314,13 @@ def _check_enough_answers(
 
 def resume_order(order: Order, resumed: Resumed) -> Order:
     """Return the checkpoint's row order, or a new one from its step if batch or data changed."""
-    validate_data_order(resumed.manifest)
     saved, manifest = resumed.manifest["identity"], resumed.manifest
+    if order.stages_json():  # a function of the step alone, whatever was read before
+        return order
+    if "stages" in saved["data"]:
+        step = resumed.state.step
+        return replace(order, origin=Origin(step, step * order.rows_per_step))
+    validate_data_order(resumed.manifest)
     rows_per_step, seed = saved["batch"]["rows_per_step"], saved["seed"]["seed"]
     start, mixture = manifest["order"], manifest["mixture"]
     try:
@@ -329,6 +404,20 @@ def require_same_files(
 
 def build_batches(run: RunConfig, engine: Engine, prepared: Prepared, order: Order) -> Batches:
     """Return this rank's micro-batches in an order."""
+    if run.stages:
+        from minimind.data.rows.stages import StagedOrder
+
+        assert isinstance(order, StagedOrder)
+        parts = [*zip(order.stages, order.parts, strict=True)]
+        return StagedBatches(
+            prepared.train,
+            order,
+            lambda number: _batches_of(parts[number][0].run, engine, prepared, parts[number][1]),
+        )
+    return _batches_of(run, engine, prepared, order)
+
+
+def _batches_of(run: RunConfig, engine: Engine, prepared: Prepared, order: Order) -> Batches:
     return Batches(
         prepared.train,
         order,

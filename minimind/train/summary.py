@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from minimind.engine.optimizers import iteration_dtype, mup_line
 from minimind.errors import DataError
 from minimind.recovery.token_balance import (
     ConversationBalance,
+    StagedBalance,
     TokenBalance,
     conversation_balance,
     token_balance,
@@ -231,11 +232,12 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
 def length_text(run: RunConfig, world_size: int, model: Architecture) -> str:
     """Return the steps, tokens and learning rate of the run; empty if its text decides them."""
     rows = run.rows_per_step(world_size)
-    budgets = run_budgets(run, rows, model)
+    tokens = rows * run.max_seq_len
+    budgets = run_budgets(run, tokens, model)
     if not budgets and run.max_steps is None:
         return ""
     schedule = plan_schedule(run, sys.maxsize, budgets)
-    steps, tokens = schedule.total_steps, rows * run.max_seq_len
+    steps = schedule.total_steps
     lines = [
         f"length: {steps:,} steps of {tokens:,} tokens, {steps * tokens:,} tokens",
         *(f"{name} = {getattr(run, name):g} is {n:,} steps" for name, n in budgets.items()),
@@ -303,7 +305,7 @@ def peak_text(run: RunConfig, device: torch.device) -> str:
 MAX_LINES = 20  # of the summary, warnings and notes aside
 MIN_SETTINGS = 3  # lines of settings that are shown in any case
 SHARDING = ("world_size", "zero_stage")
-Balance = TokenBalance | ConversationBalance
+Balance = TokenBalance | ConversationBalance | StagedBalance
 FIRST_OF_ONE_CYCLE = 2000  # steps; DeepSpeed's default
 
 
@@ -331,7 +333,9 @@ def log_run_start(
     logger.print(startup_summary(context, prepared, resumed, balance, capacity, notes))
 
 
-def logged_order(order: Order, row_tokens: int, prepared: Prepared) -> dict[str, Any]:
+def logged_order(
+    order: Order, row_tokens: int, prepared: Prepared, stages: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     """Fields of a run_start from which `recovery.step_rows` knows the rows of its steps."""
     directory = str(prepared.directory.absolute())
     url = named(directory)
@@ -340,6 +344,7 @@ def logged_order(order: Order, row_tokens: int, prepared: Prepared) -> dict[str,
             **{"rows": order.n_rows, "rows_per_step": order.rows_per_step, "seed": order.seed},
             **{"row_tokens": row_tokens, "origin": order.start_json()},
             "mixture": order.mixture_json(),
+            **({"stages": stages} if stages else {}),
         },
         "data": {
             "directory": directory,
@@ -368,14 +373,29 @@ def log_start_event(
         peak_tflops=peak[0] if peak else None,
         peak_source=peak[1] if peak else None,
         parameters=engine.parameters,
-        tokens_per_step=context.batches.tokens_per_step,
+        tokens_per_step=context.batches.of(resumed.state.step).tokens_per_step,
         rows_per_epoch=order.rows_per_epoch,
-        **logged_order(order, run.max_seq_len + 1, prepared),
+        **_logged_rows(context, prepared),
         total_steps=context.schedule.total_steps,
         versions=versions(),
         commit=source_commit(),
         rotary=engine.gather(rotary_dtype(engine.model)),
     )
+
+
+def _logged_rows(context: RunContext, prepared: Prepared) -> dict[str, Any]:
+    """The row order of a run, and what its stages read, where there are some."""
+    run, order, row_tokens = context.run, context.batches.order, context.run.max_seq_len + 1
+    if not run.stages:
+        return logged_order(order, row_tokens, prepared)
+    from minimind.data.rows.stages import StagedOrder, orders_json
+
+    assert isinstance(order, StagedOrder)
+    orders = orders_json(order, context.engine.parallel.data_size, run.accumulation_steps)
+    return {
+        **logged_order(order, row_tokens, prepared, orders),
+        "stages": stages_read(context, prepared),
+    }
 
 
 def _log_changes(context: RunContext, resumed: Resumed, current: dict[str, Any]) -> None:
@@ -413,7 +433,7 @@ def startup_summary(
         *labelled_lines("model", _series(_model(context, prepared))),
         *labelled_lines("data", _series(_data(context, prepared))),
         *labelled_lines("tokens", str(balance).split(" ")),
-        *labelled_lines("step", [_step(context)]),
+        *_steps(context, balance),
         *labelled_lines("length", _series(_length(context, state))),
         *labelled_lines("rate", [_rate(context)]),
         *labelled_lines("backend", _series(_backend(context))),
@@ -463,6 +483,10 @@ def balance_of(context: RunContext, prepared: Prepared) -> Balance:
     row_tokens, train = context.run.max_seq_len + 1, prepared.train
     if isinstance(train, ConversationShards):
         return conversation_balance(prepared, train, row_tokens)
+    if table := stages_read(context, prepared):
+        trained = sum(stage["tokens"] for stage in table)
+        held_out = len(prepared.val)
+        return StagedBalance(len(train) + held_out, held_out, trained, tuple(table))
     return token_balance(prepared, context.batches.order, row_tokens)
 
 
@@ -538,6 +562,34 @@ def _data(context: RunContext, prepared: Prepared) -> list[str]:
     return items
 
 
+def _steps(context: RunContext, balance: Balance) -> list[str]:
+    """The lines of a step, or of each stage with the epochs that it reads of its sources."""
+    if not isinstance(balance, StagedBalance):
+        return labelled_lines("step", [_step(context)])
+    return labelled_lines("stages", _series(list(map(stage_text, balance.stages))))
+
+
+def stage_text(stage: Mapping[str, Any]) -> str:
+    """A stage of `stages_table` as the start prints it."""
+    first, last = stage["steps"]
+    read = (f"{source['epochs']:.3g} times {source['name']}" for source in stage["sources"])
+    return (
+        f"{stage['name']}: steps {first:,} to {last:,} of {count(stage['rows_per_step'], 'row')} x"
+        f" {stage['max_seq_len']:,}, {stage['tokens']:,} tokens of {', '.join(read)}"
+    )
+
+
+def stages_read(context: RunContext, prepared: Prepared) -> list[dict[str, Any]]:
+    """What the stages of a run read; empty without --stages."""
+    if not context.run.stages:
+        return []
+    from minimind.data.rows.stages import StagedOrder, stages_table
+
+    order = context.batches.order
+    assert isinstance(order, StagedOrder)
+    return stages_table(order, [source["name"] for source in prepared.manifest["sources"]])
+
+
 def _step(context: RunContext) -> str:
     run, world_size, of = context.run, context.engine.world_size, context.engine.parallel.group_size
     names = ("process", "processes") if of == 1 else (f"group of {of}", f"groups of {of}")
@@ -552,6 +604,8 @@ def _step(context: RunContext) -> str:
 
 def _length(context: RunContext, state: TrainState) -> list[str]:
     order, total = context.batches.order, context.schedule.total_steps
+    if context.run.stages:
+        return [count(total, "step")]
     tokens = state.tokens + (total - state.step) * context.batches.tokens_per_step
     epoch = f"{count(order.steps_per_epoch, 'step')} an epoch"
     return [f"{count(total, 'step')}, {tokens:,} tokens", epoch]

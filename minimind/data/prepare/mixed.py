@@ -1,7 +1,7 @@
 """Prepared folders mixed at train time: a folder in the cache whose shards are links to theirs.
 
-It is read as one that `minimind prepare --source` wrote: other weights give other links, and no text
-is tokenized again.
+It is read as one that `minimind prepare --source` wrote. Other weights give other links, and no
+text is tokenized again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from minimind.data.shards.manifest import (
     require_untouched,
     seal,
 )
-from minimind.data.text.inputs import Source, join_sources, parse_source
-from minimind.errors import DataError, UsageError
+from minimind.data.text.inputs import Source, join_sources, name_of, parse_source
+from minimind.errors import UsageError
 from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, write_whole
 from minimind.runtime.urls import named
 
@@ -42,9 +42,22 @@ def sources_of(run: RunConfig) -> tuple[Source, ...]:
     Without one in either, the text is that of --data_path.
     """
     sources = [parse_source(text) for text in run.source or ()]
+    if run.stages:
+        from minimind.config.stages import read_stages
+
+        of_file = read_stages(run.stages).sources
+        sources += [
+            Source(name_of(name, f"--stages {run.stages}"), (path,))
+            for name, path in of_file.items()
+        ]
+        if sources and run.is_explicit("data_path"):
+            raise UsageError(
+                f"--stages {run.stages}: has sources, and data_path = {' '.join(run.data_path)}"
+                f" ({run.sources['data_path']}) names other text; drop one of them"
+            )
     names = [source.name for source in sources]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"--source {twice} is given twice; give each source one folder")
+        raise UsageError(f"source {twice} is given twice; give each source one folder")
     return join_sources(sources)
 
 
@@ -174,8 +187,7 @@ def _write(draft: Path, parts: Sequence[_Part]) -> None:
             for split, own in shards.items()
         },
         "sources": [
-            {**part.entry, "name": part.source.name, "weight": part.source.weight}
-            for part in parts
+            {**part.entry, "name": part.source.name, "weight": part.source.weight} for part in parts
         ],
         "rejected": {"count": 0, "listed": 0, "first": ""},  # reported when they were prepared
         "files": {name: sha256_of(draft / name) for name in sorted([PLAN_NAME, *files])},
