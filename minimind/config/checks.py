@@ -267,6 +267,15 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         " instead",
     ),
     Rule(
+        lambda run: (
+            run.stages
+            and run.epochs is run.max_flops is None
+            and not (run.max_tokens or run.tokens_per_param or run.max_steps)
+        ),
+        "{stages} needs the length of the run in tokens or steps; give --max_tokens,"
+        " --tokens_per_param or --max_steps",
+    ),
+    Rule(
         lambda run: run.stages and run.max_flops is not None,
         "{max_flops:g} and {stages}, whose tokens may differ in their FLOPs; give --max_tokens"
         " instead",

@@ -10,6 +10,7 @@ from typing import Any
 
 from minimind.config.parse import load_yaml_texts, suggest
 from minimind.config.run_config import RunConfig
+from minimind.config.schedule import Schedule, plan_schedule
 from minimind.errors import UsageError
 
 KEYS = ("stages", "sources", "max_epochs", "decay_from")
@@ -63,6 +64,27 @@ class Stage:
     def tokens(self) -> int:
         """Target tokens of all of its steps."""
         return len(self.steps) * self.rows_per_step * self.run.max_seq_len
+
+    def facts(self) -> dict[str, Any]:
+        """What records and `stage_text` have of it; the first and last step count from 1."""
+        return {
+            "name": self.name,
+            "steps": [self.steps.start + 1, self.steps.stop],
+            "rows_per_step": self.rows_per_step,
+            "max_seq_len": self.run.max_seq_len,
+            "tokens": self.tokens,
+        }
+
+
+def stage_text(stage: Mapping[str, Any]) -> str:
+    """A stage in a line, with the epochs that it reads of its sources where they are known."""
+    first, last = stage["steps"]
+    text = (
+        f"{stage['name']}: steps {first:,} to {last:,} of {stage['rows_per_step']:,} rows x"
+        f" {stage['max_seq_len']:,}, {stage['tokens']:,} tokens"
+    )
+    read = (f"{source['epochs']:.3g} times {source['name']}" for source in stage.get("sources", ()))
+    return f"{text} of {', '.join(read)}" if "sources" in stage else text
 
 
 def read_stages(path: str) -> StagesFile:
@@ -207,6 +229,40 @@ def _require_rising(stages: Sequence[StageText], where: str) -> None:
         before = stage
 
 
+def plan_stages(
+    run: RunConfig, world_size: int, budgets: Mapping[str, int]
+) -> tuple[StagesFile, tuple[Stage, ...], Schedule]:
+    """Return the stages of a run in steps, and its schedule.
+
+    `budgets` are the tokens of the run by flag, as `budget_steps` has them of steps of one token.
+    Raise UsageError if stages, length and schedule do not fit.
+    """
+    file = read_stages(run.stages or "")
+    stages = lay_out(file, run, world_size, min(budgets.values()) if budgets else None)
+    total, decay_from = stages[-1].steps.stop, None
+    if file.decay_from is not None:
+        _require_decay(file, run)
+        decay_from = next(one.steps.start for one in stages if one.name == file.decay_from)
+    limits = dict.fromkeys(budgets, total)
+    return file, stages, plan_schedule(run, total, limits, decay_from)
+
+
+def _require_decay(file: StagesFile, run: RunConfig) -> None:
+    """Raise UsageError if the flags have no decay that `decay_from` could begin, or another."""
+    where = f"--stages {file.path}: decay_from = {file.decay_from}"
+    if run.schedule != "wsd":
+        raise UsageError(
+            f"{where} has no effect with schedule = {run.schedule} ({run.sources['schedule']}); use"
+            " --schedule wsd, or drop it"
+        )
+    for name in ("decay_steps", "decay_fraction"):
+        if getattr(run, name) is not None:
+            raise UsageError(
+                f"{where} and {name} = {getattr(run, name):g} ({run.sources[name]}) are the same"
+                " number; drop one"
+            )
+
+
 def lay_out(
     file: StagesFile, run: RunConfig, world_size: int, tokens: int | None
 ) -> tuple[Stage, ...]:
@@ -215,11 +271,6 @@ def lay_out(
     `tokens` is the budget of the run, None if only --max_steps limits it. A stage ends with the
     last step within its `until`; a share is one of the tokens, or of the steps without a budget.
     """
-    if tokens is None and run.max_steps is None:
-        raise UsageError(
-            f"stages = {file.path} ({run.sources['stages']}) needs the length of the run in tokens"
-            " or steps; give --max_tokens, --tokens_per_param or --max_steps"
-        )
     stages: list[Stage] = []
     step, trained = 0, 0
     for text in file.stages:
@@ -232,7 +283,8 @@ def lay_out(
         elif tokens is not None:
             steps = (int(share * tokens) - trained) // size
         else:
-            steps = int(share * (run.max_steps or 0)) - step
+            assert run.max_steps is not None  # config/checks.py
+            steps = int(share * run.max_steps) - step
         if steps < 1:
             end = f"until = {until.text}" if until else "the end of the run"
             raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -101,15 +101,15 @@ class RunLogger:
         device: torch.device,
         is_rank_0: bool,
         is_profiling: bool,
-        mfu_per_speed: float | None = None,
+        mfu_per_speed: Mapping[str, float] | None = None,
     ) -> None:
-        """mfu_per_speed is the factor from tokens/s to MFU; None if the peak is unknown."""
+        """mfu_per_speed has the factor from tokens/s to MFU by stage, where the peak is known."""
         self._path = out_dir / "metrics.jsonl"
         self._metrics = Metrics(self._path) if is_rank_0 else None
         self._is_rank_0 = is_rank_0
         self._is_stdout_open = True
         self._is_profiling = is_profiling
-        self._mfu_per_speed = mfu_per_speed
+        self._mfu_per_speed = mfu_per_speed or {}
         self._device = device
         self._total = total_steps
         self._bar: ProgressBar | None = None
@@ -181,7 +181,8 @@ class RunLogger:
         pauses, self._line_pauses = self._line_pauses, dict.fromkeys(PAUSES, 0.0)
         speed = (line["tokens"] - self._tokens) / max(1e-9, now - self._start)
         self._start, self._tokens = now, line["tokens"]
-        mfu = None if self._mfu_per_speed is None else speed * self._mfu_per_speed
+        factor = self._mfu_per_speed.get(line.get("stage", ""))
+        mfu = None if factor is None else speed * factor
         line = {
             **line,
             **mean_ms(times),

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.resume import Resumed
@@ -40,9 +40,6 @@ from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import is_url, masked, named
-
-if TYPE_CHECKING:
-    from minimind.config.stages import Stage, StagesFile
 
 
 def prepared_folder(run: RunConfig) -> Path | None:
@@ -224,29 +221,16 @@ def _rows_left_out(run: RunConfig, prepared: Prepared) -> Ranges:
     return read_skip_rows(Path(run.skip_rows), n_rows, row_tokens, fingerprint)
 
 
-def stages_of(
-    run: RunConfig, world_size: int, model: Architecture
-) -> tuple[StagesFile, tuple[Stage, ...], Schedule]:
-    """The stages of a run in steps and its schedule, which need no text."""
-    from minimind.config.stages import lay_out, read_stages
-
-    file = read_stages(run.stages or "")
-    budgets = run_budgets(run, 1, model)
-    stages = lay_out(file, run, world_size, min(budgets.values()) if budgets else None)
-    decay_from = next((one.steps.start for one in stages if one.name == file.decay_from), None)
-    total = stages[-1].steps.stop
-    by = min(budgets, key=lambda name: budgets[name]) if budgets else ""
-    schedule = plan_schedule(run, total, {by: total} if budgets else {}, decay_from)
-    return file, stages, schedule
-
-
 def _plan_stages(
     run: RunConfig, prepared: Prepared, world_size: int, model: Architecture
 ) -> tuple[Order, Schedule]:
     """As `plan_data_and_schedule`, of a run with --stages."""
+    from minimind.config.stages import plan_stages
     from minimind.data.rows.stages import staged_order
 
-    file, stages, schedule = stages_of(with_prepared(run, prepared), world_size, model)
+    file, stages, schedule = plan_stages(
+        run, world_size, run_budgets(with_prepared(run, prepared), 1, model)
+    )
     shards, left_out = prepared.train, _rows_left_out(run, prepared)
 
     @cache

@@ -159,7 +159,7 @@ def train_resolved(
     require_same_files(engine, out_dir, prepared, order.left_out)
     # 6. The log, the state that is resumed, and the objects of the loop.
     with storing(str(out_dir), "correct its permissions, or give another --out_dir"):
-        mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size)
+        mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size, order)
         logger = RunLogger(
             out_dir, schedule.total_steps, engine.device, engine.rank == 0, run.profile, mfu
         )

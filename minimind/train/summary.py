@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -200,6 +200,7 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     Of a prepared folder the manifest and the sizes of the shards are read, no tokens.
     """
     run, world_size, tables = with_tokenizer(resolved.run), setup.launch.world_size, []
+    manifest: dict[str, Any] | None = None
     if folder := prepared_folder(run):
         manifest = read_manifest(folder)
         _require_usable(folder, manifest, run.tokenizer)
@@ -214,13 +215,16 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         tables.append("\n".join(lines))
         tokens = manifest["splits"]["train"]["tokens"]
         # Several sources may have a few rows fewer.
-        check_enough_rows(resolved.run, world_size, tokens, tokens // row_tokens)
+        if not run.stages:
+            check_enough_rows(resolved.run, world_size, tokens, tokens // row_tokens)
     if urls := [path for path in run.data_path if is_url(path)]:
         tables.append(f"data: what {' '.join(map(masked, urls))} holds is looked at by the start")
     tables.insert(0, f"flags:\n{flags_table(run)}")
     if resolved.config:
         tables.append(deepspeed_table(resolved))
-    if resolved.scheduler is None and (length := length_text(run, world_size, model)):
+    if run.stages:
+        tables.append(stages_text(run, world_size, model, manifest))
+    elif resolved.scheduler is None and (length := length_text(run, world_size, model)):
         tables.append(length)
     from minimind.architecture.plan import plan_text
 
@@ -246,6 +250,31 @@ def length_text(run: RunConfig, world_size: int, model: Architecture) -> str:
     if run.epochs is not None:
         lines.insert(1, f"or {run.epochs} passes over the text, if they are fewer steps")
     return "\n  ".join(lines)
+
+
+def stages_text(
+    run: RunConfig, world_size: int, model: Architecture, manifest: dict[str, Any] | None
+) -> str:
+    """Return what the stages read; the epochs if the manifest of the text is known."""
+    from minimind.config.stages import plan_stages, stage_text
+    from minimind.data.rows.stages import staged_order, stages_table
+
+    file, stages, schedule = plan_stages(run, world_size, run_budgets(run, 1, model))
+    table = [stage.facts() for stage in stages]
+    if manifest is not None:
+        sources = manifest["sources"]
+        names, weights = ([one[key] for one in sources] for key in ("name", "weight"))
+        order = staged_order(
+            file,
+            stages,
+            names,
+            None if None in weights else tuple(weights),
+            lambda row_tokens: tuple(one["tokens"]["train"] // row_tokens for one in sources),
+            lambda row_tokens: (),  # --skip_rows is read by the start
+            run.seed,
+        )
+        table = stages_table(order, names)
+    return "\n  ".join(["stages:", *map(stage_text, table), f"rate: {schedule}"])
 
 
 def _require_usable(folder: Path, manifest: dict[str, Any], tokenizer: str | None) -> None:
@@ -289,11 +318,19 @@ def peak_of(run: RunConfig, device: torch.device) -> tuple[float, str] | None:
 
 
 def mfu_per_speed(
-    run: RunConfig, model: Architecture, device: torch.device, world_size: int
-) -> float | None:
-    """Return the factor from tokens/s of all ranks to MFU; None if the peak is unknown."""
-    peak = peak_of(run, device)
-    return None if peak is None else model.flops_per_token(run) / (world_size * peak[0] * 1e12)
+    run: RunConfig, model: Architecture, device: torch.device, world_size: int, order: Order
+) -> dict[str, float]:
+    """Return the factor from tokens/s of all ranks to MFU, by name of the stage, "" without stages.
+
+    Empty if the peak is unknown.
+    """
+    if (peak := peak_of(run, device)) is None:
+        return {}
+    runs = order.stage_runs or {"": run}
+    return {
+        name: model.flops_per_token(own) / (world_size * peak[0] * 1e12)
+        for name, own in runs.items()
+    }
 
 
 def peak_text(run: RunConfig, device: torch.device) -> str:
@@ -566,17 +603,9 @@ def _steps(context: RunContext, balance: Balance) -> list[str]:
     """The lines of a step, or of each stage with the epochs that it reads of its sources."""
     if not isinstance(balance, StagedBalance):
         return labelled_lines("step", [_step(context)])
+    from minimind.config.stages import stage_text
+
     return labelled_lines("stages", _series(list(map(stage_text, balance.stages))))
-
-
-def stage_text(stage: Mapping[str, Any]) -> str:
-    """A stage of `stages_table` as the start prints it."""
-    first, last = stage["steps"]
-    read = (f"{source['epochs']:.3g} times {source['name']}" for source in stage["sources"])
-    return (
-        f"{stage['name']}: steps {first:,} to {last:,} of {count(stage['rows_per_step'], 'row')} x"
-        f" {stage['max_seq_len']:,}, {stage['tokens']:,} tokens of {', '.join(read)}"
-    )
 
 
 def stages_read(context: RunContext, prepared: Prepared) -> list[dict[str, Any]]:

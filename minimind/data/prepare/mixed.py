@@ -15,7 +15,7 @@ from minimind.config.run_config import RunConfig
 from minimind.data.prepare.merge import tokens_fingerprint
 from minimind.data.prepare.prepare import REMEDY, build_once
 from minimind.data.prepare.prepared import CONVERSATIONS, missing_of
-from minimind.data.prepare.work_units import Input, Plan, Unit, read_described
+from minimind.data.prepare.work_units import Input, Options, Plan, Unit, read_described
 from minimind.data.shards.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -31,9 +31,6 @@ from minimind.data.text.inputs import Source, join_sources, name_of, parse_sourc
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, write_whole
 from minimind.runtime.urls import named
-
-# What must be equal in all folders; a folder reads its held-out text and places by its options.
-COMMON = {"tokenizer": "--tokenizer", "dtype": "--tokenizer", "options": ""}
 
 
 def sources_of(run: RunConfig) -> tuple[Source, ...]:
@@ -167,8 +164,8 @@ def _write(draft: Path, parts: Sequence[_Part]) -> None:
                     (draft / of(link)).symlink_to((part.folder / of(shard)).resolve())
                 shards[split].append(link)
     first = parts[0].manifest
-    sources = tuple(part.source for part in parts)
-    plan = Plan(sources, tuple(inputs), plan.options, tuple(units), tuple(held_out))
+    sources, options = tuple(part.source for part in parts), Options(**first["options"])
+    plan = Plan(sources, tuple(inputs), options, tuple(units), tuple(held_out))
     write_whole(draft / PLAN_NAME, canonical_json(plan.to_json()))
     (draft / TOKENIZER_NAME).mkdir()
     files = [name for name in first["files"] if name.startswith(f"{TOKENIZER_NAME}/")]

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from minimind.config.flags import MOST_LEFT_OUT
+from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import read_small
 
@@ -406,8 +407,13 @@ class Order:
             values["jumps"] = [asdict(jump) for jump in self.jumps]
         return values
 
+    @property
+    def stage_runs(self) -> dict[str, RunConfig]:
+        """The flags of each stage, by its name; none without --stages."""
+        return {}
+
     def stage_of(self, step: int) -> dict[str, str]:
-        """Name of the stage of a step, as a field of a step line, where there are several."""
+        """Name of the stage of a step, as a field of a step line; none without --stages."""
         return {}
 
     def stages_json(self) -> dict[str, dict[str, Any]]:

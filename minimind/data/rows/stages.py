@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from minimind.config.parse import suggest
+from minimind.config.run_config import RunConfig
 from minimind.config.stages import Stage, StagesFile
 from minimind.data.rows.order import Mixture, Order, Origin, Ranges, unpermute
 from minimind.errors import DataError, UsageError
@@ -153,9 +154,16 @@ class StagedOrder(Order):
         ]
         return np.concatenate(rows)
 
+    def reads_of(self, row: int, stop: int) -> list[tuple[int, int]]:
+        """Not of the whole run: stages number the rows of each length. Its parts have it."""
+        raise TypeError("the rows of stages may differ in length; ask one of `parts`")
+
+    @property
+    def stage_runs(self) -> dict[str, RunConfig]:
+        return {stage.name: stage.run for stage in self.stages}
+
     def stage_of(self, step: int) -> dict[str, str]:
-        """Name of the stage of a step, as a field of a step line, where there are several."""
-        return {"stage": self.stages[self.number_at(step)].name} if len(self.stages) > 1 else {}
+        return {"stage": self.stages[self.number_at(step)].name}
 
     def stages_json(self) -> dict[str, dict[str, Any]]:
         """What identifies the stages, by group of --allow_change."""
@@ -201,10 +209,8 @@ def orders_from_json(stages: Sequence[dict[str, Any]], seed: int) -> list[Order]
     for one in stages:
         start = one["origin"]
         left_out = tuple((first, stop) for first, stop in start.get("left_out", ()))
-        values = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in one["mixture"].items()
-        }
+        given: dict[str, Any] = one["mixture"]
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
         mixture = StageMixture(left_out=left_out, **values)
         origin = Origin(start["step"], start["rows"], start["epoch"], start["offset"])
         orders.append(Order(one["rows"], one["rows_per_step"], seed, origin, mixture, left_out))
@@ -324,14 +330,5 @@ def stages_table(order: StagedOrder, names: Sequence[str]) -> list[dict[str, Any
             for source, name in enumerate(names)
             if mixture.reads[source]
         ]
-        table.append(
-            {
-                "name": stage.name,
-                "steps": [stage.steps.start + 1, stage.steps.stop],
-                "rows_per_step": stage.rows_per_step,
-                "max_seq_len": length,
-                "tokens": stage.tokens,
-                "sources": sources,
-            }
-        )
+        table.append({**stage.facts(), "sources": sources})
     return table
