@@ -165,7 +165,7 @@ def test_an_order_that_cannot_be_is_refused(order: StagedOrder):
     ):
         logged = orders_json(order, 1, 1)
         logged[0]["mixture"][name] = value
-        with pytest.raises(ValueError, match="have the weights|no epoch of|no row to read"):
+        with pytest.raises(ValueError, match=r"have the weights|no epoch of|no row to read"):
             orders_from_json(logged, SEED)
 
 
