@@ -19,7 +19,7 @@ from minimind.errors import UsageError, fault_error
 from minimind.runtime.urls import ON_THE_HUB, begins_as_url, masked
 
 OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "tokenizer")
-OF_THIS_HOST += ("chat_template", "skip_rows")
+OF_THIS_HOST += ("chat_template", "skip_rows", "stages")
 SPIKES = ("spike_factor", "spike_window", "max_rollbacks")
 CHATS = ("train_on", "chat_template", "chat_template_kwargs", "template_date")
 MIRROR = re.compile(r"(s3|gs)://[^/\s]|file://.*[^/\s]")

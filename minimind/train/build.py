@@ -10,13 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
 from minimind.config.arguments import template_variables
-from minimind.config.flags import MOST_LEFT_OUT
+from minimind.config.flags import DEFAULT_DATA, MOST_LEFT_OUT
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
@@ -33,13 +33,15 @@ from minimind.data.rows.order import (
 )
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import options_of
-from minimind.data.text.inputs import Source
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import is_url, masked, named
+
+if TYPE_CHECKING:
+    from minimind.data.text.inputs import Source
 
 
 def prepared_folder(run: RunConfig) -> Path | None:
@@ -56,6 +58,14 @@ def prepared_folder(run: RunConfig) -> Path | None:
             " prepared and has its held-out text; drop it, or give it to `minimind prepare`"
         )
     return Path(folders[0]).expanduser() if folders else None
+
+
+def text_names(run: RunConfig) -> tuple[str, ...]:
+    """The text as the user named it: --data_path, or the sources that are mixed as --data_path."""
+    is_mixed = not run.is_explicit("data_path") and run.data_path != (DEFAULT_DATA,)
+    if is_mixed and run.source:
+        return tuple(map(masked, run.source))
+    return (f"the sources of {run.stages}",) if is_mixed else tuple(map(named, run.data_path))
 
 
 @phase("fetching the prepared folder")
@@ -91,6 +101,7 @@ def prepare_data(run: RunConfig) -> Prepared:
         return open_text(folder, run.tokenizer, run.allow_lossy_tokenizer)
     from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
     from minimind.data.prepare.work_units import Options
+    from minimind.data.text.inputs import Source
 
     is_explicit = run.is_explicit("max_document_bytes")
     max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
@@ -139,7 +150,7 @@ def local_text_of(run: RunConfig) -> Iterator[tuple[tuple[str, ...], tuple[str, 
 
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     """Return the run with the values its data decides; raise UsageError if a flag differs."""
-    place = f"--data_path {named(str(prepared.directory))}"
+    place = f"{'--source' if run.source else '--data_path'} {' '.join(text_names(run))}"
     by = f"--tokenizer {run.tokenizer}" if run.tokenizer else place
     run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
     options = options_of(prepared.manifest)
@@ -183,7 +194,7 @@ def plan_data_and_schedule(
     """Return the row order and the schedule; raise DataError if there is too little text."""
     if run.stages:
         return _plan_stages(run, prepared, world_size, model)
-    row_tokens, paths = run.max_seq_len + 1, " ".join(map(named, run.data_path))
+    row_tokens, paths = run.max_seq_len + 1, " ".join(text_names(run))
     sources, sizes = prepared.manifest["sources"], prepared.train.sizes(row_tokens)
     for size, source in zip(sizes, sources, strict=True):
         if not size and len(sizes) > 1:
@@ -269,7 +280,7 @@ def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int)
     micro_batch, rows_per_step = run.micro_batch_rows(world_size), run.rows_per_step(world_size)
     if n_rows < rows_per_step:
         raise DataError(
-            f"{' '.join(map(named, run.data_path))}: {tokens:,} training tokens make {n_rows} rows"
+            f"{' '.join(text_names(run))}: {tokens:,} training tokens make {n_rows} rows"
             f" of {run.max_seq_len + 1}, fewer than the {rows_per_step} of one step"
             f" ({micro_batch} x {run.accumulation_steps} x"
             f" {run.parallel(world_size).data_size} processes); add text, or"
@@ -288,7 +299,7 @@ def _check_enough_answers(
         return
     dropped = "all" if packing.dropped == packing.conversations else f"{packing.dropped:,} of the"
     raise DataError(
-        f"{' '.join(map(named, run.data_path))}: {dropped} {packing.conversations:,} conversations"
+        f"{' '.join(text_names(run))}: {dropped} {packing.conversations:,} conversations"
         f" are dropped, as no answer of theirs ends within a row of {run.max_seq_len + 1} tokens"
         f" (max_seq_len = {run.max_seq_len}, {run.sources['max_seq_len']}), and {n_rows} rows are"
         f" fewer than the {rows_per_step} of one step; raise --max_seq_len (the longest has"
@@ -349,10 +360,8 @@ def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) 
         )
 
 
-def require_same_files(
-    engine: Engine, out_dir: Path, prepared: Prepared, left_out: Ranges = ()
-) -> None:
-    """Raise the same error on every rank if hosts see different out_dirs or different text.
+def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared, order: Order) -> None:
+    """Raise the same error on every rank if hosts see different out_dirs, text or stages.
 
     Rank 0 creates a probe file that the others must see.
     """
@@ -367,8 +376,8 @@ def require_same_files(
             )
     if problem := engine.gather(problem)[0]:
         raise StorageError(problem, cause_rank=0)
-    text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint, left_out
-    views = engine.gather((socket.gethostname(), probe.exists(), text))
+    text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint, order.left_out
+    views = engine.gather((socket.gethostname(), probe.exists(), (*text, order.stages_json())))
     if engine.rank == 0:
         probe.unlink(missing_ok=True)
     first_host = views[0][0]
@@ -380,7 +389,7 @@ def require_same_files(
         )
     if hosts := sorted({host for host, _, theirs in views if theirs != views[0][2]}):
         raise DataError(
-            f"--data_path, --tokenizer or --skip_rows is different on {', '.join(hosts)} than on"
+            f"--data_path, --tokenizer, --skip_rows or --stages is different on {', '.join(hosts)} than on"
             f" {first_host}; give all hosts the same files",
             cause_rank=0,
         )

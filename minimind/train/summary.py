@@ -48,6 +48,7 @@ from minimind.train.build import (
     check_enough_rows,
     prepared_folder,
     run_budgets,
+    text_names,
     with_derived_values,
     with_tokenizer,
 )
@@ -205,8 +206,8 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         manifest = read_manifest(folder)
         _require_usable(folder, manifest, run.tokenizer)
         derived = {"vocab_size": manifest["vocab_size"], **options_of(manifest)}
-        run = with_derived_values(run, f"--data_path {named(str(folder))}", derived)
-        row_tokens, lines = run.max_seq_len + 1, [f"data: {named(str(folder))}"]
+        run = with_derived_values(run, f"--data_path {' '.join(text_names(run))}", derived)
+        row_tokens, lines = run.max_seq_len + 1, [f"data: {' '.join(text_names(run))}"]
         for split, part in manifest["splits"].items():
             lines.append(
                 f"{split:<6} {part['tokens']:>14,} tokens, {part['documents']:,} documents, about"
@@ -585,7 +586,7 @@ def _model(context: RunContext, prepared: Prepared) -> list[str]:
 
 def _data(context: RunContext, prepared: Prepared) -> list[str]:
     run, rejected = context.run, prepared.manifest["rejected"]
-    first, *others = map(named, run.data_path)
+    first, *others = text_names(run)
     more = f" and {len(others)} more" if others else ""
     items = [
         f"{shorten(first, COLUMNS - LABEL - len(more) - 1)}{more}",
