@@ -35,7 +35,6 @@ class LoggedMixture(CheckedJson):
     weights: Annotated[list[Annotated[float, Field(ge=0)]], FailFast()]
     stage_rows: Size
     epoch_rows: Size
-    first_epoch: Count
     begun: Annotated[list[Count], FailFast()]
 
 
@@ -179,6 +178,8 @@ def _stretches(start: Start, run_dir: Path) -> list[Stretch]:
         validate(LoggedStart, facts)
         logged = facts["order"]
         validate_order(logged["rows"], logged["origin"])
+        for stage in logged.get("stages", ()):
+            validate_order(stage["rows"], stage["origin"])
         if logged.get("stages"):
             from minimind.data.rows.stages import orders_from_json
 

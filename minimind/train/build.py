@@ -389,8 +389,8 @@ def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared, order:
         )
     if hosts := sorted({host for host, _, theirs in views if theirs != views[0][2]}):
         raise DataError(
-            f"--data_path, --tokenizer, --skip_rows or --stages is different on {', '.join(hosts)} than on"
-            f" {first_host}; give all hosts the same files",
+            f"--data_path, --tokenizer, --skip_rows or --stages is different on {', '.join(hosts)}"
+            f" than on {first_host}; give all hosts the same files",
             cause_rank=0,
         )
 

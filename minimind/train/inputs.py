@@ -102,11 +102,12 @@ def _require_init_from(run: RunConfig) -> None:
 def _require_text(run: RunConfig) -> None:
     """Raise for a local path of --data_path without text, or with a bad first record."""
     if run.source or run.stages:
-        from minimind.data.prepare.mixed import sources_of
+        from minimind.data.prepare.mixed import parts_of, sources_of
 
         if sources := sources_of(run):
-            for path in (path for source in sources for path in source.paths):
-                require_path(path)
+            for source in sources:
+                require_path(*source.paths)
+            parts_of([one for one in sources if not is_url(*one.paths)])
             return
     paths = [path for path in run.data_path if not is_url(path)]
     if run.data_path == (DEFAULT_DATA,) and not Path(DEFAULT_DATA).exists():

@@ -61,12 +61,9 @@ def sources_of(run: RunConfig) -> tuple[Source, ...]:
 def mixed_folder(sources: Sequence[Source], cache_dir: Path) -> Path:
     """Return the folder of links to the shards of `sources`, one prepared folder each.
 
-    Of a folder of several sources the one of the same name is read. Raise UsageError for another
-    folder, or folders that were prepared with other options.
+    Raise as `parts_of`, and DataError for a shard that was changed.
     """
-    parts = [_Part.of(source) for source in sources]
-    for part in parts[1:]:
-        _require_alike(parts[0], part)
+    parts = parts_of(sources)
     names = [[*part.key(), part.manifest["sha256"]] for part in parts]
     directory = cache_dir / f"mixed-{fingerprint([FORMAT_VERSION, names])}"
 
@@ -79,14 +76,25 @@ def mixed_folder(sources: Sequence[Source], cache_dir: Path) -> Path:
     return directory
 
 
-class _Part:
+def parts_of(sources: Sequence[Source]) -> list[Part]:
+    """The folders of some sources; of a folder of several the source of the same name.
+
+    Raise UsageError for another folder, and for folders that were prepared with other options.
+    """
+    parts = [Part.of(source) for source in sources]
+    for part in parts[1:]:
+        _require_alike(parts[0], part)
+    return parts
+
+
+class Part:
     """A prepared folder, and the number in it of the source that is read."""
 
     def __init__(self, source: Source, folder: Path, manifest: dict[str, Any], number: int) -> None:
         self.source, self.folder, self.manifest, self.number = source, folder, manifest, number
 
     @classmethod
-    def of(cls, source: Source) -> _Part:
+    def of(cls, source: Source) -> Part:
         (path,) = source.paths
         folder = Path(path).expanduser().resolve()
         where = f"source {source.name}: {named(path)}"
@@ -125,7 +133,7 @@ class _Part:
         return self.manifest["sources"][self.number]
 
 
-def _require_alike(first: _Part, other: _Part) -> None:
+def _require_alike(first: Part, other: Part) -> None:
     """Raise UsageError if two folders cannot be mixed, or are one source twice."""
     names = first.source.name, other.source.name
     if first.manifest["tokenizer"] != other.manifest["tokenizer"]:
@@ -143,7 +151,7 @@ def _require_alike(first: _Part, other: _Part) -> None:
             )
 
 
-def _write(draft: Path, parts: Sequence[_Part]) -> None:
+def _write(draft: Path, parts: Sequence[Part]) -> None:
     """Write plan, tokenizer, links and manifest of a mixture."""
     units: list[Unit] = []
     inputs: list[Input] = []

@@ -7,6 +7,7 @@ rows of that length ended, the next one goes on.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -134,8 +135,11 @@ class StagedOrder(Order):
 
     def number_at(self, step: int) -> int:
         """Number of the stage of a step, from 0; the last one after its end."""
-        ends = [stage.steps.stop for stage in self.stages]
-        return min(int(np.searchsorted(ends, step, side="right")), len(ends) - 1)
+        return min(bisect(self._ends, step), len(self.stages) - 1)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [stage.steps.stop for stage in self.stages]
 
     def at(self, step: int) -> Order:
         """The order of the stage of a step."""
@@ -167,7 +171,7 @@ class StagedOrder(Order):
 
     def stages_json(self) -> dict[str, dict[str, Any]]:
         """What identifies the stages, by group of --allow_change."""
-        weights = [list(_mixture(part).weights) for part in self.parts]
+        weights = [list(mixture_of(part).weights) for part in self.parts]
         sizes = [[stage.rows_per_step, stage.run.max_seq_len] for stage in self.stages]
         return {
             "batch": {"stages": sizes},
@@ -176,9 +180,10 @@ class StagedOrder(Order):
         }
 
 
-def _mixture(order: Order) -> StageMixture:
-    assert isinstance(order.mixture, StageMixture)
-    return order.mixture
+def mixture_of(part: Order) -> StageMixture:
+    """The mixture of the order of a stage."""
+    assert isinstance(part.mixture, StageMixture)
+    return part.mixture
 
 
 def orders_json(
@@ -187,8 +192,8 @@ def orders_json(
     """The orders of the stages, as a run_start has them; see `orders_from_json`."""
     stages = []
     for stage, part in zip(order.stages, order.parts, strict=True):
-        mixture, micro_batches = _mixture(part), data_size * accumulation_steps
-        names = ("sizes", "weights", "stage_rows", "epoch_rows", "first_epoch", "begun")
+        mixture, micro_batches = mixture_of(part), data_size * accumulation_steps
+        names = ("sizes", "weights", "stage_rows", "epoch_rows", "begun")
         stages.append(
             {
                 "name": stage.name,
@@ -207,12 +212,18 @@ def orders_from_json(stages: Sequence[dict[str, Any]], seed: int) -> list[Order]
     """The orders that `orders_json` describes; ValueError if they are impossible."""
     orders = []
     for one in stages:
-        start = one["origin"]
+        start, mixed = one["origin"], one["mixture"]
         left_out = tuple((first, stop) for first, stop in start.get("left_out", ()))
-        given: dict[str, Any] = one["mixture"]
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-        mixture = StageMixture(left_out=left_out, **values)
-        origin = Origin(start["step"], start["rows"], start["epoch"], start["offset"])
+        mixture = StageMixture(
+            tuple(mixed["sizes"]),
+            tuple(mixed["weights"]),
+            left_out,
+            mixed["stage_rows"],
+            mixed["epoch_rows"],
+            start["epoch"],
+            tuple(mixed["begun"]),
+        )
+        origin = Origin(start["step"], start["rows"], start["epoch"])
         orders.append(Order(one["rows"], one["rows_per_step"], seed, origin, mixture, left_out))
     return orders
 
@@ -296,7 +307,7 @@ def _mixed(
 
 def epochs_of(parts: Sequence[Order], source: int) -> Fraction:
     """How often a source is read by these parts of a run, over its rows of each length."""
-    mixtures = map(_mixture, parts)
+    mixtures = map(mixture_of, parts)
     return sum(
         (Fraction(one.reads[source], one.kept[source]) for one in mixtures if one.reads[source]),
         Fraction(0),
@@ -319,7 +330,7 @@ def stages_table(order: StagedOrder, names: Sequence[str]) -> list[dict[str, Any
     """What each stage reads, for the log: its steps, rows and tokens, and those of each source."""
     table = []
     for stage, part in zip(order.stages, order.parts, strict=True):
-        mixture, length = _mixture(part), stage.run.max_seq_len
+        mixture, length = mixture_of(part), stage.run.max_seq_len
         sources = [
             {
                 "name": name,

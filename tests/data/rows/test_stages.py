@@ -17,6 +17,7 @@ from minimind.data.rows.order import Ranges
 from minimind.data.rows.stages import (
     StagedOrder,
     epochs_of,
+    mixture_of,
     orders_from_json,
     orders_json,
     staged_order,
@@ -101,7 +102,7 @@ def test_a_stage_reads_of_each_source_what_its_weights_say(order: StagedOrder):
         epochs = -(-len(rows) // part.mixture.n_rows) if part.mixture else 0
         assert (np.abs(counts - expected) <= epochs).all()
         assert (counts[given == 0] == 0).all()
-        assert counts.tolist() == list(part.mixture.reads)
+        assert counts.tolist() == list(mixture_of(part).reads)
 
 
 def test_a_source_is_read_in_passes_that_later_stages_of_its_length_go_on_with(order: StagedOrder):
@@ -190,9 +191,9 @@ def test_rows_are_read_ahead_past_the_end_of_a_stage(order: StagedOrder):
 def test_weights_that_no_stage_names_are_those_of_the_sources_or_of_their_rows(tmp_path: Path):
     stages: list[dict[str, Any]] = [{}]
     by_rows = order_of(tmp_path, stages, 32)  # 256 rows
-    assert by_rows.parts[0].mixture.reads == (210, 37, 9)
+    assert mixture_of(by_rows.parts[0]).reads == (210, 37, 9)
     given = order_of(tmp_path, stages, 32, weights=(1.0, 1.0, 2.0))
-    assert given.parts[0].mixture.reads == (64, 64, 128)
+    assert mixture_of(given.parts[0]).reads == (64, 64, 128)
 
 
 def test_the_table_has_tokens_and_epochs_of_each_source(order: StagedOrder):
