@@ -91,8 +91,8 @@ class PlaceFlags:
         "data",
     )
     source: tuple[str, ...] | None = flag(
-        "folder of `minimind prepare` in place of --data_path, with its weight; repeat it to mix"
-        " several (with --stages NAME=PATH, as its file has the weights)",
+        "folder of `minimind prepare` in place of --data_path; repeat it to mix several, by weight"
+        " if all have one",
         None,
         "data",
         repeats="NAME=PATH:WEIGHT",

@@ -327,6 +327,18 @@ def test_the_spike_guard_looks_back_over_a_boundary_and_corruption_is_checked(
         assert steps(tmp_path / "run")[step]["loss"] == line["loss"]
 
 
+def test_a_model_card_has_the_batches_of_all_stages(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["export", "--checkpoint", str(whole), "--format", "llama", "--out", f"{tmp_path}/x"]
+    assert main(words) == 0
+    capsys.readouterr()
+    card = (tmp_path / "x" / "README.md").read_text()
+    sizes = "8 rows of 16 tokens, then of 4 rows of 32 tokens, then of 8 rows of 32 tokens"
+    assert f"2,432 tokens in 16 steps of {sizes}" in card
+    assert "stages.yaml" in card
+
+
 def test_a_dry_run_and_the_plan_know_the_stages(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
