@@ -62,10 +62,23 @@ def prepared_folder(run: RunConfig) -> Path | None:
 
 def text_names(run: RunConfig) -> tuple[str, ...]:
     """The text as the user named it: --data_path, or the sources that are mixed as --data_path."""
-    is_mixed = not run.is_explicit("data_path") and run.data_path != (DEFAULT_DATA,)
-    if is_mixed and run.source:
-        return tuple(map(masked, run.source))
-    return (f"the sources of {run.stages}",) if is_mixed else tuple(map(named, run.data_path))
+    if not is_mixed(run):
+        return tuple(map(named, run.data_path))
+    from minimind.data.prepare.mixed import sources_of
+
+    weights = ("" if one.weight is None else f":{one.weight:g}" for one in sources_of(run))
+    pairs = zip(sources_of(run), weights, strict=True)
+    return tuple(f"{one.name}={masked(*one.paths)}{weight}" for one, weight in pairs)
+
+
+def place_of(run: RunConfig) -> str:
+    """The flag and the names of the text, in messages and as a source of values."""
+    return f"{'--source' if is_mixed(run) else '--data_path'} {' '.join(text_names(run))}"
+
+
+def is_mixed(run: RunConfig) -> bool:
+    """Whether --data_path stands for the sources of a run."""
+    return not run.is_explicit("data_path") and run.data_path != (DEFAULT_DATA,)
 
 
 @phase("fetching the prepared folder")
@@ -150,7 +163,7 @@ def local_text_of(run: RunConfig) -> Iterator[tuple[tuple[str, ...], tuple[str, 
 
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     """Return the run with the values its data decides; raise UsageError if a flag differs."""
-    place = f"{'--source' if run.source else '--data_path'} {' '.join(text_names(run))}"
+    place = place_of(run)
     by = f"--tokenizer {run.tokenizer}" if run.tokenizer else place
     run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
     options = options_of(prepared.manifest)

@@ -65,6 +65,7 @@ from minimind.train.optional import (
     build_trace,
     open_trackers,
     require_place_of_mirror,
+    require_stages,
     require_traceable,
     traced_steps,
 )
@@ -103,6 +104,7 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     require_outputs(resolved)
     read_sample_prompts(run)
     traced_steps(run)
+    require_stages(run, launch.world_size)
     out_dir = Path(run.out_dir)
     tokenizer = run.tokenizer if keeps_tokenizer(run) else None
     if run.dry_run:

@@ -46,6 +46,7 @@ from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import is_url, masked, masked_values, named
 from minimind.train.build import (
     check_enough_rows,
+    place_of,
     prepared_folder,
     run_budgets,
     text_names,
@@ -206,7 +207,7 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         manifest = read_manifest(folder)
         _require_usable(folder, manifest, run.tokenizer)
         derived = {"vocab_size": manifest["vocab_size"], **options_of(manifest)}
-        run = with_derived_values(run, f"--data_path {' '.join(text_names(run))}", derived)
+        run = with_derived_values(run, place_of(run), derived)
         row_tokens, lines = run.max_seq_len + 1, [f"data: {' '.join(text_names(run))}"]
         for split, part in manifest["splits"].items():
             lines.append(

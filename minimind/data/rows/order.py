@@ -346,7 +346,7 @@ class Order:
         """Complete steps per epoch."""
         return self.rows_per_epoch // self.rows_per_step
 
-    def at(self, step: int) -> Order:
+    def of(self, step: int) -> Order:
         """The order that has a step: that of its stage in a run with several."""
         return self
 

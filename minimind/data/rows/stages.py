@@ -41,7 +41,7 @@ class StageMixture(Mixture):
             raise ValueError(f"{len(self.sizes)} sources have the weights {self.weights}")
         for number, weight in enumerate(self.weights):
             if weight and not self.kept[number]:
-                raise ValueError(f"source {number} has no row to read")
+                raise ValueError(f"all rows of source {number} are left out")
         if not 0 < self.epoch_rows <= self.stage_rows:
             raise ValueError(f"{self.stage_rows} rows have no epoch of {self.epoch_rows}")
 
@@ -141,20 +141,20 @@ class StagedOrder(Order):
     def _ends(self) -> list[int]:
         return [stage.steps.stop for stage in self.stages]
 
-    def at(self, step: int) -> Order:
+    def of(self, step: int) -> Order:
         """The order of the stage of a step."""
         return self.parts[self.number_at(step)]
 
     def positions(self, step: int) -> range:
-        return self.at(step).positions(step)
+        return self.of(step).positions(step)
 
     def place(self, step: int) -> tuple[int, int]:
-        return self.at(step).place(step)
+        return self.of(step).place(step)
 
     def rows_for(self, step: int, data_rank: int, data_size: int, steps: int = 1) -> np.ndarray:
         """Row indices, of the length of each step's stage, as `Order.rows_for` has them."""
         rows = [
-            self.at(one).rows_for(one, data_rank, data_size) for one in range(step, step + steps)
+            self.of(one).rows_for(one, data_rank, data_size) for one in range(step, step + steps)
         ]
         return np.concatenate(rows)
 
@@ -286,13 +286,19 @@ def _mixed(
     row_tokens, where = stage.run.max_seq_len + 1, f"{where}: stage {stage.name}"
     read = [number for number, weight in enumerate(weights) if weight]
     per_step, stage_rows = stage.rows_per_step, len(stage.steps) * stage.rows_per_step
+    short = next((names[number] for number in read if not sizes[number]), None)
+    if short or not read:
+        raise DataError(
+            f"{where}: {f'source {short}' if short else 'the text'} has no row of"
+            f" {row_tokens} tokens; add text, leave it out, or lower max_seq_len"
+        )
     try:
         none = (0,) * len(sizes)
         mixture = StageMixture(sizes, weights, left_out, stage_rows, stage_rows, begun=none)
     except ValueError as error:
         raise DataError(
-            f"{where}: {error} (of the sources {', '.join(names)}, counted from 0, in rows of"
-            f" {row_tokens} tokens); add text, leave the source out, or lower max_seq_len"
+            f"{where}: {error} (of the sources {', '.join(names)}, counted from 0); leave fewer"
+            " rows out"
         ) from error
     kept = sum(mixture.kept[number] for number in read) // per_step * per_step
     mixture = replace(mixture, epoch_rows=min(stage_rows, max(kept, per_step)))

@@ -78,7 +78,7 @@ def sources_of(order: StagedOrder, number: int, rows: np.ndarray) -> np.ndarray:
 def test_the_rows_of_all_ranks_are_those_of_the_step_whole_and_once(order: StagedOrder):
     for step in range(200):
         rows = order.rows_for(step, 0, 1)
-        assert len(rows) == order.at(step).rows_per_step == len(order.positions(step))
+        assert len(rows) == order.of(step).rows_per_step == len(order.positions(step))
         for world_size in (2, 4):
             shares = [order.rows_for(step, rank, world_size) for rank in range(world_size)]
             np.testing.assert_array_equal(np.concatenate(shares), rows)
@@ -166,7 +166,7 @@ def test_an_order_that_cannot_be_is_refused(order: StagedOrder):
     ):
         logged = orders_json(order, 1, 1)
         logged[0]["mixture"][name] = value
-        with pytest.raises(ValueError, match=r"have the weights|no epoch of|no row to read"):
+        with pytest.raises(ValueError, match=r"have the weights|no epoch of"):
             orders_from_json(logged, SEED)
 
 
@@ -245,5 +245,9 @@ def test_a_source_without_a_row_of_the_length(tmp_path: Path):
     tokens = (33 * 20, 20, 33)
     order_of(tmp_path, [{"weights": {"a": 1}}], 8, tokens=tokens)
     order_of(tmp_path, [{"weights": {"b": 1}, "max_seq_len": 9}], 8, tokens=tokens)
-    with pytest.raises(DataError, match=r"source 1 has no row to read \(of the sources a, b, c"):
+    with pytest.raises(DataError, match="stage stage-1: source b has no row of 33 tokens"):
         order_of(tmp_path, [{"weights": {"b": 1}}], 8, tokens=tokens)
+    with pytest.raises(DataError, match="stage stage-1: the text has no row of 33 tokens"):
+        order_of(tmp_path, [{}], 8, tokens=(20, 20, 20))
+    with pytest.raises(DataError, match=r"all rows of source 2 are left out \(of the sources a, b"):
+        order_of(tmp_path, [{"weights": {"a": 1, "c": 1}}], 8, left_out=((247, 256),))
