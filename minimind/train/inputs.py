@@ -105,9 +105,10 @@ def _require_text(run: RunConfig) -> None:
         from minimind.data.prepare.mixed import parts_of, sources_of
 
         if sources := sources_of(run):
-            for source in sources:
+            local = [source for source in sources if not is_url(*source.paths)]
+            for source in local:
                 require_path(*source.paths)
-            parts_of([one for one in sources if not is_url(*one.paths)])
+            parts_of(local)
             return
     paths = [path for path in run.data_path if not is_url(path)]
     if run.data_path == (DEFAULT_DATA,) and not Path(DEFAULT_DATA).exists():

@@ -241,7 +241,8 @@ def test_folders_mixed_at_train_time_are_the_mixture_that_prepare_writes(
     run = str(tmp_path / "run")
     assert train(given, source=sources, out_dir=run, stop_at_step=5) == 75
     assert train({**given, "data_path": f"{place}/mixed"}, out_dir=run, stop_at_step=8) == 75
-    assert train(given, source=sources, out_dir=run) == 0
+    at_url = [f"a=file://{place}/A:1", sources[1]]
+    assert train(given, source=at_url, out_dir=run) == 0
     for step, line in steps(tmp_path / "whole").items():
         assert (steps(Path(run))[step]["loss"], "stage" in line) == (line["loss"], False)
     written = (Path(run) / "config.yaml").read_text()

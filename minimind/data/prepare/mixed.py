@@ -7,7 +7,7 @@ text is tokenized again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,14 @@ def parts_of(sources: Sequence[Source]) -> list[Part]:
     return parts
 
 
+@dataclass(frozen=True)
 class Part:
     """A prepared folder, and the number in it of the source that is read."""
 
-    def __init__(self, source: Source, folder: Path, manifest: dict[str, Any], number: int) -> None:
-        self.source, self.folder, self.manifest, self.number = source, folder, manifest, number
+    source: Source
+    folder: Path
+    manifest: dict[str, Any]
+    number: int
 
     @classmethod
     def of(cls, source: Source) -> Part:
