@@ -1,12 +1,12 @@
 """The same tokens of a text over the whole run, or most of them in its decay (--stages).
 
     OMP_NUM_THREADS=1 python -m benchmarks.mid_training ONE.jsonl OTHER.jsonl --work DIR
-        [--seeds 1 2] [--steps 400] [--share 0.1] [--decay 0.2] [--out FILE.json]
+        [--seeds 1 2] [--steps 400] [--share 0.1] [--before 0.05] [--decay 0.2] [--out FILE.json]
 
-Each of the two texts is once the better one, of which a run reads a share, and once the rest. By
-wsd, `even` reads this share in every step, and `decay` reads the rest alone up to the decay and as
-many tokens of the better text in it. Prints the last validation loss of both texts, in bits per
-byte.
+Each of the two texts is once the better one, which is a share of the tokens of a run, and once the
+rest. By wsd, `even` reads this share in every step, and `decay` reads the share --before up to the
+decay, and in it as much more that both read equal tokens of the better text. Prints the last
+validation loss of both texts, in bits per byte.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ def prepare(texts: dict[str, Path], work: Path) -> dict[str, str]:
 
 def stages_of(better: str, rest: str, given: Any) -> dict[str, list[dict[str, Any]]]:
     """The stages of both runs, with equal tokens of the better text."""
-    share, in_decay = given.share, given.share / given.decay
+    share, before = given.share, given.before
+    in_decay = (share - before * (1 - given.decay)) / given.decay
     last = {"name": "decay", "weights": {better: in_decay, rest: 1 - in_decay}}
     first = {"name": "stable", "until": 1 - given.decay}
     even = {"weights": {better: share, rest: 1 - share}}
     return {
         "even": [{**first, **even}, {**last, **even}],
-        "decay": [{**first, "weights": {rest: 1}}, last],
+        "decay": [{**first, "weights": {better: before, rest: 1 - before}}, last],
     }
 
 
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--share", type=float, default=0.1)
+    parser.add_argument("--before", type=float, default=0.05)
     parser.add_argument("--decay", type=float, default=0.2)
     given = parser.parse_args()
     load = os.getloadavg()

@@ -90,6 +90,7 @@ def test_the_start_says_what_every_stage_reads(whole: Path, capsys: pytest.Captu
     assert main(["report", str(whole)]) == 0
     text = capsys.readouterr().out
     assert "last, steps 14 to 16, 8 rows x 32, 768 tokens, epochs: 0.00" in text
+    assert "data_path:" not in (whole / "config.yaml").read_text()
     page = (whole / "report.html").read_text()
     assert "<td>steps 14 to 16</td><td>8 rows x 32</td><td>768 tokens</td>" in page
 
