@@ -107,6 +107,8 @@ def _field_row(name: str, spec: Any) -> Row:
     value = ", ".join([KINDS[type_name(spec)], *limits])
     if "choices" in meta:
         value = _choices(meta["choices"])
+    if "repeats" in meta:
+        value = f"{meta['repeats']}, repeated"
     default = f"`auto`, {meta['rule']}" if "rule" in meta else _default(spec.default)
     return _codes([f"--{name}"]), value, default, _escape(meta["help"])
 

@@ -64,6 +64,7 @@ WITHOUT_TORCH = """
     checkpoint.retention report.page report.summary report.history report.verdict
     inference.prompts inference.stored_template data.tokenizer.vocabulary runtime.filesystem
     runtime.exit runtime.process runtime.durable_files runtime.locks runtime.urls model.sizes
+    config.stages data.rows.stages data.prepare.mixed
 """.split()
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "plotly", "datatrove", "ray"}
 
@@ -85,7 +86,8 @@ OFF = """
     data.text data.prepare.prepare data.prepare.encode data.prepare.remote data.tokenizer.hf_export
     data.tokenizer.hf_tokenizer data.tokenizer.sentencepiece inference.generate inference.prompts
     architecture.plan architecture.costs engine.deepspeed_backend engine.op_build_lock
-    runtime.filesystem runtime.download runtime.object_cache cli sweep
+    runtime.filesystem runtime.download runtime.object_cache cli sweep config.stages
+    data.rows.stages data.prepare.mixed
 """.split()
 OF_OFF = {"plotly", "wandb", "ray", "fsspec", "jinja2", "tokenizers", "sentencepiece", "pyarrow"}
 

@@ -37,6 +37,7 @@ from minimind.config.run_config import (
     RunConfig,
     deepspeed_files,
 )
+from minimind.config.schedule import budget_steps
 from minimind.errors import UsageError, fault_error
 
 HEADROOM = 0.1  # share for the CUDA context, the libraries' own buffers and fragmentation
@@ -84,6 +85,8 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
         run, config = resolved.run, resolved.config
     elif faults := plain_faults(run):
         raise fault_error(faults)
+    if run.stages:
+        vocabulary += f"{_stages(run, machine.gpus)}\n\n"
     text = f"{vocabulary}{plan_text(run, machine.gpus, config, machine, device)}"
     if machine.memory is None:
         return f"{text}\n\nGive --memory (of one GPU, say 24GiB) or --gpu_model to see what fits."
@@ -94,6 +97,17 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
         sizes = f"at most {needed.total / GIB:.2f} of {machine.memory / GIB:.2f} GiB"
         return f"{text}\n\n{verb}: {sizes}, with {HEADROOM:.0%} kept free."
     return f"{text}\n\n{_advice(run, current, machine, path, document)}"
+
+
+def _stages(run: RunConfig, world_size: int) -> str:
+    """The stages of the run in steps, and its schedule."""
+    from minimind.config.stages import plan_stages, stage_text
+
+    shape = shape_of(run)
+    budgets = budget_steps(run, 1, shape.parameters, flops_per_token(shape))
+    _, stages, schedule = plan_stages(run, world_size, budgets)
+    lines = [stage_text(stage.facts()) for stage in stages]
+    return "\n  ".join(["stages:", *lines, f"rate: {schedule}"])
 
 
 def _flag_of(word: str) -> str:

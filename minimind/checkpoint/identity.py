@@ -33,7 +33,7 @@ def identity(
 
     `model` holds those of the architecture.
     """
-    return {
+    groups: dict[str, dict[str, Any]] = {
         "batch": {"rows_per_step": order.rows_per_step, "max_seq_len": run.max_seq_len},
         "schedule": {
             "shape": engine.resolved.config.get("scheduler", schedule.shape),
@@ -62,6 +62,9 @@ def identity(
         "dtype": {"dtype": "tf32" if run.tf32 else run.dtype},
         "seed": {"seed": run.seed},
     }
+    for group, values in order.stages_json().items():
+        groups[group] |= values
+    return groups
 
 
 def _template(run: RunConfig, prepared: Prepared) -> dict[str, Any]:

@@ -192,6 +192,8 @@ def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
     if resolved.run.hugging_face is not None:  # decided by its config.json
         left_out |= {*SHAPE} - {"max_seq_len", "vocab_size"}
     left_out |= {name for name, source in sources.items() if source == BY_TASK}
+    if (resolved.run.source or resolved.run.stages) and not resolved.run.is_explicit("data_path"):
+        left_out.add("data_path")  # a folder of links in the cache
     lines = [HEAD]
     for name, value in flags.items():
         if name == "deepspeed_config":  # perhaps given by the launcher

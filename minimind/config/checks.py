@@ -19,7 +19,7 @@ from minimind.errors import UsageError, fault_error
 from minimind.runtime.urls import ON_THE_HUB, begins_as_url, masked
 
 OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "tokenizer")
-OF_THIS_HOST += ("chat_template", "skip_rows")
+OF_THIS_HOST += ("chat_template", "skip_rows", "stages")
 SPIKES = ("spike_factor", "spike_window", "max_rollbacks")
 CHATS = ("train_on", "chat_template", "chat_template_kwargs", "template_date")
 MIRROR = re.compile(r"(s3|gs)://[^/\s]|file://.*[^/\s]")
@@ -267,6 +267,30 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         lambda run: run.max_steps and (run.warmup_steps or 0) > run.max_steps,
         "{warmup_steps} is more than {max_steps}; lower it, or train longer",
     ),
+    Rule(
+        lambda run: run.stages and run.epochs is not None,
+        "{epochs} and {stages}, whose sources are read by weight; give --max_tokens or --max_steps"
+        " instead",
+    ),
+    Rule(
+        lambda run: (
+            run.stages
+            and run.epochs is run.max_flops is None
+            and not (run.max_tokens or run.tokens_per_param or run.max_steps)
+        ),
+        "{stages} needs the length of the run in tokens or steps; give --max_tokens,"
+        " --tokens_per_param or --max_steps",
+    ),
+    Rule(
+        lambda run: run.stages and run.max_flops is not None,
+        "{max_flops:g} and {stages}, whose tokens may differ in their FLOPs; give --max_tokens"
+        " instead",
+    ),
+    Rule(
+        lambda run: run.guard.get("max_rollbacks") and run.stages,
+        "{spike_guard} goes back and reads other rows, which {stages} does not; give"
+        " --max_rollbacks 0, or drop one of them",
+    ),
     *_unread("--spike_guard", lambda run: run.spike_guard, *SPIKES),
     *_unread("--verify_interval", lambda run: run.verify_interval, "on_corruption"),
     # Rules of retention that hardly any checkpoint would meet.
@@ -300,6 +324,15 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         ),
         "mirror = {url} ({mirror.source}) is no URL that can be written to; give one of"
         " s3://BUCKET/..., gs://BUCKET/... or file:///FOLDER",
+    ),
+    Rule(
+        lambda run: run.source and run.is_explicit("data_path"),
+        "{source} and {data_path} both name the text; drop one of them",
+    ),
+    *_each(
+        ("source", "stages"),
+        lambda run, name: getattr(run, name) and run.task == "sft",
+        "{flag} is for text, and --task sft reads conversations; drop one of them",
     ),
     *_unread("--task sft", lambda run: run.task == "sft", *CHATS),
     Rule(

@@ -96,6 +96,18 @@ class PlaceFlags:
         (DEFAULT_DATA,),
         "data",
     )
+    source: tuple[str, ...] | None = flag(
+        "folder of `minimind prepare` in place of --data_path; repeat it to mix several, by weight"
+        " if all have one",
+        None,
+        "data",
+        repeats="NAME=PATH:WEIGHT",
+    )
+    stages: str | None = flag(
+        "YAML file of stages of the run, each with its weights of sources, row length and batch",
+        None,
+        "data",
+    )
     task: str = flag(
         "pretrain on text, or fine-tune on conversations (sft): only assistant turns are targets",
         "pretrain",

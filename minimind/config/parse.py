@@ -385,7 +385,10 @@ def build_parser(prog: str = "train_pretrain.py") -> argparse.ArgumentParser:
             options["action"] = argparse.BooleanOptionalAction
         else:
             options["metavar"] = _metavar(spec)
-            options["nargs"] = "+" if isinstance(spec.default, tuple) else None
+            if spec.metadata.get("repeats"):
+                options["action"] = "append"
+            else:
+                options["nargs"] = "+" if isinstance(spec.default, tuple) else None
         groups[spec.metadata["group"]].add_argument(f"--{name}", **options)
     return parser
 
@@ -401,6 +404,7 @@ def _help(spec: Any) -> str:
 def _metavar(spec: Any) -> str:
     choices = spec.metadata.get("choices")
     kind = {"str": "TEXT", "tuple": "PATH"}.get(type_name(spec), type_name(spec).upper())
+    kind = spec.metadata.get("repeats", kind)
     return "{" + ",".join(choices) + "}" if choices else kind
 
 

@@ -118,11 +118,19 @@ def run_length(run: RunConfig, steps_per_epoch: int, budgets: Mapping[str, int])
 
 
 def plan_schedule(
-    run: RunConfig, steps_per_epoch: int, budgets: Mapping[str, int] | None = None
+    run: RunConfig,
+    steps_per_epoch: int,
+    budgets: Mapping[str, int] | None = None,
+    decay_from: int | None = None,
 ) -> Schedule:
-    """Return the schedule of `run`; raise UsageError if warm-up and decay exceed the run."""
+    """Return the schedule of `run`; raise UsageError if warm-up and decay exceed the run.
+
+    `decay_from` is the step with which the decay of wsd begins, of a stage.
+    """
     total = run_length(run, steps_per_epoch, budgets or {})
     warmup, decay = planned_warmup(run, total), planned_decay(run, total)
+    if decay_from is not None:
+        decay = total - decay_from
     if warmup > total:
         raise UsageError(
             f"{_named(run, 'warmup_steps', warmup)} is more than the {total} steps of the whole"

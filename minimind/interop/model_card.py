@@ -167,10 +167,12 @@ def _training(weights: Weights) -> tuple[Rows, dict[str, Any]]:
     records = _Records.of(weights.path, manifest["step"])
     identity = manifest["identity"]
     batch = identity.get("batch", {})
+    sizes = batch.get("stages") or [[batch.get("rows_per_step"), batch.get("max_seq_len")]]
+    steps = dict.fromkeys(f"{rows} rows of {length} tokens" for rows, length in sizes)
     rows = {
         "text": records.text(),
         "trained on": f"{manifest['tokens']:,} tokens in {manifest['step']:,} steps of"
-        f" {batch.get('rows_per_step')} rows of {batch.get('max_seq_len')} tokens",
+        f" {', then of '.join(steps)}",
     }
     if start := _mapping(manifest.get("init_from")):
         rows["started from"] = _code(shown_place(str(start.get("place"))))
@@ -243,7 +245,7 @@ class _Records:
             with suppress(UsageError):  # edited by hand: the weights are exported all the same
                 values = load_yaml(str(config), "the run's")
         sources = read_configuration(folder).flags
-        data = values.get("data_path") or ()
+        data = values.get("data_path") or values.get("source") or values.get("stages") or ()
         return cls(
             step=step,
             run=run,

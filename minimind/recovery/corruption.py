@@ -410,13 +410,12 @@ class CorruptionCheck:
             self.last_passed = None
         self.first = first
 
-    def rows_of_check(self, step: int) -> tuple[int, slice, bool]:
+    def rows_of_check(self, step: int, size: int) -> tuple[int, slice, bool]:
         """A micro-batch of the step after `step`, rows of it, and whether these are all.
 
         The same on every rank, and after a resume.
         """
         run, choose = self.run, random.Random(f"{self.run.seed} {step}")
-        size = run.micro_batch_rows(self.engine.world_size)
         is_whole = run.accumulation_steps >= WHOLE
         rows = size if is_whole else max(1, size * run.accumulation_steps // SHARE)
         number, first = choose.randrange(run.accumulation_steps), choose.randrange(size - rows + 1)
@@ -455,7 +454,7 @@ class CorruptionCheck:
         return wrong
 
     def _replay(self, step: int, batches: Batches, rank: int) -> Replay:
-        number, part, is_whole = self.rows_of_check(step)
+        number, part, is_whole = self.rows_of_check(step, batches.of(step).micro_batch_rows)
         rows = batches.micro_batch_of(step, rank, number)[part]
         return replay(self.engine, rows, rank, is_whole)
 

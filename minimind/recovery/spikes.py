@@ -190,8 +190,6 @@ class SpikeGuard:
     engine: Engine
     batches: Batches
     prepared: Prepared
-    row_tokens: int
-    micro_batch_rows: int
     logger: RunLogger
     held: HeldStep | Observed | None = None  # the last step; Observed if it is of a checkpoint
 
@@ -206,10 +204,8 @@ class SpikeGuard:
         resumed: Resumed,
     ) -> SpikeGuard:
         """The guard of a run that starts or resumes."""
-        rows = run.micro_batch_rows(engine.world_size)
         detector = SpikeDetector(run.guard["factor"], run.guard["window"])
-        row_tokens = run.max_seq_len + 1
-        guard = cls(detector, run.guard, engine, batches, prepared, row_tokens, rows, logger)
+        guard = cls(detector, run.guard, engine, batches, prepared, logger)
         return guard.restored(batches, resumed)
 
     def restored(
@@ -307,7 +303,8 @@ class SpikeGuard:
         """
         if not isinstance(self.held, HeldStep):  # the last step of a checkpoint
             return []
-        engine, order, step = self.engine, self.batches.order, self.held.step
+        engine, step = self.engine, self.held.step
+        batches = self.batches.of(step)
         sums, counts = self.held.result.loss_sums, self.held.result.targets
         pairs = [(float(s), float(n)) for s, n in zip(sums, counts, strict=True)]
         # Ranks that share rows have to choose the same micro-batch.
@@ -320,10 +317,11 @@ class SpikeGuard:
         number = max(
             range(len(means)), key=lambda n: means[n] if math.isfinite(means[n]) else math.inf
         )
-        before = engine.data_rank * len(means) * self.micro_batch_rows  # rows of other ranks
-        first = order.positions(step).start + before
+        size = batches.micro_batch_rows
+        before = engine.data_rank * len(means) * size  # rows of other ranks
+        first = batches.order.positions(step).start + before
         own = []
-        for at, row in enumerate(self.batches.at(step)[number], number * self.micro_batch_rows):
+        for at, row in enumerate(self.batches.at(step)[number], number * size):
             own.append((self._loss_of(row), first + at))
         if not engine.parallel.is_first(engine.rank):  # the first one has the same rows
             own = []
@@ -340,8 +338,9 @@ class SpikeGuard:
 
         Decided as for steps, by the weights of now; None where there are no such rows.
         """
-        engine, order, rows = self.engine, self.batches.order, np.arange(0)
-        step = self.detector.first or 0
+        engine, rows, step = self.engine, np.arange(0), self.detector.first or 0
+        batches = self.batches.of(step)
+        order = batches.order
         while step > order.origin.step and len(rows) < USUAL:
             step -= 1
             rows = np.concatenate([order.rows_for(step, 0, 1), rows])
@@ -350,7 +349,7 @@ class SpikeGuard:
         # Every rank takes the same number of rows: a forward pass may be collective.
         size, rows = engine.parallel.data_size, rows[-USUAL:]
         places = np.resize(rows, -(-len(rows) // size) * size)[engine.data_rank :: size]
-        read = self.prepared.train.read_rows(places, self.row_tokens)
+        read = self.prepared.train.read_rows(places, batches.row_tokens)
         parts = engine.gather([self._loss_of(row) for row in torch.from_numpy(read)])
         losses = [loss for part in parts for loss in part]
         if math.inf in losses:
@@ -359,12 +358,13 @@ class SpikeGuard:
 
     def _described(self, step: int, rows: list[tuple[float, int]]) -> list[dict[str, Any]]:
         """Row number, loss and documents of some positions."""
-        order, sizes = self.batches.order, (self.engine.parallel, self.micro_batch_rows)
+        batches = self.batches.of(step)
         if not rows or self.engine.rank:
             return []
         if missing_of(self.prepared.directory):  # prepared by an earlier version
             return [{"row": None, "loss": _finite(loss), "documents": []} for loss, _ in rows]
-        stretch = Stretch(range(step + 1, step + 2), order, self.row_tokens, *sizes, {})
+        sizes = batches.row_tokens, self.engine.parallel, batches.micro_batch_rows
+        stretch = Stretch(range(step + 1, step + 2), batches.order, *sizes, {})
         by_position = {
             row.position: row for row in rows_at(stretch, self._documents, step + 1, None)
         }

@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import FailFast, Field
 
 from minimind.checkpoint.validation import Mixture, OrderOrigin, validate_order
 from minimind.config.run_config import ParallelLayout
+from minimind.config.stages import MOST_STAGES
 from minimind.data.prepare.prepared import missing_of, open_prepared
 from minimind.data.prepare.remote import local_folder
 from minimind.data.rows.order import Order
@@ -26,6 +28,27 @@ from minimind.runtime.object_cache import ObjectCache
 from minimind.runtime.urls import is_url
 
 
+class LoggedMixture(CheckedJson):
+    """`mixture` of a stage; fields as in `StageMixture`."""
+
+    sizes: Annotated[list[Count], FailFast()]
+    weights: Annotated[list[Annotated[float, Field(ge=0)]], FailFast()]
+    stage_rows: Size
+    epoch_rows: Size
+    begun: Annotated[list[Count], FailFast()]
+
+
+class LoggedStage(CheckedJson):
+    """A stage of `order` of a run_start: its order, from its first step on."""
+
+    rows: Size
+    rows_per_step: Size
+    row_tokens: Size
+    micro_batch_rows: Size
+    origin: OrderOrigin
+    mixture: LoggedMixture
+
+
 class LoggedOrder(CheckedJson):
     """`order` of a run_start."""
 
@@ -35,6 +58,7 @@ class LoggedOrder(CheckedJson):
     seed: Integer
     origin: OrderOrigin
     mixture: Mixture | None
+    stages: Annotated[list[LoggedStage], Field([], max_length=MOST_STAGES), FailFast()]
 
 
 class LoggedData(CheckedJson):
@@ -132,7 +156,7 @@ def read_run(run_dir: Path) -> RunLog:
             first = number(start.first_step, 0.0)
             unknown.append(range(int(first) + 1, int(_last_step(start)) + 1))
         else:
-            stretches.append(_stretch(start, run_dir))
+            stretches += _stretches(start, run_dir)
     if not run.starts:
         raise UsageError(f"{run_dir}/metrics.jsonl: has no run_start; give the --out_dir of a run")
     return RunLog(run, stretches, unknown)
@@ -147,22 +171,37 @@ def _last_step(start: Start) -> float:
     return max([*known, start.last_step, number(start.facts.get("step"), 0.0)])
 
 
-def _stretch(start: Start, run_dir: Path) -> Stretch:
+def _stretches(start: Start, run_dir: Path) -> list[Stretch]:
+    """The stretch of a start, or those of its stages."""
     facts = start.facts
     try:
         validate(LoggedStart, facts)
         logged = facts["order"]
         validate_order(logged["rows"], logged["origin"])
-        names = "rows", "rows_per_step", "seed", "origin", "mixture"
-        order = Order.from_json(*(logged[name] for name in names))
+        for stage in logged.get("stages", ()):
+            validate_order(stage["rows"], stage["origin"])
+        if logged.get("stages"):
+            from minimind.data.rows.stages import orders_from_json
+
+            orders = orders_from_json(logged["stages"], logged["seed"])
+        else:
+            names = "rows", "rows_per_step", "seed", "origin", "mixture"
+            orders = [Order.from_json(*(logged[name] for name in names))]
     except (CheckpointError, ValueError) as error:
         raise UsageError(
             f"{run_dir}/metrics.jsonl: a run_start {error}; restore the file"
         ) from error
     steps = range(facts["step"] + 1, int(_last_step(start)) + 1)
     groups = (facts.get(name, 1) for name in ("tensor_parallel", "sequence_parallel"))
-    sizes = ParallelLayout(facts["world_size"], *groups), facts["micro_batch_rows"]
-    return Stretch(steps, order, logged["row_tokens"], *sizes, facts["data"])
+    layout, stretches = ParallelLayout(facts["world_size"], *groups), []
+    ends = [*(order.origin.step for order in orders[1:]), steps.stop]
+    for order, end, one in zip(orders, ends, logged.get("stages") or [facts | logged], strict=True):
+        own = steps
+        if len(orders) > 1:
+            own = range(max(steps.start, order.origin.step + 1), min(steps.stop, end + 1))
+        sizes = one["row_tokens"], layout, one["micro_batch_rows"]
+        stretches.append(Stretch(own, order, *sizes, facts["data"]))
+    return stretches
 
 
 def documents_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Mixture, Order
@@ -79,6 +80,24 @@ class TokenBalance:
         return (
             f"{self.text:,} of the text = {' + '.join(items)}; an epoch by weight: {read:,} +"
             f" {repeated:,} repeated = {' + '.join(map(str, self.sources))} = {' + '.join(parts)}"
+        )
+
+
+@dataclass(frozen=True)
+class StagedBalance:
+    """Tokens of the text, and the targets that the stages of a run train on."""
+
+    text: int
+    held_out: int
+    trained: int
+    stages: tuple[dict[str, Any], ...]  # as `stages_table` has them
+
+    def __str__(self) -> str:
+        """A line for the start summary, without its label."""
+        train = self.text - self.held_out
+        return (
+            f"{self.text:,} of the text = {self.held_out:,} held out + {train:,} to train on;"
+            f" {self.trained:,} trained on in {len(self.stages)} stages"
         )
 
 

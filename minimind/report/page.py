@@ -24,7 +24,7 @@ from minimind.report.history import (
     read_configuration,
     read_runs,
 )
-from minimind.report.summary import NOUNS, Summary, describe, rank_figures
+from minimind.report.summary import NOUNS, STAGE_HEAD, Summary, describe, rank_figures, stage_rows
 from minimind.runtime.durable_files import storing, write_whole
 
 if TYPE_CHECKING:
@@ -199,6 +199,9 @@ def _details(run: Run, now: float, suffix: str) -> str:
             rows = [*rows[:half], more, *rows[-half:]]
         head = ("started", "steps", "time", "processes", "end", "steps lost")
         html = f"<h2>Starts{suffix}</h2>{html_table(head, rows, 'starts')}"
+    if stages := stage_rows(run):
+        cells = [tuple(map(escape, row)) for row in stages]
+        html += f"<h2>Stages{suffix}</h2>{html_table(STAGE_HEAD, cells, 'stages')}"
     step, ranks = rank_figures(run)
     if ranks:
         cells = [(*row[:4], escape(row[4])) for row in ranks]

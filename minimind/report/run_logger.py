@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -101,20 +101,21 @@ class RunLogger:
         device: torch.device,
         is_rank_0: bool,
         is_profiling: bool,
-        mfu_per_speed: float | None = None,
+        mfu_per_speed: Mapping[str, float] | None = None,
     ) -> None:
-        """mfu_per_speed is the factor from tokens/s to MFU; None if the peak is unknown."""
+        """mfu_per_speed has the factor from tokens/s to MFU by stage, where the peak is known."""
         self._path = out_dir / "metrics.jsonl"
         self._metrics = Metrics(self._path) if is_rank_0 else None
         self._is_rank_0 = is_rank_0
         self._is_stdout_open = True
         self._is_profiling = is_profiling
-        self._mfu_per_speed = mfu_per_speed
+        self._mfu_per_speed = mfu_per_speed or {}
         self._device = device
         self._total = total_steps
         self._bar: ProgressBar | None = None
         self._start = time.perf_counter()  # when the steps of the next step line began
         self._steps = 0  # since `begin`
+        self._tokens = 0  # up to the last step line
         self._first_end = 0.0  # when the first of them ended
         self._line_times: list[dict[str, float]] = []  # phase times since the last step line
         self._table_times: list[dict[str, float]] = []  # phase times since the last profile
@@ -140,9 +141,12 @@ class RunLogger:
             if self.trackers:
                 self.trackers.event(name, fields)
 
-    def begin(self, step: int) -> None:
-        """Show the progress bar from `step` on (terminals only) and start the tokens/s clock."""
-        self._start, self._steps = time.perf_counter(), 0
+    def begin(self, step: int, tokens: int = 0) -> None:
+        """Show the progress bar from `step` on (terminals only) and start the tokens/s clock.
+
+        `tokens` were trained on before.
+        """
+        self._start, self._steps, self._tokens = time.perf_counter(), 0, tokens
         self._line_times, self._line_pauses = [], dict.fromkeys(PAUSES, 0.0)
         if self._bar:  # the run has gone back
             self._bar.close()
@@ -170,14 +174,15 @@ class RunLogger:
             self._line_times += steps
         self._table_times += steps if self._is_profiling else []
 
-    def step(self, line: dict[str, Any], tokens_per_step: int) -> None:
+    def step(self, line: dict[str, Any]) -> None:
         """Log a `step` event with mean phase times since the last one, and print the step line."""
         now = time.perf_counter()
         times, self._line_times = self._line_times, []
         pauses, self._line_pauses = self._line_pauses, dict.fromkeys(PAUSES, 0.0)
-        speed = len(times) * tokens_per_step / max(1e-9, now - self._start)
-        self._start = now
-        mfu = None if self._mfu_per_speed is None else speed * self._mfu_per_speed
+        speed = (line["tokens"] - self._tokens) / max(1e-9, now - self._start)
+        self._start, self._tokens = now, line["tokens"]
+        factor = self._mfu_per_speed.get(line.get("stage", ""))
+        mfu = None if factor is None else speed * factor
         line = {
             **line,
             **mean_ms(times),

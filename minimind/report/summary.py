@@ -178,12 +178,16 @@ class Summary:
         return figures
 
     def as_text(self, has_blocks: bool = True) -> str:
-        """The run in 6 to 14 lines for a terminal; ASCII only unless `has_blocks`."""
+        """The run in 6 to 14 lines, and one per stage, for a terminal.
+
+        ASCII only unless `has_blocks`.
+        """
         figures = {name: value + remark for name, (value, remark) in self.figures().items()}
         shares = [(NOUNS.get(name, name), share) for name, share in self.shares.items()]
         lines = {
             "run": self.description(),
             "course": self.course(),
+            "stages": f"\n{'':<14}".join(map(", ".join, stage_rows(self.run))),
             "setbacks": self.setbacks(),
             **{name: figures.get(name, "") for name in ("loss", "validation", "average", "tokens")},
             "time": ", ".join(f"{n} {formats.percent(s)}" for n, s in shares if s >= 0.0005),
@@ -201,6 +205,39 @@ class Summary:
         shown = [f"  {name:<12}{value}" for name, value in lines.items() if value]
         text = "\n".join([str(self.run.run_dir), *shown, *([f"  {curve}"] if curve else [])])
         return text if has_blocks else text.encode("ascii", "replace").decode()
+
+
+STAGE_HEAD = ("stage", "steps", "rows", "tokens", "epochs of its sources")
+
+
+def stage_rows(run: Run) -> list[tuple[str, ...]]:
+    """What each stage of the last start reads, a cell per name in `STAGE_HEAD`."""
+    stages = run.starts[-1].facts.get("stages") if run.starts else None
+    return [_stage_row(one) for one in _objects(stages)]
+
+
+def _stage_row(stage: Mapping[str, Any]) -> tuple[str, ...]:
+    steps = stage.get("steps")
+    first, last = map(number, steps) if isinstance(steps, list) and len(steps) == 2 else (0.0, 0.0)
+    rows, length, tokens = (
+        number(stage.get(name)) for name in ("rows_per_step", "max_seq_len", "tokens")
+    )
+    read = (
+        f"{number(one.get('epochs')):.3g} of {one.get('name')}"
+        for one in _objects(stage.get("sources"))
+    )
+    return (
+        str(stage.get("name")),
+        f"steps {first:,.0f} to {last:,.0f}",
+        f"{rows:,.0f} rows x {length:,.0f}",
+        f"{tokens:,.0f} tokens",
+        f"epochs: {' + '.join(read)}",
+    )
+
+
+def _objects(values: Any) -> list[dict[str, Any]]:
+    """The objects of a list of a metrics.jsonl, which anyone may have written."""
+    return [one for one in values if isinstance(one, dict)] if isinstance(values, list) else []
 
 
 def _best(run: Run, prefix: str = "") -> dict[str, float] | None:

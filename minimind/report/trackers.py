@@ -24,6 +24,7 @@ from minimind.runtime.durable_files import write_whole
 from minimind.runtime.urls import masked_text
 
 FILE = "trackers.json"  # in out_dir: a resumed run continues under this run id
+NOT_PLOTTED = ("step", "rows", "stage")  # of an event
 KINDS = {"step": "train", "eval": "eval", "sample": "sample"}  # event: prefix of its values
 MAX_QUEUED = 10_000  # lines that a tracker may be behind
 FINISH = 30.0  # seconds that a tracker gets to finish
@@ -116,7 +117,8 @@ class Trackers:
 def tracker_values(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten an event: `{"train/loss": 3.2, "eval/poems/val_loss": 3.1, ...}`.
 
-    `step` is the x axis and `rows` a position in the data, so neither is logged. Nulls are dropped.
+    `step` is the x axis, `rows` a position in the data and `stage` a name, so none is logged. Nulls
+    are dropped.
     """
     if kind == "sample":
         return {f"sample/{fields['number']}": f"{fields['prompt']}{fields['text']}"}
@@ -132,7 +134,7 @@ def tracker_values(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             values[path] = int(value) if isinstance(value, bool) else value
 
-    add(kind, {name: value for name, value in fields.items() if name not in ("step", "rows")})
+    add(kind, {name: value for name, value in fields.items() if name not in NOT_PLOTTED})
     return values
 
 

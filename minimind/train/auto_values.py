@@ -58,8 +58,9 @@ def with_auto_values(
         of_text = n_rows or sys.maxsize
 
         def tokens_of(rows: int) -> int:
-            steps = run_length(known, of_text // rows, run_budgets(known, rows, model))
-            return steps * rows * known.max_seq_len
+            tokens = rows * known.max_seq_len
+            budgets = run_budgets(known, tokens, model)
+            return tokens * run_length(known, of_text // rows, budgets)
 
         rows = known.rows_per_step(world_size)
         if "batch_size" in names:

@@ -5,21 +5,32 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
 from minimind.config.arguments import template_variables
+from minimind.config.flags import DEFAULT_DATA, MOST_LEFT_OUT
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
-from minimind.data.rows.batches import Batches
-from minimind.data.rows.order import Mixture, Order, Ranges, count_rows, read_skip_rows
+from minimind.data.rows.batches import Batches, StagedBatches
+from minimind.data.rows.order import (
+    Mixture,
+    Order,
+    Origin,
+    Ranges,
+    count_rows,
+    joined,
+    read_skip_rows,
+    rows_in,
+)
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import options_of
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
@@ -28,6 +39,9 @@ from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import is_url, masked, named
+
+if TYPE_CHECKING:
+    from minimind.data.text.inputs import Source
 
 
 def prepared_folder(run: RunConfig) -> Path | None:
@@ -46,16 +60,51 @@ def prepared_folder(run: RunConfig) -> Path | None:
     return Path(folders[0]).expanduser() if folders else None
 
 
+def text_names(run: RunConfig) -> tuple[str, ...]:
+    """The text as the user named it: --data_path, or the sources that are mixed as --data_path."""
+    if not is_mixed(run):
+        return tuple(map(named, run.data_path))
+    from minimind.data.prepare.mixed import sources_of
+
+    weights = ("" if one.weight is None else f":{one.weight:g}" for one in sources_of(run))
+    pairs = zip(sources_of(run), weights, strict=True)
+    return tuple(f"{one.name}={masked(*one.paths)}{weight}" for one, weight in pairs)
+
+
+def place_of(run: RunConfig) -> str:
+    """The flag and the names of the text, in messages and as a source of values."""
+    return f"{'--source' if is_mixed(run) else '--data_path'} {' '.join(text_names(run))}"
+
+
+def is_mixed(run: RunConfig) -> bool:
+    """Whether --data_path stands for the sources of a run."""
+    return not run.is_explicit("data_path") and run.data_path != (DEFAULT_DATA,)
+
+
 @phase("fetching the prepared folder")
 def with_local_folder(run: RunConfig, cleanup: ExitStack) -> RunConfig:
-    """Return the run with a local copy, kept until `cleanup`, for the URL of a prepared folder."""
-    if not any(map(is_url, run.data_path)):
-        return run
-    from minimind.data.prepare.remote import local_folder
-    from minimind.runtime.object_cache import open_cache
+    """Return the run with a local folder as its text.
 
-    cache = cleanup.enter_context(open_cache(run.cache_dir, run.max_cache_gib))
-    return replace(run, data_path=tuple(local_folder(path, cache) for path in run.data_path))
+    That is a copy, kept until `cleanup`, of a prepared folder at a URL, or a mixture of folders.
+    """
+    sources: Sequence[Source] = ()
+    if run.source or run.stages:
+        from minimind.data.prepare.mixed import sources_of
+
+        sources = sources_of(run)
+    paths = [path for source in sources for path in source.paths] or run.data_path
+    if any(map(is_url, paths)):
+        from minimind.data.prepare.remote import local_folder
+        from minimind.runtime.object_cache import open_cache
+
+        cache = cleanup.enter_context(open_cache(run.cache_dir, run.max_cache_gib))
+        paths = [local_folder(path, cache) for path in paths]
+    if sources:
+        from minimind.data.prepare.mixed import mixed_folder
+
+        local = [replace(one, paths=(path,)) for one, path in zip(sources, paths, strict=True)]
+        paths = [str(mixed_folder(local, Path(run.cache_dir).expanduser()))]
+    return replace(run, data_path=tuple(paths))
 
 
 @phase("reading the text")
@@ -114,7 +163,7 @@ def local_text_of(run: RunConfig) -> Iterator[tuple[tuple[str, ...], tuple[str, 
 
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     """Return the run with the values its data decides; raise UsageError if a flag differs."""
-    place = f"--data_path {named(str(prepared.directory))}"
+    place = place_of(run)
     by = f"--tokenizer {run.tokenizer}" if run.tokenizer else place
     run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
     options = options_of(prepared.manifest)
@@ -156,7 +205,9 @@ def plan_data_and_schedule(
     run: RunConfig, prepared: Prepared, world_size: int, model: Architecture
 ) -> tuple[Order, Schedule]:
     """Return the row order and the schedule; raise DataError if there is too little text."""
-    row_tokens, paths = run.max_seq_len + 1, " ".join(map(named, run.data_path))
+    if run.stages:
+        return _plan_stages(run, prepared, world_size, model)
+    row_tokens, paths = run.max_seq_len + 1, " ".join(text_names(run))
     sources, sizes = prepared.manifest["sources"], prepared.train.sizes(row_tokens)
     for size, source in zip(sizes, sources, strict=True):
         if not size and len(sizes) > 1:
@@ -165,11 +216,7 @@ def plan_data_and_schedule(
                 f" tokens, fewer than a row of {row_tokens}; add text to it, leave it out, or lower"
                 " --max_seq_len"
             )
-    n_rows = prepared.train.rows(row_tokens)
-    left_out: Ranges = ()
-    if run.skip_rows is not None:
-        fingerprint = prepared.manifest["fingerprint"]
-        left_out = read_skip_rows(Path(run.skip_rows), n_rows, row_tokens, fingerprint)
+    n_rows, left_out = prepared.train.rows(row_tokens), _rows_left_out(run, prepared)
     n_read = n_rows - count_rows(left_out)
     if isinstance(prepared.train, ConversationShards):
         _check_enough_answers(run, world_size, prepared.train, n_read)
@@ -184,15 +231,60 @@ def plan_data_and_schedule(
             " tokens); change its weight, or leave that source out"
         ) from error
     order = Order(n_rows, rows_per_step, run.seed, mixture=mixture, left_out=left_out)
-    budgets = run_budgets(with_prepared(run, prepared), rows_per_step, model)
+    tokens_per_step = rows_per_step * run.max_seq_len
+    budgets = run_budgets(with_prepared(run, prepared), tokens_per_step, model)
     return order, plan_schedule(run, order.steps_per_epoch, budgets)
 
 
-def run_budgets(run: RunConfig, rows_per_step: int, model: Architecture) -> dict[str, int]:
+def _rows_left_out(run: RunConfig, prepared: Prepared) -> Ranges:
+    """The rows of --skip_rows, of --max_seq_len tokens and one."""
+    if run.skip_rows is None:
+        return ()
+    row_tokens, fingerprint = run.max_seq_len + 1, prepared.manifest["fingerprint"]
+    n_rows = prepared.train.rows(row_tokens)
+    return read_skip_rows(Path(run.skip_rows), n_rows, row_tokens, fingerprint)
+
+
+def _plan_stages(
+    run: RunConfig, prepared: Prepared, world_size: int, model: Architecture
+) -> tuple[Order, Schedule]:
+    """As `plan_data_and_schedule`, of a run with --stages."""
+    from minimind.config.stages import plan_stages
+    from minimind.data.rows.stages import staged_order
+
+    file, stages, schedule = plan_stages(
+        run, world_size, run_budgets(with_prepared(run, prepared), 1, model)
+    )
+    shards, left_out = prepared.train, _rows_left_out(run, prepared)
+
+    @cache
+    def left_out_of(row_tokens: int) -> Ranges:
+        """The rows of this length with any token of those left out."""
+        if row_tokens == run.max_seq_len + 1 or not left_out:
+            return left_out
+        rows = rows_in(left_out)
+        of = (shards.row_starts, shards.row_stops)
+        spans = zip(*(ends(rows, run.max_seq_len + 1).tolist() for ends in of), strict=True)
+        found = (shards.rows_over(start, stop, row_tokens) for start, stop in spans)
+        ranges = joined((one.start, one.stop) for one in found if one)
+        if (count := count_rows(ranges)) > MOST_LEFT_OUT:
+            raise UsageError(
+                f"--skip_rows {run.skip_rows}: leaves out {count:,} rows of {row_tokens} tokens of"
+                f" a stage, more than {MOST_LEFT_OUT:,}; take their documents out of the text"
+                " instead"
+            )
+        return ranges
+
+    names = [source["name"] for source in prepared.manifest["sources"]]
+    order = staged_order(file, stages, names, shards.weights, shards.sizes, left_out_of, run.seed)
+    n_rows = shards.rows(run.max_seq_len + 1)
+    return replace(order, n_rows=n_rows, left_out=left_out), schedule
+
+
+def run_budgets(run: RunConfig, tokens_per_step: int, model: Architecture) -> dict[str, int]:
     """Return the steps within --max_tokens, --max_flops and --tokens_per_param, where given."""
     if run.max_tokens is run.max_flops is run.tokens_per_param is None:
         return {}
-    tokens_per_step = rows_per_step * run.max_seq_len
     return budget_steps(run, tokens_per_step, model.parameters(run), model.flops_per_token(run))
 
 
@@ -201,7 +293,7 @@ def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int)
     micro_batch, rows_per_step = run.micro_batch_rows(world_size), run.rows_per_step(world_size)
     if n_rows < rows_per_step:
         raise DataError(
-            f"{' '.join(map(named, run.data_path))}: {tokens:,} training tokens make {n_rows} rows"
+            f"{' '.join(text_names(run))}: {tokens:,} training tokens make {n_rows} rows"
             f" of {run.max_seq_len + 1}, fewer than the {rows_per_step} of one step"
             f" ({micro_batch} x {run.accumulation_steps} x"
             f" {run.parallel(world_size).data_size} processes); add text, or"
@@ -220,7 +312,7 @@ def _check_enough_answers(
         return
     dropped = "all" if packing.dropped == packing.conversations else f"{packing.dropped:,} of the"
     raise DataError(
-        f"{' '.join(map(named, run.data_path))}: {dropped} {packing.conversations:,} conversations"
+        f"{' '.join(text_names(run))}: {dropped} {packing.conversations:,} conversations"
         f" are dropped, as no answer of theirs ends within a row of {run.max_seq_len + 1} tokens"
         f" (max_seq_len = {run.max_seq_len}, {run.sources['max_seq_len']}), and {n_rows} rows are"
         f" fewer than the {rows_per_step} of one step; raise --max_seq_len (the longest has"
@@ -230,8 +322,13 @@ def _check_enough_answers(
 
 def resume_order(order: Order, resumed: Resumed) -> Order:
     """Return the checkpoint's row order, or a new one from its step if batch or data changed."""
-    validate_data_order(resumed.manifest)
     saved, manifest = resumed.manifest["identity"], resumed.manifest
+    if order.stages_json():  # a function of the step alone, whatever was read before
+        return order
+    if "stages" in saved["data"]:
+        step = resumed.state.step
+        return replace(order, origin=Origin(step, step * order.rows_per_step))
+    validate_data_order(resumed.manifest)
     rows_per_step, seed = saved["batch"]["rows_per_step"], saved["seed"]["seed"]
     start, mixture = manifest["order"], manifest["mixture"]
     try:
@@ -276,10 +373,8 @@ def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) 
         )
 
 
-def require_same_files(
-    engine: Engine, out_dir: Path, prepared: Prepared, left_out: Ranges = ()
-) -> None:
-    """Raise the same error on every rank if hosts see different out_dirs or different text.
+def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared, order: Order) -> None:
+    """Raise the same error on every rank if hosts see different out_dirs, text or stages.
 
     Rank 0 creates a probe file that the others must see.
     """
@@ -294,8 +389,8 @@ def require_same_files(
             )
     if problem := engine.gather(problem)[0]:
         raise StorageError(problem, cause_rank=0)
-    text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint, left_out
-    views = engine.gather((socket.gethostname(), probe.exists(), text))
+    text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint, order.left_out
+    views = engine.gather((socket.gethostname(), probe.exists(), (*text, order.stages_json())))
     if engine.rank == 0:
         probe.unlink(missing_ok=True)
     first_host = views[0][0]
@@ -307,14 +402,28 @@ def require_same_files(
         )
     if hosts := sorted({host for host, _, theirs in views if theirs != views[0][2]}):
         raise DataError(
-            f"--data_path, --tokenizer or --skip_rows is different on {', '.join(hosts)} than on"
-            f" {first_host}; give all hosts the same files",
+            f"--data_path, --tokenizer, --skip_rows or --stages is different on {', '.join(hosts)}"
+            f" than on {first_host}; give all hosts the same files",
             cause_rank=0,
         )
 
 
 def build_batches(run: RunConfig, engine: Engine, prepared: Prepared, order: Order) -> Batches:
     """Return this rank's micro-batches in an order."""
+    if run.stages:
+        from minimind.data.rows.stages import StagedOrder
+
+        assert isinstance(order, StagedOrder)
+        parts = [*zip(order.stages, order.parts, strict=True)]
+        return StagedBatches(
+            prepared.train,
+            order,
+            lambda number: _batches_of(parts[number][0].run, engine, prepared, parts[number][1]),
+        )
+    return _batches_of(run, engine, prepared, order)
+
+
+def _batches_of(run: RunConfig, engine: Engine, prepared: Prepared, order: Order) -> Batches:
     return Batches(
         prepared.train,
         order,

@@ -117,7 +117,7 @@ class SkippedSteps:
 
     def _rows_of_group(self, step: int, bad: Mapping[int, list[int]]) -> NonfiniteRows:
         """Rows of this rank's group whose loss is not finite on any of its ranks."""
-        order, parallel = self.order, self.run.parallel(self.ranks.world_size)
+        order, parallel = self.order.of(step - 1), self.run.parallel(self.ranks.world_size)
         data_rank, data_size = parallel.data_rank(self.ranks.rank), parallel.data_size
         of_group = {n for rank in bad if parallel.data_rank(rank) == data_rank for n in bad[rank]}
         if not (of_group and parallel.is_first(self.ranks.rank)):

@@ -101,6 +101,15 @@ def _require_init_from(run: RunConfig) -> None:
 
 def _require_text(run: RunConfig) -> None:
     """Raise for a local path of --data_path without text, or with a bad first record."""
+    if run.source or run.stages:
+        from minimind.data.prepare.mixed import parts_of, sources_of
+
+        if sources := sources_of(run):
+            local = [source for source in sources if not is_url(*source.paths)]
+            for source in local:
+                require_path(*source.paths)
+            parts_of(local)
+            return
     paths = [path for path in run.data_path if not is_url(path)]
     if run.data_path == (DEFAULT_DATA,) and not Path(DEFAULT_DATA).exists():
         if run.dry_run:  # of the other flags

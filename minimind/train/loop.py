@@ -80,7 +80,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     run, engine, last = context.run, context.engine, context.schedule.total_steps
     clock = context.progress.clock = PhaseClock(engine.device, context.communication)
     first = context.progress.step = state.step
-    context.logger.begin(state.step)
+    context.logger.begin(state.step, state.tokens)
     catch_up(context, state)
     while state.step < last:
         freeze_gc_after_warmup(context, state.step - first)
@@ -91,7 +91,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         result = engine.step(  # step
             micro_batches, context.schedule.lr_at(state.step), clock, context.spikes.norm_limit
         )
-        state = state.after(context.batches.tokens_per_step)  # advance
+        state = state.after(context.batches.of(state.step).tokens_per_step)  # advance
         advance_progress(context, state, state.step - first)
         stop_requests, failed, overdue, must_go_back = sum_requests(context, state, result)
         if must_go_back:
@@ -208,9 +208,9 @@ def log_step(context: RunContext, state: TrainState, result: StepResult) -> None
             "skipped": int(result.skipped_so_far),
             "tokens": state.tokens,
             "rows": [rows.start, rows.stop],
+            **context.batches.order.stage_of(state.step - 1),
             **routing_fields(result.routing, context.engine),
-        },
-        context.batches.tokens_per_step,
+        }
     )
     if seconds := context.engine.compiling.take():
         context.logger.event("compiled", step=state.step, seconds=seconds)
@@ -375,7 +375,7 @@ def write_rows(context: RunContext, guard: SpikeGuard, rows: np.ndarray, step: i
     """
     out_dir = Path(context.run.out_dir)
     fingerprint = guard.prepared.manifest["fingerprint"]
-    text = skip_rows_text(rows.tolist(), guard.row_tokens, fingerprint)
+    text = skip_rows_text(rows.tolist(), context.batches.row_tokens, fingerprint)
 
     def write() -> Path:
         path, number = out_dir / f"rolled_back-{step}.txt", 1

@@ -18,6 +18,7 @@ from minimind.checkpoint.directory import OWNER
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.run_config import RunConfig
+from minimind.config.schedule import budget_steps
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import Batches
 from minimind.engine.build import Engine
@@ -127,6 +128,18 @@ def traced_steps(run: RunConfig) -> tuple[int, int] | None:
             " 1 <= FIRST <= LAST; write 10:13 for steps 10 to 13"
         )
     return first, last
+
+
+def require_stages(run: RunConfig, world_size: int) -> None:
+    """Raise UsageError if the stages do not fit the length of the run, where it is known already.
+
+    With --tokens_per_param the vocabulary of the text decides it, which may not be known.
+    """
+    if run.stages is None or run.tokens_per_param is not None:
+        return
+    from minimind.config.stages import plan_stages
+
+    plan_stages(run, world_size, budget_steps(run, 1, 1, 1))
 
 
 def require_traceable(run: RunConfig, total_steps: int) -> None:

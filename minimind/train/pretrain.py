@@ -66,6 +66,7 @@ from minimind.train.optional import (
     build_trace,
     open_trackers,
     require_place_of_mirror,
+    require_stages,
     require_traceable,
     traced_steps,
 )
@@ -104,6 +105,7 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     require_outputs(resolved)
     read_sample_prompts(run)
     traced_steps(run)
+    require_stages(run, launch.world_size)
     out_dir = Path(run.out_dir)
     tokenizer = run.tokenizer if keeps_tokenizer(run) else None
     if run.dry_run:
@@ -165,10 +167,10 @@ def train_resolved(
     engine = build_engine(resolved, initial.build(run, prepared.tokenizer), setup.device)
     cleanup.callback(engine.release)
     engine.introduce(progress.peers)
-    require_same_files(engine, out_dir, prepared, order.left_out)
+    require_same_files(engine, out_dir, prepared, order)
     # 6. The log, the state that is resumed, and the objects of the loop.
     with storing(str(out_dir), "correct its permissions, or give another --out_dir"):
-        mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size)
+        mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size, order)
         logger = RunLogger(
             out_dir, schedule.total_steps, engine.device, engine.rank == 0, run.profile, mfu
         )

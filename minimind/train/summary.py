@@ -36,6 +36,7 @@ from minimind.engine.optimizers import iteration_dtype, mup_line
 from minimind.errors import DataError
 from minimind.recovery.token_balance import (
     ConversationBalance,
+    StagedBalance,
     TokenBalance,
     conversation_balance,
     token_balance,
@@ -47,8 +48,10 @@ from minimind.runtime.urls import is_url, masked, masked_values, named
 from minimind.train.auto_values import with_auto_values
 from minimind.train.build import (
     check_enough_rows,
+    place_of,
     prepared_folder,
     run_budgets,
+    text_names,
     with_derived_values,
     with_tokenizer,
 )
@@ -209,13 +212,14 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     Of a prepared folder the manifest and the sizes of the shards are read, no tokens.
     """
     world_size, tables = setup.launch.world_size, []
+    manifest: dict[str, Any] | None = None
     n_rows, tokens, derived, by = None, 0, {}, ""
     if folder := prepared_folder(resolved.run):
         manifest = read_manifest(folder)
         _require_usable(folder, manifest, resolved.run.tokenizer)
         derived = {"vocab_size": manifest["vocab_size"], **options_of(manifest)}
-        by = f"--data_path {named(str(folder))}"
-        row_tokens, lines = resolved.run.max_seq_len + 1, [f"data: {named(str(folder))}"]
+        by, row_tokens = place_of(resolved.run), resolved.run.max_seq_len + 1
+        lines = [f"data: {' '.join(text_names(resolved.run))}"]
         for split, part in manifest["splits"].items():
             lines.append(
                 f"{split:<6} {part['tokens']:>14,} tokens, {part['documents']:,} documents, about"
@@ -231,14 +235,16 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         setup = replace(setup, run=decided)
         resolved = setup.resolve()
         run = with_derived_values(with_tokenizer(resolved.run), by, derived)
-    if n_rows is not None:
+    if n_rows is not None and not run.stages:
         check_enough_rows(run, world_size, tokens, n_rows)
     if urls := [path for path in run.data_path if is_url(path)]:
         tables.append(f"data: what {' '.join(map(masked, urls))} holds is looked at by the start")
     tables.insert(0, f"flags:\n{flags_table(run)}")
     if resolved.config:
         tables.append(deepspeed_table(resolved))
-    if resolved.scheduler is None and (length := length_text(run, world_size, model)):
+    if run.stages:
+        tables.append(stages_text(run, world_size, model, manifest))
+    elif resolved.scheduler is None and (length := length_text(run, world_size, model)):
         tables.append(length)
     from minimind.architecture.plan import plan_text
 
@@ -255,11 +261,12 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
 def length_text(run: RunConfig, world_size: int, model: Architecture) -> str:
     """Return the steps, tokens and learning rate of the run; empty if its text decides them."""
     rows = run.rows_per_step(world_size)
-    budgets = run_budgets(run, rows, model)
+    tokens = rows * run.max_seq_len
+    budgets = run_budgets(run, tokens, model)
     if not budgets and run.max_steps is None:
         return ""
     schedule = plan_schedule(run, sys.maxsize, budgets)
-    steps, tokens = schedule.total_steps, rows * run.max_seq_len
+    steps = schedule.total_steps
     lines = [
         f"length: {steps:,} steps of {tokens:,} tokens, {steps * tokens:,} tokens",
         *(f"{name} = {getattr(run, name):g} is {n:,} steps" for name, n in budgets.items()),
@@ -268,6 +275,31 @@ def length_text(run: RunConfig, world_size: int, model: Architecture) -> str:
     if run.epochs is not None:
         lines.insert(1, f"or {run.epochs} passes over the text, if they are fewer steps")
     return "\n  ".join(lines)
+
+
+def stages_text(
+    run: RunConfig, world_size: int, model: Architecture, manifest: dict[str, Any] | None
+) -> str:
+    """Return what the stages read; the epochs if the manifest of the text is known."""
+    from minimind.config.stages import plan_stages, stage_text
+    from minimind.data.rows.stages import staged_order, stages_table
+
+    file, stages, schedule = plan_stages(run, world_size, run_budgets(run, 1, model))
+    table = [stage.facts() for stage in stages]
+    if manifest is not None:
+        sources = manifest["sources"]
+        names, weights = ([one[key] for one in sources] for key in ("name", "weight"))
+        order = staged_order(
+            file,
+            stages,
+            names,
+            None if None in weights else tuple(weights),
+            lambda row_tokens: tuple(one["tokens"]["train"] // row_tokens for one in sources),
+            lambda row_tokens: (),  # --skip_rows is read by the start
+            run.seed,
+        )
+        table = stages_table(order, names)
+    return "\n  ".join(["stages:", *map(stage_text, table), f"rate: {schedule}"])
 
 
 def _require_usable(folder: Path, manifest: dict[str, Any], tokenizer: str | None) -> None:
@@ -311,11 +343,19 @@ def peak_of(run: RunConfig, device: torch.device) -> tuple[float, str] | None:
 
 
 def mfu_per_speed(
-    run: RunConfig, model: Architecture, device: torch.device, world_size: int
-) -> float | None:
-    """Return the factor from tokens/s of all ranks to MFU; None if the peak is unknown."""
-    peak = peak_of(run, device)
-    return None if peak is None else model.flops_per_token(run) / (world_size * peak[0] * 1e12)
+    run: RunConfig, model: Architecture, device: torch.device, world_size: int, order: Order
+) -> dict[str, float]:
+    """Return the factor from tokens/s of all ranks to MFU, by name of the stage, "" without stages.
+
+    Empty if the peak is unknown.
+    """
+    if (peak := peak_of(run, device)) is None:
+        return {}
+    runs = order.stage_runs or {"": run}
+    return {
+        name: model.flops_per_token(own) / (world_size * peak[0] * 1e12)
+        for name, own in runs.items()
+    }
 
 
 def peak_text(run: RunConfig, device: torch.device) -> str:
@@ -327,7 +367,7 @@ def peak_text(run: RunConfig, device: torch.device) -> str:
 MAX_LINES = 20  # of the summary, warnings and notes aside
 MIN_SETTINGS = 3  # lines of settings that are shown in any case
 SHARDING = ("world_size", "zero_stage")
-Balance = TokenBalance | ConversationBalance
+Balance = TokenBalance | ConversationBalance | StagedBalance
 FIRST_OF_ONE_CYCLE = 2000  # steps; DeepSpeed's default
 
 
@@ -355,7 +395,9 @@ def log_run_start(
     logger.print(startup_summary(context, prepared, resumed, balance, capacity, notes))
 
 
-def logged_order(order: Order, row_tokens: int, prepared: Prepared) -> dict[str, Any]:
+def logged_order(
+    order: Order, row_tokens: int, prepared: Prepared, stages: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     """Fields of a run_start from which `recovery.step_rows` knows the rows of its steps."""
     directory = str(prepared.directory.absolute())
     url = named(directory)
@@ -364,6 +406,7 @@ def logged_order(order: Order, row_tokens: int, prepared: Prepared) -> dict[str,
             **{"rows": order.n_rows, "rows_per_step": order.rows_per_step, "seed": order.seed},
             **{"row_tokens": row_tokens, "origin": order.start_json()},
             "mixture": order.mixture_json(),
+            **({"stages": stages} if stages else {}),
         },
         "data": {
             "directory": directory,
@@ -392,14 +435,29 @@ def log_start_event(
         peak_tflops=peak[0] if peak else None,
         peak_source=peak[1] if peak else None,
         parameters=engine.parameters,
-        tokens_per_step=context.batches.tokens_per_step,
+        tokens_per_step=context.batches.of(resumed.state.step).tokens_per_step,
         rows_per_epoch=order.rows_per_epoch,
-        **logged_order(order, run.max_seq_len + 1, prepared),
+        **_logged_rows(context, prepared),
         total_steps=context.schedule.total_steps,
         versions=versions(),
         commit=source_commit(),
         rotary=engine.gather(rotary_dtype(engine.model)),
     )
+
+
+def _logged_rows(context: RunContext, prepared: Prepared) -> dict[str, Any]:
+    """The row order of a run, and what its stages read, where there are some."""
+    run, order, row_tokens = context.run, context.batches.order, context.run.max_seq_len + 1
+    if not run.stages:
+        return logged_order(order, row_tokens, prepared)
+    from minimind.data.rows.stages import StagedOrder, orders_json
+
+    assert isinstance(order, StagedOrder)
+    orders = orders_json(order, context.engine.parallel.data_size, run.accumulation_steps)
+    return {
+        **logged_order(order, row_tokens, prepared, orders),
+        "stages": stages_read(context, prepared),
+    }
 
 
 def _log_changes(context: RunContext, resumed: Resumed, current: dict[str, Any]) -> None:
@@ -437,7 +495,7 @@ def startup_summary(
         *labelled_lines("model", _series(_model(context, prepared))),
         *labelled_lines("data", _series(_data(context, prepared))),
         *labelled_lines("tokens", str(balance).split(" ")),
-        *labelled_lines("step", [_step(context)]),
+        *_steps(context, balance),
         *labelled_lines("length", _series(_length(context, state))),
         *labelled_lines("rate", [_rate(context)]),
         *labelled_lines("backend", _series(_backend(context))),
@@ -487,6 +545,10 @@ def balance_of(context: RunContext, prepared: Prepared) -> Balance:
     row_tokens, train = context.run.max_seq_len + 1, prepared.train
     if isinstance(train, ConversationShards):
         return conversation_balance(prepared, train, row_tokens)
+    if table := stages_read(context, prepared):
+        trained = sum(stage["tokens"] for stage in table)
+        held_out = len(prepared.val)
+        return StagedBalance(len(train) + held_out, held_out, trained, tuple(table))
     return token_balance(prepared, context.batches.order, row_tokens)
 
 
@@ -548,7 +610,7 @@ def _model(context: RunContext, prepared: Prepared) -> list[str]:
 
 def _data(context: RunContext, prepared: Prepared) -> list[str]:
     run, rejected = context.run, prepared.manifest["rejected"]
-    first, *others = map(named, run.data_path)
+    first, *others = text_names(run)
     more = f" and {len(others)} more" if others else ""
     items = [
         f"{shorten(first, COLUMNS - LABEL - len(more) - 1)}{more}",
@@ -560,6 +622,26 @@ def _data(context: RunContext, prepared: Prepared) -> list[str]:
         bad = count(rejected["count"], "bad document")
         items.append(f"{bad} skipped ({where_listed(rejected)})")
     return items
+
+
+def _steps(context: RunContext, balance: Balance) -> list[str]:
+    """The lines of a step, or of each stage with the epochs that it reads of its sources."""
+    if not isinstance(balance, StagedBalance):
+        return labelled_lines("step", [_step(context)])
+    from minimind.config.stages import stage_text
+
+    return labelled_lines("stages", _series(list(map(stage_text, balance.stages))))
+
+
+def stages_read(context: RunContext, prepared: Prepared) -> list[dict[str, Any]]:
+    """What the stages of a run read; empty without --stages."""
+    if not context.run.stages:
+        return []
+    from minimind.data.rows.stages import StagedOrder, stages_table
+
+    order = context.batches.order
+    assert isinstance(order, StagedOrder)
+    return stages_table(order, [source["name"] for source in prepared.manifest["sources"]])
 
 
 def _step(context: RunContext) -> str:
@@ -576,6 +658,8 @@ def _step(context: RunContext) -> str:
 
 def _length(context: RunContext, state: TrainState) -> list[str]:
     order, total = context.batches.order, context.schedule.total_steps
+    if context.run.stages:
+        return [count(total, "step")]
     tokens = state.tokens + (total - state.step) * context.batches.tokens_per_step
     epoch = f"{count(order.steps_per_epoch, 'step')} an epoch"
     return [f"{count(total, 'step')}, {tokens:,} tokens", epoch]

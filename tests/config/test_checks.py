@@ -40,6 +40,12 @@ EXAMPLES = {
     "{decay_steps} and": (
         *("--schedule wsd --decay_steps 5 --decay_fraction 0.1", "--schedule wsd --decay_steps 5"),
     ),
+    "{source} and {data_path}": ("--source a=b --data_path c", "--source a=b"),
+    "reads conversations": ("--stages a --max_steps 9 --task sft", "--stages a --max_steps 9"),
+    "{epochs} and {stages}": ("--stages a --epochs 2", "--stages a --max_tokens 9"),
+    "{stages} needs": ("--stages a", "--stages a --tokens_per_param 9"),
+    "{max_flops:g} and": ("--stages a --max_flops 9", "--max_flops 9"),
+    "reads other rows": (*("--stages a --max_steps 9 --spike_guard", "--spike_guard"),),
     "{warmup_steps}": ("--warmup_steps 9 --max_steps 8", "--warmup_steps 9 --max_steps 9"),
     "without --spike_guard": ("--spike_factor 5", "--spike_factor 5 --spike_guard"),
     "without --verify": ("--on_corruption stop", "--on_corruption stop --verify_interval 5"),

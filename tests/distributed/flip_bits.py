@@ -39,6 +39,11 @@ LR = 1e-3
 class Rows:
     """Random rows instead of Batches."""
 
+    micro_batch_rows = 4
+
+    def of(self, step: int) -> Rows:
+        return self
+
     def micro_batch_of(self, step: int, rank: int, number: int) -> torch.Tensor:
         """(4, 33) token ids."""
         generator = torch.Generator().manual_seed(1000 * step + 10 * rank + number)

@@ -209,9 +209,9 @@ def test_the_rows_of_a_check_are_random_and_within_the_step():
         words = f"--batch_size 5 --accumulation_steps {accumulation} --verify_interval 1"
         run = parse_flags(words.split())
         check = CorruptionCheck(run, engine)
-        seen = [check.rows_of_check(step) for step in range(300)]
+        seen = [check.rows_of_check(step, 5) for step in range(300)]
         assert {number for number, _, _ in seen} == {*range(accumulation)}
         parts = {(first, first + rows) for first in range(5 - rows + 1)}
         assert {(part.start, part.stop) for _, part, _ in seen} == parts
         assert {is_whole for _, _, is_whole in seen} == {rows == 5}
-        assert seen == [CorruptionCheck(run, engine).rows_of_check(step) for step in range(300)]
+        assert seen == [CorruptionCheck(run, engine).rows_of_check(step, 5) for step in range(300)]

@@ -14,6 +14,7 @@ import torch
 from minimind.architecture.costs import known_gpu
 from minimind.architecture.select import MiniMind
 from minimind.config.parse import parse_flags
+from minimind.data.rows.order import Order
 from minimind.engine.clocks import PHASES, PhaseClock
 from minimind.errors import StorageError, UsageError
 from minimind.report import trace as trace_module
@@ -142,9 +143,10 @@ def test_mfu_is_flops_over_a_stated_peak():
     run = parse_flags("--model tiny --peak_tflops 2".split())
     per_token = 0.0165e9  # as `minimind plan` has it
     assert peak_of(run, CPU) == (2.0, "--peak_tflops")
-    share = mfu_per_speed(run, MiniMind(), CPU, world_size=4)
+    order = Order(64, 8, seed=0)
+    share = mfu_per_speed(run, MiniMind(), CPU, 4, order)[""]
     assert share == pytest.approx(per_token / (4 * 2e12), rel=5e-3)
     assert "MFU of 2 TFLOP/s (--peak_tflops)" in peak_text(run, CPU)
     unknown = parse_flags(["--model", "tiny"])
-    assert (peak_of(unknown, CPU), mfu_per_speed(unknown, MiniMind(), CPU, 1)) == (None, None)
+    assert (peak_of(unknown, CPU), mfu_per_speed(unknown, MiniMind(), CPU, 1, order)) == (None, {})
     assert peak_text(unknown, CPU) == ""

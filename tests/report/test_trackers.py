@@ -69,7 +69,8 @@ def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def test_what_is_nested_is_reported_by_its_path():
     facts = {
-        **{"step": 7, "loss": 2.5, "clipped": True, "rows": [8, 16], "comm_ms": None},
+        **{"step": 7, "loss": 2.5, "clipped": True, "rows": [8, 16], "stage": "a"},
+        "comm_ms": None,
         **{"by_source": {"a": {"val_loss": 3.0}}},
     }
     assert tracker_values("train", facts) == {

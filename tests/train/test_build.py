@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from minimind.data.rows.order import Order
 from minimind.errors import DataError, StorageError
 from minimind.train.build import require_same_files
 
@@ -35,9 +36,13 @@ class TwoHosts:
         pass
 
 
-def check(out_dir: Path, sees: bool = True, text: tuple[Any, ...] = ("text", "pieces", ())) -> None:
+SAME = ("text", "pieces", (), {})
+
+
+def check(out_dir: Path, sees: bool = True, text: tuple[Any, ...] = SAME) -> None:
     engine = TwoHosts(sees, text)
-    require_same_files(engine, out_dir, PREPARED)  # type: ignore[arg-type] (a stand-in)
+    order = Order(64, 8, seed=0)
+    require_same_files(engine, out_dir, PREPARED, order)  # type: ignore[arg-type] (a stand-in)
     assert engine.found_here == [True]
 
 
@@ -53,6 +58,8 @@ def test_a_host_with_another_out_dir_is_named(tmp_path):
 
 
 def test_a_host_with_other_text_is_named(tmp_path):
-    for text in (("text", "other pieces", ()), ("text", "pieces", ((3, 4),))):
+    stages = {"schedule": {"stages": [8]}}
+    for number, other in ((1, "other pieces"), (2, ((3, 4),)), (3, stages)):
+        text = (*SAME[:number], other, *SAME[number + 1 :])
         with pytest.raises(DataError, match="is different on node2 than on node1"):
             check(tmp_path, text=text)

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +17,9 @@ import torch
 from minimind.data.rows.order import Order
 from minimind.data.shards.token_shards import TokenShards
 from minimind.runtime.hardware import use_device
+
+if TYPE_CHECKING:
+    from minimind.data.rows.stages import StagedOrder
 
 ROWS_AT_ONCE = 1024  # row indices computed at once, for all steps that they cover
 # Smaller steps are read in blocks: handing over to a thread costs more than reading them.
@@ -106,8 +111,8 @@ class Batches:
             )
         self.order = order
         self._shards = shards
-        self._row_tokens = row_tokens
-        self._micro_batch_rows = micro_batch_rows
+        self.row_tokens = row_tokens
+        self.micro_batch_rows = micro_batch_rows
         self._data_rank = data_rank
         self._data_size = data_size
         self._device = device
@@ -123,10 +128,14 @@ class Batches:
         self._stretch = max(1, ROWS_AT_ONCE // self._share)  # steps
         self._known: dict[int, np.ndarray] = {}  # row indices by number of the stretch
 
+    def of(self, step: int) -> Batches:
+        """The micro-batches that have a step: those of its stage in a run with several."""
+        return self
+
     @property
     def tokens_per_step(self) -> int:
         """Target tokens of one step, over all ranks and micro-batches."""
-        return self.order.rows_per_step * (self._row_tokens - 1)
+        return self.order.rows_per_step * (self.row_tokens - 1)
 
     def at(self, step: int) -> tuple[torch.Tensor, ...]:
         """The micro-batches of a step, each int64 (micro_batch_rows, row_tokens).
@@ -146,9 +155,9 @@ class Batches:
     def micro_batch_of(self, step: int, data_rank: int, number: int) -> torch.Tensor:
         """A micro-batch of any rank, int64 (micro_batch_rows, row_tokens), read now."""
         rows = self.order.rows_for(step, data_rank, self._data_size)
-        first = number * self._micro_batch_rows
-        places = rows[first : first + self._micro_batch_rows]
-        return torch.from_numpy(self._shards.read_rows(places, self._row_tokens))
+        first = number * self.micro_batch_rows
+        places = rows[first : first + self.micro_batch_rows]
+        return torch.from_numpy(self._shards.read_rows(places, self.row_tokens))
 
     def _block(self, number: int) -> Block:
         """Return a block, read ahead or now, and start reading the next ones."""
@@ -175,7 +184,7 @@ class Batches:
         first = self.order.origin.step + number * self._steps_at_once  # blocks begin at the origin
         steps = range(first, first + self._steps_at_once)
         places = np.concatenate([self._rows_for(step) for step in steps])
-        rows = torch.from_numpy(self._shards.read_rows(places, self._row_tokens))
+        rows = torch.from_numpy(self._shards.read_rows(places, self.row_tokens))
         if self._stream is None:
             return self._cut(number, rows, None)
         with torch.cuda.stream(self._stream):
@@ -185,7 +194,7 @@ class Batches:
             return self._cut(number, sent, arrived)
 
     def _cut(self, number: int, rows: torch.Tensor, arrived: torch.cuda.Event | None) -> Block:
-        steps = [share.split(self._micro_batch_rows) for share in rows.split(self._share)]
+        steps = [share.split(self.micro_batch_rows) for share in rows.split(self._share)]
         return Block(number, rows, steps, arrived)
 
     def _rows_for(self, step: int) -> np.ndarray:
@@ -203,6 +212,42 @@ class Batches:
                 if len(self._known) > self._ahead + 2:
                     self._known.pop(next(iter(self._known)))
             return self._known[number][at]
+
+
+class StagedBatches(Batches):
+    """The micro-batches of a run in stages, each built when its first step is asked for."""
+
+    def __init__(
+        self, shards: TokenShards, order: StagedOrder, build: Callable[[int], Batches]
+    ) -> None:
+        """`build` makes the micro-batches of a stage, by its number from 0."""
+        self.order: StagedOrder = order
+        self._shards = shards
+        self._build = build
+        self._parts: dict[int, Batches] = {}
+
+    def of(self, step: int) -> Batches:
+        """The micro-batches of the stage of a step."""
+        number = self.order.number_at(step)
+        if number not in self._parts:
+            self._parts[number] = self._build(number)
+        return self._parts[number]
+
+    def at(self, step: int) -> tuple[torch.Tensor, ...]:
+        """The micro-batches of a step, as `Batches.at` has them."""
+        # The spike guard looks back by a step.
+        for number in [one for one in self._parts if one < self.order.number_at(step) - 1]:
+            self._parts.pop(number).close()
+        return self.of(step).at(step)
+
+    def micro_batch_of(self, step: int, data_rank: int, number: int) -> torch.Tensor:
+        """A micro-batch of any rank, as `Batches.micro_batch_of` has it."""
+        return self.of(step).micro_batch_of(step, data_rank, number)
+
+    def close(self) -> None:
+        """End the background threads."""
+        for part in self._parts.values():
+            part.close()
 
 
 def held_out_rows(shards: TokenShards, n: int, row_tokens: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from minimind.config.flags import MOST_LEFT_OUT
+from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import read_small
 
@@ -220,11 +221,14 @@ class Mixture:
 
         Computed with fractions, independent of the machine's rounding.
         """
+        return self._quotas_of(self.n_rows)
+
+    def _quotas_of(self, n_rows: int) -> tuple[int, ...]:
         total = sum(map(Fraction, self.weights))
-        exact = [Fraction(weight) * self.n_rows / total for weight in self.weights]
+        exact = [Fraction(weight) * n_rows / total for weight in self.weights]
         quotas = [int(share) for share in exact]
         by_remainder = sorted(range(len(exact)), key=lambda n: quotas[n] - exact[n])
-        for number in by_remainder[: self.n_rows - sum(quotas)]:
+        for number in by_remainder[: n_rows - sum(quotas)]:
             quotas[number] += 1
         return tuple(quotas)
 
@@ -234,23 +238,43 @@ class Mixture:
         The shuffled positions of an epoch are assigned to sources by quota, and within a source to
         its sequence of passes.
         """
-        shuffled = permute(positions, self.n_rows, seed, epochs)
-        ends = np.cumsum(self.quotas)
+        return self._dealt(positions, seed, epochs, self.n_rows, self.quotas)
+
+    def _dealt(
+        self,
+        positions: np.ndarray,
+        seed: int,
+        epochs: np.ndarray,
+        n_rows: int,
+        quotas: tuple[int, ...],
+    ) -> np.ndarray:
+        """Row indices at `positions` of epochs of `n_rows` rows that have these quotas."""
+        shuffled = permute(positions, n_rows, seed, epochs)
+        ends = np.cumsum(quotas)
         source_of = np.searchsorted(ends, shuffled, side="right")
         rows = np.empty_like(shuffled)
         for source in np.unique(source_of).tolist():
             mine = np.flatnonzero(source_of == source)
-            rows[mine] = self._read(source, shuffled[mine], seed, epochs[mine])
+            turns = shuffled[mine] - sum(quotas[:source])
+            rows[mine] = self._read(source, turns, seed, epochs[mine])
         return rows
 
-    def _read(self, source: int, shuffled: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
-        size, quota = self.kept[source], self.quotas[source]
+    def _read(self, source: int, turns: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
+        """Row indices of the reads of a source that are its `turns` in `epochs`."""
+        size = self.kept[source]
         # Python's integers: an epoch times a quota may lie beyond int64.
-        starts = {epoch: divmod(epoch * quota, size) for epoch in np.unique(epochs).tolist()}
+        starts = {
+            epoch: divmod(self.reads_before(source, epoch), size)
+            for epoch in np.unique(epochs).tolist()
+        }
         passes, read = np.array([starts[epoch] for epoch in epochs.tolist()], dtype=np.int64).T
-        further, place = np.divmod(read + shuffled - sum(self.quotas[:source]), size)
+        further, place = np.divmod(read + turns, size)
         rows = self._shuffle(source, seed).rows_at(place, passes + further)
         return sum(self.sizes[:source]) + rows
+
+    def reads_before(self, source: int, epoch: int) -> int:
+        """How many rows of a source were read before an epoch, over all of its passes."""
+        return epoch * self.quotas[source]
 
     def reads_of(self, row: int, seed: int, epochs: range) -> tuple[np.ndarray, np.ndarray]:
         """Positions and epochs, int64, at which `row` is read; the inverse of `rows_at`."""
@@ -314,13 +338,17 @@ class Order:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows of the text that are not left out."""
-        return self.n_rows - count_rows(self.left_out)
+        """Rows of an epoch: those of the text that are not left out, or as the mixture says."""
+        return self.mixture.n_rows if self.mixture else self.n_rows - count_rows(self.left_out)
 
     @property
     def steps_per_epoch(self) -> int:
         """Complete steps per epoch."""
         return self.rows_per_epoch // self.rows_per_step
+
+    def of(self, step: int) -> Order:
+        """The order that has a step: that of its stage in a run with several."""
+        return self
 
     def positions(self, step: int) -> range:
         """Positions that all ranks together read at `step`."""
@@ -378,6 +406,19 @@ class Order:
         if self.jumps:
             values["jumps"] = [asdict(jump) for jump in self.jumps]
         return values
+
+    @property
+    def stage_runs(self) -> dict[str, RunConfig]:
+        """The flags of each stage, by its name; none without --stages."""
+        return {}
+
+    def stage_of(self, step: int) -> dict[str, str]:
+        """Name of the stage of a step, as a field of a step line; none without --stages."""
+        return {}
+
+    def stages_json(self) -> dict[str, dict[str, Any]]:
+        """What the stages of a run add to its identity, by group; nothing without stages."""
+        return {}
 
     def mixture_json(self) -> dict[str, Any] | None:
         """Sizes and weights of the sources."""
@@ -462,7 +503,7 @@ LINE = re.compile(r"(\d{1,16})(?::(\d{1,16}))?")
 def skip_rows_text(rows: Iterable[int], row_tokens: int, fingerprint: str) -> str:
     """Return a file that leaves out `rows`; its first line names the text and the row length."""
     lines = [f"# rows of {row_tokens} tokens of text {fingerprint[:8]}"]
-    for first, stop in _joined((row, row + 1) for row in rows):
+    for first, stop in joined((row, row + 1) for row in rows):
         lines.append(f"{first}:{stop - 1}" if stop - first > 1 else str(first))
     return "\n".join(lines) + "\n"
 
@@ -497,7 +538,7 @@ def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -
             ranges.add((found.start, found.stop))
     if not ranges:
         raise UsageError(f"--skip_rows {path}: has no rows; add some, or drop the flag")
-    rows = _joined(ranges)
+    rows = joined(ranges)
     if (count := count_rows(rows)) > MOST_LEFT_OUT:
         raise UsageError(
             f"--skip_rows {path}: has {count:,} rows, more than {MOST_LEFT_OUT:,}; take their"
@@ -538,12 +579,12 @@ def _row_object(line: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Ascending ranges; those that overlap or touch are joined."""
-    joined: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for first, stop in sorted(ranges):
-        if joined and first <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
         else:
-            joined.append((first, stop))
-    return tuple(joined)
+            found.append((first, stop))
+    return tuple(found)

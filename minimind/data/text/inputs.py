@@ -421,7 +421,7 @@ def parse_source(text: str) -> Source:
         raise UsageError(
             f"--source {masked(text)}: is not NAME=PATH or NAME=PATH:WEIGHT; write it so"
         )
-    return Source(_name(name, f"--source {masked(text)}"), (path,), weight)
+    return Source(name_of(name, f"--source {masked(text)}"), (path,), weight)
 
 
 def _is_meant_as_weight(head: str, tail: str) -> bool:
@@ -450,7 +450,7 @@ def _source(name: str, given: Any, where: str) -> Source:
         raise UsageError(f"{where}: {name} names no paths; write paths: [FILE, ...]")
     weight = given.get("weight")
     value = None if weight is None else _weight(str(weight), f"{where}: {name}")
-    return Source(_name(name, where), tuple(paths), value)
+    return Source(name_of(name, where), tuple(paths), value)
 
 
 def _weight(text: str, where: str) -> float:
@@ -463,7 +463,8 @@ def _weight(text: str, where: str) -> float:
     return weight
 
 
-def _name(name: str, where: str) -> str:
+def name_of(name: str, where: str) -> str:
+    """The name of a source; raise UsageError if it is none."""
     if not NAME.fullmatch(name):
         raise UsageError(f"{where}: {name!r} is no name; use letters, digits, '.', '_' and '-'")
     return name

@@ -1,0 +1,318 @@
+"""The file of --stages: what each stage of a run reads, and which optimizer steps it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from minimind.config.parse import load_yaml_texts, suggest
+from minimind.config.run_config import RunConfig
+from minimind.config.schedule import Schedule, plan_schedule
+from minimind.errors import UsageError
+
+KEYS = ("stages", "sources", "max_epochs", "decay_from")
+STAGE_KEYS = ("name", "until", "weights", "max_seq_len", "batch_size")
+MOST_STAGES = 1000
+EXAMPLE = "write `until: 2e9` for tokens, `until: 0.8` or `until: 80%` for a share of the run"
+
+
+@dataclass(frozen=True)
+class Until:
+    """Where a stage ends: at so many tokens of the run, or at a share of its length."""
+
+    value: Fraction
+    is_share: bool
+    text: str  # as it is in the file
+
+
+@dataclass(frozen=True)
+class StageText:
+    """A stage as the file has it; None: as the run has it, or up to its end."""
+
+    name: str
+    until: Until | None
+    weights: Mapping[str, float] | None
+    max_seq_len: int | None
+    batch_size: int | None
+
+
+@dataclass(frozen=True)
+class StagesFile:
+    """The content of a file of --stages."""
+
+    path: str
+    stages: tuple[StageText, ...]
+    sources: Mapping[str, str]  # prepared folders by name
+    max_epochs: Mapping[str, float]  # by name of the source
+    decay_from: str | None  # stage with which the decay of wsd begins
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage in optimizer steps, counted from 0; `run` has its row length and batch."""
+
+    name: str
+    steps: range
+    run: RunConfig
+    rows_per_step: int
+    weights: Mapping[str, float] | None  # by name of the source; None: those of the sources
+
+    @property
+    def tokens(self) -> int:
+        """Target tokens of all of its steps."""
+        return len(self.steps) * self.rows_per_step * self.run.max_seq_len
+
+    def facts(self) -> dict[str, Any]:
+        """What records and `stage_text` have of it; the first and last step count from 1."""
+        return {
+            "name": self.name,
+            "steps": [self.steps.start + 1, self.steps.stop],
+            "rows_per_step": self.rows_per_step,
+            "max_seq_len": self.run.max_seq_len,
+            "tokens": self.tokens,
+        }
+
+
+def stage_text(stage: Mapping[str, Any]) -> str:
+    """A stage in a line, with the epochs that it reads of its sources where they are known."""
+    first, last = stage["steps"]
+    text = (
+        f"{stage['name']}: steps {first:,} to {last:,} of {stage['rows_per_step']:,} rows x"
+        f" {stage['max_seq_len']:,}, {stage['tokens']:,} tokens"
+    )
+    read = (f"{source['epochs']:.3g} times {source['name']}" for source in stage.get("sources", ()))
+    return f"{text} of {', '.join(read)}" if "sources" in stage else text
+
+
+def read_stages(path: str) -> StagesFile:
+    """Read a file of --stages; raise UsageError for the first mistake in it."""
+    where = f"--stages {path}"
+    content = load_yaml_texts(path, "--stages")
+    _require_known(content, KEYS, where)
+    given = content.get("stages")
+    if not isinstance(given, list) or not given:
+        raise UsageError(f"{where}: has no list of stages; write `stages:` and a `-` for each")
+    if len(given) > MOST_STAGES:
+        raise UsageError(
+            f"{where}: has {len(given):,} stages, more than {MOST_STAGES:,}; join some"
+        )
+    stages = [_stage(one, number, where) for number, one in enumerate(given, 1)]
+    names = [stage.name for stage in stages]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{where}: two stages are named {twice}; name them differently")
+    _require_rising(stages, where)
+    decay_from = content.get("decay_from")
+    if decay_from is not None and decay_from not in names:
+        hint = suggest(str(decay_from), names, f"give one of {', '.join(names)}")
+        raise UsageError(f"{where}: decay_from = {decay_from} is no stage; {hint}")
+    sources = _mapping(content, "sources", where, str, "a folder of `minimind prepare`")
+    max_epochs = _mapping(content, "max_epochs", where, _above_zero, "a number of epochs above 0")
+    return StagesFile(path, tuple(stages), sources, max_epochs, decay_from)
+
+
+def _require_known(given: Any, known: Sequence[str], where: str) -> None:
+    if not isinstance(given, dict):
+        raise UsageError(f"{where}: {given!r} is no mapping; write `name: value` lines")
+    for key in given:
+        if key not in known:
+            hint = suggest(str(key), known, f"the keys are {', '.join(known)}")
+            raise UsageError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def _stage(given: Any, number: int, where: str) -> StageText:
+    place = f"{where}: stage {number}"
+    _require_known(given, STAGE_KEYS, place)
+    name = given.get("name", f"stage-{number}")
+    if not isinstance(name, str):
+        raise UsageError(f"{place}: name = {name!r} is no text; write `name: warm`")
+    place = f"{where}: stage {name}"
+    weights = None
+    if "weights" in given:
+        weights = _mapping(given, "weights", place, _weight, "a number of 0 or more")
+        if not any(weights.values()):
+            raise UsageError(f"{place}: all weights are 0; give a source a weight above 0")
+    sizes = []
+    for key in ("max_seq_len", "batch_size"):
+        value = None if key not in given else _value(given[key], _size)
+        if value is None and key in given:
+            raise UsageError(
+                f"{place}: {key} = {given[key]!r} is no whole number above 0; give one"
+            )
+        sizes.append(value)
+    until = _until(given["until"], place) if "until" in given else None
+    return StageText(name, until, weights, *sizes)
+
+
+def _mapping(
+    content: Mapping[str, Any], key: str, where: str, convert: Callable[[str], Any], what: str
+) -> dict[str, Any]:
+    """A mapping from names of sources; raise UsageError for a value that is none of `what`."""
+    given = content.get(key, {})
+    if not isinstance(given, dict):
+        raise UsageError(
+            f"{where}: {key} = {given!r} is no mapping; write `{key}: {{NAME: VALUE}}`"
+        )
+    values = {}
+    for name, text in given.items():
+        values[name] = _value(text, convert)
+        if values[name] is None:
+            raise UsageError(f"{where}: {key}: {name} = {text!r} is not {what}; correct it")
+    return values
+
+
+def _value(text: Any, convert: Callable[[str], Any]) -> Any:
+    """The converted text; None for a list or mapping, and for another text."""
+    try:
+        return convert(text) if isinstance(text, str) else None
+    except ValueError:
+        return None
+
+
+def _weight(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+def _above_zero(text: str) -> float:
+    if not _weight(text):
+        raise ValueError(text)
+    return float(text)
+
+
+def _size(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def _until(text: Any, place: str) -> Until:
+    is_percent = isinstance(text, str) and text.endswith("%")
+    value = _value(text[:-1] if is_percent else text, _above_zero)
+    if value is None:
+        raise UsageError(f"{place}: until = {text!r} is no place in the run; {EXAMPLE}")
+    exact = Fraction(repr(value)) / (100 if is_percent else 1)
+    if is_percent and exact >= 1:
+        raise UsageError(f"{place}: until = {text} is the end of the run or after it; {EXAMPLE}")
+    return Until(exact, is_percent or exact < 1, text)
+
+
+def _require_rising(stages: Sequence[StageText], where: str) -> None:
+    """Raise UsageError unless all stages but the last end, each after the one before it."""
+    *others, last = stages
+    if last.until is not None:
+        raise UsageError(
+            f"{where}: stage {last.name}: until = {last.until.text}, and the last stage ends with"
+            " the run; drop it"
+        )
+    before: StageText | None = None
+    for stage in others:
+        if stage.until is None:
+            raise UsageError(
+                f"{where}: stage {stage.name} has no until, which only the last may leave out;"
+                f" {EXAMPLE}"
+            )
+        ended = before.until if before else None
+        if (
+            before
+            and ended
+            and (ended.is_share == stage.until.is_share and ended.value >= stage.until.value)
+        ):
+            raise UsageError(
+                f"{where}: stage {stage.name}: until = {stage.until.text} is not after"
+                f" {ended.text}, where stage {before.name} ends; let it rise from stage to stage"
+            )
+        before = stage
+
+
+def plan_stages(
+    run: RunConfig, world_size: int, budgets: Mapping[str, int]
+) -> tuple[StagesFile, tuple[Stage, ...], Schedule]:
+    """Return the stages of a run in steps, and its schedule.
+
+    `budgets` are the tokens of the run by flag, as `budget_steps` has them of steps of one token.
+    Raise UsageError if stages, length and schedule do not fit.
+    """
+    file = read_stages(run.stages or "")
+    stages = lay_out(file, run, world_size, min(budgets.values()) if budgets else None)
+    total, decay_from = stages[-1].steps.stop, None
+    if file.decay_from is not None:
+        _require_decay(file, run)
+        decay_from = next(one.steps.start for one in stages if one.name == file.decay_from)
+    limits = dict.fromkeys(budgets, total)
+    return file, stages, plan_schedule(run, total, limits, decay_from)
+
+
+def _require_decay(file: StagesFile, run: RunConfig) -> None:
+    """Raise UsageError if the flags have no decay that `decay_from` could begin, or another."""
+    where = f"--stages {file.path}: decay_from = {file.decay_from}"
+    if run.schedule != "wsd":
+        raise UsageError(
+            f"{where} has no effect with schedule = {run.schedule} ({run.sources['schedule']}); use"
+            " --schedule wsd, or drop it"
+        )
+    for name in ("decay_steps", "decay_fraction"):
+        if getattr(run, name) is not None:
+            raise UsageError(
+                f"{where} and {name} = {getattr(run, name):g} ({run.sources[name]}) are the same"
+                " number; drop one"
+            )
+
+
+def lay_out(
+    file: StagesFile, run: RunConfig, world_size: int, tokens: int | None
+) -> tuple[Stage, ...]:
+    """Return the stages in whole optimizer steps; raise UsageError if one has none.
+
+    `tokens` is the budget of the run, None if only --max_steps limits it. A stage ends with the
+    last step within its `until`; a share is one of the tokens, or of the steps without a budget.
+    """
+    stages: list[Stage] = []
+    step, trained = 0, 0
+    for text in file.stages:
+        own = _run_of(text, run, file.path)
+        rows = own.rows_per_step(world_size)
+        until, size = text.until, rows * own.max_seq_len
+        share = Fraction(1) if until is None else until.value
+        if until is not None and not until.is_share:
+            steps = (int(until.value) - trained) // size
+        elif tokens is not None:
+            steps = (int(share * tokens) - trained) // size
+        else:
+            assert run.max_steps is not None  # config/checks.py
+            steps = int(share * run.max_steps) - step
+        if steps < 1:
+            end = f"until = {until.text}" if until else "the end of the run"
+            raise UsageError(
+                f"--stages {file.path}: stage {text.name} has no whole step of {size:,} tokens"
+                f" between step {step:,} ({trained:,} tokens) and {end}; change until, train"
+                " longer, or leave the stage out"
+            )
+        stages.append(Stage(text.name, range(step, step + steps), own, rows, text.weights))
+        step, trained = step + steps, trained + stages[-1].tokens
+    return tuple(stages)
+
+
+def _run_of(text: StageText, run: RunConfig, path: str) -> RunConfig:
+    """The run with the row length and batch of a stage."""
+    where = f"stage {text.name} of --stages {path}"
+    if text.max_seq_len is not None:
+        if text.max_seq_len > run.max_seq_len:
+            raise UsageError(
+                f"max_seq_len = {text.max_seq_len} ({where}) is more than max_seq_len ="
+                f" {run.max_seq_len} ({run.sources['max_seq_len']}) of the model; raise that, or"
+                " lower this"
+            )
+        if text.max_seq_len % run.sequence_parallel:
+            raise UsageError(
+                f"max_seq_len = {text.max_seq_len} ({where}) is not divided by sequence_parallel ="
+                f" {run.sequence_parallel} ({run.sources['sequence_parallel']}); change one of them"
+            )
+        run = run.with_values(where, max_seq_len=text.max_seq_len)
+    if text.batch_size is not None:
+        run = run.with_values(where, batch_size=text.batch_size)
+    return run

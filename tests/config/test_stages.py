@@ -1,0 +1,204 @@
+"""Files of --stages: what they may say, and the steps of each stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from minimind.config.parse import build_config
+from minimind.config.run_config import RunConfig
+from minimind.config.stages import plan_stages, read_stages, stage_text
+from minimind.errors import UsageError
+
+TWO = [
+    {"name": "warm", "until": "80%", "weights": {"web": 1}},
+    {"name": "decay", "weights": {"web": 1, "books": 3}},
+]
+
+
+def file_of(folder: Path, stages: Any = None, **more: Any) -> str:
+    path = folder / "stages.yaml"
+    path.write_text(yaml.safe_dump({"stages": TWO if stages is None else stages, **more}))
+    return str(path)
+
+
+def run_of(path: str, **flags: Any) -> RunConfig:
+    return build_config({"stages": path, "max_seq_len": 32, "batch_size": 4, **flags}, "--{name}")
+
+
+def steps_of(
+    path: str, world_size: int = 1, tokens: int | None = None, **flags: Any
+) -> list[tuple[int, int]]:
+    """First step and number of steps of each stage."""
+    length = {"max_tokens": float(tokens)} if tokens else {"max_steps": 100}
+    budgets = {"max_tokens": tokens} if tokens else {}
+    _, stages, _ = plan_stages(run_of(path, **length, **flags), world_size, budgets)
+    return [(stage.steps.start, len(stage.steps)) for stage in stages]
+
+
+def test_a_share_is_one_of_the_steps_or_of_the_tokens_of_a_budget(tmp_path: Path):
+    path = file_of(tmp_path)
+    assert steps_of(path) == [(0, 80), (80, 20)]
+    assert steps_of(path, tokens=128 * 100 + 127) == [(0, 80), (80, 20)]  # whole steps alone
+    assert steps_of(path, world_size=2, tokens=128 * 100) == [(0, 40), (40, 10)]
+    assert steps_of(path, accumulation_steps=4, tokens=128 * 100) == [(0, 20), (20, 5)]
+    for until in ("0.8", "80 %".replace(" ", ""), "8e-1"):
+        assert steps_of(file_of(tmp_path, [{**TWO[0], "until": until}, TWO[1]])) == [
+            (0, 80),
+            (80, 20),
+        ]
+
+
+def test_stages_differ_in_row_length_and_batch(tmp_path: Path):
+    short = {"name": "short", "until": 2048, "max_seq_len": 8, "batch_size": 16}
+    longer = {"name": "longer", "until": "50%", "max_seq_len": 16}
+    path = file_of(tmp_path, [short, longer, {"name": "whole"}])
+    # 2,048 = 16 steps of 128 tokens; up to 6,400, 4,352 = 68 of 64; 6,400 = 50 of 128.
+    assert steps_of(path, tokens=12_800) == [(0, 16), (16, 68), (84, 50)]
+    _, stages, _ = plan_stages(run_of(path, max_tokens=12_800.0), 1, {"max_tokens": 12_800})
+    assert [stage.tokens for stage in stages] == [2048, 4352, 6400]
+    assert stage_text(stages[1].facts()) == "longer: steps 17 to 84 of 4 rows x 16, 4,352 tokens"
+
+
+def test_steps_that_do_not_divide_leave_no_more_than_one_step_of_each(tmp_path: Path):
+    stages = [{"until": 1000}, {"until": 1500, "batch_size": 3}, {"batch_size": 5}]
+    path = file_of(tmp_path, stages)
+    # 7 of 128 tokens end at 896, 6 of 96 at 1,472, 9 of 160 at 2,912.
+    assert steps_of(path, tokens=3000) == [(0, 7), (7, 6), (13, 9)]
+
+
+def test_the_decay_begins_with_a_stage(tmp_path: Path):
+    path = file_of(tmp_path, decay_from="decay")
+    _, _, schedule = plan_stages(run_of(path, max_steps=100, schedule="wsd"), 1, {})
+    assert (schedule.total_steps, schedule.decay_steps) == (100, 20)
+    assert schedule.lr_at(79) == schedule.peak > schedule.lr_at(80)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, r"decay_from = decay has no effect with schedule = cosine \(default\)"),
+        ({"schedule": "wsd", "decay_steps": 3}, r"and decay_steps = 3 \(--decay_steps\) are"),
+        ({"schedule": "wsd", "decay_fraction": 0.1}, r"and decay_fraction = 0\.1"),
+        ({"schedule": "wsd", "warmup_steps": 90}, r"decay_steps = 20 .* and warmup_steps = 90"),
+    ],
+)
+def test_a_decay_that_no_flag_begins(tmp_path: Path, flags: dict[str, Any], message: str):
+    path = file_of(tmp_path, decay_from="decay")
+    with pytest.raises(UsageError, match=message):
+        plan_stages(run_of(path, max_steps=100, **flags), 1, {})
+
+
+def of_second(**changes: Any) -> list[dict[str, Any]]:
+    return [TWO[0], {**TWO[1], **changes}]
+
+
+def of_first(**changes: Any) -> list[dict[str, Any]]:
+    return [{**TWO[0], **changes}, TWO[1]]
+
+
+@pytest.mark.parametrize(
+    ("stages", "more", "message"),
+    [
+        ("warm", {}, "has no list of stages"),
+        ([], {}, "has no list of stages"),
+        ([{}] * 1001, {}, "has 1,001 stages, more than 1,000"),
+        (["warm"], {}, "stage 1: 'warm' is no mapping"),
+        (None, {"source": {"web": "a"}}, r"unknown key 'source'; did you mean sources\?"),
+        (None, {"seed": 1}, "unknown key 'seed'; the keys are stages, sources, max_epochs"),
+        (of_first(weigths={"web": 1}), {}, r"stage 1: unknown key 'weigths'; did you mean weights"),
+        (of_first(name=["a"]), {}, r"stage 1: name = \['a'\] is no text"),
+        (of_second(name="warm"), {}, "two stages are named warm"),
+        (of_first(weights={"web": 0}), {}, "stage warm: all weights are 0"),
+        (of_first(weights={}), {}, "stage warm: all weights are 0"),
+        (of_first(weights={"web": -1}), {}, "stage warm: weights: web = '-1' is not a number of 0"),
+        (of_first(weights={"web": "nan"}), {}, "web = 'nan' is not a number of 0 or more"),
+        (of_first(weights="web"), {}, "stage warm: weights = 'web' is no mapping"),
+        (of_first(batch_size=0), {}, "stage warm: batch_size = '0' is no whole number above 0"),
+        (of_first(max_seq_len=1.5), {}, r"max_seq_len = '1\.5' is no whole number above 0"),
+        (of_first(until="soon"), {}, "stage warm: until = 'soon' is no place in the run; write"),
+        (of_first(until=0), {}, "until = '0' is no place in the run"),
+        (of_first(until="100%"), {}, "until = 100% is the end of the run or after it"),
+        ([TWO[1], TWO[1] | {"name": "x"}], {}, "stage decay has no until, which only the last"),
+        (of_second(until=0.9), {}, r"stage decay: until = 0\.9, and the last stage ends with"),
+        ([*TWO[:1], *of_first(name="b")], {}, "stage b: until = 80% is not after 80%, where stage"),
+        ([{"until": 9}, {"until": 8}, {}], {}, "stage stage-2: until = 8 is not after 9, where"),
+        (None, {"decay_from": "decy"}, r"decay_from = decy is no stage; did you mean decay\?"),
+        (None, {"decay_from": "end"}, "decay_from = end is no stage; give one of warm, decay"),
+        (None, {"max_epochs": {"web": 0}}, "max_epochs: web = '0' is not a number of epochs above"),
+        (None, {"max_epochs": 4}, "max_epochs = '4' is no mapping"),
+        (None, {"sources": {"web": ["a"]}}, r"sources: web = \['a'\] is not a folder of"),
+    ],
+)
+def test_mistakes_in_the_file(tmp_path: Path, stages: Any, more: dict[str, Any], message: str):
+    path = file_of(tmp_path, stages, **more)
+    with pytest.raises(UsageError, match=message) as raised:
+        read_stages(path)
+    assert f"--stages {path}" in str(raised.value)
+
+
+def test_a_file_that_is_not_there_or_no_yaml(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"--stages .*none\.yaml: No such file"):
+        read_stages(str(tmp_path / "none.yaml"))
+    (tmp_path / "bad.yaml").write_text("stages: [")
+    with pytest.raises(UsageError, match=r"bad\.yaml:.*correct the YAML"):
+        read_stages(str(tmp_path / "bad.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("stages", "flags", "message"),
+    [
+        (
+            of_first(until=20_000),
+            {},
+            "stage decay has no whole step of 128 tokens between step 156",
+        ),
+        (of_first(until="0.5%"), {}, "stage warm has no whole step of 128 tokens .* until = 0.5%"),
+        (of_first(until=100), {}, "stage warm has no whole step of 128 tokens between step 0"),
+        (of_first(max_seq_len=64), {}, r"max_seq_len = 64 \(stage warm of .* is more than .* = 32"),
+        (
+            of_first(batch_size=3),
+            {"split_batches": True},
+            r"batch_size = 3 \(stage warm of --stages .*\) cannot be split over 2 processes",
+        ),
+        (
+            of_first(max_seq_len=9),
+            {"sequence_parallel": 2},
+            r"max_seq_len = 9 .* is not divided by sequence_parallel = 2",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit_the_run(
+    tmp_path: Path, stages: Any, flags: dict[str, Any], message: str
+):
+    path = file_of(tmp_path, stages)
+    with pytest.raises(UsageError, match=message):
+        plan_stages(run_of(path, max_steps=100, **flags), 1 + bool(flags), {})
+
+
+def test_another_number_of_steps_than_the_budget(tmp_path: Path):
+    run = run_of(file_of(tmp_path), max_steps=99, max_tokens=12_800.0)
+    with pytest.raises(UsageError, match=r"max_steps = 99 .* contradicts max_tokens = 12800"):
+        plan_stages(run, 1, {"max_tokens": 12_800})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "needs the length of the run in tokens or steps; give --max_tokens"),
+        ({"epochs": 2}, r"epochs = 2 \(--epochs\) and stages = .*, whose sources are read by"),
+        ({"max_flops": 1e9}, r"max_flops = 1e\+09 .* and stages"),
+        ({"max_steps": 9, "spike_guard": True}, "spike_guard = True .* goes back and reads other"),
+        (
+            {"max_steps": 9, "task": "sft", "init_from": "x"},
+            "stages = .* is for text, and --task sft reads conversations",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_with_stages(tmp_path: Path, flags: dict[str, Any], message: str):
+    with pytest.raises(UsageError, match=message):
+        run_of(file_of(tmp_path), **flags)
+    run_of(file_of(tmp_path), max_steps=9, spike_guard=True, max_rollbacks=0)
