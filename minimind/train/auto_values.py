@@ -12,6 +12,7 @@ from minimind.checkpoint.directory import read_manifest
 from minimind.checkpoint.resume import requested_checkpoints
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.flags import AUTO
+from minimind.config.parse import convert
 from minimind.config.rules import (
     BY_EPOCHS,
     Workload,
@@ -41,12 +42,9 @@ def with_auto_values(
     unit = known.parallel(world_size).data_size
     unit *= known.accumulation_steps if known.is_explicit("accumulation_steps") else 1
     if saved := _checkpoint_to_resume(known):
-        path, identity = saved
-        names, source = decided, f"{AUTO}: as in {path.name}"
-        numbers = identity["lr"] | identity["schedule"]
-        values = {name: numbers[name] for name in names if name in numbers}
-        rows = identity["batch"]["rows_per_step"]
-        if "batch_size" in names and rows % unit:
+        path, values, rows = saved
+        names, source = [*values, *(["batch_size"] if rows else [])], f"{AUTO}: as in {path.name}"
+        if rows % unit:
             raise UsageError(
                 f"batch_size = {AUTO}: the {rows} rows of a step in {path} cannot be divided over"
                 f" {unit} processes and micro-batches; start processes that divide them, or give"
@@ -79,12 +77,31 @@ def with_auto_values(
     return setup.run.with_values("default", **plain).with_values(source, **values)
 
 
-def _checkpoint_to_resume(run: RunConfig) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that --resume asks for, with its identity; None if there is none.
+def _checkpoint_to_resume(run: RunConfig) -> tuple[Path, dict[str, Any], int] | None:
+    """The checkpoint that --resume asks for, its numbers for open flags, and the rows of a step.
 
-    The resume itself reports a damaged one, and takes the next.
+    None if there is none. The resume itself reports a damaged one, and takes the next.
     """
     for path in requested_checkpoints(Path(run.out_dir) / "checkpoints", run.resume):
         with suppress(CheckpointError):
-            return path, read_manifest(path)["identity"]
+            manifest = read_manifest(path)
+            return path, *_numbers(run, path, manifest)
     return None
+
+
+def _numbers(run: RunConfig, path: Path, manifest: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The numbers of a manifest for open flags, without values that no flag can have."""
+    groups = manifest["identity"]
+    saved = {**groups.get("lr", {}), **groups.get("schedule", {}), **manifest}
+    saved["batch_size"] = saved.get("micro_batch_rows")
+    found: dict[str, Any] = {}
+    for name in (*run.open_flags, "accumulation_steps"):
+        with suppress(UsageError):
+            if saved.get(name) is not None:
+                found[name] = convert(name, saved[name], str(path))
+    micro_batches, rows = found.pop("accumulation_steps", 0), found.pop("batch_size", 0)
+    group = 1
+    for name in ("tensor_parallel", "sequence_parallel"):
+        with suppress(UsageError):
+            group *= convert(name, saved.get(name, 1), str(path))
+    return found, rows * micro_batches * manifest["world_size"] // group

@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 import minimind.train as training
+from minimind.checkpoint.directory import manifest_text
 from minimind.config import rules
-from minimind.errors import UsageError
+from minimind.errors import CheckpointError, UsageError
+from minimind.runtime.durable_files import fingerprint
 from tests.conftest import Launcher
 
 train: Any = training  # a package that is called like a function
@@ -107,3 +109,39 @@ def test_rows_that_the_processes_cannot_divide_are_refused(places, tmp_path, mon
     assert train(places, out_dir=str(tmp_path / "out"), stop_at_step=4, batch_size=4) == 75
     with pytest.raises(UsageError, match=r"batch_size = auto: the 4 rows of a step in .* 3 proc"):
         train(places, out_dir=str(tmp_path / "out"), accumulation_steps=3)
+
+
+def test_a_resume_between_stages_of_another_batch_keeps_the_batch_of_the_run(places, tmp_path):
+    stages = tmp_path / "stages.yaml"
+    stages.write_text("stages: [{until: 50%, max_seq_len: 16, batch_size: 3}, {name: rest}]\n")
+    for name, cuts in (("whole", [None]), ("cut", [2, 6, None])):
+        for stop in cuts:
+            out = str(tmp_path / name)
+            status = train(places, stages=str(stages), stop_at_step=stop, out_dir=out)
+            assert status == (75 if stop else 0)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        ("lr", "learning_rate", "fast"),
+        ("lr", "weight_decay", -1),
+        ("schedule", "warmup_steps", None),
+        ("lr", None, None),
+    ],
+)
+def test_a_manifest_with_values_that_no_flag_has_is_of_another_run(
+    places, tmp_path, group, name, value
+):
+    assert train(places, out_dir=str(tmp_path / "out"), stop_at_step=4) == 75
+    path = tmp_path / "out" / "checkpoints" / "step_00000004" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    body = {key: one for key, one in manifest.items() if key != "sha256"}
+    if name is None:
+        del body["identity"][group]
+    else:
+        body["identity"][group][name] = value
+    path.write_bytes(manifest_text({**body, "sha256": fingerprint(body)}))
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        train(places, out_dir=str(tmp_path / "out"))
