@@ -1,8 +1,8 @@
 """Rules for "auto": batch, learning rate and weight decay by parameters, tokens and epochs.
 
-They hold for AdamW from random weights. benchmarks/default_rules.py makes the runs that they are
-fitted to, and docs/faster.md has the figures. Where they do not hold, "auto" stands for the plain
-number of the flag.
+They hold for AdamW from random weights; where they do not, "auto" stands for the plain number of
+the flag. The exponents of batch and rate are those of Li et al. (2025), arXiv 2503.04715; the rest
+is fitted to the runs of benchmarks/default_rules.py (docs/measurements.md).
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 from minimind.config.run_config import RunConfig
 
+# Ends of the runs that the rules are fitted to, beyond which the numbers stay as they are.
+FEWEST_PARAMETERS, FEWEST_TOKENS, MOST_EPOCHS = 280_000, 2**18, 12.0
+HIGHEST_RATE = 6e-3  # above it, small models became unstable
 # Tokens of a micro-batch, above which a process accumulates: larger ones are slower on a CPU.
-FEWEST_PARAMETERS, FEWEST_TOKENS = 280_000, 2**18  # of the runs that the rules are fitted to
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
@@ -40,18 +42,19 @@ def brief(number: float) -> str:
 
 def tokens_per_step(tokens: float) -> float:
     """Tokens of a step, of which rows are the nearest power of two for each process."""
-    return 0.58 * max(tokens, FEWEST_TOKENS) ** 0.571
+    return 0.4 * max(tokens, FEWEST_TOKENS) ** 0.571
 
 
 def learning_rate(work: Workload) -> float:
     """Peak rate for the batch of the rule."""
     parameters = max(work.parameters, FEWEST_PARAMETERS)
-    return 1.79 * parameters**-0.713 * max(work.tokens, FEWEST_TOKENS) ** 0.307
+    by_law = 1.79 * parameters**-0.713 * max(work.tokens, FEWEST_TOKENS) ** 0.307
+    return min(HIGHEST_RATE, by_law)
 
 
 def weight_decay(work: Workload) -> float:
-    """Decay of matrices, larger where the text is read many times."""
-    return 0.1
+    """Decay of matrices: a text that is read many times wants far more (arXiv 2509.14786)."""
+    return 0.1 * min(max(work.epochs, 1.0), MOST_EPOCHS) ** 1.2
 
 
 def warmup_steps(work: Workload) -> float:
