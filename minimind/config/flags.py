@@ -18,6 +18,11 @@ AUTO = "auto"  # value, and source, of a flag that the start decides (config/rul
 CHANGEABLE = ("batch", "schedule", "lr", "data", "tokenizer", "model", "dtype", "seed")
 
 
+def is_auto(source: str) -> bool:
+    """Whether the start decides a value, or has decided it."""
+    return source == AUTO or source.startswith(f"{AUTO}: ")
+
+
 def flag(help: str, default: Any, group: str, **limits: Any) -> Any:
     """Return a dataclass field that is also a command-line flag.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from minimind.config.run_config import RunConfig
 
 # Ends of the runs that the rules are fitted to, beyond which the numbers stay as they are.
-FEWEST_PARAMETERS, FEWEST_TOKENS, MOST_EPOCHS = 280_000, 2**18, 12.0
+FEWEST_PARAMETERS, FEWEST_TOKENS, MOST_EPOCHS = 278_976, 2**18, 12.0
 HIGHEST_RATE = 6e-3  # above it, small models became unstable
 # Tokens of a micro-batch, above which a process accumulates: larger ones are slower on a CPU.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -36,8 +36,9 @@ class Workload:
 
 def brief(number: float) -> str:
     """`2.36M`: three digits and a power of a thousand."""
-    power = min(3, max(0, int(math.log10(max(number, 1)) // 3)))
-    return f"{number / 1000**power:.3g}{['', 'K', 'M', 'B'][power]}"
+    rounded = float(f"{number:.3g}")
+    power = next(n for n in range(5) if rounded < 1000 ** (n + 1) or n == 4)
+    return f"{rounded / 1000**power:.3g}{['', 'K', 'M', 'B', 'T'][power]}"
 
 
 def tokens_per_step(tokens: float) -> float:
@@ -81,20 +82,23 @@ def flags_with_rules(run: RunConfig, optimizer: str) -> list[str]:
     return [name for name in run.open_flags if name in OF_OPTIMIZER.get(optimizer, ())]
 
 
-def suited_rows(unit: int, row_tokens: int, tokens_of: Callable[[int], float]) -> int:
-    """Rows of a step: `unit` times a power of two; `tokens_of` gives the run's tokens with them."""
+def suited_rows(unit: int, row_tokens: int, tokens: float, most: int) -> int:
+    """Rows of a step for a run of so many tokens: `unit` times a power of two, at most `most`."""
     rows = unit
-    while 2 * rows * row_tokens < math.sqrt(2) * tokens_per_step(tokens_of(2 * rows)):
+    while 2 * rows <= most and 2 * rows * row_tokens < math.sqrt(2) * tokens_per_step(tokens):
         rows *= 2
     return rows
 
 
 def batch_values(run: RunConfig, world_size: int, rows: int, device: str) -> dict[str, int]:
-    """--batch_size for `rows` of a step, and --accumulation_steps unless that is given."""
+    """--batch_size for `rows` of a step, and --accumulation_steps unless that is given.
+
+    A run of stages takes them at once, since a stage may have a batch of its own.
+    """
     data_size = run.parallel(world_size).data_size
     each = rows // data_size
     micro_batches, values = run.accumulation_steps, {}
-    if not run.is_explicit("accumulation_steps"):
+    if not run.is_explicit("accumulation_steps") and run.stages is None:
         most = max(1, MICRO_BATCH_TOKENS[device] // run.max_seq_len)
         micro_batches = next(n for n in range(1, each + 1) if not each % n and each // n <= most)
         values["accumulation_steps"] = micro_batches

@@ -18,6 +18,7 @@ from minimind.config.flags import (
     PlaceFlags,
     ReportFlags,
     TrainingFlags,
+    is_auto,
 )
 from minimind.config.optimizers import OPTIMIZERS, READ_BY
 from minimind.errors import UsageError
@@ -92,7 +93,7 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
     def is_explicit(self, name: str) -> bool:
         """Whether the user set the value: in any source except defaults, rules and presets."""
         source = self.sources[name]
-        return source not in ("default", f"model {self.model}") and not source.startswith(AUTO)
+        return source not in ("default", f"model {self.model}") and not is_auto(source)
 
     @property
     def open_flags(self) -> list[str]:
@@ -200,6 +201,8 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
         data_size = self.parallel(world_size).data_size
         if not self.split_batches:
             return self.batch_size
+        if "batch_size" in self.open_flags:
+            return max(1, self.batch_size // data_size)
         if self.batch_size % data_size:
             raise UsageError(
                 f"batch_size = {self.batch_size} ({self.sources['batch_size']}) cannot be split"

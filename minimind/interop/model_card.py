@@ -37,7 +37,7 @@ NAME = "README.md"
 LICENSE = "# license: the Hub asks for one, such as apache-2.0; this line is where it is written\n"
 MARK = re.compile(rb"<!-- %b ([0-9a-f]{64}) -->" % PRODUCER.encode())
 HOST_FLAGS = ("out_dir", "cache_dir", "mirror")  # where things are, not what was trained
-NOT_GIVEN = ("default", "derived", "auto")  # beginnings of sources
+NOT_GIVEN = ("default", "derived", "auto: ")  # beginnings of sources
 SHAPE = {
     "num_hidden_layers": "layers",
     "hidden_size": "width",

@@ -22,6 +22,7 @@ from minimind.architecture.select import minimind_config
 from minimind.config.checks import check
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import unread_flag_faults
+from minimind.config.flags import AUTO
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import RunConfig
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
@@ -115,7 +116,7 @@ def _run_of(words: Sequence[str]) -> RunConfig:
             f"--model {run.model} is a model of transformers, and muP is for the built-in decoder;"
             " drop it"
         )
-    defaults = {k: v for k, v in DEFAULTS.items() if run.sources[k] == "default"}
+    defaults = {k: v for k, v in DEFAULTS.items() if run.sources[k] in ("default", AUTO)}
     faults = unread_flag_faults(run)
     faults += [
         f"{name} = {getattr(run, name)} ({run.sources[name]}) is {value} in a coordinate check;"

@@ -53,28 +53,50 @@ def with_auto_values(
     elif names := flags_with_rules(known, optimizer):
         if n_rows is None:
             decided = [name for name in decided if name not in BY_EPOCHS]
-        of_text = n_rows or sys.maxsize
+        of_text = sys.maxsize if n_rows is None else n_rows
 
-        def tokens_of(rows: int) -> int:
-            tokens = rows * known.max_seq_len
-            budgets = run_budgets(known, tokens, model)
-            return tokens * run_length(known, of_text // rows, budgets)
+        def length(rows: int) -> int:
+            """Steps of so many rows, of all stages alike."""
+            budgets = run_budgets(known, rows * known.max_seq_len, model)
+            return run_length(known, of_text // rows, budgets)
 
-        rows = known.rows_per_step(world_size)
         if "batch_size" in names:
-            rows = suited_rows(unit, known.max_seq_len, tokens_of)
-        steps = tokens_of(rows) // (rows * known.max_seq_len)
+            # With --max_steps the batch decides the tokens: those of the plain one count.
+            rows = unit if known.max_steps is None else unit * known.batch_size
+            rows = min(rows, max(unit, of_text))
+            tokens = length(rows) * rows * known.max_seq_len
+            most = min(of_text, tokens // known.max_seq_len)
+            rows = suited_rows(unit, known.max_seq_len, tokens, most)
+        else:
+            rows = known.rows_per_step(world_size)
+        steps = length(rows)
+        decay = planned_decay(known, steps)
+        tokens = steps * rows * known.max_seq_len
+        if known.stages is not None:
+            tokens, steps, decay = _of_stages(known, world_size, rows, model)
         work = Workload(
             parameters=model.parameters(known),
-            tokens=tokens_of(rows),
-            epochs=rows * steps / of_text,
-            steps=steps - planned_decay(known, steps),
+            tokens=tokens,
+            epochs=tokens / max(1, of_text * known.max_seq_len),
+            steps=steps - decay,
         )
         values, source = suited_values(set(names) & set(decided), work), f"{AUTO}: {work}"
     if "batch_size" in names:
         values |= batch_values(known, world_size, rows, setup.device)
     plain = {name: getattr(known, name) for name in decided if name not in values}
     return setup.run.with_values("default", **plain).with_values(source, **values)
+
+
+def _of_stages(
+    run: RunConfig, world_size: int, rows: int, model: Architecture
+) -> tuple[int, int, int]:
+    """Tokens and steps of the stages of a run of `rows`, and the steps of the decay."""
+    from minimind.config.stages import plan_stages
+
+    values = {**batch_values(run, world_size, rows, "cpu"), "warmup_steps": 0}
+    budgets = run_budgets(run, 1, model)
+    _, stages, schedule = plan_stages(run.with_values(AUTO, **values), world_size, budgets)
+    return sum(one.tokens for one in stages), schedule.total_steps, schedule.decay_steps
 
 
 def _checkpoint_to_resume(run: RunConfig) -> tuple[Path, dict[str, Any], int] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +140,8 @@ def require_stages(run: RunConfig, world_size: int) -> None:
         return
     from minimind.config.stages import plan_stages
 
+    least = {"batch_size": 1, "warmup_steps": 0}  # that the text may decide
+    run = replace(run, **{name: least[name] for name in run.open_flags if name in least})
     plan_stages(run, world_size, budget_steps(run, 1, 1, 1))
 
 

@@ -22,7 +22,7 @@ from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.deepspeed.backend_choice import Setup, dry_run_notices
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import leaves
-from minimind.config.flags import AUTO
+from minimind.config.flags import AUTO, is_auto
 from minimind.config.run_config import FLAGS, RULED, RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared
@@ -136,13 +136,14 @@ def _label_of_flag(resolved: ResolvedConfig, name: str, value: Any, source: str)
         return ""
     is_typed = source == f"--{name}" or source.startswith("train(")
     is_preset = source == f"model {resolved.run.model}"
-    if value == FLAGS[name].default and (is_typed or is_preset or source.startswith("--config ")):
+    is_given = is_typed or is_preset or source.startswith("--config ")
+    if is_given and value == FLAGS[name].default and name not in RULED:
         return ""
     if is_typed:
         return "flags"
     if is_preset:
         return "preset"
-    if source.startswith("auto"):
+    if is_auto(source):
         return "auto"
     return "derived" if source.startswith("derived: ") else "files"
 
@@ -229,8 +230,8 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         tokens = manifest["splits"]["train"]["tokens"]
         n_rows = tokens // row_tokens  # several sources may have a few rows fewer
     run = with_derived_values(with_tokenizer(resolved.run), by, derived)
-    ends_by_itself = run.epochs is None and length_text(run, world_size, model)
-    if run.open_flags and (folder or ends_by_itself):
+    is_limited = run.max_steps is not None or bool(run_budgets(run, 1, model))
+    if run.open_flags and (folder or (is_limited and run.epochs is None)):
         decided = with_auto_values(setup, run, resolved.optimizer, n_rows, model)
         setup = replace(setup, run=decided)
         resolved = setup.resolve()

@@ -13,6 +13,7 @@ from minimind.config.rules import (
     MICRO_BATCH_TOKENS,
     Workload,
     batch_values,
+    brief,
     flags_with_rules,
     suited_rows,
     suited_values,
@@ -89,23 +90,16 @@ def test_rows_of_a_step_are_the_power_of_two_nearest_to_the_rule(seed: int):
     draw = random.Random(seed)
     unit, length = draw.randint(1, 12), draw.choice([32, 256, 1024])
     tokens = int(10 ** draw.uniform(4, 10))
-    rows = suited_rows(unit, length, lambda rows: tokens)
+    rows = suited_rows(unit, length, tokens, 10**9)
     assert math.log2(rows / unit).is_integer()
     ratio = rows * length / tokens_per_step(tokens)
     assert 2**-0.501 <= ratio or rows == unit
     assert ratio <= 2**0.501 or rows == unit
 
 
-def test_rows_follow_the_tokens_that_so_many_steps_read():
-    """With --max_steps a larger batch reads more, and so wants a larger batch."""
-    rows = suited_rows(1, 256, lambda rows: 1000 * rows * 256)
-    nearest = [r for r in (1, 2, 4, 8, 16, 32, 64) if _is_near(r, 1000)]
-    assert rows in nearest
-
-
-def _is_near(rows: int, steps: int) -> bool:
-    ratio = rows * 256 / tokens_per_step(steps * rows * 256)
-    return 2**-0.501 <= ratio <= 2**0.501
+def test_rows_are_no_more_than_there_are():
+    assert suited_rows(2, 256, 10**9, 17) == 16
+    assert suited_rows(3, 256, 10**9, 0) == 3
 
 
 @pytest.mark.parametrize("device", MICRO_BATCH_TOKENS)
@@ -159,3 +153,11 @@ def test_a_warm_up_is_a_hundred_steps_or_three_tenths_of_a_short_run(steps: int,
 )
 def test_rules_hold_for_what_they_were_fitted_to(line: str, optimizer: str, names: list[str]):
     assert sorted(flags_with_rules(parse(line), optimizer)) == names
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (999_936, "1M"), (2_361_024, "2.36M"), (1e12, "1T"), (5e15, "5e+03T")],
+)
+def test_numbers_have_three_digits(number: float, text: str):
+    assert brief(number) == text

@@ -34,7 +34,7 @@ def test_a_row_says_what_the_class_keeps_and_which_flags_and_parameters_it_reads
     states = [set(state) - {"step"} for state in backend.torch_optimizer.state.values()]
     assert set().union(*states) == {*row.kinds}
     assert FLAGS.keys() >= {*row.flags} >= {*row.defaults} >= {*row.params.values()}
-    assert all(FLAGS[flag].default is None for flag in row.defaults)
+    assert all(FLAGS[flag].default in (None, False) for flag in row.defaults)
     for kind in row.types:
         assert {*row.params, *row.fixed} <= {*OPTIMIZER_PARAMS[kind].split()}
 

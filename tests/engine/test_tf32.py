@@ -44,7 +44,7 @@ def test_the_engine_is_built_with_the_precision_of_the_run(monkeypatch: pytest.M
 
 
 def test_a_resume_that_changes_tf32_changes_the_dtype():
-    order: Any = SimpleNamespace(rows_per_step=1, mixture=None, left_out=())
+    order: Any = SimpleNamespace(rows_per_step=1, mixture=None, left_out=(), stages_json=dict)
     schedule: Any = SimpleNamespace(shape="cosine", total_steps=1, warmup_steps=0, min_ratio=0.1)
     data: Any = SimpleNamespace(
         manifest={"fingerprint": ""}, tokenizer=SimpleNamespace(fingerprint="")

@@ -11,8 +11,10 @@ import yaml
 
 import minimind.train as training
 from minimind.checkpoint.directory import manifest_text
+from minimind.cli.main import main as minimind
 from minimind.config import rules
-from minimind.errors import CheckpointError, UsageError
+from minimind.config.parse import build_config
+from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.runtime.durable_files import fingerprint
 from tests.conftest import Launcher
 
@@ -145,3 +147,64 @@ def test_a_manifest_with_values_that_no_flag_has_is_of_another_run(
     path.write_bytes(manifest_text({**body, "sha256": fingerprint(body)}))
     with pytest.raises(CheckpointError, match="belongs to another run"):
         train(places, out_dir=str(tmp_path / "out"))
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("prepared") / "data"
+    assert minimind(["prepare", str(corpus), "--vocab_size", "600", "--out", str(out)]) == 0
+    return out
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], **flags: Any) -> dict[str, str]:
+    """The values that a dry run prints, by flag."""
+    assert train({**FLAGS, "max_steps": None, **flags}, dry_run=True) == 0
+    table = capsys.readouterr().out.split("flags:\n")[1].split("\n\n")[0]
+    return {words[0]: words[1] for words in map(str.split, table.splitlines())}
+
+
+def test_many_steps_of_a_small_text_have_a_batch_of_the_text(prepared, tmp_path, capsys):
+    place = {"data_path": [str(prepared)], "out_dir": str(tmp_path / "out")}
+    found = dry_run(capsys, **place, max_steps=10**6)
+    shown = json.loads((prepared / "manifest.json").read_text())
+    n_rows = shown["splits"]["train"]["tokens"] // 33
+    assert int(found["batch_size"]) * int(found["accumulation_steps"]) <= n_rows
+    assert float(found["weight_decay"]) == pytest.approx(0.1 * 12**1.2, rel=1e-2)
+
+
+def test_a_budget_below_the_step_of_the_rule_takes_fewer_rows(prepared, tmp_path, capsys):
+    place = {"data_path": [str(prepared)], "out_dir": str(tmp_path / "out")}
+    assert dry_run(capsys, **place, max_tokens=100)["batch_size"] == "2"
+
+
+def test_a_text_without_a_row_is_refused_at_once(prepared, tmp_path):
+    with pytest.raises(DataError, match="0 rows of 1000001, fewer than the 1 of one step"):
+        train({**FLAGS, "data_path": [str(prepared)]}, max_seq_len=10**6, dry_run=True)
+
+
+def test_processes_share_a_batch_that_is_auto(prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("NUM_PROCESSES", "3")
+    place = {"data_path": [str(prepared)], "out_dir": str(tmp_path / "out")}
+    found = dry_run(capsys, **place, max_tokens=2e6, split_batches=True)
+    assert int(found["batch_size"]) % 3 == 0
+
+
+def test_a_file_whose_name_begins_with_auto_gives_values():
+    run = build_config({"learning_rate": "1e-3"}, "auto_sweep.yaml: {name}")
+    assert run.is_explicit("learning_rate")
+
+
+def test_the_warm_up_ends_before_the_decay_of_a_stage(places, tmp_path):
+    stages = tmp_path / "stages.yaml"
+    stages.write_text("decay_from: b\nstages: [{until: 20%}, {name: b}]\n")
+    flags = {"stages": str(stages), "schedule": "wsd", "max_steps": 20}
+    assert train({**places, **flags}, out_dir=str(tmp_path / "out")) == 0
+    assert configuration(tmp_path / "out")["warmup_steps"] == 1
+
+
+def test_a_value_equal_to_the_plain_number_is_shown(places, tmp_path, capsys):
+    numbers = {"learning_rate": 5e-4, "batch_size": 8}
+    assert train(places, out_dir=str(tmp_path / "out"), **numbers) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "learning_rate 0.0005" in shown
+    assert "batch_size 8" in shown

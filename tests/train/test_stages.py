@@ -52,8 +52,9 @@ def file_of(folder: Path, place: Path, stages: Any = None, **more: Any) -> str:
 
 
 def flags(place: Path, **changes: Any) -> dict[str, Any]:
-    length: dict[str, Any] = {"max_steps": None, "max_tokens": 2500.0, "schedule": "wsd"}
-    return {**BASE, **length, "cache_dir": str(place / "cache"), **changes}
+    length: dict[str, Any] = {"max_steps": None, "max_tokens": 2500.0}
+    schedule = {"schedule": "wsd", "warmup_steps": 0}
+    return {**BASE, **length, **schedule, "cache_dir": str(place / "cache"), **changes}
 
 
 @pytest.fixture(scope="module")
