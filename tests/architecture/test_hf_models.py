@@ -213,7 +213,7 @@ def test_compiled_it_has_the_same_loss(kind, monkeypatch):
     torch._dynamo.reset()
     whole = partial(torch.compile, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", whole)
-    compile_model(model, parse_flags(["--compile", "on"]))
+    compile_model(model, parse_flags(["--compile", "on"]), "cuda")
     compiled = model(**requested).loss_sum
     with uncompiled(model):
         again = model(**requested).loss_sum
