@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,9 @@ def with_auto_values(
         def length(rows: int) -> int:
             """Steps of so many rows, of all stages alike."""
             budgets = run_budgets(known, rows * known.max_seq_len, model)
-            return run_length(known, of_text // rows, budgets)
+            is_staged = known.stages is not None and bool(budgets)
+            limited = replace(known, max_steps=None) if is_staged else known  # other steps
+            return run_length(limited, of_text // rows, budgets)
 
         if "batch_size" in names:
             # With --max_steps the batch decides the tokens: those of the plain one count.

@@ -37,7 +37,7 @@ def trained_by_hand(corpus: Path, cache: Path, steps: int) -> tuple[list[float],
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     order = Order(data.train.rows(65), 8, 42)
-    schedule = Schedule("cosine", 2e-3, 0.1, 1, steps)
+    schedule = Schedule("cosine", 2e-3, 0.1, steps * 3 // 10, steps)
     losses, norms = [], []
     for step in range(steps):
         rows = torch.from_numpy(data.train.read_rows(order.rows_for(step, 0, 1), 65))

@@ -59,7 +59,7 @@ def test_the_loss_falls(unbroken: Run):
 def test_the_rate_of_every_step_is_the_schedules(unbroken: Run):
     from minimind.config.schedule import Schedule
 
-    planned = Schedule("cosine", 2e-3, 0.1, 3, 60)
+    planned = Schedule("cosine", 2e-3, 0.1, 18, 60)
     assert [s["lr"] for s in unbroken.events("step")] == [planned.lr_at(i) for i in range(60)]
 
 
