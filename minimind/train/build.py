@@ -17,7 +17,7 @@ from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
 from minimind.config.arguments import template_variables
 from minimind.config.flags import DEFAULT_DATA, MOST_LEFT_OUT
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import RULED, RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
 from minimind.data.rows.batches import Batches, StagedBatches
@@ -373,11 +373,14 @@ def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) 
         )
 
 
-def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared, order: Order) -> None:
+def require_same_files(engine: Engine, run: RunConfig, prepared: Prepared, order: Order) -> None:
     """Raise the same error on every rank if hosts see different out_dirs, text or stages.
+
+    Those that see other checkpoints in out_dir have other numbers of "auto".
 
     Rank 0 creates a probe file that the others must see.
     """
+    out_dir = Path(run.out_dir)
     probe = out_dir / f".probe-{engine.gather(secrets.token_hex(8))[0]}"
     problem = None
     if engine.rank == 0:
@@ -390,20 +393,33 @@ def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared, order:
     if problem := engine.gather(problem)[0]:
         raise StorageError(problem, cause_rank=0)
     text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint, order.left_out
-    views = engine.gather((socket.gethostname(), probe.exists(), (*text, order.stages_json())))
+    text = (*text, order.stages_json())
+    numbers = {name: getattr(run, name) for name in (*RULED, "accumulation_steps")}
+    views = engine.gather((socket.gethostname(), probe.exists(), text, numbers))
     if engine.rank == 0:
         probe.unlink(missing_ok=True)
     first_host = views[0][0]
-    if hosts := sorted({host for host, sees_probe, _ in views if not sees_probe}):
+    if hosts := sorted({host for host, sees_probe, *_ in views if not sees_probe}):
         raise StorageError(
             f"out_dir {out_dir} is a different folder on {', '.join(hosts)} than on {first_host};"
             " give one on a file system that all hosts share",
             cause_rank=0,
         )
-    if hosts := sorted({host for host, _, theirs in views if theirs != views[0][2]}):
+    if hosts := sorted({host for host, _, theirs, _ in views if theirs != views[0][2]}):
         raise DataError(
             f"--data_path, --tokenizer, --skip_rows or --stages is different on {', '.join(hosts)}"
             f" than on {first_host}; give all hosts the same files",
+            cause_rank=0,
+        )
+    first = views[0][3]
+    for host, _, _, theirs in views:
+        if theirs == first:
+            continue
+        name = next(name for name in first if theirs[name] != first[name])
+        raise StorageError(
+            f"out_dir {out_dir}: {name} = {theirs[name]} on {host} and {first[name]} on"
+            f" {first_host}, which see other checkpoints there or have other versions of this"
+            " package; give a folder on a file system that all hosts share",
             cause_rank=0,
         )
 

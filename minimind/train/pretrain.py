@@ -167,7 +167,7 @@ def train_resolved(
     engine = build_engine(resolved, initial.build(run, prepared.tokenizer), setup.device)
     cleanup.callback(engine.release)
     engine.introduce(progress.peers)
-    require_same_files(engine, out_dir, prepared, order)
+    require_same_files(engine, run, prepared, order)
     # 6. The log, the state that is resumed, and the objects of the loop.
     with storing(str(out_dir), "correct its permissions, or give another --out_dir"):
         mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size, order)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from minimind.config.parse import parse_flags
 from minimind.data.rows.order import Order
 from minimind.errors import DataError, StorageError
 from minimind.train.build import require_same_files
@@ -22,8 +23,8 @@ class TwoHosts:
 
     rank, world_size = 0, 2
 
-    def __init__(self, sees: bool, text: tuple[Any, ...]) -> None:
-        self.theirs = ("node2", sees, text)
+    def __init__(self, sees: bool, text: tuple[Any, ...], numbers: dict[str, Any]) -> None:
+        self.theirs = ("node2", sees, text, numbers)
         self.found_here: list[bool] = []
 
     def gather(self, value: Any) -> list[Any]:
@@ -39,10 +40,16 @@ class TwoHosts:
 SAME = ("text", "pieces", (), {})
 
 
-def check(out_dir: Path, sees: bool = True, text: tuple[Any, ...] = SAME) -> None:
-    engine = TwoHosts(sees, text)
-    order = Order(64, 8, seed=0)
-    require_same_files(engine, out_dir, PREPARED, order)  # type: ignore[arg-type] (a stand-in)
+NUMBERS = {
+    **{"batch_size": 8, "learning_rate": 5e-4, "warmup_steps": None, "weight_decay": 0.1},
+    "accumulation_steps": 1,
+}
+
+
+def check(out_dir: Path, sees: bool = True, text: tuple[Any, ...] = SAME, **numbers: Any) -> None:
+    engine: Any = TwoHosts(sees, text, NUMBERS | numbers)
+    order, run = Order(64, 8, seed=0), parse_flags(["--out_dir", str(out_dir)])
+    require_same_files(engine, run, PREPARED, order)
     assert engine.found_here == [True]
 
 
@@ -63,3 +70,8 @@ def test_a_host_with_other_text_is_named(tmp_path):
         text = (*SAME[:number], other, *SAME[number + 1 :])
         with pytest.raises(DataError, match="is different on node2 than on node1"):
             check(tmp_path, text=text)
+
+
+def test_a_host_that_decided_another_number_is_named(tmp_path):
+    with pytest.raises(StorageError, match=r"learning_rate = 0\.002 on node2 and 0\.0005 on node1"):
+        check(tmp_path, learning_rate=0.002)
