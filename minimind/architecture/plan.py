@@ -344,7 +344,7 @@ def _larger_batch(
         assert faster is not None
         ratio = rows / best.rows * step.seconds / faster.seconds
         speed = f",\n{ratio:.2f} times as many tokens/s by the estimate"
-    advice = "Its --learning_rate follows from the run."
+    advice = "its --learning_rate follows from the run."
     if run.is_explicit("learning_rate"):
         rate = run.learning_rate * (rows / best.rows) ** 0.5
         advice = f"its --learning_rate is about {rate:.1e} (by the square root of the rows)."

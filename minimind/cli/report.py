@@ -32,7 +32,7 @@ def add_parsers(subs: Any) -> None:
         " runs, with confidence intervals, and print the compute-optimal size for a budget."
         " `minimind scaling run SPEC.yaml --out DIR` trains the runs first, a size and a number of"
         " tokens each, and compares one that is not in the fit with its prediction; the same"
-        " command goes on after a stop or a kill.",
+        " command continues after a stop or a kill.",
         example="minimind scaling out/sweep --flops 1e18 --out scaling.html",
     )
     add = parser.add_argument
@@ -128,7 +128,9 @@ def _train_ladder(args: argparse.Namespace, path: str) -> Answer | int:
     from minimind.sweep.ladder import run_ladder
 
     if args.force:
-        raise UsageError("--force has no effect with run SPEC.yaml, which goes on; remove it")
+        raise UsageError(
+            "--force has no effect with run SPEC.yaml, which replaces nothing; remove it"
+        )
     if not (args.out or args.dry_run):
         raise UsageError("minimind scaling run needs a folder for the runs; give --out DIR")
     place = None if args.dry_run else args.out

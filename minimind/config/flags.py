@@ -27,7 +27,7 @@ def flag(help: str, default: Any, group: str, **limits: Any) -> Any:
     """Return a dataclass field that is also a command-line flag.
 
     `rule` says by what "auto" is decided, which then is the default in place of the plain number
-    `default`; with `is_auto` the flag takes "auto" for its default.
+    `default`; with `takes_auto` the flag takes "auto" for its default.
     """
     return field(default=default, metadata={"group": group, "help": help, **limits})
 
@@ -538,7 +538,7 @@ class OptimizerFlags:
         "optimizer",
         at_least=0.0,
         at_most=1.0,
-        is_auto=True,
+        takes_auto=True,
     )
     warmup_steps: int | None = flag(
         "optimizer steps of linear warm-up",
@@ -630,7 +630,7 @@ class OptimizerFlags:
         "optimizer",
         at_least=0.0,
         below=1.0,
-        is_auto=True,
+        takes_auto=True,
     )
     beta2: float = flag(
         "AdamW second-moment decay; Lion: decay of the momentum",
@@ -638,7 +638,7 @@ class OptimizerFlags:
         "optimizer",
         at_least=0.0,
         below=1.0,
-        is_auto=True,
+        takes_auto=True,
     )
     sgd_momentum: float | None = flag(
         "momentum of SGD (default 0.9)", None, "optimizer", at_least=0.0, below=1.0

@@ -47,7 +47,7 @@ class Optimizer:
     zero_twins: tuple[str, ...] = ()  # those that have checkpoints under ZeRO only
     flags: tuple[str, ...] = ()  # that it reads and another optimizer does not
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of flags that are its own
-    # Values that a checkpoint does not record, since they were in force before their flags.
+    # A checkpoint does not record these values: runs had them before there were flags for them.
     unrecorded: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, str] = field(default_factory=dict)  # parameter of a block: own flag
     fixed: Mapping[str, Any] = field(default_factory=dict)  # parameters without a flag
@@ -65,6 +65,7 @@ class Optimizer:
         return (*self.state, MOMENTUM) if self.orthogonalizes else self.state
 
 
+_EARLY_MUON = {"muon_steps": 5, "muon_coefficients": "quintic", "cautious_weight_decay": False}
 OPTIMIZERS = {
     "adamw": Optimizer(
         "AdamW",
@@ -89,11 +90,9 @@ OPTIMIZERS = {
         ),
         defaults={
             **{"muon_lr": 0.02, "muon_momentum": 0.95, "muon_scaling": "original"},
-            **{"muon_steps": 5, "muon_coefficients": "quintic", "cautious_weight_decay": False},
+            **_EARLY_MUON,
         },
-        unrecorded={
-            **{"muon_steps": 5, "muon_coefficients": "quintic", "cautious_weight_decay": False}
-        },
+        unrecorded=_EARLY_MUON,
         params={"muon_lr": "muon_lr", "momentum": "muon_momentum"},
     ),
     "lion": Optimizer(

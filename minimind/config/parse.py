@@ -432,7 +432,7 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
     for layer, source_of in _layers(given, source, all_faults):
         for name in layer:
             where = source_of.format(name=name)
-            if layer[name] == AUTO and (name in RULED or "is_auto" in FLAGS[name].metadata):
+            if layer[name] == AUTO and (name in RULED or "takes_auto" in FLAGS[name].metadata):
                 values.pop(name, None)
                 sources[name] = unset[name]
                 continue

@@ -29,17 +29,6 @@ class Workload:
     epochs: float  # passes over the text
     steps: int  # in which the rate may warm up: those before a decay of wsd
 
-    def __str__(self) -> str:
-        several = f", {self.epochs:.3g} epochs" if self.epochs > 1 else ""
-        return f"{brief(self.parameters)} parameters, {brief(self.tokens)} tokens{several}"
-
-
-def brief(number: float) -> str:
-    """`2.36M`: three digits and a power of a thousand."""
-    rounded = float(f"{number:.3g}")
-    power = next(n for n in range(5) if rounded < 1000 ** (n + 1) or n == 4)
-    return f"{rounded / 1000**power:.3g}{['', 'K', 'M', 'B', 'T'][power]}"
-
 
 def tokens_per_step(tokens: float) -> float:
     """Tokens of a step, of which rows are the nearest power of two for each process."""
@@ -63,7 +52,7 @@ def warmup_steps(work: Workload) -> float:
     return min(100, work.steps * 3 // 10)
 
 
-# By flag, with AdamW; the batch has functions of its own.
+# The rule of each flag with AdamW. Those of the batch are suited_rows and batch_values.
 RULES: Mapping[str, Callable[[Workload], float]] = {
     "learning_rate": learning_rate,
     "weight_decay": weight_decay,

@@ -234,5 +234,5 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
 
 
 FLAGS = {f.name: f for f in fields(RunConfig) if f.metadata}
-# By flag that has a rule: what decides it.
+# What decides each flag that has a rule.
 RULED = {name: f.metadata["rule"] for name, f in FLAGS.items() if "rule" in f.metadata}

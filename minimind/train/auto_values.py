@@ -25,6 +25,7 @@ from minimind.config.rules import (
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import planned_decay, run_length
 from minimind.errors import CheckpointError, UsageError
+from minimind.report.formats import size
 from minimind.train.build import run_budgets
 
 
@@ -76,27 +77,33 @@ def with_auto_values(
         decay = planned_decay(known, steps)
         tokens = steps * rows * known.max_seq_len
         if known.stages is not None:
-            tokens, steps, decay = _of_stages(known, world_size, rows, model)
+            tokens, steps, decay = _of_stages(known, setup, rows, model)
         work = Workload(
             parameters=model.parameters(known),
             tokens=tokens,
             epochs=tokens / max(1, of_text * known.max_seq_len),
             steps=steps - decay,
         )
-        values, source = suited_values(set(names) & set(decided), work), f"{AUTO}: {work}"
+        values, source = suited_values(set(names) & set(decided), work), f"{AUTO}: {_text(work)}"
     if "batch_size" in names:
         values |= batch_values(known, world_size, rows, setup.device)
     plain = {name: getattr(known, name) for name in decided if name not in values}
     return setup.run.with_values("default", **plain).with_values(source, **values)
 
 
+def _text(work: Workload) -> str:
+    several = f", {work.epochs:.3g} epochs" if work.epochs > 1 else ""
+    return f"{size(work.parameters)} parameters, {size(work.tokens)} tokens{several}"
+
+
 def _of_stages(
-    run: RunConfig, world_size: int, rows: int, model: Architecture
+    run: RunConfig, setup: Setup, rows: int, model: Architecture
 ) -> tuple[int, int, int]:
     """Tokens and steps of the stages of a run of `rows`, and the steps of the decay."""
     from minimind.config.stages import plan_stages
 
-    values = {**batch_values(run, world_size, rows, "cpu"), "warmup_steps": 0}
+    world_size = setup.launch.world_size
+    values = {**batch_values(run, world_size, rows, setup.device), "warmup_steps": 0}
     budgets = run_budgets(run, 1, model)
     _, stages, schedule = plan_stages(run.with_values(AUTO, **values), world_size, budgets)
     return sum(one.tokens for one in stages), schedule.total_steps, schedule.decay_steps

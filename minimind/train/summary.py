@@ -81,13 +81,13 @@ def flags_table(run: RunConfig, names: Iterable[str] = FLAGS) -> str:
     """One line per flag that has a value: name, value, source."""
     flags = recorded_flags(run)
     given = (name for name in names if flags[name] is not None)
-    rows = ((name, *_value_and_source(run, name, flags[name])) for name in given)
+    rows = [
+        (name, AUTO, RULED[name])  # the start decides it
+        if name in run.open_flags
+        else (name, _text(flags[name]), run.sources[name])
+        for name in given
+    ]
     return aligned(rows, indent="  ", widest=MAX_WIDTH)
-
-
-def _value_and_source(run: RunConfig, name: str, value: Any) -> tuple[str, str]:
-    """The cells of a flag; of one that the start decides, by what."""
-    return (AUTO, RULED[name]) if run.sources[name] == AUTO else (_text(value), run.sources[name])
 
 
 def resolved_table(resolved: ResolvedConfig) -> str:

@@ -13,7 +13,6 @@ from minimind.config.rules import (
     MICRO_BATCH_TOKENS,
     Workload,
     batch_values,
-    brief,
     flags_with_rules,
     suited_rows,
     suited_values,
@@ -153,11 +152,3 @@ def test_a_warm_up_is_a_hundred_steps_or_three_tenths_of_a_short_run(steps: int,
 )
 def test_rules_hold_for_what_they_were_fitted_to(line: str, optimizer: str, names: list[str]):
     assert sorted(flags_with_rules(parse(line), optimizer)) == names
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (999, "999"), (999_936, "1M"), (2_361_024, "2.36M"), (1e12, "1T"), (5e15, "5e+03T")],
-)
-def test_numbers_have_three_digits(number: float, text: str):
-    assert brief(number) == text

@@ -1,8 +1,8 @@
 """The row order of a run in stages: still a pure function of the step.
 
-A stage deals its rows to the sources by its own weights. Rows of each length are a numbering of
-their own, and each source is read in passes over its rows of a length: where an earlier stage with
-rows of that length ended, the next one goes on.
+A stage deals its rows to the sources by its own weights. Rows are numbered for each length apart. A
+source is read in passes over its rows of one length. A stage goes on in the pass in which the last
+stage of that length ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StageMixture(Mixture):
     stage_rows: int = 1
     epoch_rows: int = 1
     first_epoch: int = 0  # epochs of the earlier stages
-    begun: tuple[int, ...] = ()  # reads of each source in rows of this length, in earlier stages
+    begun: tuple[int, ...] = ()  # rows of this length that earlier stages read, by source
 
     def __post_init__(self) -> None:
         if {len(self.weights), len(self.begun)} != {len(self.sizes)} or not any(self.weights):
@@ -92,7 +92,8 @@ class StageMixture(Mixture):
         """Positions and epochs, int64, at which `row` is read; the inverse of `rows_at`."""
         source = int(np.searchsorted(np.cumsum(self.sizes), row, side="right"))
         size, begun, total = self.kept[source], self.begun[source], self.reads[source]
-        passes = np.arange(begun // size, -(-(begun + total) // size)) if total else np.arange(0)
+        stop = -(-(begun + total) // size) if total else begun // size  # passes, rounded up
+        passes = np.arange(begun // size, stop)
         within = row - sum(self.sizes[:source])
         reads = passes * size + self._shuffle(source, seed).places_of(within, passes) - begun
         reads = reads[(reads >= 0) & (reads < total)]
