@@ -151,8 +151,8 @@ def this_project(args: argparse.Namespace, clock: Clock, flags: str = "") -> Non
     line += " --deepspeed_config none"
     rate = ["--learning_rate", str(args.lr)] if args.lr else []
 
-    def begin(logger: RunLogger, step: int) -> None:
-        starts(logger, step)
+    def begin(logger: RunLogger, step: int, tokens: int) -> None:
+        starts(logger, step, tokens)
         clock.start()
 
     def start_save(context: loop.RunContext, state: TrainState) -> None:
