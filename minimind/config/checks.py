@@ -173,12 +173,32 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
     ),
     Rule(lambda run: run.mup_base_dim is not None, "{mup_base_dim}" + _ONLY_BUILT_IN),
     Rule(lambda run: run.zero_init_outputs, "{zero_init_outputs}" + _ONLY_BUILT_IN),
+    Rule(lambda run: run.embedding_init == "bigrams", "{embedding_init}" + _ONLY_BUILT_IN),
     Rule(lambda run: run.sequence_parallel > 1, "{sequence_parallel}" + _ONLY_BUILT_IN),
     Rule(lambda run: run.doc_mask, "{doc_mask}" + _ONLY_BUILT_IN),
     Rule(lambda run: run.loss == "chunked", "{loss}" + _ONLY_BUILT_IN),
 )
 _NOT_DIVIDED = " is not supported with {sequence_parallel}; drop one of them"
 DECODER_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda run: run.embedding_init == "bigrams" and run.init_from,
+        "{embedding_init} is of new weights, and {init_from} gives trained ones; drop one of them",
+    ),
+    Rule(
+        lambda run: run.embedding_init == "bigrams" and run.tie_word_embeddings,
+        "{embedding_init} needs a head of its own; add --no-tie_word_embeddings",
+    ),
+    Rule(
+        lambda run: run.embedding_init == "bigrams" and run.mup_base_dim is not None,
+        "{mup_base_dim} scales the random weights that {embedding_init} replaces; drop one of them",
+    ),
+    Rule(
+        lambda run: (
+            run.embedding_init == "bigrams" and not 3 <= run.dim <= run.vocab_size
+        ),
+        "{embedding_init} needs dim ({dim.value}) between 3 and the vocabulary ({vocab_size.value});"
+        " drop it",
+    ),
     Rule(
         lambda run: run.zero_init_outputs and run.init_from,
         "{zero_init_outputs} is of new weights, and {init_from} gives trained ones; drop one of"

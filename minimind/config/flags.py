@@ -480,6 +480,13 @@ class ModelFlags:
         False,
         "model",
     )
+    embedding_init: str = flag(
+        "start embedding and head of a new model from random numbers, or from which token follows"
+        " which in the training text (bigrams: an untied head, seconds at the start)",
+        "random",
+        "model",
+        choices=("random", "bigrams"),
+    )
     use_moe: bool = flag(
         "replace every feed-forward layer by a mixture of experts of width hidden_dim",
         False,

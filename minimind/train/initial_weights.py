@@ -30,13 +30,14 @@ from minimind.config.checks import check
 from minimind.config.flags import BY_TASK, SHAPE
 from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
-from minimind.data.prepare.prepared import is_prepared
+from minimind.data.prepare.prepared import Prepared, is_prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.engine.optimizers import scale_initial_weights
 from minimind.errors import CheckpointError, UsageError
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.urls import named
+from minimind.train.bigrams import start_as_bigrams
 from minimind.train.build import with_derived_values
 
 if TYPE_CHECKING:
@@ -84,13 +85,13 @@ class InitialModel:
         weights = grow_vocabulary(self.weights, after.vocab_size)
         return InitialModel(run, architecture, weights, rows, self.template_line)
 
-    def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
+    def build(self, run: RunConfig, prepared: Prepared) -> Any:
         """Build the initial model of the resolved `run`, before an engine shards or copies it.
 
         muP scales random weights only, and not those of --init_from.
         """
         torch.manual_seed(run.seed)
-        model = self.architecture.build(run, tokenizer)
+        model = self.architecture.build(run, prepared.tokenizer)
         if run.gradient_checkpointing:
             enable_checkpointing(model)
         if self.weights:
@@ -98,6 +99,8 @@ class InitialModel:
             self.weights.release()
         else:
             scale_initial_weights(model, run)
+            if run.embedding_init == "bigrams":
+                start_as_bigrams(model, prepared.train)
         return model
 
     def origin(self, resumed: Mapping[str, Any]) -> dict[str, str] | None:

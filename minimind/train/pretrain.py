@@ -164,7 +164,7 @@ def train_resolved(
     progress.out_dir = out_dir
     # 5. The engine, with its process group.
     cleanup.enter_context(report_out_of_memory(setup, resolved))
-    engine = build_engine(resolved, initial.build(run, prepared.tokenizer), setup.device)
+    engine = build_engine(resolved, initial.build(run, prepared), setup.device)
     cleanup.callback(engine.release)
     engine.introduce(progress.peers)
     require_same_files(engine, run, prepared, order)
