@@ -43,7 +43,7 @@ def main() -> None:
     """Run it, print the table, write the JSON."""
     parser = arguments(__doc__)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--flags", default="--config fast --model tiny")
+    parser.add_argument("--flags", default="--config strong --model tiny")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()

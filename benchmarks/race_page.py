@@ -17,8 +17,13 @@ from minimind.report.page import fill_page, html_table, plots
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]  # by contender, one of each seed
 
 
-def write_page(out: Path, runs: Runs, table: Mapping[str, Any], lead: str) -> None:
-    """Write the page to `out`; `lead` is the sentence below its heading."""
+def write_page(
+    out: Path, runs: Runs, table: Mapping[str, Any], reached: Sequence[Sequence[str]], lead: str
+) -> None:
+    """Write the page to `out`; `lead` is the sentence below its heading.
+
+    `reached` is the table of the times until the value of a reference, with its head.
+    """
     charts = [
         curves(runs, "seconds", 60, "minutes", "Over time"),
         curves(runs, "tokens", 1e6, "million tokens", "Over tokens"),
@@ -29,12 +34,20 @@ def write_page(out: Path, runs: Runs, table: Mapping[str, Any], lead: str) -> No
     for name, row in table.items():
         bits = [f"{row['bits'][moment]['median']:.4f}" for moment in moments]
         low, high = (f"{value:.4f}" for value in row["bits"][moments[-1]]["range"])
-        cells.append([escape(name), f"{row['rate']:g}", *bits, f"{low} to {high}"])
+        cells.append([escape(name), rate_text(row["rate"]), *bits, f"{low} to {high}"])
     title = "Time to loss"
     body = [f"<h1>{title}</h1>", f'<p class="lead">{escape(lead)}</p>', "<h2>Curves</h2>"]
     body += [plots(charts, is_single=True), "<h2>Bits per byte</h2>"]
     body.append(html_table(head, cells, "final"))
+    head, *lines = reached
+    cells = [[escape(cell) for cell in line] for line in lines]
+    body += [f"<h2>Seconds {escape(head[0])}</h2>", html_table(["", *head[1:]], cells, "until")]
     out.write_text(fill_page(title, "\n".join(body), charts, is_linked=False), encoding="utf-8")
+
+
+def rate_text(rate: float | None) -> str:
+    """A learning rate for the tables."""
+    return "own" if rate is None else f"{rate:g}"
 
 
 def curves(runs: Runs, axis: str, unit: float, noun: str, title: str) -> Chart:

@@ -37,6 +37,7 @@ from minimind.model.decoder import next_token_loss
 
 if TYPE_CHECKING:
     from minimind.checkpoint.directory import TrainState
+    from minimind.data.shards.token_shards import TokenShards
 
 CLIP = 1.0
 
@@ -141,9 +142,11 @@ def this_project(args: argparse.Namespace, clock: Clock, flags: str = "") -> Non
     """train_pretrain.py with `flags` and those of the command line."""
     from minimind.launch.train_pretrain import main
     from minimind.report.run_logger import RunLogger
-    from minimind.train import loop
+    from minimind.train import initial_weights, loop
+    from minimind.train.bigrams import start_as_bigrams
 
-    line = f"--model {args.model} --batch_size {args.rows} --seed {args.seed} --device cpu"
+    line = f"--model {args.model} --seed {args.seed} --device cpu"
+    line += f" --batch_size {args.rows}" if args.rows else ""
     line += f" --data_path {args.data} --out_dir {args.out} --max_steps {args.steps} --resume none"
     part = args.steps // args.points
     line += f" --eval_rows 0 --keep_last {args.points} --save_minutes 0 --save_interval {part}"
@@ -154,12 +157,22 @@ def this_project(args: argparse.Namespace, clock: Clock, flags: str = "") -> Non
     def begin(logger: RunLogger, step: int, tokens: int) -> None:
         starts(logger, step, tokens)
         clock.start()
+        clock.started = clock.started - spent
+
+    def counting(model: Any, text: TokenShards) -> None:
+        before = now()
+        start_as_bigrams(model, text)
+        spent[:] = now() - before
 
     def start_save(context: loop.RunContext, state: TrainState) -> None:
         clock.after(state.step, state.tokens, lambda _: saves(context, state))
 
-    starts, saves = RunLogger.begin, loop.start_save
-    with patch.object(RunLogger, "begin", begin), patch.object(loop, "start_save", start_save):
+    starts, saves, spent = RunLogger.begin, loop.start_save, np.zeros(2)
+    with (
+        patch.object(RunLogger, "begin", begin),
+        patch.object(loop, "start_save", start_save),
+        patch.object(initial_weights, "start_as_bigrams", counting),
+    ):
         status = main([*line.split(), *flags.split(), *rate, *args.flags])
     if status:
         raise SystemExit(status)
@@ -167,17 +180,25 @@ def this_project(args: argparse.Namespace, clock: Clock, flags: str = "") -> Non
         (args.out / "checkpoints" / clock.weights(mark).name).rename(clock.weights(mark))
 
 
+def defaults_before(args: argparse.Namespace, clock: Clock) -> None:
+    """This project with the numbers that it had for every size and text, before rules."""
+    warmup = min(100, args.steps // 20)
+    flags = f"--batch_size 8 --learning_rate 5e-4 --weight_decay 0.1 --warmup_steps {warmup}"
+    this_project(args, clock, flags)
+
+
 PADDED, PACKED = "MiniMind-style, padded", "MiniMind-style, packed"
 TRAINER, DEFAULT, MUON = "Trainer, Llama", "ours, defaults", "ours, Muon"
-RECIPE = "ours, recipe fast"
+BEFORE, RECIPE = "ours, defaults before", "ours, recipe strong"
 MUON_FLAGS = "--optimizer muon --muon_scaling match_rms_adamw"  # one rate for all weights
 RACERS: dict[str, Callable[[argparse.Namespace, Clock], None]] = {
     PADDED: partial(minimind_style, rows_of=padded_rows),
     PACKED: partial(minimind_style, rows_of=packed_rows),
     TRAINER: trainer,
     DEFAULT: this_project,
+    BEFORE: defaults_before,
     MUON: partial(this_project, flags=MUON_FLAGS),
-    RECIPE: partial(this_project, flags="--config fast"),
+    RECIPE: partial(this_project, flags="--config strong"),
 }
 
 
@@ -209,7 +230,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--points", type=int, default=10)
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=16, help="0: by this project's rule")
     parser.add_argument("--peer", type=Path, help="checkout of the project")
     parser.add_argument("--judge", action="store_true")
     args, args.flags = parser.parse_known_args()

@@ -2,25 +2,27 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.time_to_loss TEXT.jsonl [TEXT.jsonl ...] --folder DIR
         [--minutes 10] [--search_minutes 2] [--rates 5e-4 1e-3 ...] [--rates_of NAME=5e-4,1e-3 ...]
-        [--seeds 3] [--jobs 2] [--model tiny] [--rows 16] [--only NAME ...]
+        [--seeds 3] [--jobs 2] [--model tiny] [--rows 4] [--pieces CHARACTERS] [--only NAME ...]
         [--variant NAME=FLAGS ...] [--peer nanochat|minimind PATH] [--reference NAME]
         [--out FILE.json] [--page FILE.html]
 
-Every contender (benchmarks/racers.py) trains the same shape on the same text, with the same number
-of rows per step, in one process and thread. Step times are measured first, in rounds in which every
-contender takes some steps alone; a contender then takes as many steps as fit in --minutes, with
-what the first step takes longer (caches of compiled code are warm), and its learning rate falls
-over them. So the curves do not depend on other load. Times to start, to prepare data and to save
-are not counted. Tokens are those with a loss: padding is none. CPU seconds are those of all threads
-of the run itself, with its first steps.
+Every contender (benchmarks/racers.py) trains the same shape on the same text in one process and
+thread. All times are CPU seconds of the process, so they depend little on other load. Those of a
+step are measured first, in rounds in which every contender takes some steps alone; a contender then
+takes as many steps as fit in --minutes, with what the first step takes longer (caches of compiled
+code are warm), and its learning rate falls over them. Times to start, to prepare data and to save
+are not counted, but that of --embedding_init bigrams is. Tokens are those with a loss: padding is
+none. CPU seconds of the tables are those of the run itself, with its first steps.
 
+A step has --rows, but for this project by default and with its recipe, which take rows and rates by
+their own rules, and for its defaults of before the rules: 8 rows and 5e-4. For the others
 --learning_rate is searched at --search_minutes, for the contenders of --rates_of over fewer rates
-than --rates; a best rate at an end of them is reported. The recipe keeps its own --muon_lr, and the
-MiniMind-style loop on padded rows also runs with the 5e-4 that it ships with. Then every contender
+than --rates (not at all with one); a best rate at an end of them is reported. Then every contender
 trains --minutes with each seed. `minimind eval` judges ten points of each run on the held-out
 documents, each document by itself. A variant is the contender with Muon with further flags, which
-do not change rows. What is done is kept in DIR, and not done again while its command, data and
-checkout stay the same.
+do not change rows. --pieces cuts the texts at white space: loaders that begin each row with a
+document read little of long ones. What is done is kept in DIR, and not done again while its
+command, data and checkout stay the same.
 
 --peer, once per project, adds the contenders of its checkout (benchmarks/peers.py): "MiniMind,
 padded" and "MiniMind, packed", or "nanochat", whose rate is a multiple of those of its script, 1 to
@@ -33,6 +35,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -50,16 +53,19 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import PEER_OF, PEERS
-from benchmarks.race_page import write_page
-from benchmarks.racers import MUON, PADDED, RACERS, RECIPE
+from benchmarks.race_page import rate_text, write_page
+from benchmarks.racers import BEFORE, DEFAULT, MUON, PADDED, RACERS, RECIPE
 from benchmarks.record import arguments, record
 from minimind.config.parse import RECIPES, load_yaml_texts, parse_flags
+from minimind.config.rules import suited_rows
 
 SHIPPED = 5e-4  # learning rate of MiniMind's pretraining
 POINTS = 10
 PACE_STEPS, PACE_POINTS, PACE_ROUNDS = 40, 8, 3
 RATES = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
 AS_SHIPPED = f"{PADDED}, as shipped"
+BY_RULE = (DEFAULT, RECIPE)
+RATE_OF = {AS_SHIPPED: SHIPPED, BEFORE: SHIPPED, **dict.fromkeys(BY_RULE)}  # not searched
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -82,7 +88,7 @@ class Race:
         """The command line of a contender, without its folder."""
         racer = {AS_SHIPPED: PADDED}.get(name, MUON if name in self.variants else name)
         command = [sys.executable, "-m", "benchmarks.racers", racer, str(self.data)]
-        command += ["--model", self.model, "--rows", str(self.rows), *more]
+        command += ["--model", self.model, "--rows", str(self.rows), *more]  # the last one counts
         if name in self.peers:
             command += ["--peer", str(self.peers[name])]
         return command + shlex.split(self.variants.get(name, ""))
@@ -91,11 +97,10 @@ class Race:
         """Name of what a command finds; another for another command or data."""
         command = self.command(name, *more)
         content = [command[3], *command[5:], (self.data / "manifest.json").read_text()]
-        content.append("cpu_seconds")  # which points of an earlier version lack
         if name in self.peers:
             content.append(PEER_OF[name].digest(self.peers[name]))
         if command[3] == RECIPE:
-            recipe = load_yaml_texts(str(RECIPES / "fast.yaml"), "--config")
+            recipe = load_yaml_texts(str(RECIPES / "strong.yaml"), "--config")
             content.append(json.dumps(recipe))
         digest = hashlib.sha256("\0".join(content).encode()).hexdigest()[:12]
         return f"{re.sub('[^a-zA-Z0-9]+', '-', name)}-{digest}"
@@ -116,17 +121,18 @@ class Race:
         shutil.rmtree(out)
         return marks
 
-    def pace(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Seconds per step, and of the first steps beyond that, by contender."""
+    def pace(self, names: Sequence[str], rows: Mapping[str, int]) -> dict[str, Pace]:
+        """CPU seconds per step, and of the first steps beyond that, by contender."""
         flags = ["--steps", str(PACE_STEPS), "--points", str(PACE_POINTS), "--lr", str(SHIPPED)]
-        places = {name: self.folder / f"pace-{self.key(name, *flags)}.json" for name in names}
+        more = {name: [*flags, "--rows", str(rows.get(name, self.rows))] for name in names}
+        places = {name: self.folder / f"pace-{self.key(name, *more[name])}.json" for name in names}
         part = PACE_STEPS // PACE_POINTS
         found: dict[str, list[tuple[float, float]]] = {
             name: [] for name, place in places.items() if not place.exists()
         }
         for number in range(PACE_ROUNDS + 1):  # the first one fills caches
             for name, pairs in found.items():
-                at = [mark["seconds"] for mark in self.train(name, *flags)]
+                at = [mark["cpu_seconds"] for mark in self.train(name, *more[name])]
                 each = statistics.median(np.diff(at)) / part
                 if number:
                     pairs.append((each, at[0] - each * part))
@@ -137,35 +143,73 @@ class Race:
             print(f"{name}: {each:.3f} s a step, {start:.1f} s more at the start", flush=True)
         return {name: json.loads(place.read_text()) for name, place in places.items()}
 
+    def pace_by_rule(self, names: Sequence[str], minutes: float) -> dict[str, Pace]:
+        """As `pace`, with the rows that the rule gives for what then fits in `minutes`."""
+        length = parse_flags(["--model", self.model]).max_seq_len
+        settled, rows = {}, dict.fromkeys(names, self.rows)
+        while missing := [name for name in names if name not in settled]:
+            for name, pace in self.pace(missing, rows).items():
+                tokens = steps_in(minutes, pace) * rows[name] * length
+                by_rule = suited_rows(1, length, tokens, 64)
+                if by_rule == rows[name]:
+                    settled[name] = {**pace, "rows": by_rule}
+                rows[name] = by_rule
+        return settled
+
     def run(
-        self, name: str, rate: float, seed: int, minutes: float, pace: Mapping[str, Any]
+        self, name: str, rate: float | None, seed: int, minutes: float, pace: Pace
     ) -> dict[str, Any]:
         """Train and judge one run, unless that was done; return its curve."""
-        fitting = round((60 * minutes - pace["start"]) / pace["step"])
-        steps = max(fitting // POINTS, 1) * POINTS
-        flags = ["--steps", str(steps), "--points", str(POINTS), "--lr", str(rate)]
-        flags += ["--seed", str(seed), "--judge"]
+        steps = steps_in(minutes, pace)
+        flags = ["--steps", str(steps), "--points", str(POINTS), "--seed", str(seed), "--judge"]
+        flags += ["--rows", "0"] if name in BY_RULE else []
+        flags += [] if rate is None else ["--lr", str(rate)]
         place = self.folder / "runs" / f"{self.key(name, *flags)}.json"
         if place.exists():
             return {**json.loads(place.read_text()), "minutes": minutes}
         marks = self.train(name, *flags)
+        length = parse_flags(["--model", self.model]).max_seq_len
+        if name in BY_RULE and marks[-1]["tokens"] != steps * pace["rows"] * length:
+            raise SystemExit(f"{name} did not take {pace['rows']} rows per step")
         wall = marks[-1]["seconds"]  # with whatever else ran
         curve = [{**mark, "seconds": pace["start"] + mark["step"] * pace["step"]} for mark in marks]
         found = {"name": name, "rate": rate, "seed": seed, "minutes": minutes, "wall": wall}
         found["curve"] = curve
         place.write_text(json.dumps(found, indent=1))
-        print(f"{name}, {rate:g}, seed {seed}, {minutes:g} min: {final(found):.4f}", flush=True)
+        line = f"{name}, rate {rate_text(rate)}, seed {seed}, {minutes:g} min"
+        print(f"{line}: {final(found):.4f}", flush=True)
         return found
 
 
-def prepare(race: Race, texts: Sequence[Path]) -> None:
+Pace = Mapping[str, Any]
+
+
+def steps_in(minutes: float, pace: Pace) -> int:
+    """Steps that fit, a multiple of POINTS."""
+    return max(round((60 * minutes - pace["start"]) / pace["step"]) // POINTS, 1) * POINTS
+
+
+def prepare(race: Race, texts: Sequence[Path], characters: int | None) -> None:
     """Tokenize the texts with a tokenizer trained on them, unless that was done."""
     if not race.data.exists():
         size = parse_flags(["--model", race.model]).vocab_size
+        if characters:
+            texts = [in_pieces(text, race.folder / "pieces", characters) for text in texts]
         command = ["prepare", *map(str, texts), "--out", str(race.data), "--val_fraction", "0.01"]
         subprocess.run(
             [sys.executable, "-m", "minimind", *command, "--vocab_size", str(size)], check=True
         )
+
+
+def in_pieces(text: Path, folder: Path, characters: int) -> Path:
+    """Write the documents cut at white space, each piece at most so long where there is some."""
+    folder.mkdir(parents=True, exist_ok=True)
+    piece = re.compile(rf"(?s)\S.{{0,{characters - 1}}}(?=\s|$)|\S+")
+    with text.open(encoding="utf-8") as lines, (folder / text.name).open("w") as out:
+        for line in lines:
+            for found in piece.findall(json.loads(line)["text"]):
+                out.write(json.dumps({"text": found}) + "\n")
+    return folder / text.name
 
 
 def in_parallel(jobs: int, calls: Iterable[Any]) -> list[Any]:
@@ -215,14 +259,14 @@ def searched(race: Race, names: Sequence[str], given: Any, pace: Any) -> list[di
     calls = [
         partial(race.run, name, rate, 0, given.search_minutes, pace[name])
         for name in names
-        if name != AS_SHIPPED
+        if name not in RATE_OF and len(given.rates_of.get(name, given.rates)) > 1
         for rate in given.rates_of.get(name, given.rates)
     ]
     return in_parallel(given.jobs, calls)
 
 
 def raced(
-    race: Race, rates: Mapping[str, float], given: Any, pace: Any
+    race: Race, rates: Mapping[str, float | None], given: Any, pace: Any
 ) -> dict[str, list[dict[str, Any]]]:
     """The long runs by contender, one of each seed."""
     pairs = [(name, seed) for seed in range(given.seeds) for name in rates]
@@ -255,18 +299,20 @@ def summary(runs: Mapping[str, Sequence[Mapping[str, Any]]], minutes: float) -> 
     return table
 
 
-def until(runs: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> str:
-    """As text: seconds of each contender until the median final bits of another, with the range."""
+def until(runs: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> list[list[str]]:
+    """As a table: time of each contender until the median final bits of another, and ranges."""
     goal = statistics.median(final(run) for run in runs[reference])
-    lines = [f"until {goal:.4f}, the final value of {reference} (inf: not reached)"]
-    lines.append(f"{'':34}{'s':>8}{'range':>18}{'CPU s':>8}{'range':>18}")
+    head = f"until {goal:.4f}, of {reference}"
+    lines = [[head, "s by pace", "range", "CPU s of the run", "range"]]
     for name, own in runs.items():
-        line = f"{name:34}"
+        line = [name]
         for axis in ("seconds", "cpu_seconds"):
             times = sorted(needed(run, goal, axis) for run in own)
-            line += f"{statistics.median(times):8.0f}{f'{times[0]:.0f} to {times[-1]:.0f}':>18}"
+            middle = statistics.median(times)
+            line += [f"{middle:.0f}" if middle < math.inf else "not reached"]
+            line += [f"{times[0]:.0f} to {times[-1]:.0f}"]
         lines.append(line)
-    return "\n".join(lines)
+    return lines
 
 
 def shown(table: Mapping[str, Any], against: Sequence[str]) -> str:
@@ -277,7 +323,7 @@ def shown(table: Mapping[str, Any], against: Sequence[str]) -> str:
     for name, row in table.items():
         bits = "".join(f"{row['bits'][moment]['median']:10.4f}" for moment in moments)
         low, high = row["bits"][moments[-1]]["range"]
-        lines.append(f"{name:34}{row['rate']:8g}{bits}{f'{low:.4f} to {high:.4f}':>18}")
+        lines.append(f"{name:34}{rate_text(row['rate']):>8}{bits}{f'{low:.4f} to {high:.4f}':>18}")
     for name, other in ((name, other) for name in (MUON, RECIPE) for other in against):
         if name in table and other in table and name != other:
             quotients = table[name]["sooner"][other]
@@ -307,7 +353,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--pieces", type=int, metavar="CHARACTERS")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--variant", nargs="+", default=[], metavar="NAME=FLAGS")
     parser.add_argument("--peer", nargs=2, action="append", default=[], metavar=("NAME", "PATH"))
@@ -331,23 +378,25 @@ def main() -> None:
     if reference not in names:
         parser.error(f"--reference {reference} takes no part; give one of {names}")
     race = Race(given.folder, given.model, given.rows, variants, peers)
-    prepare(race, given.text)
-    pace = race.pace(names)
+    prepare(race, given.text, given.pieces)
+    by_rule = [name for name in names if name in BY_RULE]
+    pace = race.pace([name for name in names if name not in BY_RULE], {BEFORE: 8})
+    pace |= race.pace_by_rule(by_rule, given.minutes)
     search = searched(race, names, given, pace)
-    rates = {
-        name: best_rate([run for run in search if run["name"] == name])
-        if name != AS_SHIPPED
-        else SHIPPED
-        for name in names
-    }
+    chosen: dict[str, float | None] = {name: only for name, (only, *_) in given.rates_of.items()}
+    for name in {run["name"]: None for run in search}:
+        chosen[name] = best_rate([run for run in search if run["name"] == name])
+    rates = {name: {**chosen, **RATE_OF}[name] for name in names}
     runs = raced(race, rates, given, pace) if given.seeds else {}
     if runs:
         table = summary(runs, given.minutes)
         print(shown(table, names))
-        print(until(runs, reference))
+        reached = until(runs, reference)
+        for line in reached:
+            print(f"{line[0]:34}" + "".join(f"{cell:>18}" for cell in line[1:]))
         if given.page:
-            lead = f"{given.model}, {given.rows} rows per step, {given.seeds} seeds, one thread."
-            write_page(given.page, runs, table, lead)
+            lead = f"{given.model}, {given.seeds} seeds, CPU time of one thread."
+            write_page(given.page, runs, table, reached, lead)
     else:
         table = {}
         for name in names:

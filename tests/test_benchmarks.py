@@ -256,12 +256,25 @@ def test_the_race_interpolates_between_its_points_and_takes_medians(tmp_path: Pa
     assert found["slow"]["sooner"]["fast"] == {"seconds": 0, "tokens": 0}
     text = time_to_loss.shown({"ours, Muon": found["fast"], "slow": found["slow"]}, ["slow"])
     assert "2.56 times sooner at the final value of slow" in text
-    _, _, first, second = time_to_loss.until({"slow": slow, "fast": fast}, "slow").split("\n")
-    assert first.split() == "slow 600 588 to inf 300 294 to inf".split()
-    assert second.split() == "fast 234 234 to 234 117 117 to 117".split()
+    reached = time_to_loss.until({"slow": slow, "fast": fast}, "slow")
+    assert reached[0][0] == "until 2.0100, of slow"
+    assert reached[1] == ["slow", "600", "588 to inf", "300", "294 to inf"]
+    assert reached[2] == ["fast", "234", "234 to 234", "117", "117 to 117"]
     page = tmp_path / "race.html"
-    race_page.write_page(page, {"slow": slow, "fast": fast}, found, "Two of them.")
-    assert "2.0000 to 2.0200" in page.read_text()
+    race_page.write_page(page, {"slow": slow, "fast": fast}, found, reached, "Two of them.")
+    shown = page.read_text()
+    assert "2.0000 to 2.0200" in shown
+    assert "Seconds until 2.0100, of slow" in shown
+    assert "<td>588 to inf</td>" in shown
+
+
+def test_pieces_are_cut_at_white_space_and_lose_nothing_else(tmp_path: Path):
+    texts = ["a few words\nand a second line", "床前明月光，疑是地上霜", "short"]
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    pieces = time_to_loss.in_pieces(path, tmp_path / "pieces", 9).read_text().splitlines()
+    found = [json.loads(line)["text"] for line in pieces]
+    assert found == ["a few", "words\nand", "a second", "line", texts[1], "short"]
 
 
 @pytest.fixture(scope="module")

@@ -136,9 +136,9 @@ def test_an_installed_wheel_plans_and_trains_without_a_checkout(installed: Path,
 @pytest.mark.launch
 def test_an_installed_wheel_launches_two_processes(installed: Path, tmp_path: Path):
     (tmp_path / "text.txt").write_text("\n\n".join(sentences(3, 80)))
-    words = ("launch", *FLAGS, "--config", "fast", "--out_dir", "launch")
+    words = ("launch", *FLAGS, "--config", "strong", "--out_dir", "launch")
     out = run_installed(installed, tmp_path, "minimind", *words)
-    assert "optimizer muon by --config fast, in place of " in " ".join(out.split())
+    assert "optimizer muon by --config strong, in place of " in " ".join(out.split())
     assert "ZeRO stage 2" in out
     assert "2 processes" in out
     assert (tmp_path / "launch" / "checkpoints" / "step_00000001").is_dir()

@@ -182,7 +182,8 @@ _NOT_DIVIDED = " is not supported with {sequence_parallel}; drop one of them"
 DECODER_RULES: tuple[Rule, ...] = (
     Rule(
         lambda run: run.embedding_init == "bigrams" and run.init_from,
-        "{embedding_init} is of new weights, and {init_from} gives trained ones; drop one of them",
+        "{embedding_init} is of new weights, and {init_from} gives trained ones; add"
+        " --embedding_init random",
     ),
     Rule(
         lambda run: run.embedding_init == "bigrams" and run.tie_word_embeddings,
@@ -190,19 +191,18 @@ DECODER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda run: run.embedding_init == "bigrams" and run.mup_base_dim is not None,
-        "{mup_base_dim} scales the random weights that {embedding_init} replaces; drop one of them",
+        "{mup_base_dim} scales the random weights that {embedding_init} replaces; add"
+        " --embedding_init random",
     ),
     Rule(
-        lambda run: (
-            run.embedding_init == "bigrams" and not 3 <= run.dim <= run.vocab_size
-        ),
-        "{embedding_init} needs dim ({dim.value}) between 3 and the vocabulary ({vocab_size.value});"
-        " drop it",
+        lambda run: run.embedding_init == "bigrams" and not 3 <= run.dim <= run.vocab_size,
+        "{embedding_init} needs dim ({dim.value}) between 3 and the vocabulary"
+        " ({vocab_size.value}); add --embedding_init random",
     ),
     Rule(
         lambda run: run.zero_init_outputs and run.init_from,
-        "{zero_init_outputs} is of new weights, and {init_from} gives trained ones; drop one of"
-        " them",
+        "{zero_init_outputs} is of new weights, and {init_from} gives trained ones; add"
+        " --no-zero_init_outputs",
     ),
     Rule(
         lambda run: run.head_dim is None and run.dim % run.n_heads,

@@ -230,7 +230,7 @@ FLAGS = [
     "--model 0.4b --deepspeed_config none",
     "--model 0.4b --deepspeed_config zero3 --batch_size 64 --accumulation_steps 2",
     "--model 104m --deepspeed_config fp16 --dtype float16",
-    "--model 104m --optimizer muon --config fast --no-doc_mask",
+    "--model 104m --optimizer muon --config strong --no-doc_mask",
     "--model 26m --optimizer lion --deepspeed_config torch_adamw --data_path 'a b.jsonl' c.txt",
     "--dim 2048 --n_layers 24 --n_heads 16 --max_seq_len 2048 --dtype float32 --ema 0.9",
     "--dim 4096 --n_layers 32 --n_heads 32 --batch_size 1 --deepspeed_config zero2_offload",

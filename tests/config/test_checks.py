@@ -10,6 +10,7 @@ from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
 
 ROTARY = "--rope_factor 2 --rope_original_length 64 --rope_scaling"
+BIGRAMS = "--embedding_init bigrams --no-tie_word_embeddings"
 SPLIT = "--n_heads 8 --n_kv_heads 2 --max_seq_len 512 --sequence_parallel"
 OF_TWO = f"{SPLIT} 2"
 # Part of a sentence: flags that break its rule, and the closest ones that do not.
@@ -19,6 +20,11 @@ EXAMPLES = {
     " beside --model": ("--model hf:. --dim 64", "--model hf:. --max_seq_len 64"),
     "{zero_init_outputs} is only": ("--model hf:. --zero_init_outputs", "--zero_init_outputs"),
     "{zero_init_outputs} is of": ("--zero_init_outputs --init_from a", "--init_from a"),
+    "{embedding_init} is only": ("--model hf:. --embedding_init bigrams", BIGRAMS),
+    "{embedding_init} is of": (f"{BIGRAMS} --init_from a", "--init_from a"),
+    "a head of its own": ("--embedding_init bigrams", BIGRAMS),
+    "that {embedding_init} replaces": (f"{BIGRAMS} --mup_base_dim 8", BIGRAMS),
+    "between 3 and": (f"{BIGRAMS} --dim 1024 --vocab_size 600", f"{BIGRAMS} --dim 64"),
     "{mup_base_dim} is": ("--model hf:. --mup_base_dim 8", "--mup_base_dim 8"),
     "{sequence_parallel} is": ("--model hf:. --sequence_parallel 2", OF_TWO),
     "{doc_mask} is": ("--model hf:. --doc_mask", "--model hf:. --no-doc_mask"),

@@ -36,9 +36,9 @@ def test_a_run_ends_well_and_reports_what_ran(unbroken: Run):
 @pytest.mark.long
 def test_a_recipe_trains_in_place_of_the_shipped_optimizer(launch: Launcher, tmp_path: Path):
     """The start script with its own files; in-process tests resolve every optimizer's flag."""
-    run = launch.run(tmp_path / "out", "--config fast --max_steps 2 --eval_rows 0")
+    run = launch.run(tmp_path / "out", "--config strong --max_steps 2 --eval_rows 0")
     assert run.status == 0, run.stderr
-    notice = "optimizer muon by --config fast, in place of configs/ds_config.json's AdamW"
+    notice = "optimizer muon by --config strong, in place of configs/ds_config.json's AdamW"
     assert run.stdout.count(notice) == 1
     (start,) = run.events("run_start")
     assert (start["backend"], start["zero_stage"]) == ("deepspeed", 2)

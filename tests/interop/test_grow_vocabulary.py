@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,8 +69,9 @@ def test_old_rows_and_logits_stay_and_new_ones_are_the_mean(name, places, tmp_pa
     initial, grown, after = both(places / name, tmp_path / "tokenizer")
     assert initial.weights
     assert grown.weights
-    old = initial.build(initial.run, load_tokenizer(str(initial.run.tokenizer)))
-    new = grown.build(grown.run, after)
+    before: Any = SimpleNamespace(tokenizer=load_tokenizer(str(initial.run.tokenizer)))
+    old = initial.build(initial.run, before)
+    new = grown.build(grown.run, cast("Any", SimpleNamespace(tokenizer=after)))
     assert (grown.run.vocab_size, grown.run.tokenizer) == (NEW, str(after.path))
     assert (old.config.vocab_size, new.config.vocab_size) == (OLD, NEW)
     states = old.state_dict(), new.state_dict()

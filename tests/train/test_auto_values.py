@@ -127,7 +127,7 @@ def test_a_resume_between_stages_of_another_batch_keeps_the_batch_of_the_run(pla
 @pytest.mark.parametrize(
     ("group", "name", "value"),
     [
-        ("lr", "learning_rate", "fast"),
+        ("lr", "learning_rate", "strong"),
         ("lr", "weight_decay", -1),
         ("schedule", "warmup_steps", None),
         ("lr", None, None),

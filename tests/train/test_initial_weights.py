@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -313,7 +314,8 @@ def test_another_rotary_base_is_taken_and_said_and_that_of_a_preset_is_not(place
     initial = read_initial(parse_flags([*given, "--rope_theta", "7"]))
     assert initial.run.rope_theta == 7
     assert initial.line().endswith("(minimind); rope_theta 7 in place of 10000")
-    assert initial.build(initial.run, load_tokenizer(places / "ours")).config.rope_theta == 7
+    prepared: Any = SimpleNamespace(tokenizer=load_tokenizer(places / "ours"))
+    assert initial.build(initial.run, prepared).config.rope_theta == 7
     assert read_initial(parse_flags(given)).run.rope_theta == SHAPE.rope_theta
     shape = "dim: 32\nn_layers: 2\nn_heads: 4\nn_kv_heads: 2\nvocab_size: 512\nrope_theta: 7.0\n"
     (tmp_path / "preset.yaml").write_text(shape)

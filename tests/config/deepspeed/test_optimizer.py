@@ -256,10 +256,10 @@ def test_every_recipe_starts_with_every_preset_on_the_shipped_files(recipe, pres
     for environ, more in ((BY_ACCELERATE, flags), ({}, flags or ["--deepspeed_config", "none"])):
         setup = read_setup(parse_flags([*words, *more]), read_launch(environ))
         found = setup.resolve()
-        assert found.run.optimizer == ("muon" if recipe == "fast" else "adamw")
-        is_replaced = recipe == "fast" and setup.backend == "deepspeed"
+        assert found.run.optimizer == ("muon" if recipe == "strong" else "adamw")
+        is_replaced = recipe == "strong" and setup.backend == "deepspeed"
         shown = [
-            n for n in advice(setup, found) if n.startswith("optimizer muon by --config fast,")
+            n for n in advice(setup, found) if n.startswith("optimizer muon by --config strong,")
         ]
         assert len(shown) == is_replaced
 
@@ -295,14 +295,15 @@ def test_a_shipped_file_in_which_a_value_was_chosen_contradicts(
 def test_a_copy_of_a_shipped_file_is_the_users_own(tmp_path: Path):
     copy = tmp_path / "ds_config.json"
     copy.write_bytes(DEFAULT_DEEPSPEED_CONFIG.read_bytes())
-    run = parse_flags(["--config", "fast", "--deepspeed_config", str(copy)])
+    run = parse_flags(["--config", "strong", "--deepspeed_config", str(copy)])
     with pytest.raises(UsageError) as caught:
         read_setup(run, read_launch({})).resolve()
     assert str(caught.value).startswith(
-        f'{copy}: optimizer.type is "AdamW" but --config fast says optimizer = muon; drop optimizer'
+        f'{copy}: optimizer.type is "AdamW" but --config strong says optimizer = muon; drop'
+        " optimizer"
     )
     block = json.loads(copy.read_text())["optimizer"]
     for type_name in ("Adam", "SGD", "Lion"):  # a type that was chosen
         document = {"optimizer": {**block, "type": type_name, "params": {"lr": "auto"}}}
-        with pytest.raises(UsageError, match="but --config fast says optimizer = muon"):
+        with pytest.raises(UsageError, match="but --config strong says optimizer = muon"):
             resolve(document, str(DEFAULT_DEEPSPEED_CONFIG), run, 2, "cuda")
