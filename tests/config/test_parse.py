@@ -100,7 +100,7 @@ def test_every_flag_is_in_the_help_under_a_group():
         ("--dtype fp8", ["dtype = fp8", "bfloat16, float16, float32"]),
         ("--model huge", ["huge", "give one (0.4b, 104m, 26m, 64m, tiny)"]),
         ("--model tyni", ["did you mean tiny?"]),
-        ("--config no.yaml", ["no.yaml", "no such recipe or file", "give a file or strong"]),
+        ("--config no.yaml", ["no.yaml", "no such recipe or file", "give a file or sft, strong"]),
         ("--config stong", ["did you mean strong?"]),
         ("--text_field t\udcff", [r"text_field = 't\udcff' (--text_field) is not UTF-8"]),
         ("--vocab_size 100", ["vocab_size = 100", "at least 512"]),
