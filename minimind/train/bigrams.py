@@ -41,7 +41,7 @@ def start_as_bigrams(model: Any, text: TokenShards) -> None:
     rows, columns = left * weights, right * weights
     # The final norm makes all rows equally long: most are filled up, the longest are shortened.
     lengths = rows.norm(dim=1)
-    length = lengths.quantile(0.99)
+    length = lengths[place[0].unique()].quantile(0.99)
     rows *= (length / lengths.clamp(min=length))[:, None]
     filling = (length**2 - rows.square().sum(1, keepdim=True)).clamp(min=0).sqrt()
     constant = (length / dim**0.5).expand(vocabulary, 1)

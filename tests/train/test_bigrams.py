@@ -96,6 +96,14 @@ def test_of_many_tokens_most_of_the_bigrams_is_kept():
     assert best < found < best + 0.45 * (unigram - best)
 
 
+def test_a_text_of_few_of_the_tokens_gives_finite_weights():
+    model = untied(2000)
+    bigrams.start_as_bigrams(model, text_of(np.array([5, 6] * 50)))
+    found = predicted(model)
+    assert np.isfinite(found).all()
+    assert found[5, 6] > 4 * found[7, 6]
+
+
 def test_pairs_of_a_long_text_are_counted_in_parts_and_evenly(monkeypatch):
     ids = chain(1000, 30)
     whole = bigrams.count_pairs(text_of(ids), 30)
