@@ -299,6 +299,36 @@ def test_what_is_wrong_is_named_before_anything_starts(tmp_path, capsys, made, c
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture(scope="module")
+def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared folder with a vocabulary of 600."""
+    out = tmp_path_factory.mktemp("prepared") / "data"
+    assert main(["prepare", str(corpus), "--vocab_size", "600", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("place", ["data_path", "source", "stages"])
+def test_the_vocabulary_is_that_of_the_prepared_text(tmp_path, capsys, prepared, place):
+    stages = tmp_path / "stages.yaml"
+    stages.write_text(f"sources: {{a: {prepared}}}\nstages: [{{until: 50%}}, {{name: rest}}]\n")
+    values = {"data_path": str(prepared), "source": [f"a={prepared}"], "stages": str(stages)}
+    flags = {k: v for k, v in CONTENT["flags"].items() if k not in ("vocab_size", "data_path")}
+    changes = {"tokens": None, "tokens_per_param": ["5", "20", "80"]}
+    assert train(tmp_path, "--dry_run", flags={**flags, place: values[place]}, **changes) == 0
+    parameters = shape_of_dim(192).parameters - (4096 - 600) * 192
+    expected = f"20 per parameter {parameters:,} {20 * parameters:,}"
+    assert expected in re.sub(" +", " ", capsys.readouterr().out)
+
+
+def test_sources_that_no_run_can_read_are_named_before_the_first(tmp_path, capsys, made):
+    flags = {k: v for k, v in CONTENT["flags"].items() if k != "data_path"}
+    assert train(tmp_path, flags={**flags, "source": [f"a={tmp_path}/none"]}) == 2
+    assert (
+        f"source a: {tmp_path}/none is no folder of `minimind prepare`" in capsys.readouterr().err
+    )
+    assert made.starts == []
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
