@@ -18,15 +18,12 @@ from pydantic import Field
 
 from minimind.architecture.shape import flops_per_token, shape_of
 from minimind.config.run_config import RunConfig
-from minimind.data.prepare.mixed import parts_of, sources_of
-from minimind.data.prepare.prepared import is_prepared
-from minimind.data.shards.manifest import read_manifest
+from minimind.data.prepare.mixed import described_text
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import NumericError, UsageError, fault_error
 from minimind.report import formats
 from minimind.runtime.checked_json import shown
 from minimind.runtime.terminal import aligned
-from minimind.runtime.urls import is_url
 from minimind.sweep.run import opened
 from minimind.sweep.scaling import (
     ALIKE,
@@ -203,13 +200,10 @@ def _planned(ladder: Ladder, parameters: Mapping[str, str], path: str) -> Point:
                 f"{name} = {getattr(run, name)} ({run.sources[name]}), but the law is of our dense"
                 " decoder, trained from its start; remove it"
             )
-    # Sources at URLs are looked at by the runs, which have their vocabulary then.
-    parts = parts_of([one for one in sources_of(run) if not is_url(*one.paths)])
-    text = parts[0].folder if parts else Path(run.data_path[0]).expanduser()
     if run.tokenizer is not None:
         run = run.with_values("tokenizer", vocab_size=load_tokenizer(run.tokenizer).vocab_size)
-    elif is_prepared(str(text)):
-        run = run.with_values(str(text), vocab_size=read_manifest(text)["vocab_size"])
+    elif text := described_text(run):
+        run = run.with_values("the text", vocab_size=text["vocab_size"])
     return _point(", ".join(parameters.values()), run)
 
 
