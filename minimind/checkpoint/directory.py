@@ -168,7 +168,11 @@ def manifest_text(manifest: dict[str, Any]) -> bytes:
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Read and validate the manifest and its hash; raise CheckpointError."""
-    manifest, text = read_object(directory / MANIFEST)
+    return checked_manifest(*read_object(directory / MANIFEST), directory)
+
+
+def checked_manifest(manifest: dict[str, Any], text: bytes, directory: Path) -> dict[str, Any]:
+    """Validate a parsed manifest of a checkpoint, and its hash; raise CheckpointError."""
     if "sha256" not in manifest:
         raise CheckpointError("is no manifest")
     body = {key: value for key, value in manifest.items() if key != "sha256"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.architecture.select import Architecture
-from minimind.checkpoint.directory import read_manifest
+from minimind.checkpoint.directory import read_manifest, step_directory
 from minimind.checkpoint.resume import requested_checkpoints
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.flags import AUTO
@@ -38,11 +38,12 @@ def with_auto_values(
     values: dict[str, Any] = {}
     source = AUTO
     if saved := _checkpoint_to_resume(known):
-        path, values, rows = saved
-        source = f"{AUTO}: as in {path.name}"
+        place, manifest = saved
+        source = f"{AUTO}: as in {place.rpartition('/')[2]}"
+        values, rows = _numbers(known, place, manifest)
         if rows % (unit := smallest_step(known, world_size)):
             raise UsageError(
-                f"batch_size = {AUTO}: the {rows} rows of a step in {path} cannot be divided over"
+                f"batch_size = {AUTO}: the {rows} rows of a step in {place} cannot be divided over"
                 f" {unit} processes and micro-batches; start processes that divide them, or give"
                 " --batch_size with --allow_change batch"
             )
@@ -66,20 +67,37 @@ def with_auto_values(
     return setup.run.with_values("default", **plain).with_values(source, **values)
 
 
-def _checkpoint_to_resume(run: RunConfig) -> tuple[Path, dict[str, Any], int] | None:
-    """The checkpoint that --resume asks for, its numbers for open flags, and the rows of a step.
+def _checkpoint_to_resume(run: RunConfig) -> tuple[str, dict[str, Any]] | None:
+    """Place and manifest of the checkpoint that --resume asks for; None if there is none.
 
-    None if there is none. The resume itself reports a damaged one, and takes the next.
+    It is at --mirror if none here is as new. The resume itself reports a damaged one, and takes the
+    next.
     """
+    found, newest = None, -1
     for path in requested_checkpoints(Path(run.out_dir) / "checkpoints", run.resume):
         with suppress(CheckpointError):
-            manifest = read_manifest(path)
-            return path, *_numbers(run, path, manifest)
-    return None
+            found = str(path), read_manifest(path)
+            newest = found[1]["step"]
+            break
+    if run.mirror is None or run.resume != "auto":
+        return found
+    from minimind.checkpoint.remote_run import CHECKPOINTS, RemoteRun, complete
+
+    remote = RemoteRun(run.mirror)
+    for step in complete(remote.files()):
+        if step <= newest:
+            break
+        with suppress(CheckpointError):
+            place = step_directory(Path(CHECKPOINTS), step)
+            return f"{remote.shown}/{place}", remote.manifest(step)
+    return found
 
 
-def _numbers(run: RunConfig, path: Path, manifest: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The numbers of a manifest for open flags, without values that no flag can have."""
+def _numbers(run: RunConfig, place: str, manifest: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The numbers of a manifest for open flags, and the rows of a step.
+
+    Values that no flag can have are left out.
+    """
     groups = manifest["identity"]
     saved = {**groups.get("lr", {}), **groups.get("schedule", {}), **manifest}
     saved["batch_size"] = saved.get("micro_batch_rows")
@@ -87,10 +105,10 @@ def _numbers(run: RunConfig, path: Path, manifest: dict[str, Any]) -> tuple[dict
     for name in (*run.open_flags, "accumulation_steps"):
         with suppress(UsageError):
             if saved.get(name) is not None:
-                found[name] = convert(name, saved[name], str(path))
+                found[name] = convert(name, saved[name], place)
     micro_batches, rows = found.pop("accumulation_steps", 0), found.pop("batch_size", 0)
     group = 1
     for name in ("tensor_parallel", "sequence_parallel"):
         with suppress(UsageError):
-            group *= convert(name, saved.get(name, 1), str(path))
+            group *= convert(name, saved.get(name, 1), place)
     return found, rows * micro_batches * manifest["world_size"] // group
