@@ -119,10 +119,8 @@ def _with_batch(
 
     Where the text that decides them is not known, the run has the largest micro-batch of the rules.
     """
-    shape, limited, n_rows = shape_of(run), run, None
-    if text:
-        n_rows = sum(one["tokens"]["train"] for one in text["sources"]) // (run.max_seq_len + 1)
-    elif needs_text(run):
+    shape, limited = shape_of(run), run
+    if text is None and needs_text(run):
         limited = replace(run, epochs=None)
         if machine.tokens is None or not needs_text(limited):
             values: dict[str, int] = {}
@@ -140,7 +138,7 @@ def _with_batch(
         ["batch_size"],
         machine.gpus,
         device,
-        n_rows,
+        None if text is None else text["sources"],
         shape.parameters,
         lambda tokens: budget_steps(limited, tokens, shape.parameters, flops_per_token(shape)),
     )

@@ -184,8 +184,8 @@ def checked_manifest(manifest: dict[str, Any], text: bytes, directory: Path) -> 
     if not is_whole or text != manifest_text(manifest):
         raise CheckpointError("does not match its own sha256")
     if body.get("format") != FORMAT:
-        text = shown(body.get("format"))
-        raise CheckpointError(f"has format {text}, this version reads {FORMAT}")
+        other = shown(body.get("format"))
+        raise CheckpointError(f"has format {other}, this version reads {FORMAT}")
     require_manifest(manifest)
     own_name = step_directory(directory, manifest["step"]).name
     if NAME.fullmatch(directory.name) and directory.name != own_name:

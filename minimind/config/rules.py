@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,6 +113,25 @@ def largest_micro_batch(run: RunConfig, world_size: int, device: str) -> dict[st
     return {"batch_size": rows}
 
 
+def mean_epochs(
+    reads: Sequence[tuple[int, Mapping[str, float] | None]], sizes: Mapping[str, int]
+) -> float:
+    """How often a source is read, as the mean over the tokens that are read.
+
+    `reads` has tokens and the weights by which sources have a share of them (None: by their size),
+    `sizes` the tokens of each source.
+    """
+    total = sum(tokens for tokens, _ in reads)
+    if all(weights is None for _, weights in reads):
+        return total / max(1, sum(sizes.values()))
+    of_source = dict.fromkeys(sizes, 0.0)
+    for tokens, weights in reads:
+        shares = sizes if weights is None else weights
+        for name in shares.keys() & sizes:  # the start refuses another name
+            of_source[name] += tokens * shares[name] / sum(shares.values())
+    return sum(read / total * read / max(1, sizes[name]) for name, read in of_source.items())
+
+
 def suited_values(names: Iterable[str], work: Workload) -> dict[str, float]:
     """Values of the rules for these flags; rates have three digits, as people write them."""
     values = {name: RULES[name](work) for name in names if name in RULES}
@@ -130,16 +149,19 @@ def values_by_rules(
     names: Collection[str],
     world_size: int,
     device: str,
-    n_rows: int | None,
+    sources: Sequence[Mapping[str, Any]] | None,
     parameters: int,
     budgets_of: Callable[[int], Mapping[str, int]],
 ) -> tuple[dict[str, Any], Workload]:
     """Values of the rules for the flags `names`, and what they follow from.
 
-    Those that follow from epochs are left out without `n_rows`, the rows of the text. `budgets_of`
-    has the steps within each budget, as `budget_steps`, by tokens of a step.
+    Those that follow from epochs are left out without `sources`, those of the text as its manifest
+    has them. `budgets_of` has the steps within each budget, as `budget_steps`, by tokens of a step.
     """
-    of_text = sys.maxsize if n_rows is None else n_rows
+    rows_of = {
+        one["name"]: one["tokens"]["train"] // (run.max_seq_len + 1) for one in sources or ()
+    }
+    of_text = sys.maxsize if sources is None else sum(rows_of.values())
 
     def length(rows: int) -> int:
         """Steps of so many rows, of all stages alike."""
@@ -161,15 +183,19 @@ def values_by_rules(
         rows = run.rows_per_step(world_size)
     steps = length(rows)
     decay, tokens = planned_decay(run, steps), steps * rows * run.max_seq_len
+    weights = [one["weight"] for one in sources or ()]
+    of_sources = None if None in weights else dict(zip(rows_of, weights, strict=True))
+    reads = [(tokens, of_sources)]
     if run.stages is not None:
         from minimind.config.stages import plan_stages
 
         batch = batch_values(run, world_size, rows, device)
         staged = run.with_values("auto", **batch, warmup_steps=0)
         _, stages, schedule = plan_stages(staged, world_size, budgets_of(1))
+        reads = [(one.tokens, one.weights or of_sources) for one in stages]
         tokens = sum(one.tokens for one in stages)
         steps, decay = schedule.total_steps, schedule.decay_steps
-    epochs = tokens / max(1, of_text * run.max_seq_len)
+    epochs = mean_epochs(reads, {name: n * run.max_seq_len for name, n in rows_of.items()})
     work = Workload(parameters, tokens, epochs, steps - decay)
-    known = [name for name in names if n_rows is not None or name not in BY_EPOCHS]
+    known = [name for name in names if sources is not None or name not in BY_EPOCHS]
     return {**suited_values(known, work), **values}, work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,17 @@ from minimind.train.build import run_budgets
 
 
 def with_auto_values(
-    setup: Setup, known: RunConfig, optimizer: str, n_rows: int | None, model: Architecture
+    setup: Setup,
+    known: RunConfig,
+    optimizer: str,
+    sources: Sequence[Mapping[str, Any]] | None,
+    model: Architecture,
 ) -> RunConfig:
     """Return the run of `setup` with numbers for the flags that are "auto" in `known`.
 
     `known` has what files and text decide. The numbers are those of the checkpoint from which the
     run resumes, else those of the rules, else the plain ones of the flags. What is decided by
-    epochs stays open without `n_rows`, the rows of the text.
+    epochs stays open without `sources`, those of the manifest of the text.
     """
     world_size, decided = setup.launch.world_size, known.open_flags
     values: dict[str, Any] = {}
@@ -50,14 +55,14 @@ def with_auto_values(
         if rows:
             values |= batch_values(known, world_size, rows, setup.device)
     elif names := flags_with_rules(known, optimizer):
-        if n_rows is None:
+        if sources is None:
             decided = [name for name in decided if name not in BY_EPOCHS]
         values, work = values_by_rules(
             known,
             names,
             world_size,
             setup.device,
-            n_rows,
+            sources,
             model.parameters(known),
             lambda tokens: run_budgets(known, tokens, model),
         )

@@ -144,11 +144,8 @@ def train_resolved(
         progress.lock = lock_out_dir(out_dir)
     prepared = prepare_data(run)
     if resolved.run.open_flags:
-        known, n_rows = (
-            with_prepared(resolved.run, prepared),
-            prepared.train.rows(run.max_seq_len + 1),
-        )
-        run = with_auto_values(setup, known, resolved.optimizer, n_rows, initial.architecture)
+        known, sources = with_prepared(resolved.run, prepared), prepared.manifest["sources"]
+        run = with_auto_values(setup, known, resolved.optimizer, sources, initial.architecture)
         setup = replace(setup, run=run)
         resolved = setup.resolve()
     order, schedule = plan_data_and_schedule(

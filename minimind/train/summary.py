@@ -232,7 +232,8 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         n_rows = tokens // row_tokens  # several sources may have a few rows fewer
     run = with_derived_values(with_tokenizer(resolved.run), by, derived)
     if run.open_flags and (folder or not needs_text(run)):
-        decided = with_auto_values(setup, run, resolved.optimizer, n_rows, model)
+        sources = None if manifest is None else manifest["sources"]
+        decided = with_auto_values(setup, run, resolved.optimizer, sources, model)
         setup = replace(setup, run=decided)
         resolved = setup.resolve()
         run = with_derived_values(with_tokenizer(resolved.run), by, derived)
