@@ -13,11 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
+from minimind.config.flags import AUTO
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import (
     build_config,
     convert,
     load_yaml_texts,
+    stands_for_auto,
     suggest,
     type_name,
     unknown_keys,
@@ -166,12 +168,19 @@ def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path
     """Raise UsageError for a value that the flag refuses, or an invalid range."""
     where = f"dimensions of {path}"
     if not isinstance(dimension, Range):
-        values = [convert(name, text, where) for text in dimension]
+        values = [
+            text if stands_for_auto(name, text) else convert(name, text, where)
+            for text in dimension
+        ]
         if len(set(values)) < len(values):
             raise UsageError(f"{name} = {dimension} ({where}) has a value twice; remove one")
         return
     if type_name(FLAGS[name]) not in NUMERIC:
         raise UsageError(f"{name} ({where}) is no number; list its values instead of a range")
+    if AUTO in (dimension.low, dimension.high):
+        raise UsageError(
+            f"{name} ({where}) is a range to or from {AUTO}, which is no number; list its values"
+        )
     low, high = (convert(name, text, where) for text in (dimension.low, dimension.high))
     if low >= high:
         raise UsageError(f"{name}.low = {low} ({where}) is not below high = {high}; change one")
