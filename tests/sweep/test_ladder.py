@@ -355,11 +355,81 @@ def test_a_budget_that_needs_both_terms_is_refused_before_the_start(tmp_path, ca
     assert made.starts == []
 
 
-def test_a_changed_spec_is_refused_by_the_names_of_its_changes(tmp_path, capsys):
+GROWN: dict[str, Any] = {
+    "sizes": [{"dim": 160}, *CONTENT["sizes"]],
+    "tokens": [*CONTENT["tokens"], "4e8"],
+}
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_spec_that_grows_keeps_what_is_done(tmp_path, capsys, made, is_whole: bool):
+    made.statuses.update({} if is_whole else {"trial-0005": 3})
+    assert train(tmp_path) == (0 if is_whole else 3)
+    before = {**made.given}
+    made.statuses.clear()
+    made.starts.clear()
+    capsys.readouterr()
+    assert train(tmp_path, **GROWN) == 0
+    text = capsys.readouterr().out
+    kept = [name for name in before if is_whole or name != "trial-0005"]
+    assert not {*kept} & {*made.starts}
+    assert len({*kept, *made.starts}) == 17
+    assert sorted({*kept, *made.starts}) == [f"trial-{n:04d}" for n in range(17)]
+    combinations = {(flags["dim"], flags["max_tokens"]) for flags in made.given.values()}
+    assert len(combinations) == 17
+    for name, flags in made.given.items():  # the plan names the folders
+        size, tokens = str(flags["dim"]), str(flags["max_tokens"])
+        assert re.search(rf"^{name}  dim {size} .*{tokens} ", text, re.M)
+    assert "measured: loss" in text
+    starts = [*made.starts]
+    assert train(tmp_path, "--json", **GROWN) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 16
+    assert made.starts == starts
+
+
+def test_a_prediction_that_was_interrupted_waits_for_the_runs_that_are_new(tmp_path, capsys, made):
+    made.kill_at = LAST
+    with pytest.raises(Killed):
+        train(tmp_path)
+    made.kill_at = ""
+    made.starts.clear()
+    assert train(tmp_path, **GROWN) == 0
+    new = [f"trial-{n:04d}" for n in range(10, 17)]
+    assert made.starts == [*new, LAST]
+    text = capsys.readouterr().out
+    assert text.index("prediction for") < text.rindex(f"{LAST}: size dim 512")
+
+
+def test_another_run_is_predicted_by_the_runs_that_are_done(tmp_path, capsys, made):
     assert train(tmp_path, predict=None) == 0
-    assert train(tmp_path, tokens=["4e7", "2e8", "2e9"]) == 2
+    assert train(tmp_path) == 0
+    first = made.given[LAST]
+    sizes = [*CONTENT["sizes"], {"dim": 512}]
+    changes = {"tokens": [*CONTENT["tokens"], "5e9"], "sizes": sizes}
+    predict = {"size": {"dim": 768}, "tokens": "1e10"}
+    made.starts.clear()
+    assert train(tmp_path, predict=predict, **changes) == 0
+    assert made.given[LAST] is first  # it is one of the fit now
+    assert made.starts == [f"trial-{n:04d}" for n in range(10, 17)]
+    assert made.given["trial-0016"]["dim"] == "768"
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"tokens": ["4e7", "2e8", "2e9"]}, "tokens"),
+        ({"sizes": [{"dim": 128}, {"dim": 192}, {"dim": 256}, {"dim": 320}]}, "sizes"),
+        ({"flags": {**CONTENT["flags"], "n_layers": 5}}, "flags.n_layers"),
+    ],
+)
+def test_a_changed_spec_is_refused_by_the_names_of_its_changes(
+    tmp_path, capsys, made, changes: dict[str, Any], names: str
+):
+    made.stop_at = FITTED[1]
+    assert train(tmp_path, predict=None) == 75
+    assert train(tmp_path, **changes) == 2
     path, out = tmp_path / "spec.yaml", tmp_path / "out"
-    sentence = f"tokens, predict in {path} changed since --out {out} was started; restore it, or"
+    sentence = f"{names} in {path} changed since --out {out} was started; sizes, tokens and tokens_"
     assert sentence in capsys.readouterr().err
 
 
