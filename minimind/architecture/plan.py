@@ -374,8 +374,6 @@ def _advice(
                 " --deepspeed_config none)\n"
             )
     flags = " ".join(words)
-    if not (given or flags):  # without a flag the script runs an example
-        flags = "--batch_size auto"
     break_ = " \\\n    " if len(given) + len(flags) > WIDTH else " "
     others = [replace(here, world_size=gpus * n) for n in (2, 4, 8) if best.offload_optimizer]
     layouts = [recommend(shape, other, memory) for other in others]

@@ -145,6 +145,8 @@ def test_a_batch_that_the_text_decides_is_planned_for_the_largest_micro_batch(ca
     assert "\n256 rows, the largest of its rule.\n" in out
     assert "step        256 rows x 32 tokens x accumulation 1 x 2 processes" in out
     assert "--batch_size" not in command_of(out)
+    elsewhere = plan_output(capsys, f"{SMALL} --gpus 2 --source a=/none --source b=s3://b/b")
+    assert elsewhere.split("Recommended")[0] == out.split("Recommended")[0]
     by_tokens = plan_output(capsys, f"{SMALL} --gpus 2 --tokens 4e8")
     limited = plan_output(capsys, f"{SMALL} --gpus 2 --max_tokens 4e8")
     assert by_tokens.splitlines()[:4] == limited.splitlines()[:4]
@@ -156,13 +158,6 @@ def test_a_rule_whose_micro_batch_does_not_fit_is_replaced_by_numbers(capsys):
     assert "\nMicro-batches of 8 rows do not fit: the command sets the batch.\n" in out
     run = parse_flags(command_of(out))
     assert run.batch_size * run.accumulation_steps == 8 > run.batch_size
-
-
-def test_a_command_without_flags_asks_for_auto(capsys):
-    out = plan_output(capsys, "--gpus 4 --memory 80GiB --deepspeed_config none")
-    assert command_of(out) == ["--deepspeed_config", "none"]
-    out = plan_output(capsys, "--gpus 1 --memory 2GiB")
-    assert command_of(out)[-2:] in (["--deepspeed_config", "none"], ["--batch_size", "auto"])
 
 
 @pytest.mark.parametrize("optimizer", ["lion", "muon", "sgd"])

@@ -90,10 +90,11 @@ def parts_of(sources: Sequence[Source]) -> list[Part]:
 def described_text(run: RunConfig) -> dict[str, Any] | None:
     """Vocabulary and sources of the run's text as a manifest has them; reads no shards.
 
-    None if the text is raw, or a part of it is at a URL.
+    None if the text is raw, or a part of it is at a URL or not here.
     """
     if sources := sources_of(run):
-        if any(is_url(*source.paths) for source in sources):
+        paths = [path for source in sources for path in source.paths]
+        if any(is_url(path) or not Path(path).expanduser().exists() for path in paths):
             return None
         parts = parts_of(sources)
         return {**parts[0].manifest, "sources": _entries(parts)}
