@@ -1,6 +1,6 @@
 """`minimind plan`: memory, communication and FLOPs of a run, and the ZeRO stage that fits.
 
-Computed from the flags and the DeepSpeed file, without GPU, data or torch.
+Computed from the flags, the DeepSpeed file and the manifest of the text, without GPU or torch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from minimind.architecture.shape import Shape, flops_per_token, shape_of, with_s
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.deepspeed.rules import plain_faults
 from minimind.config.deepspeed.values import Facts, auto_values, offloads
+from minimind.config.flags import AUTO
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.parse import parse_flags, unknown_flag
+from minimind.config.rules import flags_with_rules, largest_micro_batch, needs_text, values_by_rules
 from minimind.config.run_config import (
     DEFAULT_DEEPSPEED_CONFIG,
     FLAGS,
@@ -74,20 +76,31 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
             "plan does not read weights, so --init_from has no effect; give the flags of its shape,"
             " or run the command itself with --dry_run"
         )
+    text = None
+    if run.source or run.stages or run.is_explicit("data_path"):
+        from minimind.data.prepare.mixed import described_text
+
+        text = described_text(run)
+    if text and not run.is_explicit("vocab_size"):
+        run = run.with_values("the text", vocab_size=text["vocab_size"])
     run, vocabulary = with_special_tokens(run)
     path = run.deepspeed_config or os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
     device = "cpu" if run.device == "cpu" else "cuda"
     config: Mapping[str, Any] = {}
     document: Mapping[str, Any] = {}
+    optimizer = OPTIMIZERS[run.optimizer].name
     if path != "none":
         document = read_deepspeed_json(path)
         resolved = resolve(document, path, run, machine.gpus, device)
-        run, config = resolved.run, resolved.config
+        run, config, optimizer = resolved.run, resolved.config, resolved.optimizer
     elif faults := plain_faults(run):
         raise fault_error(faults)
+    batch = ""
+    if "batch_size" in flags_with_rules(run, optimizer):
+        run, batch = _with_batch(run, machine, device, text)
     if run.stages:
         vocabulary += f"{_stages(run, machine.gpus)}\n\n"
-    text = f"{vocabulary}{plan_text(run, machine.gpus, config, machine, device)}"
+    text = f"{vocabulary}{plan_text(run, machine.gpus, config, machine, device)}{batch}"
     if machine.memory is None:
         return f"{text}\n\nGive --memory (of one GPU, say 24GiB) or --gpu_model to see what fits."
     current = layout_of(run, machine.gpus, config, device)
@@ -97,6 +110,43 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
         sizes = f"at most {needed.total / GIB:.2f} of {machine.memory / GIB:.2f} GiB"
         return f"{text}\n\n{verb}: {sizes}, with {HEADROOM:.0%} kept free."
     return f"{text}\n\n{_advice(run, current, machine, path, document)}"
+
+
+def _with_batch(
+    run: RunConfig, machine: Machine, device: str, text: Mapping[str, Any] | None
+) -> tuple[RunConfig, str]:
+    """The run with the rows of a step that the start decides, and a paragraph about them.
+
+    Where the text that decides them is not known, the run has the largest micro-batch of the rules.
+    """
+    shape, limited = shape_of(run), run
+    if text is None and needs_text(run):
+        limited = replace(run, epochs=None)
+        if machine.tokens is None or not needs_text(limited):
+            values: dict[str, int] = {}
+            if not run.is_explicit("accumulation_steps"):
+                values = largest_micro_batch(run, machine.gpus, device)
+            run = run.with_values(AUTO, **values)
+            return run, (
+                "\n\nauto: the text decides --batch_size at the start. The numbers are for"
+                f" micro-batches of\n{run.micro_batch_rows(machine.gpus)} rows"
+                + (", the largest of its rule." if values else ".")
+            )
+        limited = replace(limited, max_tokens=machine.tokens)
+    values, work = values_by_rules(
+        limited,
+        ["batch_size"],
+        machine.gpus,
+        device,
+        None if text is None else text["sources"],
+        shape.parameters,
+        lambda tokens: budget_steps(limited, tokens, shape.parameters, flops_per_token(shape)),
+    )
+    run = run.with_values(f"{AUTO}: as the start", **values)
+    return run, (
+        f"\n\nauto: --batch_size {run.batch_size} --accumulation_steps {run.accumulation_steps}, by"
+        f" the rule for {work.tokens:,} tokens"
+    )
 
 
 def _stages(run: RunConfig, world_size: int) -> str:
@@ -290,29 +340,40 @@ def _advice(
         best = largest_step(shape, here, memory) or best
     if best is None:
         return _no_fit(shape, here, memory)
+    if not run.is_explicit("batch_size"):  # larger micro-batches than those of the rule are no aim
+        own = replace(best, rows=here.rows, accumulation_steps=here.accumulation_steps)
+        best = own if fits(costs.memory(shape, own), memory) else best
     needed = costs.memory(shape, best)
     beside = needed.weights + needed.optimizer + needed.gradients + needed.buffers
     row = costs.activation_bytes(shape, replace(best, rows=1))
     largest = int((memory * (1 - HEADROOM) - beside) // row)
     host = f", {needed.host * gpus / GIB:.1f} GiB of RAM" if needed.host else ""
     rows = best.rows * (run.parallel(gpus).data_size if run.split_batches else 1)
-    given, flags = _command_flags(run), f"--batch_size {rows}"
-    flags += f" --accumulation_steps {best.accumulation_steps}"
+    given, change = _command_flags(run), ""
     same = replace(best, rows=here.rows, accumulation_steps=here.accumulation_steps) == here
-    change = ""
+    is_split = best.rows != here.rows
+    refusal = ""
+    if is_split and not run.is_explicit("batch_size"):
+        refusal = f"Micro-batches of {here.rows} rows do not fit: the command sets the batch.\n"
+    words = [
+        f"--{name} {value}"
+        for name, value in (("batch_size", rows), ("accumulation_steps", best.accumulation_steps))
+        if is_split or run.is_explicit(name)
+    ]
     if is_replaceable and not same:
-        flags += f" --deepspeed_config {FILES[_stage_of(best)]}"
+        words.append(f"--deepspeed_config {FILES[_stage_of(best)]}")
     elif run.is_explicit("deepspeed_config"):
         file = shipped or run.deepspeed_config
         if changes := _config_changes(here, best, document):
             file = COPY if shipped else file
             change = f"  {f'{COPY}, a copy of {path}' if shipped else path}: {changes}\n"
-        flags += f" --deepspeed_config {shlex.quote(str(file))}"
+        words.append(f"--deepspeed_config {shlex.quote(str(file))}")
         if gpus == 1 and not (shipped or path == "none"):
             change += (
                 f"  (one process has nothing to partition: unless {path} has other settings,"
                 " --deepspeed_config none)\n"
             )
+    flags = " ".join(words)
     break_ = " \\\n    " if len(given) + len(flags) > WIDTH else " "
     others = [replace(here, world_size=gpus * n) for n in (2, 4, 8) if best.offload_optimizer]
     layouts = [recommend(shape, other, memory) for other in others]
@@ -323,6 +384,7 @@ def _advice(
         f"{HEADROOM:.0%} stays free for the CUDA context and fragmentation;"
         f" the largest micro-batch that fits is {largest}.\n"
         + (f"With {more[0]} GPUs nothing has to be offloaded.\n" if more else "")
+        + refusal
         + _larger_batch(run, shape, best, largest, machine)
         + change
         + f"  NUM_PROCESSES={gpus} {LAUNCH} \\\n"
@@ -335,6 +397,7 @@ def _larger_batch(
 ) -> str:
     """Name a larger batch where that of `best` is only the default, and has room to grow."""
     is_default = not any(map(run.is_explicit, ("batch_size", "accumulation_steps")))
+    is_default = is_default and best.accumulation_steps == 1
     rows = largest - largest % 8 if largest >= 8 else largest
     if not is_default or run.split_batches or rows < 2 * best.rows:
         return ""
@@ -349,7 +412,7 @@ def _larger_batch(
         rate = run.learning_rate * (rows / best.rows) ** 0.5
         advice = f"its --learning_rate is about {rate:.1e} (by the square root of the rows)."
     return (
-        f"The {best.rows} rows are only the default. --batch_size {rows} takes"
+        f"No flag sets the {best.rows} rows. --batch_size {rows} takes"
         f" {costs.memory(shape, larger).total / GIB:.2f} GiB{speed};\n"
         f"{advice}\n"
     )

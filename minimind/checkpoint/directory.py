@@ -168,7 +168,11 @@ def manifest_text(manifest: dict[str, Any]) -> bytes:
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Read and validate the manifest and its hash; raise CheckpointError."""
-    manifest, text = read_object(directory / MANIFEST)
+    return checked_manifest(*read_object(directory / MANIFEST), directory)
+
+
+def checked_manifest(manifest: dict[str, Any], text: bytes, directory: Path) -> dict[str, Any]:
+    """Validate a parsed manifest of a checkpoint, and its hash; raise CheckpointError."""
     if "sha256" not in manifest:
         raise CheckpointError("is no manifest")
     body = {key: value for key, value in manifest.items() if key != "sha256"}
@@ -180,8 +184,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not is_whole or text != manifest_text(manifest):
         raise CheckpointError("does not match its own sha256")
     if body.get("format") != FORMAT:
-        text = shown(body.get("format"))
-        raise CheckpointError(f"has format {text}, this version reads {FORMAT}")
+        other = shown(body.get("format"))
+        raise CheckpointError(f"has format {other}, this version reads {FORMAT}")
     require_manifest(manifest)
     own_name = step_directory(directory, manifest["step"]).name
     if NAME.fullmatch(directory.name) and directory.name != own_name:

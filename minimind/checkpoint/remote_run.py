@@ -21,6 +21,7 @@ from minimind.checkpoint.directory import (
     NAME,
     OWNER,
     Rejected,
+    checked_manifest,
     read_manifest,
     rejected,
     step_directory,
@@ -28,7 +29,7 @@ from minimind.checkpoint.directory import (
 )
 from minimind.checkpoint.retention import VALIDATION
 from minimind.errors import CheckpointError, DataError, StorageError
-from minimind.runtime.checked_json import MAX_BYTES
+from minimind.runtime.checked_json import MAX_BYTES, parse_object
 from minimind.runtime.download import RemoteObject, download, etag_of
 from minimind.runtime.durable_files import storing, sync_directory, write_durably
 from minimind.runtime.filesystem import AWS, LOCAL, Truncated, open_filesystem, retrying, scheme_of
@@ -199,6 +200,12 @@ class RemoteRun:
         before_manifest()
         self.write(f"{prefix}/{MANIFEST}", (directory / MANIFEST).read_bytes())
         return size
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """The manifest of a checkpoint; raise CheckpointError if it is damaged or gone."""
+        directory = step_directory(Path(CHECKPOINTS), step)
+        content = self.read(f"{directory}/{MANIFEST}") or b""
+        return checked_manifest(parse_object(content), content, directory)
 
     def fetch(self, step: int, into: Path) -> Rejected | None:
         """Fetch a checkpoint into the new folder `into`, and verify it; return its damage."""

@@ -432,7 +432,7 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
     for layer, source_of in _layers(given, source, all_faults):
         for name in layer:
             where = source_of.format(name=name)
-            if layer[name] == AUTO and (name in RULED or "takes_auto" in FLAGS[name].metadata):
+            if stands_for_auto(name, layer[name]):
                 values.pop(name, None)
                 sources[name] = unset[name]
                 continue
@@ -567,6 +567,11 @@ def config_file(place: str) -> Path:
             raise UsageError(f"--model hf:{place}: {adapter}")
         raise UsageError(f"--model hf:{place}: has no config.json; name a directory that has one")
     return path
+
+
+def stands_for_auto(name: str, raw: Any) -> bool:
+    """Whether `raw` leaves a flag to its rule or its default, as if it were not given."""
+    return raw == AUTO and (name in RULED or "takes_auto" in FLAGS[name].metadata)
 
 
 def convert(name: str, raw: Any, source: str) -> Any:

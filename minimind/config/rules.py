@@ -8,10 +8,13 @@ is fitted to the runs of benchmarks/default_rules.py (docs/measurements.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from minimind.config.run_config import RunConfig
+from minimind.config.schedule import planned_decay, run_length
 
 # Ends of the runs that the rules are fitted to, beyond which the numbers stay as they are.
 FEWEST_PARAMETERS, FEWEST_TOKENS, MOST_EPOCHS = 278_976, 2**18, 12.0
@@ -79,6 +82,12 @@ def suited_rows(unit: int, row_tokens: int, tokens: float, most: int) -> int:
     return rows
 
 
+def smallest_step(run: RunConfig, world_size: int) -> int:
+    """Rows of a step with one row in each micro-batch."""
+    micro_batches = run.accumulation_steps if run.is_explicit("accumulation_steps") else 1
+    return run.parallel(world_size).data_size * micro_batches
+
+
 def batch_values(run: RunConfig, world_size: int, rows: int, device: str) -> dict[str, int]:
     """--batch_size for `rows` of a step, and --accumulation_steps unless that is given.
 
@@ -95,7 +104,98 @@ def batch_values(run: RunConfig, world_size: int, rows: int, device: str) -> dic
     return {"batch_size": micro_batch * data_size if run.split_batches else micro_batch, **values}
 
 
+def largest_micro_batch(run: RunConfig, world_size: int, device: str) -> dict[str, int]:
+    """--batch_size of the largest micro-batch of `batch_values`, which is a power of two."""
+    most = max(1, MICRO_BATCH_TOKENS[device] // run.max_seq_len)
+    rows = 2 ** (most.bit_length() - 1) * (
+        run.parallel(world_size).data_size if run.split_batches else 1
+    )
+    return {"batch_size": rows}
+
+
+def mean_epochs(
+    reads: Sequence[tuple[int, Mapping[str, float] | None]], sizes: Mapping[str, int]
+) -> float:
+    """How often a source is read, as the mean over the tokens that are read.
+
+    `reads` has tokens and the weights by which sources have a share of them (None: by their size),
+    `sizes` the tokens of each source.
+    """
+    total = sum(tokens for tokens, _ in reads)
+    if all(weights is None for _, weights in reads):
+        return total / max(1, sum(sizes.values()))
+    of_source = dict.fromkeys(sizes, 0.0)
+    for tokens, weights in reads:
+        shares = sizes if weights is None else weights
+        for name in shares.keys() & sizes:  # the start refuses another name
+            of_source[name] += tokens * shares[name] / sum(shares.values())
+    return sum(read / total * read / max(1, sizes[name]) for name, read in of_source.items())
+
+
 def suited_values(names: Iterable[str], work: Workload) -> dict[str, float]:
     """Values of the rules for these flags; rates have three digits, as people write them."""
     values = {name: RULES[name](work) for name in names if name in RULES}
     return {n: v if isinstance(v, int) else float(f"{v:.3g}") for n, v in values.items()}
+
+
+def needs_text(run: RunConfig) -> bool:
+    """Whether the length of the run, and with it the rules, depend on its text."""
+    limits = (run.max_steps, run.max_tokens, run.max_flops, run.tokens_per_param)
+    return run.epochs is not None or not any(limits)
+
+
+def values_by_rules(
+    run: RunConfig,
+    names: Collection[str],
+    world_size: int,
+    device: str,
+    sources: Sequence[Mapping[str, Any]] | None,
+    parameters: int,
+    budgets_of: Callable[[int], Mapping[str, int]],
+) -> tuple[dict[str, Any], Workload]:
+    """Values of the rules for the flags `names`, and what they follow from.
+
+    Those that follow from epochs are left out without `sources`, those of the text as its manifest
+    has them. `budgets_of` has the steps within each budget, as `budget_steps`, by tokens of a step.
+    """
+    rows_of = {
+        one["name"]: one["tokens"]["train"] // (run.max_seq_len + 1) for one in sources or ()
+    }
+    of_text = sys.maxsize if sources is None else sum(rows_of.values())
+
+    def length(rows: int) -> int:
+        """Steps of so many rows, of all stages alike."""
+        budgets = budgets_of(rows * run.max_seq_len)
+        is_staged = run.stages is not None and bool(budgets)
+        limited = replace(run, max_steps=None) if is_staged else run  # other steps
+        return run_length(limited, of_text // rows, budgets)
+
+    values: dict[str, Any] = {}
+    if "batch_size" in names:
+        unit = smallest_step(run, world_size)
+        # With --max_steps the batch decides the tokens: those of the plain one count.
+        rows = unit if run.max_steps is None else unit * run.batch_size
+        rows = min(rows, max(unit, of_text))
+        most = min(of_text, length(rows) * rows)
+        rows = suited_rows(unit, run.max_seq_len, length(rows) * rows * run.max_seq_len, most)
+        values = batch_values(run, world_size, rows, device)
+    else:
+        rows = run.rows_per_step(world_size)
+    steps = length(rows)
+    decay, tokens = planned_decay(run, steps), steps * rows * run.max_seq_len
+    weights = [one["weight"] for one in sources or ()]
+    of_sources = None if None in weights else dict(zip(rows_of, weights, strict=True))
+    reads = [(tokens, of_sources)]
+    if run.stages is not None:
+        from minimind.config.stages import plan_stages
+
+        batch = batch_values(run, world_size, rows, device)
+        staged = run.with_values("auto", **batch, warmup_steps=0)
+        _, stages, schedule = plan_stages(staged, world_size, budgets_of(1))
+        reads = [(one.tokens, one.weights or of_sources) for one in stages]
+        tokens = sum(one.tokens for one in stages)
+        steps, decay = schedule.total_steps, schedule.decay_steps
+    epochs = mean_epochs(reads, {name: n * run.max_seq_len for name, n in rows_of.items()})
+    work = Workload(parameters, tokens, epochs, steps - decay)
+    known = [name for name in names if sources is not None or name not in BY_EPOCHS]
+    return {**suited_values(known, work), **values}, work

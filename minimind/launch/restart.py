@@ -191,7 +191,8 @@ def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
     """Return the launch with the most processes that takes as many rows per step as before.
 
     If several have as many processes, take the one with the most hosts. `now` is the number of
-    processes that were started last. Raise PeerError if there is none.
+    processes that were started last. Fewer processes take more micro-batches, but larger ones where
+    stages have batches over all processes, which no flag changes. Raise PeerError if there is none.
     """
     if layout is None:  # nothing is known of the batch
         processes = sum(host.processes for host in hosts)
@@ -203,12 +204,17 @@ def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
         )
     group = layout.group_size
     micro_batches = layout.accumulation_steps * layout.world_size // group
+    unit = layout.split_unit or micro_batches
     by_size = sorted(hosts, key=lambda host: (-host.processes, host.rank))
     choices = [
-        Choice(sorted(by_size[:count], key=lambda host: host.rank), each, micro_batches // groups)
+        Choice(
+            sorted(by_size[:count], key=lambda host: host.rank),
+            each,
+            layout.accumulation_steps if layout.split_unit else micro_batches // groups,
+        )
         for count in range(1, len(hosts) + 1)
         for each in range(1, by_size[count - 1].processes + 1)
-        if count * each % group == 0 and micro_batches % (groups := count * each // group) == 0
+        if count * each % group == 0 and unit % (groups := count * each // group) == 0
     ]
     if not choices:
         raise PeerError(
@@ -318,6 +324,9 @@ class Restart:
         found = variables(self.launched, choice, self.me)
         flags = self._flags(choice)
         changes = [f", --{n} {v} instead of {getattr(self.layout, n)}" for n, v in flags.items()]
+        if self.layout and self.layout.split_unit and choice.processes != self.layout.world_size:
+            times = self.layout.world_size / choice.processes
+            changes.append(f", with {times:.3g} times the rows in a micro-batch")
         wait = back_off(self.number, first)
         _say(
             f"{lost}; restart {self.number} of {most} in {wait} s on {choice.processes} of"

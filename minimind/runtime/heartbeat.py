@@ -120,6 +120,7 @@ class Layout:
     resume: str
     fixed_by: str  # the file that fixes accumulation_steps; empty if a flag can change it
     group_size: int = 1  # workers that read the same rows
+    split_unit: int = 0  # divides the batches of stages, which count over all workers; 0: none
 
 
 def record_layout(rank: int, layout: Layout) -> None:

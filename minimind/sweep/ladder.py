@@ -18,8 +18,7 @@ from pydantic import Field
 
 from minimind.architecture.shape import flops_per_token, shape_of
 from minimind.config.run_config import RunConfig
-from minimind.data.prepare.prepared import is_prepared
-from minimind.data.shards.manifest import read_manifest
+from minimind.data.prepare.mixed import described_text
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import NumericError, UsageError, fault_error
 from minimind.report import formats
@@ -68,6 +67,9 @@ class Ladder(Spec, Sweep):
 
     command: ClassVar[str] = "minimind scaling run"
     max_failures: ClassVar[int] = 1
+    growing: ClassVar[tuple[str, ...]] = ("sizes", "tokens", "tokens_per_param")
+    free: ClassVar[tuple[str, ...]] = ("predict",)
+    growth: ClassVar[str] = "sizes, tokens and tokens_per_param may grow, predict may change"
     dimensions: dict[str, Dimension] = Field(exclude=True)
     trials: int | None = Field(exclude=True)
     runs: list[tuple[str, str]] = Field(exclude=True)  # choices of each run
@@ -201,11 +203,10 @@ def _planned(ladder: Ladder, parameters: Mapping[str, str], path: str) -> Point:
                 f"{name} = {getattr(run, name)} ({run.sources[name]}), but the law is of our dense"
                 " decoder, trained from its start; remove it"
             )
-    text = run.data_path[0]
     if run.tokenizer is not None:
         run = run.with_values("tokenizer", vocab_size=load_tokenizer(run.tokenizer).vocab_size)
-    elif is_prepared(text):
-        run = run.with_values(text, vocab_size=read_manifest(Path(text))["vocab_size"])
+    elif text := described_text(run):
+        run = run.with_values("the text", vocab_size=text["vocab_size"])
     return _point(", ".join(parameters.values()), run)
 
 
@@ -224,13 +225,13 @@ def _point(name: str, run: RunConfig) -> Point:
     )
 
 
-def plan_text(ladder: Ladder, points: Sequence[Point]) -> str:
+def plan_text(ladder: Ladder, points: Sequence[Point], folders: Sequence[str]) -> str:
     """The runs for a terminal, a line each, and their sum."""
     head = ["trial", *ladder.dimensions, "parameters", "tokens", "FLOPs", ""]
     flops = [one.tokens * (one.flops_per_token or nan) for one in points]
     rows = [
         [
-            f"{PREFIX}{n:04d}",
+            folders[n],
             *choices.values(),
             f"{one.parameters:,.0f}",
             f"{one.tokens:,.0f}",
@@ -256,14 +257,17 @@ def run_ladder(
     printed.
     """
     ladder = read_ladder(path)
-    points = plan(ladder, path, flops, tokens)
-    print(plan_text(ladder, points), flush=True)
+    points, grid = plan(ladder, path, flops, tokens), ladder.grid()
     if place is None:
+        print(plan_text(ladder, points, [f"{PREFIX}{n:04d}" for n in range(len(grid))]))
         return 0
     with opened(ladder, path, place, points[0].run.device, parallel) as trials:
+        study = trials.study
+        folders = study.folders(grid)  # those of runs that an earlier spec had stay
+        print(plan_text(ladder, points, folders), flush=True)
         if status := trials.run():
             return status
-        done = _collected(place, trials.study.rows()[: ladder.trials])
+        done = _collected(place, study.rows(), folders[: ladder.trials])
         result = answer(done, flops, tokens)
         if ladder.predict:
             vocabulary = done.used[0].run.vocab_size  # of raw text, which is known now
@@ -273,10 +277,10 @@ def run_ladder(
             loss = result.fit.prediction(one.parameters, one.tokens)
             prediction = Prediction(one.name, one.parameters, one.tokens, loss)
             print(f"\n{prediction.as_text()}\n", flush=True)
-            trials.study.sweep = ladder.model_copy(update={"trials": None})
+            study.sweep = ladder.model_copy(update={"trials": None})
             if status := trials.run():
                 return status
-            ended = _collected(place, trials.study.rows()[-1:])
+            ended = _collected(place, study.rows(), folders[-1:])
             if not ended.used:
                 ((name, reason),) = ended.left_out.items()
                 print(f"{ladder.command}: no loss to compare: {name} {reason}", file=sys.stderr)
@@ -287,8 +291,9 @@ def run_ladder(
         return result
 
 
-def _collected(place: Path, rows: Sequence[Row]) -> Points:
-    """The points of the trials that are done, with the ends of the others as reasons."""
+def _collected(place: Path, rows: Sequence[Row], folders: Sequence[str]) -> Points:
+    """The points of these trials that are done, with the ends of the others as reasons."""
+    rows = [row for row in rows if row.folder in folders]
     points = collect([place / row.folder for row in rows if row.kind == "done"])
     ended = {row.folder: row.status for row in rows if row.kind != "done"}
     return Points(points.used, points.left_out | ended)

@@ -1,7 +1,8 @@
 """The study of a sweep in DIR/sweep.db, and its trials as a table.
 
 A trial of a sweep is a folder. Optuna's record of one that was interrupted is closed as failed, and
-a new one with the same parameters and folder is put at the head of its queue.
+a new one with the same parameters and folder is put into its queue. Parameters of a grid are an
+attribute of the trial, since Optuna's choices cannot grow.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -41,6 +43,7 @@ LIBRARIES = ("optuna", "sqlalchemy", "alembic", "sqlite3")
 PREFIX = "trial-"  # prefix of folders
 # Attributes of a study and of its trials.
 CONTENT, FOLDER, PID, STEPS, STATUS = "sweep", "folder", "pid", "steps", "status"
+POINT = "point"  # parameters of a trial of a grid
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,9 @@ class Study:
     def __init__(self, sweep: Sweep, place: Path, path: str) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.sweep, self.place = sweep, place
-        self._distributions = {n: distribution_of(n, d) for n, d in sweep.dimensions.items()}
+        self._is_grid = sweep.sampler == "grid"
+        sampled = {} if self._is_grid else sweep.dimensions
+        self._distributions = {n: distribution_of(n, d) for n, d in sampled.items()}
         storage = optuna.storages.RDBStorage(
             _url(place / DATABASE),
             engine_kwargs={"poolclass": NullPool},  # no connection stays open between two uses
@@ -111,10 +116,9 @@ class Study:
         before = self._study.user_attrs.get(CONTENT)
         content = masked_values(self.sweep.model_dump(mode="json"))
         if before and (changed := changed_fields(json.loads(before), self.sweep)):
-            growth = "only trials may grow: " if "trials" in content else ""
             raise UsageError(
                 f"{', '.join(changed)} in {path} changed since --out {self.place} was started;"
-                f" {growth}restore it, or give another --out"
+                f" {self.sweep.growth}: restore it, or give another --out"
             )
         self._study.set_user_attr(CONTENT, json.dumps(content))
 
@@ -127,8 +131,7 @@ class Study:
             if trial.state == TrialState.RUNNING:
                 folder = trial.user_attrs[FOLDER]
                 if folder not in queued:  # otherwise it was killed between the two lines below
-                    fixed = trial.system_attrs.get("fixed_params", {})
-                    self._queue({**fixed, **trial.params}, folder)
+                    self._queue(_parameters_of(trial), folder)
                 self._study.tell(trial.number, state=TrialState.FAIL)
                 interrupted.append((folder, trial.user_attrs.get(PID)))
         return interrupted
@@ -138,26 +141,51 @@ class Study:
         self._queue(trial.parameters, trial.folder)
 
     def _queue(self, parameters: Mapping[str, Any], folder: str) -> None:
-        self._study.enqueue_trial(dict(parameters), user_attrs={FOLDER: folder})
+        attributes: dict[str, Any] = {FOLDER: folder}
+        sampled = dict(parameters)
+        if self._is_grid:
+            attributes[POINT], sampled = sampled, {}
+        self._study.enqueue_trial(sampled, user_attrs=attributes)
+
+    def folders(self, points: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Folders of points of a grid: of their trials, and new ones for the others in this order.
+
+        New ones follow those of all trials.
+        """
+        trials = self._study.get_trials(deepcopy=False)
+        known = {frozenset(_parameters_of(t).items()): t.user_attrs[FOLDER] for t in trials}
+        new = count(len({trial.user_attrs[FOLDER] for trial in trials}))
+        keys = (frozenset(point.items()) for point in points)
+        return [known.get(key) or f"{PREFIX}{next(new):04d}" for key in keys]
 
     def next_trial(self) -> Trial | None:
         """The next trial: an interrupted one, or a new one; None if there are as many as wanted."""
         trials = self._study.get_trials(deepcopy=False)
-        waiting = [t.user_attrs[FOLDER] for t in trials if t.state == TrialState.WAITING]
-        number = len({trial.user_attrs[FOLDER] for trial in trials})
-        if waiting:
-            number = int(waiting[0].removeprefix(PREFIX))
-        if number >= self.sweep.total:
-            return None
-        if not waiting:  # queued first, so that a trial has its folder from the beginning
-            is_grid = self.sweep.sampler == "grid"
-            self._queue(self.sweep.grid()[number] if is_grid else {}, f"{PREFIX}{number:04d}")
+        if self._is_grid:
+            points = self.sweep.grid()[: self.sweep.total]
+            wanted = dict(zip(self.folders(points), points, strict=True))
+        else:
+            wanted = {f"{PREFIX}{n:04d}": {} for n in range(self.sweep.total)}
+        waiting = (t.user_attrs[FOLDER] for t in trials if t.state == TrialState.WAITING)
+        folder = next((one for one in waiting if one in wanted), None)
+        if folder is None:  # queued first, so that a trial has its folder from the beginning
+            known = {trial.user_attrs[FOLDER] for trial in trials}
+            folder = next((one for one in wanted if one not in known), None)
+            if folder is None:
+                return None
+            self._queue(wanted[folder], folder)
         # Every trial has a seed of its own: a sweep that was killed proposes the same ones.
+        number = int(folder.removeprefix(PREFIX))
         seed = int(np.random.SeedSequence([self.sweep.seed, number]).generate_state(1)[0])
         samplers = optuna.samplers
         sampler = samplers.TPESampler if self.sweep.sampler == "tpe" else samplers.RandomSampler
         self._study.sampler = sampler(seed=seed)
-        return Trial(self._study, self._study.ask(self._distributions))
+        while True:
+            trial = Trial(self._study, self._study.ask(self._distributions))
+            if trial.folder in wanted:
+                return trial
+            self.requeue(trial)  # a prediction, whose turn is after the runs of its law
+            trial.interrupt()
 
     def rows(self) -> list[Row]:
         """The trials by folder, as far as they are recorded."""
@@ -175,7 +203,7 @@ class Trial:
     def __init__(self, study: optuna.Study, trial: optuna.Trial) -> None:
         self._study, self._trial = study, trial
         self.folder: str = trial.user_attrs[FOLDER]
-        self.parameters: dict[str, Any] = dict(trial.params)
+        self.parameters: dict[str, Any] = trial.user_attrs.get(POINT, trial.params)
         self._reported: set[int] = set()
 
     def record_process(self, pid: int) -> None:
@@ -219,6 +247,12 @@ def distribution_of(name: str, dimension: Dimension) -> BaseDistribution:
     return FloatDistribution(low, high, log=dimension.log, step=step)
 
 
+def _parameters_of(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
+    """Parameters of a trial that runs, waits or has ended."""
+    sampled = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+    return trial.user_attrs.get(POINT, sampled)
+
+
 def _row(folder: str, trial: optuna.trial.FrozenTrial) -> Row:
     curve = dict(sorted(trial.intermediate_values.items()))
     last = next(reversed(curve.values()), math.nan)
@@ -227,7 +261,7 @@ def _row(folder: str, trial: optuna.trial.FrozenTrial) -> Row:
     kind = kinds.get(trial.state, "interrupted") if status else "interrupted"
     return Row(
         folder=folder,
-        parameters=trial.params,
+        parameters=_parameters_of(trial),
         metric=last if trial.value is None else trial.value,
         curve=curve,
         steps=trial.user_attrs.get(STEPS, next(reversed(curve), 0)),

@@ -13,11 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
+from minimind.config.flags import AUTO
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import (
     build_config,
     convert,
     load_yaml_texts,
+    stands_for_auto,
     suggest,
     type_name,
     unknown_keys,
@@ -65,6 +67,9 @@ class Sweep(Checked):
 
     command: ClassVar[str] = "minimind sweep"
     max_failures: ClassVar[int] = 3  # trials in a row that may fail before the sweep ends
+    growing: ClassVar[tuple[str, ...]] = ("trials",)  # fields that may grow in a folder
+    free: ClassVar[tuple[str, ...]] = ()  # fields that may change there
+    growth: ClassVar[str] = "only trials may grow"
 
     flags: dict[str, Any]
     dimensions: dict[str, Dimension] = Field(min_length=1)
@@ -166,12 +171,19 @@ def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path
     """Raise UsageError for a value that the flag refuses, or an invalid range."""
     where = f"dimensions of {path}"
     if not isinstance(dimension, Range):
-        values = [convert(name, text, where) for text in dimension]
+        values = [
+            text if stands_for_auto(name, text) else convert(name, text, where)
+            for text in dimension
+        ]
         if len(set(values)) < len(values):
             raise UsageError(f"{name} = {dimension} ({where}) has a value twice; remove one")
         return
     if type_name(FLAGS[name]) not in NUMERIC:
         raise UsageError(f"{name} ({where}) is no number; list its values instead of a range")
+    if AUTO in (dimension.low, dimension.high):
+        raise UsageError(
+            f"{name} ({where}) is a range to or from {AUTO}, which is no number; list its values"
+        )
     low, high = (convert(name, text, where) for text in (dimension.low, dimension.high))
     if low >= high:
         raise UsageError(f"{name}.low = {low} ({where}) is not below high = {high}; change one")
@@ -263,16 +275,23 @@ def first_config(sweep: Sweep, path: str) -> RunConfig:
 
 
 def changed_fields(before: Mapping[str, Any], sweep: Sweep) -> list[str]:
-    """Names of the fields that differ, as `dimensions.dim`; `trials` may have grown."""
+    """Names of the fields that differ, as `dimensions.dim`; some may have grown or be free."""
     before, now = masked_values(before), masked_values(sweep.model_dump())
     changed = []
     for name, value in now.items():
         old = before.get(name)
-        if name == "trials":
-            changed += ["trials"] * bool(old and value and value < old)
-        elif isinstance(value, dict) and isinstance(old, dict):
+        if name in sweep.growing:
+            changed += [name] * (not _has_grown(old, value))
+        elif isinstance(value, dict) and isinstance(old, dict) and name not in sweep.free:
             keys = [key for key in {**old, **value} if old.get(key) != value.get(key)]
             changed += [f"{name}.{key}" for key in keys]
-        elif value != old:
+        elif value != old and name not in sweep.free:
             changed.append(name)
     return changed
+
+
+def _has_grown(old: Any, new: Any) -> bool:
+    """Whether a number is as high as before, or a list has all that it had."""
+    if isinstance(new, list):
+        return all(one in new for one in old or ())
+    return not old or not new or new >= old

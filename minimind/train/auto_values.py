@@ -2,127 +2,107 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from minimind.architecture.select import Architecture
-from minimind.checkpoint.directory import read_manifest
+from minimind.checkpoint.directory import read_manifest, step_directory
 from minimind.checkpoint.resume import requested_checkpoints
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.flags import AUTO
 from minimind.config.parse import convert
 from minimind.config.rules import (
     BY_EPOCHS,
-    Workload,
     batch_values,
     flags_with_rules,
-    suited_rows,
-    suited_values,
+    smallest_step,
+    values_by_rules,
 )
 from minimind.config.run_config import RunConfig
-from minimind.config.schedule import planned_decay, run_length
 from minimind.errors import CheckpointError, UsageError
 from minimind.report.formats import size
 from minimind.train.build import run_budgets
 
 
 def with_auto_values(
-    setup: Setup, known: RunConfig, optimizer: str, n_rows: int | None, model: Architecture
+    setup: Setup,
+    known: RunConfig,
+    optimizer: str,
+    sources: Sequence[Mapping[str, Any]] | None,
+    model: Architecture,
 ) -> RunConfig:
     """Return the run of `setup` with numbers for the flags that are "auto" in `known`.
 
     `known` has what files and text decide. The numbers are those of the checkpoint from which the
     run resumes, else those of the rules, else the plain ones of the flags. What is decided by
-    epochs stays open without `n_rows`, the rows of the text.
+    epochs stays open without `sources`, those of the manifest of the text.
     """
     world_size, decided = setup.launch.world_size, known.open_flags
     values: dict[str, Any] = {}
-    rows, source = 0, AUTO
-    unit = known.parallel(world_size).data_size
-    unit *= known.accumulation_steps if known.is_explicit("accumulation_steps") else 1
+    source = AUTO
     if saved := _checkpoint_to_resume(known):
-        path, values, rows = saved
-        names, source = [*values, *(["batch_size"] if rows else [])], f"{AUTO}: as in {path.name}"
-        if rows % unit:
+        place, manifest = saved
+        source = f"{AUTO}: as in {place.rpartition('/')[2]}"
+        values, rows = _numbers(known, place, manifest)
+        if rows % (unit := smallest_step(known, world_size)):
             raise UsageError(
-                f"batch_size = {AUTO}: the {rows} rows of a step in {path} cannot be divided over"
+                f"batch_size = {AUTO}: the {rows} rows of a step in {place} cannot be divided over"
                 f" {unit} processes and micro-batches; start processes that divide them, or give"
                 " --batch_size with --allow_change batch"
             )
+        if rows:
+            values |= batch_values(known, world_size, rows, setup.device)
     elif names := flags_with_rules(known, optimizer):
-        if n_rows is None:
+        if sources is None:
             decided = [name for name in decided if name not in BY_EPOCHS]
-        of_text = sys.maxsize if n_rows is None else n_rows
-
-        def length(rows: int) -> int:
-            """Steps of so many rows, of all stages alike."""
-            budgets = run_budgets(known, rows * known.max_seq_len, model)
-            is_staged = known.stages is not None and bool(budgets)
-            limited = replace(known, max_steps=None) if is_staged else known  # other steps
-            return run_length(limited, of_text // rows, budgets)
-
-        if "batch_size" in names:
-            # With --max_steps the batch decides the tokens: those of the plain one count.
-            rows = unit if known.max_steps is None else unit * known.batch_size
-            rows = min(rows, max(unit, of_text))
-            tokens = length(rows) * rows * known.max_seq_len
-            most = min(of_text, tokens // known.max_seq_len)
-            rows = suited_rows(unit, known.max_seq_len, tokens, most)
-        else:
-            rows = known.rows_per_step(world_size)
-        steps = length(rows)
-        decay = planned_decay(known, steps)
-        tokens = steps * rows * known.max_seq_len
-        if known.stages is not None:
-            tokens, steps, decay = _of_stages(known, setup, rows, model)
-        work = Workload(
-            parameters=model.parameters(known),
-            tokens=tokens,
-            epochs=tokens / max(1, of_text * known.max_seq_len),
-            steps=steps - decay,
+        values, work = values_by_rules(
+            known,
+            names,
+            world_size,
+            setup.device,
+            sources,
+            model.parameters(known),
+            lambda tokens: run_budgets(known, tokens, model),
         )
-        values, source = suited_values(set(names) & set(decided), work), f"{AUTO}: {_text(work)}"
-    if "batch_size" in names:
-        values |= batch_values(known, world_size, rows, setup.device)
+        several = f", {work.epochs:.3g} epochs" if work.epochs > 1 else ""
+        source = f"{AUTO}: {size(work.parameters)} parameters, {size(work.tokens)} tokens{several}"
     plain = {name: getattr(known, name) for name in decided if name not in values}
     return setup.run.with_values("default", **plain).with_values(source, **values)
 
 
-def _text(work: Workload) -> str:
-    several = f", {work.epochs:.3g} epochs" if work.epochs > 1 else ""
-    return f"{size(work.parameters)} parameters, {size(work.tokens)} tokens{several}"
+def _checkpoint_to_resume(run: RunConfig) -> tuple[str, dict[str, Any]] | None:
+    """Place and manifest of the checkpoint that --resume asks for; None if there is none.
 
-
-def _of_stages(
-    run: RunConfig, setup: Setup, rows: int, model: Architecture
-) -> tuple[int, int, int]:
-    """Tokens and steps of the stages of a run of `rows`, and the steps of the decay."""
-    from minimind.config.stages import plan_stages
-
-    world_size = setup.launch.world_size
-    values = {**batch_values(run, world_size, rows, setup.device), "warmup_steps": 0}
-    budgets = run_budgets(run, 1, model)
-    _, stages, schedule = plan_stages(run.with_values(AUTO, **values), world_size, budgets)
-    return sum(one.tokens for one in stages), schedule.total_steps, schedule.decay_steps
-
-
-def _checkpoint_to_resume(run: RunConfig) -> tuple[Path, dict[str, Any], int] | None:
-    """The checkpoint that --resume asks for, its numbers for open flags, and the rows of a step.
-
-    None if there is none. The resume itself reports a damaged one, and takes the next.
+    It is at --mirror if none here is as new. The resume itself reports a damaged one, and takes the
+    next.
     """
+    found, newest = None, -1
     for path in requested_checkpoints(Path(run.out_dir) / "checkpoints", run.resume):
         with suppress(CheckpointError):
-            manifest = read_manifest(path)
-            return path, *_numbers(run, path, manifest)
-    return None
+            found = str(path), read_manifest(path)
+            newest = found[1]["step"]
+            break
+    if run.mirror is None or run.resume != "auto":
+        return found
+    from minimind.checkpoint.remote_run import CHECKPOINTS, RemoteRun, complete
+
+    remote = RemoteRun(run.mirror)
+    for step in complete(remote.files()):
+        if step <= newest:
+            break
+        with suppress(CheckpointError):
+            place = step_directory(Path(CHECKPOINTS), step)
+            return f"{remote.shown}/{place}", remote.manifest(step)
+    return found
 
 
-def _numbers(run: RunConfig, path: Path, manifest: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The numbers of a manifest for open flags, without values that no flag can have."""
+def _numbers(run: RunConfig, place: str, manifest: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The numbers of a manifest for open flags, and the rows of a step.
+
+    Values that no flag can have are left out.
+    """
     groups = manifest["identity"]
     saved = {**groups.get("lr", {}), **groups.get("schedule", {}), **manifest}
     saved["batch_size"] = saved.get("micro_batch_rows")
@@ -130,10 +110,10 @@ def _numbers(run: RunConfig, path: Path, manifest: dict[str, Any]) -> tuple[dict
     for name in (*run.open_flags, "accumulation_steps"):
         with suppress(UsageError):
             if saved.get(name) is not None:
-                found[name] = convert(name, saved[name], str(path))
+                found[name] = convert(name, saved[name], place)
     micro_batches, rows = found.pop("accumulation_steps", 0), found.pop("batch_size", 0)
     group = 1
     for name in ("tensor_parallel", "sequence_parallel"):
         with suppress(UsageError):
-            group *= convert(name, saved.get(name, 1), str(path))
+            group *= convert(name, saved.get(name, 1), place)
     return found, rows * micro_batches * manifest["world_size"] // group

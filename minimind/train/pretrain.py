@@ -8,6 +8,7 @@ import shlex
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import gcd
 from pathlib import Path
 
 from minimind.checkpoint.directory import TrainState
@@ -144,11 +145,8 @@ def train_resolved(
         progress.lock = lock_out_dir(out_dir)
     prepared = prepare_data(run)
     if resolved.run.open_flags:
-        known, n_rows = (
-            with_prepared(resolved.run, prepared),
-            prepared.train.rows(run.max_seq_len + 1),
-        )
-        run = with_auto_values(setup, known, resolved.optimizer, n_rows, initial.architecture)
+        known, sources = with_prepared(resolved.run, prepared), prepared.manifest["sources"]
+        run = with_auto_values(setup, known, resolved.optimizer, sources, initial.architecture)
         setup = replace(setup, run=run)
         resolved = setup.resolve()
     order, schedule = plan_data_and_schedule(
@@ -216,6 +214,12 @@ def record_for_restart(run: RunConfig, engine: Engine) -> None:
     key, resolved = "gradient_accumulation_steps", engine.resolved
     by_file = resolved.path if resolved.sources.get(key) == resolved.path else ""
     origin, _, field = run.sources["accumulation_steps"].rpartition(": ")
+    split_unit = 0
+    if run.stages and run.split_batches:
+        from minimind.config.stages import read_stages
+
+        own = [stage.batch_size for stage in read_stages(run.stages).stages]
+        split_unit = gcd(*(rows or run.batch_size for rows in own)) if any(own) else 0
     record_layout(
         engine.rank,
         Layout(
@@ -229,6 +233,7 @@ def record_for_restart(run: RunConfig, engine: Engine) -> None:
             split_batches=run.split_batches,
             resume=run.resume,
             fixed_by=by_file or (origin if field == key else ""),
+            split_unit=split_unit,
         ),
     )
 

@@ -23,6 +23,7 @@ from minimind.config.deepspeed.backend_choice import Setup, dry_run_notices
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import leaves
 from minimind.config.flags import AUTO, is_auto
+from minimind.config.rules import needs_text
 from minimind.config.run_config import FLAGS, RULED, RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared
@@ -230,9 +231,9 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         tokens = manifest["splits"]["train"]["tokens"]
         n_rows = tokens // row_tokens  # several sources may have a few rows fewer
     run = with_derived_values(with_tokenizer(resolved.run), by, derived)
-    is_limited = run.max_steps is not None or bool(run_budgets(run, 1, model))
-    if run.open_flags and (folder or (is_limited and run.epochs is None)):
-        decided = with_auto_values(setup, run, resolved.optimizer, n_rows, model)
+    if run.open_flags and (folder or not needs_text(run)):
+        sources = None if manifest is None else manifest["sources"]
+        decided = with_auto_values(setup, run, resolved.optimizer, sources, model)
         setup = replace(setup, run=decided)
         resolved = setup.resolve()
         run = with_derived_values(with_tokenizer(resolved.run), by, derived)

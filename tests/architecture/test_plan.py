@@ -9,9 +9,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import minimind.train as training
 from minimind.architecture.costs import GPUS, Layout, memory
 from minimind.architecture.plan import (
     HEADROOM,
@@ -32,6 +34,7 @@ from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from tests.conftest import ROOT, sentences
 
+train: Any = training  # a package that is called like a function
 GIB = 2**30
 LARGE = "--dim 1024 --n_layers 32 --max_seq_len 1024"
 SHAPE = shape_of(parse_flags(LARGE.split()))
@@ -68,9 +71,8 @@ def test_the_whole_answer_fits_a_terminal_and_reports_what_to_type(capsys):
     assert "361,038,848" in out
     assert "on 4 x 165 TFLOPS at 40% MFU (assumed: --mfu)" in out
     assert "ds_config.json" not in out
-    flags = "--batch_size 8 --accumulation_steps 1 --deepspeed_config zero0"
     assert "NUM_PROCESSES=4 bash run_accelerate.sh \\\n" in out
-    assert out.endswith(f" \\\n    {LARGE} \\\n    {flags}\n")
+    assert out.endswith(f" \\\n    {LARGE} --deepspeed_config zero0\n")
     table = out.split("Per process")[1].split("Recommended")[0].splitlines()
     assert max(map(len, table)) <= 80
     assert re.search(r"^\*ZeRO-2 ", out, re.MULTILINE)
@@ -84,6 +86,78 @@ def test_the_command_it_prints_requests_the_run_it_planned(capsys):
     run = parse_flags(command_of(out))
     assert (run.model, run.use_flash_attn, run.dtype) == ("26m", False, "float32")
     assert run.batch_size * run.accumulation_steps == 12
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared folder with a vocabulary of 600."""
+    out = tmp_path_factory.mktemp("prepared") / "data"
+    assert main(["prepare", str(corpus), "--vocab_size", "600", "--out", str(out)]) == 0
+    return out
+
+
+SMALL = "--dim 64 --n_layers 2 --n_heads 4 --n_kv_heads 2 --max_seq_len 32 --memory 24GiB"
+
+
+@pytest.mark.parametrize(
+    ("length", "processes"),
+    [
+        ("--max_tokens 4e8", 2),
+        ("--max_steps 5000", 1),
+        ("--data_path {}", 1),
+        ("--source a={}", 2),
+        ("--data_path {} --epochs 12 --split_batches", 3),
+        ("--tokens_per_param 20 --accumulation_steps 2", 2),
+    ],
+)
+def test_a_batch_that_is_auto_is_that_of_the_start_and_in_no_command(
+    capsys, prepared, monkeypatch, tmp_path, length: str, processes: int
+):
+    given = f"{SMALL} {length.format(prepared)}"
+    out = plan_output(capsys, f"{given} --gpus {processes}")
+    (sentence,) = re.findall(r"^auto: --batch_size (\d+) --accumulation_steps (\d+), by", out, re.M)
+    command = command_of(out)
+    assert "--batch_size" not in command
+    assert ("--accumulation_steps" in command) == ("--accumulation_steps" in given)
+    monkeypatch.setenv("NUM_PROCESSES", str(processes))
+    run = parse_flags(command)
+    flags = {name: getattr(run, name) for name, by in run.sources.items() if by == f"--{name}"}
+    own = {"device": "cuda", "out_dir": str(tmp_path / "out"), "dry_run": True}
+    assert train({**flags, **own}) == 0
+    shown = capsys.readouterr().out
+    found = [
+        re.search(rf"^  {name} +(\d+)", shown, re.M)
+        for name in ("batch_size", "accumulation_steps")
+    ]
+    assert tuple(one and one[1] for one in found) == sentence
+
+
+def test_the_vocabulary_is_that_of_the_prepared_text(capsys, prepared):
+    known = plan_output(capsys, f"{SMALL} --data_path {prepared}")
+    assert re.findall(r"^parameters .*", known, re.M) == re.findall(
+        r"^parameters .*", plan_output(capsys, f"{SMALL} --vocab_size 600"), re.M
+    )
+
+
+def test_a_batch_that_the_text_decides_is_planned_for_the_largest_micro_batch(capsys):
+    out = plan_output(capsys, f"{SMALL} --gpus 2")
+    assert "auto: the text decides --batch_size at the start. The numbers are for" in out
+    assert "\n256 rows, the largest of its rule.\n" in out
+    assert "step        256 rows x 32 tokens x accumulation 1 x 2 processes" in out
+    assert "--batch_size" not in command_of(out)
+    elsewhere = plan_output(capsys, f"{SMALL} --gpus 2 --source a=/none --source b=s3://b/b")
+    assert elsewhere.split("Recommended")[0] == out.split("Recommended")[0]
+    by_tokens = plan_output(capsys, f"{SMALL} --gpus 2 --tokens 4e8")
+    limited = plan_output(capsys, f"{SMALL} --gpus 2 --max_tokens 4e8")
+    assert by_tokens.splitlines()[:4] == limited.splitlines()[:4]
+    assert "--max_tokens" not in command_of(by_tokens)
+
+
+def test_a_rule_whose_micro_batch_does_not_fit_is_replaced_by_numbers(capsys):
+    out = plan_output(capsys, f"{LARGE} --gpus 2 --memory 10GiB")
+    assert "\nMicro-batches of 8 rows do not fit: the command sets the batch.\n" in out
+    run = parse_flags(command_of(out))
+    assert run.batch_size * run.accumulation_steps == 8 > run.batch_size
 
 
 @pytest.mark.parametrize("optimizer", ["lion", "muon", "sgd"])
@@ -241,6 +315,7 @@ FLAGS = [
 def test_every_printed_command_parses_and_resolves_to_what_is_recommended(
     capsys, words: str, request: pytest.FixtureRequest
 ):
+    words = words if "--batch_size" in words else f"{words} --batch_size 8"
     few = ["RTX 4090", "A100-40GB", "H100"]
     for card in CARDS if request.config.getoption("--long") else few:
         for gpus in (1, 8):
@@ -314,11 +389,11 @@ def test_the_page_has_one_mfu_and_the_hours_that_follow_from_it(capsys):
 def test_a_larger_batch_is_shown_where_that_of_the_run_is_only_the_default(capsys):
     words = "--model 0.4b --gpus 8 --gpu_model h100"
     out = plan_output(capsys, words)
-    assert "The 8 rows are only the default. --batch_size 56 takes" in out
+    assert "No flag sets the 8 rows. --batch_size 56 takes" in out
     assert max(map(len, out.splitlines())) <= 100
     assert re.search(r"GiB,\n1\.\d\d times as many tokens/s by the estimate;\n", out)
-    assert "only the default" not in plan_output(capsys, f"{words} --batch_size 8")
-    assert "only the default" not in plan_output(capsys, "--model 0.4b --gpus 8 --memory 16GiB")
+    assert "No flag sets" not in plan_output(capsys, f"{words} --batch_size 8")
+    assert "No flag sets" not in plan_output(capsys, "--model 0.4b --gpus 8 --memory 16GiB")
     assert "tokens/s by" not in plan_output(capsys, "--model 0.4b --gpus 8 --memory 80GiB")
 
 
@@ -404,7 +479,7 @@ def test_nothing_heavy_is_imported():
 
 
 def test_fine_tuning_has_a_document_mask_and_rows_for_special_tokens(capsys, tmp_path: Path):
-    shape = "--model 26m --vocab_size 2000 --memory 24GiB"
+    shape = "--model 26m --vocab_size 2000 --memory 24GiB --batch_size 8"
     out = plan_output(capsys, f"--task sft {shape}")
     first, rest = out.split("\n", 1)
     assert first == "vocabulary  2,000 and 5 special tokens of the chat template"

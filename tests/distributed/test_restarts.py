@@ -87,6 +87,48 @@ def test_groups_that_share_rows_go_on_whole(left, each, accumulation):
         choose(layout, hosts_of(1), 4)
 
 
+@pytest.mark.parametrize(
+    ("left", "each", "times"), [((4,), 4, 1), ((3,), 2, 2), ((2, 1), 1, 2), ((1,), 1, 4)]
+)
+def test_stages_with_a_batch_over_all_processes_go_on_in_larger_micro_batches(
+    left: tuple[int, ...], each: int, times: int
+):
+    """No flag changes the batch_size of a stage, and so none of the batch is changed."""
+    layout = replace(LAYOUT, split_batches=True, batch_size=8, split_unit=4)
+    choice = choose(layout, hosts_of(*left), 4)
+    assert (choice.each, choice.accumulation) == (each, 2)
+    assert added_flags(layout, choice, has_checkpoint=False) == {}
+    assert 4 == choice.processes * times
+    with pytest.raises(PeerError, match="whole groups of the 2 that share a row"):
+        choose(replace(layout, group_size=2), hosts_of(1), 4)
+
+
+@pytest.mark.parametrize(
+    ("stages", "flags", "unit"),
+    [
+        ("{until: 50%, batch_size: 12}, {name: b}", "--split_batches --batch_size 8", 4),
+        ("{until: 50%, batch_size: 6}, {name: b, batch_size: 12}", "--split_batches", 6),
+        ("{until: 50%}, {name: b}", "--split_batches --batch_size 8", 0),
+        ("{until: 50%, batch_size: 12}, {name: b}", "--batch_size 8", 0),
+    ],
+)
+def test_a_worker_records_what_divides_the_batches_of_stages(
+    stages: str, flags: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "stages.yaml"
+    path.write_text(f"stages: [{stages}]\n")
+    run = parse_flags([*flags.split(), "--stages", str(path), "--max_steps", "8"])
+    resolved: Any = SimpleNamespace(sources={}, path="ds.json")
+    engine: Any = SimpleNamespace(
+        rank=0, world_size=2, resolved=resolved, gather=lambda value: [value] * 2
+    )
+    monkeypatch.setenv("MINIMIND_STATUS_FILE", str(tmp_path / "status"))
+    record_for_restart(run, engine)
+    layout = read_layout(tmp_path)
+    assert layout
+    assert layout.split_unit == unit
+
+
 def test_without_a_step_only_the_same_processes_go_on():
     assert choose(None, hosts_of(2), 2).accumulation is None
     with pytest.raises(PeerError, match="1 of 2 processes are left, and no step was begun"):

@@ -88,3 +88,22 @@ def test_it_goes_on_with_other_ranks_at_every_boundary(
     assert run.losses()[:24] == runs[4].losses()[:24]
     pairs = zip(run.losses(), runs[2].losses(), strict=True)
     assert max(abs(a - b) / b for a, b in pairs) < 2e-6
+
+
+def test_a_batch_over_all_processes_goes_on_with_fewer_and_the_same_flags(
+    forked: Launcher, tmp_path: Path
+):
+    """What a restart does (launch/restart.py): the rows of every stage stay."""
+    path = tmp_path / "stages.yaml"
+    path.write_text(STAGES.replace("batch_size: 2", "batch_size: 8").replace(": 1}", ": 4}"))
+    flags = f"{FP32} {LENGTH} --max_steps 68 --stages {path} --split_batches"
+    flags += " --batch_size 8 --accumulation_steps 1"
+    whole = forked.run(tmp_path / "whole", flags, processes=1)
+    assert whole.status == 0, whole.stderr
+    stopped = forked.run(tmp_path / "out", f"{flags} --stop_at_step 30", processes=2)
+    assert stopped.status == 75, stopped.stderr
+    run = forked.run(tmp_path / "out", flags, processes=1)
+    assert run.status == 0, run.stderr
+    assert [line["rows"] for line in run.events("step")] == [
+        line["rows"] for line in whole.events("step")
+    ]

@@ -299,6 +299,34 @@ def test_what_is_wrong_is_named_before_anything_starts(tmp_path, capsys, made, c
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture(scope="module")
+def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared folder with a vocabulary of 600."""
+    out = tmp_path_factory.mktemp("prepared") / "data"
+    assert main(["prepare", str(corpus), "--vocab_size", "600", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("place", ["data_path", "source", "stages"])
+def test_the_vocabulary_is_that_of_the_prepared_text(tmp_path, capsys, prepared, place):
+    stages = tmp_path / "stages.yaml"
+    stages.write_text(f"sources: {{a: {prepared}}}\nstages: [{{until: 50%}}, {{name: rest}}]\n")
+    values = {"data_path": str(prepared), "source": [f"a={prepared}"], "stages": str(stages)}
+    flags = {k: v for k, v in CONTENT["flags"].items() if k not in ("vocab_size", "data_path")}
+    changes = {"tokens": None, "tokens_per_param": ["5", "20", "80"]}
+    assert train(tmp_path, "--dry_run", flags={**flags, place: values[place]}, **changes) == 0
+    parameters = shape_of_dim(192).parameters - (4096 - 600) * 192
+    expected = f"20 per parameter {parameters:,} {20 * parameters:,}"
+    assert expected in re.sub(" +", " ", capsys.readouterr().out)
+
+
+def test_sources_that_no_run_can_read_are_named_before_the_first(tmp_path, capsys, made):
+    flags = {k: v for k, v in CONTENT["flags"].items() if k != "data_path"}
+    assert train(tmp_path, flags={**flags, "source": [f"a={tmp_path}"]}) == 2
+    assert f"source a: {tmp_path} is no folder of `minimind prepare`" in capsys.readouterr().err
+    assert made.starts == []
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -325,11 +353,81 @@ def test_a_budget_that_needs_both_terms_is_refused_before_the_start(tmp_path, ca
     assert made.starts == []
 
 
-def test_a_changed_spec_is_refused_by_the_names_of_its_changes(tmp_path, capsys):
+GROWN: dict[str, Any] = {
+    "sizes": [{"dim": 160}, *CONTENT["sizes"]],
+    "tokens": [*CONTENT["tokens"], "4e8"],
+}
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_spec_that_grows_keeps_what_is_done(tmp_path, capsys, made, is_whole: bool):
+    made.statuses.update({} if is_whole else {"trial-0005": 3})
+    assert train(tmp_path) == (0 if is_whole else 3)
+    before = {**made.given}
+    made.statuses.clear()
+    made.starts.clear()
+    capsys.readouterr()
+    assert train(tmp_path, **GROWN) == 0
+    text = capsys.readouterr().out
+    kept = [name for name in before if is_whole or name != "trial-0005"]
+    assert not {*kept} & {*made.starts}
+    assert len({*kept, *made.starts}) == 17
+    assert sorted({*kept, *made.starts}) == [f"trial-{n:04d}" for n in range(17)]
+    combinations = {(flags["dim"], flags["max_tokens"]) for flags in made.given.values()}
+    assert len(combinations) == 17
+    for name, flags in made.given.items():  # the plan names the folders
+        size, tokens = str(flags["dim"]), str(flags["max_tokens"])
+        assert re.search(rf"^{name}  dim {size} .*{tokens} ", text, re.M)
+    assert "measured: loss" in text
+    starts = [*made.starts]
+    assert train(tmp_path, "--json", **GROWN) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 16
+    assert made.starts == starts
+
+
+def test_a_prediction_that_was_interrupted_waits_for_the_runs_that_are_new(tmp_path, capsys, made):
+    made.kill_at = LAST
+    with pytest.raises(Killed):
+        train(tmp_path)
+    made.kill_at = ""
+    made.starts.clear()
+    assert train(tmp_path, **GROWN) == 0
+    new = [f"trial-{n:04d}" for n in range(10, 17)]
+    assert made.starts == [*new, LAST]
+    text = capsys.readouterr().out
+    assert text.index("prediction for") < text.rindex(f"{LAST}: size dim 512")
+
+
+def test_another_run_is_predicted_by_the_runs_that_are_done(tmp_path, capsys, made):
     assert train(tmp_path, predict=None) == 0
-    assert train(tmp_path, tokens=["4e7", "2e8", "2e9"]) == 2
+    assert train(tmp_path) == 0
+    first = made.given[LAST]
+    sizes = [*CONTENT["sizes"], {"dim": 512}]
+    changes = {"tokens": [*CONTENT["tokens"], "5e9"], "sizes": sizes}
+    predict = {"size": {"dim": 768}, "tokens": "1e10"}
+    made.starts.clear()
+    assert train(tmp_path, predict=predict, **changes) == 0
+    assert made.given[LAST] is first  # it is one of the fit now
+    assert made.starts == [f"trial-{n:04d}" for n in range(10, 17)]
+    assert made.given["trial-0016"]["dim"] == "768"
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"tokens": ["4e7", "2e8", "2e9"]}, "tokens"),
+        ({"sizes": [{"dim": 128}, {"dim": 192}, {"dim": 256}, {"dim": 320}]}, "sizes"),
+        ({"flags": {**CONTENT["flags"], "n_layers": 5}}, "flags.n_layers"),
+    ],
+)
+def test_a_changed_spec_is_refused_by_the_names_of_its_changes(
+    tmp_path, capsys, made, changes: dict[str, Any], names: str
+):
+    made.stop_at = FITTED[1]
+    assert train(tmp_path, predict=None) == 75
+    assert train(tmp_path, **changes) == 2
     path, out = tmp_path / "spec.yaml", tmp_path / "out"
-    sentence = f"tokens, predict in {path} changed since --out {out} was started; restore it, or"
+    sentence = f"{names} in {path} changed since --out {out} was started; sizes, tokens and tokens_"
     assert sentence in capsys.readouterr().err
 
 

@@ -117,12 +117,12 @@ def test_lines_of_the_parallel_coordinates_meet_the_axes_at_their_values(tmp_pat
     }
 
 
-def test_choices_have_the_order_of_the_file_whatever_the_trials(tmp_path: Path):
-    sizes = ["8", "2", "4"]
+@pytest.mark.parametrize("sizes", [["8", "2", "4"], ["auto", "2", "4"]])
+def test_choices_have_the_order_of_the_file_whatever_the_trials(tmp_path: Path, sizes: list[str]):
     sweep = made_sweep(tmp_path, dimensions={"batch_size": sizes, "schedule": ["wsd", "cosine"]})
     rows = [
         replace(ROWS[n], parameters={"batch_size": size, "schedule": schedule})
-        for n, size, schedule in ((0, "4", "cosine"), (2, "8", "cosine"))
+        for n, size, schedule in ((0, "4", "cosine"), (2, sizes[0], "cosine"))
     ]
     labels = Drawn(render(sweep, rows, Path("out"))).charts["parallel"]["layout"]["annotations"]
     texts = [(one["x"], one["text"]) for one in labels if one["x"]]

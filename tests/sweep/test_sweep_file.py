@@ -64,6 +64,12 @@ def dimension(**changes: Any) -> dict[str, Any]:
         (dimension(learning_rate={"low": -1, "high": 1}), "learning_rate = -1.0 (dim"),
         (dimension(beta2=["0.9", "1.0"]), "beta2 = 1.0 (dimensions of {}) must be below 1.0; cha"),
         (dimension(beta2=["0.9", "0.90"]), "has a value twice; remove one"),
+        (dimension(batch_size=["auto", "auto"]), "has a value twice; remove one"),
+        (dimension(dim=["auto", "64"]), "dim = 'auto' (dimensions of {}) is not a whole number; g"),
+        (
+            dimension(learning_rate={"low": "auto", "high": 1}),
+            "learning_rate (dimensions of {}) is a range to or from auto, which is no number; list",
+        ),
         (dimension(schedule=["cosine", "cosin"]), "schedule = cosin (dimensions of {}) must be"),
         (dimension(dim={"low": 8.5, "high": 16}), "dim = '8.5' (dimensions of {}) is not a whole"),
         (dimension(dim={"low": 8, "high": 16, "step": 0.5}), "dim.step = 0.5 (dimensions of {})"),
@@ -183,6 +189,18 @@ def test_the_words_of_a_trial_are_its_settings(tmp_path: Path):
     found = parse_flags(words_of({**sweep.flags, **parameters}))
     assert found == config_of(sweep, parameters, "sweep.yaml")
     assert found.learning_rate == 0.1 + 0.2
+
+
+def test_auto_is_a_choice_as_in_a_command(tmp_path: Path):
+    dimensions = {"batch_size": ["auto", "8"], "beta2": ["auto", "0.99"]}
+    path = write_sweep(tmp_path, dimensions=dimensions, sampler="grid", trials=None)
+    sweep = read_sweep(str(path))
+    first, *others = sweep.grid()
+    assert (first, len(others)) == ({"batch_size": "auto", "beta2": "auto"}, 3)
+    run = config_of(sweep, first, str(path))
+    assert ("batch_size" in run.open_flags, run.sources["beta2"]) == (True, "default")
+    assert parse_flags(words_of(sweep.flags_of(first))) == run
+    assert config_of(sweep, others[-1], str(path)).batch_size == 8
 
 
 def test_the_file_of_the_docs_is_accepted(tmp_path: Path):

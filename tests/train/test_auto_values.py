@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,42 @@ def test_a_resumed_run_keeps_its_numbers_though_the_rules_changed(places, tmp_pa
     assert {name: after[name] for name in NAMES} == {name: before[name] for name in NAMES}
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert "auto: as in step_00000004" in (tmp_path / "cut" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("is_older_here", [False, True])
+def test_a_run_whose_disk_is_lost_takes_the_numbers_of_its_mirror(
+    places, tmp_path, is_older_here: bool
+):
+    """The run was continued with another length, for which the rules have other numbers."""
+    longer = {"max_steps": 24, "allow_change": "schedule,lr"}
+    ends = []
+    for name in ("kept", "lost"):
+        out, flags = tmp_path / name, {**places, "mirror": f"file://{tmp_path}/mirror-{name}"}
+        flags["out_dir"] = str(out)
+        assert train(flags, stop_at_step=4) == 75
+        if is_older_here:
+            shutil.copytree(out, tmp_path / "backup", dirs_exist_ok=True)
+        given = {"learning_rate": 0.003, "warmup_steps": 1}
+        assert train(flags, **longer, **given, stop_at_step=8) == 75
+        if name == "lost":
+            shutil.rmtree(out)
+        if name == "lost" and is_older_here:
+            shutil.copytree(tmp_path / "backup", out)
+        assert train(flags, max_steps=24) == 0
+        assert "auto: as in step_00000008" in (out / "config.yaml").read_text()
+        ends.append([line for line in losses(out) if line[0] > 8])
+    assert ends[0] == ends[1]
+
+
+def test_a_damaged_manifest_at_the_mirror_gives_no_numbers(places, tmp_path):
+    out, mirror = tmp_path / "out", tmp_path / "mirror"
+    flags = {**places, "mirror": f"file://{mirror}", "out_dir": str(out), "keep_last": 2}
+    given = {"learning_rate": 0.003, "warmup_steps": 1}
+    assert train(flags, stop_at_step=6, **given) == 75
+    shutil.rmtree(out)
+    (mirror / "checkpoints" / "step_00000006" / "manifest.json").write_text("{}")
+    assert train(flags) == 0
+    assert "auto: as in step_00000004" in (out / "config.yaml").read_text()
 
 
 def test_a_run_of_given_numbers_goes_on_without_them(places, tmp_path):

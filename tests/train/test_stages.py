@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -368,3 +369,53 @@ def test_mistakes_are_usage_errors_before_anything_is_written(place: Path, tmp_p
         with pytest.raises(UsageError, match=message) as raised:
             train(flags(place, stages=path), out_dir=str(tmp_path / "run"))
         assert raised.value.status == 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ([{"b": 1}, {"b": 1}], [0.0, 1.0]),
+        ([{"a": 1}, {"b": 1}], [0.5, 0.5]),
+        ([{"a": 1, "b": 3}, {"a": 3, "b": 1}], [0.5, 0.5]),
+        ([{"a": 1, "b": 3}, {"a": 1, "b": 3}], [0.25, 0.75]),
+        ([None, None], None),
+    ],
+)
+def test_the_epochs_of_the_rules_are_those_of_the_sources_that_are_read(
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    weights: list[Any],
+    shares: list[float] | None,
+):
+    """The mean over tokens of how often their source is read."""
+    sizes = [json.loads((place / name / "manifest.json").read_text()) for name in "AB"]
+    rows = [one["splits"]["train"]["tokens"] // 33 for one in sizes]
+    tokens = 4 * rows[1] * 32
+    of_text = [size / sum(rows) for size in rows]
+    reads = [share * tokens for share in shares or of_text]
+    epochs = sum(read / tokens * read / (size * 32) for read, size in zip(reads, rows, strict=True))
+    stages = [{"until": "50%"}, {"name": "last"}]
+    stages = [
+        {**stage, **({"weights": one} if one else {})}
+        for stage, one in zip(stages, weights, strict=True)
+    ]
+    path = file_of(tmp_path, place, stages)
+    given = flags(place, stages=path, max_tokens=float(tokens), weight_decay="auto")
+    given["out_dir"] = str(tmp_path / "out")
+    assert train(given, dry_run=True) == 0
+    (found,) = re.findall(r"^  weight_decay +([\d.]+)", capsys.readouterr().out, re.M)
+    assert float(found) == pytest.approx(0.1 * max(1.0, epochs) ** 1.2, rel=0.02)
+
+
+def test_the_epochs_of_the_rules_are_those_of_weighted_sources(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = flags(place, out_dir=str(tmp_path / "out"), weight_decay="auto")
+    found = []
+    both = [f"a={place}/A", f"b={place}/B"]
+    for sources in (both, [f"{both[0]}:1", f"{both[1]}:9"], both[1:]):
+        assert train({**given, "source": sources, "max_tokens": 80_000.0}, dry_run=True) == 0
+        found += re.findall(r"^  weight_decay +([\d.]+)", capsys.readouterr().out, re.M)
+    by_size, uneven, alone = map(float, found)
+    assert 0.1 < by_size < uneven < alone

@@ -30,7 +30,7 @@ from minimind.data.shards.manifest import (
 from minimind.data.text.inputs import Source, join_sources, name_of, parse_source
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, write_whole
-from minimind.runtime.urls import named
+from minimind.runtime.urls import is_url, named
 
 
 def sources_of(run: RunConfig) -> tuple[Source, ...]:
@@ -85,6 +85,21 @@ def parts_of(sources: Sequence[Source]) -> list[Part]:
     for part in parts[1:]:
         _require_alike(parts[0], part)
     return parts
+
+
+def described_text(run: RunConfig) -> dict[str, Any] | None:
+    """Vocabulary and sources of the run's text as a manifest has them; reads no shards.
+
+    None if the text is raw, or a part of it is at a URL or not here.
+    """
+    if sources := sources_of(run):
+        paths = [path for source in sources for path in source.paths]
+        if any(is_url(path) or not Path(path).expanduser().exists() for path in paths):
+            return None
+        parts = parts_of(sources)
+        return {**parts[0].manifest, "sources": _entries(parts)}
+    folder = Path(run.data_path[0]).expanduser()
+    return read_manifest(folder) if not missing_of(folder) else None
 
 
 @dataclass(frozen=True)
@@ -154,6 +169,12 @@ def _require_alike(first: Part, other: Part) -> None:
             )
 
 
+def _entries(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    return [
+        {**part.entry, "name": part.source.name, "weight": part.source.weight} for part in parts
+    ]
+
+
 def _write(draft: Path, parts: Sequence[Part]) -> None:
     """Write plan, tokenizer, links and manifest of a mixture."""
     units: list[Unit] = []
@@ -194,9 +215,7 @@ def _write(draft: Path, parts: Sequence[Part]) -> None:
             }
             for split, own in shards.items()
         },
-        "sources": [
-            {**part.entry, "name": part.source.name, "weight": part.source.weight} for part in parts
-        ],
+        "sources": _entries(parts),
         "rejected": {"count": 0, "listed": 0, "first": ""},  # reported when they were prepared
         "files": {name: sha256_of(draft / name) for name in sorted([PLAN_NAME, *files])},
     }
