@@ -17,6 +17,9 @@ AUTO = "auto"  # value, and source, of a flag that the start decides (config/rul
 # Groups of settings that must match the checkpoint on resume (checkpoint/identity.py).
 CHANGEABLE = ("batch", "schedule", "lr", "data", "tokenizer", "model", "dtype", "seed")
 
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu")
+ALONE = ("mps",)  # of them, those of one process without DeepSpeed
+
 
 def is_auto(source: str) -> bool:
     """Whether the start decides a value, or has decided it."""
@@ -329,9 +332,7 @@ class PlaceFlags:
         "engine",
         at_least=1,
     )
-    device: str = flag(
-        "auto uses GPUs if there are any", "auto", "engine", choices=("auto", "cpu", "cuda")
-    )
+    device: str = flag("auto uses GPUs if there are any", "auto", "engine", choices=DEVICES)
     dist_timeout: int = flag("seconds that a rank waits for another", 120, "engine", at_least=1)
     local_rank: int | None = flag(
         "set by the deepspeed launcher; the environment has the same value",

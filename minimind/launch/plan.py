@@ -227,9 +227,9 @@ def count_gpus(visible: str | None, source: str = "CUDA_VISIBLE_DEVICES") -> int
     if has_failed and any(driver.exists() for driver in DRIVERS):
         if names is not None:
             return len(names)
-        import torch  # slow, but the only way to know
+        from minimind.runtime.device import CUDA  # torch is slow, but the only way to know
 
-        return torch.cuda.device_count()
+        return CUDA.count()
     gpus = len(re.findall("^GPU", listed, re.MULTILINE))
     uuids = re.findall(r"UUID: ([^)]+)", listed)
     for name in names or []:

@@ -73,13 +73,17 @@ def adopt_optimizer(
     return _adopt_params(config, path, run, faults)
 
 
+def is_shipped(path: str) -> bool:
+    """Whether a DeepSpeed JSON is of this package."""
+    file = Path(path).resolve()
+    return file == DEFAULT_DEEPSPEED_CONFIG or file.parent == CONFIGS / "deepspeed"
+
+
 def _is_shipped_default(block: Mapping[str, Any], path: str) -> bool:
     """Whether a block of AdamW holds nothing that a user chose, in a file of this package."""
-    file = Path(path).resolve()
-    is_shipped = file == DEFAULT_DEEPSPEED_CONFIG or file.parent == CONFIGS / "deepspeed"
     params = block.get("params", {})
     return (
-        is_shipped
+        is_shipped(path)
         and block.keys() <= {"type", "params"}
         and block["type"] == "AdamW"
         and all(value == AUTO or (key, value) == ("eps", 1e-8) for key, value in params.items())
