@@ -20,6 +20,7 @@ import torch
 from minimind.architecture.shape import shape_of
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.flags import ALONE
 from minimind.config.run_config import RunConfig
 from minimind.data.rows.order import Order
 from minimind.engine.loss_of_batch import token_ids
@@ -220,7 +221,7 @@ def remedy(
         return f"{estimate}, which should fit: {free}{recompute}"
     if best := largest_step(shape, current, memory):
         return f"{estimate}; {_flags(run, best)} fits{recompute}"
-    if best := recommend(shape, current, memory):
+    if device not in ALONE and (best := recommend(shape, current, memory)):
         return f"{estimate}; {name_of(best)} with {_flags(run, best)} fits (docs/memory.md)"
     return f"{estimate}, and nothing fits; lower --dim, --n_layers or --max_seq_len"
 
