@@ -332,7 +332,12 @@ class PlaceFlags:
         "engine",
         at_least=1,
     )
-    device: str = flag("auto uses GPUs if there are any", "auto", "engine", choices=DEVICES)
+    device: str = flag(
+        "auto uses GPUs if there are any; mps (Apple silicon) has one process and no DeepSpeed",
+        "auto",
+        "engine",
+        choices=DEVICES,
+    )
     dist_timeout: int = flag("seconds that a rank waits for another", 120, "engine", at_least=1)
     local_rank: int | None = flag(
         "set by the deepspeed launcher; the environment has the same value",
@@ -342,7 +347,7 @@ class PlaceFlags:
     )
     dry_run: bool = flag(
         "print every resolved value and its cost after a look at every path and the first records,"
-        " then exit; with --device cuda also where there is no GPU",
+        " then exit; with --device (cuda, mps, ...) also where there is none",
         False,
         "engine",
     )

@@ -32,11 +32,13 @@ def tried_within(file: str, request: Any, seconds: float, most_bytes: int) -> st
     # macOS refuses a limit below the addresses that a process has from the start, hundreds of GiB.
     is_watched = sys.platform == "darwin"
     given = {"request": request, "seconds": seconds, "bytes": None if is_watched else most_bytes}
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     deadline = time.monotonic() + PATIENCE
     content: bytes | None = json.dumps(given).encode()
-    # A signal to this program's group is for this program.
-    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+    pipe = subprocess.PIPE
+    # In a session of its own, as a signal to this program's group is for this program.
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+    ) as process:
         while True:
             try:
                 output, errors = process.communicate(content, LOOK if is_watched else PATIENCE)

@@ -395,13 +395,14 @@ def test_where_complex_operators_are_missing_positions_are_reals(
     monkeypatch.setitem(KINDS, "meta", KINDS["mps"])
     used: list[Tensor] = []
     monkeypatch.setattr(layers, "apply_rotary", lambda x, cis: used.append(cis))
-    inner = model.to("meta").model
+    moved: Any = model
+    inner = moved.to("meta").model
     assert (inner.pos_cis.device.type, inner.pos_reals.device.type) == ("cpu", "meta")
     assert torch.equal(inner.pos_cis, table_of(model))
-    logits_BTV = model(ids_BT.to("meta")).logits
+    logits_BTV = moved(ids_BT.to("meta")).logits
     assert logits_BTV.device.type == "meta"
     assert not used
-    assert model.to(torch.bfloat16).model.pos_reals.dtype == torch.float32
+    assert moved.to(torch.bfloat16).model.pos_reals.dtype == torch.float32
 
 
 def test_reals_rotate_as_complex_numbers(
