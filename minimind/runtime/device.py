@@ -31,11 +31,16 @@ class Copies:
         self._stream = torch.Stream(device)
 
     def send(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
-        """Queue a copy; return it, and the event of its arrival."""
-        with self._stream:
+        """Queue a copy, from any thread; return it, and the event of its arrival."""
+        # `with self._stream` keeps what it restores in the stream, which several threads share.
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._stream)
+        try:
             sent = values.pin_memory().to(self._device, non_blocking=True)
             arrived = torch.Event(self._device)
             arrived.record(self._stream)
+        finally:
+            torch.accelerator.set_stream(before)
         return sent, arrived
 
     def receive(self, values: torch.Tensor, arrived: torch.Event) -> None:

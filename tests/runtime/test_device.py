@@ -110,13 +110,7 @@ def test_rows_are_sent_beside_the_computation_and_waited_for(monkeypatch: pytest
 
     class Stream:
         def __init__(self, device: torch.device) -> None:
-            self.name = f"of {device}"
-
-        def __enter__(self) -> None:
-            calls.append("begin")
-
-        def __exit__(self, *error: object) -> None:
-            calls.append("end")
+            self.name = f"another of {device}"
 
         def wait_event(self, event: Any) -> None:
             calls.append(("wait", event.name))
@@ -143,13 +137,24 @@ def test_rows_are_sent_beside_the_computation_and_waited_for(monkeypatch: pytest
 
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    current = Stream(torch.device("cuda", 1))
+    current.name = "the current one"
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current)
+    monkeypatch.setattr(
+        torch.accelerator, "set_stream", lambda stream: calls.append(("on", stream.name))
+    )
     copies, rows = Copies(torch.device("cuda", 1)), Rows()
     sent: Any = copies.send(rows)  # pyright: ignore[reportArgumentType]
-    assert calls == ["begin", "pin", ("to", "cuda:1", True), ("record", "of cuda:1"), "end"]
+    assert calls == [
+        ("on", "another of cuda:1"),
+        "pin",
+        ("to", "cuda:1", True),
+        ("record", "another of cuda:1"),
+        ("on", "the current one"),
+    ]
     calls.clear()
     copies.receive(*sent)
-    assert calls == [("wait", "arrival"), ("keep", "of cuda:1")]
+    assert calls == [("wait", "arrival"), ("keep", "the current one")]
 
 
 def no_file(path: str, **options: Any) -> Any:
