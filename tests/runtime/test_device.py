@@ -18,6 +18,7 @@ from minimind.config.deepspeed.backend_choice import (
     without_deepspeed,
 )
 from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.deepspeed.rules import precision_faults
 from minimind.config.flags import ALONE, DEVICES
 from minimind.config.launcher_env import Launch
 from minimind.config.parse import parse_flags
@@ -221,6 +222,10 @@ def test_a_deepspeed_file_of_the_user_is_refused_on_a_mac(tmp_path):
 def test_a_dry_run_for_a_mac_needs_none():
     run = parse_flags(["--device", "mps", "--dry_run"])
     assert choose_device(run, Launch()) == "mps"
+    with pytest.raises(UsageError, match="trains in one process, and 2 were started"):
+        choose_device(run, Launch(world_size=2))
+    (fault,) = precision_faults(parse_flags("--dtype float32 --tf32".split()), "mps")
+    assert fault == "tf32 = True (--tf32) has no effect on mps; drop it"
 
 
 def test_sums_are_in_the_widest_floats_that_a_device_has(monkeypatch: pytest.MonkeyPatch):

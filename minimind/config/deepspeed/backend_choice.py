@@ -293,8 +293,17 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
 def choose_device(run: RunConfig, launch: Launch) -> str:
     """Return the type of the device; raise UsageError if there are too few GPUs."""
     if is_of_another_host(run):
+        _require_alone(run.device, run.sources["device"], launch)
         return run.device
     return device_for(run.device, run.sources["device"], launch)
+
+
+def _require_alone(device: str, source: str, launch: Launch) -> None:
+    if device in ALONE and launch.world_size > 1:
+        raise UsageError(
+            f"device = {device} ({source}) trains in one process, and {launch.world_size} were"
+            f" started; start one (NUM_PROCESSES=1 {LAUNCH} ...), or use --device cpu"
+        )
 
 
 def is_of_another_host(run: RunConfig) -> bool:
@@ -337,11 +346,7 @@ def device_for(requested: str, source: str, launch: Launch) -> str:
         return HOST.name
     if kind.name in ALONE and launch.world_size > 1 and requested == "auto":
         return HOST.name
-    if kind.name in ALONE and launch.world_size > 1:
-        raise UsageError(
-            f"device = {kind.name} ({source}) trains in one process, and {launch.world_size} were"
-            f" started; start one (NUM_PROCESSES=1 {LAUNCH} ...), or use --device cpu"
-        )
+    _require_alone(kind.name, source, launch)
     if launch.local_world_size > gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         by = f" (CUDA_VISIBLE_DEVICES = {visible})" if visible is not None else ""

@@ -392,9 +392,11 @@ def precision_faults(run: RunConfig, device: str) -> list[str]:
     if run.dtype == "float16" and device == "cpu":
         dtype = given(run, "dtype")
         faults.append(f"{dtype} needs a GPU; use bfloat16 or float32 here{elsewhere}")
-    if run.tf32 and (run.dtype != "float32" or device == "cpu"):
-        where = "on a CPU" if device == "cpu" else f"in {run.dtype} ({run.sources['dtype']})"
-        remedy = f"drop it{elsewhere}" if device == "cpu" else "drop it"
+    has_none = device != "cuda"
+    if run.tf32 and (run.dtype != "float32" or has_none):
+        where = "on a CPU" if device == "cpu" else f"on {device}"
+        where = where if has_none else f"in {run.dtype} ({run.sources['dtype']})"
+        remedy = f"drop it{elsewhere}" if has_none else "drop it"
         faults.append(f"{given(run, 'tf32')} has no effect {where}; {remedy}")
     return faults
 
