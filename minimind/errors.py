@@ -112,6 +112,7 @@ class CorruptionError(RunError):
 HOST_FULL = "DefaultCPUAllocator: can't allocate memory"
 DEVICE_FULL = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory"
+    r"|MPS backend out of memory|Invalid buffer size: "
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
 )
 

@@ -11,7 +11,8 @@ class Event:
     queue: ClassVar[list[Any]] = []  # what was put on the stream, in order
     reached: ClassVar[int] = 0  # entries that the stream has run
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, device: str, enable_timing: bool = False) -> None:
+        assert device == "cuda"
         assert enable_timing
 
     def record(self) -> None:

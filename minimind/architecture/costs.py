@@ -18,7 +18,6 @@ from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP32 = 4  # bytes
-ITERATION = {"cuda": 2, "cpu": FP32}  # bytes in Muon; fp32 on a CPU without bf16 instructions
 # DeepSpeed's defaults, in elements: the flat buffer of stage 0's all-reduce, and of stage 3
 # max_live_parameters and max_reuse_distance.
 FLATTENED, LIVE, REUSE = 5 * 10**8, 10**9, 10**9
@@ -48,7 +47,16 @@ class Layout:
 
     @property
     def is_compiled(self) -> bool:
-        return self.compiles and self.device == "cuda" and self.stage != 3
+        return self.compiles and self.on_cuda and self.stage != 3
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def iteration(self) -> int:
+        """Bytes of a number in Muon's iteration: fp32 on a CPU without bf16 instructions."""
+        return FP32 if self.device == "cpu" else 2
 
     @property
     def shards(self) -> int:
@@ -58,7 +66,7 @@ class Layout:
     @property
     def chunks_loss(self) -> bool:
         """Whether the loss computes LOSS_CHUNK positions at a time."""
-        is_eager_gpu = self.device == "cuda" and not self.is_compiled
+        is_eager_gpu = self.device != "cpu" and not self.is_compiled
         return self.loss == "chunked" or (self.loss == "auto" and is_eager_gpu)
 
 
@@ -120,7 +128,7 @@ def _temporaries(shape: Shape, layout: Layout) -> int:
     row = OPTIMIZERS[layout.optimizer]
     if not row.orthogonalizes:
         return row.copies * FP32 * (part if layout.stage else shape.largest)
-    b, matrix = ITERATION[layout.device], shape.dim * max(shape.q_dim, shape.hidden_dim)
+    b, matrix = layout.iteration, shape.dim * max(shape.q_dim, shape.hidden_dim)
     iterated = (FP32 + 2 * b) * matrix
     if not layout.stage:
         return FP32 * matrix + iterated
@@ -212,19 +220,19 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len // layout.sequence
     e, q, f = shape.dim, shape.q_dim, shape.hidden_dim
     # A fused norm saves its input and one scale per token; the CPU's saves two fp32 copies instead.
-    norm_bytes = b if layout.device == "cuda" else 2 * FP32
+    norm_bytes = b if layout.on_cuda else 2 * FP32
     norm = norm_bytes * e + FP32
     heads = norm_bytes * (q + shape.kv_dim) + FP32 * (shape.n_heads + shape.n_kv_heads)
     inputs = b * e * 2  # inputs of q, k, v and of gate, up
     feed_forward = 4 * b * f * shape.visits + (_routing_bytes(shape, b) if shape.use_moe else 0)
     scores = softmax = 0
-    is_flex = layout.device == "cuda" and shape.head_width >= MIN_FLEX_HEAD_DIM
+    is_flex = layout.on_cuda and shape.head_width >= MIN_FLEX_HEAD_DIM
     is_flex = is_flex and shape.use_flash_attn and shape.max_seq_len >= MIN_FLEX_LENGTH
     mask = FP32 if is_flex else (b if shape.use_flash_attn else 1) * shape.max_seq_len
     mask *= shape.doc_mask * layout.sequence  # the mask spans all positions
     rotations = shape.doc_mask * FP32 * shape.head_width
     if shape.use_flash_attn:
-        is_gpu_fp32 = layout.device == "cuda" and b == FP32
+        is_gpu_fp32 = layout.on_cuda and b == FP32
         repeats_keys = not is_flex if shape.doc_mask else is_gpu_fp32
         keys = q if repeats_keys else shape.kv_dim
         attention = b * (2 * q + 2 * keys) + FP32 * shape.n_heads
@@ -286,7 +294,7 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
     else:
         passes = 2 * p * (micro_batches if layout.stage == 2 else 1) + p
     if OPTIMIZERS[layout.optimizer].orthogonalizes and layout.stage:
-        return (b * passes + ITERATION[layout.device] * shape.hidden_matrices) * (n - 1) // n
+        return (b * passes + layout.iteration * shape.hidden_matrices) * (n - 1) // n
     return b * passes * (n - 1) // n
 
 
@@ -540,7 +548,7 @@ def step_launches(shape: Shape, layout: Layout, how: str = "compiled") -> int:
 def likely_step(shape: Shape, layout: Layout, gpu: GPUModel) -> StepTime | None:
     """The estimate with assumed rates; None for what it does not cover."""
     is_covered = shape.use_flash_attn and not (shape.use_moe or shape.doc_mask)
-    is_covered &= layout.dtype != "float32" and layout.device == "cuda"
+    is_covered &= layout.dtype != "float32" and layout.on_cuda
     is_covered &= layout.optimizer == "adamw" and layout.sequence == 1
     if not is_covered or layout.recomputes or layout.chunks_loss:
         return None

@@ -28,7 +28,7 @@ from minimind.architecture.shape import Shape, flops_per_token, shape_of, with_s
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.deepspeed.rules import plain_faults
 from minimind.config.deepspeed.values import Facts, auto_values, offloads
-from minimind.config.flags import AUTO
+from minimind.config.flags import ALONE, AUTO
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.parse import parse_flags, unknown_flag
 from minimind.config.rules import flags_with_rules, largest_micro_batch, needs_text, values_by_rules
@@ -85,7 +85,13 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
         run = run.with_values("the text", vocab_size=text["vocab_size"])
     run, vocabulary = with_special_tokens(run)
     path = run.deepspeed_config or os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
-    device = "cpu" if run.device == "cpu" else "cuda"
+    device = "cuda" if run.device == "auto" else run.device
+    if device in ALONE:
+        path = "none"
+        if machine.gpus > 1:
+            raise UsageError(
+                f"gpus = {machine.gpus}, and a run on {device} has one process; give --gpus 1"
+            )
     config: Mapping[str, Any] = {}
     document: Mapping[str, Any] = {}
     optimizer = OPTIMIZERS[run.optimizer].name

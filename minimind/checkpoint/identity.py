@@ -17,7 +17,7 @@ from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order, Ranges, count_rows
 from minimind.engine.build import Engine
-from minimind.runtime.hardware import cpu_name
+from minimind.runtime.device import device_kind
 from minimind.runtime.urls import masked_values
 
 
@@ -92,7 +92,7 @@ def _decay(schedule: Schedule) -> dict[str, Any]:
 
 def hardware(device: torch.device) -> str:
     """Name of the GPU, or of the CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    return device_kind(device).model_of(device)
 
 
 def layout(run: RunConfig, engine: Engine) -> dict[str, Any]:

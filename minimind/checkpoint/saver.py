@@ -31,8 +31,8 @@ from minimind.engine.build import Engine
 from minimind.engine.state import AVERAGE, MASTER, ZeroState
 from minimind.errors import RunError, StorageError
 from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
+from minimind.runtime.device import device_kind
 from minimind.runtime.durable_files import free_bytes, mebibytes, storing, write_durably
-from minimind.runtime.hardware import use_device
 
 REMEDY = "free some space, or correct the path of --out_dir; earlier checkpoints are untouched"
 
@@ -89,7 +89,9 @@ class Saver:
         small = sum(map(len, texts.values()))
         small += sum(buffer.nbytes for buffer in _persistent_buffers(engine.model).values())
         self.bytes = sum(engine.gather(4 * elements)) + small
-        self._thread = ThreadPoolExecutor(1, "save", use_device, (engine.device,))
+        self._thread = ThreadPoolExecutor(
+            1, "save", device_kind(engine.device).use, (engine.device,)
+        )
         self._interval = 60 * minutes or math.inf
         self._last_begin = time.monotonic()
         self._saving: Saving | None = None

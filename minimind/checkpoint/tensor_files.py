@@ -27,6 +27,7 @@ from torch import Tensor
 from minimind.checkpoint.validation import shard_name
 from minimind.errors import CheckpointError, NumericError, which_memory
 from minimind.runtime.checked_json import ELSEWHERE
+from minimind.runtime.device import Moment, device_kind, milliseconds
 from minimind.runtime.durable_files import sync_file
 from minimind.runtime.panics import Panic, panics_caught
 
@@ -124,34 +125,30 @@ class Staging:
     """
 
     def __init__(self, elements: int, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._memory = _host_memory(elements, self._on_gpu)
+        self._kind = device_kind(device)
+        self._memory = _host_memory(elements, self._kind.pins)
         self._memory.zero_()  # commits the pages now instead of in the first save
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._span: tuple[Moment, Moment] = 0.0, 0.0  # of the copies of the last save
 
     def copy(self, slices: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Copy the current slices; return the copies under the same keys."""
         copies, end = [], 0
-        if self._on_gpu:
-            start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._events = start_event, end_event
-            start_event.record()
+        started = self._kind.moment()
         for key, values in slices:
             start, end = end, end + values.numel()
             copy = self._memory[start:end]
-            copy.copy_(values, non_blocking=True)
+            copy.copy_(values, non_blocking=self._kind.pins)
             copies.append((key, copy))
-        if self._events:
-            self._events[1].record()
+        self._span = started, self._kind.moment()
         return copies
 
     def synchronize(self) -> float:
         """Wait for the copies; return the ms they took on the GPU's stream, 0 on the CPU."""
-        if self._events is None:
+        started, ended = self._span
+        if not isinstance(ended, torch.Event):
             return 0.0
-        start_event, end_event = self._events
-        end_event.synchronize()
-        return start_event.elapsed_time(end_event)
+        ended.synchronize()
+        return milliseconds(started, ended)
 
 
 def _host_memory(elements: int, pinned: bool) -> Tensor:

@@ -49,11 +49,12 @@ def torch_build_lines() -> list[str]:
     """The build of torch, and a warning if this host's GPUs are out of its reach."""
     import torch
 
+    from minimind.runtime.device import CUDA
     from minimind.runtime.hardware import invisible_gpus_fault, list_gpus
 
     cuda, visible = torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES")
     lines = [f"torch {torch.__version__}, {f'built for CUDA {cuda}' if cuda else 'without CUDA'}"]
-    if not torch.cuda.is_available():
+    if not CUDA.is_available():
         fault, remedy = invisible_gpus_fault(list_gpus(), cuda, visible)
         lines += [f"warning: it cannot use the GPUs, since {fault}; {remedy}"] if fault else []
     return lines

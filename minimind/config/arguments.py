@@ -13,7 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NoReturn
 
-from minimind.config.flags import PlaceFlags
+from minimind.config.flags import DEVICES, PlaceFlags
 from minimind.errors import UsageError
 
 EXAMPLE = "example:"
@@ -171,7 +171,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", type=non_empty, metavar="PATH", help=tokenizer)
     add_weights(add)
     device = "auto uses a GPU if there is one"
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
+    add("--device", choices=DEVICES, default="auto", help=device)
     add("--debug", action="store_true", help="show tracebacks")
 
 

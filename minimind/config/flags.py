@@ -17,6 +17,9 @@ AUTO = "auto"  # value, and source, of a flag that the start decides (config/rul
 # Groups of settings that must match the checkpoint on resume (checkpoint/identity.py).
 CHANGEABLE = ("batch", "schedule", "lr", "data", "tokenizer", "model", "dtype", "seed")
 
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu")
+ALONE = ("mps",)  # of them, those of one process without DeepSpeed
+
 
 def is_auto(source: str) -> bool:
     """Whether the start decides a value, or has decided it."""
@@ -330,7 +333,10 @@ class PlaceFlags:
         at_least=1,
     )
     device: str = flag(
-        "auto uses GPUs if there are any", "auto", "engine", choices=("auto", "cpu", "cuda")
+        "auto uses GPUs if there are any; mps (Apple silicon) has one process and no DeepSpeed",
+        "auto",
+        "engine",
+        choices=DEVICES,
     )
     dist_timeout: int = flag("seconds that a rank waits for another", 120, "engine", at_least=1)
     local_rank: int | None = flag(
@@ -341,7 +347,7 @@ class PlaceFlags:
     )
     dry_run: bool = flag(
         "print every resolved value and its cost after a look at every path and the first records,"
-        " then exit; with --device cuda also where there is no GPU",
+        " then exit; with --device (cuda, mps, ...) also where there is none",
         False,
         "engine",
     )

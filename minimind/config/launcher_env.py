@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from minimind.config.flags import ALONE
 from minimind.config.parse import load_yaml
 from minimind.config.run_config import CONFIGS
 from minimind.errors import RendezvousError, UsageError
@@ -294,8 +295,8 @@ def configure_libraries(device: str) -> None:
     # Read at import; without them both libraries may select a GPU in a CPU run.
     os.environ["DS_ACCELERATOR"] = device
     os.environ.pop("ACCELERATE_TORCH_DEVICE", None)  # it would assign the same GPU to all ranks
-    if device == "cpu":
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    if device == "cpu" or device in ALONE:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = device
     for name in ("DeepSpeed", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # DeepSpeed 0.19.8 still calls the old names of two collectives; torch 2.13 warns each time.

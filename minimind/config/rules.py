@@ -20,7 +20,8 @@ from minimind.config.schedule import planned_decay, run_length
 FEWEST_PARAMETERS, FEWEST_TOKENS, MOST_EPOCHS = 278_976, 2**18, 12.0
 HIGHEST_RATE = 6e-3  # above it, small models became unstable
 # Tokens of a micro-batch, above which a process accumulates: larger ones are slower on a CPU.
-MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+GPU_TOKENS = 8192
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": GPU_TOKENS}
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def batch_values(run: RunConfig, world_size: int, rows: int, device: str) -> dic
     each = rows // data_size
     micro_batches, values = run.accumulation_steps, {}
     if not run.is_explicit("accumulation_steps") and run.stages is None:
-        most = max(1, MICRO_BATCH_TOKENS[device] // run.max_seq_len)
+        most = max(1, MICRO_BATCH_TOKENS.get(device, GPU_TOKENS) // run.max_seq_len)
         micro_batches = next(n for n in range(1, each + 1) if not each % n and each // n <= most)
         values["accumulation_steps"] = micro_batches
     micro_batch = each // micro_batches
@@ -106,7 +107,7 @@ def batch_values(run: RunConfig, world_size: int, rows: int, device: str) -> dic
 
 def largest_micro_batch(run: RunConfig, world_size: int, device: str) -> dict[str, int]:
     """--batch_size of the largest micro-batch of `batch_values`, which is a power of two."""
-    most = max(1, MICRO_BATCH_TOKENS[device] // run.max_seq_len)
+    most = max(1, MICRO_BATCH_TOKENS.get(device, GPU_TOKENS) // run.max_seq_len)
     rows = 2 ** (most.bit_length() - 1) * (
         run.parallel(world_size).data_size if run.split_batches else 1
     )

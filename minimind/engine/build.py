@@ -36,7 +36,7 @@ from minimind.engine.optimizers import optimizer_of, run_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.runtime.collectives import collective_backend, lost_peers, own_store, rendezvous
-from minimind.runtime.hardware import set_numerics
+from minimind.runtime.device import CUDA, set_numerics
 from minimind.runtime.terminal import first_lines, phase
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _accelerator(device: str, dist_timeout: int, *handlers: Any, **options: Any)
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs, check_cuda_p2p_ib_support
 
-    if device == "cuda" and not check_cuda_p2p_ib_support():
+    if device == CUDA.name and not check_cuda_p2p_ib_support():
         # `accelerate launch` sets them; under other launchers Accelerate raises without them.
         for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
             os.environ.setdefault(name, "1")

@@ -5,14 +5,16 @@ Every moment belongs to exactly one phase.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from minimind.runtime.device import Moment, device_kind, milliseconds
 
 # Methods of DeepSpeed's communication backend that ZeRO calls in a step.
 COLLECTIVES = (
@@ -22,14 +24,14 @@ COLLECTIVES = (
 
 
 class CommunicationClock:
-    """Records spans from the call of a collective to its end, by host clock or CUDA events.
+    """Records spans from the call of a collective to its end, by moments of the device.
 
     Does not synchronize: events are read with the phase times.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._spans: list[tuple[Any, Any]] = []
+        self._kind = device_kind(device)
+        self._spans: list[tuple[Moment, Moment]] = []
         self._backend: Any = None
         self._originals: dict[str, Any] = {}  # instance attributes of the backend
 
@@ -58,15 +60,11 @@ class CommunicationClock:
         """Time DDP's bucket reductions, which stay the same."""
         model.register_comm_hook(self, reduce_bucket)
 
-    def now(self) -> Any:
-        """The current time, or an event in the current CUDA stream."""
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def now(self) -> Moment:
+        """The current time, or an event in the device's current stream."""
+        return self._kind.moment()
 
-    def add(self, start: Any) -> None:
+    def add(self, start: Moment) -> None:
         """Record that the collective started at `start` has ended."""
         self._spans.append((start, self.now()))
 
@@ -89,14 +87,14 @@ class CommunicationClock:
         spans, self._spans = self._spans, []
         if not spans:
             return 0.0
-        origin = spans[0][0]
-        return _covered([(_ms(origin, start), _ms(origin, end)) for start, end in spans])
+        since = partial(milliseconds, spans[0][0])
+        return _covered([(since(start), since(end)) for start, end in spans])
 
 
 class _TimedWork:
     """An asynchronous collective, whose span ends when it has been waited for."""
 
-    def __init__(self, work: Any, clock: CommunicationClock, start: Any) -> None:
+    def __init__(self, work: Any, clock: CommunicationClock, start: Moment) -> None:
         self._work, self._clock, self._start = work, clock, start
 
     def wait(self, *args: Any) -> Any:
@@ -125,10 +123,6 @@ def reduce_bucket(clock, bucket):
     return work.get_future().then(end)
 
 
-def _ms(start: Any, end: Any) -> float:
-    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
-
-
 def _covered(spans: list[tuple[float, float]]) -> float:
     """Length of the union of the spans."""
     total, reached = 0.0, float("-inf")
@@ -145,30 +139,30 @@ LABELS = {"comm": "of it comm.", "memory_mib": "memory MiB"}
 class PhaseClock:
     """Records marks at the ends of phases.
 
-    On a GPU marks are CUDA events, read when they are reported, the only synchronization. On a CPU
+    On a GPU marks are events, read when they are reported, the only synchronization. On a CPU
     they are monotonic times.
     """
 
     def __init__(
         self, device: torch.device, communication: CommunicationClock | None = None
     ) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._kind = device_kind(device)
         self._communication = communication
         self._range: Any = None  # record_function of the current phase in a trace
         self.is_traced = False
         self.passed = 0  # marks since the start: the progress of this rank, for its peers
         self.phase = ""  # the current one
-        self._marks: list[list[tuple[str, torch.cuda.Event | float]]] = []
+        self._marks: list[list[tuple[str, Moment]]] = []
 
     def begin(self) -> None:
         """Start a step, before its first micro-batch is fetched."""
-        self._marks.append([("", self._now())])
+        self._marks.append([("", self._kind.moment())])
         self._enter("data")
         self._annotate("data")
 
     def mark(self, phase: str, is_last: bool = False) -> None:
         """End `phase`; `is_last` ends the step."""
-        self._marks[-1].append((phase, self._now()))
+        self._marks[-1].append((phase, self._kind.moment()))
         next_phase = PHASES[(PHASES.index(phase) + 1) % len(PHASES)]
         self._enter(next_phase)
         self._annotate("" if is_last else next_phase)
@@ -192,28 +186,17 @@ class PhaseClock:
         Communication time, if recorded, is divided evenly over the steps as `comm`.
         """
         marks, self._marks = self._marks, []
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        self._kind.synchronize()
         steps = [self._milliseconds(step) for step in marks]
         if self._communication:
             comm = self._communication.take() / max(1, len(steps))
             steps = [{**step, "comm": comm} for step in steps]
         return steps
 
-    def _now(self) -> torch.cuda.Event | float:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _milliseconds(self, marks: list[tuple[str, torch.cuda.Event | float]]) -> dict[str, float]:
+    def _milliseconds(self, marks: list[tuple[str, Moment]]) -> dict[str, float]:
         times: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         for (_, start), (phase, end) in pairwise(marks):
-            if isinstance(start, float) and isinstance(end, float):
-                times[phase] += (end - start) * 1e3
-            elif isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-                times[phase] += start.elapsed_time(end)
+            times[phase] += milliseconds(start, end)
         return {**times, "step": sum(times.values())}
 
 

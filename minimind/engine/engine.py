@@ -27,6 +27,7 @@ from minimind.engine.plain_backend import PlainBackend, StepResult
 from minimind.engine.state import ZeroState
 from minimind.model.attention import SequenceGroup
 from minimind.runtime.collectives import Ranks, collective_backend, lost_peers
+from minimind.runtime.device import device_kind
 
 if TYPE_CHECKING:
     from minimind.engine.deepspeed_backend import DeepSpeedBackend
@@ -49,6 +50,7 @@ class Engine(Ranks):
         self.parameters = parameters  # count of the whole model; at stage 3 a rank holds a part
         self.resolved = resolved
         self.device = device
+        self.kind = device_kind(device)
         self.parallel = resolved.run.parallel(self.world_size)
         self.data_rank = self.parallel.data_rank(self.rank)
         timeout = collective_backend(device.type, resolved.run.dist_timeout)[1]
@@ -94,8 +96,7 @@ class Engine(Ranks):
         seed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + data_rank) % 2**63
         # Not torch.manual_seed, which visits every device type each time.
         torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        self.kind.seed(seed)
 
     def step(
         self,
@@ -120,7 +121,7 @@ class Engine(Ranks):
             for number, rows in enumerate(micro_batches, 1):
                 is_last = number == len(micro_batches)
                 with backend.micro_batch(is_last):
-                    rows = rows.to(self.device, non_blocking=True)
+                    rows = rows.to(self.device, non_blocking=self.kind.pins)
                     clock.mark("data")
                     loss = compute_loss(backend.forward, self.inputs_of(rows), self.loss_chunk_size)
                     self._wait_for_compilation()
@@ -153,7 +154,7 @@ class Engine(Ranks):
         counts as one with a single target, so that its loss is 0.
         """
         counts = [(rows[:, 1:] >= 0).sum() for rows in micro_batches[:]]  # shows no progress
-        total = torch.stack(counts).sum().to(self.device, non_blocking=True)
+        total = torch.stack(counts).sum().to(self.device, non_blocking=self.kind.pins)
         if self.world_size > 1:
             dist.all_reduce(total)
         total = total // self.parallel.sequence  # each rank that shares rows has counted all

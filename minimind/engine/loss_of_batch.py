@@ -21,6 +21,7 @@ from minimind.model.decoder import IGNORED, mean_with_nan_grads
 from minimind.model.experts import Routing
 from minimind.model.sizes import LOSS_CHUNK
 from minimind.runtime.collectives import Ranks
+from minimind.runtime.device import HOST, device_kind
 from minimind.runtime.terminal import phase
 
 PADDING = ~0  # a token that is no target
@@ -34,7 +35,7 @@ def loss_chunk_positions(run: RunConfig) -> int:
 def eval_chunk_positions(run: RunConfig, device: torch.device) -> int:
     """The same for validation, which is not compiled: on a GPU always in parts."""
     is_ours = run.hugging_face is None
-    return LOSS_CHUNK if device.type == "cuda" and is_ours else loss_chunk_positions(run)
+    return LOSS_CHUNK if device_kind(device) is not HOST and is_ours else loss_chunk_positions(run)
 
 
 @dataclass(frozen=True)

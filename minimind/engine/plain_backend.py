@@ -24,6 +24,7 @@ from minimind.engine.optimizers import optimizer_of
 from minimind.engine.state import ZeroState
 from minimind.model.experts import Routing
 from minimind.runtime.collectives import lost_peers
+from minimind.runtime.device import device_kind, widened
 
 _copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 # Elements per multi-tensor copy: one kernel on a GPU instead of one per weight, without a second
@@ -47,8 +48,8 @@ class StepResult:
 
     @property
     def loss_sum(self) -> torch.Tensor:
-        """Sum over micro-batches in float64."""
-        return reduce(torch.add, (part.double() for part in self.loss_sums))
+        """Sum over micro-batches, in float64 where the device has it."""
+        return reduce(torch.add, map(widened, self.loss_sums))
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -176,7 +177,8 @@ class PlainBackend:
         if norm_limit < math.inf:
             is_skipped = is_skipped | (norm > norm_limit)
         self.torch_optimizer.found_inf = is_skipped.float()
-        self.torch_optimizer.step()
+        if device_kind(norm.device).skips_by_flag or not is_skipped:
+            self.torch_optimizer.step()
         self.scaler.update()  # it uses the overflow that unscale_ found
         self.torch_optimizer.zero_grad()
         if self.masters:

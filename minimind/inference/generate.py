@@ -24,6 +24,7 @@ from transformers import (
 
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import DataError, NumericError, UsageError
+from minimind.runtime.device import widened
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,10 @@ def logits_processors(
     def check(input_ids: Tensor, scores: Tensor) -> Tensor:
         """Drop the logits beyond the vocabulary; shift the others to a maximum of 0.
 
-        In float64, so that division by a temperature close to 0 leaves a maximum.
+        In float64 where the device has it, so that division by a temperature close to 0 leaves
+        a maximum.
         """
-        scores = scores[:, :vocab_size].double()
+        scores = widened(scores[:, :vocab_size])
         if not scores.isfinite().all():
             raise NumericError(
                 f"the logits of token {input_ids.shape[1]} are not finite; generate from another"

@@ -20,6 +20,7 @@ from minimind.data.shards.conversation_shards import ConversationRows, Conversat
 from minimind.engine.loss_of_batch import PADDING, ModelInputs
 from minimind.errors import DataError
 from minimind.model.decoder import IGNORED
+from minimind.runtime.device import widened
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def score(
     for rows, sources in accelerator.prepare_data_loader(loader):
         row_sums = _row_sums(model, rows, has_starts, bytes_of)
         sources, row_sums = accelerator.gather_for_metrics((sources, row_sums))
-        sums.index_add_(0, sources.cpu(), row_sums.cpu())
+        sums.index_add_(0, sources.cpu(), row_sums.cpu().double())
         counted += len(sources)
     assert counted == len(texts), f"gathered {counted} windows of {len(texts)}"
     exact_bytes = [
@@ -189,7 +190,7 @@ def score(
 def _row_sums(
     model: Any, rows: torch.Tensor, has_starts: bool, bytes_of: torch.Tensor
 ) -> torch.Tensor:
-    """Loss, tokens and bytes of each row, float64 (B, 3)."""
+    """Loss, tokens and bytes of each row, float64 (B, 3) where the device has it."""
     inputs = ModelInputs.of_marked(rows, has_starts)
     targets = inputs.targets
     starts = {} if inputs.starts is None else {"document_starts": inputs.starts}
@@ -199,5 +200,5 @@ def _row_sums(
     )
     counted = targets != IGNORED
     text_bytes = bytes_of[targets.clamp(min=0)] * counted
-    columns = (losses.double(), counted.double(), text_bytes.double())
+    columns = (widened(losses), widened(counted), widened(text_bytes))
     return torch.stack([column.sum(1) for column in columns], dim=1)

@@ -16,13 +16,12 @@ import psutil
 import torch
 
 from minimind.config.deepspeed.backend_choice import CPU_OPS, OPS, op_fault
-from minimind.runtime.environment import usable_cores
+from minimind.runtime.device import CUDA, HOST, cpu_name
+from minimind.runtime.environment import command_output, usable_cores
 from minimind.runtime.hardware import (
     GPU,
     HAS_BF16,
-    command_output,
     compiler_fault,
-    cpu_name,
     invisible_gpus_fault,
     list_gpus,
     nvcc_path,
@@ -68,8 +67,8 @@ class HostFacts:
 
 def read_facts(out_dir: Path) -> HostFacts:
     """Measure this host; takes a second or two."""
-    torch_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = "cuda" if torch_gpus else "cpu"
+    torch_gpus = CUDA.count()
+    device = (CUDA if torch_gpus else HOST).name
     memory = psutil.virtual_memory().total / GIB
     disk, speed = measure_disk(out_dir)
     on_host = list_gpus()
@@ -82,7 +81,7 @@ def read_facts(out_dir: Path) -> HostFacts:
         cpu=f"{cpu_name()}, {usable_cores()} cores for this process, {memory:.1f} GiB of memory",
         has_cpu_bf16=HAS_BF16,
         huge_pages=_huge_pages(),
-        gpus=_gpus_of_torch(torch_gpus, driver) if torch_gpus else on_host,
+        gpus=_gpus_of_torch(driver) if torch_gpus else on_host,
         torch_gpus=torch_gpus,
         host_gpus=max(len(on_host), torch_gpus),
         torch_cuda=torch.version.cuda,
@@ -98,11 +97,11 @@ def read_facts(out_dir: Path) -> HostFacts:
     )
 
 
-def _gpus_of_torch(count: int, driver: str) -> list[GPU]:
+def _gpus_of_torch(driver: str) -> list[GPU]:
     """The GPUs that torch sees; nvidia-smi also lists hidden ones, and may be missing."""
-    devices = [torch.cuda.get_device_properties(number) for number in range(count)]
     return [
-        GPU(gpu.name, driver, gpu.total_memory // 2**20, (gpu.major, gpu.minor)) for gpu in devices
+        GPU(gpu.name, driver, gpu.total_memory // 2**20, (gpu.major, gpu.minor))
+        for gpu in CUDA.properties()
     ]
 
 
@@ -126,9 +125,7 @@ def package_version(name: str) -> str:
 def _nccl_version() -> str:
     if not torch.distributed.is_nccl_available():
         return "none"
-    from torch.cuda import nccl
-
-    return ".".join(map(str, nccl.version()))
+    return ".".join(map(str, CUDA.module.nccl.version()))
 
 
 def _compilers() -> dict[str, str]:

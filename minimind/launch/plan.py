@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -215,6 +216,8 @@ def count_gpus(visible: str | None, source: str = "CUDA_VISIBLE_DEVICES") -> int
 
     Raise RendezvousError if the list is malformed or names a GPU that is not there.
     """
+    if (sys.platform, platform.machine()) == ("darwin", "arm64"):
+        return 1  # which no variable hides
     names = None if visible is None else visible_gpu_names(visible, source)
     if names == []:
         return 0
@@ -227,9 +230,9 @@ def count_gpus(visible: str | None, source: str = "CUDA_VISIBLE_DEVICES") -> int
     if has_failed and any(driver.exists() for driver in DRIVERS):
         if names is not None:
             return len(names)
-        import torch  # slow, but the only way to know
+        from minimind.runtime.device import CUDA  # torch is slow, but the only way to know
 
-        return torch.cuda.device_count()
+        return CUDA.module.device_count()
     gpus = len(re.findall("^GPU", listed, re.MULTILINE))
     uuids = re.findall(r"UUID: ([^)]+)", listed)
     for name in names or []:

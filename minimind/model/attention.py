@@ -24,6 +24,7 @@ from minimind.model.activation_checkpointing import is_traced, recompute
 from minimind.model.bf16_matmul import needs_fp32_matmul
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.sizes import MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
+from minimind.runtime.device import CUDA, device_kind, major_capability
 from minimind.runtime.hardware import compiler_fault
 
 BLOCK = 128  # positions; the block size of flex attention's kernels, and of queries on a CPU
@@ -35,14 +36,15 @@ def has_flex_kernel(device: torch.device, head_dim: int, length: int) -> bool:
 
     The kernel is compiled, also if the model is not.
     """
-    if device.type != "cuda" or head_dim < MIN_FLEX_HEAD_DIM or length < MIN_FLEX_LENGTH:
+    is_large = head_dim >= MIN_FLEX_HEAD_DIM and length >= MIN_FLEX_LENGTH
+    if not (is_large and device_kind(device).has_triton):
         return False
     return torch.compiler.is_compiling() or not _gpu_compiler_fault()
 
 
 @cache
 def _gpu_compiler_fault() -> str:
-    return compiler_fault("cuda")
+    return compiler_fault(CUDA.name)
 
 
 def has_grouped_kernel(x: Tensor) -> bool:
@@ -53,7 +55,7 @@ def has_grouped_kernel(x: Tensor) -> bool:
     """
     if x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return torch.cuda.get_device_properties(x.device).major >= 8
+    return major_capability(x.device) >= 8
 
 
 def document_block_mask(starts_BT: Tensor) -> BlockMask:

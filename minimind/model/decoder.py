@@ -34,6 +34,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.experts import MiniMindModelOutput, MiniMindOutput, combine_routings
 from minimind.model.layers import Attention, Block, ResidualOutput, RMSNorm
 from minimind.model.rotary import Rotary, build_pos_cis, pos_cis_as_reals
+from minimind.runtime.device import device_kind
 
 IGNORED = -100  # target without loss, as in transformers
 
@@ -139,17 +140,19 @@ class MiniMindModel(MiniMindPreTrainedModel):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MiniMindModel":
         """Rebuild pos_cis when the module moves: .to(bfloat16) would drop its imaginary part, and
-        .to_empty() would leave it uninitialized.
+        .to_empty() would leave it uninitialized. It stays on the CPU where there are no complex
+        operators.
         """
 
         def move(tensor: Tensor) -> Tensor:
             if not tensor.is_complex():
                 return fn(tensor)
             device = fn(torch.empty(0, device=tensor.device)).device
-            return self.build_pos_cis().to(device)
+            return self.build_pos_cis().to(device if device_kind(device).has_complex else "cpu")
 
         super()._apply(move, recurse)
-        self.pos_reals = pos_cis_as_reals(self.pos_cis)  # not rounded to the dtype of the weights
+        reals = pos_cis_as_reals(self.pos_cis)  # not rounded to the dtype of the weights
+        self.pos_reals = reals.to(self.pos_reals.device)
         return self
 
     @capture_outputs
@@ -233,7 +236,10 @@ class MiniMindModel(MiniMindPreTrainedModel):
         if sequence is not None:
             assert input_ids is not None
             input_ids = sequence.part(input_ids, 1)
-            rotary = Rotary(*(sequence.part(table, -2) for table in rotary))
+            cis, reals = rotary
+            rotary = Rotary(
+                None if cis is None else sequence.part(cis, -2), sequence.part(reals, -2)
+            )
         x_BTE = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = make_attention_mask(
             self.config, x_BTE, past, attention_mask, starts_BT, keys, length
@@ -249,7 +255,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
 
     def _rotary_at(self, index: Tensor | slice) -> Rotary:
         """Rotation at the positions `index`."""
-        return Rotary(self.pos_cis[index], self.pos_reals[:, index])
+        reals = self.pos_reals[:, index]
+        return Rotary(self.pos_cis[index] if self.pos_cis.device == reals.device else None, reals)
 
 
 class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):

@@ -36,8 +36,9 @@ from minimind.model.rotary import (
     apply_rotary_traced,
     interleaved_to_half,
 )
+from minimind.runtime.device import CUDA
 
-KERNEL_DEVICE = "cuda"  # has several fused attention kernels to choose from
+KERNEL_DEVICE = CUDA.name  # has several fused attention kernels to choose from
 
 # In order of priority. cuDNN plans its kernels for each shape, so it comes first for the causal
 # attention of training, which has one shape. Not with a mask or a single query: there torch 2.13
@@ -178,7 +179,7 @@ class Attention(nn.Module):
             return x_BTHD
         if is_half:
             return apply_rotary_half(x_BTHD, rotary.reals)
-        if is_traced():
+        if is_traced() or rotary.cis is None:
             return apply_rotary_traced(x_BTHD, rotary.reals)
         return apply_rotary(x_BTHD, rotary.cis)
 

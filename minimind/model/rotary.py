@@ -95,7 +95,7 @@ def check_scaling(head_dim: int, theta: float, scaling: Mapping[str, Any]) -> No
 class Rotary(NamedTuple):
     """Rotation at the positions of a forward pass, in the forms of both layouts."""
 
-    cis: Tensor  # interleaved: complex64, (T, D/2) or (B, T, D/2)
+    cis: Tensor | None  # interleaved: complex64, (T, D/2) or (B, T, D/2); None: no such operators
     reals: Tensor  # half: `pos_cis_as_reals(cis)`, fp32 (2, T, D/2) or (2, B, T, D/2)
 
 

@@ -30,6 +30,7 @@ from minimind.engine.loss_of_batch import MicroBatchLoss, compute_loss, uncompil
 from minimind.errors import CorruptionError
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import on_rank_0
+from minimind.runtime.device import CUDA, HOST, device_kind, widened
 
 PIECE = 2**22  # elements that are summed at once: the sum converts them to int64 first
 FP16_SCALE = 2.0**10  # scale of the loss, so that gradients in float16 are not too small
@@ -115,7 +116,7 @@ def replay(engine: Engine, rows: Tensor, data_rank: int, is_whole: bool) -> Repl
         loss_sum, targets = loss.loss_sum.detach(), loss.tokens
         norms, sums = record.norms, [*sums, *record.sums]
     sums.append(sum_of_bits(loss_sum))
-    mean = loss_sum.double() / targets.clamp(min=1)
+    mean = widened(loss_sum) / targets.clamp(min=1)
     rows_sum, *others = torch.stack(sums).tolist()
     return Replay(rows_sum, float(mean), torch.stack(norms).tolist() if norms else [], others)
 
@@ -424,8 +425,7 @@ class CorruptionCheck:
     def check(self, step: int, batches: Batches) -> list[Fault]:
         """Everything that is wrong, on every rank (collective)."""
         engine, run = self.engine, self.run
-        if engine.device.type == "cuda":
-            torch.cuda.synchronize(engine.device)
+        device_kind(engine.device).synchronize(engine.device)
         started, before = time.perf_counter(), (engine.rank - 1) % engine.world_size
         first, again = (self._replay(step, batches, engine.rank) for _ in range(2))
         neighbour = first if before == engine.rank else self._replay(step, batches, before)
@@ -444,7 +444,7 @@ class CorruptionCheck:
         checksums = weight_checksums(engine, expected)
         stale = [key for key, one in checksums.items() if one != expected[key]]
         findings = engine.gather(Finding(stale, (first, again), neighbour))
-        is_tf32 = run.tf32 and run.dtype == "float32" and engine.device.type == "cuda"
+        is_tf32 = run.tf32 and run.dtype == "float32" and device_kind(engine.device).has_tf32
         dtype = "tf32" if is_tf32 else run.dtype
         wrong = faults(holdings, findings, dtype, run.deterministic)
         self.seconds = time.perf_counter() - started
@@ -509,14 +509,14 @@ class CorruptionCheck:
 
 def place_of(device: torch.device) -> str:
     """Host and GPU of this rank: `b, cuda:1`, on a CPU `b`."""
-    gpu = f", {device}" if device.type == "cuda" else ""
+    gpu = "" if device_kind(device) is HOST else f", {device}"
     return f"{socket.gethostname()}{gpu}"
 
 
 def kind_of(device: torch.device) -> str:
     """What decides how this rank rounds: ranks of one kind compute the same bits."""
     versions = f"torch {torch.__version__}"
-    if device.type == "cuda":
+    if device.type == CUDA.name:
         return f"{hardware(device)}, {versions}, cuDNN {torch.backends.cudnn.version()}"
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{hardware(device)}, {capability}, {torch.get_num_threads()} threads, {versions}"

@@ -27,6 +27,7 @@ from minimind.recovery.documents import Documents, Place, place_json
 from minimind.recovery.step_rows import Stretch, rows_at
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.checked_json import ClosedJson, Count, Real, validate
+from minimind.runtime.device import device_kind
 
 MAD_TO_DEVIATION = 1.4826  # factor for a normal distribution
 # Least deviations as shares of the median. The loss of a batch varies by some percent and a window
@@ -158,14 +159,14 @@ class HeldStep:
 
     def __init__(self, step: int, result: StepResult, norm_limit: float) -> None:
         self.step, self.result, self.norm_limit = step, result, norm_limit
-        self._event: torch.cuda.Event | None = None
+        self._event: torch.Event | None = None
         norm = math.nan if result.grad_norm is None else result.grad_norm
-        if result.tokens.device.type == "cuda":
-            device = result.tokens.device
+        device = result.tokens.device
+        if device_kind(device).pins:
             values = [result.loss_sum, result.tokens, torch.as_tensor(norm, device=device)]
             self._values = torch.empty(3, dtype=torch.float64, pin_memory=True)
             self._values.copy_(torch.stack([v.double() for v in values]), non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.Event(device)
             self._event.record()
         else:
             numbers = float(result.loss_sum), float(result.tokens), float(norm)

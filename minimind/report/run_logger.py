@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from minimind.engine.clocks import LABELS, mean_ms, median_ms, profile_table, ra
 from minimind.report.formats import clock_time
 from minimind.report.history import PAUSES
 from minimind.report.verdict import Setting, Verdicts
+from minimind.runtime.device import device_kind
 from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout
 
@@ -258,10 +258,7 @@ class RunLogger:
 
     def _memory_mib(self) -> float:
         """Peak of this process: device memory on a GPU, resident memory on a CPU."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) / 2**20
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / (2**20 if sys.platform == "darwin" else 2**10)
+        return device_kind(self._device).peak_memory(self._device) / 2**20
 
 
 def _by_ms(pauses: dict[str, float]) -> dict[str, float]:

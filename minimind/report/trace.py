@@ -20,10 +20,14 @@ class Trace:
     """
 
     def __init__(
-        self, steps: tuple[int, int], out_dir: Path, rank: int, on_gpu: bool = False
+        self,
+        steps: tuple[int, int],
+        out_dir: Path,
+        rank: int,
+        device: ProfilerActivity | None = None,
     ) -> None:
         self._first, self._last = steps
-        self._directory, self._rank, self._on_gpu = out_dir / "traces", rank, on_gpu
+        self._directory, self._rank, self._device = out_dir / "traces", rank, device
         self._start = self._number = 0
         self._profiler: Any = None
 
@@ -45,7 +49,7 @@ class Trace:
         # No rank of this start has written yet, so all ranks find the same number.
         self._number = 1 + max(self._numbers(), default=0)
         # A CPU run on a host with GPUs records none: it would make a context on GPU 0.
-        gpu = [ProfilerActivity.CUDA] if self._on_gpu else []
+        gpu = [] if self._device is None else [self._device]
         self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
         self._profiler.start()
 

@@ -245,7 +245,8 @@ def _slow_rank(period: Period, setting: Setting) -> Iterator[Verdict]:
     if setting.zero_stage != 3 and _is_large(forward[rank] - of_others, excess, 0.5):
         slow, other, phase = forward[rank], of_others, "forward"
     than = f"rank {1 - rank}" if len(own) == 2 else "the median of the others"
-    suspects = "its clock and what else uses its GPU" if setting.device == "cuda" else "its cores"
+    on_host = setting.device in ("", "cpu")
+    suspects = "its cores" if on_host else "its clock and what else uses its GPU"
     times = f"{slow:.1f} against {other:.1f} ms, of a step of {period.step:.1f} ms"
     slower = f"{_percent(slow - other, other)} slower" if slow < FAR * other else "far slower"
     text = f"rank {rank} is {slower} than {than} in {phase} ({times}); look at {suspects}"

@@ -129,13 +129,12 @@ def _confirmed_port(store: PrefixStore, rank: int, timeout: timedelta) -> str:
 
 
 def collective_backend(device: str, dist_timeout: int) -> tuple[str, timedelta]:
-    """Return `nccl` or `gloo` and its timeout.
+    """Return the backend of a device, `nccl` or `gloo` for one, and its timeout.
 
     NCCL aborts the process on a timeout without naming a rank, so its timeout is longer than ours.
     """
-    if device == "cuda":
-        return "nccl", timedelta(seconds=dist_timeout + 60)
-    return "gloo", timedelta(seconds=dist_timeout)
+    backend = dist.get_default_backend_for_device(device)
+    return backend, timedelta(seconds=dist_timeout + (0 if backend == "gloo" else 60))
 
 
 class Ranks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 HIDDEN = ("", "-1", "NoDevFiles")  # their values that hide every GPU
 # NCCL runs only with one of them; without, its variables may be meant for other hosts.
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+COMMAND_TIMEOUT = 20.0  # seconds; nvidia-smi takes several without the persistence daemon
 
 
 def rank_of(environ: Mapping[str, str]) -> int:
@@ -44,6 +46,15 @@ def usable_cores() -> int:
     """CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def command_output(command: Sequence[str]) -> str:
+    """Return the standard output of a command; "" if it is missing, fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def require_environment(environ: Mapping[str, str]) -> None:

@@ -9,19 +9,17 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sysconfig
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from minimind.runtime.environment import HIDDEN, visible_gpu_names
+from minimind.runtime.device import CUDA, device_kind
+from minimind.runtime.environment import HIDDEN, command_output, visible_gpu_names
 
-COMMAND_TIMEOUT = 20.0  # seconds; nvidia-smi takes several without the persistence daemon
 GPU_FIELDS = ("name", "driver_version", "memory.total", "compute_cap")
 # CUDA major version: oldest driver, by "CUDA Toolkit and Minimum Required Driver Version for CUDA
 # Minor Version Compatibility" in the release notes of CUDA 13.
@@ -54,46 +52,6 @@ def has_bf16() -> bool:
 
 
 HAS_BF16 = has_bf16()
-
-
-def cpu_name() -> str:
-    """Model of the CPU, or the architecture where the system does not tell."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # Linux only
-        for line in file:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def use_device(device: torch.device) -> None:
-    """Make `device` the GPU of this thread; call first in every thread that touches CUDA.
-
-    A new thread uses GPU 0: every rank would create a context of about 500 MiB there, and pin
-    memory for the wrong device.
-    """
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-
-
-def set_numerics(device: str, deterministic: bool, tf32: bool) -> None:
-    """Set deterministic kernels, and the precision of float32 products on a GPU, in this process.
-
-    Without `deterministic` the former is left as it is; the latter is always set.
-    """
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
-        torch.use_deterministic_algorithms(True)
-    if device == "cuda":
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-
-
-def command_output(command: Sequence[str]) -> str:
-    """Return the standard output of a command; "" if it is missing, fails or takes too long."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def list_gpus() -> list[GPU]:
@@ -172,26 +130,24 @@ def invisible_gpus_fault(
 
 
 def compiler_fault(device: str) -> str:
-    """Return what torch.compile lacks on this host for `device` (cpu or cuda).
+    """Return what torch.compile lacks on this host for a type of device.
 
     Triton builds a launcher in C for every kernel on a GPU; a CPU's kernels are C++.
     """
-    if device == "cuda":
+    on_triton = device_kind(device).has_triton
+    if on_triton:
         if not find_spec("triton"):
             return "the package triton is not installed"
-        if torch.cuda.is_available():  # a stand-in's device has no capability
-            # The lowest of all GPUs, which may differ: every rank has to decide alike.
-            gpus = range(torch.cuda.device_count())
-            capability = min(torch.cuda.get_device_capability(gpu) for gpu in gpus)
-            if capability < MIN_TRITON_CAPABILITY:
-                least = dotted(MIN_TRITON_CAPABILITY)
-                has = dotted(capability)
-                return f"Triton needs compute capability {least}, and a GPU has {has}"
+        capability = CUDA.lowest_capability()
+        if capability is not None and capability < MIN_TRITON_CAPABILITY:
+            least = dotted(MIN_TRITON_CAPABILITY)
+            has = dotted(capability)
+            return f"Triton needs compute capability {least}, and a GPU has {has}"
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     else:
         names = [os.environ.get("CXX") or "g++"]
     if not any(shutil.which(name) for name in names):
-        language = "C" if device == "cuda" else "C++"
+        language = "C" if on_triton else "C++"
         return f"no {language} compiler ({' or '.join(names)}) is on PATH"
     if not has_python_header():
         return "Python.h is missing (package python3-dev)"
@@ -231,7 +187,7 @@ def nvcc_fault(torch_cuda: str | None, output: str) -> str:
 
 
 def extension_fault(device: str) -> str:
-    """Return what compiling a C++ (device=cpu) or CUDA (device=cuda) extension of torch lacks."""
+    """Return what compiling an extension of torch lacks: CUDA for that device, else C++."""
     compiler = os.environ.get("CXX") or "c++"
     if not shutil.which(compiler):
         return f"no C++ compiler ({compiler}) is on PATH"
@@ -239,7 +195,7 @@ def extension_fault(device: str) -> str:
         return "Python.h is missing (package python3-dev)"
     if not shutil.which("ninja"):
         return "ninja is not on PATH (pip install ninja)"
-    if device == "cpu":
+    if device != CUDA.name:
         return ""
     path = nvcc_path()
     return nvcc_fault(torch.version.cuda, command_output([path, "--version"]) if path else "")

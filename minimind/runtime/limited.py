@@ -12,10 +12,13 @@ import resource
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 PATIENCE = 60  # seconds, on a host that gives the process hardly any time
+LOOK = 0.02  # seconds between looks at the memory of a process that has no limit
 OUT_OF_MEMORY = 3  # exit status
 
 
@@ -26,22 +29,41 @@ def tried_within(file: str, request: Any, seconds: float, most_bytes: int) -> st
     calls may raise: an error of a limited process is not reported.
     """
     command = [sys.executable, "-P", __file__, file]
-    given = {"request": request, "seconds": seconds, "bytes": most_bytes}
-    try:
-        ended = subprocess.run(
-            command,
-            input=json.dumps(given).encode(),
-            capture_output=True,
-            timeout=PATIENCE,
-            start_new_session=True,  # a signal to this program's group is for this program
-        )
-    except subprocess.TimeoutExpired:
+    # macOS refuses a limit below the addresses that a process has from the start, hundreds of GiB.
+    is_watched = sys.platform == "darwin"
+    given = {"request": request, "seconds": seconds, "bytes": None if is_watched else most_bytes}
+    deadline = time.monotonic() + PATIENCE
+    content: bytes | None = json.dumps(given).encode()
+    pipe = subprocess.PIPE
+    # In a session of its own, as a signal to this program's group is for this program.
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+    ) as process:
+        while True:
+            try:
+                output, errors = process.communicate(content, LOOK if is_watched else PATIENCE)
+                break
+            except subprocess.TimeoutExpired:
+                content = None  # it has been given
+                if time.monotonic() > deadline or _resident(process.pid) > most_bytes:
+                    process.kill()
+            except BaseException:  # such as Ctrl-C, which it does not get
+                process.kill()
+                raise
+    if process.returncode < 0 or process.returncode == OUT_OF_MEMORY:
         return None
-    if ended.returncode < 0 or ended.returncode == OUT_OF_MEMORY:
-        return None
-    if ended.returncode:
-        raise RuntimeError(f"{command} ended with {ended.returncode}: {ended.stderr.decode()}")
-    return ended.stdout.decode()
+    if process.returncode:
+        raise RuntimeError(f"{command} ended with {process.returncode}: {errors.decode()}")
+    return output.decode()
+
+
+def _resident(pid: int) -> int:
+    """Bytes of a process that are in memory; 0 if it has ended."""
+    import psutil  # needed on macOS only
+
+    with suppress(psutil.Error):
+        return psutil.Process(pid).memory_info().rss
+    return 0
 
 
 def _main() -> None:
@@ -52,7 +74,8 @@ def _main() -> None:
     spec.loader.exec_module(module)
     given = json.load(sys.stdin)
     for limit, value in ((resource.RLIMIT_AS, given["bytes"]), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(limit, (value, value))
+        if value is not None:
+            resource.setrlimit(limit, (value, value))
     signal.setitimer(signal.ITIMER_PROF, given["seconds"])  # CPU time
     try:
         sys.stdout.write(module.main(given["request"]) or "")

@@ -20,6 +20,7 @@ import torch
 from minimind.architecture.shape import shape_of
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.flags import ALONE
 from minimind.config.run_config import RunConfig
 from minimind.data.rows.order import Order
 from minimind.engine.loss_of_batch import token_ids
@@ -27,6 +28,7 @@ from minimind.engine.plain_backend import StepResult
 from minimind.errors import MemoryFull, NumericError, which_memory
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import Ranks
+from minimind.runtime.device import CUDA, HOST, device_kind
 from minimind.runtime.durable_files import storing
 
 if TYPE_CHECKING:
@@ -175,7 +177,7 @@ def _message(error: BaseException, where: str, setup: Setup, resolved: ResolvedC
         f"{', --split_batches' if run.split_batches else ''}) x {run.max_seq_len} tokens"
         f" (--max_seq_len {run.max_seq_len})"
     )
-    if setup.device == "cuda" and where == "host":
+    if device_kind(setup.device).pins and where == "host":
         return (
             f"the host is out of memory{tried}, not the GPU; give --no-async_save, which saves"
             " without a copy of the training state in host memory, or start fewer processes here"
@@ -187,10 +189,8 @@ def _message(error: BaseException, where: str, setup: Setup, resolved: ResolvedC
 
 def _capacity(setup: Setup) -> int:
     """Memory of one process in bytes: that of its GPU, or its share of the host's."""
-    if setup.device == "cuda":
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return host // setup.launch.local_world_size
+    kind = device_kind(setup.device)
+    return kind.memory() // (setup.launch.local_world_size if kind is HOST else 1)
 
 
 def remedy(
@@ -212,14 +212,16 @@ def remedy(
     estimate = f"`minimind plan` counts {needed.total / GIB:.2f} GiB for it, of {memory / GIB:.2f}"
     if fits(needed, memory):
         free = "end other processes, or raise the limit on this one (ulimit -v, the container's)"
-        if device == "cuda":
+        if device == CUDA.name:
             free = "end other processes on this GPU (nvidia-smi lists them)"
             if "expandable_segments:True" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
                 free += ", or set PYTORCH_ALLOC_CONF=expandable_segments:True against fragmentation"
+        elif device_kind(device).shares_memory:
+            free = "end other programs, whose memory the GPU shares"
         return f"{estimate}, which should fit: {free}{recompute}"
     if best := largest_step(shape, current, memory):
         return f"{estimate}; {_flags(run, best)} fits{recompute}"
-    if best := recommend(shape, current, memory):
+    if device not in ALONE and (best := recommend(shape, current, memory)):
         return f"{estimate}; {name_of(best)} with {_flags(run, best)} fits (docs/memory.md)"
     return f"{estimate}, and nothing fits; lower --dim, --n_layers or --max_seq_len"
 

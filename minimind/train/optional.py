@@ -27,6 +27,7 @@ from minimind.engine.plain_backend import StepResult
 from minimind.errors import UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import Ranks
+from minimind.runtime.device import device_kind
 
 if TYPE_CHECKING:
     from minimind.checkpoint.mirror import Mirror
@@ -162,7 +163,7 @@ def build_trace(run: RunConfig, rank: int, device: torch.device) -> Trace | None
         return None
     from minimind.report.trace import Trace
 
-    return Trace(steps, Path(run.out_dir), rank, device.type == "cuda")
+    return Trace(steps, Path(run.out_dir), rank, device_kind(device).activity)
 
 
 def open_trackers(run: RunConfig, step: int) -> Trackers | None:

@@ -44,6 +44,7 @@ from minimind.recovery.token_balance import (
 )
 from minimind.report.formats import count
 from minimind.report.verdict import Setting
+from minimind.runtime.device import CUDA
 from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import is_url, masked, masked_values, named
 from minimind.train.auto_values import with_auto_values
@@ -336,11 +337,11 @@ def peak_of(run: RunConfig, device: torch.device) -> tuple[float, str] | None:
     """Return the peak of one device in TFLOP/s and its source; None if unknown."""
     if run.peak_tflops is not None:
         return run.peak_tflops, run.sources["peak_tflops"]
-    if device.type != "cuda" or run.dtype == "float32":
+    if device.type != CUDA.name or run.dtype == "float32":
         return None
     from minimind.architecture.costs import known_gpu
 
-    gpu = known_gpu(torch.cuda.get_device_name(device))
+    gpu = known_gpu(CUDA.model_of(device))
     return gpu and (gpu.peak_tflops, f"NVIDIA's data sheet, {gpu.name}, dense bf16")
 
 

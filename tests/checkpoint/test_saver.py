@@ -77,7 +77,7 @@ def test_copies_from_a_gpu_are_queued_behind_the_step_and_waited_for_before_they
     cuda_events.clear()
     memory = torch.empty(5)
     monkeypatch.setattr(tensor_files, "_host_memory", lambda elements, pinned: memory)
-    monkeypatch.setattr(torch.cuda, "Event", cuda_events.Event)
+    monkeypatch.setattr(torch, "Event", cuda_events.Event)
     staging = Staging(5, torch.device("cuda", 0))
     monkeypatch.setattr(torch.Tensor, "copy_", queued)
     copies = staging.copy([("fp32|w|0", torch.ones(3)), ("fp32|v|0", torch.zeros(2))])

@@ -478,6 +478,16 @@ def test_without_nvidia_smi_torch_counts_where_there_is_a_driver(
         assert count_gpus("0,1") == 2
 
 
+def test_a_mac_with_apple_silicon_has_one_gpu(monkeypatch: pytest.MonkeyPatch):
+    """With a stand-in for the system: a run there is one process."""
+    monkeypatch.setattr(launch.sys, "platform", "darwin")
+    for machine, gpus in (("arm64", 1), ("x86_64", 0)):
+        monkeypatch.setattr(launch.platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setenv("PATH", "/nowhere")
+        monkeypatch.setattr(launch, "DRIVERS", [])
+        assert count_gpus(None) == gpus
+
+
 def test_an_nvidia_smi_that_fails_is_no_answer(smi, monkeypatch: pytest.MonkeyPatch):
     place = smi("Failed to initialize NVML: Driver/library version mismatch\n")
     (place / "nvidia-smi").write_text('#!/bin/sh\ncat "${0%/*}/listed"\nexit 18\n')

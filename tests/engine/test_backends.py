@@ -18,7 +18,9 @@ from minimind.engine.build import Engine, build_engine, evaluation_accelerator, 
 from minimind.engine.clocks import PhaseClock
 from minimind.engine.optimizers import optimizer_of, parameter_groups
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM, MiniMindModel
+from minimind.model.rotary import Rotary
+from minimind.runtime.device import HOST
 
 TINY = MiniMindConfig(
     vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
@@ -110,6 +112,8 @@ def test_the_flag_names_which_device_the_two_libraries_take(monkeypatch):
     configure_libraries("cuda")
     assert os.environ["DS_ACCELERATOR"] == "cuda"
     assert "ACCELERATE_TORCH_DEVICE" not in os.environ
+    configure_libraries("mps")
+    assert os.environ["ACCELERATE_TORCH_DEVICE"] == "mps"
     configure_libraries("cpu")
     assert os.environ["DS_ACCELERATOR"] == os.environ["ACCELERATE_TORCH_DEVICE"] == "cpu"
 
@@ -221,6 +225,33 @@ def test_ddp_reduces_once_in_a_step_of_several_micro_batches(monkeypatch):
         leave_process_group()
 
 
+def test_a_run_in_reals_and_without_float64_has_the_losses_of_the_cpu(monkeypatch):
+    """With a stand-in for an Apple GPU: what torch lacks there is not used, on the CPU."""
+    losses = []
+    for is_apple in (False, True):
+        if is_apple:
+            for name in ("has_float64", "skips_by_flag"):
+                monkeypatch.setattr(HOST, name, False)
+            monkeypatch.setattr(
+                MiniMindModel, "_rotary_at", lambda self, i: Rotary(None, self.pos_reals[:, i])
+            )
+        torch.manual_seed(1)
+        line = "--accumulation_steps 2 --dtype float32"
+        engine = engine_of(MiniMindForCausalLM(TINY), monkeypatch, line)
+        clock, found = PhaseClock(torch.device("cpu")), []
+        try:
+            for _ in range(4):
+                clock.begin()
+                result = engine.step([ROWS, ROWS + 1], 1e-2, clock)
+                assert result.loss_sum.dtype == (torch.float32 if is_apple else torch.float64)
+                found.append(float(result.loss_sum))
+        finally:
+            leave_process_group()
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][0] > losses[0][-1]
+
+
 def numbers_of(backend: PlainBackend) -> dict[str, torch.Tensor]:
     """Copies of all weights and moments, and how many updates are counted."""
     held = backend.state()
@@ -230,7 +261,20 @@ def numbers_of(backend: PlainBackend) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("spoilt", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_is_no_update_and_is_counted(dtype, spoilt):
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_a_gradient_that_is_not_finite_is_no_update_and_is_counted(
+    dtype, spoilt, by_flag, monkeypatch
+):
+    """With a stand-in for a device whose fused AdamW does not read the flag."""
+    monkeypatch.setattr(HOST, "skips_by_flag", by_flag)
+    steps: list[bool] = []
+    step = torch.optim.AdamW.step
+
+    def noting(optimizer: Any) -> None:
+        steps.append(bool(optimizer.found_inf))
+        step(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noting)
     backend, model = plain(f"--dtype {dtype}")
     scale = backend.scaler.get_scale()
     for factor, skipped in ((spoilt, 1), (1.0, 1), (spoilt, 2), (1.0, 2)):
@@ -246,6 +290,7 @@ def test_a_gradient_that_is_not_finite_is_no_update_and_is_counted(dtype, spoilt
         assert same is (factor != 1.0)
         assert backend.skipped_steps == skipped
         assert all(p.grad is None for p in model.parameters())
+    assert steps == ([True, False, True, False] if by_flag else [False, False])
     assert backend.scaler.get_scale() == scale / (4 if dtype == "float16" else 1)
     other, _ = plain(f"--dtype {dtype}")
     other.restore_counters(backend.counters())

@@ -51,13 +51,13 @@ def test_on_a_gpu_phases_are_timed_by_events_and_waited_for_once(monkeypatch: py
     """With a stand-in for CUDA events, which raises for a time that was not waited for."""
     waits: list[int] = []
 
-    def synchronize() -> None:
+    def synchronize(device: torch.device | None) -> None:
         waits.append(len(cuda_events.Event.queue))
         cuda_events.synchronize()
 
     cuda_events.clear()
-    monkeypatch.setattr(torch.cuda, "Event", cuda_events.Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch, "Event", cuda_events.Event)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
     clock = PhaseClock(torch.device("cuda", 0))
     for _ in range(3):
         clock.begin()

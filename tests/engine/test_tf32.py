@@ -13,7 +13,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.engine import build
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.runtime.hardware import set_numerics
+from minimind.runtime.device import set_numerics
 
 TINY = MiniMindConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
 

@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache
 
 from minimind.model import layers
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM, MiniMindModel
 from minimind.model.layers import Attention, RMSNorm, flash_attention, reference_attention
-from minimind.model.rotary import build_pos_cis, pos_cis_as_reals
+from minimind.model.rotary import Rotary, build_pos_cis, pos_cis_as_reals
+from minimind.runtime.device import KINDS
 
 B, T, V = 3, 11, 97
 
@@ -385,6 +386,33 @@ def test_pos_cis_stays_complex64_and_exact_wherever_the_model_moves(
     assert torch.equal(moved.model.pos_cis, table_of(moved))
     assert moved.model.pos_reals.dtype == torch.float32
     assert torch.equal(moved.model.pos_reals, pos_cis_as_reals(table_of(moved)))
+
+
+def test_where_complex_operators_are_missing_positions_are_reals(
+    model: MiniMindForCausalLM, ids_BT: Tensor, monkeypatch: pytest.MonkeyPatch
+):
+    """With a stand-in for an Apple GPU, of which tensors have no values."""
+    monkeypatch.setitem(KINDS, "meta", KINDS["mps"])
+    used: list[Tensor] = []
+    monkeypatch.setattr(layers, "apply_rotary", lambda x, cis: used.append(cis))
+    moved: Any = model
+    inner = moved.to("meta").model
+    assert (inner.pos_cis.device.type, inner.pos_reals.device.type) == ("cpu", "meta")
+    assert torch.equal(inner.pos_cis, table_of(model))
+    logits_BTV = moved(ids_BT.to("meta")).logits
+    assert logits_BTV.device.type == "meta"
+    assert not used
+    assert moved.to(torch.bfloat16).model.pos_reals.dtype == torch.float32
+
+
+def test_reals_rotate_as_complex_numbers(
+    model: MiniMindForCausalLM, ids_BT: Tensor, monkeypatch: pytest.MonkeyPatch
+):
+    expected = model(ids_BT).logits
+    monkeypatch.setattr(
+        MiniMindModel, "_rotary_at", lambda self, i: Rotary(None, self.pos_reals[:, i])
+    )
+    torch.testing.assert_close(model(ids_BT).logits, expected)
 
 
 @torch.no_grad()

@@ -145,10 +145,10 @@ def test_wherever_it_happens(
         run({**SMALL, **places}, out_dir=str(tmp_path))
 
 
-def advice(line: str, memory: float, world_size: int = 1, **more: Any) -> str:
+def advice(line: str, memory: float, world_size: int = 1, device: str = "cuda", **more: Any) -> str:
     run = parse_flags(["--model", "104m", *line.split()])
     resolved = ResolvedConfig(run, "single", **more)
-    return remedy(run, resolved, world_size, "cuda", int(memory * GIB))
+    return remedy(run, resolved, world_size, device, int(memory * GIB))
 
 
 def test_the_advice_is_what_fits_by_plan(capsys: pytest.CaptureFixture[str]):
@@ -168,6 +168,10 @@ def test_the_advice_where_it_should_fit_and_where_nothing_does():
     assert "or give --gradient_checkpointing" in advice("--batch_size 1", 80)
     assert "give" not in advice("--batch_size 1 --gradient_checkpointing", 80)
     assert "nothing fits; lower --dim" in advice("--batch_size 1", 0.1)
+    apple = advice("--batch_size 1", 80, device="mps")
+    assert "end other programs, whose memory the GPU shares" in apple
+    assert "ZeRO" in advice("--batch_size 1", 1.4)
+    assert "nothing fits" in advice("--batch_size 1", 1.4, device="mps")  # no DeepSpeed there
     sharded = advice("--batch_size 1", 1.6, world_size=8)
     assert "ZeRO-1 with --batch_size 1 --accumulation_steps 1 fits" in sharded
 

@@ -19,6 +19,7 @@ import torch
 
 from minimind.config.deepspeed.resolve import ResolvedConfig, Sections, read_deepspeed_json, resolve
 from minimind.config.deepspeed.rules import (
+    is_shipped,
     keys_without_effect,
     plain_faults,
     precision_faults,
@@ -27,10 +28,12 @@ from minimind.config.deepspeed.rules import (
 )
 from minimind.config.deepspeed.schema import optimizer_name
 from minimind.config.deepspeed.values import AUTO, DEEPSPEED_ADAM, apply_launch, get, offloads, put
+from minimind.config.flags import ALONE
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, LAUNCH, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
+from minimind.runtime.device import CUDA, HOST, Accelerator, accelerator, device_kind
 from minimind.runtime.environment import GPU_VARIABLES, visible_gpu_names
 from minimind.runtime.hardware import (
     HAS_BF16,
@@ -59,7 +62,7 @@ def required_op(config: Mapping[str, Any]) -> str:
 
 
 def op_fault(op: str, device: str) -> str:
-    """Return why `op` cannot be loaded on `device` (cpu or cuda); empty if it can.
+    """Return why `op` cannot be loaded on a type of device; empty if it can.
 
     Only a fused op on a GPU is CUDA code.
     """
@@ -206,7 +209,8 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     """Read the setup; raise UsageError if a file or a GPU is missing.
 
     DeepSpeed is used if a config file is set by flag or Accelerate YAML, or if `accelerate launch`
-    enables it; without a file, the shipped one is used.
+    enables it; without a file, the shipped one is used. Shipped files give way where DeepSpeed does
+    not run.
     """
     launch = with_dropped_config(launch, run.deepspeed_config, parent_command())
     faults: list[str] = []  # reported by resolve(), with those of the file
@@ -216,7 +220,12 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     except UsageError as error:
         raise fault_error(faults or [str(error)]) from error
     path = adopted.deepspeed_config
-    if path == "none" or (path is None and not launch.uses_deepspeed):
+    if device in ALONE and path not in (None, "none") and not is_shipped(path):
+        raise UsageError(
+            f"deepspeed_config = {path} ({adopted.sources['deepspeed_config']}), and DeepSpeed does"
+            f" not run on {device}; give --deepspeed_config none, or --device cpu"
+        )
+    if path == "none" or device in ALONE or (path is None and not launch.uses_deepspeed):
         backend = "ddp" if launch.world_size > 1 else "single"
         return Setup(run, launch, device, backend, {}, "none")
     if path is not None:
@@ -244,7 +253,7 @@ def with_loss(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     if run.loss != "auto":
         return resolved
     full = {
-        "no GPU": device != "cuda",
+        "no GPU": device == HOST.name,
         "a model of transformers": run.hugging_face is not None,
         "compiled": run.compile == "on",
     }
@@ -265,7 +274,8 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     if run.compile != "auto":
         return resolved
     blockers = {
-        "no GPU": device != "cuda",
+        "no GPU": device == HOST.name,
+        f"Triton has no kernels for {device}": not device_kind(device).has_triton,
         "ZeRO stage 3": resolved.zero_stage == 3,
         "experts": run.use_moe,
         "--sequence_parallel": run.sequence_parallel > 1,
@@ -281,44 +291,62 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
 
 
 def choose_device(run: RunConfig, launch: Launch) -> str:
-    """Return `cuda` or `cpu`; raise UsageError if there are too few GPUs."""
+    """Return the type of the device; raise UsageError if there are too few GPUs."""
     if is_of_another_host(run):
-        return "cuda"
+        _require_alone(run.device, run.sources["device"], launch)
+        return run.device
     return device_for(run.device, run.sources["device"], launch)
 
 
+def _require_alone(device: str, source: str, launch: Launch) -> None:
+    if device in ALONE and launch.world_size > 1:
+        raise UsageError(
+            f"device = {device} ({source}) trains in one process, and {launch.world_size} were"
+            f" started; start one (NUM_PROCESSES=1 {LAUNCH} ...), or use --device cpu"
+        )
+
+
 def is_of_another_host(run: RunConfig) -> bool:
-    """Whether a dry run with --device cuda is on a host without GPUs, such as a login node."""
-    return run.dry_run and run.device == "cuda" and not (torch.cuda.is_available() or list_gpus())
+    """Whether a dry run with --device is on a host without that, such as a login node."""
+    if not run.dry_run or run.device == "auto" or device_kind(run.device).is_available():
+        return False
+    return run.device != CUDA.name or not list_gpus()
 
 
 def device_for(requested: str, source: str, launch: Launch) -> str:
-    """Resolve `auto`, `cuda` or `cpu`, which came from `source`.
+    """Resolve a value of --device, which came from `source`.
 
     Raise RendezvousError for a malformed list of visible GPUs.
     """
-    if requested == "cpu":
-        return "cpu"
+    kind = accelerator(requested)
+    if not isinstance(kind, Accelerator):
+        return kind.name
     for variable in GPU_VARIABLES:
         visible_gpu_names(os.environ.get(variable, ""), variable)
-    if torch.cuda._is_in_bad_fork():  # torch then counts no GPU
+    if kind.was_forked():  # torch then counts no GPU
         raise UsageError(
-            f"device = {requested} ({source}), but CUDA was used before this process was forked;"
-            " in a notebook, restart the kernel and use notebook_launcher first"
+            f"device = {requested} ({source}), but {kind.name.upper()} was used before this process"
+            " was forked; in a notebook, restart the kernel and use notebook_launcher first"
         )
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = kind.count()
     if not gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        fault, remedy = invisible_gpus_fault(list_gpus(), torch.version.cuda, visible)
+        fault = remedy = ""
+        if kind is CUDA:
+            fault, remedy = invisible_gpus_fault(list_gpus(), torch.version.cuda, visible)
         if fault:  # training on the CPU instead would take days and look normal
             raise UsageError(
                 f"device = {requested} ({source}), but {fault}; {remedy}, or use --device cpu"
             )
-        if requested == "cuda":
+        if requested != "auto":
+            what = "GPU" if kind is CUDA else "such device"
             raise UsageError(
-                f"device = cuda ({source}), but torch sees no GPU here; use --device cpu"
+                f"device = {requested} ({source}), but torch sees no {what} here; use --device cpu"
             )
-        return "cpu"
+        return HOST.name
+    if kind.name in ALONE and launch.world_size > 1 and requested == "auto":
+        return HOST.name
+    _require_alone(kind.name, source, launch)
     if launch.local_world_size > gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         by = f" (CUDA_VISIBLE_DEVICES = {visible})" if visible is not None else ""
@@ -328,7 +356,7 @@ def device_for(requested: str, source: str, launch: Launch) -> str:
             f"{by}; start {gpus} (NUM_PROCESSES={gpus} {LAUNCH} ...){more}, or use"
             " --device cpu"
         )
-    return "cuda"
+    return kind.name
 
 
 def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
@@ -336,6 +364,7 @@ def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
     launch = setup.launch
     notices = (
         dropped_config_notice(launch),
+        without_deepspeed(setup),
         replaced_block(setup.document, setup.path, resolved.run),
         idle_gpus(setup.device, launch),
         single_process_advice(resolved, launch.world_size),
@@ -352,10 +381,11 @@ def dry_run_notices(setup: Setup, resolved: ResolvedConfig) -> list[str]:
     """Return notices about what a start does differently from the files."""
     notices = (
         dropped_config_notice(setup.launch),
+        without_deepspeed(setup),
         replaced_block(setup.document, setup.path, resolved.run),
         replaced_adam(resolved),
         compilation_notice(resolved.config, setup.device),
-        "" if setup.device == "cuda" or setup.run.is_explicit("device") else ELSEWHERE,
+        "" if setup.device != HOST.name or setup.run.is_explicit("device") else ELSEWHERE,
     )
     return [*filter(None, notices)]
 
@@ -366,6 +396,18 @@ def replaced_adam(resolved: ResolvedConfig) -> str:
     if not fault.startswith("DeepSpeed's "):
         return ""
     return f"warning  {fault}; torch's fused AdamW takes its place, with equal updates"
+
+
+def without_deepspeed(setup: Setup) -> str:
+    """Notice that a shipped file has no effect, as DeepSpeed does not run there; else empty."""
+    given = setup.run.deepspeed_config or setup.launch.deepspeed_config
+    is_given = given not in (None, "none") or setup.launch.uses_deepspeed
+    if setup.device not in ALONE or not is_given:
+        return ""
+    return (
+        f"DeepSpeed does not run on {setup.device}: one process trains without it, and"
+        f" {given or DEFAULT_DEEPSPEED_CONFIG.name} has no effect"
+    )
 
 
 def dropped_config_notice(launch: Launch) -> str:
@@ -380,8 +422,8 @@ def dropped_config_notice(launch: Launch) -> str:
 
 def idle_gpus(device: str, launch: Launch) -> str:
     """Warning that visible GPUs are unused; empty if none."""
-    gpus = torch.cuda.device_count()
-    if device == "cpu" or gpus <= launch.local_world_size:
+    gpus = device_kind(device).count()
+    if gpus <= launch.local_world_size:
         return ""
     return (
         f"warning  {gpus} GPUs are visible, {launch.local_world_size} of them are used; type"
@@ -405,7 +447,7 @@ def single_process_advice(resolved: ResolvedConfig, world_size: int) -> str:
 
 def slow_bf16(run: RunConfig, device: str) -> str:
     """Advice on bfloat16 emulation; the built-in decoder multiplies in float32 there."""
-    if run.hugging_face is None or run.dtype != "bfloat16" or device != "cpu" or HAS_BF16:
+    if run.hugging_face is None or run.dtype != "bfloat16" or device != HOST.name or HAS_BF16:
         return ""
     return (
         "this CPU has no instructions for bfloat16, and transformers' layers take many times as"
@@ -415,7 +457,8 @@ def slow_bf16(run: RunConfig, device: str) -> str:
 
 def eager_on_gpu(run: RunConfig, device: str) -> str:
     """Warning that --compile auto is off on a GPU because something is missing; else empty."""
-    fault = compiler_fault(device) if device == "cuda" and run.compile == "off" else ""
+    is_eager = device_kind(device).has_triton and run.compile == "off"
+    fault = compiler_fault(device) if is_eager else ""
     if not fault or run.sources["compile"] != f"derived: {fault}":
         return ""
     return f"warning  the model is not compiled, which is slower: {fault}"
@@ -423,7 +466,7 @@ def eager_on_gpu(run: RunConfig, device: str) -> str:
 
 def exact_float32(run: RunConfig, device: str) -> str:
     """Advice that float32 products can use the tensor cores of a GPU; else empty."""
-    if device != "cuda" or run.dtype != "float32" or run.is_explicit("tf32"):
+    if not device_kind(device).has_tf32 or run.dtype != "float32" or run.is_explicit("tf32"):
         return ""
     return (
         "float32 matrices are multiplied exactly, without tensor cores; --tf32 is several times as"

@@ -73,13 +73,17 @@ def adopt_optimizer(
     return _adopt_params(config, path, run, faults)
 
 
+def is_shipped(path: str) -> bool:
+    """Whether a DeepSpeed JSON is of this package."""
+    file = Path(path).resolve()
+    return file == DEFAULT_DEEPSPEED_CONFIG or file.parent == CONFIGS / "deepspeed"
+
+
 def _is_shipped_default(block: Mapping[str, Any], path: str) -> bool:
     """Whether a block of AdamW holds nothing that a user chose, in a file of this package."""
-    file = Path(path).resolve()
-    is_shipped = file == DEFAULT_DEEPSPEED_CONFIG or file.parent == CONFIGS / "deepspeed"
     params = block.get("params", {})
     return (
-        is_shipped
+        is_shipped(path)
         and block.keys() <= {"type", "params"}
         and block["type"] == "AdamW"
         and all(value == AUTO or (key, value) == ("eps", 1e-8) for key, value in params.items())
@@ -388,9 +392,11 @@ def precision_faults(run: RunConfig, device: str) -> list[str]:
     if run.dtype == "float16" and device == "cpu":
         dtype = given(run, "dtype")
         faults.append(f"{dtype} needs a GPU; use bfloat16 or float32 here{elsewhere}")
-    if run.tf32 and (run.dtype != "float32" or device == "cpu"):
-        where = "on a CPU" if device == "cpu" else f"in {run.dtype} ({run.sources['dtype']})"
-        remedy = f"drop it{elsewhere}" if device == "cpu" else "drop it"
+    has_none = device != "cuda"
+    if run.tf32 and (run.dtype != "float32" or has_none):
+        where = "on a CPU" if device == "cpu" else f"on {device}"
+        where = where if has_none else f"in {run.dtype} ({run.sources['dtype']})"
+        remedy = f"drop it{elsewhere}" if has_none else "drop it"
         faults.append(f"{given(run, 'tf32')} has no effect {where}; {remedy}")
     return faults
 

@@ -337,7 +337,7 @@ def _batch(f: Facts) -> Value:
 
 
 def _overlap(f: Facts) -> Value:
-    is_useful = f.device == "cuda" and f.world_size > 1
+    is_useful = f.device != "cpu" and f.world_size > 1
     return is_useful, f"derived: {'' if is_useful else 'not '}several GPUs"
 
 

@@ -16,7 +16,7 @@ import torch
 
 from minimind.data.rows.order import Order
 from minimind.data.shards.token_shards import TokenShards
-from minimind.runtime.hardware import use_device
+from minimind.runtime.device import device_kind
 
 if TYPE_CHECKING:
     from minimind.data.rows.stages import StagedOrder
@@ -82,7 +82,7 @@ class Block:
     number: int
     rows: torch.Tensor
     steps: list[tuple[torch.Tensor, ...]]  # the same, by step and micro-batch
-    arrived: torch.cuda.Event | None
+    arrived: torch.Event | None
 
 
 class Batches:
@@ -115,13 +115,13 @@ class Batches:
         self.micro_batch_rows = micro_batch_rows
         self._data_rank = data_rank
         self._data_size = data_size
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        kind = device_kind(device)
+        self._copies = kind.copies(device)
         self._ahead = workers
         self._share = order.rows_per_step // data_size
         small = TOKENS_AT_ONCE // (self._share * row_tokens)
         self._steps_at_once = max(1, small) if workers else 1
-        self._reader = ThreadPoolExecutor(max(1, workers), "read-ahead", use_device, (device,))
+        self._reader = ThreadPoolExecutor(max(1, workers), "read-ahead", kind.use, (device,))
         self._pending: dict[int, Future[Block]] = {}  # by number of the block
         self._last: Block | None = None  # the block of the last request
         self._index_lock = threading.Lock()
@@ -146,10 +146,8 @@ class Batches:
         block = self._last
         if block is None or block.number != number:
             block = self._last = self._block(number) if self._ahead else self._read(number)
-        if block.arrived is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(block.arrived)
-            block.rows.record_stream(stream)  # keeps its memory until this stream has read it
+        if self._copies is not None and block.arrived is not None:
+            self._copies.receive(block.rows, block.arrived)
         return block.steps[at]
 
     def micro_batch_of(self, step: int, data_rank: int, number: int) -> torch.Tensor:
@@ -185,15 +183,7 @@ class Batches:
         steps = range(first, first + self._steps_at_once)
         places = np.concatenate([self._rows_for(step) for step in steps])
         rows = torch.from_numpy(self._shards.read_rows(places, self.row_tokens))
-        if self._stream is None:
-            return self._cut(number, rows, None)
-        with torch.cuda.stream(self._stream):
-            sent = rows.pin_memory().to(self._device, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(self._stream)
-            return self._cut(number, sent, arrived)
-
-    def _cut(self, number: int, rows: torch.Tensor, arrived: torch.cuda.Event | None) -> Block:
+        rows, arrived = (rows, None) if self._copies is None else self._copies.send(rows)
         steps = [share.split(self.micro_batch_rows) for share in rows.split(self._share)]
         return Block(number, rows, steps, arrived)
 

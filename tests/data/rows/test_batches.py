@@ -1,7 +1,6 @@
 """Micro-batches against rows read directly, and one split of a step against another."""
 
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +11,7 @@ from minimind.data.rows import batches as batches_module
 from minimind.data.rows.batches import ROWS_AT_ONCE, TOKENS_AT_ONCE, Batches, held_out_rows
 from minimind.data.rows.order import Order, Origin
 from minimind.data.shards.token_shards import TokenShards
+from minimind.runtime.device import CUDA, Copies
 from tests.data.made import write
 
 ROW = 5
@@ -171,8 +171,8 @@ def test_the_thread_that_reads_ahead_uses_the_gpu_of_its_rank(shards, monkeypatc
     def set_device(device: torch.device) -> None:
         chosen.append((threading.current_thread().name, device))
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(CUDA, "copies", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", set_device)
     device = torch.device("cuda", 3)
     reader = Batches(shards, Order(100, 8, 1), ROW, 2, 0, 1, device)
     reader.at(0)
@@ -184,14 +184,13 @@ def test_a_step_waits_for_its_rows_and_keeps_their_memory(shards, monkeypatch):
     """With a stand-in for CUDA: the step's stream waits, the host does not."""
     calls = []
     stream = SimpleNamespace(wait_event=lambda event: calls.append(("wait", event)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(Copies, "send", lambda copies, rows: (rows, "copied"))
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda rows, stream: calls.append(("keep", len(rows)))
     )
-    reader, read = Batches(shards, Order(100, 8, 1), ROW, 2, 0, 1, CPU), Batches._read
-    monkeypatch.setattr(
-        Batches, "_read", lambda self, number: replace(read(self, number), arrived="copied")
-    )
+    reader = Batches(shards, Order(100, 8, 1), ROW, 2, 0, 1, torch.device("cuda"))
     assert len(reader.at(0)) == 4
     rows = reader._steps_at_once * 8
     assert calls == [("wait", "copied"), ("keep", rows)]

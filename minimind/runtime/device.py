@@ -1,0 +1,267 @@
+"""What a run asks of the device that it computes on.
+
+Nothing else calls torch.cuda or torch.mps: a row of `KINDS` has what differs between types of
+device, and torch.accelerator does the rest. A row can be replaced, in tests by a stand-in.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+import time
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from minimind.runtime.environment import command_output
+
+Moment = float | torch.Event  # seconds of the host's clock, or a place in the queue of a device
+
+
+class Copies:
+    """Copies of host memory to a device, beside what is computed there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def send(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
+        """Queue a copy, from any thread; return it, and the event of its arrival."""
+        # `with self._stream` keeps what it restores in the stream, which several threads share.
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._stream)
+        try:
+            sent = values.pin_memory().to(self._device, non_blocking=True)
+            arrived = torch.Event(self._device)
+            arrived.record(self._stream)
+        finally:
+            torch.accelerator.set_stream(before)
+        return sent, arrived
+
+    def receive(self, values: torch.Tensor, arrived: torch.Event) -> None:
+        """Let the current stream wait for the copy, and keep its memory until it was read."""
+        stream = torch.accelerator.current_stream(self._device)
+        stream.wait_event(arrived)
+        values.record_stream(stream)
+
+
+class Host:
+    """A CPU: what is called has been done when the call returns."""
+
+    name = "cpu"
+    pins = False  # copies from and to pinned memory are queued, and waited for by an event
+    has_float64 = True
+    has_complex = True
+    has_triton = False  # torch.compile and flex attention make its kernels
+    has_tf32 = False
+    shares_memory = False  # a GPU in the memory of the host
+    skips_by_flag = True  # fused optimizers read found_inf
+    activity: ProfilerActivity | None = None  # of a trace, besides the CPU's
+
+    def is_available(self) -> bool:
+        return True
+
+    def count(self) -> int:
+        """Devices that this process sees; 0 of a CPU, whose cores are shared."""
+        return 0
+
+    def use(self, device: torch.device) -> None:
+        """Make `device` the current one of this thread; call first in every thread that uses it.
+
+        A new thread uses GPU 0: every rank would create a context of about 500 MiB there, and pin
+        memory for the wrong device.
+        """
+
+    def seed(self, seed: int) -> None:
+        """Seed the generator of the current device; the CPU's is separate."""
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        """Wait for all that is queued."""
+
+    def moment(self) -> Moment:
+        """Now, or when what is queued so far is done; `milliseconds` tells the difference."""
+        return time.perf_counter()
+
+    def copies(self, device: torch.device) -> Copies | None:
+        """Copies beside the computation; None where rows are sent when they are used."""
+        return None
+
+    def model_of(self, device: torch.device) -> str:
+        """Name of the product."""
+        return cpu_name()
+
+    def memory(self) -> int:
+        """Bytes of the current device; of a CPU, for all processes."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def peak_memory(self, device: torch.device) -> int:
+        """Most bytes of this process so far."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 2**10
+
+
+class Accelerator(Host):
+    """A device that works through a queue, as torch.accelerator has it: xpu and npu are no more."""
+
+    pins = True
+
+    def __init__(self, name: str, activity: ProfilerActivity | None = None) -> None:
+        self.name = name
+        self.activity = activity
+
+    @property
+    def module(self) -> Any:
+        """torch.cuda, torch.xpu, ...; an empty one for a device that an extension would add."""
+        return getattr(torch, self.name, ModuleType(self.name))
+
+    def is_available(self) -> bool:
+        is_available = getattr(self.module, "is_available", None)
+        return bool(is_available and is_available())
+
+    def count(self) -> int:
+        return self.module.device_count() if self.is_available() else 0
+
+    def was_forked(self) -> bool:
+        """Whether a parent of this process used it, after which torch finds none here."""
+        is_in_bad_fork = getattr(self.module, "_is_in_bad_fork", None)
+        return bool(is_in_bad_fork and is_in_bad_fork())
+
+    def use(self, device: torch.device) -> None:
+        if device.index is not None:
+            torch.accelerator.set_device_index(device)
+
+    def seed(self, seed: int) -> None:
+        self.module.manual_seed(seed)
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        torch.accelerator.synchronize(device)
+
+    def moment(self) -> Moment:
+        event = torch.Event(self.name, enable_timing=True)
+        event.record()
+        return event
+
+    def copies(self, device: torch.device) -> Copies | None:
+        return Copies(device)
+
+    def model_of(self, device: torch.device) -> str:
+        return self.module.get_device_name(device)
+
+    def memory(self) -> int:
+        return self.module.get_device_properties(self.module.current_device()).total_memory
+
+    def peak_memory(self, device: torch.device) -> int:
+        return self.module.max_memory_allocated(device)
+
+
+class Cuda(Accelerator):
+    """An NVIDIA GPU, or an AMD one under ROCm, which torch calls by the same name."""
+
+    has_triton = True
+    has_tf32 = True
+
+    def properties(self) -> list[Any]:
+        """Name, memory and capability of every GPU that torch sees."""
+        return [torch.cuda.get_device_properties(number) for number in range(self.count())]
+
+    def lowest_capability(self) -> tuple[int, int] | None:
+        """That of all GPUs, which may differ: every rank has to decide alike. None: no GPU."""
+        gpus = range(self.count())
+        return min((torch.cuda.get_device_capability(gpu) for gpu in gpus), default=None)
+
+
+class Metal(Accelerator):
+    """An Apple GPU: one per host, in the memory of the host, without 64-bit floats.
+
+    torch has no complex operators for it, no pinned memory, no second stream, no collectives.
+    """
+
+    pins = False
+    has_float64 = False
+    has_complex = False
+    shares_memory = True
+    skips_by_flag = False  # ATen/native/mps/operations/FusedAdamWKernelImpl.mm has no use for it
+
+    def copies(self, device: torch.device) -> Copies | None:
+        return None
+
+    def model_of(self, device: torch.device) -> str:
+        return cpu_name()  # of which it is a part
+
+    def memory(self) -> int:
+        return torch.mps.recommended_max_memory()
+
+    def peak_memory(self, device: torch.device) -> int:
+        return torch.mps.driver_allocated_memory()  # what was once allocated stays cached
+
+
+def milliseconds(start: Any, end: Any) -> float:
+    """Time between two moments of one device, which has reached both."""
+    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+
+
+HOST = Host()
+CUDA = Cuda("cuda", ProfilerActivity.CUDA)
+KINDS: dict[str, Host] = {
+    kind.name: kind
+    for kind in (
+        HOST,
+        CUDA,
+        Metal("mps"),
+        Accelerator("xpu", ProfilerActivity.XPU),
+        Accelerator("npu", ProfilerActivity.PrivateUse1),
+    )
+}
+
+
+def device_kind(device: torch.device | str) -> Host:
+    """What `device`, or a device type, has; tensors without values (meta) are as on a CPU."""
+    return KINDS.get(device if isinstance(device, str) else device.type, HOST)
+
+
+def accelerator(requested: str = "auto") -> Host:
+    """The kind of device `requested`, there or not; auto: what this build of torch is for.
+
+    A build for none stands for CUDA, whose GPUs it would miss.
+    """
+    current = torch.accelerator.current_accelerator() if requested == "auto" else None
+    return device_kind(current or (requested if requested != "auto" else CUDA.name))
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """The values in float64, or in float32 on a device that has none."""
+    return values.double() if device_kind(values.device).has_float64 else values.float()
+
+
+def major_capability(device: torch.device) -> int:
+    """First number of a CUDA device's compute capability; a constant in compiled code."""
+    return torch.cuda.get_device_properties(device).major
+
+
+def set_numerics(device: str, deterministic: bool, tf32: bool) -> None:
+    """Set deterministic kernels, and the precision of float32 products on a GPU, in this process.
+
+    Without `deterministic` the former is left as it is; the latter is always set.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
+        torch.use_deterministic_algorithms(True)
+    if device_kind(device).has_tf32:
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+
+def cpu_name() -> str:
+    """Model of the CPU, or the architecture where the system does not tell."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # Linux only
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    if sys.platform == "darwin":
+        apple = command_output(["sysctl", "-n", "machdep.cpu.brand_string"]).strip()
+        return apple or platform.machine()
+    return platform.processor() or platform.machine()
