@@ -50,9 +50,9 @@ class CountingStore:
         self._counts.update(rounds=1, reads=len(keys), bytes=sum(map(len, values)))
         return values
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         self._counts.update(writes=1)
-        return self._store.compare_set(key, expected, desired)
+        return self._store.compare_set(key, expected_value, desired_value)
 
 
 def heartbeats(world_size: int, seconds: float) -> dict[str, float]:
@@ -89,11 +89,10 @@ def heartbeats(world_size: int, seconds: float) -> dict[str, float]:
         "check_ms": milliseconds(lambda: ranks[-1].check(1.0)),
         "check_ms_rank_0": milliseconds(lambda: ranks[0].check(1.0)),
     }
-    for peers in ranks:
+    for peers in ranks:  # not `close`, which joins: the threads are those of one process here
         peers._closed.set()
         peers._wake.set()
-    for peers in ranks:
-        peers.close()
+    time.sleep(1.0)
     return found
 
 

@@ -13,6 +13,7 @@ from minimind.checkpoint.directory import (
     Difference,
     Rejected,
     TrainState,
+    first_damage,
     leftovers,
     newest_valid,
     published_checkpoints,
@@ -72,7 +73,7 @@ def resume(
     manifest = on_rank_0(ranks, lambda: read_manifest(path))
     changed = run_on_all_ranks(
         ranks, lambda: require_same_run(path, manifest["identity"], identity, allowed)
-    )[0]
+    )
     _load(engine, ranks, path, manifest)
     on_rank_0(ranks, lambda: _set_aside_others(root, path, {bad.path for bad in rejected}))
     state = TrainState(manifest["step"], manifest["tokens"])
@@ -133,8 +134,7 @@ def _set_aside_others(root: Path, resumed: Path, rejected: set[Path]) -> None:
 
 def _verify_on_all_ranks(ranks: Ranks, path: Path) -> Rejected | None:
     """Return the first damage found by any rank; each hashes a share of the files."""
-    damages = run_on_all_ranks(ranks, lambda: verify(path, ranks.rank, ranks.world_size))
-    return next((bad for bad in damages if bad), None)
+    return run_on_all_ranks(ranks, lambda: verify(path, ranks.rank, ranks.world_size), first_damage)
 
 
 def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) -> None:

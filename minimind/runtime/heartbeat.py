@@ -205,8 +205,8 @@ class Store(Protocol):
         """Return the values of the keys; waits for missing ones."""
         ...
 
-    def compare_set(self, key: str, expected: str, desired: str) -> Any:
-        """Replace the value of a key if it is `expected`."""
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> Any:
+        """Replace the value of a key if it is `expected_value`."""
         ...
 
 

@@ -53,9 +53,9 @@ class Store:
         self.reads.append(len(keys))
         return [self.kept[key] for key in keys]
 
-    def compare_set(self, key: str, expected: str, desired: str) -> None:
-        if self.kept[key] == expected:
-            self.kept[key] = desired
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> None:
+        if self.kept[key] == expected_value:
+            self.kept[key] = desired_value
 
     def publish(self, *silent: int) -> None:
         """Write the digest of the beats that are there, in which these ranks are silent."""
