@@ -27,7 +27,7 @@ from minimind.checkpoint.directory import (
 )
 from minimind.checkpoint.reader import require_optimizer_step
 from minimind.checkpoint.saver import shapes
-from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, read_buffers
+from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, Slices, read_buffers
 from minimind.checkpoint.validation import read_state
 from minimind.engine.build import Engine
 from minimind.engine.state import AVERAGE, MASTER, ZeroState
@@ -147,13 +147,19 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
             cause_rank=0,
         )
 
+    def whole() -> Slices:
+        shards = ShardFiles(path, manifest["world_size"])
+        shards.require_whole(saved["parameters"])
+        require_optimizer_step(shards, manifest["step"], saved)
+        return shards.slices
+
+    slices = on_rank_0(ranks, whole)  # the others open no file that they do not read
+
     def fill() -> None:
         require_listed(manifest, path / BUFFERS)
         buffers_of_model = dict(engine.model.named_buffers())
         buffers = read_buffers(path / BUFFERS, buffers_of_model)
-        shards = ShardFiles(path, manifest["world_size"])
-        shards.require_whole(saved["parameters"])
-        require_optimizer_step(shards, manifest["step"], saved)
+        shards = ShardFiles(path, manifest["world_size"], slices)
         state.fill(_reader(shards, state), saved["optimizer_step"])
         for name, value in buffers.items():
             buffers_of_model[name].copy_(value)
