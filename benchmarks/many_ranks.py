@@ -107,25 +107,24 @@ def milliseconds(work: Callable[[], Any]) -> float:
 
 
 @contextmanager
-def bytes_received() -> Iterator[Counter[str]]:
-    """Count the bytes of tensors that collectives of torch.distributed fill on this rank."""
-    received: Counter[str] = Counter()
-    names = {"all_gather": 0, "broadcast": 0, "gather": 1}
-    originals = {name: getattr(c10d, name) for name in names}
+def received(rank: int, world_size: int) -> Iterator[Counter[str]]:
+    """Count the bytes that collectives of torch fill on this rank, and gloo's messages to it."""
+    counts: Counter[str] = Counter()
+    messages = {"all_gather": world_size - 1, "broadcast": int(rank > 0), "recv": 1}  # ring, tree
+    originals = {name: getattr(c10d, name) for name in messages}
 
-    def counting(name: str, at: int) -> Callable[..., Any]:
-        def call(*given: Any, **options: Any) -> Any:
-            filled = given[at] if len(given) > at else options.get("gather_list")
-            filled = filled if isinstance(filled, list) else [filled] if filled is not None else []
-            received.update(calls=1, bytes=sum(tensor.nbytes for tensor in filled))
-            return originals[name](*given, **options)
+    def counting(name: str) -> Callable[..., Any]:
+        def call(filled: Any, *given: Any, **options: Any) -> Any:
+            tensors = filled if isinstance(filled, list) else [filled]
+            counts.update(messages=messages[name], bytes=sum(t.nbytes for t in tensors))
+            return originals[name](filled, *given, **options)
 
         return call
 
-    for name, at in names.items():
-        setattr(c10d, name, counting(name, at))
+    for name in messages:
+        setattr(c10d, name, counting(name))
     try:
-        yield received
+        yield counts
     finally:
         for name, original in originals.items():
             setattr(c10d, name, original)
@@ -155,10 +154,10 @@ def _play(rank: int, world_size: int, port: int, results: Any) -> None:
     for name, work in works.items():
         work()
         ranks.barrier()
-        with bytes_received() as received:
+        with received(rank, world_size) as counts:
             began = time.monotonic()
             work()
-            found[name] = {"seconds": time.monotonic() - began, **received}
+            found[name] = {"seconds": time.monotonic() - began, **counts}
         ranks.barrier()
     results.put((rank, found))
     ranks.barrier()
@@ -166,7 +165,7 @@ def _play(rank: int, world_size: int, port: int, results: Any) -> None:
 
 
 def collectives(world_size: int) -> dict[str, dict[str, float]]:
-    """Bytes that ranks receive in one call, and how long it takes."""
+    """What ranks receive in one call, and how long it takes."""
     context = multiprocessing.get_context("fork")
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results: Any = context.Queue()
@@ -182,8 +181,9 @@ def collectives(world_size: int) -> dict[str, dict[str, float]]:
     return {
         name: {
             "seconds": max(found[name]["seconds"] for found in by_rank.values()),
-            "mebibytes_of_all": sum(f[name]["bytes"] for f in by_rank.values()) / 2**20,
-            "mebibytes_of_last": by_rank[world_size - 1][name]["bytes"] / 2**20,
+            "messages": sum(found[name].get("messages", 0) for found in by_rank.values()),
+            "mebibytes": sum(found[name].get("bytes", 0) for found in by_rank.values()) / 2**20,
+            "mebibytes_of_the_last": by_rank[world_size - 1][name].get("bytes", 0) / 2**20,
         }
         for name in by_rank[0]
     }

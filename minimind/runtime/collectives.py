@@ -160,10 +160,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the picklable values of all ranks, on every rank."""
-        values: list[Any] = [None] * self.world_size
-        with lost_peers():
-            dist.all_gather_object(values, value, group=self._control)
-        return values
+        return self.decide(value, lambda values: values)
 
     def from_rank_0(self, value: Any) -> Any:
         """Return the picklable value of rank 0 on every rank, by way of a tree."""
@@ -176,7 +173,8 @@ class Ranks:
     def decide(self, value: Any, choose: Callable[[list[Any]], Any]) -> Any:
         """Return on every rank what `choose` makes of all picklable values on rank 0.
 
-        Only rank 0 receives as many values as there are ranks, and none is padded.
+        As many messages as ranks, to rank 0 and back. An all_gather sends as many from every rank,
+        and pads each value to the largest.
         """
         values = [value]
         with lost_peers():
