@@ -153,5 +153,5 @@ def test_the_shards_of_all_ranks_are_disjoint_and_whole(layout: Layout, world_si
         most = max(most, own)
     for found in counts.values():
         assert found.eq(1).all()
-    rounded = {one_vector: 1, each_weight: len(SIZES), replicated: len(SIZES)}[layout]
+    rounded = 1 if layout is one_vector else len(SIZES)
     assert most <= 3 * (TOTAL // world_size + rounded)
