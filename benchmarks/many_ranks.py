@@ -11,6 +11,7 @@ with nothing, and with one entry of a manifest from every rank.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from benchmarks.record import arguments, record
 from minimind.checkpoint.validation import shard_name
 from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
-from minimind.runtime.heartbeat import Peers, Worker, this_worker
+from minimind.runtime.heartbeat import HEARTBEAT_INTERVAL, Peers, Worker, this_worker
 from minimind.runtime.process import Progress
 
 PER_HOST = 8
@@ -71,9 +72,14 @@ def heartbeats(world_size: int, seconds: float) -> dict[str, float]:
         peers = Peers(Progress(rank=rank))
         peers.set_peers(everyone, CountingStore(PrefixStore("peers", store), count))  # pyright: ignore[reportArgumentType]
         ranks.append(peers)
-    began, cpu = time.monotonic(), time.process_time()
-    for peers in ranks:
+    for (
+        peers
+    ) in ranks:  # spread over an interval: the threads of one process get in each other's way
         peers.start()
+        time.sleep(HEARTBEAT_INTERVAL / world_size)
+    for count in counts:
+        count.clear()
+    began, cpu = time.monotonic(), time.process_time()
     time.sleep(seconds)
     total = sum(counts, Counter[str]())
     busiest = max(count["reads"] / max(1, count["rounds"]) for count in counts)
@@ -140,7 +146,7 @@ def manifest() -> dict[str, Any]:
 
 
 def _play(rank: int, world_size: int, port: int, results: Any) -> None:
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     ranks = Ranks(timedelta(seconds=300))
     value = manifest() if rank == 0 else None
@@ -167,10 +173,12 @@ def _play(rank: int, world_size: int, port: int, results: Any) -> None:
 def collectives(world_size: int) -> dict[str, dict[str, float]]:
     """What ranks receive in one call, and how long it takes."""
     context = multiprocessing.get_context("fork")
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.socket() as free:  # no store in this process: forks must not inherit its threads
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     results: Any = context.Queue()
     started = [
-        context.Process(target=_play, args=(rank, world_size, server.port, results))
+        context.Process(target=_play, args=(rank, world_size, port, results))
         for rank in range(world_size)
     ]
     for process in started:
