@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -203,6 +203,11 @@ def verify(directory: Path, part: int = 0, of: int = 1) -> Rejected | None:
         if bad := fault(directory / entry["name"], entry):
             return bad
     return None
+
+
+def first_damage(found: Sequence[Rejected | None]) -> Rejected | None:
+    """Return the first damage of the shares of a checkpoint, or None."""
+    return next(filter(None, found), None)
 
 
 def fault(path: Path, entry: dict[str, Any]) -> Rejected | None:

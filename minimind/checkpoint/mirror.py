@@ -25,6 +25,7 @@ from minimind.checkpoint.directory import (
     OWNER,
     Rejected,
     differences,
+    first_damage,
     publish,
     published_checkpoints,
     step_directory,
@@ -574,7 +575,7 @@ class Mirror:
         damaged: dict[int, Rejected] = {}
         for path in local:
             share = partial(verify, path, self.ranks.rank, self.ranks.world_size)
-            bad = next(filter(None, run_on_all_ranks(self.ranks, share)), None)
+            bad = run_on_all_ranks(self.ranks, share, first_damage)
             if bad and bad.is_unreadable:
                 return None
             if bad is None:

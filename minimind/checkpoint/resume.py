@@ -13,6 +13,7 @@ from minimind.checkpoint.directory import (
     Difference,
     Rejected,
     TrainState,
+    first_damage,
     leftovers,
     newest_valid,
     published_checkpoints,
@@ -26,7 +27,7 @@ from minimind.checkpoint.directory import (
 )
 from minimind.checkpoint.reader import require_optimizer_step
 from minimind.checkpoint.saver import shapes
-from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, read_buffers
+from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, Slices, read_buffers
 from minimind.checkpoint.validation import read_state
 from minimind.engine.build import Engine
 from minimind.engine.state import AVERAGE, MASTER, ZeroState
@@ -72,7 +73,7 @@ def resume(
     manifest = on_rank_0(ranks, lambda: read_manifest(path))
     changed = run_on_all_ranks(
         ranks, lambda: require_same_run(path, manifest["identity"], identity, allowed)
-    )[0]
+    )
     _load(engine, ranks, path, manifest)
     on_rank_0(ranks, lambda: _set_aside_others(root, path, {bad.path for bad in rejected}))
     state = TrainState(manifest["step"], manifest["tokens"])
@@ -133,8 +134,7 @@ def _set_aside_others(root: Path, resumed: Path, rejected: set[Path]) -> None:
 
 def _verify_on_all_ranks(ranks: Ranks, path: Path) -> Rejected | None:
     """Return the first damage found by any rank; each hashes a share of the files."""
-    damages = run_on_all_ranks(ranks, lambda: verify(path, ranks.rank, ranks.world_size))
-    return next((bad for bad in damages if bad), None)
+    return run_on_all_ranks(ranks, lambda: verify(path, ranks.rank, ranks.world_size), first_damage)
 
 
 def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) -> None:
@@ -147,13 +147,19 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
             cause_rank=0,
         )
 
+    def whole() -> Slices:
+        shards = ShardFiles(path, manifest["world_size"])
+        shards.require_whole(saved["parameters"])
+        require_optimizer_step(shards, manifest["step"], saved)
+        return shards.slices
+
+    slices = on_rank_0(ranks, whole)  # the others open no file that they do not read
+
     def fill() -> None:
         require_listed(manifest, path / BUFFERS)
         buffers_of_model = dict(engine.model.named_buffers())
         buffers = read_buffers(path / BUFFERS, buffers_of_model)
-        shards = ShardFiles(path, manifest["world_size"])
-        shards.require_whole(saved["parameters"])
-        require_optimizer_step(shards, manifest["step"], saved)
+        shards = ShardFiles(path, manifest["world_size"], slices)
         state.fill(_reader(shards, state), saved["optimizer_step"])
         for name, value in buffers.items():
             buffers_of_model[name].copy_(value)

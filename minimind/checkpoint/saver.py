@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,13 @@ class Saver:
         self.facts = facts  # facts of the manifest
         self.texts = texts  # small files kept beside the tensors, by name
         self.in_background = in_background
-        self._run_id = engine.gather(secrets.token_hex(4))[0]
+        self._run_id = engine.from_rank_0(secrets.token_hex(4))
         state = engine.state()  # raises for an engine that cannot be saved
         elements = _elements(state, engine)
         self._staging = Staging(elements, engine.device) if in_background else None
         small = sum(map(len, texts.values()))
         small += sum(buffer.nbytes for buffer in _persistent_buffers(engine.model).values())
-        self.bytes = sum(engine.gather(4 * elements)) + small
+        self.bytes = engine.decide(4 * elements, sum) + small
         self._thread = ThreadPoolExecutor(
             1, "save", device_kind(engine.device).use, (engine.device,)
         )
@@ -242,14 +243,14 @@ class Saver:
         state, is_first = snapshot.state, self.ranks.rank == 0
         final = step_directory(self.root, state.step)
         tmp = final.with_name(f"{final.name}.tmp-{self._run_id}")
-        self.ranks.gather(
-            None
-        )  # barrier: rank 0 has finished pruning, as the free-space check assumes
+        facts = {**self.facts, **snapshot.facts, "step": state.step, "tokens": state.tokens}
+        self.ranks.from_rank_0(None)  # it has finished pruning, as the free-space check assumes
         try:
-            parts = run_on_all_ranks(self.ranks, lambda: self._write_own_files(tmp, snapshot))
-            entries = [entry for part in parts for entry in part]
-            facts = {**self.facts, **snapshot.facts, "step": state.step, "tokens": state.tokens}
-            on_rank_0(self.ranks, lambda: self._publish(tmp, final, facts, entries))
+            size = run_on_all_ranks(
+                self.ranks,
+                lambda: self._write_own_files(tmp, snapshot),
+                lambda parts: self._publish(tmp, final, facts, [*chain(*parts)]),
+            )
         except RunError:
             if is_first:
                 shutil.rmtree(tmp, ignore_errors=True)  # the next start deletes what remains
@@ -257,7 +258,7 @@ class Saver:
         return {
             "step": state.step,
             "path": str(final),
-            "bytes": sum(entry["bytes"] for entry in entries),
+            "bytes": size,
             "seconds": time.perf_counter() - started,
         }
 
@@ -279,10 +280,12 @@ class Saver:
 
     def _publish(
         self, tmp: Path, final: Path, facts: dict[str, Any], entries: list[dict[str, Any]]
-    ) -> None:
+    ) -> int:
+        """Publish the checkpoint of these files; return their bytes."""
         with storing(str(final), REMEDY, needed=self.bytes):
             write_manifest(tmp, facts, entries)
             publish(tmp, final)
+        return sum(entry["bytes"] for entry in entries)
 
 
 def shapes(model: torch.nn.Module, state: ZeroState) -> dict[str, list[int]]:

@@ -164,28 +164,40 @@ def _host_memory(elements: int, pinned: bool) -> Tensor:
         raise MemoryError(f"tried to allocate {4 * elements / 2**30:.2f} GiB") from error
 
 
-class ShardFiles:
-    """All slices of a checkpoint directory, readable by parameter and position."""
+# Start, length and file of each slice, by kind and parameter, ascending.
+Slices = dict[tuple[str, str], list[tuple[int, int, str]]]
 
-    def __init__(self, directory: Path, world_size: int) -> None:
+
+class ShardFiles:
+    """All slices of a checkpoint directory, readable by parameter and position.
+
+    With the `slices` of another reader of the directory only the files that are read are opened.
+    """
+
+    def __init__(self, directory: Path, world_size: int, slices: Slices | None = None) -> None:
         self.directory = directory
-        self._files = {}
-        self._slices: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
-        for rank in range(world_size):
+        self._files: dict[str, Any] = {}
+        self.slices: Slices = {} if slices is None else slices
+        for rank in range(world_size) if slices is None else ():
             name = shard_name(rank, world_size)
             with readable(directory / name):
-                file = self._files[name] = safe_open(directory / name, framework="pt")
+                file = self._open(name)
                 for key in file.keys():
                     kind, parameter, start, length = _parse_slice(key, file.get_slice(key))
-                    self._slices.setdefault((kind, parameter), []).append((start, length, name))
-        for pieces in self._slices.values():
+                    self.slices.setdefault((kind, parameter), []).append((start, length, name))
+        for pieces in self.slices.values() if slices is None else ():
             pieces.sort()
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self.directory / name, framework="pt")
+        return self._files[name]
 
     @property
     def kinds(self) -> dict[str, set[str]]:
         """Names of the stored parameters, by kind."""
         kinds: dict[str, set[str]] = {}
-        for kind, parameter in self._slices:
+        for kind, parameter in self.slices:
             kinds.setdefault(kind, set()).add(parameter)
         return kinds
 
@@ -194,7 +206,7 @@ class ShardFiles:
 
         Every parameter must have weights; its moments must be complete or absent.
         """
-        for (kind, parameter), pieces in self._slices.items():
+        for (kind, parameter), pieces in self.slices.items():
             position, size = 0, math.prod(shapes.get(parameter, [0]))
             for first, length, name in pieces:
                 end = first + length
@@ -210,14 +222,14 @@ class ShardFiles:
                     f" {ELSEWHERE}"
                 )
         for parameter, shape in shapes.items():
-            if math.prod(shape) and ("fp32", parameter) not in self._slices:
+            if math.prod(shape) and ("fp32", parameter) not in self.slices:
                 raise CheckpointError(
                     f"{self.directory}: no shard has fp32 of {parameter!r}; {ELSEWHERE}"
                 )
 
     def read(self, kind: str, parameter: str, start: int, length: int) -> Tensor:
         """Read elements start..start + length, float32; raise CheckpointError if one is missing."""
-        pieces = self._slices.get((kind, parameter), [])
+        pieces = self.slices.get((kind, parameter), [])
         at = max(0, bisect_right(pieces, (start, float("inf"), "")) - 1)
         parts, position = [], start
         for first, size, name in pieces[at:]:
@@ -226,7 +238,7 @@ class ShardFiles:
             end = min(first + size, start + length)
             if end > position:
                 with readable(self.directory / name):
-                    values = self._files[name].get_slice(f"{kind}|{parameter}|{first}")
+                    values = self._open(name).get_slice(f"{kind}|{parameter}|{first}")
                     parts.append(values[position - first : end - first])
                 position = end
         if position != start + length:

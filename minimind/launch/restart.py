@@ -63,11 +63,14 @@ class Meeting:
             known, since = 0, time.monotonic()
             while not (self.folder / DECISION).exists():
                 self.check()
-                hosts = self._announced()
-                if len(hosts) > known:
-                    known, since = len(hosts), time.monotonic()
-                if known == self.machines or time.monotonic() - since > settle:
-                    self._publish(hosts)
+                ranks = self._announced()
+                if len(ranks) > known:
+                    known, since = len(ranks), time.monotonic()
+                patience = 0.0 if known == self.machines else settle
+                # Only the first host reads what all announced, unless it is lost meanwhile.
+                patience += POLL * sum(rank < self.me.rank for rank in ranks)
+                if time.monotonic() - since >= patience:
+                    self._publish(ranks)
                 else:
                     time.sleep(POLL)
             hosts = [Host(**host) for host in json.loads((self.folder / DECISION).read_text())]
@@ -102,14 +105,14 @@ class Meeting:
         if (self.folder / STOP).exists():
             raise Stopped("another host was stopped; run the same command again to go on")
 
-    def _announced(self) -> list[Host]:
-        ranks = sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdecimal())
-        return [Host(**json.loads((self.folder / str(rank)).read_text())) for rank in ranks]
+    def _announced(self) -> list[int]:
+        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
 
-    def _publish(self, hosts: list[Host]) -> None:
+    def _publish(self, ranks: list[int]) -> None:
         """Write the decision unless another host has; then delete the folders of earlier ones."""
+        hosts = [json.loads((self.folder / str(rank)).read_text()) for rank in ranks]
         draft = self.folder / f"draft-{self.me.rank}"
-        write_durably(draft, json.dumps([asdict(host) for host in hosts]).encode())
+        write_durably(draft, json.dumps(hosts).encode())
         try:
             os.link(draft, self.folder / DECISION)  # atomic: the first one wins
         except FileExistsError:

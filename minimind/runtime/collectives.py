@@ -6,8 +6,9 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -158,10 +159,31 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the picklable values of all ranks, on every rank."""
-        values: list[Any] = [None] * self.world_size
+        return self.decide(value, lambda values: values)
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Return the picklable value of rank 0 on every rank, by way of a tree."""
+        values = [value]
+        if self.world_size > 1:
+            with lost_peers():
+                dist.broadcast_object_list(values, src=0, group=self._control)
+        return values[0]
+
+    def decide(self, value: Any, choose: Callable[[list[Any]], Any]) -> Any:
+        """Return on every rank what `choose` makes of all picklable values on rank 0.
+
+        As many messages as ranks, to rank 0 and back. An all_gather sends as many from every rank,
+        and pads each value to the largest.
+        """
+        values = [value]
         with lost_peers():
-            dist.all_gather_object(values, value, group=self._control)
-        return values
+            if self.rank:
+                dist.send_object_list(values, dst=0, group=self._control)
+            for rank in range(1, self.world_size) if self.rank == 0 else ():
+                received = [None]
+                dist.recv_object_list(received, src=rank, group=self._control)
+                values += received
+        return self.from_rank_0(choose(values) if self.rank == 0 else None)
 
     def introduce(self, peers: Peers | None) -> None:
         """Give `peers` the process of every rank and a store for heartbeats, and start them."""
@@ -184,34 +206,70 @@ class Ranks:
             dist.barrier(group=self._control)
 
 
-class Gatherer(Protocol):
-    """The part of Ranks that `run_on_all_ranks` needs."""
+class Deciding(Protocol):
+    """The part of Ranks that `run_on_all_ranks` and `on_rank_0` need."""
 
     rank: int
 
-    def gather(self, value: Any) -> list[Any]: ...
+    def from_rank_0(self, value: Any) -> Any: ...
+
+    def decide(self, value: Any, choose: Callable[[list[Any]], Any]) -> Any: ...
 
 
-def run_on_all_ranks(ranks: Gatherer, work: Callable[[], Any]) -> list[Any]:
-    """Return the results of `work` on all ranks; if it fails on one, all raise the same error."""
-    result, problem, local = None, None, None
-    try:
-        result = work()
-    except OSError as error:
-        path = f"{error.filename}: " if error.filename else ""
-        message = f"{path}{error.strerror or error}; correct the path or its permissions"
-        problem = StorageError, message, ()
-        local = error
-    except RunError as error:
-        problem, local = (type(error), str(error), error.table), error
-    gathered = ranks.gather((result, problem))
-    for rank, (_, failure) in enumerate(gathered):
-        if failure:
-            error_class, message, table = failure
-            raise error_class(message, cause_rank=rank, table=table) from local
-    return [one for one, _ in gathered]
+Failure = tuple[type[RunError], str, Sequence[str]]  # class, message and table
 
 
-def on_rank_0(ranks: Gatherer, work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0; return its result on every rank."""
-    return run_on_all_ranks(ranks, lambda: work() if ranks.rank == 0 else None)[0]
+@dataclass(frozen=True)
+class _Attempt:
+    """What some work returned, or how it failed, in a form that can be pickled."""
+
+    result: Any = None
+    failure: Failure | None = None
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, work: Callable[[], Any]) -> _Attempt:
+        try:
+            return cls(work())
+        except OSError as error:
+            path = f"{error.filename}: " if error.filename else ""
+            message = f"{path}{error.strerror or error}; correct the path or its permissions"
+            return cls(failure=(StorageError, message, ()), error=error)
+        except RunError as error:
+            return cls(failure=(type(error), str(error), error.table), error=error)
+
+
+def run_on_all_ranks(
+    ranks: Deciding, work: Callable[[], Any], then: Callable[[list[Any]], Any] | None = None
+) -> Any:
+    """Run `work` on all ranks, and return its result; if it fails on one, all raise the same error.
+
+    With `then`: return on every rank what it makes of the results of all, on rank 0.
+    """
+    own = _Attempt.of(work)
+
+    def judge(parts: list[tuple[Any, Failure | None]]) -> tuple[Any, tuple[int, Failure] | None]:
+        for rank, (_, failure) in enumerate(parts):
+            if failure:
+                return None, (rank, failure)
+        last = _Attempt.of(lambda: then and then([result for result, _ in parts]))
+        return last.result, last.failure and (0, last.failure)
+
+    found, failed = ranks.decide((own.result if then else None, own.failure), judge)
+    if failed:
+        raise _error(*failed) from own.error
+    return found if then else own.result
+
+
+def on_rank_0(ranks: Deciding, work: Callable[[], Any]) -> Any:
+    """Run `work` on rank 0; return its result on every rank, or raise its error there."""
+    own = _Attempt.of(work) if ranks.rank == 0 else _Attempt()
+    result, failure = ranks.from_rank_0((own.result, own.failure))
+    if failure:
+        raise _error(0, failure) from own.error
+    return result
+
+
+def _error(rank: int, failure: Failure) -> RunError:
+    error_class, message, table = failure
+    return error_class(message, cause_rank=rank, table=table)

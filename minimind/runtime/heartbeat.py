@@ -2,8 +2,11 @@
 
 A stopped or stuck process is silent, and ranks that wait for it only see a timeout. So every rank
 writes heartbeats to the process group's store, beside the collectives: its step, and whether a
-collective failed on it. A rank whose own collectives have not
-failed is the one the others wait for.
+collective failed on it. A rank whose own collectives have not failed is the one that the others
+wait for.
+
+Only rank 0 reads the heartbeats of all ranks. The others read its digest, whose size does not
+depend on their number, and so they also see that rank 0 itself is silent or stuck.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +30,7 @@ from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
 from minimind.runtime.process import CAUGHT, STATUS_FILE, Progress, stop_reason
 
 
+@cache  # asked for every rank
 def machine_id() -> str:
     """Identify this machine and PID namespace; empty without /proc."""
     try:
@@ -200,6 +206,10 @@ class Store(Protocol):
         """Return the values of the keys; waits for missing ones."""
         ...
 
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> Any:
+        """Replace the value of a key if it is `expected_value`."""
+        ...
+
 
 @dataclass(frozen=True)
 class FailedRank:
@@ -217,26 +227,78 @@ class FailedRank:
 
 
 @dataclass
-class PeerState:
-    """State of another rank, with the seconds that each condition has lasted."""
+class LocalState:
+    """State of the process of another rank on this machine, and how long it has lasted."""
 
     worker: Worker
     gone_seconds: float = 0.0
     stopped_seconds: float = 0.0
-    silent_seconds: float = 0.0
-    unmoved_seconds: float = 0.0
-    beat: dict[str, Any] | None = None
 
-    def update(self, beat: dict[str, Any] | None, seconds: float) -> None:
-        """Update with the latest heartbeat, `seconds` after the last update."""
-        state = self.worker.state() if self.worker.is_here() else "elsewhere"
+    def update(self, seconds: float) -> None:
+        """Look at the process, `seconds` after the last time."""
+        state = self.worker.state()
         self.gone_seconds = self.gone_seconds + seconds if state == "gone" else 0.0
         self.stopped_seconds = self.stopped_seconds + seconds if state == "stopped" else 0.0
+
+
+@dataclass
+class Pulse:
+    """The latest heartbeat of a rank, how long it is the latest, and the rank has not moved."""
+
+    beat: dict[str, Any]
+    silent_seconds: float = 0.0
+    unmoved_seconds: float = 0.0
+
+    def update(self, beat: dict[str, Any], seconds: float) -> None:
+        """Take the latest heartbeat, `seconds` after the last update."""
         before, self.beat = self.beat, beat
-        is_new = before is None or (beat or before)["count"] != before["count"]
+        is_new, has_moved = (beat[name] != before[name] for name in ("count", "at"))
         self.silent_seconds = 0.0 if is_new else self.silent_seconds + seconds
-        has_moved = before is None or (beat or before)["at"] != before["at"]
         self.unmoved_seconds = 0.0 if has_moved else self.unmoved_seconds + seconds
+
+
+DIGEST, VERDICT = "digest", "verdict"  # keys of the store; the others are ranks
+MOST_SILENT = 16  # ranks named in a digest: a reader passes over those of its own machine
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What rank 0 tells about all ranks."""
+
+    # Of rank 0, of the rank furthest behind, and of the awaited one.
+    beats: dict[int, dict[str, Any]] = field(default_factory=dict)
+    # The rank furthest behind of those that have not given up; None: all have, -1: not known.
+    awaited: int | None = -1
+    silent: tuple[int, ...] = ()  # ranks that have not given up and sent nothing for two intervals
+
+    @classmethod
+    def of(cls, beats: dict[int, dict[str, Any]], pulses: dict[int, Pulse]) -> Digest:
+        """The digest of the heartbeats of all ranks."""
+
+        def behind(ranks: list[int]) -> int | None:
+            return min(ranks, key=lambda rank: (beats[rank]["at"], rank), default=None)
+
+        waiting = [rank for rank, beat in beats.items() if not beat["gave_up"]]
+        awaited = behind(waiting)
+        named = {0, behind([*beats]), awaited}
+        silent = (rank for rank in waiting if rank in pulses and _is_silent(pulses[rank]))
+        return cls(
+            {rank: beats[rank] for rank in named if rank is not None},
+            awaited,
+            tuple(islice(silent, MOST_SILENT)),
+        )
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Digest:
+        beats, awaited, silent = json.loads(text)
+        return cls({int(rank): beat for rank, beat in beats.items()}, awaited, tuple(silent))
+
+    def to_json(self) -> str:
+        return json.dumps([self.beats, self.awaited, self.silent])
+
+
+def _is_silent(pulse: Pulse) -> bool:
+    return pulse.silent_seconds > 2 * HEARTBEAT_INTERVAL
 
 
 class Peers:
@@ -246,22 +308,38 @@ class Peers:
         self.progress = progress
         self.me = this_worker(progress.rank)
         self.timeout = 120.0  # --dist_timeout
-        self._watched: dict[int, PeerState] = {}
-        self._own_state = PeerState(self.me)
+        self._workers: dict[int, Worker] = {}  # the other ranks
+        self._local: dict[int, LocalState] = {}  # those of them that run on this machine
+        self._pulses: dict[int, Pulse] = {}  # of the ranks that this one hears of
+        self._own: Pulse | None = None
         self._store: Store | None = None
-        self._beats: dict[int, dict[str, Any]] = {}
+        self._beats: dict[int, dict[str, Any]] = {}  # all on rank 0, elsewhere those of the digest
+        self._digest = Digest()
         self._count = 0
         self._gave_up = False
-        self._verdict: FailedRank | None = None
+        self._verdict: FailedRank | None = None  # of this rank
+        self._heard_verdict: FailedRank | None = None
+        self._heard_seconds = 0.0
         self._wake, self._received, self._closed = (threading.Event() for _ in range(3))
         self._thread: threading.Thread | None = None
         register(self.me)
 
     def set_peers(self, everyone: Sequence[Worker], store: Store) -> None:
         """Set the peers and write the first heartbeat; call `start` once all ranks have."""
-        self._watched = {w.rank: PeerState(w) for w in everyone if w.rank != self.me.rank}
+        self._workers, self._local = {}, {}
+        for worker in everyone:
+            self._add(worker)
         self._store = store
-        store.set(str(self.me.rank), self._heartbeat())
+        store.set(str(self.me.rank), json.dumps(self._heartbeat()))
+        if self.me.rank == 0:
+            store.set(DIGEST, self._digest.to_json())
+            store.set(VERDICT, "")
+
+    def _add(self, worker: Worker) -> None:
+        if worker.rank != self.me.rank:
+            self._workers.setdefault(worker.rank, worker)
+            if worker.is_here():
+                self._local.setdefault(worker.rank, LocalState(worker))
 
     def start(self) -> None:
         """Send heartbeats until `close`."""
@@ -284,37 +362,50 @@ class Peers:
         self._verdict = lost
         self._exchange()
         has_file = STATUS_FILE in os.environ
-        if any(not (has_file and other.worker.is_here()) for other in self._watched.values()):
+        if any(not (has_file and rank in self._local) for rank in [*self._workers]):
             self._closed.wait(1.25 * HEARTBEAT_INTERVAL)
 
     def _send_heartbeats(self) -> None:
-        assert self._store is not None
-        ranks = sorted(self._watched)
         while not self._closed.is_set():
             self._wake.clear()
             try:
-                self._store.set(str(self.me.rank), self._heartbeat())
-                texts = self._store.multi_get([str(rank) for rank in ranks])
+                self._send_and_hear()
             except RuntimeError:  # the process of the store is gone: all ranks become silent
                 return
-            self._beats = {r: json.loads(text) for r, text in zip(ranks, texts, strict=True)}
             self._received.set()
             self._wake.wait(HEARTBEAT_INTERVAL)
 
-    def _heartbeat(self) -> str:
+    def _send_and_hear(self) -> None:
+        store, beat, verdict = self._store, self._heartbeat(), self._verdict
+        assert store is not None
+        store.set(str(self.me.rank), json.dumps(beat))
+        if verdict:  # the first one counts
+            found = [verdict.rank, verdict.description, verdict.status]
+            store.compare_set(VERDICT, "", json.dumps([self.me.rank, *found]))
+        if self.me.rank == 0:
+            ranks = [*self._workers]
+            verdict, *texts = store.multi_get([VERDICT, *map(str, ranks)])
+            self._beats = dict(zip(ranks, map(json.loads, texts), strict=True))
+            self._digest = Digest.of({0: beat, **self._beats}, self._pulses)
+            store.set(DIGEST, self._digest.to_json())
+        else:
+            verdict, text = store.multi_get([VERDICT, DIGEST])
+            self._digest = Digest.from_json(text)
+            self._beats = {r: b for r, b in self._digest.beats.items() if r != self.me.rank}
+        if verdict:
+            sender, *found = json.loads(verdict)
+            self._heard_verdict = None if sender == self.me.rank else FailedRank(*found)
+
+    def _heartbeat(self) -> dict[str, Any]:
         self._count += 1
         clock, step = self.progress.clock, self.progress.step
-        lost = self._verdict
-        return json.dumps(
-            {
-                "count": self._count,
-                "at": [step, clock.passed if clock else 0],
-                "phase": clock.phase if clock and self.progress.is_training else "",
-                "where": main_thread_location(),
-                "gave_up": self._gave_up,
-                "verdict": lost and [lost.rank, lost.description, lost.status],
-            }
-        )
+        return {
+            "count": self._count,
+            "at": [step, clock.passed if clock else 0],
+            "phase": clock.phase if clock and self.progress.is_training else "",
+            "where": main_thread_location(),
+            "gave_up": self._gave_up,
+        }
 
     def _exchange(self, seconds: float = 1.0) -> None:
         """Send a heartbeat now and wait for those of the others."""
@@ -326,47 +417,51 @@ class Peers:
     def check(self, seconds: float) -> FailedRank | None:
         """Return a failed rank, if any; `seconds` is the time since the last call.
 
-        Failed is a process that exited, one that was stopped or silent for `timeout`, or one that
-        is behind this rank while neither has moved for longer.
+        Failed is a process of this machine that exited or was stopped for `timeout`, a rank that
+        was silent for so long, one that is behind this rank while neither has moved for longer,
+        and one that another rank has announced. Rank 0 watches all ranks, the others rank 0.
         """
         if self._closed.is_set():
             return None
         self._add_registered()
-        self._own_state.update(json.loads(self._heartbeat()), seconds)
-        for rank, other in list(self._watched.items()):
-            other.update(self._beats.get(rank), seconds)
-            if other.gone_seconds > GONE_GRACE:
-                return _died(other.worker)
-            if other.stopped_seconds > self.timeout:
-                return _stopped(other.worker)
-            if self._store and other.silent_seconds > self.timeout:
+        for local in list(self._local.values()):
+            local.update(seconds)
+            if local.gone_seconds > GONE_GRACE:
+                return _died(local.worker)
+            if local.stopped_seconds > self.timeout:
+                return _stopped(local.worker)
+        self._heard_seconds += seconds if self._heard_verdict else 0.0
+        if self._heard_seconds > GONE_GRACE:  # its own collectives fail sooner
+            return self._heard_verdict
+        own = self._own = _pulse(self._own, self._heartbeat(), seconds)
+        beats, before = self._beats, self._pulses
+        self._pulses = {r: _pulse(before.get(r), beat, seconds) for r, beat in beats.items()}
+        for rank in beats if self.me.rank == 0 else {0} & {*beats}:
+            if (silent := self._pulses[rank].silent_seconds) > self.timeout:
                 return FailedRank(
-                    rank, f"{other.worker} sent no heartbeat for {other.silent_seconds:.0f} s"
+                    rank, f"{self._workers[rank]} sent no heartbeat for {silent:.0f} s"
                 )
         late = self.timeout + GONE_GRACE  # collectives time out before
-        if self.progress.is_training and self._own_state.unmoved_seconds > late:
+        if self.progress.is_training and own.unmoved_seconds > late:
             behind = [
-                o for o in self._watched.values() if o.unmoved_seconds > late and self._is_behind(o)
+                rank
+                for rank, pulse in self._pulses.items()
+                if pulse.unmoved_seconds > late and pulse.beat["at"] < own.beat["at"]
             ]
-            return _stuck(behind[0]) if behind else None
+            last = min(behind, key=lambda rank: beats[rank]["at"], default=None)
+            return None if last is None else self._stuck(last, beats[last])
         return None
 
     def _add_registered(self) -> None:
         """Add the ranks registered on this host; no-op after `set_peers`."""
         for worker in registered_workers() if self._store is None else ():
-            if worker.rank != self.me.rank:
-                self._watched.setdefault(worker.rank, PeerState(worker))
-
-    def _is_behind(self, other: PeerState) -> bool:
-        mine = self._own_state.beat
-        return bool(other.beat and mine and other.beat["at"] < mine["at"])
+            self._add(worker)
 
     def gone(self) -> FailedRank | None:
         """Return a rank of this host that ended, without waiting for its report."""
         self._add_registered()
-        others = [other.worker for other in self._watched.values()]
-        dead = [w for w in others if w.is_here() and w.state() == "gone"]
-        return _died(dead[0]) if dead else None
+        dead = (local.worker for local in list(self._local.values()))
+        return next((_died(worker) for worker in dead if worker.state() == "gone"), None)
 
     def find_culprit(self, is_reported: Callable[[], bool]) -> FailedRank | None:
         """Return the rank that made a collective fail; None if unknown or `is_reported()`.
@@ -376,50 +471,46 @@ class Peers:
         """
         self._gave_up = True
         deadline = time.monotonic() + (VERDICT_TIMEOUT if self._store else 1.0)
-        while self._watched and not is_reported():
+        while self._workers and not is_reported():
             self._exchange()
-            if culprit := self._verdict_of_others() or self.gone() or self._stopped_peer():
+            if culprit := self._heard_verdict or self.gone() or self._stopped_peer():
                 return None if is_reported() else culprit
-            if self._store and all(self._has_given_up(rank) for rank in self._watched):
+            if self._store and self._digest.awaited is None:
                 return None  # nobody is stuck: the connection failed
             if time.monotonic() >= deadline:
                 return self._most_likely_culprit()
             time.sleep(0.1)
         return None
 
-    def _has_given_up(self, rank: int) -> bool:
-        return bool(self._beats.get(rank, {}).get("gave_up"))
-
-    def _verdict_of_others(self) -> FailedRank | None:
-        verdicts = [beat["verdict"] for beat in list(self._beats.values()) if beat["verdict"]]
-        return FailedRank(*verdicts[0]) if verdicts else None
-
     def _stopped_peer(self) -> FailedRank | None:
-        others = [other.worker for other in self._watched.values()]
-        stopped = [w for w in others if w.is_here() and w.state() == "stopped"]
-        return _stopped(stopped[0]) if stopped else None
+        stopped = (local.worker for local in list(self._local.values()))
+        return next((_stopped(worker) for worker in stopped if worker.state() == "stopped"), None)
 
     def _most_likely_culprit(self) -> FailedRank | None:
-        if self._store is None:
+        beats, awaited = self._digest.beats, self._digest.awaited
+        first = self._pulses.get(0)  # None on rank 0; if it is silent, its digest is old
+        silent = (0,) if first and _is_silent(first) else self._digest.silent
+        for rank in silent:
+            if rank != self.me.rank and rank not in self._local:
+                return FailedRank(rank, f"{self._workers[rank]} died or cannot be reached")
+        if awaited is None or awaited not in beats or awaited == self.me.rank:
             return None
-        remaining = [other for rank, other in self._watched.items() if not self._has_given_up(rank)]
-        for other in remaining:
-            other.beat = self._beats.get(other.worker.rank)
-        silent = [
-            o
-            for o in remaining
-            if not o.worker.is_here() and o.silent_seconds > 2 * HEARTBEAT_INTERVAL
-        ]
-        if silent:
-            return FailedRank(
-                silent[0].worker.rank, f"{silent[0].worker} died or cannot be reached"
-            )
-        with_heartbeat = [o for o in remaining if o.beat]
-        return (
-            _stuck(min(with_heartbeat, key=lambda o: (o.beat or {})["at"]))
-            if with_heartbeat
-            else None
-        )
+        return self._stuck(awaited, beats[awaited])
+
+    def _stuck(self, rank: int, beat: dict[str, Any]) -> FailedRank:
+        phase = f", phase {beat['phase']}" if beat["phase"] else ""
+        where = f"step {beat['at'][0]}{phase} ({beat['where']})"
+        is_here = rank in self._local
+        description = f"{self._workers[rank]} has not moved since {where}"
+        return FailedRank(rank, description, worker=self._workers[rank] if is_here else None)
+
+
+def _pulse(pulse: Pulse | None, beat: dict[str, Any], seconds: float) -> Pulse:
+    """The pulse of a rank with its latest heartbeat; a new one for a rank not heard of before."""
+    if pulse is None:
+        return Pulse(beat)
+    pulse.update(beat, seconds)
+    return pulse
 
 
 def _died(worker: Worker) -> FailedRank:
@@ -429,17 +520,6 @@ def _died(worker: Worker) -> FailedRank:
 
 def _stopped(worker: Worker) -> FailedRank:
     return FailedRank(worker.rank, f"{worker} is stopped (SIGSTOP)", worker=worker)
-
-
-def _stuck(other: PeerState) -> FailedRank:
-    beat = other.beat or {}
-    phase = f", phase {beat['phase']}" if beat["phase"] else ""
-    description = (
-        f"{other.worker} has not moved since step {beat['at'][0]}{phase} ({beat['where']})"
-    )
-    return FailedRank(
-        other.worker.rank, description, worker=other.worker if other.worker.is_here() else None
-    )
 
 
 def main_thread_location() -> str:

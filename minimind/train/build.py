@@ -381,7 +381,7 @@ def require_same_files(engine: Engine, run: RunConfig, prepared: Prepared, order
     Rank 0 creates a probe file that the others must see.
     """
     out_dir = Path(run.out_dir)
-    probe = out_dir / f".probe-{engine.gather(secrets.token_hex(8))[0]}"
+    probe = out_dir / f".probe-{engine.from_rank_0(secrets.token_hex(8))}"
     problem = None
     if engine.rank == 0:
         try:
@@ -390,7 +390,7 @@ def require_same_files(engine: Engine, run: RunConfig, prepared: Prepared, order
             problem = (
                 f"out_dir {out_dir}: {error.strerror}; correct its permissions, or give another"
             )
-    if problem := engine.gather(problem)[0]:
+    if problem := engine.from_rank_0(problem):
         raise StorageError(problem, cause_rank=0)
     text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint, order.left_out
     text = (*text, order.stages_json())

@@ -186,7 +186,7 @@ def log_rejected(logger: RunLogger, resumed: Resumed) -> None:
 
 def stop_reason(context: RunContext) -> str:
     """Reason for the stop request, gathered from all ranks (collective)."""
-    reasons = [reason for reason in context.engine.gather(context.stop.reason) if reason]
+    reasons = context.engine.decide(context.stop.reason, lambda every: [*filter(None, every)][:1])
     return reasons[0] if reasons else f"--stop_at_step {context.run.stop_at_step}"
 
 
@@ -277,9 +277,7 @@ def update_trace(
         if not trace.is_recording:
             trace.begin(state.step)
             return
-        path = run_on_all_ranks(context.engine, partial(trace.write, state.step))[
-            context.engine.rank
-        ]
+        path = run_on_all_ranks(context.engine, partial(trace.write, state.step))
         context.logger.print(f"step {state.step}: trace {path}, for ui.perfetto.dev")
 
 

@@ -223,7 +223,7 @@ def record_for_restart(run: RunConfig, engine: Engine) -> None:
     record_layout(
         engine.rank,
         Layout(
-            launch=engine.gather(secrets.token_hex(8))[0],
+            launch=engine.from_rank_0(secrets.token_hex(8)),
             out_dir=str(Path(run.out_dir).absolute()),
             world_size=engine.world_size,
             group_size=run.parallel(engine.world_size).group_size,

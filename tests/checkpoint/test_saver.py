@@ -33,6 +33,7 @@ from minimind.engine.state import ZeroState
 from minimind.errors import CheckpointError, NumericError, StorageError, which_memory
 from minimind.runtime.durable_files import Metrics
 from tests import cuda_events
+from tests.alone import Alone
 from tests.checkpoint.weights import load_weights
 
 FACTS = {"identity": {"seed": {"seed": 1}}, "world_size": 1, "zero_stage": 0, "dtype": "float32"}
@@ -91,7 +92,7 @@ def test_copies_from_a_gpu_are_queued_behind_the_step_and_waited_for_before_they
     ]
 
 
-class Engine:
+class Engine(Alone):
     """One rank, or one of several whose gathers bring a failure of rank 1."""
 
     def __init__(self, seed: int, other: Any = None) -> None:
@@ -111,7 +112,6 @@ class Engine:
             skipped_steps=0,
         )
         self.backend = DeepSpeedBackend(self.deepspeed)
-        self.rank, self.world_size = 0, 1
         self.other = other
         self.device = torch.device("cpu")
 

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,7 +247,7 @@ def test_a_worker_records_the_rows_of_a_step_and_the_file_that_fixes_them(
     document = {"zero_optimization": {"stage": 2}, **document}
     resolved = resolve(document, "ds.json", parse_flags(flags.split()), 2, "cpu", launch=launched)
     engine: Any = SimpleNamespace(
-        rank=1, world_size=2, resolved=resolved, gather=lambda value: [value] * 2
+        rank=1, world_size=2, resolved=resolved, from_rank_0=lambda value: value
     )
     monkeypatch.setenv("MINIMIND_STATUS_FILE", str(tmp_path / "status"))
     assert read_layout(tmp_path) is None
@@ -297,6 +299,26 @@ def test_with_every_host_there_none_is_waited_for(tmp_path: Path):
     began = time.monotonic()
     assert both[0].agree(settle=60) == both[1].agree(settle=60) == hosts_of(1, 1)
     assert time.monotonic() - began < 30
+
+
+def test_one_host_reads_what_all_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Host 0 has announced itself and is lost: the next one decides."""
+    monkeypatch.setattr(restart, "POLL", 0.2)
+    hosts, reads, read_text = hosts_of(*[8] * 16), Counter[str](), Path.read_text
+
+    def counting(path: Path, *given: Any, **options: Any) -> str:
+        reads[path.name] += 1
+        return read_text(path, *given, **options)
+
+    meetings = [Meeting(tmp_path / "a1-1", host, len(hosts)) for host in hosts]
+    tmp_path.joinpath("a1-1").mkdir()
+    meetings[0].check()
+    monkeypatch.setattr(Path, "read_text", counting)
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        found = list(pool.map(lambda meeting: meeting.agree(settle=60), meetings[1:]))
+    assert found == [hosts] * 15
+    assert reads.pop("decision") == 15
+    assert reads.total() <= 2 * len(hosts)  # one host, or two if the first of them was slow
 
 
 @pytest.mark.usefixtures("quick")

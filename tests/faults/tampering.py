@@ -32,6 +32,7 @@ from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.durable_files import fingerprint
 from minimind.runtime.terminal import one_line
 from minimind.train.build import resume_order
+from tests.alone import Alone
 
 train: Any = training  # a package that is called like a function
 FLAGS = {
@@ -90,10 +91,8 @@ def truncated(content: bytes, draw: random.Random) -> bytes:
     return content[: draw.randrange(len(content))]
 
 
-class OneProcess:
+class OneProcess(Alone):
     """An engine of one process around the model of a run, as far as resuming needs one."""
-
-    rank, world_size = 0, 1
 
     def __init__(self) -> None:
         run = parse_flags([])
@@ -114,9 +113,6 @@ class OneProcess:
 
     def state(self) -> ZeroState:
         return self.backend.state()
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
 
 
 def resumed(run: Path) -> int:

@@ -31,6 +31,7 @@ from minimind.engine.optimizers import parameter_groups
 from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.state import ZeroState
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from tests.alone import Alone
 from tests.conftest import sentences
 
 SHAPE: dict[str, Any] = {
@@ -58,10 +59,10 @@ FACTS = {
 }
 
 
-class Engine:
+class Engine(Alone):
     """One process with a model and AdamW: all that saving and resuming ask of an engine."""
 
-    rank, world_size, device = 0, 1, torch.device("cpu")
+    device = torch.device("cpu")
 
     def __init__(self, seed: int = 1) -> None:
         torch.manual_seed(seed)
@@ -72,9 +73,6 @@ class Engine:
 
     def state(self) -> ZeroState:
         return self.backend.state()
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
 
     def train(self, steps: int) -> None:
         rows = torch.arange(2 * 9).view(2, 9) * 7 % SHAPE["vocab_size"]

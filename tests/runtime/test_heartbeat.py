@@ -17,8 +17,10 @@ import pytest
 
 from minimind.runtime import heartbeat as module
 from minimind.runtime.heartbeat import (
+    Digest,
     FailedRank,
     Peers,
+    Pulse,
     Worker,
     describe_end,
     main_thread_location,
@@ -38,22 +40,34 @@ class Clock:
 
 
 class Store:
-    """Beats by rank, in memory."""
+    """Beats by rank, in memory; without rank 0 among the peers, `publish` stands in for it."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, str] = {}
+        self.kept: dict[str, str] = {"verdict": "", "digest": Digest().to_json()}
+        self.reads: list[int] = []  # keys of each read
 
     def set(self, key: str, value: str) -> None:
         self.kept[key] = value
 
     def multi_get(self, keys: list[str]) -> list[str]:
+        self.reads.append(len(keys))
         return [self.kept[key] for key in keys]
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> None:
+        if self.kept[key] == expected_value:
+            self.kept[key] = desired_value
+
+    def publish(self, *silent: int) -> None:
+        """Write the digest of the beats that are there, in which these ranks are silent."""
+        beats = {int(key): json.loads(text) for key, text in self.kept.items() if key.isdecimal()}
+        pulses = {rank: Pulse(beats[rank], silent_seconds=1.0) for rank in silent}
+        self.kept["digest"] = Digest.of(beats, pulses).to_json()
 
     def beat(self, rank: int, **values: Any) -> None:
         """Write the beat of another rank, its count one more."""
         before = json.loads(self.kept.get(str(rank), '{"count": 0}'))
         beat = {"at": [12, 3], "phase": "backward", "where": "in step, minimind/x.py:5"}
-        beat |= {"gave_up": False, "verdict": None, **before, **values}
+        beat |= {"gave_up": False, **before, **values}
         self.kept[str(rank)] = json.dumps({**beat, "count": before["count"] + 1})
 
 
@@ -82,11 +96,11 @@ def far(rank: int) -> Worker:
 
 @pytest.fixture
 def meeting() -> Iterator[Callable[..., tuple[Peers, Store]]]:
-    """Rank 0 at step 12 among these others, beating."""
+    """A rank at step 12 among these others, beating."""
     met: list[Peers] = []
 
-    def set_peers(*others: Worker) -> tuple[Peers, Store]:
-        progress = Progress(step=12, clock=Clock(4, "optimizer"), is_training=True)
+    def set_peers(*others: Worker, rank: int = 0) -> tuple[Peers, Store]:
+        progress = Progress(rank, step=12, clock=Clock(4, "optimizer"), is_training=True)
         peers, store = Peers(progress), Store()
         peers.timeout = 10.0
         for other in others:
@@ -297,14 +311,118 @@ def test_the_dead_and_the_stopped_are_found_at_once(meeting, child):
 
 def test_what_another_rank_found_is_taken_over_with_its_status(meeting):
     peers, store = meeting(far(1), far(2))
-    store.beat(1, verdict=[2, "rank 2 ended: the disk is full", 5])
+    store.kept["verdict"] = json.dumps([1, 2, "rank 2 ended: the disk is full", 5])
     heard(peers)
     lost = peers.find_culprit(lambda: False)
     assert lost is not None
     assert (lost.rank, lost.status, lost.description) == (2, 5, "rank 2 ended: the disk is full")
     assert peers.find_culprit(lambda: True) is None
-    peers.announce(lost)
-    assert json.loads(store.kept["0"])["verdict"] == [2, lost.description, 5]
+    peers.announce(FailedRank(1, "rank 1 is gone"))
+    assert json.loads(store.kept["verdict"]) == [1, 2, lost.description, 5]  # the first one counts
+
+
+def test_a_verdict_ends_ranks_that_wait_in_no_collective(meeting):
+    peers, store = meeting(far(0), far(1), rank=2)
+    store.kept["verdict"] = json.dumps([0, 1, "rank 1 sent no heartbeat for 120 s", 7])
+    heard(peers)
+    assert [peers.check(2.0) for _ in range(2)] == [None, None]  # the main thread may report it
+    lost = peers.check(2.0)
+    assert lost == FailedRank(1, "rank 1 sent no heartbeat for 120 s")
+
+
+def test_an_announced_verdict_is_not_taken_over_by_its_own_rank(meeting):
+    peers, store = meeting(far(0), rank=1)
+    peers.announce(FailedRank(1, "rank 1 ended: the disk is full", 5))
+    assert json.loads(store.kept["verdict"])[:2] == [1, 1]
+    heard(peers)
+    store.beat(0)
+    store.publish()
+    assert [peers.check(2.0) for _ in range(4)] == [None] * 4
+
+
+def test_only_rank_0_reads_all_heartbeats_and_its_digest_does_not_grow(meeting):
+    """Keys read per interval over all ranks: W + 2 (W - 1)."""
+    beat = {"count": 1, "at": [12, 3], "phase": "backward", "where": "x", "gave_up": False}
+    sizes = [len(Digest.of(dict.fromkeys(range(w), beat), {}).to_json()) for w in (8, 64, 1024)]
+    assert len({*sizes}) == 1
+    for rank, reads in ((0, 1 + 5), (3, 2)):
+        others = [far(other) for other in range(6) if other != rank]
+        peers, store = meeting(*others, rank=rank)
+        heard(peers)
+        assert {*store.reads} == {reads}
+
+
+def test_ranks_of_a_host_that_is_gone_do_not_fill_the_digest():
+    beat = {"count": 1, "at": [12, 3], "phase": "", "where": "x", "gave_up": False}
+    beats = dict.fromkeys(range(1024), beat)
+    pulses = {rank: Pulse(beat, silent_seconds=1.0) for rank in range(512, 1024)}
+    digest = Digest.from_json(Digest.of(beats, pulses).to_json())
+    assert digest.silent == tuple(range(512, 528))
+    assert digest.awaited == 0
+
+
+def test_every_rank_watches_rank_0(meeting):
+    """It beats in the digest; that another rank is silent, rank 0 has to say."""
+    peers, store = meeting(far(0), far(1), rank=2)
+    store.beat(1, at=[12, 4])
+    for _ in range(6):
+        store.beat(0, at=[12, 4])  # and rank 1 does not
+        store.publish()
+        heard(peers)
+        assert peers.check(4.0) is None
+    found = [peers.check(4.0) for _ in range(3)]
+    assert found[:2] == [None, None]
+    assert found[2] is not None
+    assert "rank 0 (process 4711 on elsewhere) sent no heartbeat for 12 s" in found[2].description
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_every_rank_sees_who_is_stuck_behind_it(stuck: int, meeting):
+    peers, store = meeting(far(0), far(1), rank=2)
+    found = []
+    for _ in range(6):
+        for other in (0, 1):
+            store.beat(other, at=[12, 2] if other == stuck else [12, 4])
+        store.publish()
+        heard(peers)
+        found.append(peers.check(4.0))
+    lost = next(lost for lost in found if lost)
+    assert lost.rank == stuck
+    assert "has not moved since step 12, phase backward" in lost.description
+
+
+def test_the_digest_says_who_has_not_given_up(meeting):
+    peers, store = meeting(far(0), far(1), far(3), rank=2)
+    store.beat(0, gave_up=True)
+    store.beat(1, at=[12, 4])
+    store.beat(3, at=[12, 3])
+    peers._gave_up = True
+    heard(peers)
+    store.publish()
+    lost = peers.find_culprit(lambda: False)
+    assert lost is not None
+    assert (lost.rank, lost.status) == (3, 7)
+    assert "has not moved since" in lost.description
+    store.publish(1, 3)
+    lost = peers.find_culprit(lambda: False)
+    assert lost is not None
+    assert lost.description == "rank 1 (process 4711 on elsewhere) died or cannot be reached"
+    store.beat(1, gave_up=True)
+    store.beat(3, gave_up=True)
+    store.publish()
+    assert peers.find_culprit(lambda: False) is None
+
+
+def test_a_silent_rank_0_is_guilty_whatever_its_last_digest_says(meeting):
+    peers, store = meeting(far(0), far(1), rank=2)
+    store.beat(1, at=[12, 2])
+    store.beat(0)
+    store.publish()
+    heard(peers)
+    assert [peers.check(0.2) for _ in range(2)] == [None, None]
+    lost = peers.find_culprit(lambda: False)
+    assert lost is not None
+    assert lost.description == "rank 0 (process 4711 on elsewhere) died or cannot be reached"
 
 
 def test_the_remedy_of_a_rank_that_reported_it_is_not_repeated():

@@ -1,9 +1,15 @@
 """The row order against what a shuffle has to be, and world sizes against one another."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from minimind.config.parse import parse_flags
+from minimind.config.run_config import ParallelLayout
 from minimind.data.rows.order import Mixture, Order, Origin, permute, unpermute
+from minimind.launch.restart import Host, added_flags, choose
+from minimind.runtime.heartbeat import Layout
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 4095, 4097, 100_003])
@@ -161,3 +167,55 @@ def test_the_reads_of_a_row_are_those_of_all_steps(mixture, origin, stop):
             expected[row].append((step, at))
     for row, reads in expected.items():
         assert order.reads_of(row, stop) == reads
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 512, 1024])
+@pytest.mark.parametrize("group_size", [1, 8])
+def test_many_ranks_read_disjoint_rows_that_make_the_step(world_size: int, group_size: int):
+    """In two epochs with rows left out, and of two sources."""
+    groups = ParallelLayout(world_size, tensor=group_size)
+    numbers = [groups.data_rank(rank) for rank in range(world_size)]
+    assert numbers == [n for n in range(groups.data_size) for _ in range(group_size)]
+    left_out = ((5, 9),)
+    rows_per_step = 2048
+    n_rows = 2 * rows_per_step + 57
+    mixture = Mixture((n_rows - 1000, 1000), (1.0, 1.0), left_out)
+    plain = Order(n_rows, rows_per_step, 3, left_out=left_out)
+    mixed = replace(plain, mixture=mixture)
+    for order, step in ((plain, 0), (plain, 3), (mixed, 1)):
+        alone = order.rows_for(step, 0, 1)
+        shares = [order.rows_for(step, n, groups.data_size) for n in range(groups.data_size)]
+        # As many rows, and so as many tokens, on every rank.
+        assert {len(share) for share in shares} == {rows_per_step // groups.data_size}
+        np.testing.assert_array_equal(np.concatenate(shares), alone)
+        assert order is mixed or len(np.unique(alone)) == rows_per_step
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_run_of_1024_ranks_continues_on_64_and_on_3(split: bool):
+    """As restarts choose it: the same rows in the same order, each once in an epoch."""
+    size = "2048 --split_batches" if split else "2"
+    flags = f"--batch_size {size} --accumulation_steps 3".split()
+    run = parse_flags(flags)
+    rows_per_step = run.rows_per_step(1024)
+    layout = Layout(
+        *("a", "out", 1024, run.micro_batch_rows(1024), 3, run.batch_size, split, "auto", "")
+    )
+    order = Order(6 * rows_per_step + 5, rows_per_step, 9)
+    seen = []
+    for step, hosts in ((0, (8,) * 128), (2, (8,) * 8), (4, (3,))):
+        choice = choose(layout, [Host(r, "", each) for r, each in enumerate(hosts)], 1024)
+        ranks = sum(hosts)
+        assert (choice.processes, choice.each) == (ranks, hosts[0])
+        added = added_flags(layout, choice, has_checkpoint=True)
+        words = [word for name, value in added.items() for word in (f"--{name}", str(value))]
+        now = parse_flags([*flags, *words])
+        assert now.rows_per_step(ranks) == rows_per_step
+        micro = now.micro_batch_rows(ranks)
+        for at in (step, step + 1):
+            shares = [order.rows_for(at, rank, ranks) for rank in range(ranks)]
+            assert {len(share) for share in shares} == {micro * now.accumulation_steps}
+            seen += shares
+    rows = np.concatenate(seen)
+    np.testing.assert_array_equal(rows, np.concatenate([order.rows_for(s, 0, 1) for s in range(6)]))
+    assert len(np.unique(rows)) == 6 * rows_per_step
