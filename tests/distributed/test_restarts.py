@@ -122,7 +122,7 @@ def test_a_worker_records_what_divides_the_batches_of_stages(
     run = parse_flags([*flags.split(), "--stages", str(path), "--max_steps", "8"])
     resolved: Any = SimpleNamespace(sources={}, path="ds.json")
     engine: Any = SimpleNamespace(
-        rank=0, world_size=2, resolved=resolved, gather=lambda value: [value] * 2
+        rank=0, world_size=2, resolved=resolved, from_rank_0=lambda value: value
     )
     monkeypatch.setenv("MINIMIND_STATUS_FILE", str(tmp_path / "status"))
     record_for_restart(run, engine)
