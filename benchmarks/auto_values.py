@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.default_rules import SHAPES, K, part_of
+from benchmarks.default_rules import SHAPES, K, in_an_order, part_of
 from benchmarks.default_rules import prepare as tokenize
 from benchmarks.racers import BEFORE, DEFAULT
 from benchmarks.record import arguments, record
@@ -71,15 +72,12 @@ def data_of(case: Case, text: Path, folder: Path) -> Path:
     whole = place / str(vocab)
     if not whole.exists():
         place.mkdir(parents=True, exist_ok=True)
-        lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
-        order = sorted(range(len(lines)), key=lambda n: n * 2654435761 % 2**32)
-        size, held_out = 0, []
+        lines, size, held_out = in_an_order(text), 0, []
         while size < 2**17:  # a point of a run is judged in seconds
-            held_out.append(lines[order.pop()])
+            held_out.append(lines.pop())
             size += len(held_out[-1].encode())
         (place / "held_out.jsonl").write_text("".join(held_out), encoding="utf-8")
-        train = "".join(lines[n] for n in order)
-        (place / "train.jsonl").write_text(train, encoding="utf-8")
+        (place / "train.jsonl").write_text("".join(lines), encoding="utf-8")
         tokenize(place / "train.jsonl", place, whole, "--vocab_size", str(vocab))
     if case.epochs == 1:
         return whole
@@ -110,7 +108,7 @@ def train(
     config = yaml.safe_load((out / "config.yaml").read_text(encoding="utf-8"))
     names = ("learning_rate", "batch_size", "weight_decay", "warmup_steps")
     found = {"case": case.name, "run": name, **{n: config[n] for n in names}, "curve": points}
-    subprocess.run(["rm", "-r", str(out)], check=True)
+    shutil.rmtree(out)
     place.write_text(json.dumps(found))
     return found
 

@@ -88,12 +88,16 @@ def divide(path: Path, folder: Path) -> None:
     if (folder / "held_out.jsonl").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    order = sorted(range(len(lines)), key=lambda n: n * 2654435761 % 2**32)
-    train = [lines[n] for at, n in enumerate(order) if at % HELD_OUT]
+    lines = in_an_order(path)
+    train = [line for at, line in enumerate(lines) if at % HELD_OUT]
     (folder / "train.jsonl").write_text("".join(train), encoding="utf-8")
-    held_out = "".join(lines[n] for n in order[::HELD_OUT])
-    (folder / "held_out.jsonl").write_text(held_out, encoding="utf-8")
+    (folder / "held_out.jsonl").write_text("".join(lines[::HELD_OUT]), encoding="utf-8")
+
+
+def in_an_order(path: Path) -> list[str]:
+    """Lines of a file, the same every time, in an order that is not the file's."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [lines[n] for n in sorted(range(len(lines)), key=lambda n: n * 2654435761 % 2**32)]
 
 
 def part_of(folder: Path, tokens: int, vocab: int, tokenizer: Path) -> Path:

@@ -187,17 +187,16 @@ class PhaseClock:
         """
         marks, self._marks = self._marks, []
         self._kind.synchronize()
-        steps = [self._milliseconds(step) for step in marks]
+        steps = []
+        for step in marks:
+            times: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+            for (_, start), (phase, end) in pairwise(step):
+                times[phase] += milliseconds(start, end)
+            steps.append({**times, "step": sum(times.values())})
         if self._communication:
             comm = self._communication.take() / max(1, len(steps))
             steps = [{**step, "comm": comm} for step in steps]
         return steps
-
-    def _milliseconds(self, marks: list[tuple[str, Moment]]) -> dict[str, float]:
-        times: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        for (_, start), (phase, end) in pairwise(marks):
-            times[phase] += milliseconds(start, end)
-        return {**times, "step": sum(times.values())}
 
 
 def mean_ms(steps: list[dict[str, float]]) -> dict[str, float | None]:

@@ -73,6 +73,11 @@ def read_facts(out_dir: Path) -> HostFacts:
     disk, speed = measure_disk(out_dir)
     on_host = list_gpus()
     driver = on_host[0].driver if on_host else "unknown (no nvidia-smi)"
+    # nvidia-smi also lists GPUs that are hidden from torch, and may be missing.
+    of_torch = [
+        GPU(gpu.name, driver, gpu.total_memory // 2**20, (gpu.major, gpu.minor))
+        for gpu in CUDA.properties()
+    ]
     versions = {name: package_version(name) for name in LIBRARIES}
     return HostFacts(
         versions={"torch": torch.__version__} | versions,
@@ -81,7 +86,7 @@ def read_facts(out_dir: Path) -> HostFacts:
         cpu=f"{cpu_name()}, {usable_cores()} cores for this process, {memory:.1f} GiB of memory",
         has_cpu_bf16=HAS_BF16,
         huge_pages=_huge_pages(),
-        gpus=_gpus_of_torch(driver) if torch_gpus else on_host,
+        gpus=of_torch or on_host,
         torch_gpus=torch_gpus,
         host_gpus=max(len(on_host), torch_gpus),
         torch_cuda=torch.version.cuda,
@@ -95,14 +100,6 @@ def read_facts(out_dir: Path) -> HostFacts:
         disk=disk,
         disk_mib_s=speed,
     )
-
-
-def _gpus_of_torch(driver: str) -> list[GPU]:
-    """The GPUs that torch sees; nvidia-smi also lists hidden ones, and may be missing."""
-    return [
-        GPU(gpu.name, driver, gpu.total_memory // 2**20, (gpu.major, gpu.minor))
-        for gpu in CUDA.properties()
-    ]
 
 
 def _huge_pages() -> str:

@@ -63,7 +63,8 @@ class Meeting:
             known, since = 0, time.monotonic()
             while not (self.folder / DECISION).exists():
                 self.check()
-                ranks = self._announced()
+                names = [path.name for path in self.folder.iterdir()]
+                ranks = sorted(int(name) for name in names if name.isdecimal())
                 if len(ranks) > known:
                     known, since = len(ranks), time.monotonic()
                 patience = 0.0 if known == self.machines else settle
@@ -104,9 +105,6 @@ class Meeting:
             raise PeerError("the launch script was ended; run the same command again")
         if (self.folder / STOP).exists():
             raise Stopped("another host was stopped; run the same command again to go on")
-
-    def _announced(self) -> list[int]:
-        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
 
     def _publish(self, ranks: list[int]) -> None:
         """Write the decision unless another host has; then delete the folders of earlier ones."""

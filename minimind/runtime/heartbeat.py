@@ -1,9 +1,8 @@
 """Liveness of the other ranks, and the worker processes of this host: which failed, and how.
 
 A stopped or stuck process is silent, and ranks that wait for it only see a timeout. So every rank
-writes heartbeats to the process group's store, beside the collectives: its step, and whether a
-collective failed on it. A rank whose own collectives have not failed is the one that the others
-wait for.
+writes heartbeats to the process group's store, beside the collectives: its step, and whether one of
+its collectives failed. If those of all other ranks have failed, they wait for this one.
 
 Only rank 0 reads the heartbeats of all ranks. The others read its digest, whose size does not
 depend on their number, and so they also see that rank 0 itself is silent or stuck.
@@ -265,7 +264,7 @@ MOST_SILENT = 16  # ranks named in a digest: a reader passes over those of its o
 class Digest:
     """What rank 0 tells about all ranks."""
 
-    # Of rank 0, of the rank furthest behind, and of the awaited one.
+    # Heartbeats of three ranks: rank 0, the one furthest behind and the awaited one.
     beats: dict[int, dict[str, Any]] = field(default_factory=dict)
     # The rank furthest behind of those that have not given up; None: all have, -1: not known.
     awaited: int | None = -1

@@ -47,7 +47,7 @@ def tried_within(file: str, request: Any, seconds: float, most_bytes: int) -> st
                 content = None  # it has been given
                 if time.monotonic() > deadline or _resident(process.pid) > most_bytes:
                     process.kill()
-            except BaseException:  # such as Ctrl-C, which it does not get
+            except BaseException:  # Ctrl-C, too: the process, in its own session, would go on
                 process.kill()
                 raise
     if process.returncode < 0 or process.returncode == OUT_OF_MEMORY:

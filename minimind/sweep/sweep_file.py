@@ -181,9 +181,7 @@ def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path
     if type_name(FLAGS[name]) not in NUMERIC:
         raise UsageError(f"{name} ({where}) is no number; list its values instead of a range")
     if AUTO in (dimension.low, dimension.high):
-        raise UsageError(
-            f"{name} ({where}) is a range to or from {AUTO}, which is no number; list its values"
-        )
+        raise UsageError(f"{name} ({where}) has {AUTO} at an end of its range; list its values")
     low, high = (convert(name, text, where) for text in (dimension.low, dimension.high))
     if low >= high:
         raise UsageError(f"{name}.low = {low} ({where}) is not below high = {high}; change one")
@@ -281,17 +279,14 @@ def changed_fields(before: Mapping[str, Any], sweep: Sweep) -> list[str]:
     for name, value in now.items():
         old = before.get(name)
         if name in sweep.growing:
-            changed += [name] * (not _has_grown(old, value))
+            if isinstance(value, list):  # has all that it had
+                has_grown = all(one in value for one in old or ())
+            else:
+                has_grown = not old or not value or value >= old
+            changed += [name] * (not has_grown)
         elif isinstance(value, dict) and isinstance(old, dict) and name not in sweep.free:
             keys = [key for key in {**old, **value} if old.get(key) != value.get(key)]
             changed += [f"{name}.{key}" for key in keys]
         elif value != old and name not in sweep.free:
             changed.append(name)
     return changed
-
-
-def _has_grown(old: Any, new: Any) -> bool:
-    """Whether a number is as high as before, or a list has all that it had."""
-    if isinstance(new, list):
-        return all(one in new for one in old or ())
-    return not old or not new or new >= old

@@ -140,7 +140,7 @@ def test_every_element_arrives_once_on_other_ranks(
 @pytest.mark.parametrize("layout", [one_vector, each_weight, replicated])
 @pytest.mark.parametrize("world_size", [8, 64, 512, 1024])
 def test_the_shards_of_all_ranks_are_disjoint_and_whole(layout: Layout, world_size: int):
-    """From the keys alone; most ranks of stage 3 hold nothing of a small weight."""
+    """Only keys are read. At stage 3 most ranks hold no part of a small weight."""
     counts = {kind: torch.zeros(TOTAL, dtype=torch.int64) for kind in (MASTER, *ADAM)}
     most = 0
     for rank in range(world_size):

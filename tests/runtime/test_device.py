@@ -144,8 +144,9 @@ def test_rows_are_sent_beside_the_computation_and_waited_for(monkeypatch: pytest
     monkeypatch.setattr(
         torch.accelerator, "set_stream", lambda stream: calls.append(("on", stream.name))
     )
-    copies, rows = Copies(torch.device("cuda", 1)), Rows()
-    sent: Any = copies.send(rows)  # pyright: ignore[reportArgumentType]
+    rows: Any = Rows()
+    copies = Copies(torch.device("cuda", 1))
+    sent: Any = copies.send(rows)
     assert calls == [
         ("on", "another of cuda:1"),
         "pin",

@@ -68,7 +68,7 @@ def dimension(**changes: Any) -> dict[str, Any]:
         (dimension(dim=["auto", "64"]), "dim = 'auto' (dimensions of {}) is not a whole number; g"),
         (
             dimension(learning_rate={"low": "auto", "high": 1}),
-            "learning_rate (dimensions of {}) is a range to or from auto, which is no number; list",
+            "learning_rate (dimensions of {}) has auto at an end of its range; list its values",
         ),
         (dimension(schedule=["cosine", "cosin"]), "schedule = cosin (dimensions of {}) must be"),
         (dimension(dim={"low": 8.5, "high": 16}), "dim = '8.5' (dimensions of {}) is not a whole"),

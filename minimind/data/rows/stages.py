@@ -1,8 +1,8 @@
 """The row order of a run in stages: still a pure function of the step.
 
-A stage deals its rows to the sources by its own weights. Rows are numbered for each length apart. A
-source is read in passes over its rows of one length. A stage goes on in the pass in which the last
-stage of that length ended.
+A stage deals its rows to the sources by its own weights. Rows are numbered for each length apart,
+and each source is read in passes over its rows of that length. A stage begins where the last stage
+of its length stopped, perhaps in the middle of a pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StageMixture(Mixture):
     stage_rows: int = 1
     epoch_rows: int = 1
     first_epoch: int = 0  # epochs of the earlier stages
-    begun: tuple[int, ...] = ()  # rows of this length that earlier stages read, by source
+    begun: tuple[int, ...] = ()  # by source: rows of this length read by earlier stages
 
     def __post_init__(self) -> None:
         if {len(self.weights), len(self.begun)} != {len(self.sizes)} or not any(self.weights):
@@ -92,8 +92,9 @@ class StageMixture(Mixture):
         """Positions and epochs, int64, at which `row` is read; the inverse of `rows_at`."""
         source = int(np.searchsorted(np.cumsum(self.sizes), row, side="right"))
         size, begun, total = self.kept[source], self.begun[source], self.reads[source]
-        stop = -(-(begun + total) // size) if total else begun // size  # passes, rounded up
-        passes = np.arange(begun // size, stop)
+        first = begun // size
+        after = -(-(begun + total) // size) if total else first  # a pass that is begun counts
+        passes = np.arange(first, after)
         within = row - sum(self.sizes[:source])
         reads = passes * size + self._shuffle(source, seed).places_of(within, passes) - begun
         reads = reads[(reads >= 0) & (reads < total)]
