@@ -340,8 +340,10 @@ def device_for(requested: str, source: str, launch: Launch) -> str:
             )
         if requested != "auto":
             what = "GPU" if kind is CUDA else "such device"
+            there = accelerator().name if accelerator().count() else HOST.name
             raise UsageError(
-                f"device = {requested} ({source}), but torch sees no {what} here; use --device cpu"
+                f"device = {requested} ({source}), but torch sees no {what} here; use --device"
+                f" {there}"
             )
         return HOST.name
     if kind.name in ALONE and launch.world_size > 1 and requested == "auto":
@@ -351,10 +353,10 @@ def device_for(requested: str, source: str, launch: Launch) -> str:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         by = f" (CUDA_VISIBLE_DEVICES = {visible})" if visible is not None else ""
         more = ", make all of them visible to every process" if by else ""
+        seen = f"{gpus} GPU{' is' if gpus == 1 else 's are'} visible{by}"
         raise UsageError(
-            f"{launch.local_world_size} processes were started here and {gpus} GPUs are visible"
-            f"{by}; start {gpus} (NUM_PROCESSES={gpus} {LAUNCH} ...){more}, or use"
-            " --device cpu"
+            f"{launch.local_world_size} processes were started here and {seen}; start {gpus}"
+            f" (NUM_PROCESSES={gpus} {LAUNCH} ...){more}, or use --device cpu"
         )
     return kind.name
 
