@@ -95,17 +95,21 @@ def passed_parts() -> dict[tuple[int, int], set[str]]:
     return found
 
 
+def is_below(row: Hardware, least: tuple[int, int]) -> bool:
+    """Whether a GPU has less than this capability; ROCm has none."""
+    return row.capability is not None and row.capability < least
+
+
 def cell(row: Hardware, column: str, passed: dict[tuple[int, int], set[str]]) -> str:
     """How a column of a row is known."""
     is_run = set(COLUMNS[column]) <= passed.get(row.capability or (0, 0), set())
     if is_run or row.is_tested:
         return "run"
     kind = KINDS[row.device]
-    capability: tuple[int, ...] = row.capability or MIN_BF16_CAPABILITY  # ROCm has none
     if column in ("compiled", "document mask, fused") and row.device != "cpu":
-        if not kind.has_triton or capability < MIN_TRITON_CAPABILITY:
+        if not kind.has_triton or is_below(row, MIN_TRITON_CAPABILITY):
             return "plain"
-    if column == "trains, bf16" and capability < MIN_BF16_CAPABILITY:
+    if column == "trains, bf16" and is_below(row, MIN_BF16_CAPABILITY):
         return "plain"
     if row.device in ALONE:
         return "refused" if column in ("ZeRO 0 to 3", "several") else "stand-in"
