@@ -243,6 +243,11 @@ def major_capability(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).major
 
 
+def block_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block of threads of a CUDA device can have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def set_numerics(device: str, deterministic: bool, tf32: bool) -> None:
     """Set deterministic kernels, and the precision of float32 products on a GPU, in this process.
 

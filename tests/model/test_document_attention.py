@@ -3,6 +3,7 @@
 Shape letters: B rows, T positions, S keys, H query heads, K key/value heads, D channels.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +135,18 @@ def test_without_a_compiler_the_mask_of_documents_is_a_tensor(monkeypatch: pytes
     attention._gpu_compiler_fault.cache_clear()
     assert not has_flex_kernel(torch.device("cuda"), 64, 300, torch.float32)
     attention._gpu_compiler_fault.cache_clear()
+
+
+@pytest.mark.parametrize(("kib", "widest"), [(99, 128), (163, 256), (227, 256)])
+def test_wide_heads_have_blocks_where_their_kernel_fits(
+    kib: int, widest: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda *_: "")
+    card = SimpleNamespace(shared_memory_per_block_optin=kib * 2**10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    for head_dim in (64, 128, 160, 256):
+        found = has_flex_kernel(torch.device("cuda"), head_dim, 300, torch.bfloat16)
+        assert found == (head_dim <= widest)
 
 
 def test_a_gpu_without_bf16_has_blocks_for_other_dtypes(monkeypatch: pytest.MonkeyPatch):
