@@ -58,7 +58,9 @@ def needs_values(func: Any, args: Any) -> bool:
     name = func._schema.name
     if name in OF_VALUES:
         return True
-    return name == "aten::index" and any(
+    if name == "aten::index_put_" and args[2].numel() == 1:  # then the mask is filled
+        return False
+    return name in ("aten::index", "aten::index_put_") and any(
         at is not None and at.dtype in (torch.bool, torch.uint8) for at in args[1]
     )
 

@@ -90,6 +90,7 @@ STEPS: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("", {"recomputes": True}, {}),
     ("", {"doc_mask": True, "recomputes": True}, {}),
     ("--dtype float32 --loss chunked", {"doc_mask": True}, {}),
+    ("--task sft", {}, {}),
     ("--optimizer muon", {}, FLAG),
     ("--optimizer lion", {}, FLAG),
     ("", {"use_moe": True}, SIZES),
@@ -250,6 +251,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "to": lambda x: x.to("cpu"),
     "copy to the host": lambda x: torch.empty(x.shape).copy_(x),
     "copy to memory that is not pinned": lambda x: torch.empty(x.shape).copy_(x, True),
+    "mask": lambda x: x.clone().flatten().index_put_((x.flatten() > 0,), x.flatten()),
     "new tensor": lambda x: torch.tensor([1.0, 2.0], device=x.device),
     "array": lambda x: torch.from_numpy(np.zeros(3)).to(x.device, non_blocking=True),
 }
