@@ -78,7 +78,7 @@ check-python:
 	@$(PYTHON) scripts/check_environment.py $(NEEDS)
 
 gpu: NEEDS := pytest
-gpu: $(ENVIRONMENT) ## all that one GPU has to show, to out/gpu: 20 minutes at most; DEVICE=cpu tries it, PYTHON=python3 uses that
+gpu: $(ENVIRONMENT) ## all that one GPU has to show, to out/gpu: 20 minutes at most; DEVICE=mps: an Apple one, DEVICE=cpu tries it, PYTHON=python3 uses that
 	$(RUN) -m tests.gpu --device $(DEVICE) --out out/gpu
 
 gpu-bench: $(ENVIRONMENT) ## speed on one CUDA GPU: tokens/s, MFU, memory of 26m, 104m, 0.4b, to out/gpu.json
@@ -91,10 +91,11 @@ check: $(READY) ## lint, format, types, shell
 	$(BIN)/pyright
 	$(BIN)/shellcheck run_accelerate.sh minimind/launch/run_accelerate.sh scripts/slurm.sbatch scripts/prepare.sbatch .ci/run
 
-fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md and the tables of docs/coming_from.md
+fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md, docs/devices.md and the tables of docs/coming_from.md
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python -m scripts.flag_reference
+	$(BIN)/python -m scripts.device_reference
 
 smoke: $(READY) ## two processes, killed and resumed, compared step by step
 	$(BIN)/python -m pytest tests/distributed -k 'kill or resume'

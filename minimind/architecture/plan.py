@@ -243,12 +243,13 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
 def alternatives(current: Layout) -> list[Layout]:
     """Layouts compared for the same step: those of FILES, less what the resolver refuses.
 
-    DeepSpeed trains wrongly in float16 at stage 0, and does not offload Muon.
+    DeepSpeed trains wrongly in float16 at stage 0, does not offload Muon, and does not run on some
+    devices at all.
     """
     return [
         replace(current, stage=stage, offload_optimizer=optimizer, offload_param=param)
         for stage, optimizer, param in FILES
-        if stage is not None
+        if (stage is None) == (current.device in ALONE)
         and not (stage == 0 and current.dtype == "float16")
         and not (optimizer and OPTIMIZERS[current.optimizer].orthogonalizes)
     ]
@@ -269,8 +270,7 @@ HEADS = ("model", "optim", "grads", "bufs", "activ", "updt", "total", "host", "s
 
 def _table(shape: Shape, here: Layout, memory: int | None) -> list[str]:
     without = replace(here, stage=None, offload_optimizer=False, offload_param=False)
-    layouts = [without, *alternatives(here)]
-    layouts += [] if here in layouts else [here]
+    layouts = [*dict.fromkeys((without, *alternatives(here), here))]
     needed = [costs.memory(shape, layout) for layout in layouts]
     unit, word = (GIB, "GiB") if max(m.total for m in needed) >= GIB else (2**20, "MiB")
     lines = [
@@ -310,7 +310,8 @@ def recommend(shape: Shape, current: Layout, memory: int, is_plain: bool = False
     """
     layouts = alternatives(current)
     if is_plain:
-        layouts.insert(0, replace(layouts[0], stage=None))
+        plain = replace(current, stage=None, offload_optimizer=False, offload_param=False)
+        layouts.insert(0, plain)
     for is_offloaded in (False, True):
         same = (layout for layout in layouts if layout.offload_optimizer is is_offloaded)
         fitting = [step for step in (largest_step(shape, one, memory) for one in same) if step]
@@ -380,6 +381,7 @@ def _advice(
                 " --deepspeed_config none)\n"
             )
     flags = " ".join(words)
+    held = "the CUDA context" if here.device == "cuda" else "the device's libraries"
     break_ = " \\\n    " if len(given) + len(flags) > WIDTH else " "
     others = [replace(here, world_size=gpus * n) for n in (2, 4, 8) if best.offload_optimizer]
     layouts = [recommend(shape, other, memory) for other in others]
@@ -387,7 +389,7 @@ def _advice(
     return (
         f"Recommended: {name_of(best)}, micro-batch {best.rows}, accumulation"
         f" {best.accumulation_steps}: {needed.total / GIB:.2f} of {memory / GIB:.2f} GiB{host}.\n"
-        f"{HEADROOM:.0%} stays free for the CUDA context and fragmentation;"
+        f"{HEADROOM:.0%} stays free for {held} and fragmentation;"
         f" the largest micro-batch that fits is {largest}.\n"
         + (f"With {more[0]} GPUs nothing has to be offloaded.\n" if more else "")
         + refusal

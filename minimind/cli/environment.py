@@ -71,7 +71,8 @@ def facts_lines(facts: HostFacts) -> list[str]:
         "minimind": f"{DISTRIBUTION}, {facts.system}",
         "versions": ", ".join(f"{name} {number}" for name, number in facts.versions.items()),
         "CUDA": f"torch is built {cuda}; NCCL {facts.nccl}{driver}",
-        "GPUs": f"{_gpus(facts)}; torch sees {facts.torch_gpus} of {facts.host_gpus}{visible}",
+        "GPUs": facts.accelerator
+        or f"{_gpus(facts)}; torch sees {facts.torch_gpus} of {facts.host_gpus}{visible}",
         "support": _support(facts),
         "CPU": f"{facts.cpu}, bf16 instructions: {bf16}, huge pages: {facts.huge_pages}",
         "compilers": ", ".join(f"{name}: {text}" for name, text in facts.compilers.items()),
@@ -106,7 +107,7 @@ def _support(facts: HostFacts) -> str:
 
     oldest = _oldest(facts)
     if oldest is None:
-        return "no GPU in use"
+        return "not known" if facts.accelerator else "no GPU in use"
     needs = {
         "bf16": MIN_BF16_CAPABILITY,
         "fp8": MIN_FP8_CAPABILITY,
@@ -155,7 +156,9 @@ def _of_the_cpu(facts: HostFacts) -> dict[str, bool]:
     fault, remedy = facts.gpu_fault()
     return _of_ops(facts) | {
         f"refused: training on the GPUs, since {fault}; {remedy}": bool(fault),
-        "slow: every model but --model tiny, for there is no GPU": not facts.gpus,
+        "slow: every model but --model tiny, for there is no GPU": not (
+            facts.gpus or facts.accelerator
+        ),
         "slow: --dtype bfloat16 with --model hf:DIR, since this CPU has no bf16 instructions; use"
         " --dtype float32": not facts.has_cpu_bf16,
         "slow: steps, since the kernel gives no huge pages; write madvise to"

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from minimind.config.deepspeed.backend_choice import CPU_OPS, OPS, op_fault
-from minimind.runtime.device import CUDA, HOST, cpu_name
+from minimind.runtime.device import CUDA, HOST, accelerator, cpu_name
 from minimind.runtime.environment import command_output, usable_cores
 from minimind.runtime.hardware import (
     GPU,
@@ -49,6 +49,7 @@ class HostFacts:
     host_gpus: int  # GPUs that nvidia-smi lists, or more if torch sees more
     torch_cuda: str | None  # the CUDA version that torch is built for
     visible: str | None  # CUDA_VISIBLE_DEVICES
+    accelerator: str  # another than CUDA that --device auto takes; empty without one
     nccl: str
     compilers: Mapping[str, str]
     compile_fault: str  # what torch.compile lacks
@@ -91,6 +92,7 @@ def read_facts(out_dir: Path) -> HostFacts:
         host_gpus=max(len(on_host), torch_gpus),
         torch_cuda=torch.version.cuda,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        accelerator=_accelerator(),
         nccl=_nccl_version(),
         compilers=_compilers(),
         compile_fault=compiler_fault(device),
@@ -100,6 +102,15 @@ def read_facts(out_dir: Path) -> HostFacts:
         disk=disk,
         disk_mib_s=speed,
     )
+
+
+def _accelerator() -> str:
+    kind = accelerator()
+    if kind is CUDA or not kind.count():
+        return ""
+    whose = ", shared with the host" if kind.shares_memory else ""
+    model = kind.model_of(torch.device(kind.name, 0))
+    return f"{kind.count()} x {model} ({kind.name}), {kind.memory() / GIB:.1f} GiB{whose}"
 
 
 def _huge_pages() -> str:

@@ -458,6 +458,15 @@ def test_world_size_and_dashes_are_other_ways_to_state_the_same(capsys):
     assert plan_output(capsys, f"{LARGE} --world_size=4") == one
 
 
+def test_an_apple_gpu_has_no_stage_to_compare(capsys: pytest.CaptureFixture[str]):
+    out = plan_output(capsys, "--device mps --memory 16GiB --model 26m")
+    assert "ZeRO" not in out
+    assert "Recommended: no DeepSpeed" in out
+    assert "stays free for the device's libraries" in out
+    out = plan_output(capsys, "--device mps --memory 100MiB --model 104m")
+    assert "\nno DeepSpeed needs 1.86 GiB with 1 row" in out
+
+
 def test_the_table_of_a_dry_run_is_that_of_the_plan():
     run = parse_flags(["--model", "26m"])
     text = plan_text(run, 2)

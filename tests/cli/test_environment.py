@@ -17,6 +17,7 @@ from minimind.cli import environment
 from minimind.cli.main import main
 from minimind.launch import host_facts
 from minimind.runtime import hardware
+from minimind.runtime.device import KINDS
 from tests.runtime.test_hardware import NVCC_12, NVCC_13, path, tool
 
 __all__ = ["path"]  # a fixture
@@ -107,6 +108,19 @@ def test_eight_h100_with_all_tools_have_nothing_to_remark(host, capsys):
     assert "bf16 yes, fp8 yes, flash attention yes" in facts
     assert "nvcc: 13.0, V13.0.88" in facts
     assert "fused_adam yes, cpu_adam yes, fused_lion yes" in facts
+
+
+def test_an_apple_gpu_is_shown_and_not_called_slow(
+    host: Host, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    host.has(cuda=None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    for name, answer in (("is_available", True), ("count", 1), ("memory", 12 * 2**30)):
+        monkeypatch.setattr(KINDS["mps"], name, lambda answer=answer: answer)
+    monkeypatch.setattr(KINDS["mps"], "model_of", lambda device: "Apple M2")
+    facts, remarks = host.env(capsys)
+    assert "GPUs       1 x Apple M2 (mps), 12.0 GiB, shared with the host\n" in facts
+    assert not [line for line in remarks if "there is no GPU" in line]
 
 
 def test_a_driver_too_old_for_the_wheel_refuses_the_gpus(host, capsys):

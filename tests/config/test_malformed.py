@@ -529,7 +529,7 @@ LAUNCHERS = {
         launcher="python bin/accelerate launch --multi_gpu --deepspeed_config_file other.json",
     ),
     "more processes than gpus": bad(
-        "2 processes", "1 GPUs are visible", "NUM_PROCESSES=1", flags="--device cuda", gpus=1
+        "2 processes", "1 GPU is visible", "NUM_PROCESSES=1", flags="--device cuda", gpus=1
     ),
 }
 

@@ -1,7 +1,8 @@
-"""Check what holds on a GPU, with a limit of 20 minutes; --device cpu runs the parts without one.
+"""Check what holds on a GPU within 20 minutes, on an Apple one within 10; a CPU tries the parts.
 
-    python -m tests.gpu [--device cuda|cpu] [--out out/gpu] [--parts NAME ...] [--minutes 20]
+    python -m tests.gpu [--device cuda|mps|cpu] [--out out/gpu] [--parts NAME ...] [--minutes 20]
     make gpu
+    make gpu DEVICE=mps
 
 Each part prints its table as it ends, and results.json and results.md in --out are written then. A
 part that fails or is out of time stops no other. The exit status is 0 only if all passed, 2 for a
@@ -18,6 +19,7 @@ from pathlib import Path
 from scripts import check_environment
 
 BESIDES = ("pytest",)  # what the parts need besides the package
+MINUTES = {"cuda": 20.0, "mps": 10.0, "cpu": 20.0}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,26 +27,28 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m tests.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "mps", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="default: all")
-    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--minutes", type=float, help="default: 20, with --device mps 10")
     given = parser.parse_args(argv)
     if sentence := check_environment.main([*BESIDES]):
         return refused(sentence)
-    import torch
-
+    from minimind.runtime.device import device_kind
     from tests.gpu.parts import PARTS
     from tests.gpu.runner import Plan, run_parts
 
     unknown = [name for name in given.parts or () if name not in PARTS]
     if unknown:
         return refused(f"--parts {' '.join(unknown)}: the parts are {', '.join(PARTS)}")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        return refused("--device cuda: torch sees no GPU here; --device cpu tries the command")
+    kind = device_kind(given.device)
+    if not kind.is_available():
+        return refused(
+            f"--device {kind.name}: torch sees no such GPU here; --device cpu tries the command"
+        )
     parts = {name: PARTS[name] for name in given.parts or PARTS}
-    gpus = torch.cuda.device_count() if given.device == "cuda" else 0
-    results = run_parts(Plan(parts, given.device, given.out.resolve(), given.minutes, gpus))
+    minutes = given.minutes if given.minutes is not None else MINUTES[kind.name]
+    results = run_parts(Plan(parts, kind.name, given.out.resolve(), minutes, kind.count()))
     failed = [result.name for result in results if not result.has_passed]
     verdict = f"these do not hold: {', '.join(failed)}" if failed else "all hold"
     print(f"{verdict}; {given.out / 'results.md'}")

@@ -84,13 +84,13 @@ def of_estimate(name: str, measured: float, predicted: float, is_upper: bool = F
 
 
 def trained_on_much_text(
-    site: Site, runs: dict[str, str], base: str, keeps: bool = False
+    site: Site, runs: dict[str, str], base: str, keeps: bool = False, device: str = ""
 ) -> dict[str, Trained]:
     """Runs of a preset, whose tokenizer takes more text than the small one."""
     text = site.shared / "stdlib.jsonl"
     if not text.exists():
         write_corpus([str(text), "--max_megabytes", "4"])
-    return site.train(runs, base=f"{base} --data_path {text}", keeps=keeps)
+    return site.train(runs, device, f"{base} --data_path {text}", keeps)
 
 
 def saves(site: Site) -> Iterator[Finding]:
@@ -118,7 +118,7 @@ def saves(site: Site) -> Iterator[Finding]:
         text = f"{stalls[name]:.1f} ms, median of {len(saved)}, {size:,.0f} MiB"
         yield figure(f"{name}: stall", stalls[name], text)
     share = stalls["async"] / stalls["sync"]
-    if site.device == "cpu":
+    if site.device != "cuda":
         yield figure("async over sync", share, f"{share:.3f}")
     else:
         yield at_most("async over sync", share, 1.0, f"{share:.3f}")

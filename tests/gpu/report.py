@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 from torch.cuda import nccl
 
 from minimind.checkpoint.identity import hardware, source_commit, versions
+from minimind.runtime.device import HOST
 from minimind.runtime.hardware import HAS_BF16, list_gpus
 from tests.gpu.findings import Result
 
@@ -27,8 +29,11 @@ def machine(device: str) -> dict[str, Any]:
     """Hardware, driver and versions; nothing of it starts CUDA in this process."""
     found = nccl.version() if torch.distributed.is_nccl_available() else None
     return {
+        "device": device,
         "gpus": [asdict(gpu) for gpu in list_gpus()] if device == "cuda" else [],
+        "system": platform.platform(terse=True),
         "cpu": hardware(torch.device("cpu")),
+        "memory_mib": HOST.memory() // 2**20,
         "cores": os.cpu_count(),
         "bf16 instructions": HAS_BF16,
         "cuda": torch.version.cuda,
@@ -59,14 +64,17 @@ def page(document: dict[str, Any], results: Sequence[Result]) -> str:
         f"{gpu['name']} (driver {gpu['driver']}, {gpu['memory_mib']:,} MiB)"
         for gpu in document["machine"]["gpus"]
     )
-    where = gpus or f"CPU: {document['machine']['cpu']}, {document['machine']['cores']} cores"
+    cpu = f"{document['machine']['cpu']}, {document['machine']['cores']} cores"
+    where = gpus or f"{document['machine']['device']}: {cpu}"
     if failed := [result.name for result in results if not result.has_passed]:
         verdict = f"Not everything holds: {', '.join(failed)}."
     elif document["passed"]:
         verdict = "Everything that was run holds."
     else:
         verdict = f"Not finished: {len(results)} of {len(document['requested'])} parts have ended."
-    known = {k: v for k, v in document["machine"].items() if k not in ("gpus", "cpu", "cores")}
+    known = {
+        k: v for k, v in document["machine"].items() if k not in ("device", "gpus", "cpu", "cores")
+    }
     lines = [
         f"# {verdict}",
         "",

@@ -11,7 +11,11 @@ from tests.forking import free_port
 from tests.gpu.findings import Finding, check
 from tests.gpu.site import Site, end_with_children, launched
 
-LAST = {"cuda": 200, "cpu": 60}  # steps: a fast GPU must still train when the kill arrives
+LAST = {
+    "cuda": 200,
+    "mps": 200,
+    "cpu": 60,
+}  # steps: a fast GPU must still train when the kill arrives
 
 
 def resume(site: Site) -> Iterator[Finding]:

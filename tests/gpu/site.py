@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from minimind.config.flags import ALONE
 from tests.conftest import PACE, ROOT, SHAPE, Launcher, Run, sentences
 from tests.distributed.conftest import config_of_stage
 from tests.gpu.findings import PartError
@@ -33,7 +34,7 @@ WITHOUT = "--deepspeed_config none"
 class Site:
     """What a part is given."""
 
-    device: str  # cuda or cpu
+    device: str  # cuda, mps or cpu
     folder: Path  # of this part alone
     shared: Path  # of all parts: text, shards, the reference
     deadline: float  # time.monotonic() at which the time of this part is over
@@ -89,8 +90,8 @@ class Site:
         return Launcher(path, self.shared / "cache")
 
     def stage(self, stage: int | None) -> str:
-        """The flag for a ZeRO stage of the shipped file, or for none."""
-        if stage is None:
+        """The flag for a ZeRO stage of the shipped file, or for none, as where it cannot run."""
+        if stage is None or self.device in ALONE:
             return WITHOUT
         return f"--deepspeed_config {config_of_stage(stage, self.shared)}"
 

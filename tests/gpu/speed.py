@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import NAMES, ROWS
+from minimind.config.flags import ALONE
 from tests.gpu.findings import Finding, PartError, check, figure
 from tests.gpu.memory import FEW_STEPS, trained_on_much_text
 from tests.gpu.site import Site
 from tests.gpu.trace import overlap, read, shares
 
 TINY = ["--models", "tiny", "--rows", "2", "--max_seq_len", "64", "--steps", "2", "--rounds", "3"]
+ALONE_MODELS = ("tiny", "26m")
 LEFT = 0.9  # of this part's time, for the rounds
 
 
 def speed(site: Site) -> Iterator[Finding]:
-    """Interleaved: ours under ZeRO-2 and without, a bare compiled loop, transformers' Llama."""
+    """Interleaved: ours under ZeRO-2 and without, a bare compiled loop, transformers' Llama.
+
+    On a device that trains without DeepSpeed and compilation: ours on it, and on the CPU.
+    """
+    if site.device in ALONE:
+        yield from beside_cpu(site)
+        return
     out = site.folder / "gpu.json"
     words = ["--device", site.device, "--out", str(out)]
     words += ["--minutes", f"{max(0.1, site.seconds_left * LEFT / 60):.2f}"]
@@ -36,6 +45,22 @@ def speed(site: Site) -> Iterator[Finding]:
     yield check("models without figures", not missing, text, "none", missing)
     if failure:
         raise failure
+
+
+def beside_cpu(site: Site) -> Iterator[Finding]:
+    """Tokens per second of the same run on the device and on the CPU."""
+    base = f"{site.stage(None)} --accumulation_steps 1 --max_steps 12 --log_interval 3"
+    base += " --eval_rows 0 --save_interval 100000 --save_minutes 0"
+    runs = {model: f"--model {model} --batch_size 8 --max_seq_len 256" for model in ALONE_MODELS}
+    speeds: dict[str, dict[str, float]] = {model: {} for model in runs}
+    for device in (site.device, "cpu"):
+        for model, run in trained_on_much_text(site, runs, base, device=device).items():
+            _, *after = (step["tokens_per_second"] for step in run.events("step"))
+            speeds[model][device] = speed = statistics.median(after)
+            yield figure(f"{model}, {device}", speed, f"{speed:,.0f} tokens/s")
+    for model, found in speeds.items():
+        times = found[site.device] / found["cpu"]
+        yield figure(f"{model}, times as fast as the CPU", times, f"{times:.2f}")
 
 
 def models_of(site: Site) -> list[str]:

@@ -50,4 +50,4 @@ def test_the_whole_command(tmp_path: Path):
         "no DeepSpeed",
         *(f"ZeRO-{stage}" for stage in range(4)),
     }
-    assert losses["not_run"] == {"ZeRO-2, float16": "float16 is not for a CPU"}
+    assert losses["not_run"] == {"ZeRO-2, float16": "float16 is for CUDA"}

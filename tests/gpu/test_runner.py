@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu import parts
+from minimind.runtime.device import KINDS
+from tests.gpu import losses, parts
 from tests.gpu.findings import Finding, PartError, at_most, check, figure, skipped
 from tests.gpu.runner import NO_TIME, Part
-from tests.gpu.site import Site
+from tests.gpu.site import Site, Trained
 
 command = import_module("tests.gpu.__main__").main
 
@@ -150,7 +151,10 @@ def test_a_process_that_hangs_is_ended_when_its_part_is_over(tmp_path: Path):
     ("words", "sentence"),
     [
         ("--device cpu --parts loses kernels", "--parts loses: the parts are losses, kernels"),
-        ("--device cuda", "--device cuda: torch sees no GPU here; --device cpu tries the command"),
+        (
+            "--device cuda",
+            "--device cuda: torch sees no such GPU here; --device cpu tries the command",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_sentence(
@@ -174,6 +178,47 @@ def test_an_interpreter_without_a_library_is_named(
     monkeypatch.setattr(module, "BESIDES", ("absent_library",))
     assert command(["--device", "cpu"]) == 2
     assert "absent_library is missing; install with " in capsys.readouterr().err
+
+
+def test_an_apple_gpu_has_the_parts_of_one_process_without_deepspeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(KINDS["mps"], "is_available", lambda: True)
+    monkeypatch.setattr(KINDS["mps"], "count", lambda: 1)
+    seen: list[Site] = []
+
+    def noting(site: Site) -> Iterator[Finding]:
+        """Notes where it runs."""
+        seen.append(site)
+        yield from good(site)
+
+    made = {"here": Part(noting, 1), "there": Part(wrong, 1, "DeepSpeed does not run on it")}
+    monkeypatch.setattr(parts, "PARTS", made)
+    assert command(["--device", "mps", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["parts"]["there"]["not_run"] == {"there": "DeepSpeed does not run on it"}
+    assert found["machine"]["device"] == "mps"
+    (site,) = seen
+    assert site.gpus == 1
+    assert site.seconds_left < 600
+    assert site.stage(2) == site.stage(None) == "--deepspeed_config none"
+
+
+def test_the_losses_of_an_apple_gpu_are_without_deepspeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[str] = []
+
+    def train(site: Site, runs: dict[str, str], device: str = "", **_: Any) -> dict[str, Trained]:
+        asked.extend(f"{device or site.device} {flags}" for flags in runs.values())
+        return {name: Trained(tmp_path, 1, "ended", []) for name in runs}
+
+    monkeypatch.setattr(Site, "train", train)
+    monkeypatch.setattr(losses, "reference", lambda site: {})
+    site = Site("mps", tmp_path, tmp_path, time.monotonic() + 60)
+    found = [*losses.losses(site)]
+    assert [finding.is_right for finding in found] == [None, *[False] * 6]
+    assert all(flags.startswith("mps --deepspeed_config none") for flags in asked)
 
 
 def test_every_part_says_what_it_is_about():

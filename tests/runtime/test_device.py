@@ -67,6 +67,18 @@ def test_an_extension_that_is_not_installed_has_no_device():
         device_for("npu", "--device", Launch())
 
 
+def test_a_device_that_is_not_there_is_refused_in_favour_of_the_one_that_is(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match=r"torch sees no such device here; use --device xpu$"):
+        device_for("mps", "--device", Launch())
+    with pytest.raises(UsageError, match="2 processes were started here and 1 GPU is visible"):
+        device_for("xpu", "--device", Launch(world_size=2, local_world_size=2))
+
+
 def test_another_accelerator_is_asked_as_torch_has_it(monkeypatch: pytest.MonkeyPatch):
     """With a stand-in for torch.xpu."""
     properties = SimpleNamespace(total_memory=16 * 2**30)
