@@ -130,7 +130,8 @@ def test_documents_have_blocks_where_there_is_a_compiler(
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
 
     monkeypatch.setattr(attention, "_compiled", lambda: fused)
-    monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda: "" if is_fused else "no triton")
+    fault = "" if is_fused else "the package triton is not installed"
+    monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda bf16: fault)
     engine = built(doc_mask=True)
     device.forget()
     step(engine, 0)
