@@ -181,7 +181,10 @@ class Engine(Ranks):
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return summed loss and target count of rows (B, T + 1); leaves the model in eval mode."""
         self.backend.forward.eval()
-        inputs = ModelInputs.of_marked(rows.to(self.device), has_starts=self.counts_targets)
+        if self.kind.pins and rows.is_cpu:  # from other memory a copy waits for what is queued
+            rows = rows.pin_memory()
+        rows = rows.to(self.device, non_blocking=self.kind.pins)
+        inputs = ModelInputs.of_marked(rows, has_starts=self.counts_targets)
         # Uncompiled: batches of other shapes than in training would trigger recompilation.
         with lost_peers(), uncompiled(self.model):
             loss = compute_loss(self.backend.forward, inputs, self.eval_chunk_size)

@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,19 @@ OF_VALUES = ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::eq
 OFF_DEVICE = ("sum_over_ranks", "gather")  # small facts, which travel over gloo
 
 
+@cache
+def package_of(filename: str) -> str | None:
+    """The package that is asked about of which this is a file."""
+    file = Path(filename)
+    parts = (file.relative_to(ROOT) if file.is_relative_to(ROOT) else file).parts
+    return next((name for name in PACKAGES if name in parts and parts[0] != "tests"), None)
+
+
 def origin() -> str:
     """`package: function` of the innermost frame of a package that is asked about."""
-    for frame in reversed(traceback.extract_stack()):
-        file = Path(frame.filename)
-        parts = (file.relative_to(ROOT) if file.is_relative_to(ROOT) else file).parts
-        package = next((name for name in PACKAGES if name in parts), None)
-        if package and parts[0] != "tests":
-            return f"{package}: {frame.name}"
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if package := package_of(frame.f_code.co_filename):
+            return f"{package}: {frame.f_code.co_name}"
     return "test"
 
 
@@ -52,7 +58,9 @@ def needs_values(func: Any, args: Any) -> bool:
     name = func._schema.name
     if name in OF_VALUES:
         return True
-    return name == "aten::index" and any(
+    if name == "aten::index_put_" and args[2].numel() == 1:  # then the mask is filled
+        return False
+    return name in ("aten::index", "aten::index_put_") and any(
         at is not None and at.dtype in (torch.bool, torch.uint8) for at in args[1]
     )
 

@@ -1,0 +1,320 @@
+"""Steps, evaluations and whole runs on the pretended device; test_pretended_cuda.py runs them.
+
+Every tensor is on the device, and the host reads what is documented and nothing else. `Device`
+raises for tensors of two devices; faults that are planted show that it finds each kind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.nn.attention.flex_attention import BlockMask
+
+import minimind.train as training
+from minimind.checkpoint import tensor_files
+from minimind.checkpoint.tensor_files import Staging
+from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.parse import parse_flags
+from minimind.engine.build import Engine, build_engine, leave_process_group
+from minimind.engine.clocks import PhaseClock
+from minimind.model import attention
+from minimind.model.activation_checkpointing import enable_checkpointing
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import MiniMindForCausalLM, MiniMindModel
+from minimind.runtime.device import CUDA, Copies
+from tests.conftest import sentences
+from tests.pretended.device import Device
+
+train: Any = training  # a package that is called like a function
+GPU = torch.device("cuda", 0)
+LAYERS, MICRO_BATCHES, ROWS, LENGTH = 2, 2, 2, 128
+FLAGS = f"--data_path x --device cuda --compile off --accumulation_steps {MICRO_BATCHES}"
+SHAPE = {"vocab_size": 96, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": LENGTH}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    with Device() as found:
+        monkeypatch.setattr(CUDA, "use", found.use)
+        yield found
+
+
+def model_of(**changes: Any) -> Any:
+    return MiniMindForCausalLM(MiniMindConfig(n_layers=LAYERS, **SHAPE, **changes)).train()
+
+
+@pytest.fixture
+def built() -> Iterator[Callable[..., Engine]]:
+    def build(flags: str = "", recomputes: bool = False, **changes: Any) -> Engine:
+        model = model_of(**changes)
+        if recomputes:
+            enable_checkpointing(model)
+        run = parse_flags(f"{FLAGS} {flags}".split())
+        return build_engine(ResolvedConfig(run, "single"), model, "cuda")
+
+    yield build
+    leave_process_group()
+
+
+def step(engine: Engine, number: int) -> Any:
+    clock = PhaseClock(engine.device)
+    rows = torch.zeros((ROWS, LENGTH + 1), dtype=torch.int64, device=engine.device)
+    engine.seed(number)
+    clock.begin()
+    return engine.step([rows] * MICRO_BATCHES, 1e-3, clock)
+
+
+def evenly(tensor: Tensor) -> Tensor:
+    """Visits of experts, two per token; other numbers are 0."""
+    return torch.full_like(tensor, 2 * ROWS * LENGTH // len(tensor) if tensor.dim() == 1 else 0)
+
+
+FLAG = {"minimind: step": 1}  # that the gradient is finite
+SIZES = {"minimind: forward": LAYERS * MICRO_BATCHES}
+STEPS: list[tuple[str, dict[str, Any], dict[str, int]]] = [
+    ("", {}, {}),
+    ("--dtype float32", {"qk_norm": True}, {}),
+    ("--dtype float16 --grad_clip 0", {}, {}),
+    ("--loss chunked --ema 0.9", {"tie_word_embeddings": False}, {}),
+    ("", {"recomputes": True}, {}),
+    ("", {"doc_mask": True, "recomputes": True}, {}),
+    ("--dtype float32 --loss chunked", {"doc_mask": True}, {}),
+    ("--task sft", {}, {}),
+    ("--optimizer muon", {}, FLAG),
+    ("--optimizer lion", {}, FLAG),
+    ("", {"use_moe": True}, SIZES),
+    ("--dtype float32", {"use_moe": True, "recomputes": True}, {"minimind: forward": 8}),
+]
+
+
+@pytest.mark.parametrize(("flags", "changes", "reads"), STEPS)
+def test_a_step_is_on_the_device_and_reads_what_is_documented(
+    flags: str, changes: dict[str, Any], reads: dict[str, int], device: Device, built: Any
+):
+    device.values = evenly
+    engine = built(flags, **changes)
+    assert dist.get_backend() == "gloo"  # of a single process: no NCCL
+    step(engine, 0)
+    device.forget()
+    result = step(engine, 1)
+    assert device.reads == reads
+    assert (device.waits, device.on_cpu, device.draws) == (0, {}, {})
+    model, optimizer = engine.model, engine.backend.torch_optimizer  # type: ignore[union-attr]
+    held = [*model.parameters(), *model.buffers(), *result.loss_sums, *result.targets]
+    held += [result.grad_norm, result.skipped_so_far, result.is_skipped]
+    held += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    assert {tensor.device for tensor in held} == {GPU}
+    assert len(optimizer.state) == len([*model.parameters()])
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_documents_have_blocks_where_there_is_a_compiler(
+    is_fused: bool, device: Device, built: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """With a stand-in for flex attention, which looks at its mask; otherwise the mask is dense."""
+    blocks: list[BlockMask] = []
+
+    def fused(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
+        blocks.append(block_mask)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(attention, "_compiled", lambda: fused)
+    fault = "" if is_fused else "the package triton is not installed"
+    monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda bf16: fault)
+    engine = built(doc_mask=True)
+    device.forget()
+    step(engine, 0)
+    assert (device.reads, device.waits, device.on_cpu) == ({}, 0, {})
+    assert len(blocks) == is_fused * LAYERS * MICRO_BATCHES
+    lists = [tensor for mask in blocks for tensor in mask.as_tuple() if isinstance(tensor, Tensor)]
+    assert {tensor.device for tensor in lists} == ({GPU} if is_fused else set())
+
+
+def test_autocast_computes_in_bf16_and_keeps_fp32_weights(device: Device):
+    model = model_of().to(GPU)
+    ids = torch.zeros((ROWS, LENGTH), dtype=torch.int64, device=GPU)
+    device.forget()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        logits = model(input_ids=ids).logits
+    logits.float().sum().backward()
+    assert (logits.dtype, logits.device) == (torch.bfloat16, GPU)
+    assert {(p.grad.dtype, p.grad.device) for p in model.parameters()} == {(torch.float32, GPU)}
+    assert (device.reads, device.waits, device.on_cpu) == ({}, 0, {})
+
+
+def test_tied_weights_stay_tied_on_the_device(device: Device):
+    model = model_of().to(GPU)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_an_evaluation_waits_for_no_batch(device: Device, built: Any):
+    engine = built()
+    device.forget()
+    sums = [engine.loss_of(torch.zeros((ROWS, LENGTH + 1), dtype=torch.int64)) for _ in range(3)]
+    assert {tensor.device for pair in sums for tensor in pair} == {GPU}
+    assert (device.reads, device.waits) == ({}, 0)
+
+
+def test_rows_and_saves_are_copied_from_and_to_pinned_memory(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+):
+    def copy() -> None:
+        before = torch.accelerator.current_stream(GPU)
+        copies = Copies(GPU)
+        rows, arrived = copies.send(torch.zeros(ROWS, LENGTH + 1))
+        copies.receive(rows, arrived)
+        assert rows.device == GPU
+        assert torch.accelerator.current_stream(GPU) == before
+        Staging(rows.numel(), GPU).copy([("rows", rows.flatten())])
+
+    copy()
+    assert (device.reads, device.waits) == ({}, 0)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: rows)  # planted
+    monkeypatch.setattr(tensor_files, "_host_memory", lambda elements, _: torch.empty(elements))
+    copy()
+    assert device.reads == {"minimind: send": 1, "minimind: copy": 1}
+
+
+RUN: dict[str, Any] = {
+    **{"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
+    **{"vocab_size": 600, "batch_size": 2, "accumulation_steps": 2, "device": "cuda"},
+    **{"deepspeed_config": "none", "log_interval": 100, "save_interval": 100, "eval_rows": 0},
+    "val_fraction": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    place = tmp_path_factory.mktemp("data")
+    lines = [json.dumps({"text": text}) + "\n" for text in sentences(1, 60)]
+    (place / "text.jsonl").write_text("".join(lines), encoding="utf-8")
+    return {"data_path": str(place / "text.jsonl"), "cache_dir": str(place / "cache")}
+
+
+@pytest.fixture
+def ran(
+    device: Device, places: dict[str, str], tmp_path: Path
+) -> Callable[..., tuple[Counter[str], int]]:
+    """Run, and return the reads after the start and all waits."""
+
+    def run(out: str, **changes: Any) -> tuple[Counter[str], int]:
+        device.forget()
+        assert train({**RUN, **changes, **places}, out_dir=str(tmp_path / out)) == 0
+        start = ("minimind: move", "minimind: _fresh_moments")
+        found = {place: count for place, count in device.reads.items() if place not in start}
+        return Counter(found), device.waits
+
+    return run
+
+
+REPORT = {"minimind: log_step": 4, "minimind: check": 1}  # loss, tokens, norm, skipped steps; flags
+SAVE = {"minimind: optimizer_step": 1, "minimind: counters": 1}
+
+
+def test_a_run_reads_at_its_reports_evaluations_and_saves_only(ran: Any, tmp_path: Path):
+    few, few_waits = ran("few", max_steps=4)
+    assert few == {**REPORT, **SAVE}
+    # For the times of the report; for the copies of the save, to write them and for their time.
+    assert few_waits == 1 + 2
+    evaluated = {"log_interval": 6, "eval_interval": 6, "eval_rows": 16}
+    many, many_waits = ran("many", max_steps=12, **evaluated)
+    assert many - few == {**REPORT, "minimind: _sum_loss": 2 * 2}
+    assert many_waits - few_waits == 1
+    events = map(json.loads, (tmp_path / "many" / "metrics.jsonl").read_text().splitlines())
+    assert next(events)["device"] == "cuda"
+
+
+def test_a_run_goes_on_from_its_checkpoint(device: Device, ran: Any, tmp_path: Path):
+    device.values = lambda tensor: torch.full_like(tensor, tensor.is_floating_point())  # 1 update
+    ran("out", max_steps=2, save_interval=1)
+    ran("out", max_steps=2, resume=str(tmp_path / "out/checkpoints/step_00000001"))
+    events = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in events if line["event"] == "run_start"] == [0, 1]
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "if": lambda x: bool(x.sum() > 0),
+    "float": lambda x: float(x.sum()),
+    "tolist": lambda x: x.flatten().tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "copy to the host": lambda x: torch.empty(x.shape).copy_(x),
+    "copy to memory that is not pinned": lambda x: torch.empty(x.shape).copy_(x, True),
+    "mask": lambda x: x.clone().flatten().index_put_((x.flatten() > 0,), x.flatten()),
+    "new tensor": lambda x: torch.tensor([1.0, 2.0], device=x.device),
+    "array": lambda x: torch.from_numpy(np.zeros(3)).to(x.device, non_blocking=True),
+}
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], Any]) -> None:
+    """Do it with the hidden states of every forward pass."""
+    forward: Any = MiniMindModel.forward
+
+    def faulty(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        fault(out.last_hidden_state.detach())
+        return out
+
+    monkeypatch.setattr(MiniMindModel, "forward", faulty)
+
+
+def test_planted_reads_waits_and_draws_are_counted(
+    device: Device, built: Any, monkeypatch: pytest.MonkeyPatch
+):
+    engine = built()
+    for way, read in READS.items():
+        with monkeypatch.context() as planted:
+            plant(planted, read)
+            device.forget()
+            step(engine, 0)
+        assert sum(device.reads.values()) == MICRO_BATCHES, way
+    plant(monkeypatch, lambda x: [torch.accelerator.synchronize(), F.dropout(x)])
+    device.forget()
+    step(engine, 0)
+    assert (device.waits, sum(device.draws.values())) == (MICRO_BATCHES, MICRO_BATCHES)
+
+
+def test_planted_sizes_that_depend_on_values_raise(
+    device: Device, built: Any, monkeypatch: pytest.MonkeyPatch
+):
+    engine = built()
+    for fault in (torch.nonzero, torch.unique, lambda x: x[x > 0]):
+        with monkeypatch.context() as planted:
+            plant(planted, fault)
+            with pytest.raises(DynamicOutputShapeException):
+                step(engine, 0)
+
+
+def test_a_tensor_left_on_the_cpu_raises(device: Device, built: Any):
+    engine = built(qk_norm=True)
+    engine.model.model.norm.weight = torch.nn.Parameter(torch.ones(64))
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        step(engine, 0)
+
+
+def test_what_a_step_computes_on_the_cpu_is_counted(
+    device: Device, built: Any, monkeypatch: pytest.MonkeyPatch
+):
+    engine = built()
+    plant(monkeypatch, lambda x: torch.arange(9) + 1)
+    device.forget()
+    step(engine, 0)
+    assert sum(device.on_cpu.values()) == 2 * MICRO_BATCHES
+
+
+def test_a_thread_that_does_not_choose_its_device_finds_none(ran: Any, monkeypatch: Any):
+    monkeypatch.setattr(CUDA, "use", lambda device: None)
+    with pytest.raises(NotImplementedError, match="CUDA"):
+        ran("out", max_steps=2, debug=True)
