@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from minimind.checkpoint import saver as saver_module
-from minimind.checkpoint import tensor_files
 from minimind.checkpoint.directory import TrainState, published_checkpoints, verify
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.resume import resume as resume_from
@@ -34,8 +33,9 @@ from minimind.errors import CheckpointError, NumericError, StorageError, which_m
 from minimind.runtime.durable_files import Metrics
 from tests.alone import Alone
 from tests.checkpoint.weights import load_weights
-from tests.runtime.late_device import DEVICE, LATE, late_device
+from tests.runtime.late_device import DEVICE, LATE, Stream, late_device
 
+CPU = torch.device("cpu")
 FACTS = {"identity": {"seed": {"seed": 1}}, "world_size": 1, "zero_stage": 0, "dtype": "float32"}
 
 
@@ -67,9 +67,7 @@ def test_too_little_pinned_memory_is_the_hosts_though_cuda_reports_it(monkeypatc
 class Engine(Alone):
     """One rank, or one of several whose gathers bring a failure of rank 1."""
 
-    def __init__(
-        self, seed: int, other: Any = None, device: torch.device = torch.device("cpu")
-    ) -> None:
+    def __init__(self, seed: int, other: Any = None, device: torch.device = CPU) -> None:
         self.model = Model(seed).to(device)
         run = parse_flags(["--learning_rate", "0.1", "--beta2", "0.9"])
         self.optimizer = optimizer_of(parameter_groups(self.model, 0.1), run)
@@ -147,7 +145,7 @@ def test_a_save_that_does_not_wait_for_its_copies_has_none_of_them(
 ):
     monkeypatch.setattr(Staging, "synchronize", lambda staging: 0.0)
     with late_device():
-        before, saved, stall_ms = saved_late(tmp_path)
+        before, saved, _ = saved_late(tmp_path)
     assert before.all()
     assert not saved.any()
 
@@ -159,9 +157,9 @@ def test_copies_on_a_stream_that_the_update_does_not_wait_for_are_of_another_ste
     copy = Staging.copy
 
     def copy_beside(staging: Staging, slices: Any) -> Any:
-        torch.accelerator.set_stream(torch.Stream(DEVICE))
+        LATE.set_stream(Stream(DEVICE))
         copies = copy(staging, slices)
-        torch.accelerator.set_stream(LATE.main)
+        LATE.set_stream(LATE.main)
         return copies
 
     monkeypatch.setattr(Staging, "copy", copy_beside)

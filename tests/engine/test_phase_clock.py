@@ -52,18 +52,18 @@ def phases_on_a_late_device() -> list[dict[str, float]]:
     device = late_device.DEVICE
     communication = CommunicationClock(device)
     clock = PhaseClock(device, communication)
-    values, others = torch.zeros(2, device=device), torch.Stream(device)
+    values, others = torch.zeros(2, device=device), late_device.Stream(device)
     for _ in range(3):
         clock.begin()
         for phase in ("data", "forward", "backward", "forward", "backward", "optimizer"):
             values += 1  # 1 ms of the device
             clock.mark(phase)
-    torch.accelerator.set_stream(others)
+    late_device.LATE.set_stream(others)
     start = communication.now()
     for _ in range(4):
         values += 1
     communication.add(start)
-    torch.accelerator.set_stream(late_device.LATE.main)
+    late_device.LATE.set_stream(late_device.LATE.main)
     return clock.take()
 
 

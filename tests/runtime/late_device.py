@@ -35,6 +35,9 @@ aten: Any = torch.ops.aten
 READ = {aten._local_scalar_dense.default}  # the host gets a number
 
 
+def nothing() -> None: ...
+
+
 class Stream:
     """A queue and its thread. An operation takes 1 ms of the stream's own clock."""
 
@@ -104,12 +107,12 @@ class Stream:
                 work = self._queue[self._done]
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001 (raised by every later wait, as a GPU's)
+            except BaseException as error:  # raised by every later wait, as on a GPU
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
                 return
-            self._queue[self._done] = bool  # drops what it has kept alive
+            self._queue[self._done] = nothing  # drops what it has kept alive
             with self._changed:
                 self._done += 1
                 self._changed.notify_all()
@@ -166,7 +169,7 @@ class LateTensor(torch.Tensor):
 
     held: torch.Tensor
     block: Block
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, held: torch.Tensor, block: Block) -> LateTensor:
@@ -255,7 +258,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         stream.clock += 1.0
 
     stream.put(work)
-    if crosses and not (kwargs.get("non_blocking") or len(args) > 2 and args[2]):
+    if crosses and not any(args[2:]) and not kwargs.get("non_blocking"):
         stream.synchronize()
     return outputs
 

@@ -1,6 +1,7 @@
 """Micro-batches against rows read directly, and one split of a step against another."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,7 +188,7 @@ def differing_steps(shards: TokenShards, monkeypatch: pytest.MonkeyPatch) -> lis
     with late_device():
         reader, plain = (Batches(shards, order, ROW, 2, 0, 1, where) for where in (DEVICE, CPU))
         assert reader._copies is not None
-        sending = reader._copies._stream
+        sending: Any = reader._copies._stream
         sending.is_held = False  # as fast as it can, while what is computed is as late as it can
         for step in range(8):
             copies.append([micro_batch + 0 for micro_batch in reader.at(step)])
