@@ -52,7 +52,7 @@ BATCHES, SAVER, CLOCK, HERE = (
 WAITS = {
     "runtime/device.py Copies.receive wait_event": (
         BATCHES,
-        "test_a_step_that_does_not_wait_for_its_rows_has_others",
+        "test_rows_that_are_late_are_waited_for",
     ),
     "runtime/device.py Copies.receive record_stream": (
         BATCHES,

@@ -32,7 +32,6 @@ PATIENCE = 60.0  # seconds until a wait counts as a deadlock
 NAME = "lazy"
 DEVICE = torch.device(NAME, 0)
 aten: Any = torch.ops.aten
-READ = {aten._local_scalar_dense.default}  # the host gets a number
 
 
 def nothing() -> None: ...
@@ -228,9 +227,8 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if any(alias and not alias.is_write for alias in returned):
         (block,) = {one.block for one in tree_leaves(args) if isinstance(one, LateTensor)}
         return tree_map(lambda view: LateTensor(view, block), func(*inputs, **options))
-    is_copy = func is aten.copy_.default
     to_host = func is aten._to_copy.default and kwargs.get("device", DEVICE).type == "cpu"
-    if func in READ or to_host:
+    if func is aten._local_scalar_dense.default or to_host:
         found: list[Any] = []
         stream.put(lambda: found.append(func(*inputs, **options)))
         stream.synchronize()
@@ -246,7 +244,9 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             lambda one: LateTensor.like(one) if isinstance(one, torch.Tensor) else one, shapes
         )
         written = tree_map(held, tree_leaves(outputs))
-    crosses = is_copy and not all(isinstance(one, LateTensor) for one in args[:2])
+    crosses = func is aten.copy_.default and not all(
+        isinstance(one, LateTensor) for one in args[:2]
+    )
 
     def work() -> None:
         if crosses and not stream.is_held:
@@ -266,6 +266,8 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 class Late:
     """State of the device: its streams, its free memory, and the current stream of each thread."""
 
+    main: Stream  # of every thread that has set no other
+
     def __init__(self) -> None:
         self.reset(holds=True)
 
@@ -274,9 +276,6 @@ class Late:
         self.streams: list[Stream] = []
         self.free: defaultdict[tuple[Stream, int], list[torch.Tensor]] = defaultdict(list)
         self.own = threading.local()
-
-    def start(self) -> None:
-        self.main = Stream()
 
     def current_stream(self, device: torch.device | None = None) -> Stream:
         return getattr(self.own, "stream", self.main)
@@ -336,7 +335,7 @@ def current_accelerator(check_available: bool = False) -> torch.device | None:
 def late_device(holds: bool = True) -> Iterator[Late]:
     """The device as torch's accelerator; `holds`: its streams do nothing until waited for."""
     LATE.reset(holds)
-    LATE.start()
+    LATE.main = Stream()
     kernels = torch.library.Library("aten", "IMPL")
     kernels.impl("empty.memory_format", empty, "Lazy")
     kernels.impl("empty_strided", empty_strided, "Lazy")

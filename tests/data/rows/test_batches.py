@@ -209,13 +209,17 @@ def test_memory_of_rows_that_is_not_kept_is_that_of_later_rows(shards, monkeypat
     assert differing_steps(shards, monkeypatch)
 
 
-def test_a_step_that_does_not_wait_for_its_rows_has_others(shards, monkeypatch):
-    monkeypatch.setattr(Stream, "wait_event", lambda stream, event: None)
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_rows_that_are_late_are_waited_for(shards, monkeypatch, is_waited_for):
+    if not is_waited_for:
+        monkeypatch.setattr(Stream, "wait_event", lambda stream, event: None)
+    order = Order(100, 8, 1)
     with late_device():
-        reader = Batches(shards, Order(100, 8, 1), ROW, 2, 0, 1, DEVICE)
+        reader = Batches(shards, order, ROW, 2, 0, 1, DEVICE)
         sums = [int(micro_batch.sum()) for micro_batch in reader.at(0)]
         reader.close()
-    assert sums == [0] * 4  # of what was there before
+    direct = shards.read_rows(order.rows_for(0, 0, 1), ROW).reshape(4, -1).sum(1)
+    assert sums == (direct.tolist() if is_waited_for else [0] * 4)  # of what was there before
 
 
 @pytest.mark.gpu
