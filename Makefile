@@ -91,10 +91,11 @@ check: $(READY) ## lint, format, types, shell
 	$(BIN)/pyright
 	$(BIN)/shellcheck run_accelerate.sh minimind/launch/run_accelerate.sh scripts/slurm.sbatch scripts/prepare.sbatch .ci/run
 
-fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md and the tables of docs/coming_from.md
+fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md, docs/devices.md and the tables of docs/coming_from.md
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python -m scripts.flag_reference
+	$(BIN)/python -m scripts.device_reference
 
 smoke: $(READY) ## two processes, killed and resumed, compared step by step
 	$(BIN)/python -m pytest tests/distributed -k 'kill or resume'

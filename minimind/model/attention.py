@@ -31,20 +31,20 @@ BLOCK = 128  # positions; the block size of flex attention's kernels, and of que
 SHAPES = 256  # for which flex attention is compiled in one process
 
 
-def has_flex_kernel(device: torch.device, head_dim: int, length: int) -> bool:
-    """Whether flex attention has a fused kernel with backward pass for this device and shape.
+def has_flex_kernel(device: torch.device, head_dim: int, length: int, dtype: torch.dtype) -> bool:
+    """Whether flex attention has a fused kernel with backward pass for queries such as these.
 
     The kernel is compiled, also if the model is not.
     """
     is_large = head_dim >= MIN_FLEX_HEAD_DIM and length >= MIN_FLEX_LENGTH
     if not (is_large and device_kind(device).has_triton):
         return False
-    return torch.compiler.is_compiling() or not _gpu_compiler_fault()
+    return torch.compiler.is_compiling() or not _gpu_compiler_fault(dtype == torch.bfloat16)
 
 
 @cache
-def _gpu_compiler_fault() -> str:
-    return compiler_fault(CUDA.name)
+def _gpu_compiler_fault(needs_bf16: bool) -> str:
+    return compiler_fault(CUDA.name, needs_bf16)
 
 
 def has_grouped_kernel(x: Tensor) -> bool:
@@ -249,7 +249,9 @@ def make_attention_mask(
         return attention_mask.to(x_BTE.dtype if is_additive else torch.bool)
     length = x_BTE.shape[1] if length is None else length
     use_flex = is_fused and attention_mask is None
-    use_flex = use_flex and has_flex_kernel(device, config.head_dim, length)
+    has_autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if has_autocast else x_BTE.dtype  # of queries
+    use_flex = use_flex and has_flex_kernel(device, config.head_dim, length, dtype)
     if starts_BT is not None and use_flex:
         return document_block_mask(starts_BT)
     mask = boolean_mask(length, past, attention_mask, starts_BT, device, keys)

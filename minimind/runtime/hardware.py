@@ -129,7 +129,7 @@ def invisible_gpus_fault(
     )
 
 
-def compiler_fault(device: str) -> str:
+def compiler_fault(device: str, needs_bf16: bool = False) -> str:
     """Return what torch.compile lacks on this host for a type of device.
 
     Triton builds a launcher in C for every kernel on a GPU; a CPU's kernels are C++.
@@ -143,6 +143,11 @@ def compiler_fault(device: str) -> str:
             least = dotted(MIN_TRITON_CAPABILITY)
             has = dotted(capability)
             return f"Triton needs compute capability {least}, and a GPU has {has}"
+        if needs_bf16 and capability is not None and capability < MIN_BF16_CAPABILITY:
+            return (
+                f"torch compiles bfloat16 from compute capability {dotted(MIN_BF16_CAPABILITY)} on,"
+                f" and a GPU has {dotted(capability)} (--dtype float16 is compiled)"
+            )
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     else:
         names = [os.environ.get("CXX") or "g++"]

@@ -199,14 +199,14 @@ def test_one_mask_over_long_rows_is_counted_for_all_blocks(dtype: str):
 def test_on_a_gpu_documents_need_no_mask_and_no_repeated_keys_where_blocks_are_fast(
     n_heads: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(attention_kernels, "_gpu_compiler_fault", lambda: "")
+    monkeypatch.setattr(attention_kernels, "_gpu_compiler_fault", lambda *_: "")
     shape = replace(SMALL, dim=64, n_heads=n_heads, n_kv_heads=2, max_seq_len=512, doc_mask=True)
     layout = Layout(2, 1, "bfloat16", rows=4)
     apart = activation_bytes(replace(shape, doc_mask=False), layout)
     extra = (activation_bytes(shape, layout) - apart) / (4 * 512)  # bytes of a token
     rotations = 4 * 64 // n_heads
     dense = 2 * 512 + shape.n_layers * 2 * 2 * (64 - shape.kv_dim)
-    by_blocks = has_flex_kernel(torch.device("cuda"), 64 // n_heads, 512)
+    by_blocks = has_flex_kernel(torch.device("cuda"), 64 // n_heads, 512, torch.bfloat16)
     assert by_blocks == (n_heads == 4)
     assert extra == rotations + (4 if by_blocks else dense)
 

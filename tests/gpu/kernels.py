@@ -73,7 +73,7 @@ def masks_of(kind: str, length: int, device: torch.device) -> tuple[Tensor | Non
     draw = torch.Generator().manual_seed(length)
     starts = (torch.rand(ROWS, length, generator=draw) < 1 / 100).to(device)
     dense = boolean_mask(length, 0, None, starts, device)
-    is_flex = has_flex_kernel(device, CHANNELS, length)
+    is_flex = has_flex_kernel(device, CHANNELS, length, torch.bfloat16)
     return dense, document_block_mask(starts) if is_flex else dense
 
 

@@ -119,21 +119,44 @@ def test_a_model_makes_its_blocks_once_and_gives_the_same_logits(monkeypatch: py
 
 
 def test_blocks_are_for_gpus_and_heads_that_triton_multiplies(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda: "")
+    monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda *_: "")
     cuda = torch.device("cuda")
-    assert has_flex_kernel(cuda, 16, 128)
-    assert has_flex_kernel(cuda, 96, 300)
-    assert not has_flex_kernel(cuda, 8, 300)
-    assert not has_flex_kernel(cuda, 64, 127)
-    assert not has_flex_kernel(CPU, 64, 300)
+    assert has_flex_kernel(cuda, 16, 128, torch.float32)
+    assert has_flex_kernel(cuda, 96, 300, torch.float32)
+    assert not has_flex_kernel(cuda, 8, 300, torch.float32)
+    assert not has_flex_kernel(cuda, 64, 127, torch.float32)
+    assert not has_flex_kernel(CPU, 64, 300, torch.float32)
 
 
 def test_without_a_compiler_the_mask_of_documents_is_a_tensor(monkeypatch: pytest.MonkeyPatch):
     """Flex attention is compiled also in a model that is not."""
-    monkeypatch.setattr(attention, "compiler_fault", lambda device: f"none for {device}")
+    monkeypatch.setattr(attention, "compiler_fault", lambda device, _: f"none for {device}")
     attention._gpu_compiler_fault.cache_clear()
-    assert not has_flex_kernel(torch.device("cuda"), 64, 300)
+    assert not has_flex_kernel(torch.device("cuda"), 64, 300, torch.float32)
     attention._gpu_compiler_fault.cache_clear()
+
+
+def test_a_gpu_without_bf16_has_blocks_for_other_dtypes(monkeypatch: pytest.MonkeyPatch):
+    """torch would leave flex attention in bf16 uncompiled there, with all scores in memory."""
+    wants: list[torch.dtype] = []
+
+    def fault(needs_bf16: bool) -> str:
+        return "no bf16" if needs_bf16 else ""
+
+    def kernel(_: Any, __: Any, ___: Any, dtype: torch.dtype) -> bool:
+        wants.append(dtype)
+        return False
+
+    monkeypatch.setattr(attention, "_gpu_compiler_fault", fault)
+    cuda = torch.device("cuda")
+    assert has_flex_kernel(cuda, 64, 300, torch.float16)
+    assert not has_flex_kernel(cuda, 64, 300, torch.bfloat16)
+    monkeypatch.setattr(attention, "has_flex_kernel", kernel)
+    build()(rows())
+    with torch.autocast("cpu", torch.bfloat16):
+        build()(rows())
+    build().bfloat16()(rows())
+    assert wants == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
 @torch.no_grad()
@@ -177,7 +200,8 @@ def test_gradients_on_a_gpu_are_those_of_the_dense_mask(length: int, n_kv_heads:
         (loss_sum / count).backward()
         return {name: p.grad.cpu() for name, p in model.named_parameters()}
 
-    assert has_flex_kernel(cuda, build().config.head_dim, length) == (length >= 128)
+    kernel = has_flex_kernel(cuda, build().config.head_dim, length, torch.float32)
+    assert kernel == (length >= 128)
     found = gradients(cuda)
     for name, gradient in gradients(CPU).items():
         scale = float(gradient.abs().max())

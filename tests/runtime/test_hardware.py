@@ -143,12 +143,23 @@ def test_the_oldest_of_several_kinds_of_gpus_decides_for_all_ranks(path, monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu=0: kinds[gpu])
     assert "has 6.1" in compiler_fault("cuda")
-    kinds.pop()
+    kinds[1] = (7, 5)
     assert compiler_fault("cuda") == ""
+    assert "bfloat16 from compute capability 8.0 on, and a GPU has 7.5" in compiler_fault(
+        "cuda", True
+    )
+    run = parse_flags(["--dtype", "bfloat16"])
+    eager = with_compile(ResolvedConfig(run, "single"), "cuda").run
+    assert eager.compile == "off"
+    assert "--dtype float16 is compiled" in eager_on_gpu(eager, "cuda")
+    half = parse_flags(["--dtype", "float16"])
+    assert with_compile(ResolvedConfig(half, "single"), "cuda").run.compile == "on"
+    kinds.pop()
+    assert compiler_fault("cuda", True) == ""
 
 
 def test_without_a_compiler_auto_is_eager_with_a_warning_and_on_is_refused(monkeypatch):
-    monkeypatch.setattr(backend_choice, "compiler_fault", lambda device: "no C compiler is here")
+    monkeypatch.setattr(backend_choice, "compiler_fault", lambda *_: "no C compiler is here")
     auto = with_compile(ResolvedConfig(parse_flags([]), "single"), "cuda").run
     assert auto.compile == "off"
     assert eager_on_gpu(auto, "cuda").endswith("which is slower: no C compiler is here")

@@ -265,8 +265,9 @@ def with_loss(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
 def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     """Replace `compile = auto` by on or off; raise UsageError if on needs what is missing."""
     run = resolved.run
-    find_fault = compiler_fault if not is_of_another_host(run) else lambda device: ""
-    if run.compile == "on" and (fault := find_fault(device)):
+    find_fault = compiler_fault if not is_of_another_host(run) else lambda *_: ""
+    needs_bf16 = run.dtype == "bfloat16"
+    if run.compile == "on" and (fault := find_fault(device, needs_bf16)):
         raise UsageError(
             f"compile = on ({run.sources['compile']}), but {fault}; correct that, or use"
             " --compile off"
@@ -284,7 +285,7 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
         "tensor parallelism": run.tensor_parallel > 1,
     }
     reasons = [reason for reason, applies in blockers.items() if applies]
-    if not reasons and (fault := find_fault(device)):
+    if not reasons and (fault := find_fault(device, needs_bf16)):
         reasons = [fault]
     source = f"derived: {reasons[0]}" if reasons else "derived: GPU"
     return replace(resolved, run=run.with_values(source, compile="off" if reasons else "on"))
@@ -460,7 +461,7 @@ def slow_bf16(run: RunConfig, device: str) -> str:
 def eager_on_gpu(run: RunConfig, device: str) -> str:
     """Warning that --compile auto is off on a GPU because something is missing; else empty."""
     is_eager = device_kind(device).has_triton and run.compile == "off"
-    fault = compiler_fault(device) if is_eager else ""
+    fault = compiler_fault(device, run.dtype == "bfloat16") if is_eager else ""
     if not fault or run.sources["compile"] != f"derived: {fault}":
         return ""
     return f"warning  the model is not compiled, which is slower: {fault}"

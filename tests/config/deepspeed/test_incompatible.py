@@ -222,7 +222,7 @@ def test_float16_is_taken_on_a_gpu_from_stage_1(stage: int):
 
 
 def test_a_model_that_deepspeed_counts_is_not_compiled(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backend_choice, "compiler_fault", lambda device: "")
+    monkeypatch.setattr(backend_choice, "compiler_fault", lambda *_: "")
     block = {"flops_profiler.enabled": True}
     with pytest.raises(
         UsageError, match=r"flops_profiler.enabled .* drop compile = on \(--compile\)"
@@ -236,7 +236,7 @@ def test_a_model_that_deepspeed_counts_is_not_compiled(monkeypatch: pytest.Monke
 def test_a_model_whose_modules_have_hooks_of_stage_3_is_not_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(backend_choice, "compiler_fault", lambda device: "")
+    monkeypatch.setattr(backend_choice, "compiler_fault", lambda *_: "")
     with pytest.raises(
         UsageError, match=r"zero_optimization.stage is 3 .* drop compile = on \(--compile\)"
     ):
@@ -361,7 +361,7 @@ def test_tf32_is_advised_once_where_it_would_help():
 def test_logits_of_all_positions_are_not_widened_on_a_gpu(
     words: str, device: str, loss: str, why: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(backend_choice, "compiler_fault", lambda device: "")
+    monkeypatch.setattr(backend_choice, "compiler_fault", lambda *_: "")
     found = with_choices(ResolvedConfig(parse_flags(words.split()), "single"), device).run
     assert (found.loss, found.sources["loss"]) == (loss, f"derived: {why}")
     for requested in ("full", "chunked"):

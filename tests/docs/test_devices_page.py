@@ -1,0 +1,42 @@
+"""docs/devices.md is what its command writes, from results that are there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import device_reference
+from scripts.device_reference import COLUMNS, COMMAND, PAGE, ROWS, cell, page, passed_parts
+from tests.gpu.parts import PARTS
+
+
+def test_the_page_is_what_its_command_writes():
+    assert page() == PAGE.read_text(encoding="utf-8"), f"run: {COMMAND}"
+
+
+def test_a_column_is_shown_by_parts_that_exist():
+    assert {part for parts in COLUMNS.values() for part in parts} <= {*PARTS}
+
+
+def test_only_a_part_that_passed_and_checked_something_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    row = {"is_right": True}
+    parts = {
+        "losses": {"status": "passed", "findings": [row]},
+        "kernels": {"status": "failed", "findings": [row]},
+        "ranks": {"status": "passed", "findings": [{"is_right": None}]},
+    }
+    document = {"machine": {"gpus": [{"capability": [8, 6]}]}, "parts": parts}
+    (folder / "gpu-parts-today.json").write_text(json.dumps(document))
+    monkeypatch.setattr(device_reference, "ROOT", tmp_path)
+    passed = passed_parts()
+    assert passed == {(8, 6): {"losses"}}
+    (rtx,) = (row for row in ROWS if row.capability == (8, 6))
+    cells = {column: cell(rtx, column, passed) for column in COLUMNS}
+    assert cells.pop("trains, bf16") == "run"
+    assert {*cells.values()} == {"read"}
