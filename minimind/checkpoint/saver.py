@@ -149,15 +149,15 @@ class Saver:
         self._last_begin = time.monotonic()
         engine = self.engine
         held = engine.state()
-        slices = list(held.slices(engine.rank, engine.world_size))
-        if self._staging:
-            slices = self._staging.copy(slices)
         about = {
             "parameters": shapes(engine.model, held),
             "optimizer_step": held.optimizer_step(),
             "counters": engine.backend.counters(),
         }
         buffers = _persistent_buffers(engine.model)
+        slices = list(held.slices(engine.rank, engine.world_size))
+        if self._staging:  # last: what the host reads after it waits for the copies too
+            slices = self._staging.copy(slices)
         snapshot = Snapshot(state, slices, buffers, about, facts or {})
         future = self._thread.submit(self._save, snapshot, started)
         self._saving = Saving(future, (time.perf_counter() - started) * 1e3)

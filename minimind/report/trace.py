@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from minimind.runtime.device import HOST, Host
 from minimind.runtime.durable_files import storing
 
 
@@ -19,15 +20,9 @@ class Trace:
     recorded from the same step on, its files stay and the new name gets a number.
     """
 
-    def __init__(
-        self,
-        steps: tuple[int, int],
-        out_dir: Path,
-        rank: int,
-        device: ProfilerActivity | None = None,
-    ) -> None:
+    def __init__(self, steps: tuple[int, int], out_dir: Path, rank: int, kind: Host = HOST) -> None:
         self._first, self._last = steps
-        self._directory, self._rank, self._device = out_dir / "traces", rank, device
+        self._directory, self._rank, self._kind = out_dir / "traces", rank, kind
         self._start = self._number = 0
         self._profiler: Any = None
 
@@ -49,7 +44,8 @@ class Trace:
         # No rank of this start has written yet, so all ranks find the same number.
         self._number = 1 + max(self._numbers(), default=0)
         # A CPU run on a host with GPUs records none: it would make a context on GPU 0.
-        gpu = [] if self._device is None else [self._device]
+        gpu = [] if self._kind.activity is None else [self._kind.activity]
+        self._kind.synchronize()  # or the first step begins with what is left of those before it
         self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
         self._profiler.start()
 

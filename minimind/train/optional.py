@@ -163,7 +163,7 @@ def build_trace(run: RunConfig, rank: int, device: torch.device) -> Trace | None
         return None
     from minimind.report.trace import Trace
 
-    return Trace(steps, Path(run.out_dir), rank, device_kind(device).activity)
+    return Trace(steps, Path(run.out_dir), rank, device_kind(device))
 
 
 def open_trackers(run: RunConfig, step: int) -> Trackers | None:

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minimind.checkpoint import saver as saver_module
-from minimind.checkpoint import tensor_files
 from minimind.checkpoint.directory import TrainState, published_checkpoints, verify
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.resume import resume as resume_from
@@ -32,10 +31,11 @@ from minimind.engine.optimizers import optimizer_of, parameter_groups
 from minimind.engine.state import ZeroState
 from minimind.errors import CheckpointError, NumericError, StorageError, which_memory
 from minimind.runtime.durable_files import Metrics
-from tests import cuda_events
 from tests.alone import Alone
 from tests.checkpoint.weights import load_weights
+from tests.runtime.late_device import DEVICE, LATE, Stream, late_device
 
+CPU = torch.device("cpu")
 FACTS = {"identity": {"seed": {"seed": 1}}, "world_size": 1, "zero_stage": 0, "dtype": "float32"}
 
 
@@ -64,39 +64,11 @@ def test_too_little_pinned_memory_is_the_hosts_though_cuda_reports_it(monkeypatc
     assert which_memory(caught.value) == "host"
 
 
-def test_copies_from_a_gpu_are_queued_behind_the_step_and_waited_for_before_they_are_read(
-    monkeypatch,
-):
-    """With a stand-in for CUDA: the next update is queued behind the copies, on the same stream."""
-    copy = torch.Tensor.copy_
-
-    def queued(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
-        assert non_blocking  # else the host waits for every copy
-        cuda_events.Event.queue.append("copy")
-        return copy(self, source)
-
-    cuda_events.clear()
-    memory = torch.empty(5)
-    monkeypatch.setattr(tensor_files, "_host_memory", lambda elements, pinned: memory)
-    monkeypatch.setattr(torch, "Event", cuda_events.Event)
-    staging = Staging(5, torch.device("cuda", 0))
-    monkeypatch.setattr(torch.Tensor, "copy_", queued)
-    copies = staging.copy([("fp32|w|0", torch.ones(3)), ("fp32|v|0", torch.zeros(2))])
-    kinds = [entry if entry == "copy" else "event" for entry in cuda_events.Event.queue]
-    assert kinds == ["event", "copy", "copy", "event"]
-    assert cuda_events.Event.reached == 0  # the loop did not wait
-    assert staging.synchronize() == 3.0
-    assert [(key, values.tolist()) for key, values in copies] == [
-        ("fp32|w|0", [1, 1, 1]),
-        ("fp32|v|0", [0, 0]),
-    ]
-
-
 class Engine(Alone):
     """One rank, or one of several whose gathers bring a failure of rank 1."""
 
-    def __init__(self, seed: int, other: Any = None) -> None:
-        self.model = Model(seed)
+    def __init__(self, seed: int, other: Any = None, device: torch.device = CPU) -> None:
+        self.model = Model(seed).to(device)
         run = parse_flags(["--learning_rate", "0.1", "--beta2", "0.9"])
         self.optimizer = optimizer_of(parameter_groups(self.model, 0.1), run)
         self.deepspeed = SimpleNamespace(
@@ -113,7 +85,7 @@ class Engine(Alone):
         )
         self.backend = DeepSpeedBackend(self.deepspeed)
         self.other = other
-        self.device = torch.device("cpu")
+        self.device = device
 
     def state(self) -> ZeroState:
         return self.backend.state()
@@ -129,6 +101,71 @@ class Engine(Alone):
             self.model.get_buffer("seen").add_(1)
             self.deepspeed.global_steps += 1
             self.deepspeed.skipped_steps = self.deepspeed.global_steps // 2
+
+
+def saved_late(root: Path, is_overtaken: bool = False) -> tuple[Tensor, Tensor, float]:
+    """A weight at step 2, the same as saved beside step 3, and the ms that the save stalled.
+
+    `is_overtaken`: the device has done step 3 when the thread that saves begins. Otherwise it has
+    not even begun to copy.
+    """
+    engine = Engine(1, device=DEVICE)
+    engine.train(2)
+    keeper = saver(engine, root)
+    before = engine.model.matrix.detach().clone()
+    goes_on = threading.Event()
+    keeper._thread.submit(goes_on.wait, 60)
+    keeper.begin(TrainState(2, 2))
+    assert not LATE.is_done()  # the loop has not waited for the copies
+    engine.train(1)
+    if is_overtaken:
+        LATE.main.synchronize()
+    goes_on.set()
+    event = keeper.poll(wait=True)
+    assert event is not None
+    assert LATE.is_done() == is_overtaken  # nor the save for more than them
+    keeper.close()
+    return before.cpu(), load_weights(Path(event["path"]))["matrix"], event["stall_ms"]
+
+
+@pytest.mark.parametrize("is_overtaken", [False, True])
+def test_a_save_beside_the_next_update_has_the_state_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_overtaken: bool
+):
+    clock = SimpleNamespace(perf_counter=lambda: 0.0, monotonic=lambda: 0.0)
+    monkeypatch.setattr(saver_module, "time", clock)  # what is left of a stall is the device's
+    with late_device():
+        before, saved, stall_ms = saved_late(tmp_path, is_overtaken)
+    assert torch.equal(before, saved)
+    assert stall_ms == 6.0  # of six copies: two weights, each with two moments
+
+
+def test_a_save_that_does_not_wait_for_its_copies_has_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Staging, "synchronize", lambda staging: 0.0)
+    with late_device():
+        before, saved, _ = saved_late(tmp_path)
+    assert before.all()
+    assert not saved.any()
+
+
+def test_copies_on_a_stream_that_the_update_does_not_wait_for_are_of_another_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The order of the one stream is what the update waits by."""
+    copy = Staging.copy
+
+    def copy_beside(staging: Staging, slices: Any) -> Any:
+        LATE.set_stream(Stream(DEVICE))
+        copies = copy(staging, slices)
+        LATE.set_stream(LATE.main)
+        return copies
+
+    monkeypatch.setattr(Staging, "copy", copy_beside)
+    with late_device():
+        before, saved, _ = saved_late(tmp_path, is_overtaken=True)
+    assert not torch.equal(before, saved)
 
 
 def saver(engine: Engine, root: Any, keep_last: int = 2, in_background: bool = True) -> Saver:

@@ -16,14 +16,14 @@ import torch
 import minimind.train as training
 from minimind.data.rows.batches import Batches
 from minimind.engine import engine
-from minimind.engine.clocks import PHASES, PhaseClock, mean_ms, profile_table
+from minimind.engine.clocks import PHASES, CommunicationClock, PhaseClock, mean_ms, profile_table
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
 from minimind.report import history
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.durable_files import Metrics
 from minimind.train.loop import GC_WARMUP_STEPS
-from tests import cuda_events
+from tests.runtime import late_device
 
 
 def test_the_report_knows_the_same_phases():
@@ -47,26 +47,47 @@ def test_every_moment_of_a_step_is_charged_to_one_phase():
     assert clock.take() == []
 
 
-def test_on_a_gpu_phases_are_timed_by_events_and_waited_for_once(monkeypatch: pytest.MonkeyPatch):
-    """With a stand-in for CUDA events, which raises for a time that was not waited for."""
-    waits: list[int] = []
-
-    def synchronize(device: torch.device | None) -> None:
-        waits.append(len(cuda_events.Event.queue))
-        cuda_events.synchronize()
-
-    cuda_events.clear()
-    monkeypatch.setattr(torch, "Event", cuda_events.Event)
-    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
-    clock = PhaseClock(torch.device("cuda", 0))
+def phases_on_a_late_device() -> list[dict[str, float]]:
+    """Of three steps, with a collective of 4 ms on another stream in the last backward pass."""
+    device = late_device.DEVICE
+    communication = CommunicationClock(device)
+    clock = PhaseClock(device, communication)
+    values, others = torch.zeros(2, device=device), late_device.Stream(device)
     for _ in range(3):
         clock.begin()
         for phase in ("data", "forward", "backward", "forward", "backward", "optimizer"):
+            values += 1  # 1 ms of the device
             clock.mark(phase)
-    steps = clock.take()
-    assert waits == [3 * 7]
+    late_device.LATE.set_stream(others)
+    start = communication.now()
+    for _ in range(4):
+        values += 1
+    communication.add(start)
+    late_device.LATE.set_stream(late_device.LATE.main)
+    return clock.take()
+
+
+def test_on_a_gpu_phases_are_timed_by_events_and_waited_for_once(monkeypatch: pytest.MonkeyPatch):
     once = {"data": 1.0, "forward": 2.0, "backward": 2.0, "optimizer": 1.0, "step": 6.0}
-    assert steps == [once] * 3
+    with late_device.late_device() as device:
+        waits: list[bool] = []
+
+        def synchronize(which: torch.device | None) -> None:
+            waits.append(device.main.is_done())
+            device.synchronize()
+
+        monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+        assert phases_on_a_late_device() == [{**once, "comm": 4 / 3}] * 3
+        assert waits == [False]
+
+
+@pytest.mark.parametrize("left", ["nothing", "the wait for the current stream"])
+def test_phases_that_were_not_waited_for_have_no_time(monkeypatch: pytest.MonkeyPatch, left: str):
+    with late_device.late_device() as device:
+        wait = device.main.synchronize if left != "nothing" else lambda: None
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda which: wait())
+        with pytest.raises(RuntimeError, match="device not ready"):
+            phases_on_a_late_device()
 
 
 def test_means_and_table_state_the_same():

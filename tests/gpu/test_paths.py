@@ -16,8 +16,8 @@ from tests.gpu.parts import PARTS
 
 PAGE = Path(__file__).with_name("PATHS.md").read_text(encoding="utf-8")
 HEAD = "| path | file | shown | a failure looks like |"
-KINDS = ("run", "read", "stand-in", "pretended", "H100", "not shown")
-BY_TEST = re.compile(r"(run|stand-in|pretended): `(tests/[\w./]+\.py)`")
+KINDS = ("run", "read", "stand-in", "pretended", "late", "H100", "not shown")
+BY_TEST = re.compile(r"(run|stand-in|pretended|late): `(tests/[\w./]+\.py)`")
 BY_LINE = re.compile(r"read: `((?:torch|deepspeed|accelerate)/[\w./]+):(\d+)` `([\w.-]+)`")
 LIBRARIES = {"torch": "torch", "DeepSpeed": "deepspeed", "Accelerate": "accelerate"}
 

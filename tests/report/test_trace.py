@@ -88,6 +88,7 @@ def test_only_a_run_on_a_gpu_records_what_the_gpu_does(
         return SimpleNamespace(start=lambda: None)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(trace_module, "profile", profile)
     run = parse_flags(["--trace_steps", "1:2", "--out_dir", str(tmp_path)])
     trace = build_trace(run, 0, torch.device(device))

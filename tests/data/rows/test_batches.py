@@ -1,7 +1,7 @@
 """Micro-batches against rows read directly, and one split of a step against another."""
 
 import threading
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +11,9 @@ from minimind.data.rows import batches as batches_module
 from minimind.data.rows.batches import ROWS_AT_ONCE, TOKENS_AT_ONCE, Batches, held_out_rows
 from minimind.data.rows.order import Order, Origin
 from minimind.data.shards.token_shards import TokenShards
-from minimind.runtime.device import CUDA, Copies
+from minimind.runtime.device import CUDA
 from tests.data.made import write
+from tests.runtime.late_device import DEVICE, LateTensor, Stream, late_device
 
 ROW = 5
 CPU = torch.device("cpu")
@@ -180,21 +181,45 @@ def test_the_thread_that_reads_ahead_uses_the_gpu_of_its_rank(shards, monkeypatc
     assert chosen == [("read-ahead_0", device)]
 
 
+def differing_steps(shards: TokenShards, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps of which a late device computes with other rows than a CPU reads."""
+    monkeypatch.setattr(batches_module, "TOKENS_AT_ONCE", 2 * 8 * ROW)  # so that blocks come and go
+    order, copies = Order(100, 8, 1), []
+    with late_device():
+        reader, plain = (Batches(shards, order, ROW, 2, 0, 1, where) for where in (DEVICE, CPU))
+        assert reader._copies is not None
+        sending: Any = reader._copies._stream
+        sending.is_held = False  # as fast as it can, while what is computed is as late as it can
+        for step in range(8):
+            copies.append([micro_batch + 0 for micro_batch in reader.at(step)])
+        sending.synchronize()
+        found = [torch.cat(copy).cpu() for copy in copies]
+        direct = [torch.cat(plain.at(step)) for step in range(8)]
+        reader.close()
+        plain.close()
+    return [step for step in range(8) if not torch.equal(found[step], direct[step])]
+
+
 def test_a_step_waits_for_its_rows_and_keeps_their_memory(shards, monkeypatch):
-    """With a stand-in for CUDA: the step's stream waits, the host does not."""
-    calls = []
-    stream = SimpleNamespace(wait_event=lambda event: calls.append(("wait", event)))
-    monkeypatch.setattr(torch, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
-    monkeypatch.setattr(Copies, "send", lambda copies, rows: (rows, "copied"))
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda rows, stream: calls.append(("keep", len(rows)))
-    )
-    reader = Batches(shards, Order(100, 8, 1), ROW, 2, 0, 1, torch.device("cuda"))
-    assert len(reader.at(0)) == 4
-    rows = reader._steps_at_once * 8
-    assert calls == [("wait", "copied"), ("keep", rows)]
-    reader.close()
+    assert differing_steps(shards, monkeypatch) == []
+
+
+def test_memory_of_rows_that_is_not_kept_is_that_of_later_rows(shards, monkeypatch):
+    monkeypatch.setattr(LateTensor, "record_stream", lambda rows, stream: None)
+    assert differing_steps(shards, monkeypatch)
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_rows_that_are_late_are_waited_for(shards, monkeypatch, is_waited_for):
+    if not is_waited_for:
+        monkeypatch.setattr(Stream, "wait_event", lambda stream, event: None)
+    order = Order(100, 8, 1)
+    with late_device():
+        reader = Batches(shards, order, ROW, 2, 0, 1, DEVICE)
+        sums = [int(micro_batch.sum()) for micro_batch in reader.at(0)]
+        reader.close()
+    direct = shards.read_rows(order.rows_for(0, 0, 1), ROW).reshape(4, -1).sum(1)
+    assert sums == (direct.tolist() if is_waited_for else [0] * 4)  # of what was there before
 
 
 @pytest.mark.gpu

@@ -1,0 +1,246 @@
+"""Every wait for the device: right with it, wrong without it, on a device that is late on purpose.
+
+A run on that device has the losses of a CPU, bit for bit.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import minimind.train as training
+from minimind.checkpoint.directory import published_checkpoints
+from minimind.engine import build
+from minimind.engine.plain_backend import StepResult
+from minimind.recovery import corruption
+from minimind.recovery.spikes import HeldStep
+from minimind.report import trace as trace_module
+from minimind.report.trace import Trace
+from minimind.runtime.device import KINDS
+from tests.checkpoint.weights import load_weights
+from tests.conftest import ROOT
+from tests.runtime.late_device import DEVICE, LATE, NAME, Event, Stream, late_device
+
+train: Any = training  # a package that is called like a function
+BASE: dict[str, Any] = {
+    **{"dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
+    **{"vocab_size": 600, "batch_size": 2, "accumulation_steps": 2, "deepspeed_config": "none"},
+    # What a GPU chooses for itself and a CPU does not.
+    **{"use_flash_attn": False, "loss": "chunked", "compile": "off"},
+    **{"max_steps": 6, "log_interval": 1, "eval_interval": 2, "eval_rows": 8, "keep_last": 9},
+    **{"save_interval": 2, "save_minutes": 0},
+}
+BATCHES, SAVER, CLOCK, HERE = (
+    f"tests/{name}.py"
+    for name in (
+        "data/rows/test_batches",
+        "checkpoint/test_saver",
+        "engine/test_phase_clock",
+        "engine/test_waits",
+    )
+)
+# Each wait of the package, and the test that takes it away.
+WAITS = {
+    "runtime/device.py Copies.receive wait_event": (
+        BATCHES,
+        "test_rows_that_are_late_are_waited_for",
+    ),
+    "runtime/device.py Copies.receive record_stream": (
+        BATCHES,
+        "test_memory_of_rows_that_is_not_kept_is_that_of_later_rows",
+    ),
+    "runtime/device.py Accelerator.synchronize synchronize": (
+        CLOCK,
+        "test_phases_that_were_not_waited_for_have_no_time",
+    ),
+    "engine/clocks.py PhaseClock.take synchronize": (
+        CLOCK,
+        "test_phases_that_were_not_waited_for_have_no_time",
+    ),
+    "checkpoint/tensor_files.py Staging.synchronize synchronize": (
+        SAVER,
+        "test_a_save_that_does_not_wait_for_its_copies_has_none_of_them",
+    ),
+    "checkpoint/saver.py Saver._write_own_files synchronize": (
+        SAVER,
+        "test_a_save_that_does_not_wait_for_its_copies_has_none_of_them",
+    ),
+    # The thread has waited: this asks how long the copies took.
+    "checkpoint/saver.py Saver.poll synchronize": (
+        SAVER,
+        "test_a_save_beside_the_next_update_has_the_state_before_it",
+    ),
+    "recovery/spikes.py HeldStep.values synchronize": (
+        HERE,
+        "test_the_figures_of_a_step_are_waited_for",
+    ),
+    "recovery/corruption.py CorruptionCheck.check synchronize": (
+        HERE,
+        "test_a_check_is_not_charged_with_the_steps_before_it",
+    ),
+    "report/trace.py Trace.begin synchronize": (
+        HERE,
+        "test_a_trace_has_nothing_of_the_steps_before_it",
+    ),
+}
+
+
+def waits_of(path: Path) -> Iterator[str]:
+    """Calls in a module that wait for a device, by class and function."""
+    for group in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for function in group.body if isinstance(group, ast.ClassDef | ast.Module) else ():
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            owner = f"{group.name}." if isinstance(group, ast.ClassDef) else ""
+            for call in ast.walk(function):
+                if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                    continue
+                name = call.func.attr
+                if name in ("synchronize", "wait_event", "wait_stream", "record_stream"):
+                    place = path.relative_to(ROOT / "minimind")
+                    yield f"{place} {owner}{function.name} {name}"
+
+
+def test_every_wait_is_taken_away_by_a_test():
+    found = [wait for path in (ROOT / "minimind").rglob("*.py") for wait in waits_of(path)]
+    assert sorted(found) == sorted(WAITS)
+    for file, name in WAITS.values():
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
+@contextmanager
+def trained_late(monkeypatch: pytest.MonkeyPatch, holds: bool = True) -> Iterator[None]:
+    """Runs on the late device, which Accelerate cannot know."""
+    prepared = SimpleNamespace(device=DEVICE, prepare_model=lambda model: model.to(DEVICE))
+    with monkeypatch.context() as patch, late_device(holds):
+        patch.setattr(build, "_accelerator", lambda *given, **options: prepared)
+        yield
+
+
+@pytest.fixture
+def run(corpus: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Train into a folder of this name and return the events."""
+
+    def trained(name: str, **flags: Any) -> list[dict[str, Any]]:
+        places = {"data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
+        assert train({**BASE, **places, **flags, "out_dir": str(tmp_path / name)}) == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    return trained
+
+
+def figures(events: list[dict[str, Any]]) -> list[Any]:
+    """Everything that was computed on the device."""
+    names = ("loss", "grad_norm", "skipped", "val_loss", "ema_val_loss", "passed")
+    kinds = ("step", "eval", "verified")
+    return [[one.get(name) for name in names] for one in events if one["event"] in kinds]
+
+
+ALL = {"spike_guard": True, "verify_interval": 2, "ema": 0.9, "profile": True, "trace_steps": "3:4"}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("holds", [True, False])
+@pytest.mark.parametrize("more", [{"dtype": "float32"}, {"dtype": "bfloat16"}, ALL], ids=str)
+def test_a_run_on_a_late_device_is_that_of_a_cpu_bit_for_bit(
+    run: Callable[..., list[dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    holds: bool,
+    more: dict[str, Any],
+):
+    on_cpu = run("cpu", device="cpu", **more)
+    with trained_late(monkeypatch, holds):
+        late = run("late", **more)
+    assert late[0]["device"] == NAME
+    assert figures(late) == figures(on_cpu)
+    saved, expected = (
+        published_checkpoints(tmp_path / name / "checkpoints") for name in ("late", "cpu")
+    )
+    assert [path.name for path in saved] == [path.name for path in expected]
+    assert len(saved) == 3
+    for one, other in zip(saved, expected, strict=True):
+        weights = load_weights(other)
+        assert all(torch.equal(values, weights[name]) for name, values in load_weights(one).items())
+
+
+def test_a_run_that_does_not_wait_for_its_rows_has_other_losses(
+    run: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+):
+    on_cpu = run("cpu", device="cpu")
+    with trained_late(monkeypatch):
+        monkeypatch.setattr(Stream, "wait_event", lambda stream, event: None)
+        late = run("late")
+    pairs = zip(figures(late), figures(on_cpu), strict=True)
+    assert all(one != other for one, other in pairs)
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_the_figures_of_a_step_are_waited_for(monkeypatch: pytest.MonkeyPatch, is_waited_for: bool):
+    with late_device():
+        if not is_waited_for:
+            monkeypatch.setattr(Event, "synchronize", lambda event: None)
+        loss, tokens, norm = (torch.tensor(value).to(DEVICE) for value in (6.5, 4, 0.25))
+        held = HeldStep(0, StepResult((loss,), (tokens,), norm, 0.1, 0, False), math.inf)
+        assert not LATE.is_done()  # a step later it is
+        assert held.values() == ([6.5, 4.0, 0.25] if is_waited_for else [0.0] * 3)
+
+
+def test_a_check_is_not_charged_with_the_steps_before_it(
+    run: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+):
+    """By a host's clock that knows the device's work only, which is the same in every check."""
+    monkeypatch.setattr(corruption, "time", SimpleNamespace(perf_counter=LATE.seconds))
+    rare = {"log_interval": 6, "save_interval": 6, "eval_rows": 0, "verify_interval": 3}
+
+    def seconds(name: str) -> list[float]:
+        with trained_late(monkeypatch):
+            return [one["seconds"] for one in run(name, **rare) if one["event"] == "verified"]
+
+    first, second = seconds("waits")
+    assert first == second
+    never = SimpleNamespace(synchronize=lambda device: None, has_tf32=False)
+    monkeypatch.setattr(corruption, "device_kind", lambda device: never)
+    later, _ = seconds("does not")
+    assert later > 1.5 * first
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_trace_has_nothing_of_the_steps_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_waited_for: bool
+):
+    """With a stand-in for the profiler, which records what the device does until it is stopped."""
+
+    class Recorder:
+        def __init__(self, **options: Any) -> None: ...
+
+        def start(self) -> None:
+            self.begun = LATE.main.clock
+
+        def stop(self) -> None:
+            LATE.synchronize()  # as torch/autograd/profiler.py does
+            self.recorded = LATE.main.clock - self.begun
+
+    monkeypatch.setattr(trace_module, "profile", Recorder)
+    with late_device():
+        kind = KINDS[NAME]
+        if not is_waited_for:
+            monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+        trace = Trace((3, 9), tmp_path, 0, kind)
+        values = torch.zeros(2, device=DEVICE)
+        for _ in range(3):
+            values += 1
+        trace.begin(2)
+        values += 1
+        recorder = trace.stop()
+    assert recorder.recorded == (1.0 if is_waited_for else 5.0)  # with the zeros
