@@ -28,8 +28,8 @@ from minimind.runtime.device import CUDA, block_memory, device_kind, major_capab
 from minimind.runtime.hardware import compiler_fault
 
 BLOCK = 128  # positions; the block size of flex attention's kernels, and of queries on a CPU
-# Triton takes the power of two from head_dim on. 256 channels take 152,064 bytes of a block's memory,
-# which a GeForce does not have (`python -m benchmarks.other_cards`).
+# Triton takes the power of two from head_dim on. 256 channels take 152,064 bytes of a block's
+# memory, which a GeForce does not have (`python -m benchmarks.other_cards`).
 MAX_FLEX_HEAD_DIM, WIDE_FLEX_MEMORY = 128, 152_064
 SHAPES = 256  # for which flex attention is compiled in one process
 
