@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import (
+    _create_work_from_future,  # pyright: ignore[reportAttributeAccessIssue] (no stub)
+)
 from torch.futures import Future
 
 from benchmarks.record import arguments, record
