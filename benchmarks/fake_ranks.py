@@ -19,9 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    _create_work_from_future,  # pyright: ignore[reportAttributeAccessIssue] (no stub)
-)
 from torch.futures import Future
 
 from benchmarks.record import arguments, record
@@ -38,6 +35,7 @@ from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 STAGES = (None, 1, 2, 3)
 SMALL = "--model tiny --max_seq_len 32 --batch_size 1 --max_steps 3 --device cpu --dtype bfloat16"
 FILL = 0.01
+c10d: Any = import_module("torch._C._distributed_c10d")
 zero: Any = import_module("deepspeed.runtime.zero.utils")  # before the forks
 ProcessGroup: Any = dist.ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
@@ -70,7 +68,7 @@ class OneOfMany(ProcessGroup):
         self.counts[kind] = {name: before[name] + value for name, value in call.items()}
         future: Future[Any] = Future()
         future.set_result(result)
-        return _create_work_from_future(future)
+        return c10d._create_work_from_future(future)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         (tensor,) = tensors

@@ -301,7 +301,8 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
     For S bytes a ring sends S (N-1)/N in an all-gather or reduce-scatter and twice that in an
     all-reduce (Patarasuk and Yuan 2009). ZeRO, section 7, uses reduce-scatter at stages 1 and 2;
     DeepSpeed 0.19.8 uses all-reduce, at stage 2 after every micro-batch. Stage 3 gathers weights
-    once per micro-batch, and released ones again for the backward pass. Muon gathers its updates.
+    once per micro-batch, and released ones again for the backward pass, but for some that it has
+    prefetched for both passes. Muon gathers its updates.
     """
     n = layout.world_size
     b, p, micro_batches = BYTES[layout.dtype], shape.parameters, layout.accumulation_steps

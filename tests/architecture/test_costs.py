@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
 from minimind.architecture.costs import Layout, activation_bytes, bytes_sent, memory, seconds
@@ -174,6 +176,42 @@ def test_activations_of_experts_likewise(use_flash_attn: bool, recomputes: bool,
     assert allocated_at_most(model, rows) == pytest.approx(
         activation_bytes(shape, layout), rel=0.04 if recomputes else 0.02
     )
+
+
+@pytest.mark.parametrize(
+    ("preset", "dtype"),
+    [
+        ("26m", "bfloat16"),
+        pytest.param("104m", "float32", marks=pytest.mark.long),
+        pytest.param("0.4b", "bfloat16", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_activations_of_presets_are_those_of_torchs_tracker(
+    preset: str, dtype: str, recomputes: bool
+):
+    """Sixteen rows without memory: a tensor has a size and no values.
+
+    Of the second pass, which has all gradients of the first.
+    """
+    shape, layout = SHAPES[preset], Layout(2, 1, dtype, 16, device="cpu", recomputes=recomputes)
+    with FakeTensorMode():
+        model = model_of(shape).train()
+        for module in model.modules():  # `to` cannot replace fake weights
+            for name, weight in list(module.named_parameters(recurse=False)):
+                low = torch.nn.Parameter(weight.detach().to(getattr(torch, dtype)))
+                setattr(module, name, low)
+        model.tie_weights()
+        if recomputes:
+            enable_checkpointing(model)
+        rows = torch.zeros((layout.rows, shape.max_seq_len + 1), dtype=torch.int64)
+        backward(model, rows)
+        with MemTracker() as tracker:
+            tracker.track_external(model)
+            backward(model, rows)
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+    held = sum(peak[kind] for kind in peak if kind in ("Activation", "Temp"))
+    assert held == pytest.approx(activation_bytes(shape, layout), rel=0.01)
 
 
 def test_plan_counts_recomputed_blocks_and_advises_them_where_nothing_fits():
