@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from minimind.architecture.shape import Shape, flops_per_token
+from minimind.architecture.shape import Shape, Sizes, elements, flops_per_token
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
 
@@ -110,12 +110,30 @@ def memory(shape: Shape, layout: Layout) -> Memory:
     return replace(needed, optimizer=needed.optimizer + average, update=update)
 
 
+def _parts(shape: Shape, layout: Layout) -> tuple[int, int]:
+    """Elements of one process's part of Muon's matrices and of all other weights, with padding.
+
+    DeepSpeed pads each group of parameters to two elements per process at stages 1 and 2, and
+    divides each weight by itself at stage 3. Matrices of other optimizers are with the others.
+    """
+    muon, others = [], [*shape.matrices, *shape.tables]
+    if OPTIMIZERS[layout.optimizer].orthogonalizes:
+        muon, others = shape.matrices, shape.tables
+    n = layout.shards
+
+    def part(sizes: Sizes) -> int:
+        if layout.stage == 3:
+            return sum(count * -(-size // n) for size, count in sizes)
+        return 2 * -(-elements(sizes) // (2 * n)) if layout.stage else elements(sizes)
+
+    return part(muon), part(others) + part(shape.vectors)
+
+
 def _state(shape: Shape, layout: Layout, has_masters: bool = True) -> int:
     """Bytes of fp32 masters and moments of one process."""
-    numbers = (has_masters + layout.moments) * shape.parameters
-    if OPTIMIZERS[layout.optimizer].orthogonalizes:
-        numbers -= shape.hidden_matrices
-    return FP32 * -(-numbers // layout.shards)
+    muon, others = _parts(shape, layout)
+    numbers = has_masters + layout.moments
+    return FP32 * (numbers * (muon + others) - muon)  # one moment less
 
 
 def _temporaries(shape: Shape, layout: Layout) -> int:
@@ -124,7 +142,8 @@ def _temporaries(shape: Shape, layout: Layout) -> int:
     A copy is of a weight or a shard. Muon's is a shard's update in two precisions,
     then all gathered updates, one of them iterated; ZeRO has freed gradients of others by then.
     """
-    part = -(-shape.parameters // layout.shards)
+    shard, others = _parts(shape, layout)
+    part = shard + others
     row = OPTIMIZERS[layout.optimizer]
     if not row.orthogonalizes:
         return row.copies * FP32 * (part if layout.stage else shape.largest)
@@ -132,7 +151,6 @@ def _temporaries(shape: Shape, layout: Layout) -> int:
     iterated = (FP32 + 2 * b) * matrix
     if not layout.stage:
         return FP32 * matrix + iterated
-    shard = -(-shape.hidden_matrices // layout.shards)
     freed = FP32 * (part - shard) + (BYTES[layout.dtype] * part if layout.stage != 3 else 0)
     return max((FP32 + b) * shard, b * (shard + shape.hidden_matrices) + iterated) - freed
 
@@ -166,7 +184,7 @@ def _partitioned(shape: Shape, layout: Layout, activations: int) -> Memory:
     gradients and then its part, unless they are reduced as they are computed.
     """
     b, p = BYTES[layout.dtype], shape.parameters
-    part = -(-p // layout.world_size)
+    part = sum(_parts(shape, layout))
     bucket = b * layout.reduce_bucket * (2 if layout.overlap else 1)
     accumulates = layout.accumulation_steps > 1
     if layout.stage == 1 and (accumulates or not layout.overlap):
@@ -191,7 +209,7 @@ def _sharded(shape: Shape, layout: Layout, activations: int) -> Memory:
     complete on every device when the backward pass begins.
     """
     b, p = BYTES[layout.dtype], shape.parameters
-    part = -(-p // layout.world_size)
+    part = sum(_parts(shape, layout))
     bucket = b * layout.reduce_bucket
     # gathered weights, bucket, its flat copy for the reduce-scatter, the gradient being computed
     buffers = b * min(p, LIVE) + 2 * bucket + b * shape.largest
@@ -283,18 +301,21 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
     For S bytes a ring sends S (N-1)/N in an all-gather or reduce-scatter and twice that in an
     all-reduce (Patarasuk and Yuan 2009). ZeRO, section 7, uses reduce-scatter at stages 1 and 2;
     DeepSpeed 0.19.8 uses all-reduce, at stage 2 after every micro-batch. Stage 3 gathers weights
-    once per micro-batch, and released ones again for the backward pass. Muon gathers its updates.
+    once per micro-batch, and released ones again for the backward pass, but for some that it has
+    prefetched for both passes. Muon gathers its updates.
     """
     n = layout.world_size
     b, p, micro_batches = BYTES[layout.dtype], shape.parameters, layout.accumulation_steps
+    muon, others = (layout.shards * part for part in _parts(shape, layout))
+    padded = muon + others
     if layout.stage in (None, 0):
         passes = 2 * p
     elif layout.stage == 3:
-        passes = micro_batches * (2 * p + max(0, p - REUSE // 2))
+        passes = micro_batches * (2 * padded + max(0, padded - REUSE // 2))
     else:
-        passes = 2 * p * (micro_batches if layout.stage == 2 else 1) + p
+        passes = 2 * p * (micro_batches if layout.stage == 2 else 1) + padded
     if OPTIMIZERS[layout.optimizer].orthogonalizes and layout.stage:
-        return (b * passes + layout.iteration * shape.hidden_matrices) * (n - 1) // n
+        return (b * passes + layout.iteration * muon) * (n - 1) // n
     return b * passes * (n - 1) // n
 
 

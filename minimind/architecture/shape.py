@@ -8,6 +8,13 @@ from minimind.config.flags import BY_TASK
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError
 
+Sizes = list[tuple[int, int]]  # elements of a weight, and how many weights have as many
+
+
+def elements(sizes: Sizes) -> int:
+    """Elements of all weights of `sizes`."""
+    return sum(size * count for size, count in sizes)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -50,47 +57,63 @@ class Shape:
     @property
     def embedding(self) -> int:
         """Parameters of the token embedding and the output head; a tied one counts once."""
-        return self.vocab_size * self.dim * (1 if self.tie_word_embeddings else 2)
+        return elements(self.tables)
 
     @property
     def layer(self) -> int:
         """Parameters of one block: q and o, k and v, SwiGLU or its experts and gate, norms."""
-        biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim)
-        return self.layer_norms + biases + self.hidden_matrices // self.n_layers
+        return (self.hidden_matrices + elements(self.vectors) - self.dim) // self.n_layers
 
     @property
     def hidden_matrices(self) -> int:
         """Parameters of the matrices of all blocks."""
+        return elements(self.matrices)
+
+    @property
+    def tables(self) -> Sizes:
+        """The token embedding and the output head; a tied one counts once."""
+        return [(self.vocab_size * self.dim, 1 if self.tie_word_embeddings else 2)]
+
+    @property
+    def matrices(self) -> Sizes:
+        """The matrices of all blocks."""
         experts = self.n_routed_experts + self.n_shared_experts if self.use_moe else 1
-        return self.n_layers * self._matrices(experts)
+        return [(size, self.n_layers * count) for size, count in self._matrices(experts)]
+
+    @property
+    def vectors(self) -> Sizes:
+        """Gains of the norms, and biases."""
+        blocks = self.n_layers
+        return [
+            *((self.dim, 2 * blocks + 1), (self.head_width, 2 * blocks * self.qk_norm)),
+            *((self.q_dim, blocks * self.qkv_bias), (self.kv_dim, 2 * blocks * self.qkv_bias)),
+        ]
 
     @property
     def active(self) -> int:
         """Parameters of one block that multiply a token."""
-        return self._matrices(self.visits)
+        return elements(self._matrices(self.visits))
 
     @property
     def visits(self) -> int:
         """Feed-forward networks that a token passes through in one block."""
         return self.num_experts_per_tok + self.n_shared_experts if self.use_moe else 1
 
-    def _matrices(self, experts: int) -> int:
-        attention, gate = 2 * self.q_dim + 2 * self.kv_dim, self.use_moe * self.n_routed_experts
-        return self.dim * (attention + 3 * self.hidden_dim * experts + gate) // self.tensor
-
-    @property
-    def layer_norms(self) -> int:
-        """Parameters of the norms of one block: two, and one each of a head's query and key."""
-        return 2 * self.dim + self.qk_norm * 2 * self.head_width
+    def _matrices(self, experts: int) -> Sizes:
+        """Those of one block: q and o, k and v, gate, up and down, the gate of the experts."""
+        widths = ((self.q_dim, 2), (self.kv_dim, 2), (self.hidden_dim, 3 * experts))
+        gate = (self.n_routed_experts, int(self.use_moe))
+        return [(self.dim * width // self.tensor, count) for width, count in (*widths, gate)]
 
     @property
     def norms(self) -> int:
-        """Parameters of all norms: those of the blocks and the final one."""
-        return self.n_layers * self.layer_norms + self.dim
+        """Parameters of all norms: two of a block, one each of a head's query and key, the last."""
+        of_block = 2 * self.dim + self.qk_norm * 2 * self.head_width
+        return self.n_layers * of_block + self.dim
 
     @property
     def parameters(self) -> int:
-        return self.embedding + self.n_layers * self.layer + self.dim
+        return elements([*self.tables, *self.matrices, *self.vectors])
 
     @property
     def largest(self) -> int:
