@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,8 @@ def compile_for(capability: str, head_dims: list[int]) -> Iterator[dict[str, Any
     # Its kernels have no assembly.
     StaticTritonCompileResult.can_statically_launch = lambda *_, **__: None  # pyright: ignore
     with tempfile.TemporaryDirectory() as folder:
-        for head_dim, way, name, source in sources:
-            path = Path(folder) / f"{name}_{head_dim}_{way}.py"
+        for dtype, head_dim, way, name, source in sources:
+            path = Path(folder) / f"{name}_{head_dim}_{way}_{dtype}.py"
             path.write_text(source)
             spec = spec_from_file_location(path.stem, path)
             assert spec
@@ -96,6 +97,7 @@ def compile_for(capability: str, head_dims: list[int]) -> Iterator[dict[str, Any
                 found = assembled(compiled.asm["ptx"], Path(folder))
                 yield {
                     "capability": capability,
+                    "dtype": str(dtype).removeprefix("torch."),
                     "head_dim": head_dim,
                     "pass": way,
                     "warps": config.num_warps,
@@ -125,8 +127,8 @@ def assembled(text: str, folder: Path) -> dict[str, Any]:
     return {"registers": int(registers[1]), "spilled": int(spilled[1]) if spilled else 0}
 
 
-def sources_of(card: Any, head_dims: list[int]) -> list[tuple[int, str, str, str]]:
-    """(head dim, pass, name, source) of the kernels of templates that inductor writes."""
+def sources_of(card: Any, head_dims: list[int]) -> list[tuple[Any, int, str, str, str]]:
+    """(dtype, head dim, pass, name, source) of the kernels of templates that inductor writes."""
     triton: Any = import_module("triton")
     target = import_module("triton.backends.compiler").GPUTarget
     number = 10 * card.major + card.minor
@@ -191,9 +193,9 @@ def sources_of(card: Any, head_dims: list[int]) -> list[tuple[int, str, str, str
         return module
 
     GraphLowering.compile_to_module = keep
-    dtype = torch.bfloat16 if (card.major, card.minor) >= MIN_BF16_CAPABILITY else torch.float16
+    half = torch.bfloat16 if (card.major, card.minor) >= MIN_BF16_CAPABILITY else torch.float16
     found = []
-    for head_dim in head_dims:
+    for dtype, head_dim in product((half, torch.float32), head_dims):
         codes.clear()
         with FakeTensorMode(allow_non_fake_inputs=True):
             starts = torch.empty(ROWS, LENGTH, dtype=torch.bool, device="cuda")
@@ -207,7 +209,7 @@ def sources_of(card: Any, head_dims: list[int]) -> list[tuple[int, str, str, str
                 document_attention(q, k, v, blocks)
         for way, code in zip(("forward", "backward"), codes, strict=True):
             kernels = [(n, s) for n, s in KERNEL.findall(code) if n.startswith("triton_tem")]
-            found += [(head_dim, way, name, source) for name, source in kernels]
+            found += [(dtype, head_dim, way, name, source) for name, source in kernels]
     return found
 
 

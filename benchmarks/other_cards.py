@@ -4,11 +4,11 @@
         [--out FILE.json]
 
 The attention of --doc_mask (minimind/model/attention.py) is compiled by inductor for each compute
-capability, forward and backward, in bf16 (fp16 where torch compiles no bf16), on tensors without
-values of the pretended CUDA device (tests/pretended), and its Triton kernels are assembled. Nothing
-runs. The packages triton and torch have to belong together: `pip install --no-deps --target DIR
-triton==3.8.0` for torch 2.13, with DIR on PYTHONPATH. A kernel fits if its shared memory is within
-what a block of the card can have.
+capability, forward and backward, in bf16 (fp16 where torch compiles none) and fp32, on tensors
+without values of the pretended CUDA device (tests/pretended), and its Triton kernels are assembled.
+Nothing runs. The packages triton and torch have to belong together: `pip install --no-deps --target
+DIR triton==3.8.0` for torch 2.13, with DIR on PYTHONPATH. A kernel fits if its shared memory is
+within what a block of the card can have.
 """
 
 from __future__ import annotations
@@ -30,7 +30,17 @@ CAPABILITIES = ("7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "12.0")
 
 def shown(rows: list[dict[str, Any]], failed: dict[str, str]) -> str:
     """The table."""
-    heads = ("capability", "head_dim", "pass", "warps", "stages", "shared", "registers", "spilled")
+    heads = (
+        "capability",
+        "dtype",
+        "head_dim",
+        "pass",
+        "warps",
+        "stages",
+        "shared",
+        "registers",
+        "spilled",
+    )
     lines = ["".join(f"{head:>11}" for head in (*heads, "fits"))]
     for row in rows:
         cells = (*(row[head] for head in heads), "yes" if row["fits"] else "NO")

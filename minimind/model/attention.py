@@ -28,9 +28,9 @@ from minimind.runtime.device import CUDA, block_memory, device_kind, major_capab
 from minimind.runtime.hardware import compiler_fault
 
 BLOCK = 128  # positions; the block size of flex attention's kernels, and of queries on a CPU
-# Triton takes the power of two from head_dim on. 256 channels take 152,064 bytes of a block's
-# memory, which a GeForce does not have (`python -m benchmarks.other_cards`).
-MAX_FLEX_HEAD_DIM, WIDE_FLEX_MEMORY = 128, 152_064
+# Flex attention fits every card for heads of 256 bytes. For twice as many it takes up to 152,064
+# bytes of a block's memory, which a GeForce does not have (`python -m benchmarks.other_cards`).
+FLEX_HEAD_BYTES, WIDE_FLEX_MEMORY = 256, 152_064
 SHAPES = 256  # for which flex attention is compiled in one process
 
 
@@ -42,7 +42,8 @@ def has_flex_kernel(device: torch.device, head_dim: int, length: int, dtype: tor
     is_large = head_dim >= MIN_FLEX_HEAD_DIM and length >= MIN_FLEX_LENGTH
     if not (is_large and device_kind(device).has_triton):
         return False
-    if head_dim > MAX_FLEX_HEAD_DIM and block_memory(device) < WIDE_FLEX_MEMORY:
+    size = head_dim * dtype.itemsize / FLEX_HEAD_BYTES
+    if size > 2 or (size > 1 and block_memory(device) < WIDE_FLEX_MEMORY):
         return False
     return torch.compiler.is_compiling() or not _gpu_compiler_fault(dtype == torch.bfloat16)
 

@@ -245,7 +245,10 @@ def major_capability(device: torch.device) -> int:
 
 def block_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block of threads of a CUDA device can have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    # ROCm has no other limit than the usual one.
+    usual = properties.shared_memory_per_block
+    return getattr(properties, "shared_memory_per_block_optin", usual)
 
 
 def set_numerics(device: str, deterministic: bool, tf32: bool) -> None:

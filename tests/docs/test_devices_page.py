@@ -31,11 +31,16 @@ def test_only_a_part_that_passed_and_checked_something_counts(
         "kernels": {"status": "failed", "findings": [row]},
         "ranks": {"status": "passed", "findings": [{"is_right": None}]},
     }
-    document = {"machine": {"gpus": [{"capability": [8, 6]}]}, "parts": parts}
-    (folder / "gpu-parts-today.json").write_text(json.dumps(document))
+    machines = {"cuda": [{"capability": [8, 6]}], "mps": []}
+    for device, gpus in machines.items():
+        document = {"machine": {"device": device, "gpus": gpus}, "parts": parts}
+        (folder / f"gpu-parts-{device}.json").write_text(json.dumps(document))
     monkeypatch.setattr(device_reference, "ROOT", tmp_path)
     passed = passed_parts()
-    assert passed == {(8, 6): {"losses"}}
+    assert passed == {("cuda", (8, 6)): {"losses"}, ("mps", None): {"losses"}}
+    (apple,) = (row for row in ROWS if row.device == "mps")
+    assert cell(apple, "trains, bf16", passed) == "run"
+    assert cell(apple, "several", passed) == "no"
     (rtx,) = (row for row in ROWS if row.capability == (8, 6))
     cells = {column: cell(rtx, column, passed) for column in COLUMNS}
     assert cells.pop("trains, bf16") == "run"

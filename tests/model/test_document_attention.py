@@ -123,7 +123,7 @@ def test_blocks_are_for_gpus_and_heads_that_triton_multiplies(monkeypatch: pytes
     monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda *_: "")
     cuda = torch.device("cuda")
     assert has_flex_kernel(cuda, 16, 128, torch.float32)
-    assert has_flex_kernel(cuda, 96, 300, torch.float32)
+    assert has_flex_kernel(cuda, 96, 300, torch.bfloat16)
     assert not has_flex_kernel(cuda, 8, 300, torch.float32)
     assert not has_flex_kernel(cuda, 64, 127, torch.float32)
     assert not has_flex_kernel(CPU, 64, 300, torch.float32)
@@ -137,16 +137,21 @@ def test_without_a_compiler_the_mask_of_documents_is_a_tensor(monkeypatch: pytes
     attention._gpu_compiler_fault.cache_clear()
 
 
-@pytest.mark.parametrize(("kib", "widest"), [(99, 128), (163, 256), (227, 256)])
+@pytest.mark.parametrize(("kib", "widest"), [(64, 128), (99, 128), (163, 256), (227, 256)])
 def test_wide_heads_have_blocks_where_their_kernel_fits(
     kib: int, widest: int, monkeypatch: pytest.MonkeyPatch
 ):
+    """Triton takes the power of two from head_dim on; float32 has twice the bytes."""
     monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda *_: "")
-    card = SimpleNamespace(shared_memory_per_block_optin=kib * 2**10)
+    card = SimpleNamespace(shared_memory_per_block=48 * 2**10)
+    if kib > 64:  # ROCm names no other
+        card.shared_memory_per_block_optin = kib * 2**10
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    for head_dim in (64, 128, 160, 256):
+    for head_dim in (64, 96, 128, 160, 256):
         found = has_flex_kernel(torch.device("cuda"), head_dim, 300, torch.bfloat16)
         assert found == (head_dim <= widest)
+        found = has_flex_kernel(torch.device("cuda"), head_dim, 300, torch.float32)
+        assert found == (head_dim <= widest // 2)
 
 
 def test_a_gpu_without_bf16_has_blocks_for_other_dtypes(monkeypatch: pytest.MonkeyPatch):
