@@ -255,8 +255,9 @@ def make_attention_mask(
         return attention_mask.to(x_BTE.dtype if is_additive else torch.bool)
     length = x_BTE.shape[1] if length is None else length
     use_flex = is_fused and attention_mask is None
-    has_autocast = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if has_autocast else x_BTE.dtype  # of queries
+    kind, dtype = device.type, x_BTE.dtype  # of queries
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
     use_flex = use_flex and has_flex_kernel(device, config.head_dim, length, dtype)
     if starts_BT is not None and use_flex:
         return document_block_mask(starts_BT)

@@ -360,10 +360,6 @@ def late_device(holds: bool = True) -> Iterator[Late]:
         patch.setattr(torch, "Event", Event)
         patch.setattr(torch, "empty", partial(empty_or_pinned, torch.empty))
         patch.setattr(torch.Tensor, "pin_memory", unpinned)
-        autocasts = torch.is_autocast_enabled  # raises for a type that has no autocast
-        patch.setattr(
-            torch, "is_autocast_enabled", lambda *kind: kind != (NAME,) and autocasts(*kind)
-        )
         for name in ("current_stream", "set_stream", "synchronize"):
             patch.setattr(torch.accelerator, name, getattr(LATE, name))
         patch.setattr(torch.accelerator, "set_device_index", lambda device: None)
