@@ -100,7 +100,7 @@ class Shape:
         return self.num_experts_per_tok + self.n_shared_experts if self.use_moe else 1
 
     def _matrices(self, experts: int) -> Sizes:
-        """Those of one block: q and o, k and v, gate, up and down, the gate of the experts."""
+        """The matrices of one block: of attention, of the experts, and the experts' gate."""
         widths = ((self.q_dim, 2), (self.kv_dim, 2), (self.hidden_dim, 3 * experts))
         gate = (self.n_routed_experts, int(self.use_moe))
         return [(self.dim * width // self.tensor, count) for width, count in (*widths, gate)]

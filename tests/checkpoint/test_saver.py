@@ -106,8 +106,8 @@ class Engine(Alone):
 def saved_late(root: Path, is_overtaken: bool = False) -> tuple[Tensor, Tensor, float]:
     """A weight at step 2, the same as saved beside step 3, and the ms that the save stalled.
 
-    `is_overtaken`: the device has done step 3 when the thread that saves begins. Otherwise it has
-    not even begun to copy.
+    With `is_overtaken` the device has done step 3 when the saving thread begins. Otherwise it has
+    copied nothing yet.
     """
     engine = Engine(1, device=DEVICE)
     engine.train(2)

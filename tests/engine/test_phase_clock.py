@@ -48,7 +48,7 @@ def test_every_moment_of_a_step_is_charged_to_one_phase():
 
 
 def phases_on_a_late_device() -> list[dict[str, float]]:
-    """Of three steps, with a collective of 4 ms on another stream in the last backward pass."""
+    """Times of three steps. A collective of 4 ms runs beside the last backward pass."""
     device = late_device.DEVICE
     communication = CommunicationClock(device)
     clock = PhaseClock(device, communication)

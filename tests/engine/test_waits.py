@@ -199,7 +199,7 @@ def test_the_figures_of_a_step_are_waited_for(monkeypatch: pytest.MonkeyPatch, i
 def test_a_check_is_not_charged_with_the_steps_before_it(
     run: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ):
-    """By a host's clock that knows the device's work only, which is the same in every check."""
+    """The host's clock counts the device's work alone, which is the same in every check."""
     monkeypatch.setattr(corruption, "time", SimpleNamespace(perf_counter=LATE.seconds))
     rare = {"log_interval": 6, "save_interval": 6, "eval_rows": 0, "verify_interval": 3}
 

@@ -110,7 +110,8 @@ def test_a_step_is_on_the_device_and_reads_what_is_documented(
     result = step(engine, 1)
     assert device.reads == reads
     assert (device.waits, device.on_cpu, device.draws) == (0, {}, {})
-    model, optimizer = engine.model, engine.backend.torch_optimizer  # type: ignore[union-attr]
+    backend: Any = engine.backend
+    model, optimizer = engine.model, backend.torch_optimizer
     held = [*model.parameters(), *model.buffers(), *result.loss_sums, *result.targets]
     held += [result.grad_norm, result.skipped_so_far, result.is_skipped]
     held += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
@@ -316,5 +317,6 @@ def test_what_a_step_computes_on_the_cpu_is_counted(
 
 def test_a_thread_that_does_not_choose_its_device_finds_none(ran: Any, monkeypatch: Any):
     monkeypatch.setattr(CUDA, "use", lambda device: None)
+    # What torch raises in a thread that has not entered the device.
     with pytest.raises(NotImplementedError, match="CUDA"):
         ran("out", max_steps=2, debug=True)

@@ -25,14 +25,14 @@ for _name in ("libc10.so", "libtorch_cpu.so"):
     ctypes.CDLL(_path, ctypes.RTLD_GLOBAL)
 _LIBRARY = ctypes.CDLL(os.environ["PRETENDED_CUDA"])
 
-import torch  # noqa: E402 (after the library)
-from torch import Tensor  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 
-from minimind.runtime.device import CUDA  # noqa: E402
-from tests.distributed.host_reads import needs_values, origin  # noqa: E402
+from minimind.runtime.device import CUDA
+from tests.distributed.host_reads import needs_values, origin
 
 aten = torch.ops.aten
 NAME = "NVIDIA H100 80GB HBM3"
@@ -80,7 +80,7 @@ class Fake(FakeTensorMode):
 
 
 class Device(TorchDispatchMode):
-    """The device, while in force: "cuda" tensors are fake, those of the CPU have their values.
+    """The device, as a context: "cuda" tensors are fake, and CPU tensors have values.
 
     An operator on tensors of both raises. What the host reads is made by `values` from an empty
     tensor of that shape and dtype. `reads` counts, by origin, reads and other copies that are

@@ -34,7 +34,7 @@ class StageMixture(Mixture):
     stage_rows: int = 1
     epoch_rows: int = 1
     first_epoch: int = 0  # epochs of the earlier stages
-    begun: tuple[int, ...] = ()  # by source: rows of this length read by earlier stages
+    begun: tuple[int, ...] = ()  # rows of each source that earlier stages read at this length
 
     def __post_init__(self) -> None:
         if {len(self.weights), len(self.begun)} != {len(self.sizes)} or not any(self.weights):
@@ -93,7 +93,7 @@ class StageMixture(Mixture):
         source = int(np.searchsorted(np.cumsum(self.sizes), row, side="right"))
         size, begun, total = self.kept[source], self.begun[source], self.reads[source]
         first = begun // size
-        after = -(-(begun + total) // size) if total else first  # a pass that is begun counts
+        after = -(-(begun + total) // size) if total else first  # the last pass may be partial
         passes = np.arange(first, after)
         within = row - sum(self.sizes[:source])
         reads = passes * size + self._shuffle(source, seed).places_of(within, passes) - begun
