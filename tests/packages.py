@@ -18,6 +18,7 @@ PACKAGES = [
     "sweep",
     "launch",
     "train",
+    "serve",
     "inference",
     "interop",
     "recovery",
