@@ -1,7 +1,8 @@
 """Tokens/s and peak memory of whole training loops, which take turns step by step.
 
     OMP_NUM_THREADS=2 python -m benchmarks.throughput TEXT.jsonl [--model 26m] [--rows 8]
-        [--rounds 20] [--warm 4] [--only NAME ...] [--dtype float32] [--out FILE.json]
+        [--rounds 20] [--warm 4] [--only NAME ...] [--dtype float32] [--against CHECKOUT]
+        [--out FILE.json]
 
 litgpt takes part if it is installed (docs/measurements.md).
 
@@ -11,7 +12,8 @@ step, in a rotating order. A ratio is the median over rounds of two steps of the
 seconds of the process are reported besides wall time, as they are less affected by other load.
 Memory is the peak of resident memory with imports and compilation: each compiles without a cache.
 All compute in bf16 unless --dtype is given: ours and the Trainer with bf16 weights and fp32 master
-weights, as in DeepSpeed, the plain loops with fp32 weights under autocast.
+weights, as in DeepSpeed, the plain loops with fp32 weights under autocast. With --against, every
+contender runs a second time, from another checkout of this repository.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class Contender:
         flags: Sequence[str] = (),
         processes: int = 1,
         environment: Mapping[str, str] = MappingProxyType({}),
+        checkout: Path | None = None,
     ) -> None:
         self.name, self.logs = name, [folder / f"{name}-{rank}.log" for rank in range(processes)]
         self.steps: list[dict[str, float]] = []
@@ -74,6 +77,7 @@ class Contender:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **rendezvous, **who, **environment},
+                    cwd=checkout,  # `-m` looks there first
                 )
             os.close(theirs_in)
             os.close(theirs_out)
@@ -227,18 +231,25 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=WARM)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=installed())
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT")
     given = parser.parse_args()
     before = os.getloadavg()
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
-        shutil.copy(given.text, folder / "text.jsonl")
-        place = (given.model, given.rows, folder, ("--dtype", given.dtype))
-        starts = {
-            name: partial(Contender, name, *place, environment=fresh_compile_cache(folder, number))
-            for number, name in enumerate(given.only)
-        }
+        starts: dict[str, Callable[[], Contender]] = {}
+        for checkout in (None, given.against) if given.against else (None,):
+            place = folder / str(len(starts))
+            place.mkdir()
+            shutil.copy(given.text, place / "text.jsonl")
+            for name in given.only:
+                options = {"environment": fresh_compile_cache(folder, len(starts))}
+                options |= {"checkout": checkout}
+                what = (name, given.model, given.rows, place, ("--dtype", given.dtype))
+                starts[f"{name}, against" if checkout else name] = partial(
+                    Contender, *what, **options
+                )
         found = race(starts, given.rounds, given.warm)
-    base = BASE if BASE in found else given.only[0]
+    base = [*found][-1] if given.against else BASE if BASE in found else given.only[0]
     tokens = given.rows * parse_flags(["--model", given.model]).max_seq_len
     table = summary(found, tokens, base)
     print(shown(table, base))
