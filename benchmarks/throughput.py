@@ -242,7 +242,7 @@ def main() -> None:
             place.mkdir()
             shutil.copy(given.text, place / "text.jsonl")
             for name in given.only:
-                options = {"environment": fresh_compile_cache(folder, len(starts))}
+                options = {"environment": fresh_compile_cache(place, len(starts))}
                 options |= {"checkout": checkout}
                 what = (name, given.model, given.rows, place, ("--dtype", given.dtype))
                 starts[f"{name}, against" if checkout else name] = partial(

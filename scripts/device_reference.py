@@ -114,10 +114,10 @@ def fitting_capabilities() -> set[str]:
 
 def cell(row: Hardware, column: str, passed: Known) -> str:
     """How a column of a row is known."""
-    if row.is_tested or set(COLUMNS[column]) <= passed.get((row.device, row.capability), set()):
+    if row.device == "cpu":  # results do not tell one processor from another
+        return "run" if row.is_tested else "read"
+    if set(COLUMNS[column]) <= passed.get((row.device, row.capability), set()):
         return "run"
-    if row.device == "cpu":
-        return "read"
     if row.device in ALONE and column in ("ZeRO 0 to 3", "several"):
         return "no"
     is_old = row.capability is not None and row.capability < MIN_BF16_CAPABILITY

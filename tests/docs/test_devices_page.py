@@ -31,13 +31,21 @@ def test_only_a_part_that_passed_and_checked_something_counts(
         "kernels": {"status": "failed", "findings": [row]},
         "ranks": {"status": "passed", "findings": [{"is_right": None}]},
     }
-    machines = {"cuda": [{"capability": [8, 6]}], "mps": []}
+    machines = {"cuda": [{"capability": [8, 6]}], "mps": [], "cpu": []}
     for device, gpus in machines.items():
         document = {"machine": {"device": device, "gpus": gpus}, "parts": parts}
         (folder / f"gpu-parts-{device}.json").write_text(json.dumps(document))
     monkeypatch.setattr(device_reference, "ROOT", tmp_path)
     passed = passed_parts()
-    assert passed == {("cuda", (8, 6)): {"losses"}, ("mps", None): {"losses"}}
+    assert passed == {
+        ("cpu", None): {"losses"},
+        ("cuda", (8, 6)): {"losses"},
+        ("mps", None): {"losses"},
+    }
+    assert [cell(row, "trains, bf16", passed) for row in ROWS if row.device == "cpu"] == [
+        "run",
+        "read",
+    ]
     (apple,) = (row for row in ROWS if row.device == "mps")
     assert cell(apple, "trains, bf16", passed) == "run"
     assert cell(apple, "several", passed) == "no"
