@@ -50,11 +50,9 @@ train: $(RUN_READY) ## train the tiny model on what this Python says about itsel
 	  --out_dir $(SAMPLE)/run --cache_dir $(SAMPLE)/cache --max_steps $(STEPS) --batch_size 8 \
 	  --save_interval 100 --eval_interval 200 $(ON_DEVICE)
 	@echo
+	@echo "A sample, after the prompt 'class Reader:' (another --seed, another text; what comes next is above):"
 	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt "$$(printf 'class Reader:\n    """')" \
-	  --max_new_tokens 80 --temperature 0.3 --repetition_penalty 1.1
-	@echo
-	@echo "This is what it writes after the first two lines; another --seed, another text. On your own text:"
-	@echo "  bash run_accelerate.sh --model tiny --data_path TEXT.jsonl --out_dir out/mine"
+	  --max_new_tokens 80 --temperature 0.3 --repetition_penalty 1.1 | fold -s -w 92 | sed 's/^/  | /'
 
 test: $(READY) ## everything that fits in minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not launch"; alone=$$?; \

@@ -33,7 +33,8 @@ def test_every_flag_named_exists():
         "prompt",
         "format",
         "out",
-    }  # of minimind generate, eval, export and report, and argparse
+        "hours",
+    }  # of minimind generate, eval, export, report and init, and argparse
     for name in re.findall(r"--(?:no-)?([a-z][a-z_0-9]+)", README):
         assert name in FLAGS or name in beside, name
 

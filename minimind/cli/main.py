@@ -17,6 +17,7 @@ from minimind.cli import environment as environment_commands
 from minimind.cli import evaluate as eval_commands
 from minimind.cli import export as weight_commands
 from minimind.cli import generate as generate_commands
+from minimind.cli import init as init_commands
 from minimind.cli import report as report_commands
 from minimind.cli import tokenizer as tokenizer_commands
 from minimind.cli import train as train_commands
@@ -55,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--print_completion", action=PrintCompletion, command="minimind")
     subs = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     train_commands.add_parsers(subs)
+    init_commands.add_parser(subs)
     generate_commands.add_parser(subs)
     generate_commands.add_chat_parser(subs)
     _add_plan(subs)
@@ -178,6 +180,7 @@ OF_THIS_HOST += ("cache_dir", "classifier")
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": train_commands.run_train,
     "launch": train_commands.run_launch,
+    "init": init_commands.run_init,
     "sweep": train_commands.run_sweep,
     "coord_check": train_commands.run_coord_check,
     "generate": generate_commands.run_generate,

@@ -27,7 +27,7 @@ def what_next(run: RunConfig) -> str:
     form = "transformers" if run.hugging_face else "minimind" if run.use_moe else "llama"
     if run.task == "sft":
         lines = {
-            "talk": f"{command} chat --checkpoint {place}",
+            "chat": f"{command} chat --checkpoint {place}",
             "measure": f"{command} eval --task sft --checkpoint {place} --data TALK.jsonl",
         }
     else:
@@ -38,5 +38,8 @@ def what_next(run: RunConfig) -> str:
         if run.hugging_face is None:
             talk = f"--init_from {place} --data_path TALK.jsonl --out_dir DIR"
             lines["fine-tune"] = f"{LAUNCH} --config sft {talk}"
+    if run.hugging_face is None:
+        lines["serve"] = f"{command} serve --checkpoint {place}"
     lines["export"] = f"{command} export --checkpoint {place} --format {form} --out DIR"
+    lines["own text"] = f"{command} init --data_path TEXT.jsonl --hours 1"
     return aligned(lines.items(), indent="  ")

@@ -17,11 +17,11 @@ DEEP = "/tmp/my runs/it's"
 @pytest.mark.parametrize(
     ("flags", "labels", "form"),
     [
-        ("", "write measure fine-tune export", "llama"),
-        ("--use_moe", "write measure fine-tune export", "minimind"),
-        ("--task sft", "talk measure export", "llama"),
-        ("--model hf:HF", "write measure export", "transformers"),
-        ("--model hf:HF --task sft", "talk measure export", "transformers"),
+        ("", "write measure fine-tune serve export own", "llama"),
+        ("--use_moe", "write measure fine-tune serve export own", "minimind"),
+        ("--task sft", "chat measure serve export own", "llama"),
+        ("--model hf:HF", "write measure export own", "transformers"),
+        ("--model hf:HF --task sft", "chat measure export own", "transformers"),
     ],
 )
 def test_what_comes_next_fits_the_run_and_can_be_typed(
@@ -32,14 +32,20 @@ def test_what_comes_next_fits_the_run_and_can_be_typed(
     lines = what_next(parse_flags([*words, "--out_dir", DEEP])).splitlines()
     assert [line.split()[0] for line in lines] == labels.split()
     for line in lines:
-        label, program, *rest = shlex.split(line)
+        label, program, *rest = shlex.split(line.replace("own text", "own-text"))
         if label == "fine-tune":
             assert (program, rest[0]) == ("bash", "run_accelerate.sh")
             run = parse_flags(rest[1:])
             assert (run.task, run.init_from, run.out_dir) == ("sft", DEEP, "DIR")
             continue
         assert Path(program).name == "minimind"
+        if label == "serve":  # its parser is of the extra
+            assert rest == ["serve", "--checkpoint", DEEP]
+            continue
         args = build_parser().parse_args(rest)
+        if label == "own-text":
+            assert (args.command, args.data_path, args.hours) == ("init", ["TEXT.jsonl"], 1)
+            continue
         assert args.checkpoint == DEEP
         assert label != "export" or args.format == form
         assert label != "measure" or args.task == ("sft" if "sft" in flags else "pretrain")

@@ -1,0 +1,398 @@
+"""`minimind init`: a commented run.yaml for a text, a machine and the hours there are.
+
+Nothing heavy is imported before the questions are answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from minimind.architecture.costs import GPUS, known_gpu, named_gpu
+from minimind.config.arguments import at_least, non_empty, non_empty_path, positive
+from minimind.config.flags import DEVICES
+from minimind.config.run_config import CONFIGS, LAUNCH
+from minimind.errors import RunError, UsageError
+from minimind.runtime.durable_files import storing, write_whole
+from minimind.runtime.terminal import aligned, shorten_line
+from minimind.runtime.urls import HUB_PREFIX, begins_as_url, masked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from minimind.architecture.choice import Choice, Size
+
+HOURS = 1.0
+SAMPLE_BYTES, PARTS = 2**20, 16  # of the text, in places that are spread over it
+# Imports, tokenizer and first step of a small text; on a GPU compiling too.
+START_SECONDS = {"cpu": 30.0}
+PREPARED_PER_SECOND = 2e6  # bytes of text per process, assumed
+# A step of `strong` over one of AdamW, a measured step over the estimate (docs/measurements.md).
+OF_ESTIMATE = 1.2 * 1.3
+SLOWER = {"measured": 1.5, "estimated": 2.0}  # the far end of the forecast
+
+
+def add_parser(subs: Any) -> None:
+    """Add `init`."""
+    parser = subs.add_parser(
+        "init",
+        help="write a commented run.yaml for your text, your machine and your time",
+        description="Choose model, vocabulary and length of a run for a text and the hours there"
+        " are, and write them to a YAML file with the reason for each. Asks on a terminal for what"
+        " no flag gives.",
+        example="minimind init --data_path my_text.jsonl --hours 2",
+    )
+    add = parser.add_argument
+    text = "text files or folders, as --data_path of a run"
+    add("--data_path", nargs="+", type=non_empty, metavar="TEXT", help=text)
+    add("--hours", type=positive, help=f"time from the command to the end (default {HOURS:g})")
+    text = "YAML file to write; its prompts for samples are beside it"
+    add("--out", type=non_empty_path, default=Path("run.yaml"), help=text)
+    text = "out_dir of the run (default: out/ and the name of the text)"
+    add("--out_dir", type=non_empty, help=text)
+    add("--gpus", type=at_least(1), help="GPUs (default: those of this machine)")
+    names = [gpu.name for gpu in GPUS if gpu.bandwidth]
+    text = "model of the GPUs, also of another machine (default: that of this one)"
+    add("--gpu_model", type=named_gpu, choices=names, help=text)
+    text = "auto uses a GPU if there is one"
+    add("--device", choices=DEVICES, default="auto", help=text)
+    add("--yes", action="store_true", help="ask nothing, and take the defaults")
+    add("--force", action="store_true", help="replace an earlier --out")
+    add("--debug", action="store_true", help="show tracebacks")
+
+
+def run_init(args: argparse.Namespace) -> None:
+    """Ask, choose, write, and print what to expect."""
+    prompts = args.out.with_suffix(".prompts.txt")
+    for path in (args.out, prompts):
+        if os.path.lexists(path) and not args.force:
+            raise UsageError(f"--out {path} exists; give another file, or --force to replace it")
+    _ask(args)
+    stem = Path(args.data_path[0]).name.partition(".")[0] or "text"
+    args.out_dir = args.out_dir or f"out/{stem}"
+    from minimind.architecture.choice import Text, choose
+
+    text = read_sample(args.data_path)
+    machine = find_machine(args)
+    print(f"text       {shorten_line(' '.join(args.data_path), 50)}: {_size(text.bytes)}")
+    print(f"machine    {machine.name}; {machine.how}", flush=True)
+    start = START_SECONDS.get(machine.device, 60.0) + text.bytes / PREPARED_PER_SECOND
+    choice = choose(
+        Text(text.bytes, text.bytes_per_token),
+        args.hours,
+        start,
+        machine.speed_of,
+        machine.has_room,
+    )
+    content = yaml_text(args, choice, text, machine, prompts)
+    with storing(str(args.out), "give another --out"):
+        write_whole(args.out, content.encode())
+        write_whole(prompts, "".join(f"{one}\n" for one in text.prompts).encode())
+    print(f"\n{expectation(choice, text, machine)}\n")
+    processes = "" if args.gpus is None else f"NUM_PROCESSES={args.gpus} "
+    print(f"{args.out} says why each number is as it is. Start:")
+    print(f"  {processes}{LAUNCH} --config {shlex.quote(str(args.out))}")
+
+
+def _ask(args: argparse.Namespace) -> None:
+    """Fill in text, hours and folder from the terminal; raise UsageError without one."""
+    is_asked = not args.yes and args.data_path is None
+    if args.data_path:
+        for path in args.data_path:
+            _require_local(path)
+    elif not (is_asked and sys.stdin.isatty()):
+        raise UsageError(
+            "minimind init asks on a terminal alone; give --data_path TEXT... and --hours N"
+        )
+    if is_asked:
+        while True:
+            words = shlex.split(_answer("Text: files or folders", ""))
+            try:
+                for path in words:
+                    _require_local(path)
+            except RunError as error:
+                print(f"  {error}")
+                continue
+            if words:
+                break
+        args.data_path = words
+        while args.hours is None:
+            try:
+                args.hours = positive(_answer("Hours you have", f"{HOURS:g}"))
+            except argparse.ArgumentTypeError as error:
+                print(f"  {error}")
+        if args.out_dir is None:
+            stem = Path(words[0]).name.partition(".")[0] or "text"
+            args.out_dir = _answer("Folder of the run", f"out/{stem}")
+    args.hours = args.hours or HOURS
+
+
+def _answer(question: str, default: str) -> str:
+    hint = f" [{default}]" if default else ""
+    try:
+        return input(f"{question}{hint}: ").strip() or default
+    except EOFError:
+        raise UsageError(
+            "the answers ended; give --data_path TEXT... and --hours N, or answer again"
+        ) from None
+
+
+def _require_local(path: str) -> None:
+    if begins_as_url(path) or path.startswith(HUB_PREFIX):
+        raise UsageError(
+            f"--data_path {masked(path)}: is not on this machine, where init reads a sample of it;"
+            " fetch it, or give a part of it"
+        )
+    if not Path(path).expanduser().exists() and not set("*?[") & set(path):
+        raise UsageError(f"--data_path {path}: no such file or folder; give the path of a text")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The size of a text by a sample of it."""
+
+    bytes: float
+    passages: list[str]
+    prompts: list[str]  # openings of documents
+    xz: float  # bits per byte of the sample
+
+    def bytes_per_token(self, vocab_size: int) -> float:
+        """Of a quarter of the sample, by a tokenizer that is trained on the rest."""
+        from minimind.data.tokenizer.load import load_tokenizer
+        from minimind.data.tokenizer.sentencepiece import train_tokenizer
+
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "sample.model"
+            train_tokenizer(self.passages[1:], vocab_size, path)
+            tokenizer = load_tokenizer(path)
+            held_out = self.passages[0]
+            return len(held_out.encode()) / max(1, len(tokenizer.encode(held_out)))
+
+
+def read_sample(paths: list[str]) -> Sample:
+    """Read about SAMPLE_BYTES of the text; raise DataError for what a run would refuse."""
+    import lzma
+
+    from minimind.data.prepare.encode import documents_of, refuse
+    from minimind.data.text.documents import ReadOptions
+    from minimind.data.text.inputs import find_files, require_once, segments_of
+
+    files = find_files(paths)
+    require_once(files)
+    segments = [part for file in files for part in segments_of(file, SAMPLE_BYTES)]
+    total = sum(part.weight for part in segments)
+    every = max(1, -(-len(segments) // PARTS))
+    chosen = segments[::every]
+    most = SAMPLE_BYTES // len(chosen)
+    texts: list[str] = []
+    prompts: list[str] = []
+    text_bytes = read_bytes = 0
+    for segment in chosen:
+        size = read = before = 0
+        for text, read in documents_of([segment], ReadOptions(), refuse):
+            if segment.start and not before:  # the bytes before it are of another document
+                before = read
+                continue
+            size += len(text.encode())
+            texts.append(text[:most])
+            opening = " ".join(text.split()[:4])
+            if opening and len(prompts) < 3 and len(opening) < 60:
+                prompts.append(opening)
+            if size >= most:
+                break
+        text_bytes += size
+        read_bytes += read - before
+    joined = "\n".join(texts)
+    quarter = max(1, len(joined) // 4)
+    passages = [joined[:quarter], joined[quarter:]]
+    content = joined.encode()
+    ratio = text_bytes / max(1, read_bytes)
+    xz = 8 * len(lzma.compress(content)) / max(1, len(content))
+    return Sample(ratio * total, passages, prompts or ["The"], xz)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run is on here."""
+
+    name: str
+    device: str
+    processes: int
+    how: str  # how the speed is known
+    kind: str  # measured or estimated
+    speed_of: Callable[[Size], float]
+    has_room: Callable[[Size], bool]
+
+
+def find_machine(args: argparse.Namespace) -> Machine:
+    """The GPUs that are named or here, else two processes of the CPU, as the start takes them."""
+    from minimind.architecture.choice import LADDER
+    from minimind.architecture.costs import GPUModel, Layout, likely_step
+    from minimind.architecture.plan import recommend
+
+    gpu: GPUModel | None = args.gpu_model and known_gpu(args.gpu_model)
+    device, processes, memory, name = "cuda", args.gpus or 1, 0, args.gpu_model
+    if gpu is None:
+        import torch
+
+        from minimind.runtime.device import HOST, accelerator, device_kind
+
+        kind = device_kind(args.device) if args.device != "auto" else accelerator()
+        if not kind.is_available():
+            if args.device not in ("auto", "cpu") or args.gpus:
+                raise UsageError(
+                    f"--device {args.device} --gpus {args.gpus or 1}: no such device is here; give"
+                    " --gpu_model for another machine"
+                )
+            kind = HOST
+        device, memory = kind.name, kind.memory()
+        processes = args.gpus or max(1, kind.count()) if kind is not HOST else 2
+        name = kind.model_of(torch.device(device))
+        gpu = known_gpu(name) if device == "cuda" else None
+        memory //= processes if kind is HOST else 1
+    else:
+        memory = gpu.memory * 2**30
+
+    def layout(size: Size) -> Layout:
+        rows = max(1, (8192 if device != "cpu" else 2048) // size.shape().max_seq_len)
+        is_compiled = device == "cuda"
+        return Layout(
+            2, processes, "bfloat16", rows, device=device, compiles=is_compiled, optimizer="muon"
+        )
+
+    def has_room(size: Size) -> bool:
+        best = recommend(size.shape(), layout(size), memory, is_plain=True)
+        return best is not None and not best.offload_optimizer
+
+    if gpu is not None and gpu.bandwidth:
+        known = gpu
+
+        def estimated(size: Size) -> float:
+            here = replace(layout(size), stage=None, optimizer="adamw")
+            step = likely_step(size.shape(), here, known)
+            assert step is not None
+            tokens = here.rows * size.shape().max_seq_len * processes
+            return tokens / step.seconds / OF_ESTIMATE
+
+        how = "speed estimated, not measured"
+        return Machine(
+            f"{processes} x {name}", device, processes, how, "estimated", estimated, has_room
+        )
+    from minimind.runtime.environment import usable_cores
+    from minimind.sweep.step_time import speeds
+
+    threads = max(1, usable_cores() // processes)
+    flags = [
+        {
+            **{"optimizer": "muon", "muon_scaling": "match_rms_adamw", "doc_mask": "true"},
+            **{"tie_word_embeddings": "false", "vocab_size": size.largest_vocab},
+            **{**size.flags, "batch_size": 2048 // size.shape().max_seq_len},
+        }
+        for size in LADDER
+    ]
+    measured = speeds(flags, device, processes, threads)
+    shown = "CPU processes" if device == "cpu" else device
+    how = "speed measured by a few steps, with what else runs now"
+    return Machine(
+        f"{processes} {shown}, {name}",
+        device,
+        processes,
+        how,
+        "measured",
+        lambda size: next(measured),
+        has_room,
+    )
+
+
+def _stage(choice: Choice, machine: Machine) -> str:
+    return "none" if machine.processes == 1 or machine.device == "cpu" else "zero2"
+
+
+def steps_of(choice: Choice, machine: Machine) -> tuple[int, int]:
+    """Steps, and rows of each, by the rule of the batch."""
+    from minimind.config.rules import suited_rows
+
+    length = choice.shape.max_seq_len
+    rows = suited_rows(machine.processes, length, choice.tokens, choice.tokens // length)
+    return choice.tokens // (rows * length), rows
+
+
+def yaml_text(
+    args: argparse.Namespace, choice: Choice, text: Sample, machine: Machine, prompts: Path
+) -> str:
+    """The file: a reason behind each value."""
+    from minimind.architecture.choice import MOST_EPOCHS
+
+    steps, rows = steps_of(choice, machine)
+    data = json.dumps(args.data_path, ensure_ascii=False)
+    per_parameter = choice.tokens / choice.shape.parameters
+    bytes_per_token = text.bytes * 0.99 / choice.text_tokens
+    every = max(1, steps // 10)
+    recipe = (CONFIGS / "recipes" / "strong.yaml").read_text(encoding="utf-8")
+    if choice.tokens < 500_000:
+        recipe = recipe.replace("_rate: 0.008", "_rate: 0.002")
+    lines = [
+        f"# Written by `minimind init` for {_size(text.bytes)} of text, {args.hours:g} hours,",
+        f"# and {machine.name}. Flags of the command line win over this file.",
+        f"data_path: {data} # your text; 1 % of its documents is held out for validation",
+        f"out_dir: {json.dumps(args.out_dir, ensure_ascii=False)} # log, checkpoints, report",
+        "",
+        f"# The model: {choice.shape.parameters:,} parameters; {choice.limit} allows no more.",
+        *(f"{name}: {value} # {choice.size.of}" for name, value in choice.size.flags.items()),
+        f"vocab_size: {choice.vocab_size} # by the size of the text; {bytes_per_token:.2f} bytes"
+        " per token in a sample",
+        "",
+        f"max_tokens: {choice.tokens} # {per_parameter:.3g} per parameter, {choice.epochs:.3g}"
+        f" epochs (at most {MOST_EPOCHS:g})",
+        f"# batch_size: auto, {rows} rows a step by the tokens of the run: about {steps:,} steps",
+        "# warmup_steps and weight_decay: as Muon has them by default",
+        f"deepspeed_config: {_stage(choice, machine)} # fits"
+        + (" without ZeRO, which takes longer" if _stage(choice, machine) == "none" else ""),
+        f"save_interval: {every} # a tenth of the run; also every 30 minutes (save_minutes)",
+        f"eval_interval: {every} # a tenth of the run",
+        f"sample_interval: {max(1, steps // 4)} # a text for each prompt, four times",
+        f"sample_prompts: {json.dumps(str(prompts), ensure_ascii=False)} # openings of your text",
+    ]
+    if args.device != "auto":
+        lines.append(f"device: {args.device} # --device")
+    return "\n".join([*lines, "", "# The recipe `strong`:", recipe])
+
+
+def expectation(choice: Choice, text: Sample, machine: Machine) -> str:
+    """The table of what to expect."""
+    from minimind.architecture.choice import MEASURED, bits_per_byte_range
+
+    steps, rows = steps_of(choice, machine)
+    low, high = bits_per_byte_range(text.xz)
+    slowest = choice.hours * SLOWER[machine.kind]
+    tokens = [run.tokens for run in MEASURED]
+    table = {
+        "model": f"{choice.size.name}, {choice.shape.parameters:,} parameters, vocabulary"
+        f" {choice.vocab_size:,}",
+        "tokens": f"{choice.tokens:,}, {choice.tokens / choice.shape.parameters:.3g} per parameter",
+        "epochs": f"{choice.epochs:.3g} of {choice.text_tokens:,} tokens",
+        "steps": f"about {steps:,} of {rows} rows of {choice.shape.max_seq_len} tokens",
+        "hours": f"{choice.hours:.2g}, up to {slowest:.2g} ({machine.kind}:"
+        f" {choice.tokens_per_second:,.0f} tokens/s)",
+        "bits/byte": f"{low:.2f} to {high:.2f}: a guide, no law. xz needs {text.xz:.2f} for a MiB"
+        " of this text;",
+        "": f"{len(MEASURED)} runs of {min(tokens) / 1e6:.1f} to {max(tokens) / 1e6:.1f}M tokens"
+        " ended at"
+        f" {low / text.xz:.2f} to {high / text.xz:.2f} of xz (docs/measurements.md)",
+        "limit": f"{choice.limit} allows no larger model",
+    }
+    return aligned(table.items())
+
+
+def _size(count: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,89 @@
+"""The time of a training step on this device: steps of real models on random tokens.
+
+`python -m minimind.sweep.step_time JSON` is one process of a run. It prints a line for each size,
+so that several of them show what they take from each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+import torch
+
+from minimind.architecture.hf_models import model_of
+from minimind.architecture.select import minimind_config
+from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.parse import build_config
+from minimind.config.run_config import RunConfig
+from minimind.engine.loss_of_batch import ModelInputs, compute_loss
+from minimind.engine.optimizers import run_groups
+from minimind.engine.plain_backend import PlainBackend
+from minimind.errors import UsageError
+from minimind.runtime.device import device_kind
+
+SECONDS = 1.0  # of a size, after its first step
+MOST_STEPS = 8
+
+
+def tokens_per_second(run: RunConfig, device: str) -> float:
+    """Of one process, by the median of a few steps of one micro-batch."""
+    torch.manual_seed(run.seed)
+    kind = device_kind(device)
+    model = model_of(minimind_config(run, bos_token_id=None, eos_token_id=0, pad_token_id=None))
+    model.to(device, getattr(torch, run.dtype))
+    backend = PlainBackend(model, model, ResolvedConfig(run, "single"), run_groups(model, run))
+    rows = torch.randint(run.vocab_size, (run.batch_size, run.max_seq_len + 1), device=device)
+    taken: list[float] = []
+    while len(taken) < 2 or (sum(taken[1:]) < SECONDS and len(taken) <= MOST_STEPS):
+        begin = time.perf_counter()
+        with backend.micro_batch(is_last=True):
+            loss = compute_loss(model, ModelInputs.of_text(rows))
+            backend.backward(loss.total)
+        backend.update(is_last=True)
+        kind.synchronize()
+        taken.append(time.perf_counter() - begin)
+    return rows.shape[0] * run.max_seq_len / median(taken[1:])
+
+
+def speeds(
+    sizes: Sequence[Mapping[str, Any]], device: str, processes: int, threads: int
+) -> Iterator[float]:
+    """Tokens per second of each run of flags, of all processes at the same time, as it is measured.
+
+    The processes end when the iterator is closed.
+    """
+    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    words = [sys.executable, "-m", __name__, json.dumps([device, *sizes])]
+    with ExitStack() as running:
+        started = []
+        for _ in range(processes):
+            child = subprocess.Popen(words, stdout=subprocess.PIPE, env=environ, text=True)
+            started.append(running.enter_context(child))
+            running.callback(child.kill)
+        for _ in sizes:
+            lines = [child.stdout.readline() if child.stdout else "" for child in started]
+            if not all(lines):
+                raise UsageError(
+                    f"no step could be measured on {device}; the lines above say why, or give"
+                    " --gpu_model for an estimate"
+                )
+            yield sum(map(float, lines))
+
+
+def main(argument: str) -> None:
+    """Print the tokens per second of each size."""
+    device, *sizes = json.loads(argument)
+    for flags in sizes:
+        print(tokens_per_second(build_config(flags, "{name}"), device), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
