@@ -21,7 +21,7 @@ from minimind.config.flags import DEVICES
 from minimind.config.run_config import CONFIGS, LAUNCH
 from minimind.errors import RunError, UsageError
 from minimind.runtime.durable_files import storing, write_whole
-from minimind.runtime.terminal import aligned, shorten_line
+from minimind.runtime.terminal import aligned, phase, shorten_line
 from minimind.runtime.urls import HUB_PREFIX, begins_as_url, masked
 
 if TYPE_CHECKING:
@@ -84,13 +84,14 @@ def run_init(args: argparse.Namespace) -> None:
     print(f"text       {shorten_line(' '.join(args.data_path), 50)}: {_size(text.bytes)}")
     print(f"machine    {machine.name}; {machine.how}", flush=True)
     start = START_SECONDS.get(machine.device, 60.0) + text.bytes / PREPARED_PER_SECOND
-    choice = choose(
-        Text(text.bytes, text.bytes_per_token),
-        args.hours,
-        start,
-        machine.speed_of,
-        machine.has_room,
-    )
+    with phase("trying tokenizers and the steps of models", after=0.5):
+        choice = choose(
+            Text(text.bytes, text.bytes_per_token),
+            args.hours,
+            start,
+            machine.speed_of,
+            machine.has_room,
+        )
     content = yaml_text(args, choice, text, machine, prompts)
     with storing(str(args.out), "give another --out"):
         write_whole(args.out, content.encode())
@@ -113,11 +114,11 @@ def _ask(args: argparse.Namespace) -> None:
         )
     if is_asked:
         while True:
-            words = shlex.split(_answer("Text: files or folders", ""))
             try:
+                words = shlex.split(_answer("Text: files or folders", ""))
                 for path in words:
                     _require_local(path)
-            except RunError as error:
+            except (RunError, ValueError) as error:  # ValueError: a quotation that is not closed
                 print(f"  {error}")
                 continue
             if words:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -78,3 +79,43 @@ def test_what_is_refused(
     assert said in error
     assert error.count("\n") == 1
     assert not (here / "run.yaml").exists()
+
+
+def test_questions_are_asked_again_until_they_are_answered(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    written(here / "my text.jsonl")
+    answers = iter(["", "gone.jsonl", '"my text', '"my text.jsonl"', "soon", "2", ""])
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    assert main(["init", "--gpu_model", "h100"]) == 0
+    printed = capsys.readouterr().out
+    assert "gone.jsonl: no such file" in printed
+    assert "No closing quotation" in printed
+    assert "soon" in printed
+    run = parse_flags(["--config", "run.yaml"])
+    assert (run.data_path, run.out_dir) == (("my text.jsonl",), "out/my text")
+    assert next(answers, None) is None
+
+
+def test_answers_that_end_are_a_mistake(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def ended(question: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", ended)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    assert main(["init"]) == 2
+    assert "--data_path" in capsys.readouterr().err
+
+
+def test_a_text_of_one_huge_line_and_parquet_are_read(here: Path):
+    line = json.dumps({"text": " ".join(WORDS) * 30_000})
+    (here / "one.jsonl").write_text(line)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": [" ".join(WORDS[n % 9 :]) for n in range(3000)]})
+    parquet.write_table(table, here / "text.parquet")
+    for name in ("one.jsonl", "text.parquet"):
+        assert main(["init", "--gpu_model", "h100", "--data_path", name, "--force"]) == 0
