@@ -31,7 +31,7 @@ from minimind.serve.batching import Scheduler
 from tests.conftest import ROOT, Trained
 
 THOUGHTS_AND_TOOLS = ROOT / "configs" / "templates" / "thoughts_and_tools.jinja"
-POSITIONS = 256
+POSITIONS = 1024
 LIMITS = Limits(requests=80, max_body=2**16, timeout=60.0, hosts=frozenset({"localhost"}))
 
 
