@@ -85,17 +85,16 @@ def run_serve(args: argparse.Namespace) -> int:
     listening = listen(args.host, args.port)
     with listening:
         try:
+            import starlette  # noqa: F401 (tried before torch is loaded)
             import uvicorn
-
-            from minimind.serve.app import Limits, build_app
-            from minimind.serve.batching import Scheduler
         except ModuleNotFoundError as error:
-            if error.name not in ("starlette", "uvicorn"):
-                raise
             raise UsageError(
                 f"minimind serve needs the package {error.name}, which is not installed; pip"
                 " install starlette uvicorn"
             ) from error
+        from minimind.serve.app import Limits, build_app
+        from minimind.serve.batching import Scheduler
+
         with phase("loading the model"):
             model, served = load(args)
         is_local = is_loopback(listening.getsockname()[0])
