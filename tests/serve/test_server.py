@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from minimind.cli.main import main
+from minimind.inference.load_model import load_model
 from minimind.serve.app import build_app
 from minimind.serve.batching import Group, Scheduler
 from tests.cli.test_lm_eval import log_likelihoods, questions
