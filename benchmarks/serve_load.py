@@ -37,6 +37,7 @@ BATCH, QUEUE, BODY = 16, 64, 2**20
 KEY = "k" * 20
 TINY = parse_flags(["--model", "tiny"])
 SHAPE = {name: getattr(TINY, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads")}
+LONG = {"max_tokens": 48, "temperature": 50}  # texts that do not end early
 DIFFERENT = 200  # requests that differ
 
 
@@ -115,7 +116,7 @@ async def until_idle(client: httpx.AsyncClient) -> float:
 
 async def flood(client: httpx.AsyncClient) -> dict[str, Any]:
     """Three times as many requests as there is place for, at once."""
-    body = {**questions()[1], "max_tokens": 200, "temperature": 1.3}
+    body = {**questions()[1], **LONG}
     most, is_over = 0, False
 
     async def watch() -> None:
@@ -134,16 +135,17 @@ async def flood(client: httpx.AsyncClient) -> dict[str, Any]:
 
 async def cut(client: httpx.AsyncClient, count: int) -> dict[str, Any]:
     """Streams that are left after their first bytes, forty at a time."""
-    body = {**questions()[1], "max_tokens": 240, "temperature": 1.3, "stream": True}
-    turn = asyncio.Semaphore(40)
+    body = {**questions()[1], **LONG, "stream": True}
+    turn, statuses = asyncio.Semaphore(40), Counter[int]()
 
     async def leave() -> None:
         async with turn, client.stream("POST", CHAT, json=body) as response:
+            statuses[response.status_code] += 1
             async for _ in response.aiter_raw():
                 break
 
     await asyncio.gather(*(leave() for _ in range(count)))
-    return {"streams": count, "seconds_until_idle": await until_idle(client)}
+    return {"statuses": statuses, "seconds_until_idle": await until_idle(client)}
 
 
 async def fuzz(client: httpx.AsyncClient, count: int) -> dict[str, Any]:
@@ -211,7 +213,7 @@ async def measure(url: str, server: psutil.Process, args: Any) -> dict[str, Any]
     async with httpx.AsyncClient(
         base_url=url, headers=headers, limits=limits, timeout=120
     ) as client:
-        found["load"] = await load(client, server, args)
+        found["answers"] = await load(client, server, args)
         found["flood"] = await flood(client)
         found["cut"] = await cut(client, args.cut)
         found["malformed"] = await fuzz(client, args.malformed)
