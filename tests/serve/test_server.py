@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,26 +141,28 @@ def test_a_request_that_is_cut_off_stops_computing(
 @pytest.mark.usefixtures("slow")
 def test_a_full_queue_and_a_timeout(server: InProcess, listening: Callable[[Any], int]):
     scheduler = Scheduler(server.scheduler._model, 2, 3)
-    small = replace(server, scheduler=scheduler).limited(timeout=3.0, requests=99)
+    small = replace(server, scheduler=scheduler).limited(timeout=8.0, requests=99)
     url = f"http://localhost:{listening(app_of(small))}"
     with closing(scheduler), ThreadPoolExecutor(5) as pool:
-        ask = {**LONG, "max_tokens": 100}
+        ask = {**LONG, "max_tokens": 60}
         waiting = []
         for count in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3)):
-            waiting.append(pool.submit(httpx.post, f"{url}/v1/chat/completions", json=ask))
+            waiting.append(
+                pool.submit(httpx.post, f"{url}/v1/chat/completions", json=ask, timeout=60)
+            )
             until(lambda count=count: scheduler.counts == count)
         refused = httpx.post(f"{url}/v1/chat/completions", json=ask)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["code"] == "queue_full"
         statuses = [one.result().status_code for one in waiting]
         assert statuses[:2] == [200, 200]
-        late = {**LONG, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=late) as response:
-            *_, last = response.iter_lines()
-        response = httpx.post(f"{url}/v1/chat/completions", json=LONG)
+        post = partial(httpx.post, f"{url}/v1/chat/completions", timeout=60)
+        late = pool.submit(post, json={**LONG, "stream": True})
+        response = post(json=LONG)
         assert (response.status_code, "of --timeout" in response.text) == (503, True)
+        last = late.result().text.strip().rpartition("\n\n")[2]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
         until(lambda: scheduler.counts == (0, 0))
-    assert last == ""
 
 
 @pytest.mark.usefixtures("slow")
