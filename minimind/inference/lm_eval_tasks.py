@@ -1,16 +1,22 @@
-"""Tasks of lm-eval-harness on a checkpoint or an export, for `minimind eval --lm_eval`."""
+"""Tasks of lm-eval-harness: their scores, and the table of `minimind eval --lm_eval`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import at_least, non_empty
+from minimind.config.parse import suggest
+from minimind.config.tasks import LM_EVAL, OWN_TASKS, AskedTask
 from minimind.data.tokenizer.vocabulary import JSON_NAME, write_tokenizer
 from minimind.errors import UsageError
+from minimind.inference.scores import Score, Shares, standard_error
 from minimind.runtime.durable_files import printing
 
 if TYPE_CHECKING:
@@ -59,7 +65,8 @@ def run_tasks(args: argparse.Namespace, device: str, processes: int) -> None:
         raise UsageError(
             f"--lm_eval runs in one process, and {processes} were started; drop the launcher"
         )
-    manager = _task_manager(args)
+    way_out = "`lm_eval ls tasks` lists those of lm-eval, and --include_path DIR adds a folder"
+    manager = manager_of(args.lm_eval, args.include_path, "--lm_eval", way_out)
     model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
     if args.chat:
         _require_template(tokenizer, path)
@@ -90,25 +97,129 @@ def run_tasks(args: argparse.Namespace, device: str, processes: int) -> None:
             print(f"{path}\n{make_table(found)}")
 
 
-def _task_manager(args: argparse.Namespace) -> Any:
-    """lm-eval's index of tasks; UsageError if it lacks one, or if lm-eval is not installed."""
+@cache  # lm-eval looks through thousands of files
+def _task_manager(folder: str | None, has_defaults: bool) -> Any:
+    """lm-eval's index of tasks: of a folder, of lm-eval itself, or of both."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=folder, include_defaults=has_defaults)
+
+
+def manager_of(names: Sequence[str], folder: str | None, by: str, way_out: str) -> Any:
+    """The index that has these tasks, of `folder` first; raise UsageError if there is none.
+
+    `by` begins the message, `way_out` ends it.
+    """
     try:
-        from lm_eval.tasks import TaskManager
+        own = _task_manager(folder, False) if folder is not None else None
+        if own is not None and {*names} <= {*own.all_tasks}:
+            return own
+        manager = _task_manager(folder, True)
     except ModuleNotFoundError as error:
         raise UsageError(
-            "--lm_eval needs the package lm_eval, which is not installed; pip install lm_eval"
+            f"{by} needs the package {LM_EVAL}, which is not installed; pip install '.[eval]'"
         ) from error
-    if args.include_path is not None:
-        own = TaskManager(include_path=args.include_path, include_defaults=False)
-        if {*args.lm_eval} <= {*own.all_tasks}:  # the tasks of lm-eval take seconds to list
-            return own
-    manager = TaskManager(include_path=args.include_path)
-    if unknown := [name for name in args.lm_eval if name not in manager.all_tasks]:
-        raise UsageError(
-            f"--lm_eval {unknown[0]}: lm-eval has no such task; `lm_eval ls tasks` lists its own,"
-            " and --include_path DIR adds a folder of yours"
-        )
+    known = {*manager.all_tasks}
+    if unknown := [name for name in names if name not in known]:
+        near = suggest(unknown[0], [*OWN_TASKS, *sorted(known)], way_out)
+        raise UsageError(f"{by}: {unknown[0]} is no task; {near}")
     return manager
+
+
+METRICS = ("acc_norm", "acc", "exact_match", "em")  # shares of right answers; the first is reported
+FEWSHOT_SEED = 1234  # as that of lm-eval's own command
+
+
+@dataclass(frozen=True)
+class LmEvalTasks:
+    """Loaded tasks of lm-eval, by whether they are asked in the chat template."""
+
+    plain: Mapping[str, Any]
+    chats: Mapping[str, Any]
+    tokenizer: Any
+    limit: int | None
+
+    @classmethod
+    def load(
+        cls, asked: Sequence[AskedTask], tokenizer: AnyTokenizer, limit: int | None, by: str
+    ) -> LmEvalTasks:
+        """Load the tasks with their questions; raise UsageError if that fails."""
+        kinds: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        for one in asked:
+            manager = require_task(one, by)
+            try:
+                kinds[one.as_chat].update(_loaded(manager, one.name))
+            except (OSError, ValueError) as error:  # of the library that fetches data sets
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise UsageError(
+                    f"{by}: {one.name}: its questions cannot be read ({reason}); lm-eval fetches"
+                    " them from the Hugging Face Hub unless its YAML names files"
+                ) from error
+        return cls(*kinds, _transformers_tokenizer(tokenizer), limit)
+
+    def scores(self, model: Any, shares: Shares) -> dict[str, Score]:
+        """Score each task (collective); raise StoppedError if a rank is asked to stop."""
+        from lm_eval import evaluate
+
+        from minimind.inference.shared_lm import SharedLM
+
+        ask: Any = evaluate  # its decorator hides its parameters
+        found: dict[str, Score] = {}
+        for tasks, as_chat in ((self.plain, False), (self.chats, True)):
+            if not tasks:
+                continue
+            for task in tasks.values():
+                task.set_fewshot_seed(FEWSHOT_SEED)  # the same examples each time
+            results = ask(
+                SharedLM(model, self.tokenizer, shares),
+                dict(tasks),
+                limit=self.limit,
+                bootstrap_iters=0,
+                log_samples=False,
+                apply_chat_template=as_chat,
+            )
+            for name, task in tasks.items():
+                found[name] = self._score(name, task, results)
+        return found
+
+    def _score(self, name: str, task: Any, results: Mapping[str, Any]) -> Score:
+        values = {
+            key.partition(",")[0]: value
+            for key, value in reversed(results["results"][name].items())
+            if "," in key and "_stderr," not in key and isinstance(value, int | float)
+        }
+        metric = next((one for one in METRICS if one in values), None)
+        number = results["n-samples"][name]["effective"]
+        if metric is None:
+            metric = [*values][-1]  # the first of the task
+            is_higher = results["higher_is_better"][name].get(metric, True)
+            return Score(values[metric], None, None, number, bool(is_higher))
+        chance = 0.0
+        if task.get_config("output_type") == "multiple_choice":
+            docs = [doc for _, doc in task.doc_iterator(limit=self.limit)]
+            chance = sum(1 / len(task.doc_to_choice(doc)) for doc in docs) / len(docs)
+        value = float(values[metric])
+        return Score(value, chance, standard_error(value, number), number)
+
+
+def require_task(one: AskedTask, by: str) -> Any:
+    """lm-eval's index with this task; raise UsageError if there is none."""
+    way_out = f"`lm_eval ls tasks` lists those of lm-eval; {', '.join(OWN_TASKS)} are there, too"
+    return manager_of([one.name], one.folder, by, way_out)
+
+
+def _loaded(manager: Any, name: str) -> dict[str, Any]:
+    """The tasks of a name, which may be that of a group."""
+    if hasattr(manager, "load"):
+        tasks = manager.load([name])["tasks"]
+    else:  # lm-eval 0.4.10
+        from lm_eval.tasks import get_task_dict
+
+        tasks = get_task_dict([name], manager)
+    for task in tasks.values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+    return tasks
 
 
 def _require_template(tokenizer: AnyTokenizer, path: Path) -> None:

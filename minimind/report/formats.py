@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 DASH = "\N{EN DASH}"
 
@@ -78,6 +80,18 @@ def timestamp(seconds: float) -> str:
         return DASH
 
 
+def scores_line(fields: Mapping[str, Any]) -> str:
+    """`cloze 0.410 (chance 0.250), bits_per_byte 1.437, average 0.213`: of a `scores` event."""
+    parts = []
+    for prefix in ("", "ema_"):
+        for name, one in fields.get(f"{prefix}tasks", {}).items():
+            chance = "" if one["chance"] is None else f" (chance {one['chance']:.3g})"
+            parts.append(f"{prefix}{name} {one['value']:.3f}{chance}")
+        if (average := fields.get(f"{prefix}average")) is not None:
+            parts.append(f"{prefix}average {average:.3f}")
+    return ", ".join(parts)
+
+
 def count(number: int, noun: str, plural: str = "") -> str:
     """`1 resume`, `2 resumes`, `3 crashes`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
@@ -103,6 +117,6 @@ PALETTE = {
     **{"backward": ("#2f7fb8", "#62b5ea"), "optimizer": ("#1fa27c", "#1fa27c")},
     **{"evaluate": ("#cc79a7", "#cc79a7"), "checkpoint": ("#7b4fa0", "#b08fd4")},
     **{"sample": ("#999999", "#999999"), "trace": ("#cccccc", "#cccccc"), "gc": ("#8c6d46",) * 2},
-    "verify": ("#5b8c5a", "#5b8c5a"),
+    **{"verify": ("#5b8c5a", "#5b8c5a"), "score": ("#c2a83e", "#c2a83e")},
 }
 LIGHT = {name: light for name, (light, _) in PALETTE.items()}  # page.html changes light to dark

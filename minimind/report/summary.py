@@ -72,6 +72,7 @@ def pixel_columns(x: np.ndarray, columns: int, span: tuple[float, float]) -> np.
 NOUNS = {
     "evaluate": "evaluation",
     "sample": "samples",
+    "score": "scores",
     "verify": "checks for corruption",
     "gc": "garbage collection",
 }  # of pauses
