@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import at_least, non_empty
 from minimind.config.parse import suggest
+from minimind.config.run_config import RunConfig
 from minimind.config.tasks import LM_EVAL, OWN_TASKS, AskedTask
 from minimind.data.tokenizer.vocabulary import JSON_NAME, write_tokenizer
 from minimind.errors import UsageError
@@ -29,7 +30,8 @@ OF_TEXT = {
     **{"max_bad_fraction": 0.05, "task": "pretrain", "train_on": None, "chat_template": None},
     **{"template_date": None, "allow_lossy_tokenizer": False},
 }
-OF_TASKS = {"include_path": None, "chat": False, "limit": None}
+OF_TASKS = {"include_path": None, "chat": False, "limit": None, "dtype": "float32"}
+OF_OWN_TASKS = ("data", "split", "limit", "dtype")  # of these, flags that --tasks has, too
 
 
 def add_task_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,15 +42,28 @@ def add_task_flags(parser: argparse.ArgumentParser) -> None:
     text = "folder of tasks of your own"
     add("--include_path", type=non_empty, metavar="DIR", help=text)
     add("--chat", action="store_true", help="format the requests by the model's chat template")
-    add("--limit", type=at_least(1), help="questions per task (default: all)")
+    text = f"questions per task (default: all; of --tasks {RunConfig.eval_tasks_limit})"
+    add("--limit", type=at_least(1), help=text)
+    text = "tasks as --eval_tasks of training names them, scored as in training; --data is the text"
+    text += " that they are made of (default: the held-out text of the checkpoint's run)"
+    add("--tasks", nargs="+", type=non_empty, metavar="NAME", help=text)
+    text = "with --tasks: precision; that of a run gives the scores that it logged"
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help=text)
 
 
 def require_of_kind(args: argparse.Namespace) -> None:
-    """Raise UsageError unless either --data or --lm_eval is given, with its own flags only."""
-    if (args.data is None) == (args.lm_eval is None):
+    """Raise UsageError unless --data, --lm_eval or --tasks is given, with its own flags only."""
+    if args.tasks is not None and args.lm_eval is not None:
+        raise UsageError("--tasks and --lm_eval were given; give --tasks alone, which takes both")
+    if args.tasks is None and (args.data is None) == (args.lm_eval is None):
         count = "neither was" if args.data is None else "both were"
         raise UsageError(f"of --data (text) and --lm_eval (tasks) {count} given; give one of them")
-    others, kind = (OF_TASKS, "--data") if args.lm_eval is None else (OF_TEXT, "--lm_eval")
+    others, kind = OF_TASKS, "--data"
+    if args.lm_eval is not None:
+        others, kind = {**OF_TEXT, "dtype": "float32"}, "--lm_eval"
+    if args.tasks is not None:
+        others, kind = {**OF_TASKS, **OF_TEXT}, "--tasks"
+        others = {name: one for name, one in others.items() if name not in OF_OWN_TASKS}
     for name, default in others.items():
         if getattr(args, name) != default:
             raise UsageError(f"--{name} has no effect with {kind}; drop it")
@@ -69,20 +84,17 @@ def run_tasks(args: argparse.Namespace, device: str, processes: int) -> None:
     manager = manager_of(args.lm_eval, args.include_path, "--lm_eval", way_out)
     model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
     if args.chat:
-        _require_template(tokenizer, path)
+        require_template(tokenizer, path, "--chat")
     from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import make_table
+
+    from minimind.inference.shared_lm import SharedLM
 
     model.config.doc_mask = False  # a request is one document
     evaluate: Any = simple_evaluate  # its decorator hides its parameters, like HFLM's
-    wrapper: Any = HFLM
     found = evaluate(
-        model=wrapper(
-            pretrained=model.to(device),
-            tokenizer=_transformers_tokenizer(tokenizer),
-            max_length=model.config.max_position_embeddings,
-            batch_size=args.batch_size,
+        model=SharedLM(
+            model.to(device), _transformers_tokenizer(tokenizer), Shares(), args.batch_size
         ),
         tasks=args.lm_eval,
         task_manager=manager,
@@ -222,12 +234,13 @@ def _loaded(manager: Any, name: str) -> dict[str, Any]:
     return tasks
 
 
-def _require_template(tokenizer: AnyTokenizer, path: Path) -> None:
+def require_template(tokenizer: AnyTokenizer, path: Path, by: str) -> None:
+    """Raise UsageError for a model without a chat template, or with one that does not fit."""
     from minimind.inference.chat import template_of
 
     if not tokenizer.templates.by_name:
         raise UsageError(
-            f"--chat: {path} has no chat template beside its tokenizer; drop --chat, or"
+            f"{by}: {path} has no chat template beside its tokenizer; ask in plain text, or"
             " fine-tune with --task sft"
         )
     template_of(tokenizer, None, path)  # one that does not fit is an error

@@ -80,16 +80,28 @@ def timestamp(seconds: float) -> str:
         return DASH
 
 
-def scores_line(fields: Mapping[str, Any]) -> str:
-    """`cloze 0.410 (chance 0.250), bits_per_byte 1.437, average 0.213`: of a `scores` event."""
-    parts = []
+SCORES_HEAD = ("task", "value", "chance", "stderr", "questions")
+
+
+def scores_table(fields: Mapping[str, Any]) -> list[list[str]]:
+    """A row for each task of a `scores` event and for the averages, after SCORES_HEAD."""
+    rows = [[*SCORES_HEAD]]
     for prefix in ("", "ema_"):
         for name, one in fields.get(f"{prefix}tasks", {}).items():
-            chance = "" if one["chance"] is None else f" (chance {one['chance']:.3g})"
-            parts.append(f"{prefix}{name} {one['value']:.3f}{chance}")
+            numbers = (one["value"], one["chance"], one["stderr"])
+            shown = ("" if number is None else f"{number:.4f}" for number in numbers)
+            rows.append([prefix + name, *shown, f"{one['questions']:,}"])
         if (average := fields.get(f"{prefix}average")) is not None:
-            parts.append(f"{prefix}average {average:.3f}")
-    return ", ".join(parts)
+            rows.append([f"{prefix}average", f"{average:.4f}", "0", "", ""])
+    return rows
+
+
+def scores_line(fields: Mapping[str, Any]) -> str:
+    """`cloze 0.4100 (chance 0.2500), bits_per_byte 1.4370, average 0.2130`."""
+    return ", ".join(
+        f"{name} {value}" + (f" (chance {chance})" if chance not in ("", "0") else "")
+        for name, value, chance, *_ in scores_table(fields)[1:]
+    )
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
