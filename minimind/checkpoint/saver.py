@@ -191,7 +191,7 @@ class Saver:
         return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
 
     def validated(self, step: int, val_loss: float) -> None:
-        """Record what --keep_best compares in the checkpoint of its step, if one is saved or being saved."""
+        """Record what --keep_best compares in the checkpoint of its step, saved or being saved."""
         if self.ranks.rank == 0:
             self._recording.append(self._thread.submit(self._record, step, val_loss))
 

@@ -25,8 +25,8 @@ from minimind.config.arguments import (
     json_variables,
     utf8,
 )
-from minimind.errors import DataError, UsageError
 from minimind.config.run_config import RunConfig
+from minimind.errors import DataError, UsageError
 from minimind.inference.lm_eval_tasks import (
     add_task_flags,
     require_of_kind,
@@ -204,10 +204,7 @@ def _score_tasks(args: argparse.Namespace, cache: ObjectCache, device: str, rank
         model.to(accelerator.device, getattr(torch, args.dtype))
         ranks = Ranks(timedelta(seconds=600))
         shares = Shares(
-            group=ranks.rank,
-            size=ranks.world_size,
-            add=ranks.sum_over_ranks,
-            gather=ranks.gather,
+            group=ranks.rank, size=ranks.world_size, add=ranks.sum_over_ranks, gather=ranks.gather
         )
         found = fields_of(questions.scores(model, shares))
     if rank:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from minimind.inference.scores import Shares
 
+BASE: Any = HFLM  # decorators hide the parameters of its methods
 BATCH = 8  # requests
 WHOLE = 2**30  # requests of a batch of lm-eval: all, which are divided here
 
@@ -21,7 +22,7 @@ logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of a model that
 lm_eval.api.task.tqdm = partial(tqdm, disable=True)  # pyright: ignore[reportPrivateImportUsage]
 
 
-class SharedLM(HFLM):
+class SharedLM(BASE):
     """A loaded model on all ranks: each asks for all answers, and computes its part of them.
 
     lm-eval itself divides questions, so that a batch, and the last bits of its results, depend on
@@ -29,10 +30,10 @@ class SharedLM(HFLM):
     """
 
     def __init__(self, model: Any, tokenizer: Any, shares: Shares, batch_rows: int = BATCH) -> None:
-        wrapped: Any = super().__init__  # whose parameters a decorator hides
         length = model.config.max_position_embeddings
         # Without a cache of logits a batch is one forward pass.
-        wrapped(model, tokenizer=tokenizer, max_length=length, batch_size=WHOLE, logits_cache=False)
+        options = {"max_length": length, "batch_size": WHOLE, "logits_cache": False}
+        super().__init__(model, tokenizer=tokenizer, **options)
         self._shares, self._rows = shares, batch_rows
 
     def _loglikelihood_tokens(self, requests: Any, *_: Any, **__: Any) -> list[tuple[float, bool]]:
@@ -47,7 +48,7 @@ class SharedLM(HFLM):
 
         def compute(batch: Sequence[int]) -> list[float]:
             own = [requests[number] for number in batch[::2]]
-            answers = HFLM._loglikelihood_tokens(self, own, disable_tqdm=True)
+            answers = BASE._loglikelihood_tokens(self, own, disable_tqdm=True)
             return [float(number) for answer in answers for number in answer]
 
         numbers = iter(self._shares.numbers(compute, twice))

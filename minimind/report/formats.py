@@ -83,24 +83,46 @@ def timestamp(seconds: float) -> str:
 SCORES_HEAD = ("task", "value", "chance", "stderr", "questions")
 
 
-def scores_table(fields: Mapping[str, Any]) -> list[list[str]]:
-    """A row for each task of a `scores` event and for the averages, after SCORES_HEAD."""
-    rows = [[*SCORES_HEAD]]
+def score_values(
+    fields: Mapping[str, Any],
+) -> list[tuple[str, float, float | None, float | None, int | None]]:
+    """Name, value, chance, standard error and questions of tasks and averages.
+
+    `fields` are those of a `scores` event, which anyone may have written: what is no number is left
+    out.
+    """
+    found: list[tuple[str, float, float | None, float | None, int | None]] = []
+
+    def known(value: Any) -> float | None:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if is_number and math.isfinite(value) else None
+
     for prefix in ("", "ema_"):
-        for name, one in fields.get(f"{prefix}tasks", {}).items():
-            numbers = (one["value"], one["chance"], one["stderr"])
-            shown = ("" if number is None else f"{number:.4f}" for number in numbers)
-            rows.append([prefix + name, *shown, f"{one['questions']:,}"])
-        if (average := fields.get(f"{prefix}average")) is not None:
-            rows.append([f"{prefix}average", f"{average:.4f}", "0", "", ""])
+        tasks = fields.get(f"{prefix}tasks")
+        for name, one in tasks.items() if isinstance(tasks, dict) else ():
+            if isinstance(one, dict) and (value := known(one.get("value"))) is not None:
+                chance, stderr, number = map(known, map(one.get, SCORES_HEAD[2:]))
+                number = None if number is None else round(number)
+                found.append((f"{prefix}{name}", value, chance, stderr, number))
+        if (average := known(fields.get(f"{prefix}average"))) is not None:
+            found.append((f"{prefix}average", average, 0.0, None, None))
+    return found
+
+
+def scores_table(fields: Mapping[str, Any]) -> list[list[str]]:
+    """A row for each of `score_values`, after SCORES_HEAD."""
+    rows = [[*SCORES_HEAD]]
+    for name, value, chance, stderr, questions in score_values(fields):
+        numbers = ("" if one is None else f"{one:.4f}" for one in (chance, stderr))
+        rows.append([name, f"{value:.4f}", *numbers, "" if questions is None else f"{questions:,}"])
     return rows
 
 
 def scores_line(fields: Mapping[str, Any]) -> str:
-    """`cloze 0.4100 (chance 0.2500), bits_per_byte 1.4370, average 0.2130`."""
+    """`cloze 0.4100 (chance 0.25), bits_per_byte 1.4370, average 0.2130`."""
     return ", ".join(
-        f"{name} {value}" + (f" (chance {chance})" if chance not in ("", "0") else "")
-        for name, value, chance, *_ in scores_table(fields)[1:]
+        f"{name} {value:.4f}" + (f" (chance {chance:.3g})" if chance else "")
+        for name, value, chance, *_ in score_values(fields)
     )
 
 

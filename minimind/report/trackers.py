@@ -20,12 +20,18 @@ from typing import Any
 
 from minimind.config.run_config import RunConfig
 from minimind.engine.build import open_tracker
+from minimind.report.formats import score_values
 from minimind.runtime.durable_files import write_whole
 from minimind.runtime.urls import masked_text
 
 FILE = "trackers.json"  # in out_dir: a resumed run continues under this run id
 NOT_PLOTTED = ("step", "rows", "stage")  # of an event
-KINDS = {"step": "train", "eval": "eval", "sample": "sample", "scores": "scores"}  # event: prefix of its values
+KINDS = {
+    "step": "train",
+    "eval": "eval",
+    "sample": "sample",
+    "scores": "scores",
+}  # event: prefix of its values
 MAX_QUEUED = 10_000  # lines that a tracker may be behind
 FINISH = 30.0  # seconds that a tracker gets to finish
 START = 30.0  # seconds that it gets to start
@@ -123,10 +129,8 @@ def tracker_values(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "sample":
         return {f"sample/{fields['number']}": f"{fields['prompt']}{fields['text']}"}
     if kind == "scores":
-        named = {f"{p}{t}": one["value"] for p in ("", "ema_") for t, one in fields.get(f"{p}tasks", {}).items()}
-        averages = {name: fields.get(name) for name in ("average", "ema_average")}
-        named |= {name: value for name, value in averages.items() if value is not None}
-        return {f"scores/{name}": value for name, value in {**named, "seconds": fields["seconds"]}.items()}
+        found = {f"scores/{name}": value for name, value, *_ in score_values(fields)}
+        return {**found, "scores/seconds": fields["seconds"]}
     values: dict[str, Any] = {}
 
     def add(path: str, value: Any) -> None:

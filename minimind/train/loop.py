@@ -303,9 +303,10 @@ def catch_up(context: RunContext, state: TrainState) -> None:
     by_loss = run.keep_best and run.keep_best_by == VAL_LOSS
     if by_loss and state.step and is_evaluated and saver.lacks_validation(state.step):
         run_evaluation(context, state)
-    scores = context.scores  # a stop cuts them off, too
-    if scores and state.step and scores.lacks(context.engine, state.step):
-        log_scores(context, state)
+    if (scores := context.scores) and state.step:
+        by_score = run.keep_best and not by_loss and saver.lacks_validation(state.step)
+        if scores.lacks(context.engine, state.step) or by_score:  # a stop cuts them off, too
+            log_scores(context, state)
 
 
 def log_samples(context: RunContext, state: TrainState) -> None:
