@@ -344,7 +344,8 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     ),
     Rule(
         lambda run: (
-            run.keep_best_by != VAL_LOSS
+            run.keep_best
+            and run.keep_best_by != VAL_LOSS
             and run.eval_tasks_interval
             and _rarely(run, run.eval_tasks_interval)
         ),
