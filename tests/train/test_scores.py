@@ -231,3 +231,27 @@ def test_a_repeated_run_counts_from_its_second_time():
     assert repeated_share([1, 2, 3, 4]) == 0
     assert repeated_share([1] * 7) == 0.75
     assert repeated_share([*range(4), *range(4)]) == 1 - 4 / 5
+
+
+def test_the_report_draws_scores_and_lists_the_last_ones(scored: Path, tmp_path: Path):
+    from minimind.report.charts import Charts
+    from minimind.report.history import read_runs
+    from minimind.report.summary import Summary
+    from minimind.report.trackers import tracker_values
+
+    (run,) = read_runs([scored])
+    charts = {chart.key: chart.figure for chart in Charts([run], [1.0], 0.0).draw()}
+    average = {trace.name: trace for trace in charts["scores"].data}["average"]
+    expected = [event["average"] for event in events(scored, "scores")]
+    assert [*average.x] == [2, 4, 6]
+    assert [*average.y] == expected
+    assert {"bits_per_byte", "repetition"} <= {trace.name for trace in charts["other_scores"].data}
+    summary = Summary(run, 0.0)
+    assert f"at step 6: cloze {events(scored, 'scores')[-1]['tasks']['cloze']['value']:.4f}" in (
+        summary.as_text()
+    )
+    assert summary.shares["score"] > 0
+    values = tracker_values("scores", events(scored, "scores")[-1])
+    assert values["scores/average"] == expected[-1]
+    assert main(["report", str(scored), "--out", str(tmp_path / "page.html")]) == 0
+    assert "<h2>Scores at step 6</h2>" in (tmp_path / "page.html").read_text()
