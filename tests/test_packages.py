@@ -64,7 +64,7 @@ WITHOUT_TORCH = """
     checkpoint.retention report.page report.summary report.history report.verdict
     inference.prompts inference.stored_template data.tokenizer.vocabulary runtime.filesystem
     runtime.exit runtime.process runtime.durable_files runtime.locks runtime.urls model.sizes
-    config.stages data.rows.stages data.prepare.mixed
+    config.stages config.tasks data.rows.stages data.prepare.mixed
 """.split()
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "plotly", "datatrove", "ray"}
 
@@ -87,9 +87,20 @@ OFF = """
     data.tokenizer.hf_tokenizer data.tokenizer.sentencepiece inference.generate inference.prompts
     architecture.plan architecture.costs engine.deepspeed_backend engine.op_build_lock
     runtime.filesystem runtime.download runtime.object_cache cli sweep config.stages
-    data.rows.stages data.prepare.mixed
+    data.rows.stages data.prepare.mixed config.tasks train.scores inference.scores
+    inference.own_tasks inference.questions inference.lm_eval_tasks inference.shared_lm
 """.split()
-OF_OFF = {"plotly", "wandb", "ray", "fsspec", "jinja2", "tokenizers", "sentencepiece", "pyarrow"}
+OF_OFF = {
+    "lm_eval",
+    "plotly",
+    "wandb",
+    "ray",
+    "fsspec",
+    "jinja2",
+    "tokenizers",
+    "sentencepiece",
+    "pyarrow",
+}
 
 
 @pytest.mark.parametrize(

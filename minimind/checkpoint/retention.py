@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.checkpoint.directory import delete, published_checkpoints, step_directory, step_of
+from minimind.config.flags import VAL_LOSS
 from minimind.config.parse import load_yaml
 from minimind.config.run_config import REACH, RunConfig
 from minimind.errors import CheckpointError, UsageError
@@ -33,7 +34,7 @@ VALIDATION = "validation.json"
 STAYS = "the checkpoint stays while --keep_best is in force, since its loss may be among the lowest"
 NO_CHECKSUM = "has no checksum, as an earlier version wrote it"
 RULED = (
-    *("keep_last", "keep_every", "keep_best", "save_interval"),
+    *("keep_last", "keep_every", "keep_best", "keep_best_by", "save_interval"),
     *("verify_interval", "spike_guard"),
 )  # flags
 
@@ -48,6 +49,7 @@ class Rules:
     reach: int = 0  # steps that the spike guard may go back
     interval: int = 1  # steps between saves
     verifies: bool = False
+    keep_best_by: str = VAL_LOSS
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Rules:
@@ -58,6 +60,7 @@ class Rules:
             REACH if settings["spike_guard"] else 0,
             settings["save_interval"],
             settings["verify_interval"] > 0,
+            settings["keep_best_by"],
         )
 
     def flags(self) -> str:
@@ -81,8 +84,9 @@ class Saved:
     """A checkpoint as the rules see it; without a loss and a doubt it was not evaluated."""
 
     step: int
-    val_loss: float | None = None
+    val_loss: float | None = None  # or a score, negative if higher is better
     doubt: str = ""  # why the loss is not proven, or not known
+    by: str = VAL_LOSS  # or the name of the score
 
 
 def kept(listed: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[int, list[str]]:
@@ -98,13 +102,14 @@ def kept(listed: Sequence[Saved], rules: Rules, good: int | None = None) -> dict
     for step in steps:
         if rules.keep_every and step % rules.keep_every == 0:
             reasons[step].append("every")
-    proven = [saved for saved in listed if not saved.doubt]
+    proven = [saved for saved in listed if not saved.doubt and saved.by == rules.keep_best_by]
     evaluated = [(saved.val_loss, -saved.step) for saved in proven if saved.val_loss is not None]
     for saved in listed if rules.keep_best else ():
         if saved.doubt:
             reasons[saved.step].append("unproven")
     for loss, step in sorted(evaluated)[: rules.keep_best]:
-        reasons[-step].append(f"best {loss:.4g}")
+        by = "" if rules.keep_best_by == VAL_LOSS else f"{rules.keep_best_by} "
+        reasons[-step].append(f"best {by}{abs(loss) if by else loss:.4g}")
     if rules.reach:  # all that a rollback may have to pass over, and one before them
         recent = sum(step > steps[0] - rules.reach for step in steps)
         for step in steps[: recent + 1]:
@@ -150,17 +155,23 @@ def saved_in(root: Path) -> list[Saved]:
 
 
 class Validation(ClosedJson):
-    """`validation.json`: the loss at the step of the checkpoint; null if it was not finite."""
+    """`validation.json`: the loss at the step of the checkpoint; null if it was not finite.
+
+    With `by` it is a score of that name instead, negative if higher is better.
+    """
 
     step: Count
     val_loss: Real | None
+    by: str = VAL_LOSS
     sha256: Digest | None = None  # digest of the canonical form without it; older files have none
 
 
-def record_validation(directory: Path, val_loss: float) -> None:
-    """Write the validation loss of a published checkpoint durably."""
+def record_validation(directory: Path, val_loss: float, by: str = VAL_LOSS) -> None:
+    """Write the validation loss, or the score, of a published checkpoint durably."""
     loss = val_loss if math.isfinite(val_loss) else None
     content = {"step": step_of(directory), "val_loss": loss}
+    if by != VAL_LOSS:
+        content["by"] = by
     content["sha256"] = fingerprint(content)
     write_whole(directory / VALIDATION, json.dumps(content).encode())
     sync_directory(directory)
@@ -190,11 +201,12 @@ def saved_with(step: int, text: bytes) -> Saved:
     if found["step"] != step:
         return Saved(step, doubt=f"is that of step {found['step']}")
     sha256, loss = found.pop("sha256", None), found["val_loss"]
+    by = found.get("by", VAL_LOSS)
     if sha256 is None:
-        return Saved(step, loss, NO_CHECKSUM)
+        return Saved(step, loss, NO_CHECKSUM, by)
     if sha256 != fingerprint(found):
         return Saved(step, doubt="does not match its own sha256")
-    return Saved(step, loss)
+    return Saved(step, loss, by=by)
 
 
 def rules_of_run(out_dir: Path) -> Rules | None:

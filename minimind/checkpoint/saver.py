@@ -191,14 +191,14 @@ class Saver:
         return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
 
     def validated(self, step: int, val_loss: float) -> None:
-        """Record a validation in the checkpoint of its step, if one is saved or being saved."""
+        """Record what --keep_best compares in the checkpoint of its step, saved or being saved."""
         if self.ranks.rank == 0:
             self._recording.append(self._thread.submit(self._record, step, val_loss))
 
     def _record(self, step: int, val_loss: float) -> None:
         if (path := step_directory(self.root, step)).is_dir():
             with storing(str(path), REMEDY):
-                record_validation(path, val_loss)
+                record_validation(path, val_loss, self.rules.keep_best_by)
 
     def wait_for_validations(self) -> None:
         """Wait until validations are recorded; raise an error on every rank (collective)."""

@@ -36,6 +36,7 @@ from minimind.checkpoint.retention import (
     saved_of,
 )
 from minimind.checkpoint.run_folder import lock_out_dir
+from minimind.config.flags import VAL_LOSS
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.durable_files import storing
 
@@ -164,7 +165,7 @@ def look_at(path: Path, state: str) -> Listing | None:
         dtype=dtype if dtype in DTYPES else None,
         files=len(sizes),
         state=state,
-        val_loss=validated and validated.val_loss,
+        val_loss=validated.val_loss if validated and validated.by == VAL_LOSS else None,
     )
 
 

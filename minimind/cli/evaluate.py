@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,15 @@ from minimind.config.arguments import (
     json_variables,
     utf8,
 )
+from minimind.config.run_config import RunConfig
 from minimind.errors import DataError, UsageError
-from minimind.inference.lm_eval_tasks import add_task_flags, require_of_kind, run_tasks
+from minimind.inference.lm_eval_tasks import (
+    add_task_flags,
+    require_of_kind,
+    require_template,
+    run_tasks,
+)
+from minimind.report.formats import scores_table
 from minimind.runtime.durable_files import printing, storing
 from minimind.runtime.terminal import aligned
 
@@ -111,6 +119,10 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.lm_eval is not None:
         run_tasks(args, device, launch.world_size)
         return 0
+    if args.tasks is not None:
+        with open_cache(args.cache_dir, args.max_cache_gib) as cache:
+            _score_tasks(args, cache, device, launch.rank)
+        return 0
     with open_cache(args.cache_dir, args.max_cache_gib) as cache:
         _score(args, cache, device, launch.rank)
     return 0
@@ -158,6 +170,72 @@ def _score(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int)
     if rank == 0:
         with printing():
             _print_results(sums, parts, path, args.json)
+
+
+def _score_tasks(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int) -> None:
+    """Print the scores of --tasks, whose questions the processes share."""
+    import torch
+
+    from minimind.config.tasks import read_tasks
+    from minimind.engine.build import evaluation_accelerator
+    from minimind.inference.load_model import load_model
+    from minimind.inference.own_tasks import HeldOutText
+    from minimind.inference.questions import Questions
+    from minimind.inference.scores import Shares, fields_of
+    from minimind.runtime.collectives import Ranks
+
+    asked = read_tasks(args.tasks, "--tasks")
+    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
+    with _copied(tokenizer) as folder:
+        opened = (tokenizer, folder, None, args, rank)
+        limit = RunConfig.eval_tasks_limit if args.limit is None else args.limit
+        questions = Questions.of(
+            asked,
+            lambda: HeldOutText.of(*_held_out(args, path, cache, opened)),
+            tokenizer,
+            model.config.max_position_embeddings,
+            limit,
+            "--tasks",
+        )
+    for one in asked:
+        if one.as_chat:
+            require_template(tokenizer, path, f"--tasks {one.name}:chat")
+    with evaluation_accelerator(device, dist_timeout=600) as accelerator:
+        model.to(accelerator.device, getattr(torch, args.dtype))
+        ranks = Ranks(timedelta(seconds=600))
+        shares = Shares(
+            group=ranks.rank, size=ranks.world_size, add=ranks.sum_over_ranks, gather=ranks.gather
+        )
+        found = fields_of(questions.scores(model, shares))
+    if rank:
+        return
+    with printing():
+        if args.json:
+            print(json.dumps({"model": str(path), **found}, ensure_ascii=False))
+            return
+        print(f"{path}\n{aligned(scores_table(found), '<>')}")
+
+
+def _held_out(
+    args: argparse.Namespace, path: Path, cache: ObjectCache, opened: tuple[Any, ...]
+) -> tuple[Prepared, str]:
+    """The text of --data, or of the run of a checkpoint, and its split."""
+    from minimind.checkpoint.directory import step_of
+    from minimind.data.prepare.prepared import is_prepared
+    from minimind.data.prepare.remote import local_data
+    from minimind.recovery.step_rows import documents_of, read_run
+
+    if args.data is not None:
+        if len(args.data) > 1:
+            raise UsageError(f"--tasks reads one text, and --data names {len(args.data)}; give one")
+        ((place, paths),) = local_data(args.data, cache).items()
+        split = "train" if not is_prepared(paths[0]) or args.split == "train" else "val"
+        return _open_data(place, paths, *opened), split
+    if args.checkpoint is None:
+        raise UsageError("--tasks of held-out text needs --data with --model; name some text")
+    log = read_run(path.parents[1])
+    stretch = log.at(step_of(path))
+    return documents_of(stretch, cache=cache).prepared, "val"
 
 
 def _require_of_task(args: argparse.Namespace) -> None:

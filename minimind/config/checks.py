@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.arguments import is_utf8, template_variables, utf8_fault
-from minimind.config.flags import OF_EXPERTS, SHAPE, TRACKERS
+from minimind.config.flags import OF_EXPERTS, SHAPE, TRACKERS, VAL_LOSS
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
@@ -273,6 +273,16 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         "{sample_prompts} without --sample_interval, so that no sample is ever written; give"
         " --sample_interval N",
     ),
+    Rule(
+        lambda run: run.eval_tasks is not None and not run.eval_tasks_interval,
+        "{eval_tasks} without --eval_tasks_interval, so that no task is ever asked; give"
+        " --eval_tasks_interval N",
+    ),
+    *_each(
+        ("eval_tasks_interval", "eval_tasks_limit"),
+        lambda run, name: getattr(run, name) != FLAGS[name].default and run.eval_tasks is None,
+        "{flag} has no effect without --eval_tasks; name tasks, or drop this",
+    ),
     _model,
     *_each(
         ("decay_steps", "decay_fraction", "decay_shape"),
@@ -325,12 +335,35 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         " one of them",
     ),
     Rule(
-        lambda run: run.keep_best and not (run.eval_rows and (run.val_fraction or run.val_path)),
+        lambda run: run.keep_best_by != VAL_LOSS and not run.keep_best,
+        "{keep_best_by} has no effect without --keep_best; give --keep_best N, or drop this",
+    ),
+    Rule(
+        lambda run: run.keep_best_by != VAL_LOSS and run.keep_best and run.eval_tasks is None,
+        "{keep_best_by} is a score, and no task is asked; give --eval_tasks",
+    ),
+    Rule(
+        lambda run: (
+            run.keep_best
+            and run.keep_best_by != VAL_LOSS
+            and run.eval_tasks_interval
+            and _rarely(run, run.eval_tasks_interval)
+        ),
+        "{keep_best} compares checkpoints that have scores, and {save_interval} and"
+        " {eval_tasks_interval} meet only every {steps:,} steps; make one a multiple of the other",
+    ),
+    Rule(
+        lambda run: (
+            run.keep_best
+            and run.keep_best_by == VAL_LOSS
+            and not (run.eval_rows and (run.val_fraction or run.val_path))
+        ),
         "{keep_best} has no validation to compare; give --eval_rows and --val_fraction",
     ),
     Rule(
         lambda run: (
             run.keep_best
+            and run.keep_best_by == VAL_LOSS
             and run.eval_rows
             and (run.val_fraction or run.val_path)
             and _rarely(run, run.eval_interval)

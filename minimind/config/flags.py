@@ -10,6 +10,7 @@ from minimind.config.optimizers import NEWTON_SCHULZ, OPTIMIZERS
 DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
 
 MOST_LEFT_OUT = 100_000  # rows; their places are computed for every 1,000 rows, in 10 ms on a CPU
+VAL_LOSS = "val_loss"  # field of an `eval` event
 MIRROR_WAIT_S = 300  # at the end of a run, for its uploads
 BY_TASK = "--task sft"  # source of the values that it sets
 AUTO = "auto"  # value, and source, of a flag that the start decides (config/rules.py)
@@ -253,6 +254,11 @@ class PlaceFlags:
         0,
         "output",
         at_least=0,
+    )
+    keep_best_by: str = flag(
+        f"what --keep_best compares: {VAL_LOSS}, or a score: a task of --eval_tasks, or `average`",
+        VAL_LOSS,
+        "output",
     )
     mirror: str | None = flag(
         "URL (s3://, gs:// or file://) to which checkpoints are uploaded in the background, and"
@@ -760,6 +766,22 @@ class ReportFlags:
         " one empty prompt)",
         None,
         "output",
+    )
+    eval_tasks: str | None = flag(
+        "tasks that score the model, separated by commas: cloze, needle, arithmetic, bits_per_byte,"
+        " repetition, a task of lm-eval, or DIR/NAME of a folder of its YAML files; NAME:chat asks"
+        " in the chat template of --task sft",
+        None,
+        "output",
+    )
+    eval_tasks_interval: int = flag(
+        "optimizer steps between scores; the last step is always scored; 0: none",
+        0,
+        "output",
+        at_least=0,
+    )
+    eval_tasks_limit: int = flag(
+        "questions of each task, the first ones, over all processes", 100, "output", at_least=1
     )
 
     def trackers(self) -> tuple[str, ...]:

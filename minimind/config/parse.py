@@ -172,7 +172,7 @@ run | --wandb_run_name | with `--report_to wandb`
 device_type | --device |
 fp8 fp8_recipe |  | training in FP8 is not available, as it is slower for small models ([parallelism](memory.md#what-is-not-available))
 window_pattern |  | attention is not windowed
-core_metric_every core_metric_max_per_task |  | evaluate a checkpoint with `minimind eval` or lm-eval
+core_metric_every core_metric_max_per_task | --eval_tasks_interval, --eval_tasks_limit | of the tasks of `--eval_tasks`
 """,
     "the Trainer of transformers": """
 output_dir | --out_dir |

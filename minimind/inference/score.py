@@ -187,18 +187,24 @@ def score(
 
 
 @torch.no_grad()
+def row_losses(
+    model: Any, rows: torch.Tensor, has_starts: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss summed over each of the marked rows (B,), float64 where the device has it; targets."""
+    inputs = ModelInputs.of_marked(rows, has_starts)
+    starts = {} if inputs.starts is None else {"document_starts": inputs.starts}
+    logits = model(input_ids=inputs.ids, use_cache=False, **starts).logits.float()
+    losses = F.cross_entropy(
+        logits.transpose(1, 2), inputs.targets, ignore_index=IGNORED, reduction="none"
+    )
+    return widened(losses).sum(1), inputs.targets
+
+
 def _row_sums(
     model: Any, rows: torch.Tensor, has_starts: bool, bytes_of: torch.Tensor
 ) -> torch.Tensor:
     """Loss, tokens and bytes of each row, float64 (B, 3) where the device has it."""
-    inputs = ModelInputs.of_marked(rows, has_starts)
-    targets = inputs.targets
-    starts = {} if inputs.starts is None else {"document_starts": inputs.starts}
-    logits = model(input_ids=inputs.ids, use_cache=False, **starts).logits.float()
-    losses = F.cross_entropy(
-        logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
-    )
+    losses, targets = row_losses(model, rows, has_starts)
     counted = targets != IGNORED
     text_bytes = bytes_of[targets.clamp(min=0)] * counted
-    columns = (widened(losses), widened(counted), widened(text_bytes))
-    return torch.stack([column.sum(1) for column in columns], dim=1)
+    return torch.stack([losses, widened(counted).sum(1), widened(text_bytes).sum(1)], dim=1)

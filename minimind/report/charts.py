@@ -105,6 +105,9 @@ class Charts:
         charts = [self._loss()]
         charts += [self._phases(n, run) for n, run in runs if run.has("step_ms")]
         charts += [self._figure(name) for name in FIGURES if any(r.has(name) for r in self.runs)]
+        for has_chance in (True, False):
+            if any(self._score_curves(run, has_chance) for run in self.runs):
+                charts.append(self._scores(has_chance))
         charts += [self._experts(n, run) for n, run in runs if run.has("expert_most")]
         if self.is_single:
             self._mark_starts(charts, self.runs[0])
@@ -270,6 +273,36 @@ class Charts:
         look = {"from_zero": from_zero, "may_be_log": not from_zero}
         y_axis = {"hoverformat": hover, "exponentformat": "e" if column == "lr" else "SI"}
         return self._chart(column, title, unit, traces, yaxis=y_axis, **look)
+
+    def _score_curves(self, run: Run, has_chance: bool) -> dict[str, list[tuple[float, float]]]:
+        """Steps and values by task, of those with a chance and their average, or of the others."""
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for event in run.events("scores"):
+            for name, value, chance, *_ in formats.score_values(event):
+                if (chance is not None) == has_chance:
+                    curves.setdefault(name, []).append((number(event["step"]), value))
+        return curves
+
+    def _scores(self, has_chance: bool) -> Chart:
+        """Tasks and their average; of several runs the averages, or the values of each task."""
+        traces: list[Any] = []
+        for n, run in enumerate(self.runs):
+            curves = self._score_curves(run, has_chance)
+            if not self.is_single and has_chance:
+                curves = {name: points for name, points in curves.items() if name == "average"}
+            for k, (name, points) in enumerate(curves.items()):
+                steps, values = np.array(points).T
+                (tone, dash), label = run_style(k), name
+                if not self.is_single:
+                    (tone, _), dash = run_style(n), DASHES[k % len(DASHES)]
+                    label = f"{run.name} {name}"
+                style = {"width": 3, "dash": "solid"} if name == "average" else {"dash": dash}
+                traces.append(self._line(label, self.at(run, steps), values, tone, **style))
+        y_axis = {"hoverformat": ".4f"}
+        if has_chance:
+            unit = "share of right answers; average: 0 by chance, 1 if all are right"
+            return self._chart("scores", "Scores", unit, traces, yaxis=y_axis)
+        return self._chart("other_scores", "Other scores", "", traces, yaxis=y_axis)
 
     def _experts(self, n: int, run: Run) -> Chart:
         names = {f"expert_{which}": f"{which} of any layer" for which in ("least", "most")}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 DASH = "\N{EN DASH}"
 
@@ -78,6 +80,52 @@ def timestamp(seconds: float) -> str:
         return DASH
 
 
+SCORES_HEAD = ("task", "value", "chance", "stderr", "questions")
+
+
+def score_values(
+    fields: Mapping[str, Any],
+) -> list[tuple[str, float, float | None, float | None, int | None]]:
+    """Name, value, chance, standard error and questions of tasks and averages.
+
+    `fields` are those of a `scores` event, which anyone may have written: what is no number is left
+    out.
+    """
+    found: list[tuple[str, float, float | None, float | None, int | None]] = []
+
+    def known(value: Any) -> float | None:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if is_number and math.isfinite(value) else None
+
+    for prefix in ("", "ema_"):
+        tasks = fields.get(f"{prefix}tasks")
+        for name, one in tasks.items() if isinstance(tasks, dict) else ():
+            if isinstance(one, dict) and (value := known(one.get("value"))) is not None:
+                chance, stderr, number = map(known, map(one.get, SCORES_HEAD[2:]))
+                number = None if number is None else round(number)
+                found.append((f"{prefix}{name}", value, chance, stderr, number))
+        if (average := known(fields.get(f"{prefix}average"))) is not None:
+            found.append((f"{prefix}average", average, 0.0, None, None))
+    return found
+
+
+def scores_table(fields: Mapping[str, Any]) -> list[list[str]]:
+    """A row for each of `score_values`, after SCORES_HEAD."""
+    rows = [[*SCORES_HEAD]]
+    for name, value, chance, stderr, questions in score_values(fields):
+        numbers = ("" if one is None else f"{one:.4f}" for one in (chance, stderr))
+        rows.append([name, f"{value:.4f}", *numbers, "" if questions is None else f"{questions:,}"])
+    return rows
+
+
+def scores_line(fields: Mapping[str, Any]) -> str:
+    """`cloze 0.4100 (chance 0.25), bits_per_byte 1.4370, average 0.2130`."""
+    return ", ".join(
+        f"{name} {value:.4f}" + (f" (chance {chance:.3g})" if chance else "")
+        for name, value, chance, *_ in score_values(fields)
+    )
+
+
 def count(number: int, noun: str, plural: str = "") -> str:
     """`1 resume`, `2 resumes`, `3 crashes`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
@@ -103,6 +151,6 @@ PALETTE = {
     **{"backward": ("#2f7fb8", "#62b5ea"), "optimizer": ("#1fa27c", "#1fa27c")},
     **{"evaluate": ("#cc79a7", "#cc79a7"), "checkpoint": ("#7b4fa0", "#b08fd4")},
     **{"sample": ("#999999", "#999999"), "trace": ("#cccccc", "#cccccc"), "gc": ("#8c6d46",) * 2},
-    "verify": ("#5b8c5a", "#5b8c5a"),
+    **{"verify": ("#5b8c5a", "#5b8c5a"), "score": ("#c2a83e", "#c2a83e")},
 }
 LIGHT = {name: light for name, (light, _) in PALETTE.items()}  # page.html changes light to dark

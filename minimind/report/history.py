@@ -18,7 +18,7 @@ from minimind.errors import PREEMPTED, UsageError
 from minimind.runtime.durable_files import storing
 
 PHASES = ("data", "forward", "backward", "optimizer")
-PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "verify", "trace", "gc")
+PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "score", "verify", "trace", "gc")
 LIMIT = 1e100  # larger values, and smaller inverses, would overflow in later arithmetic
 MAX_EXPERTS = 8  # shown one by one; of more, the first and the range over all
 COLUMNS = (
@@ -29,7 +29,7 @@ ENDS = ("exit", "rolled_back")  # they end a start; after a rollback another one
 KEPT_EVENTS = {
     *("eval", "checkpoint_saved", "checkpoint_rejected", "checkpoint_resharded"),
     *("run_changed", "step_skipped", "spike", "spike_skipped", "corruption"),
-    *("sample", "profile", "verdict", "checkpoint_mirrored", "checkpoint_fetched"),
+    *("sample", "scores", "profile", "verdict", "checkpoint_mirrored", "checkpoint_fetched"),
     "mirror_failed",
 }
 

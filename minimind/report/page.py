@@ -199,6 +199,14 @@ def _details(run: Run, now: float, suffix: str) -> str:
             rows = [*rows[:half], more, *rows[-half:]]
         head = ("started", "steps", "time", "processes", "end", "steps lost")
         html = f"<h2>Starts{suffix}</h2>{html_table(head, rows, 'starts')}"
+    if scored := run.events("scores"):
+        head, *rows = formats.scores_table(scored[-1])
+        cells = [tuple(map(escape, row)) for row in rows]
+        took = formats.duration(sum(number(event.get("seconds"), 0.0) for event in scored))
+        times = formats.count(len(scored), "time")
+        html += f"<h2>Scores at step {number(scored[-1]['step']):,.0f}{suffix}</h2>"
+        html += html_table(head, cells, "final")
+        html += f'<p class="quiet">Scored {times}, in {took}.</p>'
     if stages := stage_rows(run):
         cells = [tuple(map(escape, row)) for row in stages]
         html += f"<h2>Stages{suffix}</h2>{html_table(STAGE_HEAD, cells, 'stages')}"

@@ -72,6 +72,7 @@ def pixel_columns(x: np.ndarray, columns: int, span: tuple[float, float]) -> np.
 NOUNS = {
     "evaluate": "evaluation",
     "sample": "samples",
+    "score": "scores",
     "verify": "checks for corruption",
     "gc": "garbage collection",
 }  # of pauses
@@ -99,6 +100,7 @@ class Summary:
         self.loss, self.mean_loss = _last_finite(loss), _last_finite(smoothed_loss(run))
         self.loss_step = int(run.column("step")[known[-1]]) if len(known) else 0
         self.best, self.best_average = _best(run), _best(run, "ema_")
+        self.scores = next(iter(reversed(run.events("scores"))), None)
         self.tokens = _last_finite(run.column("tokens"))
         speed = run.column("tokens_per_second")
         per_token = _weighted_mean(1.0 / np.where(speed > 0, speed, np.nan), taken)
@@ -177,6 +179,13 @@ class Summary:
             figures["mirror"] = self.mirror
         return figures
 
+    def scores_text(self) -> str:
+        """`at step 400: cloze 0.4100 (chance 0.25), average 0.2133`; empty without scores."""
+        if self.scores is None:
+            return ""
+        step = number(self.scores["step"])
+        return f"at step {step:,.0f}: {formats.scores_line(self.scores)}"
+
     def as_text(self, has_blocks: bool = True) -> str:
         """The run in 6 to 14 lines, and one per stage, for a terminal.
 
@@ -190,6 +199,7 @@ class Summary:
             "stages": f"\n{'':<14}".join(map(", ".join, stage_rows(self.run))),
             "setbacks": self.setbacks(),
             **{name: figures.get(name, "") for name in ("loss", "validation", "average", "tokens")},
+            "scores": self.scores_text(),
             "time": ", ".join(f"{n} {formats.percent(s)}" for n, s in shares if s >= 0.0005),
             "verdict": self.verdict,
             **{name: figures.get(name, "") for name in ("memory", "mirror")},

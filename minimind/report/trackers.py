@@ -20,12 +20,18 @@ from typing import Any
 
 from minimind.config.run_config import RunConfig
 from minimind.engine.build import open_tracker
+from minimind.report.formats import score_values
 from minimind.runtime.durable_files import write_whole
 from minimind.runtime.urls import masked_text
 
 FILE = "trackers.json"  # in out_dir: a resumed run continues under this run id
 NOT_PLOTTED = ("step", "rows", "stage")  # of an event
-KINDS = {"step": "train", "eval": "eval", "sample": "sample"}  # event: prefix of its values
+KINDS = {
+    "step": "train",
+    "eval": "eval",
+    "sample": "sample",
+    "scores": "scores",
+}  # event: prefix of its values
 MAX_QUEUED = 10_000  # lines that a tracker may be behind
 FINISH = 30.0  # seconds that a tracker gets to finish
 START = 30.0  # seconds that it gets to start
@@ -122,6 +128,9 @@ def tracker_values(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     if kind == "sample":
         return {f"sample/{fields['number']}": f"{fields['prompt']}{fields['text']}"}
+    if kind == "scores":
+        found = {f"scores/{name}": value for name, value, *_ in score_values(fields)}
+        return {**found, "scores/seconds": fields["seconds"]}
     values: dict[str, Any] = {}
 
     def add(path: str, value: Any) -> None:

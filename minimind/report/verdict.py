@@ -16,7 +16,7 @@ from minimind.report.history import PHASES, Run, Start, number, read_configurati
 
 COMPUTING = ("forward", "backward", "optimizer")
 # Pauses that recur; garbage collection and traces do not.
-RECURRING = ("checkpoint", "evaluate", "sample", "verify")
+RECURRING = ("checkpoint", "evaluate", "sample", "score", "verify")
 
 
 class Period:
@@ -89,6 +89,7 @@ SAYINGS = {
     "checkpoint": ("checkpoints take", "save_interval"),
     "evaluate": ("evaluation takes", "eval_interval"),
     "sample": ("samples take", "sample_interval"),
+    "score": ("scores take", "eval_tasks_interval"),
     "verify": ("checks for corruption take", "verify_interval"),
 }
 # Least shares of the step, or of the time, at which a cause is named. Reading, evaluation and
@@ -115,6 +116,8 @@ class Setting:
     eval_interval: int = 0
     eval_rows: int = 0
     sample_interval: int = 0
+    eval_tasks_interval: int = 0
+    eval_tasks_limit: int = 0
     verify_interval: int = 0
     async_save: bool = True
     device: str = ""
@@ -318,6 +321,8 @@ def _pauses(period: Period, setting: Setting) -> Iterator[Verdict]:
             remedies.insert(0, "--async_save")
         if name == "evaluate" and setting.eval_rows > 1:
             remedies.append(f"--eval_rows below {setting.eval_rows:,}")
+        if name == "score" and setting.eval_tasks_limit > 1:
+            remedies.append(f"--eval_tasks_limit below {setting.eval_tasks_limit:,}")
         share = _share(
             pause * period.steps / 1e3, period.time * period.steps / 1e3, "the time", "s"
         )

@@ -60,6 +60,10 @@ def require_inputs(run: RunConfig) -> None:
         from minimind.inference.prompts import read_prompts
 
         read_prompts(run.sample_prompts, "--sample_prompts", pipes=False)
+    if run.eval_tasks is not None:
+        from minimind.config.tasks import tasks_of
+
+        tasks_of(run)
     _require_text(run)
 
 

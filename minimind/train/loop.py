@@ -15,7 +15,7 @@ import numpy as np
 from minimind.checkpoint.directory import TrainState, is_due, published_checkpoints, step_of
 from minimind.checkpoint.resume import Resumed, resume
 from minimind.checkpoint.saver import Saver
-from minimind.config.flags import CHANGEABLE
+from minimind.config.flags import CHANGEABLE, VAL_LOSS
 from minimind.config.run_config import MARGIN, PATIENCE, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.rows.batches import Batches
@@ -25,7 +25,7 @@ from minimind.engine.clocks import CommunicationClock, PhaseClock
 from minimind.engine.loss_of_batch import routing_fields
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import PREEMPTED, NumericError
-from minimind.report.formats import clock_time
+from minimind.report.formats import clock_time, scores_line
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import lost_peers, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import mebibytes, storing
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from minimind.recovery.corruption import CorruptionCheck
     from minimind.recovery.spikes import SpikeGuard
     from minimind.report.trace import Trace
+    from minimind.train.scores import Scores
 
 GC_WARMUP_STEPS = 2  # all long-lived objects exist after them
 FROZEN_AT_START = 1000  # or fewer objects of the interpreter itself: Python 3.12 freezes 375
@@ -58,6 +59,7 @@ class RunContext:
     batches: Batches
     held_out: HeldOutRows
     samples: Samples | None
+    scores: Scores | None
     saver: Saver
     mirror: Mirror | NoMirror
     trace: Trace | None
@@ -112,6 +114,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         if is_due(state.step, run.eval_interval, last) and len(context.held_out.rows):
             run_evaluation(context, state)
         log_samples(context, state)
+        log_scores(context, state)
         if profiling:
             log_profile(context, state, is_last=stopping or state.step == last)
         log_collectives(context, state, stopping)
@@ -286,7 +289,8 @@ def run_evaluation(context: RunContext, state: TrainState) -> None:
     with context.logger.pausing("evaluate"):
         rows = context.run.micro_batch_rows(context.engine.world_size)
         results = log_evaluation(context.engine, context.held_out, rows, state.step, context.logger)
-        context.saver.validated(state.step, results["val_loss"])
+        if context.run.keep_best_by == VAL_LOSS:
+            context.saver.validated(state.step, results["val_loss"])
 
 
 def catch_up(context: RunContext, state: TrainState) -> None:
@@ -296,8 +300,13 @@ def catch_up(context: RunContext, state: TrainState) -> None:
         start_save(context, state)
     is_evaluated = len(context.held_out.rows) and is_due(state.step, run.eval_interval, last)
     # Killed between the save of a step and its validation, which --keep_best compares.
-    if run.keep_best and state.step and is_evaluated and saver.lacks_validation(state.step):
+    by_loss = run.keep_best and run.keep_best_by == VAL_LOSS
+    if by_loss and state.step and is_evaluated and saver.lacks_validation(state.step):
         run_evaluation(context, state)
+    if (scores := context.scores) and state.step:
+        by_score = run.keep_best and not by_loss and saver.lacks_validation(state.step)
+        if scores.lacks(context.engine, state.step) or by_score:  # a stop cuts them off, too
+            log_scores(context, state)
 
 
 def log_samples(context: RunContext, state: TrainState) -> None:
@@ -313,6 +322,22 @@ def log_samples(context: RunContext, state: TrainState) -> None:
             context.logger.print(
                 f"step {state.step}: sample {number + 1}: {shorten_line(prompt + text)}"
             )
+
+
+def log_scores(context: RunContext, state: TrainState) -> None:
+    """Ask and log the tasks of --eval_tasks every --eval_tasks_interval, unless a stop is asked."""
+    scores, last = context.scores, context.schedule.total_steps
+    if scores is None or not is_due(state.step, scores.interval, last):
+        return
+    with context.logger.pausing("score"):
+        found = scores.compute(context.engine)
+        if found is None:
+            context.logger.print(f"step {state.step}: a stop is asked for, so there are no scores")
+            return
+        context.logger.event("scores", step=state.step, tokens=state.tokens, **found)
+        context.logger.print(f"step {state.step}: {scores_line(found)}")
+        if (value := scores.compared(found)) is not None:
+            context.saver.validated(state.step, value)
 
 
 def start_save(context: RunContext, state: TrainState) -> None:

@@ -18,6 +18,7 @@ import torch
 from minimind.checkpoint.directory import OWNER
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.run_folder import recorded_flags
+from minimind.config.checks import given
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import budget_steps
 from minimind.data.prepare.prepared import Prepared
@@ -28,6 +29,7 @@ from minimind.errors import UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.device import device_kind
+from minimind.runtime.process import StopRequest
 
 if TYPE_CHECKING:
     from minimind.checkpoint.mirror import Mirror
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from minimind.recovery.spikes import SpikeGuard
     from minimind.report.trace import Trace
     from minimind.report.trackers import Trackers
+    from minimind.train.scores import Scores
 
 
 class NoMirror:
@@ -164,6 +167,28 @@ def build_trace(run: RunConfig, rank: int, device: torch.device) -> Trace | None
     from minimind.report.trace import Trace
 
     return Trace(steps, Path(run.out_dir), rank, device_kind(device))
+
+
+def require_tasks(run: RunConfig) -> None:
+    """Raise UsageError for a task of --eval_tasks that cannot be asked, before its data is read."""
+    if run.eval_tasks is None:
+        return
+    from minimind.config.tasks import tasks_of
+
+    if others := [one for one in tasks_of(run) if not one.is_own]:
+        from minimind.inference.lm_eval_tasks import require_task
+
+        for one in others:
+            require_task(one, f"{given(run, 'eval_tasks')}")
+
+
+def build_scores(run: RunConfig, prepared: Prepared, stop: StopRequest) -> Scores | None:
+    """The tasks of --eval_tasks."""
+    if run.eval_tasks is None:
+        return None
+    from minimind.train.scores import Scores
+
+    return Scores.of(run, prepared, stop)
 
 
 def open_trackers(run: RunConfig, step: int) -> Trackers | None:

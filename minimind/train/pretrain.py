@@ -63,11 +63,13 @@ from minimind.train.loop import GO_BACK, RunContext, go_back, register_cleanup, 
 from minimind.train.optional import (
     build_corruption_check,
     build_mirror,
+    build_scores,
     build_spike_guard,
     build_trace,
     open_trackers,
     require_place_of_mirror,
     require_stages,
+    require_tasks,
     require_traceable,
     traced_steps,
 )
@@ -106,6 +108,7 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     require_outputs(resolved)
     read_sample_prompts(run)
     traced_steps(run)
+    require_tasks(run)
     require_stages(run, launch.world_size)
     out_dir = Path(run.out_dir)
     tokenizer = run.tokenizer if keeps_tokenizer(run) else None
@@ -284,6 +287,7 @@ def build_context(
         batches=batches,
         held_out=held_out_of(run, prepared),
         samples=build_samples(run, prepared.tokenizer),
+        scores=build_scores(run, prepared, progress.stop),
         saver=saver,
         mirror=mirror,
         trace=build_trace(run, engine.rank, engine.device),

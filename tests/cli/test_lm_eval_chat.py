@@ -17,6 +17,7 @@ from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTe
 from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
+from minimind.inference import lm_eval_tasks
 from minimind.inference.load_model import load_model
 from tests.cli.test_lm_eval import FOLDER, TASK, questions, write_llama
 from tests.conftest import ROOT, Trained
@@ -92,9 +93,9 @@ def test_requests_are_in_the_chat_template_or_plain(
 def test_the_ids_of_a_request_are_those_of_the_template(
     chat_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from lm_eval.models import huggingface
+    from minimind.inference import shared_lm
 
-    wrapper: Any = huggingface.HFLM
+    wrapper: Any = shared_lm.SharedLM
     seen: list[tuple[list[int], list[int]]] = []
     score = wrapper._loglikelihood_tokens
 
@@ -120,7 +121,7 @@ def test_a_model_without_a_template_is_refused(
     words = ["eval", "--checkpoint", str(trained.run), "--lm_eval", TASK, "--chat"]
     assert main([*words, "--include_path", str(FOLDER), "--device", "cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "has no chat template beside its tokenizer; drop --chat, or" in line
+    assert "has no chat template beside its tokenizer; ask in plain text, or" in line
 
 
 @pytest.mark.parametrize(
@@ -128,12 +129,16 @@ def test_a_model_without_a_template_is_refused(
     [
         ([], "of --data (text) and --lm_eval (tasks) neither was given"),
         (["--data", "a", "--lm_eval", "b"], "both were given"),
+        (["--tasks", "cloze", "--lm_eval", "b"], "give --tasks alone, which takes both"),
+        (["--tasks", "cloze", "--chat"], "--chat has no effect with --tasks; drop it"),
+        (["--tasks", "cloze"], "needs --data with --model; name some text"),
+        (["--data", "a", "--dtype", "bfloat16"], "--dtype has no effect with --data; drop it"),
         (["--data", "a", "--chat"], "--chat has no effect with --data; drop it"),
         (["--data", "a", "--limit", "3"], "--limit has no effect with --data; drop it"),
         (["--lm_eval", "b", "--split", "val"], "--split has no effect with --lm_eval; drop it"),
         (["--lm_eval", "b", "--no-doc_mask"], "--doc_mask has no effect with --lm_eval; drop it"),
         pytest.param(
-            *(["--lm_eval", "nothing"], "--lm_eval nothing: lm-eval has no such task"),
+            *(["--lm_eval", "nothing"], "--lm_eval: nothing is no task; `lm_eval ls tasks` lists"),
             marks=pytest.mark.long,  # all tasks of lm-eval are listed
         ),
     ],
@@ -149,6 +154,7 @@ def test_flags_without_effect_and_unknown_tasks_are_refused(
 def test_several_processes_and_a_missing_package_are_refused(
     chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    lm_eval_tasks._task_manager.cache_clear()
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     assert evaluated(chat_model) == 2
     assert "--lm_eval needs the package lm_eval, which is not" in capsys.readouterr().err

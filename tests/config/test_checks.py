@@ -13,6 +13,8 @@ ROTARY = "--rope_factor 2 --rope_original_length 64 --rope_scaling"
 BIGRAMS = "--embedding_init bigrams --no-tie_word_embeddings"
 SPLIT = "--n_heads 8 --n_kv_heads 2 --max_seq_len 512 --sequence_parallel"
 OF_TWO = f"{SPLIT} 2"
+TASKS = "--eval_tasks cloze --eval_tasks_interval"
+BEST = "--keep_best 2 --keep_best_by average"
 # Part of a sentence: flags that break its rule, and the closest ones that do not.
 EXAMPLES = {
     "{sample_prompts} without": ("--sample_prompts p", "--sample_prompts p --sample_interval 5"),
@@ -58,6 +60,14 @@ EXAMPLES = {
     "{keep_every} and": ("--keep_every 5 --save_interval 2", "--keep_every 4 --save_interval 2"),
     "{val_path} is all": ("--val_path a --val_fraction 0.1", "--val_path a --val_fraction 0"),
     "has no validation": ("--keep_best 2 --eval_rows 0", "--keep_best 0 --eval_rows 0"),
+    "{eval_tasks} without": ("--eval_tasks cloze", f"{TASKS} 5"),
+    "effect without --eval_tasks;": ("--eval_tasks_interval 5", f"{TASKS} 5 --eval_tasks_limit 9"),
+    "{keep_best_by} has no": ("--keep_best_by val", "--keep_best_by val_loss"),
+    "{keep_best_by} is a": ("--keep_best 2 --keep_best_by average", f"{TASKS} 5"),
+    "that have scores": (
+        f"{BEST} --save_interval 3 {TASKS} 2",
+        f"{BEST} --save_interval 4 {TASKS} 2",
+    ),
     "are validated": ("--keep_best 2 --save_interval 3 --eval_interval 2", "--keep_best 2"),
     "mirror = {url}": ("--mirror https://h/x", "--mirror s3://h/x"),
     "without --task sft": ("--train_on last", "--train_on last --task sft"),

@@ -1,0 +1,73 @@
+"""lm-eval's model of transformers, whose requests the ranks share. Imported with lm-eval only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import lm_eval.api.task
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+
+from minimind.inference.scores import Shares
+
+BASE: Any = HFLM  # decorators hide the parameters of its methods
+BATCH = 8  # requests
+WHOLE = 2**30  # requests of a batch of lm-eval: all, which are divided here
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of a model that is loaded already
+# Building requests shows a bar, which no argument switches off.
+lm_eval.api.task.tqdm = partial(tqdm, disable=True)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class SharedLM(BASE):
+    """A loaded model on all ranks: each asks for all answers, and computes its part of them.
+
+    lm-eval itself divides questions, so that a batch, and the last bits of its results, depend on
+    the number of ranks.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, shares: Shares, batch_rows: int = BATCH) -> None:
+        length = model.config.max_position_embeddings
+        # Without a cache of logits a batch is one forward pass.
+        options = {"max_length": length, "batch_size": WHOLE, "logits_cache": False}
+        super().__init__(model, tokenizer=tokenizer, **options)
+        self._shares, self._rows = shares, batch_rows
+
+    def _loglikelihood_tokens(self, requests: Any, *_: Any, **__: Any) -> list[tuple[float, bool]]:
+        def key(number: int) -> tuple[int, tuple[int, ...]]:
+            tokens = (*requests[number][1], *requests[number][2])
+            return -len(tokens), tokens
+
+        order = sorted(range(len(requests)), key=key)
+        batches = [order[at : at + self._rows] for at in range(0, len(order), self._rows)]
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        twice = [[number for at in batch for number in (at, at)] for batch in batches]
+
+        def compute(batch: Sequence[int]) -> list[float]:
+            own = [requests[number] for number in batch[::2]]
+            answers = BASE._loglikelihood_tokens(self, own, disable_tqdm=True)
+            return [float(number) for answer in answers for number in answer]
+
+        numbers = iter(self._shares.numbers(compute, twice))
+        for number in order:
+            found[number] = (next(numbers), bool(next(numbers)))
+        return found
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[float]:
+        return super().loglikelihood_rolling(requests, disable_tqdm=True)
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
+        """Texts by batches of each rank; by all ranks alike where a forward pass is collective."""
+        batches = [requests[at : at + self._rows] for at in range(0, len(requests), self._rows)]
+        shares, found = self._shares, {}
+        step, first = (1, 0) if shares.is_collective else (shares.size, shares.group)
+        for number in range(first, len(batches), step):
+            found[number] = super().generate_until(batches[number], disable_tqdm=True)
+        every = {number: texts for own in shares.gather(found) for number, texts in own.items()}
+        return [text for number in range(len(batches)) for text in every[number]]
