@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from minimind.inference.generate import GenerationResult, Sampling
 
 
+# Defaults of the settings of a text, and of an answer.
+TEXT: dict[str, Any] = {"max_new_tokens": 100, "temperature": 0.8}
+ANSWER: dict[str, Any] = {"max_new_tokens": 512, "temperature": 0.7}
+
+
 def add_parser(subs: Any) -> None:
     """Add the parser of `generate`."""
     parser = subs.add_parser(
@@ -53,7 +58,7 @@ def add_parser(subs: Any) -> None:
     add("--out", type=non_empty_path, metavar="FILE", help=text)
     add("--force", action="store_true", help="replace an earlier --out")
     add("--batch_size", type=at_least(1), default=16, help="prompts per batch")
-    add_sampling(parser, max_new_tokens=100, temperature=0.8, what="text")
+    add_sampling(parser, **TEXT, what="text")
     add("--stop", nargs="+", default=[], metavar="TEXT", help="strings that end the text")
 
 
@@ -91,16 +96,22 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def load(args: argparse.Namespace, stop: Sequence[str] = ()) -> tuple[Any, Any, Path, Sampling]:
     """The model on its device, its tokenizer, its path, and the settings of `add_sampling`."""
-    from minimind.config.deepspeed.backend_choice import device_for
-    from minimind.config.launcher_env import Launch
     from minimind.inference.generate import Sampling
     from minimind.inference.load_model import load_model
 
     names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")
     sampling = Sampling(*(getattr(args, name) for name in names), stop=tuple(stop))
-    device = device_for(args.device, "--device", Launch())
+    device = device_of(args)
     model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
     return model.to(device), tokenizer, path, sampling
+
+
+def device_of(args: argparse.Namespace) -> Any:
+    """The device of --device."""
+    from minimind.config.deepspeed.backend_choice import device_for
+    from minimind.config.launcher_env import Launch
+
+    return device_for(args.device, "--device", Launch())
 
 
 class _Generator:
@@ -305,7 +316,7 @@ def add_chat_parser(subs: Any) -> None:
         metavar="FILE",
         help="Jinja template instead of the stored one",
     )
-    add_sampling(parser, max_new_tokens=512, temperature=0.7, what="answer")
+    add_sampling(parser, **ANSWER, what="answer")
 
 
 def run_chat(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from minimind.cli import evaluate as eval_commands
 from minimind.cli import export as weight_commands
 from minimind.cli import generate as generate_commands
 from minimind.cli import report as report_commands
+from minimind.cli import serve as serve_commands
 from minimind.cli import tokenizer as tokenizer_commands
 from minimind.cli import train as train_commands
 from minimind.config.arguments import (
@@ -57,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     train_commands.add_parsers(subs)
     generate_commands.add_parser(subs)
     generate_commands.add_chat_parser(subs)
+    serve_commands.add_parser(subs)
     _add_plan(subs)
     _add_checkpoint(subs)
     eval_commands.add_parser(subs)
@@ -182,6 +184,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "coord_check": train_commands.run_coord_check,
     "generate": generate_commands.run_generate,
     "chat": generate_commands.run_chat,
+    "serve": serve_commands.run_serve,
     "eval": eval_commands.run_eval,
     "plan": run_plan,
     "checkpoint": run_checkpoint,

@@ -35,7 +35,8 @@ from minimind.inference.stored_template import no_template
 from minimind.runtime.durable_files import write_whole
 
 OPEN, CLOSE = "<think>", "</think>"
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+CALL_OPEN = "<tool_call>"
+CALL = re.compile(rf"{CALL_OPEN}\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 def template_of(
@@ -93,6 +94,63 @@ class WithoutThoughts:
             self._show(self._held)
 
 
+def asks_for_thought(template: ChatTemplate, conversation: Conversation) -> bool:
+    """Whether the prompt of a conversation ends within a thought."""
+    return template.render(conversation, True).rstrip().endswith(OPEN)
+
+
+@dataclass(frozen=True)
+class AnswerReading:
+    """How the text of an answer is read: `is_thought` if its prompt ends within a thought."""
+
+    template: ChatTemplate
+    is_thought: bool
+    has_tools: bool
+
+    def message(self, text: str) -> Message:
+        """The turn that a whole text is, with its thoughts and calls as the template reads them."""
+        more: dict[str, Any] = {}
+        thoughts, content = self._parted(text)
+        if thoughts.strip():
+            more[THOUGHTS[0]] = thoughts.strip("\n")
+        if self.has_tools and (written := CALL.findall(content)):
+            try:
+                calls = [call for one in written for call in calls_of(one, CALLS)]
+                if calls:
+                    more[CALLS], content = calls, CALL.sub("", content).strip()
+            except DocumentError:  # it stays as it was written
+                pass
+        return Message(ASSISTANT, content, "", more)
+
+    def beginnings(self, text: str) -> tuple[str, str]:
+        """What the thoughts and the content of any answer begin with that begins with `text`."""
+        begun = text.lstrip()
+        if len(begun) < len(OPEN) and OPEN.startswith(begun):
+            return "", ""
+        thoughts, content = self._parted(_without_start(text, CLOSE))
+        if self.has_tools:
+            content = _without_start(content, CALL_OPEN).partition(CALL_OPEN)[0].rstrip()
+            if content[:1].isspace():  # blanks before a call are dropped
+                content = ""
+        return thoughts.strip("\n") if thoughts.strip() else "", content
+
+    def _parted(self, text: str) -> tuple[str, str]:
+        """Thoughts and content; a thought that is not closed is all of an answer."""
+        begun = text.lstrip()
+        if not (self.is_thought or begun.startswith(OPEN)):
+            return "", text
+        thoughts, _, content = begun.removeprefix(OPEN).partition(CLOSE)
+        if thoughts.strip() and THOUGHTS[0] not in self.template.keys_of_thoughts:
+            return "", text
+        return thoughts, content.lstrip("\n")
+
+
+def _without_start(text: str, tag: str) -> str:
+    """The text without what the tag begins with at its end."""
+    size = max((n for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)
+    return text[: len(text) - size]
+
+
 @dataclass
 class Chat:
     """The turns so far, and the model that writes the next one."""
@@ -127,8 +185,7 @@ class Chat:
         turns = [*self.messages, self._message(TOOL if self.called else USER, text)]
         try:
             messages, ids = self._fitting(turns)
-            asks_in_thought = self.template.render(self._conversation(messages), True)
-            is_thought = asks_in_thought.rstrip().endswith(OPEN)
+            is_thought = asks_for_thought(self.template, self._conversation(messages))
         except DocumentError as error:  # an error of an answer or of the template
             raise UsageError(f"{error}; begin another conversation") from error
         self.asked += 1
@@ -147,7 +204,8 @@ class Chat:
             without.end()
         answer = result.texts[0]
         self.forgotten += len(self.messages) + 1 - len(messages)
-        self.messages = [*messages, self._answer(answer, is_thought)]
+        reading = AnswerReading(self.template, is_thought, bool(self.tools))
+        self.messages = [*messages, reading.message(answer)]
         return answer
 
     @property
@@ -155,26 +213,6 @@ class Chat:
         """Names of the tools that the last answer calls."""
         calls = self.messages[-1].more.get(CALLS, ()) if self.messages else ()
         return [call.get("function", call)["name"] for call in calls]
-
-    def _answer(self, text: str, is_thought: bool) -> Message:
-        """The turn that a text is, with its thoughts and calls as the template reads them."""
-        more: dict[str, Any] = {}
-        begun, content = text.lstrip(), text
-        if CLOSE in begun and (is_thought or begun.startswith(OPEN)):
-            thoughts, _, content = begun.removeprefix(OPEN).partition(CLOSE)
-            content = content.lstrip("\n")
-            if thoughts.strip() and THOUGHTS[0] in self.template.keys_of_thoughts:
-                more[THOUGHTS[0]] = thoughts.strip("\n")
-            elif thoughts.strip():
-                content = text
-        if self.tools and (written := CALL.findall(content)):
-            try:
-                calls = [call for one in written for call in calls_of(one, CALLS)]
-                if calls:
-                    more[CALLS], content = calls, CALL.sub("", content).strip()
-            except DocumentError:  # it stays as it was written
-                pass
-        return Message(ASSISTANT, content, "", more)
 
     def _conversation(self, messages: Iterable[Message]) -> Conversation:
         return Conversation(messages, self.tools)

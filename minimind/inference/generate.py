@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -77,12 +78,15 @@ def logits_processors(
         tokens = torch.searchsorted(cumulative, points, right=True)
         return torch.full_like(scores, -torch.inf).scatter(-1, tokens, 0.0)
 
+    first: list[Any] = [check]
+    if sampling.repetition_penalty != 1:
+        first.insert(0, RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
     if not sampling.temperature:
-        return LogitsProcessorList([check])
+        return LogitsProcessorList(first)
     warpers = [TemperatureLogitsWarper(float(sampling.temperature))]
     warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
-    return LogitsProcessorList([check, *warpers, draw])
+    return LogitsProcessorList([*first, *warpers, draw])
 
 
 CONTEXT = 8  # prompt tokens decoded with the continuation; a character has at most as many
@@ -103,8 +107,11 @@ class GenerationResult:
         return self.tokens / max(1e-9, self.seconds)
 
 
+STOP, LENGTH = "stop", "length"  # how a text ends, in OpenAI's words
+
+
 @dataclass
-class _Text:
+class Text:
     """A prompt and its continuation so far."""
 
     prompt: list[int]
@@ -117,7 +124,11 @@ class _Text:
     new: list[int] = field(default_factory=list)
     text: str = ""
     shown: int = 0
-    is_finished: bool = False
+    end: str = ""  # why it is finished
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.end)
 
     def append(self, token: int) -> None:
         """Add a token; finish at the end of the document, a stop string or the length limit."""
@@ -128,7 +139,7 @@ class _Text:
             self.new.append(token)
         is_full = len(self.new) == self.sampling.max_new_tokens
         is_full |= len(self.prompt) + len(self.new) == self.max_positions
-        self.is_finished = is_end or is_full
+        self.end = STOP if is_end else LENGTH if is_full else ""
         if self.is_finished or self.sampling.stop or self.on_text:
             self._update_text(is_full)
 
@@ -138,7 +149,7 @@ class _Text:
         text = self.tokenizer.decode([*context, *self.new])[len(self.tokenizer.decode(context)) :]
         stops = [at for at in map(text.find, self.sampling.stop) if at >= 0]
         if stops:
-            text, self.is_finished = text[: min(stops)], True
+            text, self.end = text[: min(stops)], STOP
         elif is_full:
             text = text.rstrip(INCOMPLETE)
         self.text = text
@@ -211,7 +222,7 @@ def continue_ids(
     ends = frozenset((tokenizer.eos_id, *end_ids))
     places = tokenizer, sampling, model.config.max_position_embeddings
     texts = [
-        _Text(ids, *places, sampling.generator(number), ends, on_text)
+        Text(ids, *places, sampling.generator(number), ends, on_text)
         for number, ids in prompts.items()
     ]
     started = time.perf_counter()
@@ -222,7 +233,7 @@ def continue_ids(
 
 
 @torch.no_grad()
-def _generate_batch(model: Any, texts: list[_Text], synced_gpus: bool) -> None:
+def _generate_batch(model: Any, texts: list[Text], synced_gpus: bool) -> None:
     """Generate until all texts are finished or the longest has no position left."""
     tokenizer, sampling = texts[0].tokenizer, texts[0].sampling
     rows = [text.prompt + text.new for text in texts]
@@ -243,7 +254,6 @@ def _generate_batch(model: Any, texts: list[_Text], synced_gpus: bool) -> None:
         ids.to(device),
         attention_mask=mask.to(device),
         max_new_tokens=min(remaining, texts[0].max_positions - longest),
-        repetition_penalty=float(sampling.repetition_penalty),
         eos_token_id=[*texts[0].ends],
         pad_token_id=tokenizer.pad_id,
         use_cache=True,

@@ -548,10 +548,13 @@ class ChatTemplate:
         ]
         return self.render(Conversation(messages, None, conversation.variables))
 
+    def writes_tools(self, tools: list[Any]) -> bool:
+        """Whether tools change what the template writes."""
+        return self.render(Conversation(PROBE[:1], tools)) != self.render(PROBE[:1])
+
     def require_tools(self, tools: list[Any]) -> None:
         """Raise UsageError if the template does not write tools."""
-        asked = Conversation(PROBE[:1], tools)
-        if self.render(asked) == self.render(PROBE[:1]):
+        if not self.writes_tools(tools):
             raise UsageError(str(self._left_out("--tools", "drop it")))
 
     def _left_out(self, what: str, remedy: str) -> DocumentError:

@@ -1,0 +1,208 @@
+"""`minimind serve`: a model in a browser, and behind OpenAI's interface."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import ipaddress
+import os
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minimind.cli.generate import ANSWER, TEXT, device_of
+from minimind.config.arguments import (
+    add_model,
+    at_least,
+    count_of_bytes,
+    json_variables,
+    non_empty,
+    positive,
+)
+from minimind.errors import RendezvousError, UsageError
+from minimind.runtime.terminal import phase
+
+if TYPE_CHECKING:
+    from minimind.serve.answers import ServedModel
+
+KEY = "MINIMIND_API_KEY"
+ANSWERS_END = 3  # seconds that answers have to end after a signal
+
+
+def add_parser(subs: Any) -> None:
+    """Add the parser of `serve`."""
+    parser = subs.add_parser(
+        "serve",
+        help="serve a model: a chat page, and OpenAI's interface",
+        description="Serve a model to a browser (a chat page at /) and to clients of OpenAI's"
+        " interface (/v1). Needs the packages starlette and uvicorn.",
+        example="minimind serve --checkpoint out/sft --port 8000",
+    )
+    add_model(parser)
+    add = parser.add_argument
+    text = "address to listen on; others than of this machine alone need --api_key"
+    add("--host", type=non_empty, default="127.0.0.1", help=text)
+    add("--port", type=port, default=8000, metavar="INT", help="port; 0: any that is free")
+    text = f"key that requests must have (default: ${KEY}, which other users cannot list)"
+    add("--api_key", metavar="KEY", help=text)
+    add("--max_batch", type=at_least(1), default=16, help="texts generated at once")
+    add("--max_queue", type=at_least(1), default=64, help="texts that may wait; 429 for more")
+    text = "seconds from a request to the end of its answer"
+    add("--timeout", type=positive, default=300.0, help=text)
+    text = "most tokens of an answer (default: the positions of the model)"
+    add("--max_tokens", type=at_least(1), help=text)
+    text = "most bytes of a request's body"
+    add("--max_body", type=count_of_bytes, default="1MiB", metavar="SIZE", help=text)
+    add(
+        "--chat_template", type=non_empty, metavar="FILE", help="Jinja template, not the stored one"
+    )
+    text = 'variables of the template as a JSON object, such as {"enable_thinking": false}'
+    add("--chat_template_kwargs", type=json_variables, metavar="JSON", help=text)
+    text = "other origins, such as https://example.org, whose pages may ask; *: all"
+    add("--allow_origin", nargs="+", type=origin, default=[], metavar="ORIGIN", help=text)
+
+
+def port(text: str) -> int:
+    """Parse the number of a port."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!a} is no port from 0 to 65535")
+    return int(text)
+
+
+def origin(text: str) -> str:
+    """Return an origin as browsers send it; raise for another text."""
+    if text != "*" and not re.fullmatch(r"https?://[a-z0-9.\-\[\]:]+", text):
+        raise argparse.ArgumentTypeError(f"{text!a} is no origin such as https://example.org, or *")
+    return text
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until a signal; the address goes to standard output."""
+    key = api_key(args)
+    listening = listen(args.host, args.port)
+    with listening:
+        try:
+            import starlette  # noqa: F401 (tried before torch is loaded)
+            import uvicorn
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"minimind serve needs the package {error.name}, which is not installed; pip"
+                " install starlette uvicorn"
+            ) from error
+        from minimind.serve.app import Limits, build_app
+        from minimind.serve.batching import Scheduler
+
+        with phase("loading the model"):
+            model, served = load(args)
+        is_local = is_loopback(listening.getsockname()[0])
+        if not (is_local or key):
+            text = "anybody who reaches this address may ask, as there is no --api_key"
+            print(f"--host {args.host}: {text}", file=sys.stderr)
+        names = {"localhost", "127.0.0.1", "::1", args.host.lower()}
+        limits = Limits(
+            args.max_batch + args.max_queue,
+            args.max_body,
+            args.timeout,
+            key,
+            frozenset(names) if is_local else None,
+            frozenset(args.allow_origin),
+        )
+        scheduler = Scheduler(model, args.max_batch, args.max_queue)
+        try:
+            config = uvicorn.Config(
+                build_app(served, scheduler, limits),
+                log_level="critical",  # errors are answered, and bugs printed, by the application
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                timeout_graceful_shutdown=ANSWERS_END,
+            )
+            print(f"{address(listening)}: {served.name}; Ctrl-C ends", flush=True)
+            # Uvicorn ends on a signal, and then raises it again for the handler that was before.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: None)
+            uvicorn.Server(config).run(sockets=[listening])
+        finally:
+            scheduler.close()
+    return 0
+
+
+def load(args: argparse.Namespace) -> tuple[Any, ServedModel]:
+    """The model on its device, and what its requests are read with."""
+    from minimind.data.chat.template import ChatTemplate
+    from minimind.inference.chat import template_of
+    from minimind.inference.generate import Sampling
+    from minimind.inference.load_model import load_model
+    from minimind.inference.stored_template import place_without_template
+    from minimind.serve.answers import ServedModel
+    from minimind.serve.batching import require_cache
+
+    device = device_of(args)
+    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
+    model = model.to(device)
+    require_cache(model)
+    variables, template = args.chat_template_kwargs, None
+    is_base = place_without_template(args.checkpoint, args.model, args.tokenizer) is not None
+    if is_base and variables and args.chat_template is None:
+        raise UsageError("--chat_template_kwargs needs a chat template; drop it, or give one")
+    if args.chat_template is not None or not is_base:
+        found = template_of(tokenizer, args.chat_template, path, variables=variables)
+        # By its own name, which clients are told, and not that of a file of this machine.
+        template = ChatTemplate(found.source, tokenizer, variables=variables or {})
+    place = str(args.checkpoint or args.model).removeprefix("hf:")
+    name = Path(place).name or Path.cwd().name
+    most = args.max_tokens or model.config.max_position_embeddings
+    defaults = Sampling(**ANSWER), Sampling(**TEXT)
+    return model, ServedModel(name, model, tokenizer, template, *defaults, most, args.max_queue)
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """The key of --api_key or the environment; raise UsageError for one that cannot be sent."""
+    flag, key = ("--api_key", args.api_key) if args.api_key is not None else (KEY, None)
+    key = os.environ.get(KEY) if key is None else key
+    if key is not None and not re.fullmatch(r"[!-~]+", key):
+        state = "has other characters than visible ASCII" if key else "is empty"
+        raise UsageError(f"{flag} {state}, so that nobody could send it; give another, or none")
+    return key
+
+
+def listen(host: str, number: int) -> socket.socket:
+    """A socket that listens on an address, before gigabytes are loaded.
+
+    Raise RendezvousError for a port that is taken, UsageError for an address that is not ours.
+    """
+    try:
+        found = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "is no name of a host"
+        raise UsageError(f"--host {host}: {reason}; give an address of this machine") from error
+    family, kind, protocol, _, place = found[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise RendezvousError(
+                f"--port {number}: {error.strerror}; give another --port, or 0 for one that is free"
+            ) from error
+        raise UsageError(
+            f"--host {host}: {error.strerror}; give an address of this machine"
+        ) from error
+    return listening
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def address(listening: socket.socket) -> str:
+    """The URL of a socket."""
+    host, number = listening.getsockname()[:2]
+    return f"http://[{host}]:{number}" if ":" in host else f"http://{host}:{number}"

@@ -1,0 +1,425 @@
+"""What a request becomes: texts for the scheduler, and the objects of OpenAI that they fill."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+from minimind.data.chat.conversations import ASSISTANT, CALLS, THOUGHTS, Message
+from minimind.data.chat.template import ChatTemplate
+from minimind.data.text.documents import DocumentError
+from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.errors import DataError, UsageError
+from minimind.inference.chat import AnswerReading, asks_for_thought
+from minimind.inference.generate import Sampling, encode_prompt
+from minimind.runtime.checked_json import shown
+from minimind.serve.batching import Likelihood, Queued
+from minimind.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Refusal,
+    Request,
+    call_form,
+    conversation_of_request,
+    written_calls,
+)
+
+Json = dict[str, Any]
+
+
+class ServedModel:
+    """The model that is served, and what its requests are read with.
+
+    `answers` and `texts` are the settings of requests that give none, `most_tokens` the bound of
+    an answer, and `most_texts` that of the texts of a request.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        tokenizer: AnyTokenizer,
+        template: ChatTemplate | None,
+        answers: Sampling,
+        texts: Sampling,
+        most_tokens: int,
+        most_texts: int,
+    ) -> None:
+        self.name, self.tokenizer, self.template = name, tokenizer, template
+        self.answers, self.texts = answers, texts
+        self.positions: int = model.config.max_position_embeddings
+        self.most_tokens = min(most_tokens, self.positions)
+        self.most_texts = most_texts
+        self.call_form = call_form(template) if template else None
+        self.ends = frozenset((tokenizer.eos_id,))
+        self.ends_of_turns = self.ends.union(template.ends_of_turns if template else ())
+        names = {i: name for name, i in tokenizer.special_tokens().items()}
+        self._pieces = [(names.get(i), one.content) for i, one in enumerate(tokenizer.pieces())]
+
+    def token(self, token: int) -> tuple[str, bytes]:
+        """A token's text, or name, and its bytes; texts of parts of a character are bytes."""
+        name, content = self._pieces[token]
+        if name is not None:
+            return name, name.encode()
+        try:
+            return content.decode(), content
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
+
+    def sampling(self, request: Request, default: Sampling, most_new: int | None) -> Sampling:
+        """The settings of a request; raise Refusal for more tokens than the bound."""
+        if most_new is not None and most_new > self.most_tokens:
+            reason = f"is {most_new}, more than the {self.most_tokens} tokens that an answer here"
+            raise Refusal(400, f"max_tokens {reason} may have; ask for fewer", param="max_tokens")
+        if most_new is None:
+            most_new = min(default.max_new_tokens, self.most_tokens)
+        given = {name: getattr(request, name) for name in GIVEN}
+        given = {name: value for name, value in given.items() if value is not None}
+        if "top_k" in given:
+            given["top_k"] = max(0, given["top_k"])  # -1 keeps all tokens in vLLM
+        given.setdefault("seed", uuid4().int >> 64)
+        return replace(default, max_new_tokens=most_new, stop=request.stops, **given)
+
+    def require_name(self, name: str | None) -> None:
+        """Raise Refusal for the name of another model."""
+        if name and name != self.name:
+            reason = f"the model {name[:100]!a} is not served here; ask for {self.name}"
+            raise Refusal(404, reason, "model_not_found", "model")
+
+
+GIVEN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, their text where the request gave one, and the number that seeds the text."""
+
+    ids: list[int]
+    number: int
+    text: str | None = None
+
+
+class Answer(ABC):
+    """An answer to a request, whole or as chunks of a stream; its texts are those of `prompts`."""
+
+    chunk_name: str
+    top: int | None
+    is_prompt_scored = False
+
+    def __init__(self, served: ServedModel, request: Request, prefix: str, name: str) -> None:
+        self.served, self.request = served, request
+        self.id, self.created, self.name = f"{prefix}-{uuid4().hex}", int(time.time()), name
+        self.prompts: list[Prompt] = []
+        self.sampling = served.answers
+        self.ends = served.ends
+
+    def texts(self) -> list[Queued]:
+        """Texts for the scheduler; the caller sets what they call."""
+        served = self.served
+        places = served.tokenizer, self.sampling, served.positions
+        return [
+            Queued(
+                prompt.ids,
+                *places,
+                self.sampling.generator(prompt.number),
+                self.ends,
+                on_end=_ignored,
+                top=self.top,
+                is_prompt_scored=self.is_prompt_scored,
+            )
+            for prompt in self.prompts
+        ]
+
+    def whole(self, texts: Sequence[Queued]) -> Json:
+        """The object of an answer that is not streamed."""
+        choices = [self._choice(n, text) for n, text in enumerate(texts)]
+        return {**self._head(self.name), "choices": choices, "usage": self.usage(texts)}
+
+    def chunk(self, *choices: Json, **more: Any) -> Json:
+        """A chunk of a stream."""
+        return {**self._head(self.chunk_name), "choices": [*choices], **more}
+
+    def usage(self, texts: Sequence[Queued]) -> Json:
+        """Tokens of the prompts, and of the texts."""
+        choices = self.request.n or 1
+        asked = sum(len(text.prompt) for text in texts[::choices])
+        new = sum(len(text.new) for text in texts)
+        return {"prompt_tokens": asked, "completion_tokens": new, "total_tokens": asked + new}
+
+    def _head(self, name: str) -> Json:
+        return {"id": self.id, "object": name, "created": self.created, "model": self.served.name}
+
+    @abstractmethod
+    def _choice(self, index: int, text: Queued) -> Json: ...
+
+    @abstractmethod
+    def stream(self, index: int, text: Queued) -> ChoiceStream:
+        """The stream of one choice."""
+
+
+class ChoiceStream(ABC):
+    """The choices of the chunks of one text, as it is generated."""
+
+    def __init__(self, index: int, text: Queued) -> None:
+        self._index, self._text = index, text
+        self._scored = 0  # tokens whose likelihoods have been sent
+
+    @abstractmethod
+    def begin(self) -> Iterator[Json]: ...
+
+    @abstractmethod
+    def go_on(self, more: str, scored: int) -> Iterator[Json]:
+        """More of the text, and how many tokens have likelihoods."""
+
+    @abstractmethod
+    def end(self) -> Iterator[Json]: ...
+
+    def _choice(self, logprobs: Json | None, end: str | None, **fields: Any) -> Json:
+        return {"index": self._index, **fields, "logprobs": logprobs, "finish_reason": end}
+
+
+def _ignored(_: Queued) -> None:
+    """Nobody waits for the end of the text yet."""
+
+
+class ChatAnswer(Answer):
+    """An answer of /v1/chat/completions."""
+
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(self, served: ServedModel, request: ChatRequest) -> None:
+        super().__init__(served, request, "chatcmpl", "chat.completion")
+        served.require_name(request.model)
+        template = served.template
+        if template is None or served.call_form is None:
+            raise Refusal(
+                400,
+                f"{served.name} has no chat template; ask /v1/completions to continue a text, or"
+                " serve a model that was fine-tuned with --task sft, or give --chat_template",
+                "no_chat_template",
+            )
+        most_new = request.max_completion_tokens
+        most_new = request.max_tokens if most_new is None else most_new
+        self.sampling = served.sampling(request, served.answers, most_new)
+        self.ends, self.top = served.ends_of_turns, request.top
+        try:
+            conversation = conversation_of_request(request, template, served.call_form)
+            ids = template.prompt(conversation)
+            is_thought = asks_for_thought(template, conversation)
+        except (DocumentError, UsageError, DataError) as error:
+            remedy = f"; {error.remedy}" if isinstance(error, DocumentError) else ""
+            raise Refusal(400, f"{error}{remedy}", "invalid_value", "messages") from None
+        if len(ids) >= served.positions:
+            raise Refusal(
+                400,
+                f"the conversation has {len(ids)} tokens and the model {served.positions}"
+                " positions; shorten it",
+                "context_length_exceeded",
+                "messages",
+            )
+        self.prompts = [Prompt(ids, number) for number in range(1, 1 + (request.n or 1))]
+        self.reading = AnswerReading(template, is_thought, bool(conversation.tools))
+
+    def parts(self, text: Queued) -> tuple[Message, list[Json], str]:
+        """The turn of a text, its calls in OpenAI's form, and why it ended."""
+        message = self.reading.message(text.text)
+        calls = written_calls(message.more.get(CALLS, ()), f"call_{uuid4().hex[:16]}")
+        return message, calls, "tool_calls" if calls else text.end
+
+    def logprobs(self, likelihoods: Sequence[Likelihood]) -> Json | None:
+        if self.top is None:
+            return None
+
+        def entry(token: int, value: float) -> Json:
+            name, content = self.served.token(token)
+            return {"token": name, "logprob": value, "bytes": [*content]}
+
+        content = [
+            {**entry(one.token, one.value), "top_logprobs": [entry(*other) for other in one.top]}
+            for one in likelihoods
+        ]
+        return {"content": content, "refusal": None}
+
+    def _choice(self, index: int, text: Queued) -> Json:
+        turn, calls, end = self.parts(text)
+        content = turn.content if turn.content or not calls else None
+        message: Json = {"role": ASSISTANT, "content": content, "refusal": None}
+        if thoughts := turn.more.get(THOUGHTS[0]):
+            message[THOUGHTS[0]] = thoughts
+        if calls:
+            message[CALLS] = calls
+        logprobs = self.logprobs(text.likelihoods)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": end}
+
+    def stream(self, index: int, text: Queued) -> ChoiceStream:
+        return _ChatStream(self, index, text)
+
+
+class _ChatStream(ChoiceStream):
+    """Deltas of a turn: what is sent is what every turn begins with that begins with the text."""
+
+    def __init__(self, answer: ChatAnswer, index: int, text: Queued) -> None:
+        super().__init__(index, text)
+        self._answer = answer
+        self._whole = ""
+        self._sent = {THOUGHTS[0]: 0, "content": 0}  # characters
+
+    def begin(self) -> Iterator[Json]:
+        yield self._choice(None, None, delta={"role": ASSISTANT, "content": ""})
+
+    def go_on(self, more: str, scored: int) -> Iterator[Json]:
+        self._whole += more
+        delta = self._delta(*self._answer.reading.beginnings(self._whole))
+        if delta:
+            yield self._choice(self._logprobs(scored), None, delta=delta)
+
+    def end(self) -> Iterator[Json]:
+        turn, calls, end = self._answer.parts(self._text)
+        delta = self._delta(turn.more.get(THOUGHTS[0], ""), turn.content)
+        if calls:
+            delta[CALLS] = [{"index": number, **call} for number, call in enumerate(calls)]
+        logprobs = self._logprobs(len(self._text.likelihoods))
+        if delta or (logprobs and logprobs["content"]):
+            yield self._choice(logprobs, None, delta=delta)
+        yield self._choice(None, end, delta={})
+
+    def _delta(self, thoughts: str, content: str) -> Json:
+        delta = {}
+        for key, text in ((THOUGHTS[0], thoughts), ("content", content)):
+            if len(text) > self._sent[key]:
+                delta[key] = text[self._sent[key] :]
+                self._sent[key] = len(text)
+        return delta
+
+    def _logprobs(self, scored: int) -> Json | None:
+        new = self._text.likelihoods[self._scored : scored]
+        self._scored = scored
+        return self._answer.logprobs(new)
+
+
+class CompletionAnswer(Answer):
+    """An answer of /v1/completions."""
+
+    chunk_name = "text_completion"
+
+    def __init__(self, served: ServedModel, request: CompletionRequest) -> None:
+        super().__init__(served, request, "cmpl", "text_completion")
+        served.require_name(request.model)
+        self.sampling = served.sampling(request, served.texts, request.max_tokens)
+        self.top, self.echo = request.logprobs, bool(request.echo)
+        self.is_prompt_scored = self.echo and self.top is not None
+        choices = request.n or 1
+        for number, prompt in enumerate(request.prompts(served.most_texts)):
+            text = prompt if isinstance(prompt, str) else None
+            ids = self._ids(prompt, number + 1)
+            numbers = range(number * choices + 1, (number + 1) * choices + 1)
+            self.prompts += [Prompt(ids, own, text) for own in numbers]
+
+    def _ids(self, prompt: str | list[int], number: int) -> list[int]:
+        served = self.served
+        # A text that is not continued needs no position after it.
+        room = served.positions + (self.sampling.max_new_tokens == 0)
+        if isinstance(prompt, str):
+            try:
+                return encode_prompt(prompt, number, served.tokenizer, room)
+            except UsageError as error:
+                raise Refusal(400, str(error), "context_length_exceeded", "prompt") from None
+            except DataError as error:
+                raise Refusal(400, str(error), "invalid_value", "prompt") from None
+        size = served.tokenizer.vocab_size
+        if (wrong := next((i for i in prompt if not 0 <= i < size), None)) is not None:
+            reason = f"prompt {number} has the id {shown(wrong)}, and ids are below"
+            reason += f" {size}; send ids of this model's tokenizer"
+            raise Refusal(400, reason, "invalid_value", "prompt")
+        if len(prompt) >= room:
+            reason = f"prompt {number} has {len(prompt)} tokens and the model {served.positions}"
+            raise Refusal(
+                400, f"{reason} positions; shorten it", "context_length_exceeded", "prompt"
+            )
+        return prompt
+
+    def echoed(self, index: int) -> str:
+        """What the text begins with."""
+        prompt = self.prompts[index]
+        if not self.echo:
+            return ""
+        return self.served.tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text
+
+    def logprobs(self, text: Queued, first: int, end: int, begin: int) -> Json | None:
+        """Of the tokens from `first` on up to `end`; `begin` is where the first is in the text.
+
+        Tokens of a scored prompt come first, and the first of them has none.
+        """
+        if self.top is None:
+            return None
+        ids = [*(text.prompt if self.is_prompt_scored else []), *text.new][first:end]
+        shift = int(self.is_prompt_scored)
+        known: list[Likelihood | None] = [None] * shift
+        known = [*known, *text.likelihoods][first:end]
+        offsets, at = [], begin
+        for token in ids:
+            offsets.append(at)
+            at += characters(self.served.token(token)[1])
+        return {
+            "tokens": [self.served.token(token)[0] for token in ids],
+            "token_logprobs": [one and one.value for one in known],
+            "top_logprobs": [one and self._top(one) for one in known],
+            "text_offset": offsets,
+        }
+
+    def _top(self, one: Likelihood) -> dict[str, float]:
+        """The most likely tokens, and the token itself, which OpenAI has there too."""
+        found: dict[str, float] = {}
+        for token, value in (*one.top, (one.token, one.value)):
+            found.setdefault(self.served.token(token)[0], value)  # the likeliest of a name
+        return found
+
+    def _choice(self, index: int, text: Queued) -> Json:
+        echoed = self.echoed(index)
+        begin = 0 if self.is_prompt_scored else len(echoed)
+        logprobs = self.logprobs(text, 0, len(text.prompt) + len(text.new), begin)
+        whole = echoed + text.text
+        return {"index": index, "text": whole, "logprobs": logprobs, "finish_reason": text.end}
+
+    def stream(self, index: int, text: Queued) -> ChoiceStream:
+        return _CompletionStream(self, index, text)
+
+
+def characters(content: bytes) -> int:
+    """Characters that begin in some bytes of UTF-8."""
+    return sum(byte & 0xC0 != 0x80 for byte in content)
+
+
+class _CompletionStream(ChoiceStream):
+    """Pieces of a text."""
+
+    def __init__(self, answer: CompletionAnswer, index: int, text: Queued) -> None:
+        super().__init__(index, text)
+        self._answer = answer
+        self._at = 0  # characters of the tokens whose likelihoods were sent
+
+    def begin(self) -> Iterator[Json]:
+        if echoed := self._answer.echoed(self._index):
+            yield self._choice(None, None, text=echoed)
+            self._at = 0 if self._answer.is_prompt_scored else len(echoed)
+
+    def go_on(self, more: str, scored: int) -> Iterator[Json]:
+        yield self._choice(self._logprobs(scored), None, text=more)
+
+    def end(self) -> Iterator[Json]:
+        logprobs = self._logprobs(len(self._text.likelihoods))
+        yield self._choice(logprobs, self._text.end, text="")
+
+    def _logprobs(self, scored: int) -> Json | None:
+        end = scored + self._answer.is_prompt_scored
+        found = self._answer.logprobs(self._text, self._scored, end, self._at)
+        if found and found["tokens"]:
+            ids = [*(self._text.prompt if self._answer.is_prompt_scored else []), *self._text.new]
+            parts = (self._answer.served.token(token)[1] for token in ids[self._scored : end])
+            self._at += sum(map(characters, parts))
+        self._scored = end
+        return found

@@ -1,0 +1,427 @@
+"""The HTTP side: who may ask, how much is read, how long it takes, and when a request is over."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+import re
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import resources
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minimind.errors import RunError, known_error
+from minimind.inference.generate import Text
+from minimind.runtime.terminal import print_traceback
+from minimind.serve.answers import Answer, ChatAnswer, CompletionAnswer, ServedModel
+from minimind.serve.batching import Queued, QueueFull, Scheduler
+from minimind.serve.protocol import ChatRequest, CompletionRequest, Refusal, parse
+
+PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+RETRY = {"Retry-After": "1"}
+LAST_WORD = 1.0  # seconds to tell the reader of a stream that its time is over
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of requests, and who may ask.
+
+    `requests`: read, waiting or answered at once. `hosts`: names by which the server may be
+    reached, None for any. `origins`: of pages, besides its own, that may ask; "*" for all.
+    """
+
+    requests: int
+    max_body: int
+    timeout: float
+    api_key: str | None = None
+    hosts: frozenset[str] | None = None
+    origins: frozenset[str] = frozenset()
+
+
+def build_app(served: ServedModel, scheduler: Scheduler, limits: Limits) -> ASGIApp:
+    """The application; the caller closes the scheduler."""
+    endpoints = _Endpoints(served, scheduler, limits)
+    routes = [
+        Route("/", endpoints.page),
+        Route("/health", endpoints.health),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{name}", endpoints.model),
+        Route("/v1/chat/completions", _Post(endpoints.chat), methods=["POST"]),
+        Route("/v1/completions", _Post(endpoints.complete), methods=["POST"]),
+    ]
+    handlers: Any = {HTTPException: _http_error, Refusal: _refused, Exception: _bug}
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), limits)
+
+
+def refusal_response(refusal: Refusal) -> Response:
+    """The response to a request that is refused."""
+    headers = {**PLAIN, **refusal.headers}
+    return JSONResponse(refusal.body(), refusal.status, headers)
+
+
+async def _http_error(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    return refusal_response(Refusal(error.status_code, error.detail, headers=headers))
+
+
+async def _refused(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return refusal_response(error)
+
+
+async def _bug(_: HttpRequest, error: Exception) -> Response:
+    return refusal_response(_told(error))
+
+
+def _told(error: Exception) -> Refusal:
+    """What a client is told of an error that is not its own; a bug is printed here alone."""
+    if (known := known_error(error)) is None:
+        print_traceback(error)
+        return Refusal(500, "the server has a bug; its log says where", "internal_error")
+    if known.status == RunError.status:
+        return Refusal(500, str(known), "internal_error")
+    return Refusal(503, str(known), "unavailable", headers=RETRY)
+
+
+class Guard:
+    """Refuses other hosts, other pages and wrong keys before anything is read.
+
+    A page of another site can send requests to a server on localhost, also under a name of its own
+    that it lets resolve to 127.0.0.1. The browser says in Origin and Host which page it is.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app = app
+        self._limits = limits
+        self._key = limits.api_key.encode() if limits.api_key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1000})
+            return
+        headers = Headers(scope=scope)
+        try:
+            self._require_host(headers)
+            origin = self._allowed_origin(headers)
+            if scope["method"] == "OPTIONS" and origin:
+                preflight = {**_allowing(origin), "Access-Control-Allow-Methods": "GET, POST"}
+                asked = headers.get("access-control-request-headers", "")
+                preflight |= {"Access-Control-Allow-Headers": asked} if asked else {}
+                return await Response(None, 204, preflight)(scope, receive, send)
+            if scope["path"].startswith("/v1"):
+                self._require_key(headers)
+        except Refusal as refusal:
+            return await refusal_response(refusal)(scope, receive, send)
+        more = _allowing(origin) if origin else {}
+
+        async def send_with_origin(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                pairs = [(key.lower().encode(), value.encode()) for key, value in more.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *pairs]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_origin if more else send)
+
+    def _require_host(self, headers: Headers) -> None:
+        names = self._limits.hosts
+        if names is not None and _name_of(headers.get("host", "")) not in names:
+            raise Refusal(403, "this Host is not the server's; ask localhost", "host_not_allowed")
+
+    def _allowed_origin(self, headers: Headers) -> str | None:
+        """Another origin that may ask, and may read the answer; None for the server's own."""
+        origin = headers.get("origin")
+        if origin is None or origin.partition("://")[2] == headers.get("host"):
+            return None
+        if {"*", origin} & self._limits.origins:
+            return origin
+        reason = "pages of this origin may not ask; start the server with --allow_origin"
+        raise Refusal(403, reason, "origin_not_allowed")
+
+    def _require_key(self, headers: Headers) -> None:
+        if self._key is None:
+            return
+        given = headers.getlist("authorization")
+        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        is_right = hmac.compare_digest(key.strip().encode("latin-1", "replace"), self._key)
+        if scheme.lower() != "bearer" or not is_right:
+            raise Refusal(
+                401,
+                "the key is missing or wrong; send Authorization: Bearer KEY",
+                "invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
+def _allowing(origin: str) -> dict[str, str]:
+    return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without its port."""
+    return re.sub(r":\d*$", "", host).strip("[]").lower()
+
+
+class _Post:
+    """An endpoint that reads its body itself: Starlette takes a function to want a request."""
+
+    def __init__(self, answer: Callable[[Receive, Send, Headers], Awaitable[None]]) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._answer(receive, send, Headers(scope=scope))
+        except Refusal as refusal:
+            await refusal_response(refusal)(scope, receive, send)
+
+
+class _Gone(Exception):
+    """The client has gone."""
+
+
+Result = TypeVar("Result")
+
+
+class _Endpoints:
+    def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
+        self._served, self._scheduler, self._limits = served, scheduler, limits
+        self._page, self._page_headers = load_page()
+        self._reading = 0  # requests that are read, wait, or are answered
+        # Parsing and tokenizing megabytes would hold up the streams of others.
+        self._preparing = ThreadPoolExecutor(1, "prepare")
+
+    async def page(self, _: HttpRequest) -> Response:
+        return HTMLResponse(self._page, headers=self._page_headers)
+
+    async def health(self, _: HttpRequest) -> Response:
+        running, waiting = self._scheduler.counts
+        return JSONResponse({"status": "ok", "running": running, "waiting": waiting}, headers=PLAIN)
+
+    async def models(self, _: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]}, headers=PLAIN)
+
+    async def model(self, request: HttpRequest) -> Response:
+        self._served.require_name(request.path_params["name"])
+        return JSONResponse(self._model(), headers=PLAIN)
+
+    def _model(self) -> dict[str, Any]:
+        served = self._served
+        sizes = {"max_model_len": served.positions, "has_chat_template": bool(served.template)}
+        return {
+            **{"id": served.name, "object": "model", "created": 0, "owned_by": "minimind"},
+            **sizes,
+        }
+
+    async def chat(self, receive: Receive, send: Send, headers: Headers) -> None:
+        def read(body: bytes) -> Answer:
+            return ChatAnswer(self._served, parse(body, ChatRequest))
+
+        await self._answer(receive, send, headers, read)
+
+    async def complete(self, receive: Receive, send: Send, headers: Headers) -> None:
+        def read(body: bytes) -> Answer:
+            return CompletionAnswer(self._served, parse(body, CompletionRequest))
+
+        await self._answer(receive, send, headers, read)
+
+    async def _answer(
+        self, receive: Receive, send: Send, headers: Headers, read: Callable[[bytes], Answer]
+    ) -> None:
+        """Answer a request within its time, unless its client goes; raise Refusal."""
+        if self._reading >= self._limits.requests:
+            raise _busy()
+        self._reading += 1
+        end = asyncio.get_running_loop().time() + self._limits.timeout
+        try:
+            try:
+                async with asyncio.timeout_at(end):
+                    body = await self._body(receive, headers)
+            except TimeoutError:
+                reason = f"the body did not arrive within {self._limits.timeout:g} s; send it again"
+                raise Refusal(408, reason, "timeout", headers={"Connection": "close"}) from None
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(self._preparing, read, body)
+            del body
+            work = _Work(answer, self._scheduler, send)
+            try:
+                async with asyncio.timeout_at(end):
+                    await _unless_gone(work.run(), receive)
+            except TimeoutError:
+                reason = f"no answer within the {self._limits.timeout:g} s of --timeout"
+                await work.refuse(Refusal(503, f"{reason}; ask later", "timeout", headers=RETRY))
+            finally:
+                self._scheduler.cut(work.texts)
+        except _Gone:
+            return
+        finally:
+            self._reading -= 1
+
+    async def _body(self, receive: Receive, headers: Headers) -> bytes:
+        """The body of a request; raise Refusal for more than the limit, _Gone for half of one."""
+        most = self._limits.max_body
+        too_large = Refusal(
+            413,
+            f"the body has more than {most:,} bytes, the limit here; send less, or start the"
+            " server with a larger --max_body",
+            "body_too_large",
+            headers={"Connection": "close"},
+        )
+        size = headers.get("content-length", "")
+        if size.isdecimal() and (len(size) > 18 or int(size) > most):
+            raise too_large
+        parts, read, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _Gone
+            parts.append(message.get("body", b""))
+            read += len(parts[-1])
+            more = message.get("more_body", False)
+            if read > most:
+                raise too_large
+        return b"".join(parts)
+
+
+def _busy() -> Refusal:
+    return Refusal(429, "the server is busy; ask again in a moment", "queue_full", headers=RETRY)
+
+
+async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
+    """Wait for the work; cancel it, and raise _Gone, when the client goes."""
+
+    async def goes() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(goes())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise _Gone
+        tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Work:
+    """The texts of one answer on their way from the scheduler's thread to the client."""
+
+    def __init__(self, answer: Answer, scheduler: Scheduler, send: Send) -> None:
+        self._answer, self._scheduler, self._send = answer, scheduler, send
+        self._loop = asyncio.get_running_loop()
+        # Number of a text, what it goes on with, and how many likelihoods it has; None: its end.
+        self._events: asyncio.Queue[tuple[int, tuple[str, int] | None]] = asyncio.Queue()
+        self._has_begun = False
+        self.texts = answer.texts()
+        for number, text in enumerate(self.texts):
+            self._connect(number, text, bool(answer.request.stream))
+
+    def _connect(self, number: int, text: Queued, is_stream: bool) -> None:
+        def put(event: tuple[str, int] | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
+
+        def go_on(more: str) -> None:
+            put((more, len(text.likelihoods)))
+
+        def end(_: Text) -> None:
+            put(None)
+
+        text.on_end = end
+        text.on_text = go_on if is_stream else None
+
+    async def run(self) -> None:
+        """Wait for the texts, and send them whole or as they come; raise Refusal."""
+        try:
+            self._scheduler.submit(self.texts)
+        except QueueFull:
+            raise _busy() from None
+        if self._answer.request.stream:
+            return await self._stream()
+        for _ in self.texts:
+            number, _ = await self._events.get()
+            self._require_no_error(self.texts[number])
+        await self._start("application/json")
+        await self._put(json.dumps(self._answer.whole(self.texts)).encode(), is_last=True)
+
+    def _require_no_error(self, text: Queued) -> None:
+        if text.error is not None:
+            raise _told(text.error)
+
+    async def _stream(self) -> None:
+        answer, has_usage = self._answer, False
+        if answer.request.stream_options:
+            has_usage = bool(answer.request.stream_options.include_usage)
+        more: dict[str, Any] = {"usage": None} if has_usage else {}
+        streams = [answer.stream(number, text) for number, text in enumerate(self.texts)]
+        left = len(streams)
+        while left:
+            number, event = await self._events.get()
+            try:
+                self._require_no_error(self.texts[number])
+            except Refusal as refusal:
+                return await self.refuse(refusal)
+            if not self._has_begun:
+                await self._start("text/event-stream")
+                for stream in streams:
+                    await self._put_events(answer.chunk(one, **more) for one in stream.begin())
+            stream = streams[number]
+            choices = stream.end() if event is None else stream.go_on(*event)
+            await self._put_events(answer.chunk(one, **more) for one in choices)
+            left -= event is None
+        if has_usage:
+            await self._put_events([answer.chunk(usage=answer.usage(self.texts))])
+        await self._put(b"data: [DONE]\n\n", is_last=True)
+
+    async def refuse(self, refusal: Refusal) -> None:
+        """Tell of an error, also in a stream that has begun."""
+        if not self._has_begun:
+            raise refusal
+        with suppress(TimeoutError):  # nobody reads the stream
+            async with asyncio.timeout(LAST_WORD):
+                await self._put_events([refusal.body()])
+                await self._put(b"", is_last=True)
+
+    async def _start(self, kind: str) -> None:
+        self._has_begun = True
+        pairs = {**PLAIN, "Content-Type": kind, "X-Accel-Buffering": "no"}
+        headers = [(key.lower().encode(), value.encode()) for key, value in pairs.items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _put_events(self, chunks: Any) -> None:
+        events = (f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks)
+        if content := b"".join(events):
+            await self._put(content)
+
+    async def _put(self, content: bytes, is_last: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": content, "more_body": not is_last})
+
+
+def load_page() -> tuple[str, dict[str, str]]:
+    """The chat page and its headers: it runs its own script and styles, and asks this server."""
+    page = resources.files("minimind.serve").joinpath("page.html").read_text(encoding="utf-8")
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digests = [base64.b64encode(sha256(one.encode()).digest()).decode() for one in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
+    policy = (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:;"
+        " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {**PLAIN, "Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+    return page, headers

@@ -1,0 +1,157 @@
+"""A small chat model of random weights, and servers of it in this process and behind a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minimind.cli.generate import ANSWER, TEXT
+from minimind.data.chat.template import SPECIAL_TOKENS, ChatTemplate
+from minimind.data.tokenizer.add_special import with_special_tokens
+from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
+from minimind.inference.generate import Sampling
+from minimind.inference.load_model import load_model
+from minimind.serve.answers import ServedModel
+from minimind.serve.app import Limits, build_app
+from minimind.serve.batching import Scheduler
+from tests.conftest import ROOT, Trained
+
+THOUGHTS_AND_TOOLS = ROOT / "configs" / "templates" / "thoughts_and_tools.jinja"
+POSITIONS = 1024
+LIMITS = Limits(requests=80, max_body=2**16, timeout=60.0, hosts=frozenset({"localhost"}))
+
+
+@pytest.fixture(scope="session")
+def chat_model(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported Llama of random weights with a template of thoughts and tools."""
+    place, base = tmp_path_factory.mktemp("served"), load_tokenizer(trained.run / "tokenizer")
+    extended = with_special_tokens(base, SPECIAL_TOKENS, tmp_path_factory.mktemp("extended"))
+    (extended.path.parent / TEMPLATE_NAME).write_text(THOUGHTS_AND_TOOLS.read_text())
+    tokenizer = load_tokenizer(extended.path.parent)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.2,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(place)
+    tokenizer.save(place)
+    return place
+
+
+def served_model(model: Any, tokenizer: Any, source: str | None, **more: Any) -> ServedModel:
+    """A model as `minimind serve` serves it by default; `source`: of its template."""
+    template = None if source is None else ChatTemplate(source, tokenizer)
+    options = {"most_tokens": POSITIONS, "most_texts": 64, **more}
+    return ServedModel(
+        "tiny", model, tokenizer, template, Sampling(**ANSWER), Sampling(**TEXT), **options
+    )
+
+
+@dataclass
+class InProcess:
+    """An application without a socket."""
+
+    served: ServedModel
+    scheduler: Scheduler
+    limits: Limits
+
+    def ask(self, method: str, path: str, app: Any = None, **options: Any) -> httpx.Response:
+        app = app or build_app(self.served, self.scheduler, self.limits)
+
+        async def ask() -> httpx.Response:
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost", timeout=60
+            ) as client:
+                return await client.request(method, path, **options)
+
+        return asyncio.run(ask())
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.ask("POST", path, json=body, **options)
+
+    def chat(self, text: str, **fields: Any) -> Any:
+        """The answer to a user's text."""
+        body = {"messages": [{"role": "user", "content": text}], **fields}
+        response = self.post("/v1/chat/completions", body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def complete(self, prompt: Any, **fields: Any) -> Any:
+        response = self.post("/v1/completions", {"prompt": prompt, **fields})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """What a stream sends, without its last [DONE]."""
+        response = self.post(path, {**body, "stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"] == "text/event-stream"
+        lines = response.text.removesuffix("\n\n").split("\n\n")
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    def limited(self, **limits: Any) -> InProcess:
+        return replace(self, limits=replace(self.limits, **limits))
+
+
+@pytest.fixture(scope="session")
+def server(chat_model: Path) -> Iterator[InProcess]:
+    model, tokenizer, _ = load_model(None, str(chat_model))
+    scheduler = Scheduler(model, 8, 64)
+    yield InProcess(
+        served_model(model, tokenizer, THOUGHTS_AND_TOOLS.read_text()), scheduler, LIMITS
+    )
+    scheduler.close()
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[[Any], int]]:
+    """Start an application behind a socket of this machine; returns the port."""
+    started: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def start(app: Any) -> int:
+        place = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            app, log_level="critical", lifespan="off", ws="none", timeout_graceful_shutdown=1
+        )
+        uvicorn_server = uvicorn.Server(config)
+        thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [place]})
+        thread.start()
+        started.append((uvicorn_server, thread))
+        return place.getsockname()[1]
+
+    yield start
+    for uvicorn_server, thread in started:
+        uvicorn_server.should_exit = True
+        thread.join()
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

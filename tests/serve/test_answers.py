@@ -1,0 +1,276 @@
+"""Answers of the server are those of `minimind chat` and `minimind generate`."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from minimind.cli.main import main
+from minimind.inference.load_model import load_model
+from minimind.serve.answers import ServedModel
+from minimind.serve.batching import Group
+from minimind.serve.protocol import ChatRequest, conversation_of_request
+from tests.serve.conftest import POSITIONS, InProcess
+
+SETTINGS = [
+    {"temperature": 0},
+    {"temperature": 0.7, "top_p": 0.9, "seed": 1},
+    {"temperature": 1.5, "top_p": 1, "seed": 2},
+    {"temperature": 1, "top_k": 20, "repetition_penalty": 1.3, "seed": 3},
+]
+
+
+def words(settings: dict[str, float]) -> list[str]:
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_an_answer_is_that_of_chat_once(
+    server: InProcess, chat_model: Path, settings, capsys: pytest.CaptureFixture[str]
+):
+    line = ["chat", "--model", str(chat_model), "--device", "cpu", "--max_new_tokens", "30"]
+    assert main([*line, *words(settings), "--once", "春眠 ab"]) == 0
+    expected = capsys.readouterr().out.removesuffix("\n")
+    answer = server.chat("春眠 ab", max_tokens=30, **settings)
+    assert answer["choices"][0]["message"]["content"] == expected
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_completion_is_that_of_generate(
+    server: InProcess, chat_model: Path, settings, capsys: pytest.CaptureFixture[str]
+):
+    line = ["generate", "--model", str(chat_model), "--device", "cpu", "--max_new_tokens", "30"]
+    assert main([*line, *words(settings), "--prompt", "春眠 ab"]) == 0
+    expected = capsys.readouterr().out.removesuffix("\n")
+    answer = server.complete("春眠 ab", max_tokens=30, echo=True, **settings)
+    assert answer["choices"][0]["text"] == expected
+
+
+def test_neighbours_change_nothing(server: InProcess):
+    questions = [f"{'ab cd ' * (n % 7)}春眠 {n}" for n in range(24)]
+    settings = [{**SETTINGS[n % 4], "max_tokens": 5 + n, "logprobs": True} for n in range(24)]
+    alone = [server.chat(q, **s)["choices"] for q, s in zip(questions, settings, strict=True)]
+    with ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(lambda q, s: server.chat(q, **s)["choices"], questions, settings))
+    for one, other in zip(alone, together, strict=True):
+        assert one[0]["message"] == other[0]["message"]
+        assert one[0]["finish_reason"] == other[0]["finish_reason"]
+        pairs = [[t["logprob"] for t in c[0]["logprobs"]["content"]] for c in (one, other)]
+        assert pairs[0] == pytest.approx(pairs[1], abs=1e-4)
+
+
+def test_choices_are_numbered_as_the_prompts_of_generate(
+    server: InProcess, chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "prompts.txt"
+    file.write_text("ab\n春眠\n")
+    line = ["generate", "--model", str(chat_model), "--device", "cpu", "--seed", "5"]
+    assert main([*line, "--max_new_tokens", "12", "--prompts", str(file)]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    answer = server.complete(["ab", "春眠"], max_tokens=12, seed=5)
+    assert [c["text"] for c in answer["choices"]] == [line["completion"] for line in lines]
+    several = server.chat("ab", n=3, seed=5, max_tokens=12)["choices"]
+    assert [choice["index"] for choice in several] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in several}) == 3
+    assert (
+        several[0]["message"] == server.chat("ab", seed=5, max_tokens=12)["choices"][0]["message"]
+    )
+
+
+def joined(events: list[Any], key: str) -> str:
+    return "".join(
+        choice["delta"].get(key) or "" for event in events for choice in event["choices"]
+    )
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_stream_is_the_whole_in_pieces(server: InProcess, settings):
+    body = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 40, **settings}
+    body |= {"logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}
+    whole = server.chat("ab", **{**body, "stream_options": None})
+    *events, usage = server.events("/v1/chat/completions", body)
+    assert usage["choices"] == []
+    assert usage["usage"] == whole["usage"]
+    assert joined(events, "content") == whole["choices"][0]["message"]["content"]
+    assert events[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    logs = [e["choices"][0]["logprobs"] for e in events]
+    content = [token for log in logs if log for token in log["content"]]
+    assert content == whole["choices"][0]["logprobs"]["content"]
+
+    body = {"prompt": ["ab", [5, 6]], "max_tokens": 40, "echo": True, "logprobs": 1, **settings}
+    whole = server.post("/v1/completions", body).json()
+    events = server.events("/v1/completions", body)
+    for choice in whole["choices"]:
+        own = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in own) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            assert [v for c in own if c["logprobs"] for v in c["logprobs"][name]] == values
+
+
+def test_a_stop_text_ends_an_answer(server: InProcess):
+    whole = server.chat("ab", temperature=0, max_tokens=40)["choices"][0]["message"]["content"]
+    stop = whole[9:11]
+    for given in (stop, ["no such text", stop]):
+        (choice,) = server.chat("ab", temperature=0, max_tokens=40, stop=given)["choices"]
+        assert choice["message"]["content"] == whole[: whole.index(stop)]
+        assert choice["finish_reason"] == "stop"
+
+
+def test_an_answer_ends_at_the_last_position(server: InProcess):
+    prompt = [7] * (POSITIONS - 5)
+    answer = server.complete(prompt, max_tokens=50, temperature=0)
+    assert answer["usage"]["completion_tokens"] <= 5
+    assert answer["choices"][0]["finish_reason"] == "length"
+    response = server.post("/v1/completions", {"prompt": [7] * POSITIONS, "max_tokens": 1})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    body = {"prompt": [7] * POSITIONS, "max_tokens": 0, "echo": True}
+    assert server.post("/v1/completions", body).status_code == 200
+
+
+def test_likelihoods_are_those_of_the_model(server: InProcess, chat_model: Path):
+    model, tokenizer, _ = load_model(None, str(chat_model))
+    ids = tokenizer.encode("春眠 ab cdef 曉處 " * 6)
+    answer = server.complete(ids, max_tokens=3, echo=True, logprobs=3, temperature=0)
+    found = answer["choices"][0]["logprobs"]
+    with torch.no_grad():
+        logs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert found["token_logprobs"][0] is None
+    for at in range(1, len(ids)):
+        assert found["token_logprobs"][at] == pytest.approx(float(logs[at - 1, ids[at]]), abs=1e-4)
+        best = found["top_logprobs"][at].values()
+        assert max(best) == pytest.approx(float(logs[at - 1].max()), abs=1e-4)
+    text = answer["choices"][0]["text"]
+    whole = [t for t in found["tokens"] if not t.startswith("bytes:")]
+    places = dict(zip(found["text_offset"], found["tokens"], strict=True))
+    assert len(whole) > 9
+    assert all(text[at:].startswith(token) for at, token in places.items() if token in whole)
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "春"}}</tool_call>'
+
+
+class Played:
+    """Texts to be generated in turn, in place of a model's."""
+
+    def __init__(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ids: list[int] = []
+
+        def draw(group: Group, logits: Any) -> None:
+            for text in group.texts:
+                text.append(self.ids[len(text.new)])
+
+        monkeypatch.setattr(Group, "_draw", draw)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> None:
+        self.ids = [*self._tokenizer.encode(text), self._tokenizer.eos_id]
+
+
+@pytest.fixture
+def play(server: InProcess, monkeypatch: pytest.MonkeyPatch) -> Played:
+    return Played(server.served.tokenizer, monkeypatch)
+
+
+PARTS = ["<think>", "</think>", "\n", "<tool_call>", "</tool_call>", " ", "ab", "<", CALL, "春"]
+TEXTS = [
+    ("ab", "ab", None, 0),
+    ("<think>\nab\n</think>\n\ncd", "cd", "ab", 0),
+    ("<think>ab", "", "ab", 0),
+    (f"ab {CALL}", "ab", None, 1),
+    (f"{CALL}{CALL}", None, None, 2),
+    ("<tool_call>{</tool_call>", "<tool_call>{</tool_call>", None, 0),
+    ("<thin", "<thin", None, 0),
+    (f"<think>a</think>{CALL} b", "b", "a", 1),
+]
+TEXTS += [("".join(random.Random(n).choices(PARTS, k=8)), ..., ..., ...) for n in range(40)]
+
+
+@pytest.mark.parametrize(("text", "content", "thoughts", "calls"), TEXTS)
+def test_thoughts_and_calls_are_told_apart(
+    server: InProcess, play: Played, text: str, content: Any, thoughts: Any, calls: Any
+):
+    play(text)
+    body = {"messages": [{"role": "user", "content": "ab"}], "tools": TOOLS, "max_tokens": 700}
+    choice = server.post("/v1/chat/completions", body).json()["choices"][0]
+    message = choice["message"]
+    found = message.get("tool_calls", [])
+    if content is not ...:
+        assert (message["content"], message.get("reasoning_content")) == (content, thoughts)
+        assert len(found) == calls
+    assert choice["finish_reason"] == ("tool_calls" if found else "stop")
+    for call in found:
+        assert json.loads(call["function"]["arguments"]) == {"city": "春"}
+    events = server.events("/v1/chat/completions", body)
+    assert joined(events, "content") == (message["content"] or "")
+    assert joined(events, "reasoning_content") == message.get("reasoning_content", "")
+    streamed = [c for e in events for c in e["choices"][0]["delta"].get("tool_calls", [])]
+    assert [c["function"] for c in streamed] == [c["function"] for c in found]
+
+
+def test_a_call_goes_back_as_it_was_written(server: InProcess, play: Played):
+    play(CALL)
+    asked: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "ab"}]}]
+    body = {"messages": asked, "tools": TOOLS, "max_tokens": 700}
+    message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    call_id = message["tool_calls"][0]["id"]
+    answered = {"role": "tool", "content": "rain", "tool_call_id": call_id}
+    request = ChatRequest(messages=[*asked, message, answered], tools=TOOLS)
+    assert server.served.template is not None
+    conversation = conversation_of_request(request, server.served.template, (True, False))
+    text = server.served.template.render(conversation, True)
+    assert CALL in text
+    assert text.endswith("<|tool|>rain<|end|><|assistant|>")
+    none = ChatRequest(messages=asked, tools=TOOLS, tool_choice="none")
+    assert not conversation_of_request(none, server.served.template, (True, False)).tools
+
+
+def test_a_base_model_completes_and_does_not_chat(server: InProcess):
+    served = server.served
+    base = ServedModel(
+        "base", SimpleNamespace(config=SimpleNamespace(max_position_embeddings=POSITIONS)),
+        served.tokenizer, None, served.answers, served.texts, POSITIONS, 8,
+    )  # fmt: skip
+    other = replace(server, served=base)
+    assert other.complete("ab", seed=1)["choices"][0]["text"]
+    response = other.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "no_chat_template"
+    assert "ask /v1/completions" in response.json()["error"]["message"]
+
+
+def test_models_that_cannot_be_padded_run_beside_each_other(server: InProcess, monkeypatch):
+    questions = ["ab", "春眠 ab cd", "c"]
+    alone = [server.chat(q, max_tokens=20, seed=1)["choices"] for q in questions]
+    monkeypatch.setattr(Group, "can_grow", False)
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda q: server.chat(q, max_tokens=20, seed=1)["choices"], questions)
+    assert list(found) == alone
+
+
+def test_a_model_without_finite_logits_is_said_to_be_broken(server: InProcess, monkeypatch):
+    forward = Group._forward
+    monkeypatch.setattr(Group, "_forward", lambda *a: forward(*a) * float("nan"))
+    body = {"prompt": "ab"}
+    response = server.post("/v1/completions", body)
+    assert response.status_code == 503
+    assert "logits are not finite" in response.json()["error"]["message"]
+    monkeypatch.undo()
+    assert server.complete("ab")["choices"][0]["text"]
+
+
+def test_a_bug_ends_its_requests_alone(server: InProcess, monkeypatch, capsys):
+    monkeypatch.setattr(Group, "_forward", lambda *a: 1 / 0)
+    response = server.post("/v1/completions", {"prompt": "ab"})
+    assert (response.status_code, "ZeroDivisionError" in response.text) == (500, False)
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert server.complete("ab")["choices"][0]["text"]

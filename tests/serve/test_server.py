@@ -1,0 +1,236 @@
+"""Behind a socket: clients of OpenAI and lm-eval, cut connections, a full queue; the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from minimind.cli.main import main
+from minimind.inference.load_model import load_model
+from minimind.serve.app import build_app
+from minimind.serve.batching import Group, Scheduler
+from tests.cli.test_lm_eval import log_likelihoods, questions
+from tests.conftest import ROOT
+from tests.serve.conftest import InProcess, until
+
+ASKED: Any = [{"role": "user", "content": "ab"}]
+LONG = {"messages": ASKED, "max_tokens": 900, "temperature": 1.5, "seed": 1}
+
+
+def app_of(server: InProcess) -> Any:
+    return build_app(server.served, server.scheduler, server.limits)
+
+
+@pytest.fixture
+def client(server: InProcess, listening: Callable[[Any], int]) -> Any:
+    openai = pytest.importorskip("openai")
+    place = f"http://localhost:{listening(app_of(server.limited(api_key='k')))}/v1"
+    with openai.OpenAI(base_url=place, api_key="k", max_retries=0) as found:
+        yield found
+
+
+def test_the_client_of_openai(server: InProcess, client: Any):
+    import openai
+
+    assert [one.id for one in client.models.list()] == ["tiny"]
+    settings: dict[str, Any] = {"seed": 4, "max_tokens": 25, "temperature": 1}
+    expected = server.chat("ab", **settings)["choices"][0]["message"]["content"]
+    whole = client.chat.completions.create(model="tiny", messages=ASKED, **settings)
+    assert whole.choices[0].message.content == expected
+    stream = client.chat.completions.create(model="tiny", messages=ASKED, stream=True, **settings)
+    deltas = [chunk.choices[0].delta.content or "" for chunk in stream]
+    assert "".join(deltas) == expected
+    text = client.completions.create(model="tiny", prompt="ab", logprobs=2, **settings)
+    assert len(text.choices[0].logprobs.tokens) == text.usage.completion_tokens
+    with pytest.raises(openai.NotFoundError, match="ask for tiny"):
+        client.chat.completions.create(model="other", messages=ASKED)
+    with pytest.raises(openai.BadRequestError, match="has temperature"):
+        client.chat.completions.create(model="tiny", messages=ASKED, temperature=-1)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+
+
+def test_lm_eval_finds_the_likelihoods_of_the_model(server: InProcess, chat_model: Path):
+    """By the requests and the reading of `local-completions`; a run of it needs tenacity."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    model: Any = object.__new__(LocalCompletionsAPI)
+    model.model = "tiny"
+    tokenizer = server.served.tokenizer
+    for question, own in zip(questions(), log_likelihoods(chat_model), strict=True):
+        begin = len(tokenizer.encode(question["query"].rstrip()))
+        ids = [tokenizer.encode(question["query"] + choice) for choice in question["choices"]]
+        payload = model._create_payload(ids)
+        outputs = server.post("/v1/completions", payload).json()
+        found = model.parse_logprobs(outputs, tokens=ids, ctxlens=[begin] * len(ids))
+        assert [value for value, _ in found] == pytest.approx(own, abs=1e-3)
+    prompt = tokenizer.encode("ab")
+    with torch.no_grad():
+        logits = load_model(None, str(chat_model))[0](input_ids=torch.tensor([prompt])).logits
+    best = [*prompt, int(logits[0, -1, : tokenizer.vocab_size].argmax())]
+    for ids, expected in ((best, True), ([*prompt, best[-1] - 1], False)):
+        outputs = server.post("/v1/completions", model._create_payload([ids])).json()
+        ((_, is_greedy),) = model.parse_logprobs(outputs, ctxlens=[len(prompt)])
+        assert is_greedy is expected
+
+
+def idle(server: InProcess) -> bool:
+    return server.scheduler.counts == (0, 0)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that takes its time, and never ends a text by itself."""
+    step, draw = Group.step, Group._draw
+
+    def slow_step(group: Group) -> None:
+        time.sleep(0.02)
+        step(group)
+
+    def draw_no_end(group: Group, logits: torch.Tensor) -> None:
+        logits[:, [*group.texts[0].ends]] = -1e9
+        draw(group, logits)
+
+    monkeypatch.setattr(Group, "step", slow_step)
+    monkeypatch.setattr(Group, "_draw", draw_no_end)
+
+
+def cut_off(port: int, body: Any, wait: Callable[[], None]) -> None:
+    """Send a request, and close the connection once `wait` returns."""
+    content = json.dumps(body).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}"
+    )
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(f"{head}\r\n\r\n".encode() + content)
+        wait()
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_cut_off_stops_computing(
+    server: InProcess, listening: Callable[[Any], int], stream: bool
+):
+    port = listening(app_of(server))
+    for many in (1, 6):
+        body = {**LONG, "stream": stream, "n": many}
+        cut_off(port, body, lambda: until(lambda: server.scheduler.counts[0] > 0))
+        until(lambda: idle(server), 5)
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(half)
+    assert httpx.get(f"http://localhost:{port}/health").status_code == 200
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_full_queue_and_a_timeout(server: InProcess, listening: Callable[[Any], int]):
+    scheduler = Scheduler(server.scheduler._model, 2, 3)
+    small = replace(server, scheduler=scheduler).limited(timeout=3.0, requests=99)
+    url = f"http://localhost:{listening(app_of(small))}"
+    with closing(scheduler), ThreadPoolExecutor(5) as pool:
+        ask = {**LONG, "max_tokens": 100}
+        waiting = []
+        for count in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3)):
+            waiting.append(pool.submit(httpx.post, f"{url}/v1/chat/completions", json=ask))
+            until(lambda count=count: scheduler.counts == count)
+        refused = httpx.post(f"{url}/v1/chat/completions", json=ask)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["code"] == "queue_full"
+        statuses = [one.result().status_code for one in waiting]
+        assert statuses[:2] == [200, 200]
+        late = {**LONG, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=late) as response:
+            *_, last = response.iter_lines()
+        response = httpx.post(f"{url}/v1/chat/completions", json=LONG)
+        assert (response.status_code, "of --timeout" in response.text) == (503, True)
+        until(lambda: scheduler.counts == (0, 0))
+    assert last == ""
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_stream_that_nobody_reads_ends(server: InProcess, listening: Callable[[Any], int]):
+    small = server.limited(timeout=1.0, requests=1)
+    port = listening(app_of(small))
+
+    def wait() -> None:
+        until(lambda: server.scheduler.counts[0] > 0)
+        until(lambda: idle(server), 10)
+
+    cut_off(port, {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20}, wait)
+    short = {"prompt": "a", "max_tokens": 2}
+    assert httpx.post(f"http://localhost:{port}/v1/completions", json=short).is_success
+
+
+def test_a_body_that_does_not_arrive(server: InProcess, listening: Callable[[Any], int]):
+    port = listening(app_of(server.limited(timeout=0.3)))
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(half)
+        assert connection.recv(99).startswith(b"HTTP/1.1 408")
+
+
+COMMAND = [sys.executable, "-m", "minimind", "serve", "--device", "cpu"]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_ends_on_a_signal(chat_model: Path, number: int):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    line = [*COMMAND, "--model", str(chat_model), "--port", "0", "--api_key", "k"]
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(line, env=environment, cwd=ROOT, **options) as process:
+        assert process.stdout is not None
+        url, name = process.stdout.readline().split(": ")
+        assert name == f"{chat_model.name}; Ctrl-C ends\n"
+        body = {**LONG, "stream": True}
+        right = {"Authorization": "Bearer k"}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=right) as found:
+            assert found.status_code == 200
+            process.send_signal(number)
+            assert process.wait(30) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_port_in_use_and_other_faults(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    words = ["serve", "--model", str(chat_model), "--device", "cpu"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main([*words, "--port", port]) == 9
+    assert f"--port {port}: Address already in use; give another" in capsys.readouterr().err
+    for more, text in (
+        (["--host", "192.0.2.1"], "--host 192.0.2.1: Cannot assign requested address"),
+        (["--host", "no such host"], "--host no such host: "),
+        (["--port", "70000"], "is no port from 0 to 65535"),
+        (["--api_key", ""], "--api_key is empty"),
+        (["--api_key", "a b"], "--api_key has other characters than visible ASCII"),
+        (["--allow_origin", "example.org"], "is no origin such as"),
+    ):
+        assert main([*words, *more]) == 2
+        assert text in capsys.readouterr().err
+    monkeypatch.setenv("MINIMIND_API_KEY", "")
+    assert main(words) == 2
+    assert "MINIMIND_API_KEY is empty" in capsys.readouterr().err
+    monkeypatch.delenv("MINIMIND_API_KEY")
+    for package in ("uvicorn", "starlette"):
+        with monkeypatch.context() as missing:
+            missing.setitem(sys.modules, package, None)
+            assert main([*words, "--port", "0"]) == 2
+        assert f"needs the package {package}, which is not" in capsys.readouterr().err
