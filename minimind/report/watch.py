@@ -103,7 +103,7 @@ class Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Without the name of the host that HTTPServer asks a resolver for."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        self.server_name, self.server_port = HOST, self.server_address[1]
 
     def server_close(self) -> None:
         self.is_closed = True
