@@ -1,15 +1,16 @@
-"""Load and hostile requests on `minimind serve`, with a tiny model of random weights.
+"""Load and hostile requests on `minimind serve`, with a small model that was fine-tuned before.
 
     python -m benchmarks.serve_load [--requests 1000] [--clients 64] [--malformed 10000] [--cut 200]
         [--out FILE.json]
 
-Each answer under load is compared with the answer to the same request alone. Weights are drawn wide,
-so that answers differ and probabilities are as uneven as a trained model's.
+Each answer under load is compared with the answer to the same request alone. The model has the
+shape of the preset tiny with rows of 64 tokens, so that it is trained within minutes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import subprocess
@@ -24,41 +25,27 @@ from typing import Any
 
 import httpx
 import psutil
-import torch
 
-from benchmarks.record import arguments, preset, record
-from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS
-from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
-from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
+from benchmarks.record import arguments, record
+from minimind.config.parse import parse_flags
+from tests.conftest import sentences
+from tests.examples.conftest import fine_tuned
 from tests.serve.fuzz import malformed
 
 CHAT = "/v1/chat/completions"
 BATCH, QUEUE, BODY = 16, 64, 2**20
 KEY = "k" * 20
+TINY = parse_flags(["--model", "tiny"])
+SHAPE = {name: getattr(TINY, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads")}
+LONG = {"max_tokens": 48, "temperature": 50}  # texts that do not end early
 DIFFERENT = 200  # requests that differ
-
-
-def write_model(place: Path) -> None:
-    """A tiny model and a tokenizer of the standard library's text, with the default template."""
-    model = preset("tiny", 256)
-    library = Path(os.__file__).parent
-    texts = [path.read_text(encoding="utf-8") for path in sorted(library.glob("*.py"))]
-    size = model.config.vocab_size
-    train_tokenizer(texts, size, place / "tokenizer.model", special=SPECIAL_TOKENS)
-    (place / TEMPLATE_NAME).write_text(DEFAULT_TEMPLATE)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 2:
-                weight.normal_(0, 0.15)
-    model.config.eos_token_id = Tokenizer(place).eos_id
-    model.save_pretrained(place)
 
 
 @contextmanager
 def started(place: Path) -> Iterator[tuple[psutil.Process, str]]:
     """The server's process and its URL; it ends with 0 on a signal."""
-    line = [sys.executable, "-m", "minimind", "serve", "--model", str(place), "--device", "cpu"]
+    line = [sys.executable, "-m", "minimind", "serve", "--checkpoint", str(place)]
+    line += ["--device", "cpu"]
     line += ["--port", "0", "--max_batch", str(BATCH), "--max_queue", str(QUEUE)]
     line += ["--max_body", str(BODY), "--timeout", "120"]
     environment = {**os.environ, "MINIMIND_API_KEY": KEY}
@@ -70,11 +57,12 @@ def started(place: Path) -> Iterator[tuple[psutil.Process, str]]:
 
 
 def questions() -> list[dict[str, Any]]:
+    """Requests whose prompts, lengths, seeds and temperatures differ."""
     draw = random.Random(0)
-    words = "what is the sea sky of deep file path open read return".split()
+    words = "what is the sea sky of stone bread wind a river".split()
     return [
         {
-            "messages": [{"role": "user", "content": " ".join(draw.choices(words, k=1 + n % 20))}],
+            "messages": [{"role": "user", "content": " ".join(draw.choices(words, k=1 + n % 9))}],
             "max_tokens": draw.randint(4, 32),
             "seed": n,
             "temperature": draw.choice([0, 0.7, 1, 1.3]),
@@ -117,6 +105,7 @@ async def load(client: httpx.AsyncClient, server: psutil.Process, args: Any) -> 
 
 
 async def until_idle(client: httpx.AsyncClient) -> float:
+    """Wait until nothing is computed; return the seconds."""
     begun = time.perf_counter()
     while True:
         health = (await client.get("/health")).json()
@@ -127,7 +116,7 @@ async def until_idle(client: httpx.AsyncClient) -> float:
 
 async def flood(client: httpx.AsyncClient) -> dict[str, Any]:
     """Three times as many requests as there is place for, at once."""
-    body = {**questions()[1], "max_tokens": 200, "temperature": 1.3}
+    body = {**questions()[1], **LONG}
     most, is_over = 0, False
 
     async def watch() -> None:
@@ -146,19 +135,21 @@ async def flood(client: httpx.AsyncClient) -> dict[str, Any]:
 
 async def cut(client: httpx.AsyncClient, count: int) -> dict[str, Any]:
     """Streams that are left after their first bytes, forty at a time."""
-    body = {**questions()[1], "max_tokens": 240, "temperature": 1.3, "stream": True}
-    turn = asyncio.Semaphore(40)
+    body = {**questions()[1], **LONG, "stream": True}
+    turn, statuses = asyncio.Semaphore(40), Counter[int]()
 
     async def leave() -> None:
         async with turn, client.stream("POST", CHAT, json=body) as response:
+            statuses[response.status_code] += 1
             async for _ in response.aiter_raw():
                 break
 
     await asyncio.gather(*(leave() for _ in range(count)))
-    return {"streams": count, "seconds_until_idle": await until_idle(client)}
+    return {"statuses": statuses, "seconds_until_idle": await until_idle(client)}
 
 
 async def fuzz(client: httpx.AsyncClient, count: int) -> dict[str, Any]:
+    """Malformed requests from sixteen clients."""
     draw, statuses = random.Random(1), Counter[int]()
     bodies = iter([malformed(draw) for _ in range(count)])
 
@@ -181,13 +172,16 @@ async def huge(url: str, server: psutil.Process) -> dict[str, Any]:
             writer.write(f"{head}Authorization: Bearer {KEY}\r\n\r\n".encode())
             chunk = b" " * 100_000
             part = chunk if "Length" in told else b"186a0\r\n" + chunk + b"\r\n"
+            reading = asyncio.create_task(reader.readline())
             with suppress(ConnectionError):  # the server closes the connection
                 for _ in range(1000):
                     writer.write(part)
                     await writer.drain()
-            with suppress(ConnectionError):
-                line = await reader.readline()
-                statuses[line.decode().split(" ")[1] if line else "closed"] += 1
+            try:
+                line = await reading
+            except ConnectionError:
+                line = b""
+            statuses[line.decode().split(" ")[1] if line else "closed"] += 1
             writer.close()
     grown = (server.memory_info().rss - before) / 2**20
     return {"statuses": statuses, "memory_grown_mib": grown}
@@ -212,13 +206,14 @@ async def strangers(url: str) -> dict[str, Any]:
 
 
 async def measure(url: str, server: psutil.Process, args: Any) -> dict[str, Any]:
+    """Every figure."""
     headers = {"Authorization": f"Bearer {KEY}"}
     limits = httpx.Limits(max_connections=512, max_keepalive_connections=64)
     found: dict[str, Any] = {}
     async with httpx.AsyncClient(
         base_url=url, headers=headers, limits=limits, timeout=120
     ) as client:
-        found["load"] = await load(client, server, args)
+        found["answers"] = await load(client, server, args)
         found["flood"] = await flood(client)
         found["cut"] = await cut(client, args.cut)
         found["malformed"] = await fuzz(client, args.malformed)
@@ -236,10 +231,9 @@ def main() -> None:
     args = parser.parse_args()
     load_before = os.getloadavg()
     with TemporaryDirectory() as folder:
-        place = Path(folder) / "tiny"
-        place.mkdir()
-        write_model(place)
-        with started(place) as (server, url):
+        text = Path(folder) / "text.jsonl"
+        text.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(1, 400)))
+        with started(fine_tuned(Path(folder), text, **SHAPE)) as (server, url):
             found = asyncio.run(measure(url, server, args))
     for name, value in found.items():
         print(name, value, flush=True)

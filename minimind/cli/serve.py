@@ -43,10 +43,10 @@ def add_parser(subs: Any) -> None:
     )
     add_model(parser)
     add = parser.add_argument
-    text = "address to listen on; others than of this machine alone need --api_key"
+    text = "address to listen on; give --api_key with one that others reach"
     add("--host", type=non_empty, default="127.0.0.1", help=text)
     add("--port", type=port, default=8000, metavar="INT", help="port; 0: any that is free")
-    text = f"key that requests must have (default: ${KEY}, which other users cannot list)"
+    text = f"key that requests must have (default: that of {KEY})"
     add("--api_key", metavar="KEY", help=text)
     add("--max_batch", type=at_least(1), default=16, help="texts generated at once")
     add("--max_queue", type=at_least(1), default=64, help="texts that may wait; 429 for more")
@@ -56,9 +56,8 @@ def add_parser(subs: Any) -> None:
     add("--max_tokens", type=at_least(1), help=text)
     text = "most bytes of a request's body"
     add("--max_body", type=count_of_bytes, default="1MiB", metavar="SIZE", help=text)
-    add(
-        "--chat_template", type=non_empty, metavar="FILE", help="Jinja template, not the stored one"
-    )
+    text = "Jinja template instead of the stored one"
+    add("--chat_template", type=non_empty, metavar="FILE", help=text)
     text = 'variables of the template as a JSON object, such as {"enable_thinking": false}'
     add("--chat_template_kwargs", type=json_variables, metavar="JSON", help=text)
     text = "other origins, such as https://example.org, whose pages may ask; *: all"

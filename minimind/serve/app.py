@@ -32,7 +32,7 @@ from minimind.serve.protocol import ChatRequest, CompletionRequest, Refusal, par
 
 PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 RETRY = {"Retry-After": "1"}
-LAST_WORD = 1.0  # seconds to tell the reader of a stream that its time is over
+LAST_WORD = 1.0  # seconds to tell a client that does not read, or still sends, of an error
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,26 @@ class _Post:
         try:
             await self._answer(receive, send, Headers(scope=scope))
         except Refusal as refusal:
+            if refusal.status == 413:
+                return await _refuse_while_sent(refusal, receive, send)
             await refusal_response(refusal)(scope, receive, send)
+
+
+async def _refuse_while_sent(refusal: Refusal, receive: Receive, send: Send) -> None:
+    """Refuse a body that is still sent, and drop a second of it.
+
+    A client that sends reads nothing before the end; were the connection closed at once, it would
+    get an error of the network in place of the refusal.
+    """
+    response = refusal_response(refusal)
+    head = {"status": response.status_code, "headers": response.raw_headers}
+    await send({"type": "http.response.start", **head})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LAST_WORD):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _Gone(Exception):

@@ -184,6 +184,16 @@ def test_a_body_that_does_not_arrive(server: InProcess, listening: Callable[[Any
         assert connection.recv(99).startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_huge_body_is_refused_while_it_is_sent(
+    server: InProcess, listening: Callable[[Any], int], is_told: bool
+):
+    url = f"http://localhost:{listening(app_of(server))}/v1/completions"
+    body = (b" " * 100_000 for _ in range(100))
+    headers = {"Content-Length": "10000000"} if is_told else {}
+    assert httpx.post(url, content=body, headers=headers).status_code == 413
+
+
 COMMAND = [sys.executable, "-m", "minimind", "serve", "--device", "cpu"]
 
 
