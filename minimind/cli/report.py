@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import at_least, positive
+from minimind.config.arguments import at_least, port, positive
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import storing
 
@@ -58,7 +58,8 @@ def _add_report(subs: Any) -> None:
         "report",
         help="curves, step times, stops and resumes of a run",
         description="Summarize one run or compare several; with --out, write one HTML file with all"
-        " curves, which needs no network.",
+        " curves, which needs no network. With --watch, serve that page on this host and update it"
+        " as the runs go on.",
         example="minimind report out --out out/report.html",
     )
     add = parser.add_argument
@@ -66,20 +67,31 @@ def _add_report(subs: Any) -> None:
     add("places", nargs="+", type=Path, metavar="OUT_DIR", help=places)
     add("--out", type=Path, metavar="FILE.html", help="HTML file to write")
     add("--force", action="store_true", help="replace an earlier report at --out")
+    text = "serve the page on this host until Ctrl-C; it follows runs that go on or begin later"
+    add("--watch", action="store_true", help=text)
+    text = "with --watch: port of 127.0.0.1, 0 for one that is free (default: 8010)"
+    add("--port", type=port, help=text)
     add("--debug", action="store_true", help="show tracebacks")
 
 
 def run_report(args: argparse.Namespace) -> None:
-    """Print the summary of each run, or write the page."""
+    """Print the summary of each run, write the page, or serve it."""
     from minimind.report.history import read_runs
     from minimind.report.page import GENERATOR, write_report
     from minimind.report.summary import Summary
+    from minimind.report.watch import watch
 
     if args.out:
         require_free(args.out, args.force, GENERATOR)
     places = [place.parent if place.name == "metrics.jsonl" else place for place in args.places]
     if len({place.resolve() for place in places}) < len(places):
         raise UsageError("the same out_dir is given twice; name each run once")
+    if args.watch:
+        if args.out:
+            raise UsageError("--watch serves the page and --out writes it; give one of them")
+        watch(places, 8010 if args.port is None else args.port)
+    elif args.port is not None:
+        raise UsageError("--port has no effect without --watch; remove it")
     if args.out:
         size = write_report(places, args.out, REMEDY)
         print(f"{args.out}: {size / 1024:,.0f} KiB; open it in a browser")

@@ -157,6 +157,7 @@ def at_least(bound: float) -> Number:
 share = Number(float, "above 0 and at most 1", lambda value: 0 < value <= 1)
 fraction = Number(float, "from 0 to below 1", lambda value: 0 <= value < 1)
 finite = Number(float, "0 or more and finite", lambda value: 0 <= value < float("inf"))
+port = Number(int, "from 0 to 65535", lambda value: 0 <= value <= 65535)
 penalty = Number(float, "from 0.01 to 100", lambda value: 0.01 <= value <= 100)
 positive = Number(float, "above 0 and finite", lambda value: 0 < value < float("inf"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from array import array
 from collections import defaultdict
@@ -139,28 +140,53 @@ class Start:
         }
 
 
-def read_starts(run_dir: Path) -> tuple[list[Start], int]:
-    """The starts in `run_dir`/metrics.jsonl, and the number of unreadable lines."""
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        problem = "holds no metrics.jsonl" if run_dir.is_dir() else "is no folder"
-        raise UsageError(f"{run_dir} {problem}; give the --out_dir of a run")
-    starts: list[Start] = []
-    unread = 0
-    with storing(str(path), "correct its permissions"), open(path, "rb") as file:
-        for raw in file:
-            try:
-                line = json.loads(raw)
-            except (ValueError, RecursionError):
-                line = None
-            if isinstance(line, dict):
-                _add_line(starts, line)
-            elif raw.endswith(b"\n") and raw.strip():  # a partial last line may still be written
-                unread += 1
-    cutoff = math.inf
-    for start in reversed(starts):
-        start.cutoff, cutoff = cutoff, min(cutoff, start.first_step)
-    return starts, unread
+class History:
+    """The starts in `run_dir`/metrics.jsonl, read on from where the last `read` ended."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self._path = run_dir, run_dir / "metrics.jsonl"
+        self._begin(None)
+
+    def _begin(self, file_id: tuple[int, int] | None) -> None:
+        self.starts: list[Start] = []
+        self.unread_lines = 0
+        self._file_id, self._offset = file_id, 0
+
+    @property
+    def exists(self) -> bool:
+        return self._path.is_file()
+
+    def read(self) -> bool:
+        """Add the lines that were appended; return whether there were any, or the file is another.
+
+        Raise StorageError.
+        """
+        before = self._file_id, self._offset
+        if not self.exists:
+            self._begin(None)
+            return before != (None, 0)
+        with storing(str(self._path), "correct its permissions"), open(self._path, "rb") as file:
+            status = os.fstat(file.fileno())
+            file_id = status.st_dev, status.st_ino
+            if file_id != self._file_id or status.st_size < self._offset:  # the run began anew
+                self._begin(file_id)
+            file.seek(self._offset)
+            for raw in file:
+                try:
+                    line = json.loads(raw)
+                except (ValueError, RecursionError):
+                    line = None
+                if isinstance(line, dict):  # whole, also where its newline is still to come
+                    _add_line(self.starts, line)
+                elif not raw.endswith(b"\n"):  # a partial last line may still be written
+                    break
+                elif raw.strip():
+                    self.unread_lines += 1
+                self._offset += len(raw)
+        cutoff = math.inf
+        for start in reversed(self.starts):
+            start.cutoff, cutoff = cutoff, min(cutoff, start.first_step)
+        return before != (self._file_id, self._offset)
 
 
 def _add_line(starts: list[Start], line: dict[str, Any]) -> None:
@@ -288,14 +314,28 @@ class Run:
         return marks
 
 
-def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
+def as_runs(histories: Sequence[History]) -> list[Run]:
     """Runs named by the last parts of their paths, as many as differ; a single run by two."""
-    parts = [run_dir.absolute().parts for run_dir in run_dirs]
-    depth = 2 if len(run_dirs) == 1 else 1
+    parts = [one.run_dir.absolute().parts for one in histories]
+    depth = 2 if len(parts) == 1 else 1
     while len({path[-depth:] for path in parts}) < len(set(parts)):
         depth += 1
     names = ["/".join(path[-depth:]).removeprefix("//") or "/" for path in parts]
-    return [Run(name, one, *read_starts(one)) for name, one in zip(names, run_dirs, strict=True)]
+    return [
+        Run(name, one.run_dir, one.starts, one.unread_lines)
+        for name, one in zip(names, histories, strict=True)
+    ]
+
+
+def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
+    """All runs from their first line on. Raise UsageError for a folder that is no run."""
+    histories = [*map(History, run_dirs)]
+    for one in histories:
+        if not one.exists:
+            problem = "holds no metrics.jsonl" if one.run_dir.is_dir() else "is no folder"
+            raise UsageError(f"{one.run_dir} {problem}; give the --out_dir of a run")
+        one.read()
+    return as_runs(histories)
 
 
 def _outcome(start: Start, is_last: bool, now: float) -> tuple[str, str]:

@@ -56,6 +56,13 @@ def write_page(html: str, out: Path, remedy: str) -> int:
 
 def render_page(runs: Sequence[Run], configurations: Sequence[Configuration], now: float) -> str:
     """The HTML of one run, or of several compared."""
+    return fill_page(*render_parts(runs, configurations, now), is_linked=True)
+
+
+def render_parts(
+    runs: Sequence[Run], configurations: Sequence[Configuration], now: float
+) -> tuple[str, str, list[Chart]]:
+    """Title, HTML and charts of the page."""
     from minimind.report.charts import Charts  # here, as every training run imports this module
 
     charts = Charts(runs, [one.grad_clip for one in configurations], now).draw()
@@ -72,7 +79,7 @@ def render_page(runs: Sequence[Run], configurations: Sequence[Configuration], no
         f"{paths}.{unread}</footer>",
     ]
     title = f"{', '.join(run.name for run in runs)}: training report"
-    return fill_page(title, "\n".join(body), charts, is_linked=True)
+    return title, "\n".join(body), charts
 
 
 def plots(charts: Sequence[Chart], is_single: bool) -> str:
@@ -89,20 +96,34 @@ def plots(charts: Sequence[Chart], is_single: bool) -> str:
     )
 
 
-def fill_page(title: str, body: str, charts: Sequence[Chart], is_linked: bool) -> str:
-    """A whole HTML file from its body and the charts in it; linked ones share one x axis."""
+def figures(charts: Sequence[Chart]) -> str:
+    """A JSON object: plotly figures by key."""
+    pairs = ",".join(f'"{chart.key}":{chart.figure.to_json()}' for chart in charts)
+    return f"{{{pairs}}}"
+
+
+def fill_page(
+    title: str, body: str, charts: Sequence[Chart], is_linked: bool, is_live: bool = False
+) -> str:
+    """A whole HTML file from its body and the charts in it; linked ones share one x axis.
+
+    A live one follows the server that it came from (`watch.py`).
+    """
     from plotly.offline import get_plotlyjs
 
-    figures = ",".join(f'"{chart.key}":{chart.figure.to_json()}' for chart in charts)
     facts = f'"dark":{json.dumps(dict(PALETTE.values()))},"isLinked":{json.dumps(is_linked)}'
-    data = f'{{{facts},"charts":{{{figures}}}}}'
-    template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    data = f'{{{facts},"charts":{figures(charts)}}}'
+    folder = Path(__file__).parent
+    template = Template((folder / "page.html").read_text(encoding="utf-8"))
     light, dark = (
         " ".join(f"--{name}: {colors[n]};" for name, colors in PALETTE.items()) for n in (0, 1)
     )
     return template.substitute(
         **{"generator": GENERATOR, "nonce": secrets.token_urlsafe(), "light": light, "dark": dark},
         title=escape(title),
+        connect=" connect-src 'self';" if is_live else "",
+        live='<p id="live"><b role="status"></b> <span></span></p>' if is_live else "",
+        follow=(folder / "live.js").read_text(encoding="utf-8") if is_live else "",
         body=body,
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
         data=data.replace("<", "\\u003c"),
@@ -139,7 +160,7 @@ def _opening(summary: Summary) -> str:
         for name, (value, remark) in {**summary.figures(), **times}.items()
     )
     html = f'<h1>{escape(run.name)}</h1><p class="quiet">{escape(summary.description())}</p>'
-    html += f'<p class="lead">{escape(lead)}</p>'
+    html += f'<p class="lead">{escape(lead)}</p>{_progress(summary)}'
     html += f'<div class="tiles">{tiles}</div>' if run.starts else ""
     return html + _shares_bar("Where the time went", summary) + "<h2>Course</h2>"
 
@@ -155,7 +176,7 @@ def _comparison(runs: Sequence[Run], now: float) -> str:
         bars += f'<p class="quiet">{escape(one.verdict)}</p>' if one.verdict else ""
         figures = (
             f'<span class="key" style="{tone}"><i></i>{escape(run.name)}</span>',
-            f"{one.step:,}",
+            f"{one.step:,}{_progress(one)}",
             *map(formats.figure, (one.tokens, one.mean_loss)),
             f"{best['val_loss']:.4f} <small>at {best['step']:,.0f}</small>"
             if best
@@ -165,13 +186,24 @@ def _comparison(runs: Sequence[Run], now: float) -> str:
             formats.memory(one.memory_mib),
             formats.duration(one.seconds),
             *(f"{one.resumes}", f"{one.crashes}"),
-            f'<span class="{one.kind}">{escape(one.ending)}</span>',
+            f'<span class="{one.kind}">{escape(one.ending + one.time_left())}</span>',
         )
         rows.append(figures)
     head = ("run", "steps", "tokens", "loss, smoothed", "best validation", "tokens/s", "step")
     table = html_table((*head, "memory", "time", "resumes", "crashes", "end"), rows, "final")
     bars = f"<h2>Where the time went</h2>{bars}" if bars else ""
     return f"<h1>{formats.count(len(runs), 'run')} compared</h1>{table}{bars}<h2>Course</h2>"
+
+
+def _progress(summary: Summary) -> str:
+    """How much of a run is done, as a bar; empty for one that has ended well or has no end."""
+    if not summary.total_steps or summary.kind == "done":
+        return ""
+    share = min(1.0, summary.step / summary.total_steps)
+    return (
+        f'<div class="progress" role="img" aria-label="{share:.0%} done">'
+        f'<i style="width: {share:.2%}"></i><b>{share:.0%}</b></div>'
+    )
 
 
 def _shares_bar(title: str, summary: Summary) -> str:

@@ -78,6 +78,7 @@ NOUNS = {
 }  # of pauses
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 SPARKLINE_WIDTH = 60
+PACE_LINES = 50  # by which the time that is left is estimated
 # Values that a profile has of each rank: key, name, format.
 RANK_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     *((f"{name}_ms", name, formats.milliseconds) for name in (*PHASES, "step")),
@@ -127,8 +128,17 @@ class Summary:
         self.rollbacks = sum(kind == "rolled back" for kind, _ in outcomes)
         self.resumes -= self.rollbacks
         self.kind, self.ending = outcomes[-1]
+        self.seconds_left = self._seconds_left() if self.kind == "running" else math.nan
         self.verdict = verdict_of(run)
         self.mirror = _mirror(run)
+
+    def _seconds_left(self) -> float:
+        """By the pace of the last lines of this start, pauses included."""
+        lines = [self.run.starts[-1].column(name)[-PACE_LINES:] for name in ("time", "step")]
+        times, steps = (values[-1] - values[0] if len(values) else 0.0 for values in lines)
+        if self.total_steps is None or not (times > 0 and steps > 0):
+            return math.nan
+        return max(0, self.total_steps - self.step) * float(times / steps)
 
     def description(self) -> str:
         """`2,361,024 parameters, bfloat16, DeepSpeed ZeRO-2 on 2 processes (cpu)`."""
@@ -141,7 +151,13 @@ class Summary:
     def course(self) -> str:
         """`step 160 of 160 after 2 min 5 s: done`."""
         total = f" of {self.total_steps:,}" if self.total_steps is not None else ""
-        return f"step {self.step:,}{total} after {formats.duration(self.seconds)}: {self.ending}"
+        time = formats.duration(self.seconds)
+        return f"step {self.step:,}{total} after {time}: {self.ending}{self.time_left()}"
+
+    def time_left(self) -> str:
+        """`, about 3 h 20 min left`; empty where it is unknown, or the run has ended."""
+        left = self.seconds_left
+        return f", about {formats.duration(left)} left" if math.isfinite(left) else ""
 
     def setbacks(self) -> str:
         """`1 resume, 1 crash, 16 steps lost (7.1 s)`; empty if there were none."""

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from minimind.cli.main import main
 from minimind.errors import StorageError
 from minimind.report import page
 from minimind.report.page import GENERATOR, write_report
+from tests.browser import installed_browser
 from tests.conftest import ROOT, SMALL, Trained
 from tests.report.made import (
     Drawn,
@@ -36,7 +36,6 @@ from tests.report.made import (
 )
 
 EVIL = "<script>alert('x')</script>\"&"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CONFIGURATION = """\
 # The flags of this run; --config reads them back. Behind each: where it came from.
 max_steps: 40  # --max_steps
@@ -322,9 +321,7 @@ def test_plotly_is_imported_only_to_write_a_page(run, tmp_path):
 
 def in_browser(page: Path, hash: str = "", *options: str) -> str:
     """The document that a browser makes of a page; the test is skipped where there is none."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+    browser = installed_browser()
     words = "--headless --no-sandbox --disable-gpu --virtual-time-budget=4000 --dump-dom".split()
     words += [f"--user-data-dir={page.parent}/p", *options, f"file://{page}{hash}"]
     done = subprocess.run([browser, *words], capture_output=True, text=True, timeout=120)

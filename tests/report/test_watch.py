@@ -1,0 +1,281 @@
+"""`minimind report --watch`: what the server sends and refuses, and a browser that follows it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from minimind.cli.main import main
+from minimind.errors import StorageError
+from minimind.report import watch
+from minimind.report.history import History
+from minimind.report.watch import LiveReport, Server
+from tests.browser import opened
+from tests.report.made import Drawn, crashed_and_resumed, end, run_start, step_line, write_run
+
+
+@contextmanager
+def serving(*places: Path, port: int = 0) -> Iterator[Server]:
+    server = Server(LiveReport(places), port)
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "INTERVAL", 0.05)
+    monkeypatch.setattr(watch, "POLL", 0.02)
+
+
+def ask(
+    server: Server, path: str = "/", method: str = "GET", **headers: str
+) -> tuple[http.client.HTTPResponse, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.request(method, path, headers=headers)
+    response = connection.getresponse()
+    return response, response.read().decode()
+
+
+class Reader:
+    """Follows the events as a page does."""
+
+    def __init__(self, server: Server) -> None:
+        self.connection = socket.create_connection(("127.0.0.1", server.server_port), 20)
+        self.connection.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        self.file = self.connection.makefile("rb")
+        while self.file.readline().strip():
+            pass
+
+    def event(self, name: str = "report") -> Any:
+        """The data of the next event of that name."""
+        while True:
+            found, data, _ = (self.file.readline().decode() for _ in range(3))
+            assert found, "the server closed the stream"
+            if found == f"event: {name}\n":
+                return json.loads(data.removeprefix("data: "))
+
+    def close(self) -> None:
+        self.file.close()
+        self.connection.close()
+
+
+def append(place: Path, *lines: dict[str, Any] | str) -> None:
+    with open(place / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.writelines(one if isinstance(one, str) else json.dumps(one) + "\n" for one in lines)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    last = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < last
+        time.sleep(0.02)
+
+
+def follower_threads() -> int:
+    return sum("process_request_thread" in one.name for one in threading.enumerate())
+
+
+def test_lines_are_read_on_from_where_the_last_reading_ended(tmp_path):
+    place = tmp_path / "run"
+    history = History(place)
+    assert not history.read()
+    write_run(place, [run_start(), step_line(1), '{"event": "st'])
+    assert history.read()
+    assert not history.read()
+    assert [start.last_step for start in history.starts] == [1]
+    append(place, "\n", run_start(1), step_line(2))  # after a crash the torn line is closed
+    assert history.read()
+    assert [start.last_step for start in history.starts] == [1, 2]
+    assert (history.unread_lines, history.starts[0].cutoff) == (1, 1)
+    append(place, json.dumps(step_line(3)))  # all but its newline
+    assert history.read()
+    append(place, "\n")
+    history.read()
+    assert len(history.starts[1].column("step")) == 2
+    (place / "metrics.jsonl").unlink()
+    write_run(place, [run_start()])  # another run in the same folder
+    assert history.read()
+    assert [start.last_step for start in history.starts] == [-float("inf")]
+
+
+def test_a_long_file_is_not_read_again(tmp_path, monkeypatch):
+    place = write_run(tmp_path / "run", [run_start(), *(step_line(n) for n in range(1, 2000))])
+    history, parsed, loads = History(place), [], json.loads
+    history.read()
+    monkeypatch.setattr(json, "loads", lambda raw: parsed.append(raw) or loads(raw))
+    append(place, step_line(2000))
+    assert history.read()
+    assert len(parsed) == 1
+
+
+def test_the_page_is_the_report_and_may_ask_its_server_alone(tmp_path):
+    place = write_run(tmp_path / "run", crashed_and_resumed())
+    with serving(place) as server:
+        response, page = ask(server)
+    assert response.status == 200
+    assert "crash" in page
+    assert "connect-src 'self'" in page
+    assert "default-src 'none'" in page
+    assert "'unsafe-inline'; script-src 'nonce-" in page
+    assert {"loss", "phases"} <= set(Drawn(page).charts)
+    headers = response.headers
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert (headers["Cache-Control"], headers["X-Content-Type-Options"]) == ("no-store", "nosniff")
+
+
+def test_events_follow_a_crash_and_a_resume_and_runs_that_begin_later(tmp_path):
+    place, later = tmp_path / "run", tmp_path / "later"
+    with serving(place, later) as server:
+        reader = Reader(server)
+        assert "nothing recorded" in reader.event()["body"]
+        write_run(place, [run_start(time=time.time()), step_line(1, time=time.time())])
+        content = reader.event()
+        assert content["is_running"]
+        assert content["line_age"] < 20
+        append(place, step_line(2), '{"event": "step", "st')
+        assert reader.event()["charts"]["loss"]["layout"]["xaxis"]["range"][1] == 2
+        append(place, "\n", run_start(1), step_line(2), step_line(3))
+        body = reader.event()["body"]
+        assert "crashed: no end recorded" in body
+        assert "could not be read" in body
+        write_run(later, [run_start(), end(0)])
+        assert "done" in reader.event()["body"]
+        reader.close()
+
+
+def test_twenty_readers_share_a_report_and_leave_nothing_behind(tmp_path, monkeypatch):
+    place, rendered = write_run(tmp_path / "run", [run_start(), step_line(1)]), []
+    render = watch.render_parts
+    monkeypatch.setattr(watch, "render_parts", lambda *args: rendered.append(1) or render(*args))
+    with serving(place) as server:
+        before = follower_threads()
+        readers = [Reader(server) for _ in range(20)]
+        assert all("step 1 of" in reader.event()["body"].lower() for reader in readers)
+        append(place, step_line(2))
+        assert all("step 2 of" in reader.event()["body"].lower() for reader in readers)
+        assert len(rendered) == 2
+        for reader in readers:
+            reader.close()
+        until(lambda: follower_threads() == before)
+
+
+def test_a_quiet_stream_has_beats_and_ends_with_the_server(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "BEAT", 0.1)
+    with serving(write_run(tmp_path / "run", [run_start(), end(0)])) as server:
+        reader = Reader(server)
+        reader.event()
+        assert reader.event("beat") is None
+        server.is_closed = True
+        until(lambda: not reader.file.read())
+        reader.close()
+
+
+def test_what_cannot_be_read_is_told(tmp_path, monkeypatch):
+    def denied(self: History) -> bool:
+        raise StorageError("metrics.jsonl: Permission denied; correct its permissions")
+
+    with serving(write_run(tmp_path / "run", [run_start()])) as server:
+        reader = Reader(server)
+        reader.event()
+        monkeypatch.setattr(History, "read", denied)
+        assert "Permission denied" in reader.event("problem")
+        assert ask(server)[0].status == 200  # the report up to then
+        monkeypatch.undo()
+        assert "Nothing" not in reader.event()["body"]
+        reader.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "headers", "status"),
+    [
+        ("/", "POST", {}, 405),
+        ("/events", "DELETE", {}, 405),
+        ("/", "BREW", {}, 405),
+        ("/report.html", "GET", {}, 404),
+        ("/../metrics.jsonl", "GET", {}, 404),
+        ("/", "GET", {"Host": "evil.example"}, 403),
+        ("/", "GET", {"Host": "[::1"}, 403),
+        ("/events", "GET", {"Host": "evil.example:80"}, 403),
+        ("/events", "GET", {"Origin": "http://evil.example"}, 403),
+        ("/", "GET", {"Host": "localhost:9999"}, 200),  # through a tunnel
+    ],
+)
+def test_only_this_host_reads_and_nothing_else(tmp_path, path, method, headers, status):
+    with serving(write_run(tmp_path / "run", [run_start()])) as server:
+        response, text = ask(server, path, method, **headers)
+    assert response.status == status
+    assert status == 200 or text.count("\n") == 1
+
+
+def test_mistakes_are_told_in_one_sentence(capsys, tmp_path):
+    place = str(write_run(tmp_path / "run", [run_start()]))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["report", place, "--watch", "--port", port]) == 9
+    assert f"--port {port}: Address already in use; give another" in capsys.readouterr().err
+    for words, problem in (
+        (["--port", "1"], "no effect without --watch"),
+        (["--watch", "--out", "a.html"], "give one of them"),
+        (["--watch", "--port", "70000"], "70000 is not from 0 to 65535"),
+    ):
+        assert main(["report", place, *words]) == 2
+        assert problem in capsys.readouterr().err
+
+
+def test_the_command_says_where_and_what_it_waits_for_and_ends_on_ctrl_c(
+    capsys, monkeypatch, tmp_path
+):
+    def interrupted(self: Server) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Server, "serve_forever", interrupted)
+    assert main(["report", str(tmp_path / "later"), "--watch", "--port", "0"]) == 130
+    output = capsys.readouterr().out
+    assert "http://127.0.0.1:" in output
+    assert "later holds no metrics.jsonl yet" in output
+
+
+def test_a_browser_follows_the_run_keeps_its_view_and_finds_the_server_again(tmp_path):
+    place = write_run(tmp_path / "run", [run_start(total_steps=100), step_line(1), step_line(2)])
+    last = "document.querySelector('#loss .plot').calcdata.at(-1).length"
+    ranges = "['loss', 'lr'].map(id => document.querySelector(`#${id} .plot`).layout.xaxis.range)"
+    with serving(place) as server:
+        port = server.server_port
+        stack = opened(server.url)
+        page = stack.__enter__()
+        live = page.locator("#live")
+        expect(live).to_contain_text("Live.")
+        page.evaluate("window.isSame = true; scrollTo(0, 300)")
+        append(place, *(step_line(n) for n in range(3, 31)))
+        expect(page.locator(".lead")).to_contain_text("Step 30 of 100")
+        until(lambda: page.evaluate(last) == 30)
+        expect(page.locator(".progress b")).to_have_text("30%")
+        page.evaluate(
+            "Plotly.relayout(document.querySelector('#loss .plot'), {'xaxis.range': [5, 10]})"
+        )
+        until(lambda: page.evaluate(ranges) == [[5, 10], [5, 10]])
+        append(place, step_line(31))
+        until(lambda: page.evaluate(last) == 31)
+        assert page.evaluate(ranges) == [[5, 10], [5, 10]]
+    expect(live).to_contain_text("Not up to date.")
+    append(place, step_line(32))
+    with serving(place, port=port):
+        expect(page.locator(".lead")).to_contain_text("Step 32 of 100")
+        expect(live).to_contain_text("Live.")
+        assert page.evaluate("window.isSame && scrollY === 300")
+        assert page.evaluate(ranges) == [[5, 10], [5, 10]]
+        stack.__exit__(None, None, None)
