@@ -11,6 +11,7 @@ import numpy as np
 
 from minimind.report import formats
 from minimind.report.history import PAUSES, PHASES, Run, number, values_by_rank
+from minimind.report.placement import placement
 from minimind.report.verdict import verdict_of
 
 
@@ -125,7 +126,7 @@ class Summary:
         self.rollbacks = sum(kind == "rolled back" for kind, _ in outcomes)
         self.resumes -= self.rollbacks
         self.kind, self.ending = outcomes[-1]
-        self.verdict = verdict_of(run)
+        self.verdict, self.placed = verdict_of(run), placement(run)
         self.mirror = _mirror(run)
 
     def description(self) -> str:
@@ -190,6 +191,7 @@ class Summary:
             "stages": f"\n{'':<14}".join(map(", ".join, stage_rows(self.run))),
             "setbacks": self.setbacks(),
             **{name: figures.get(name, "") for name in ("loss", "validation", "average", "tokens")},
+            "floors": self.placed,
             "time": ", ".join(f"{n} {formats.percent(s)}" for n, s in shares if s >= 0.0005),
             "verdict": self.verdict,
             **{name: figures.get(name, "") for name in ("memory", "mirror")},
