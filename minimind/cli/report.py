@@ -1,4 +1,4 @@
-"""`minimind report`, `doctor` and `scaling`: what runs did, what ails them, the law of their losses."""
+"""`minimind report`, `doctor` and `scaling`: what runs did, and the law of losses."""
 
 from __future__ import annotations
 

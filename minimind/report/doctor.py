@@ -126,8 +126,11 @@ def _diverged(case: Case) -> Iterator[Finding]:
         at = int(np.nanargmin(case.smooth))
         best = float(case.smooth[at])
         if case.end - best > max(0.5, 0.15 * best):
-            text = f"the loss rose from {best:.2f} at step {case.step[at]:,.0f} to {case.end:.2f} at the end"
-            yield Finding("diverged", f"{text}: what was learnt is lost; {advice}")
+            text = f"the loss rose from {best:.2f} at step {case.step[at]:,.0f}"
+            yield Finding(
+                "diverged",
+                f"{text} to {case.end:.2f} at the end: what was learnt is lost; {advice}",
+            )
 
 
 def _stall(case: Case) -> tuple[float, float]:
@@ -160,7 +163,7 @@ def _high_rate(case: Case) -> Iterator[Finding]:
             "high_rate", f"{text}: updates are larger than the model can follow; {advice}"
         )
     elif excess >= 10 and decaying > 0.25 and steady < 1.5 * decaying:
-        text = f"the loss falls by {steady:.2f} while the rate is high, and by {decaying:.2f} as it falls"
+        text = f"the loss falls by {steady:.2f} at a high rate, and by {decaying:.2f} as that falls"
         yield Finding("high_rate", f"{text}: most steps only shake the weights; {advice}")
     elif (
         excess >= 10
@@ -195,14 +198,15 @@ def _low_rate(case: Case) -> Iterator[Finding]:
     norm = _median(case.norm)
     yield Finding(
         "low_rate",
-        f"{seen}, about evenly, at gradient norms of {norm:.2f}: {rate} is too low for so few steps;"
+        f"{seen}, about evenly, at gradient norms of {norm:.2f}: {rate} is too low for so few"
+        " steps;"
         " 10 to 100 times it, or --learning_rate auto",
     )
 
 
 def _repeats(case: Case) -> Iterator[Finding]:
     evals = [e for e in case.run.events("eval") if math.isfinite(number(e.get("val_loss")))]
-    if len(evals) < 3 or case.epochs < 2:
+    if len(evals) < 3 or not case.epochs >= 2:
         return
     losses = [number(e["val_loss"]) for e in evals]
     least, last = min(losses), losses[-1]
@@ -211,7 +215,8 @@ def _repeats(case: Case) -> Iterator[Finding]:
         at = number(evals[losses.index(least)]["step"])
         yield Finding(
             "repeats",
-            f"validation rose from {least:.3f} at step {at:,.0f} to {last:.3f} while training fell to"
+            f"validation rose from {least:.3f} at step {at:,.0f} to {last:.3f} while training"
+            " fell to"
             f" {case.end:.3f}, after {case.epochs:.1f} passes over the text: it is learnt by heart;"
             f" --max_steps {at:,.0f}, more text, a smaller model, or more --weight_decay"
             f" (it is {case.flag('weight_decay')}), and --keep_best 1",
@@ -232,8 +237,10 @@ def _many_epochs(case: Case) -> Iterator[Finding]:
     if len(others) and read[most] >= 8 and read[most] > 8 * np.median(others):
         yield Finding(
             "source_weight",
-            f"source {most + 1} is read {read[most]:.0f} times and the others {np.median(others):.1f}"
-            " times: it is learnt by heart at the cost of the rest; a smaller weight for it, or more"
+            f"source {most + 1} is read {read[most]:.0f} times and the others"
+            f" {np.median(others):.1f}"
+            " times: it is learnt by heart at the cost of the rest; a smaller weight for it, or"
+            " more"
             " of its text",
         )
 
@@ -250,7 +257,8 @@ def _copies(case: Case) -> Iterator[Finding]:
     if seen > 0.3:
         yield Finding(
             "leak",
-            f"{formats.percent(seen)} of the held-out text occurs word for word in the training text:"
+            f"{formats.percent(seen)} of the held-out text occurs word for word in the training"
+            " text:"
             f" validation says little of new text; {remedy}, or give --val_path",
         )
 
@@ -271,7 +279,7 @@ def _order(case: Case) -> Iterator[Finding]:
     rows = number(case.run.fact("rows_per_epoch"))
     order = case.run.fact("order")
     a_step = number(order.get("rows_per_step")) if isinstance(order, dict) else math.nan
-    if case.epochs < 3 or not case.lines or not np.isfinite(case.loss).all():
+    if not case.epochs >= 3 or not case.lines or not np.isfinite(case.loss).all():
         return
     cell = np.floor((case.step * a_step % rows) / rows * 8).astype(int)
     epoch = np.floor(case.step * a_step / rows).astype(int)
@@ -285,7 +293,8 @@ def _order(case: Case) -> Iterator[Finding]:
         span = float(np.ptp(even + odd)) / 2
         yield Finding(
             "order",
-            f"the loss goes up and down by {span:.2f} in every pass over the text, at the same places:"
+            f"the loss goes up and down by {span:.2f} in every pass over the text, at the same"
+            " places:"
             " the text is sorted and is read in its order; shuffle it before it is prepared",
         )
 
@@ -316,7 +325,8 @@ def _memory(case: Case) -> Iterator[Finding]:
         yield Finding(
             "memory",
             f"memory grows by {formats.memory(slope)} in 1,000 steps, evenly, to"
-            f" {formats.memory(float(memory[-1]))}: a longer run ends out of memory; look at what your"
+            f" {formats.memory(float(memory[-1]))}: a longer run ends out of memory; look at what"
+            " your"
             " own code keeps (losses as tensors, lists), or save with --save_interval and restart",
         )
 
@@ -330,7 +340,8 @@ def _waits(case: Case) -> Iterator[Finding]:
     if spent["data"] > 0.2 * stepping and case.lines >= 5:
         yield Finding(
             "data_waits",
-            f"steps wait for rows for {formats.percent(spent['data'] / stepping)} of their time: the"
+            f"steps wait for rows for {formats.percent(spent['data'] / stepping)} of their time:"
+            " the"
             f" device idles; --num_workers above {case.flag('num_workers')}, or a faster disk",
         )
     flags = {
@@ -344,7 +355,8 @@ def _waits(case: Case) -> Iterator[Finding]:
             share = formats.percent(spent[name] / sum(spent.values()))
             yield Finding(
                 f"{name}_pauses",
-                f"{share} of the time went into the pauses of --{flag} {case.flag(flag)}: the run could"
+                f"{share} of the time went into the pauses of --{flag} {case.flag(flag)}: the run"
+                " could"
                 f" take a fraction of it; a larger --{flag}",
             )
 
@@ -374,7 +386,8 @@ def _precision(case: Case) -> Iterator[Finding]:
         advice += "" if is_fp16 else " at the rows of these steps (`minimind data rows`)"
         yield Finding(
             "precision",
-            f"{formats.count(int(skipped), 'step')} of {case.run.last_step:,.0f} skipped, as gradients"
+            f"{formats.count(int(skipped), 'step')} of {case.run.last_step:,.0f} skipped, as"
+            " gradients"
             f" were not finite in {case.run.fact('dtype')}: these rows taught nothing; {advice}",
         )
 
@@ -389,7 +402,8 @@ def _warmup(case: Case) -> Iterator[Finding]:
     if rise.max() > 1.0 and case.end < low[int(rise.argmax())]:
         yield Finding(
             "warmup",
-            f"the loss rises by {rise.max():.2f} at step {case.step[int(rise.argmax())]:,.0f} and falls"
+            f"the loss rises by {rise.max():.2f} at step {case.step[int(rise.argmax())]:,.0f} and"
+            " falls"
             f" again: the first updates are too large; --warmup_steps {case.total_steps * 0.05:.0f}"
             f" in place of {warmup:.0f}",
         )
@@ -428,8 +442,10 @@ def _vocabulary(case: Case) -> Iterator[Finding]:
     if case.is_fresh and tokens < 10 * case.vocabulary:
         yield Finding(
             "vocabulary",
-            f"the text has {tokens:,.0f} tokens for a vocabulary of {case.vocabulary:,.0f}: most pieces"
-            f" occur a few times only and are not learnt; --vocab_size {max(300, int(tokens / 50)):,}"
+            f"the text has {tokens:,.0f} tokens for a vocabulary of {case.vocabulary:,.0f}: most"
+            " pieces"
+            " occur a few times only and are not learnt; --vocab_size"
+            f" {max(300, int(tokens / 50)):,}"
             " or more text",
         )
 
@@ -463,7 +479,8 @@ def _samples(case: Case) -> Iterator[Finding]:
     if shares and min(shares) > 0.6:
         yield Finding(
             "repeating_samples",
-            f"{formats.percent(min(shares))} of the last samples repeats itself: the model is caught in"
+            f"{formats.percent(min(shares))} of the last samples repeats itself: the model is"
+            " caught in"
             " a loop; train longer, or look for copies in the text (`minimind filter`)",
         )
 
@@ -475,7 +492,8 @@ def _idle_rate(case: Case) -> Iterator[Finding]:
     if share > 0.3:
         yield Finding(
             "idle_rate",
-            f"the learning rate is nearly zero in {formats.percent(share)} of the steps: these train"
+            f"the learning rate is nearly zero in {formats.percent(share)} of the steps: these"
+            " train"
             " nothing; a --min_lr_ratio of 0.1, or a schedule as long as the run",
         )
 

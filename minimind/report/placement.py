@@ -35,9 +35,9 @@ def floors_of(run: Run) -> dict[str, float]:
 def last_bits(run: Run) -> tuple[float, float]:
     """Step and bits per byte of the last validation; NaN without one."""
     evals = run.events("eval")
-    return (
-        (number(evals[-1]["step"]), number(evals[-1].get("val_bpb"))) if evals else (math.nan,) * 2
-    )
+    if not evals:
+        return math.nan, math.nan
+    return number(evals[-1]["step"]), number(evals[-1].get("val_bpb"))
 
 
 def placement(run: Run) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import lzma
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
