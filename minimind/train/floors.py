@@ -35,7 +35,9 @@ def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
     known, stretches = np.empty(0, np.uint64), 0
     if len(tokens) > STRETCH:
         own = np.concatenate([_stretches(part) for part in parts if len(part) >= STRETCH])
-        known, stretches = np.unique(own), len(own)
+        # Of large numbers np.unique makes a table of hashes, which takes ten times as long.
+        own.sort()
+        known, stretches = own[np.diff(own, prepend=~own[:1]) != 0], len(own)
     sums: dict[str, dict[str, LossSums]] = {}
     seen: list[np.ndarray] = []
     for source, indices in held_out.by_source().items():
@@ -50,7 +52,8 @@ def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
         for name, nats in model.losses(rows).items():
             sums.setdefault(name, {})[source] = LossSums(nats, count, text_bytes)
         if held_out.row_tokens >= STRETCH and stretches:
-            seen += [np.isin(_stretches(row), known) for row in rows]
+            ones = np.ones(len(known))
+            seen += [_looked_up(_stretches(row), known, ones) for row in rows]
     return {
         "bits": {
             name: mixture(by_source, held_out).bits_per_byte for name, by_source in sums.items()
