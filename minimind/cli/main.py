@@ -197,6 +197,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export": weight_commands.run_export,
     "import": weight_commands.run_import,
     "report": report_commands.run_report,
+    "doctor": report_commands.run_doctor,
     "scaling": report_commands.run_scaling,
     "env": environment_commands.run_env,
 }

@@ -1,4 +1,4 @@
-"""`minimind report` and `minimind scaling`: what runs did, and the law of their losses."""
+"""`minimind report`, `doctor` and `scaling`: what runs did, and the law of losses."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ REMEDY = "free some space, or give another --out"
 def add_parsers(subs: Any) -> None:
     """Add the commands."""
     _add_report(subs)
+    _add_doctor(subs)
     parser = subs.add_parser(
         "scaling",
         help="fit loss over parameters and tokens; the best size for a budget",
@@ -72,6 +73,39 @@ def _add_report(subs: Any) -> None:
     text = "with --watch: port of 127.0.0.1, 0 for one that is free (default: 8010)"
     add("--port", type=port, help=text)
     add("--debug", action="store_true", help="show tracebacks")
+
+
+def _add_doctor(subs: Any) -> None:
+    parser = subs.add_parser(
+        "doctor",
+        help="what stands out in a run, and what to do about it",
+        description="Read the metrics of a run and say in plain sentences what stands out: what was"
+        " seen, why it matters, which flag to change. The status is 1 if anything stands out, and 0"
+        " if nothing does.",
+        example="minimind doctor out",
+    )
+    add = parser.add_argument
+    add("place", type=Path, metavar="OUT_DIR", help="a run's out_dir")
+    add("--json", action="store_true", help="print a JSON object")
+    add("--debug", action="store_true", help="show tracebacks")
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Print what stands out in a run; return 1 if anything does."""
+    from minimind.report.doctor import diagnose
+    from minimind.report.history import read_runs
+    from minimind.report.placement import placement
+
+    place = args.place.parent if args.place.name == "metrics.jsonl" else args.place
+    (run,) = read_runs([place])
+    findings, placed = diagnose(run, time.time()), placement(run)
+    if args.json:
+        found = [{"kind": one.kind, "text": one.text} for one in findings]
+        print(json.dumps({"findings": found, "placement": placed}, ensure_ascii=False))
+    else:
+        lines = [f"{one.kind}: {one.text}" for one in findings] or ["nothing stands out"]
+        print("\n".join([str(place), *(f"  {line}" for line in [*lines, placed] if line)]))
+    return 1 if findings else 0
 
 
 def run_report(args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from minimind.report import formats
 from minimind.report.formats import LIGHT
 from minimind.report.history import MAX_EXPERTS, PAUSES, PHASES, Run, number
+from minimind.report.placement import floors_of
 from minimind.report.summary import (
     NOUNS,
     downsample,
@@ -192,6 +193,7 @@ class Charts:
                 look = {"dash": style, **group}
                 shown_tone = own_tone if self.is_single else tone
                 traces += self._validation(run, column, names[2] + noun, shown_tone, look)
+        traces += self._floors(self.runs[0]) if self.is_single else []
         events = {
             **{"checkpoint": "checkpoint_saved", "skipped step": "step_skipped"},
             **{"skipped spike": "spike_skipped", "spike": "spike"},
@@ -220,6 +222,23 @@ class Charts:
             if events:
                 traces.append(self._line(shown, x, y, tone, marker=marker, width=1, **look))
         return traces
+
+    def _floors(self, run: Run) -> list[Any]:
+        """What compressors and n-grams make of the held-out text, in the nats of its tokens."""
+        evals = run.events("eval")
+        loss, bits = (
+            number(evals[-1].get(n)) if evals else math.nan for n in ("val_loss", "val_bpb")
+        )
+        if not bits > 0 or not math.isfinite(loss):
+            return []
+        style = {"width": 1, "dash": "dot", "mode": "lines"}
+        x = np.array(self.span)
+        return [
+            self._line(
+                f"{name} of the held-out text", x, np.full(2, floor * loss / bits), "soft", **style
+            )
+            for name, floor in floors_of(run).items()
+        ]
 
     def _phases(self, n: int, run: Run) -> Chart:
         """Seconds of a step by phase and pause; a bar spans the steps since the line before."""

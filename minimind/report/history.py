@@ -23,7 +23,7 @@ PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "score", "verify"
 LIMIT = 1e100  # larger values, and smaller inverses, would overflow in later arithmetic
 MAX_EXPERTS = 8  # shown one by one; of more, the first and the range over all
 COLUMNS = (
-    *("step", "time", "loss", "lr", "grad_norm", "tokens", "tokens_per_second"),
+    *("step", "time", "loss", "lr", "grad_norm", "skipped", "tokens", "tokens_per_second"),
     *("mfu", "memory_mib", "step_ms", "comm_ms", *(f"{name}_ms" for name in (*PHASES, *PAUSES))),
 )
 ENDS = ("exit", "rolled_back")  # they end a start; after a rollback another one follows
@@ -31,7 +31,7 @@ KEPT_EVENTS = {
     *("eval", "checkpoint_saved", "checkpoint_rejected", "checkpoint_resharded"),
     *("run_changed", "step_skipped", "spike", "spike_skipped", "corruption"),
     *("sample", "scores", "profile", "verdict", "checkpoint_mirrored", "checkpoint_fetched"),
-    "mirror_failed",
+    *("mirror_failed", "floors"),
 }
 
 

@@ -146,7 +146,10 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str) ->
 
 
 def _opening(summary: Summary) -> str:
-    run, sentences = summary.run, (summary.course(), summary.setbacks(), summary.verdict)
+    run, sentences = (
+        summary.run,
+        (*(summary.course(), summary.setbacks(), summary.verdict, summary.placed),),
+    )
     lead = " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)
     lead = lead if run.starts else "Nothing is recorded yet."
     starts = f"in {formats.count(summary.starts, 'start')}"

@@ -11,6 +11,7 @@ import numpy as np
 
 from minimind.report import formats
 from minimind.report.history import PAUSES, PHASES, Run, number, values_by_rank
+from minimind.report.placement import placement
 from minimind.report.verdict import verdict_of
 
 
@@ -129,7 +130,7 @@ class Summary:
         self.resumes -= self.rollbacks
         self.kind, self.ending = outcomes[-1]
         self.seconds_left = self._seconds_left() if self.kind == "running" else math.nan
-        self.verdict = verdict_of(run)
+        self.verdict, self.placed = verdict_of(run), placement(run)
         self.mirror = _mirror(run)
 
     def _seconds_left(self) -> float:
@@ -216,6 +217,7 @@ class Summary:
             "setbacks": self.setbacks(),
             **{name: figures.get(name, "") for name in ("loss", "validation", "average", "tokens")},
             "scores": self.scores_text(),
+            "floors": self.placed,
             "time": ", ".join(f"{n} {formats.percent(s)}" for n, s in shares if s >= 0.0005),
             "verdict": self.verdict,
             **{name: figures.get(name, "") for name in ("memory", "mirror")},

@@ -208,7 +208,7 @@ def train_to_end(
         context, resumed = go_back(context)
         log_start_event(context, prepared, resumed, initial)
         state, status, reason = train(context, resumed.state)
-    finish(context, state, status, reason)
+    finish(context, prepared, state, status, reason)
     return status
 
 
@@ -303,7 +303,9 @@ def build_context(
     return context, resumed
 
 
-def finish(context: RunContext, state: TrainState, status: int, reason: str) -> None:
+def finish(
+    context: RunContext, prepared: Prepared, state: TrainState, status: int, reason: str
+) -> None:
     """Log the end of the run and write its report; every rank leaves the process group."""
     run, logger = context.run, context.logger
     context.batches.close()
@@ -312,6 +314,8 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
         context.saver.prune()  # what was being uploaded at the last save
     if message := context.saver.prune_error(wait=True):
         logger.print(message)
+    if status == 0 and context.engine.rank == 0:
+        log_floors(context, prepared, state.step)
     code = "DONE" if status == 0 else "PREEMPTED"
     end = {"code": code, "status": status, "reason": reason, "step": state.step}
     logger.event("exit", **end, **logger.unlogged_pauses())
@@ -326,8 +330,12 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     if context.engine.rank == 0:
         out_dir = Path(run.out_dir)
         try:
+            from minimind.report.history import read_runs
             from minimind.report.page import REPORT_NAME, write_report
+            from minimind.report.placement import placement
 
+            if placed := placement(read_runs([out_dir])[0]):
+                logger.print(placed)
             write_report([out_dir], out_dir / REPORT_NAME, "free some space")
             logger.print(f"report {out_dir / REPORT_NAME}")
         # metrics.jsonl was removed, or the installation has changed since the start.
@@ -337,3 +345,12 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     if context.progress.peers:
         context.progress.peers.close()
     leave_process_group()
+
+
+def log_floors(context: RunContext, prepared: Prepared, step: int) -> None:
+    """Log what compressors and n-grams make of the held-out text; nothing of conversations."""
+    if context.run.task != "pretrain" or not len(context.held_out.rows):
+        return
+    from minimind.train.floors import floors
+
+    context.logger.event("floors", step=step, **floors(prepared, context.held_out))

@@ -1,0 +1,523 @@
+"""What stands out in a run, in plain sentences: what was seen, why it matters, what to do.
+
+Each sentence is that of one rule of `RULES`. A rule that lacks its figures, or has too few of them,
+is silent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minimind.config.rules import Workload, learning_rate
+from minimind.errors import NumericError
+from minimind.report import formats
+from minimind.report.history import PAUSES, PHASES, Run, number, read_configuration
+from minimind.report.placement import floors_of, last_bits
+
+FEW = 20  # lines below which the shape of a curve says nothing
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A kind, by which it is known to programs, and its sentences."""
+
+    kind: str
+    text: str
+
+
+class Case:
+    """The figures of a run that rules read."""
+
+    def __init__(self, run: Run, now: float) -> None:
+        self.run, self.outcomes = run, run.outcomes(now)
+        self.flags = {n: value for n, (value, _) in read_configuration(run.run_dir).flags.items()}
+        self.step, self.lr, self.norm = map(run.column, ("step", "lr", "grad_norm"))
+        self.loss = run.column("loss")
+        self.smooth = _medians(self.loss)
+        self.lines = len(self.loss)
+        self.total_steps = number(run.fact("total_steps"), 0.0)
+        self.vocabulary = number_of(self.flags.get("vocab_size"))
+        stages = run.fact("stages")
+        self.stages: list[Any] = stages if isinstance(stages, list) else []
+        is_tuned = self.flags.get("task") == "sft" or run.fact("init_from") is not None
+        self.is_fresh = not is_tuned and not self.stages and len(self.step) > 0
+        self.is_fresh &= bool(self.lines and self.step[0] <= max(50.0, 0.05 * self.step[-1]))
+        self.floors, self.bits = floors_of(run), last_bits(run)[1]
+        floors = run.events("floors")
+        self.of_text = floors[-1] if floors else {}
+
+    def flag(self, name: str) -> str:
+        """Its value in text, or a question mark."""
+        return self.flags.get(name, "?")
+
+    @property
+    def end(self) -> float:
+        """The usual loss of the last tenth of the lines."""
+        return _median(self.loss[-max(3, self.lines // 10) :])
+
+    @property
+    def epochs(self) -> float:
+        """How often the text was read; NaN where that is unknown."""
+        order, rows = self.run.fact("order"), number(self.run.fact("rows_per_epoch"))
+        a_step = number(order.get("rows_per_step")) if isinstance(order, dict) else math.nan
+        return self.run.last_step * a_step / rows if rows > 0 else math.nan
+
+    @property
+    def excess_of_rate(self) -> float:
+        """The highest rate over that of the rule for AdamW; NaN with another optimizer."""
+        tokens = self.total_steps * number(self.run.fact("tokens_per_step"), 0.0)
+        parameters = number(self.run.fact("parameters"))
+        if self.flags.get("optimizer") != "adamw" or not (tokens and math.isfinite(parameters)):
+            return math.nan
+        suited = learning_rate(Workload(int(parameters), int(tokens), 1.0, int(self.total_steps)))
+        return float(np.nanmax(self.lr)) / suited if np.isfinite(self.lr).any() else math.nan
+
+
+def diagnose(run: Run, now: float) -> list[Finding]:
+    """What every rule finds; a later rule is silent where an earlier one explains it."""
+    case, found = Case(run, now), list[Finding]()
+    if not run.starts:
+        return found
+    for rule, explained in RULES.items():
+        if not explained & {one.kind for one in found}:
+            found += rule(case)
+    return found
+
+
+def number_of(text: str | None) -> float:
+    """A flag's value; NaN if it is no number."""
+    try:
+        return float(text or "")
+    except ValueError:
+        return math.nan
+
+
+def _median(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else math.nan
+
+
+def _medians(values: np.ndarray) -> np.ndarray:
+    """Running medians over a fortieth of the lines, at least three."""
+    half = max(1, len(values) // 80)
+    return np.array([_median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))])
+
+
+def _diverged(case: Case) -> Iterator[Finding]:
+    lost = np.flatnonzero(~np.isfinite(case.loss))
+    end = case.run.starts[-1].end or {}
+    advice = (
+        f"--learning_rate far below {case.flag('learning_rate')}, --spike_guard, or --grad_clip 1"
+    )
+    if len(lost):
+        text = f"the loss is not a number at {len(lost):,} of {case.lines:,} lines, first at step"
+        yield Finding(
+            "diverged", f"{text} {case.step[lost[0]]:,.0f}: nothing is learnt from there; {advice}"
+        )
+    elif end.get("status") == NumericError.status:
+        text = f"the run ended on its numbers ({end.get('reason')})"
+        yield Finding("diverged", f"{text}: it diverged; {advice}")
+    elif case.lines >= FEW and not case.stages:
+        at = int(np.nanargmin(case.smooth))
+        best = float(case.smooth[at])
+        if case.end - best > max(0.5, 0.15 * best):
+            text = f"the loss rose from {best:.2f} at step {case.step[at]:,.0f}"
+            yield Finding(
+                "diverged",
+                f"{text} to {case.end:.2f} at the end: what was learnt is lost; {advice}",
+            )
+
+
+def _stall(case: Case) -> tuple[float, float]:
+    """Nats that the loss falls while the rate is near its peak, and after that."""
+    high = np.flatnonzero(case.lr > 0.7 * np.nanmax(case.lr))
+    if len(high) < FEW or len(high) > 0.9 * case.lines:
+        return math.nan, math.nan
+    begin, stop = int(high[0]), int(high[-1]) + 1
+    part = max(3, (stop - begin) // 5)
+    before, after = _median(case.loss[begin : begin + part]), _median(case.loss[stop - part : stop])
+    return before - after, after - case.end
+
+
+def _high_rate(case: Case) -> Iterator[Finding]:
+    if not case.is_fresh or case.lines < FEW or not np.isfinite(case.smooth).all():
+        return
+    rate = f"--learning_rate {case.flag('learning_rate')}"
+    muon = case.flags.get("muon_lr", "None")
+    if case.flags.get("optimizer") == "muon" and math.isfinite(number_of(muon)):
+        rate += f" and --muon_lr {muon}"
+    start, most = float(case.smooth[0]), float(case.smooth.max())
+    steady, decaying = _stall(case)
+    excess = case.excess_of_rate
+    times = f', {excess:,.0f} times that of the rule of "auto",' if excess >= 3 else ""
+    advice = f"{rate}{times} is too high: a tenth of it, or --learning_rate auto"
+    if most > start + 1.0:
+        at = case.step[int(np.argmax(case.smooth))]
+        text = f"the loss rises from {start:.2f} to {most:.2f} at step {at:,.0f}"
+        yield Finding(
+            "high_rate", f"{text}: updates are larger than the model can follow; {advice}"
+        )
+    elif excess >= 10 and decaying > 0.25 and steady < 1.5 * decaying:
+        text = f"the loss falls by {steady:.2f} at a high rate, and by {decaying:.2f} as that falls"
+        yield Finding("high_rate", f"{text}: most steps only shake the weights; {advice}")
+    elif (
+        excess >= 10
+        and case.run.last_step >= 50
+        and case.bits > case.floors.get("trigram", math.inf)
+    ):
+        text = f"validation ends at {case.bits:.3f} bits per byte, and a trigram reaches"
+        text += f" {case.floors['trigram']:.3f}"
+        yield Finding("high_rate", f"{text}: the model does not settle; {advice}")
+
+
+def _low_rate(case: Case) -> Iterator[Finding]:
+    warmup = number_of(case.flags.get("warmup_steps"))
+    if not case.is_fresh or case.lines < 10 or case.run.last_step < max(30, 2 * warmup):
+        return
+    start = _median(case.loss[:3])
+    fall, uniform = start - case.end, math.log(case.vocabulary) if case.vocabulary > 1 else math.nan
+    is_new = start > 0.9 * uniform
+    if not fall < (0.5 if is_new else 0.03 * start):
+        return
+    seen = f"the loss went from {start:.3f} to {case.end:.3f} in {case.run.last_step:,.0f} steps"
+    part = max(3, case.lines // 4)
+    noise = float(np.std(case.loss[-part:])) / math.sqrt(part)
+    rate = f"--learning_rate {case.flag('learning_rate')}"
+    if fall < 4 * noise:
+        chance = f", and a model that knows nothing has {uniform:.3f} (ln {case.vocabulary:,.0f})"
+        text = (
+            f"{seen}{chance if is_new else ''}: nothing is learnt; look at the text and at {rate}"
+        )
+        yield Finding("nothing_learnt", f"{text}, --learning_rate auto")
+        return
+    norm = _median(case.norm)
+    yield Finding(
+        "low_rate",
+        f"{seen}, about evenly, at gradient norms of {norm:.2f}: {rate} is too low for so few"
+        " steps;"
+        " 10 to 100 times it, or --learning_rate auto",
+    )
+
+
+def _repeats(case: Case) -> Iterator[Finding]:
+    evals = [e for e in case.run.events("eval") if math.isfinite(number(e.get("val_loss")))]
+    if len(evals) < 3 or not case.epochs >= 2:
+        return
+    losses = [number(e["val_loss"]) for e in evals]
+    least, last = min(losses), losses[-1]
+    is_rising = last > 1.02 * least and last - least > 0.03
+    if is_rising and last - case.end > 0.2 and losses.index(least) < len(losses) - 2:
+        at = number(evals[losses.index(least)]["step"])
+        yield Finding(
+            "repeats",
+            f"validation rose from {least:.3f} at step {at:,.0f} to {last:.3f} while training"
+            " fell to"
+            f" {case.end:.3f}, after {case.epochs:.1f} passes over the text: it is learnt by heart;"
+            f" --max_steps {at:,.0f}, more text, a smaller model, or more --weight_decay"
+            f" (it is {case.flag('weight_decay')}), and --keep_best 1",
+        )
+
+
+def _many_epochs(case: Case) -> Iterator[Finding]:
+    """Sources whose weight makes them be read far more often than the others."""
+    order = case.run.fact("order")
+    mixture = order.get("mixture") if isinstance(order, dict) else None
+    if not isinstance(mixture, dict) or case.stages:
+        return
+    sizes, weights = (np.array(mixture.get(n), float) for n in ("sizes", "weights"))
+    rows = case.run.last_step * number(order.get("rows_per_step"), 0.0)
+    read = rows * weights / weights.sum() / np.maximum(sizes, 1)
+    most = int(np.argmax(read))
+    others = np.delete(read, most)
+    if len(others) and read[most] >= 8 and read[most] > 8 * np.median(others):
+        yield Finding(
+            "source_weight",
+            f"source {most + 1} is read {read[most]:.0f} times and the others"
+            f" {np.median(others):.1f}"
+            " times: it is learnt by heart at the cost of the rest; a smaller weight for it, or"
+            " more"
+            " of its text",
+        )
+
+
+def _copies(case: Case) -> Iterator[Finding]:
+    repeated, seen = (number(case.of_text.get(name)) for name in ("repeated", "seen"))
+    remedy = "`minimind filter` drops copies and near-copies"
+    if repeated > 0.4:
+        yield Finding(
+            "copies",
+            f"{formats.percent(repeated)} of the training text is a copy of other parts of it: an"
+            f" epoch reads the same text again and again; {remedy}",
+        )
+    if seen > 0.3:
+        yield Finding(
+            "leak",
+            f"{formats.percent(seen)} of the held-out text occurs word for word in the training"
+            " text:"
+            f" validation says little of new text; {remedy}, or give --val_path",
+        )
+
+
+def _order(case: Case) -> Iterator[Finding]:
+    for stage in case.stages[1:]:
+        steps = stage.get("steps") if isinstance(stage, dict) else None
+        border = number(steps[0]) if isinstance(steps, list) and steps else math.nan
+        before = case.loss[(case.step < border)][-10:]
+        after = case.loss[(case.step >= border)][:10]
+        if min(len(before), len(after)) >= 3 and _median(after) - _median(before) > 1.0:
+            yield Finding(
+                "order",
+                f"the loss jumps from {_median(before):.2f} to {_median(after):.2f} at step"
+                f" {border:,.0f}, where stage {stage.get('name')} begins: it reads text of another"
+                " kind at once; mix the sources of both stages with weights",
+            )
+    rows = number(case.run.fact("rows_per_epoch"))
+    order = case.run.fact("order")
+    a_step = number(order.get("rows_per_step")) if isinstance(order, dict) else math.nan
+    if not case.epochs >= 3 or not case.lines or not np.isfinite(case.loss).all():
+        return
+    cell = np.floor((case.step * a_step % rows) / rows * 8).astype(int)
+    epoch = np.floor(case.step * a_step / rows).astype(int)
+    rest = case.loss - np.polyval(np.polyfit(np.log(case.step), case.loss, 3), np.log(case.step))
+    parts = [[rest[(cell == c) & (epoch % 2 == odd)] for c in range(8)] for odd in (0, 1)]
+    if min(len(values) for half in parts for values in half) < 3:
+        return
+    even, odd = (np.array([values.mean() for values in half]) for half in parts)
+    within = math.sqrt(float(np.mean([values.var() for half in parts for values in half])))
+    if np.corrcoef(even, odd)[0, 1] > 0.9 and float((even + odd).std()) > 2 * within:
+        span = float(np.ptp(even + odd)) / 2
+        yield Finding(
+            "order",
+            f"the loss goes up and down by {span:.2f} in every pass over the text, at the same"
+            " places:"
+            " the text is sorted and is read in its order; shuffle it before it is prepared",
+        )
+
+
+def _experts(case: Case) -> Iterator[Finding]:
+    least = case.run.column("expert_least")
+    if np.isfinite(least).sum() >= 5 and (usual := _median(least[-len(least) // 3 :])) < 0.02:
+        most = _median(case.run.column("expert_most")[-len(least) // 3 :])
+        yield Finding(
+            "dead_experts",
+            f"an expert gets {usual:.3f} of an even share of the tokens and another {most:.2f}: its"
+            f" weights are carried and not trained; a larger --aux_loss_alpha than"
+            f" {case.flag('aux_loss_alpha')}, or fewer --n_routed_experts",
+        )
+
+
+def _memory(case: Case) -> Iterator[Finding]:
+    """Memory that grows on and on, not in a few jumps as caches and evaluations do."""
+    memory = case.run.column("memory_mib")
+    kept = memory[len(memory) // 4 :]
+    if len(kept) < FEW or len(case.run.starts) > 1 or not np.isfinite(kept).all():
+        return
+    points = np.array([part.mean() for part in np.array_split(kept, 10)])
+    growth, rises = float(points[-1] - points[0]), np.diff(points)
+    if growth > max(32.0, 0.05 * points[0]) and (rises > 0.25 * growth / 9).sum() >= 8:
+        steps = float(case.step[-1] - case.step[len(memory) // 4])
+        slope = growth / max(1.0, steps) * 1000
+        yield Finding(
+            "memory",
+            f"memory grows by {formats.memory(slope)} in 1,000 steps, evenly, to"
+            f" {formats.memory(float(memory[-1]))}: a longer run ends out of memory; look at what"
+            " your"
+            " own code keeps (losses as tensors, lists), or save with --save_interval and restart",
+        )
+
+
+def _waits(case: Case) -> Iterator[Finding]:
+    starts = case.run.starts
+    spent = {
+        name: sum(start.milliseconds()[name] for start in starts) for name in (*PHASES, *PAUSES)
+    }
+    stepping = sum(spent[name] for name in PHASES)
+    if spent["data"] > 0.2 * stepping and case.lines >= 5:
+        yield Finding(
+            "data_waits",
+            f"steps wait for rows for {formats.percent(spent['data'] / stepping)} of their time:"
+            " the"
+            f" device idles; --num_workers above {case.flag('num_workers')}, or a faster disk",
+        )
+    flags = {
+        "evaluate": "eval_interval",
+        "checkpoint": "save_interval",
+        "sample": "sample_interval",
+    }
+    for name, flag in flags.items():
+        paused = case.run.column(f"{name}_ms") > 0
+        if spent[name] > 1.5 * stepping and paused.sum() >= 5:
+            share = formats.percent(spent[name] / sum(spent.values()))
+            yield Finding(
+                f"{name}_pauses",
+                f"{share} of the time went into the pauses of --{flag} {case.flag(flag)}: the run"
+                " could"
+                f" take a fraction of it; a larger --{flag}",
+            )
+
+
+def _clipping(case: Case) -> Iterator[Finding]:
+    clip, late = number_of(case.flags.get("grad_clip")), case.norm[case.lines // 2 :]
+    if case.lines < FEW or not clip > 0 or not np.isfinite(late).any():
+        return
+    share, usual = float((late > clip).mean()), _median(late)
+    if share > 0.95 and usual > 8 * clip:
+        yield Finding(
+            "clipping",
+            f"{formats.percent(share)} of the later updates are clipped, at gradient norms of"
+            f" {usual:.3g} and --grad_clip {clip:g}: only the direction of a gradient counts;"
+            f" --grad_clip {float(f'{2 * usual:.1g}'):g}",
+        )
+
+
+def _precision(case: Case) -> Iterator[Finding]:
+    counted = case.run.column("skipped")
+    skipped = max(float(np.nanmax(counted, initial=0.0)), len(case.run.steps_of("step_skipped")))
+    is_fp16 = case.run.fact("dtype") == "float16"
+    if skipped > (max(20.0, 0.05 * case.run.last_step) if is_fp16 else 0):
+        advice = (
+            "--dtype bfloat16" if is_fp16 else "--dtype float32, a lower --learning_rate, or look"
+        )
+        advice += "" if is_fp16 else " at the rows of these steps (`minimind data rows`)"
+        yield Finding(
+            "precision",
+            f"{formats.count(int(skipped), 'step')} of {case.run.last_step:,.0f} skipped, as"
+            " gradients"
+            f" were not finite in {case.run.fact('dtype')}: these rows taught nothing; {advice}",
+        )
+
+
+def _warmup(case: Case) -> Iterator[Finding]:
+    warmup = number_of(case.flags.get("warmup_steps"))
+    if not case.is_fresh or case.lines < 2 * FEW or not warmup < 0.02 * case.total_steps:
+        return
+    early = case.smooth[: case.lines // 5]
+    low = np.minimum.accumulate(early)
+    rise = early - low
+    if rise.max() > 1.0 and case.end < low[int(rise.argmax())]:
+        yield Finding(
+            "warmup",
+            f"the loss rises by {rise.max():.2f} at step {case.step[int(rise.argmax())]:,.0f} and"
+            " falls"
+            f" again: the first updates are too large; --warmup_steps {case.total_steps * 0.05:.0f}"
+            f" in place of {warmup:.0f}",
+        )
+
+
+def _crashes(case: Case) -> Iterator[Finding]:
+    kinds = [kind for kind, _ in case.outcomes]
+    bad = sum(kind in ("crashed", "failed") for kind in kinds)
+    if bad >= 3:
+        lost = sum(start.lost_steps for start in case.run.starts)
+        yield Finding(
+            "crashes",
+            f"{bad} of {len(kinds)} starts ended by a crash or an error, {lost:,} steps were lost:"
+            " restarts repeat it; look at the first error of the log, and save more often"
+            f" (--save_interval below {case.flag('save_interval')})",
+        )
+    elif kinds[-1] == "failed":
+        yield Finding("failed", f"the run {case.outcomes[-1][1]}: it did not reach its end")
+
+
+def _validation(case: Case) -> Iterator[Finding]:
+    evals = case.run.events("eval")
+    tokens = number(evals[-1].get("tokens")) if evals else math.nan
+    if tokens < 500 and case.flags.get("task") != "sft":
+        yield Finding(
+            "small_validation",
+            f"validation reads {tokens:,.0f} tokens: its loss is off by about"
+            f" {2.5 / math.sqrt(max(tokens, 1)):.2f} by chance; a larger --val_fraction than"
+            f" {case.flag('val_fraction')}, or more --eval_rows than {case.flag('eval_rows')}",
+        )
+
+
+def _vocabulary(case: Case) -> Iterator[Finding]:
+    order, rows = case.run.fact("order"), number(case.run.fact("rows_per_epoch"))
+    tokens = rows * number(order.get("row_tokens")) if isinstance(order, dict) else math.nan
+    if case.is_fresh and tokens < 10 * case.vocabulary:
+        yield Finding(
+            "vocabulary",
+            f"the text has {tokens:,.0f} tokens for a vocabulary of {case.vocabulary:,.0f}: most"
+            " pieces"
+            " occur a few times only and are not learnt; --vocab_size"
+            f" {max(300, int(tokens / 50)):,}"
+            " or more text",
+        )
+
+
+def _above_floors(case: Case) -> Iterator[Finding]:
+    unigram, trigram = (case.floors.get(name, math.nan) for name in ("unigram", "trigram"))
+    steps, advice = case.run.last_step, "more steps, a larger model, or --learning_rate auto"
+    if steps >= 300 and case.bits > unigram:
+        yield Finding(
+            "above_unigram",
+            f"validation is {case.bits:.3f} bits per byte, and counting single tokens gives"
+            f" {unigram:.3f}: the model knows less than their frequencies; {advice}",
+        )
+    elif steps >= 300 and case.epochs >= 2 and case.bits > 1.25 * trigram:
+        yield Finding(
+            "above_trigram",
+            f"validation is {case.bits:.3f} bits per byte, and a trigram of the training text has"
+            f" {trigram:.3f}: the model makes little of its context; {advice}",
+        )
+
+
+def _samples(case: Case) -> Iterator[Finding]:
+    samples = case.run.events("sample")
+    last = [e for e in samples if number(e["step"]) == number(samples[-1]["step"])]
+    shares = []
+    for event in last:
+        words = str(event.get("text") or "").split()
+        grams = [*zip(words, words[1:], words[2:], strict=False)]
+        if len(grams) >= 20:
+            shares.append(1 - len({*grams}) / len(grams))
+    if shares and min(shares) > 0.6:
+        yield Finding(
+            "repeating_samples",
+            f"{formats.percent(min(shares))} of the last samples repeats itself: the model is"
+            " caught in"
+            " a loop; train longer, or look for copies in the text (`minimind filter`)",
+        )
+
+
+def _idle_rate(case: Case) -> Iterator[Finding]:
+    if case.lines < FEW or not np.isfinite(case.lr).all() or not case.lr.max() > 0:
+        return
+    share = float((case.lr < 1e-3 * case.lr.max()).mean())
+    if share > 0.3:
+        yield Finding(
+            "idle_rate",
+            f"the learning rate is nearly zero in {formats.percent(share)} of the steps: these"
+            " train"
+            " nothing; a --min_lr_ratio of 0.1, or a schedule as long as the run",
+        )
+
+
+# Rules, and the kinds of findings that explain what a rule would see.
+RATE = {"diverged", "high_rate", "low_rate", "nothing_learnt"}
+RULES: dict[Any, set[str]] = {
+    _diverged: set(),
+    _high_rate: set(),
+    _low_rate: RATE,
+    _warmup: RATE,
+    _idle_rate: set(),
+    _repeats: set(),
+    _many_epochs: set(),
+    _copies: set(),
+    _order: {"repeats"},
+    _experts: set(),
+    _clipping: {"diverged", "high_rate"},
+    _precision: {"diverged"},
+    _above_floors: {*RATE, "repeats"},
+    _vocabulary: set(),
+    _validation: set(),
+    _samples: set(),
+    _memory: set(),
+    _waits: set(),
+    _crashes: {"diverged"},
+}

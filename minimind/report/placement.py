@@ -1,0 +1,91 @@
+"""Where the validation of a run lies: among floors of its text, and in the band of a reference."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minimind.report import formats
+from minimind.report.history import Run, number, read_configuration
+
+REFERENCES = Path(__file__).parent / "reference"
+NAMES = {"unigram": "the unigram", "trigram": "the trigram"}
+# Flags that make two runs comparable, besides text, rows of a step and length.
+SHAPE = (
+    *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len", "use_moe"),
+    *("optimizer", "schedule", "embedding_init", "tie_word_embeddings"),
+)
+TEXT, LENGTH = 0.03, 0.1  # relative: of zlib and xz on the held-out text, and of the tokens
+SPREADS, LEAST_SPREAD = 3.0, 0.01  # of the seeds, and of the value
+
+
+def floors_of(run: Run) -> dict[str, float]:
+    """Bits per byte of the held-out text by name, the least first; empty without the event."""
+    events = run.events("floors")
+    bits = events[-1].get("bits") if events else None
+    found = {str(k): number(v) for k, v in bits.items()} if isinstance(bits, dict) else {}
+    finite = {name: value for name, value in found.items() if math.isfinite(value)}
+    return dict(sorted(finite.items(), key=lambda pair: pair[1]))
+
+
+def last_bits(run: Run) -> tuple[float, float]:
+    """Step and bits per byte of the last validation; NaN without one."""
+    evals = run.events("eval")
+    if not evals:
+        return math.nan, math.nan
+    return number(evals[-1]["step"]), number(evals[-1].get("val_bpb"))
+
+
+def placement(run: Run) -> str:
+    """`val 1.602 bits per byte: below zlib (2.334) and the trigram (1.825)`; empty if unknown."""
+    floors, (_, bits) = floors_of(run), last_bits(run)
+    if not floors or not math.isfinite(bits):
+        return ""
+    sides = {"below": [n for n in floors if bits < floors[n]]}
+    sides["above"] = [name for name in floors if name not in sides["below"]]
+    parts = [
+        f"{side} {' and '.join(f'{NAMES.get(name, name)} ({floors[name]:.3f})' for name in names)}"
+        for side, names in sides.items()
+        if names
+    ]
+    text = f"val {bits:.3f} bits per byte: {', '.join(parts)}"
+    return f"{text}; {placed}" if (placed := _among_references(run, floors)) else text
+
+
+def band(curve: dict[str, Any], tokens: float) -> tuple[float, float]:
+    """Least and most bits per byte that the seeds make likely after so many tokens."""
+    seeds = np.array([np.interp(tokens, curve["tokens"], one) for one in curve["val_bpb"]])
+    spread = float(seeds.std(ddof=1)) if len(seeds) > 1 else 0.0
+    half = max(SPREADS * spread, LEAST_SPREAD * float(seeds.mean()))
+    return float(seeds.mean()) - half, float(seeds.mean()) + half
+
+
+def _among_references(run: Run, floors: dict[str, float]) -> str:
+    step, bits = last_bits(run)
+    tokens = float(run.tokens_at(np.array([step]))[0])
+    for path in sorted(REFERENCES.glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        is_near = [
+            abs(floors.get(n, math.inf) / found["text"][n] - 1) < TEXT for n in ("zlib", "xz")
+        ]
+        for curve in found["curves"] if all(is_near) else ():
+            if _is_comparable(run, curve) and curve["tokens"][0] <= tokens:
+                low, high = band(curve, tokens)
+                side = "below" if bits < low else "above" if bits > high else "within"
+                seeds = formats.count(len(curve["seeds"]), "seed")
+                return f"{side} the band of {curve['name']}, {low:.3f} to {high:.3f} of {seeds}"
+    return ""
+
+
+def _is_comparable(run: Run, curve: dict[str, Any]) -> bool:
+    flags = read_configuration(run.run_dir).flags
+    total = number(run.fact("total_steps")) * number(run.fact("tokens_per_step"))
+    return (
+        all(flags.get(name, ("",))[0] == value for name, value in curve["flags"].items())
+        and run.fact("tokens_per_step") == curve["tokens_per_step"]
+        and abs(total / curve["total_tokens"] - 1) < LENGTH
+    )

@@ -1,0 +1,165 @@
+"""What needs no network makes of the held-out text: compressors, and n-grams of the training text.
+
+The figures are floors that a loss can be compared with whatever the tokenizer. All follow from at
+most `MOST_TRAINED` training tokens and `MOST_HELD_OUT` held-out ones, so that they take seconds.
+"""
+
+from __future__ import annotations
+
+import lzma
+import math
+import zlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from minimind.data.prepare.prepared import Prepared
+from minimind.inference.score import LossSums
+from minimind.train.evaluate import HeldOutRows, mixture
+
+MOST_TRAINED, MOST_HELD_OUT = 2**22, 2**20  # tokens
+STRETCH = 32  # tokens in a row that tell a copy of a text from the same phrase
+
+
+def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
+    """The fields of a `floors` event: bits per byte of the rows that an evaluation reads.
+
+    `repeated` is the share of the training text, in stretches of STRETCH tokens, that occurred in
+    it before; `seen` that of the held-out text which occurs in the training text.
+    """
+    parts = _training_tokens(prepared)
+    tokens = np.concatenate(parts)
+    model = NGrams(tokens, prepared.tokenizer.vocab_size)
+    known, stretches = np.empty(0, np.uint64), 0
+    if len(tokens) > STRETCH:
+        own = np.concatenate([_stretches(part) for part in parts if len(part) >= STRETCH])
+        # Of large numbers np.unique makes a table of hashes, which takes ten times as long.
+        own.sort()
+        known, stretches = own[np.diff(own, prepend=~own[:1]) != 0], len(own)
+    sums: dict[str, dict[str, LossSums]] = {}
+    seen: list[np.ndarray] = []
+    for source, indices in held_out.by_source().items():
+        most = max(1, MOST_HELD_OUT // held_out.row_tokens)
+        rows = held_out.shards.read_rows(indices[:most], held_out.row_tokens)
+        of_id = held_out.bytes_per_id[held_out.sources.index(source)]
+        text_bytes, count = float(of_id[rows[:, 1:]].sum()), float(rows[:, 1:].size)
+        text = "".join(prepared.tokenizer.decode(row.tolist()) for row in rows).encode()
+        for name, compress in _compressors(len(text)).items():
+            nats = 8 * math.log(2) * len(compress(text)) * text_bytes / max(1, len(text))
+            sums.setdefault(name, {})[source] = LossSums(nats, count, text_bytes)
+        for name, nats in model.losses(rows).items():
+            sums.setdefault(name, {})[source] = LossSums(nats, count, text_bytes)
+        if held_out.row_tokens >= STRETCH and stretches:
+            ones = np.ones(len(known))
+            seen += [_looked_up(_stretches(row), known, ones) for row in rows]
+    return {
+        "bits": {
+            name: mixture(by_source, held_out).bits_per_byte for name, by_source in sums.items()
+        },
+        "repeated": 1 - len(known) / stretches if stretches else None,
+        "seen": float(np.concatenate(seen).mean()) if seen else None,
+        "trained": len(tokens),
+    }
+
+
+def _training_tokens(prepared: Prepared) -> list[np.ndarray]:
+    """The first tokens of each source, int64, together at most MOST_TRAINED."""
+    ends, begin, parts = prepared.train.source_ends().tolist(), 0, []
+    for end in ends:
+        length = min(end - begin, MOST_TRAINED // len(ends))
+        parts.append(np.asarray(prepared.train.stretch(begin, length), dtype=np.int64))
+        begin = end
+    return parts
+
+
+def _compressors(size: int) -> dict[str, Callable[[bytes], bytes]]:
+    """Each at its best; zstd where it is installed."""
+    # The preset's dictionary of 64 MiB would be allocated for a text of any size.
+    strongest = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}
+    filters = [{**strongest, "dict_size": max(2**12, size)}]
+    found: dict[str, Callable[[bytes], bytes]] = {
+        "zlib": lambda text: zlib.compress(text, 9),
+        "xz": lambda text: lzma.compress(text, check=lzma.CHECK_NONE, filters=filters),
+    }
+    if find_spec("zstandard"):
+        import zstandard
+
+        found["zstd"] = zstandard.ZstdCompressor(level=22).compress
+    return found
+
+
+def _stretches(tokens: np.ndarray) -> np.ndarray:
+    """A hash of every STRETCH tokens in a row, uint64 (tokens - STRETCH + 1,)."""
+    hashes, factor, length = tokens.astype(np.uint64) + np.uint64(1), 0x9E3779B97F4A7C15, 1
+    while length < STRETCH:
+        hashes = hashes[:-length] * np.uint64(factor) + hashes[length:]
+        factor, length = factor * factor % 2**64 + 2, 2 * length
+    return hashes
+
+
+class NGrams:
+    """Counts of a text, for a unigram model and an interpolated Kneser-Ney trigram.
+
+    A discount is that of Ney et al. (1994) from the counts of one and of two; lower orders count
+    the contexts in which a token follows (Kneser and Ney 1995).
+    """
+
+    def __init__(self, tokens: np.ndarray, vocabulary: int) -> None:
+        self.size = vocabulary
+        self.counts = np.bincount(tokens, minlength=vocabulary)
+        keys = (tokens[:-2] * vocabulary + tokens[1:-1]) * vocabulary + tokens[2:]
+        trigrams, times = np.unique(keys, return_counts=True)
+        bigrams, contexts = np.unique(trigrams % vocabulary**2, return_counts=True)
+        words, of_word = np.unique(bigrams % vocabulary, return_counts=True)
+        # Lowest first; the context of a key is what is left without its last token.
+        self._orders = [
+            _Order(words, of_word, vocabulary),
+            _Order(bigrams, contexts, vocabulary),
+            _Order(trigrams, times, vocabulary),
+        ]
+
+    def losses(self, rows: np.ndarray) -> dict[str, float]:
+        """Nats of all tokens of the rows but the first of each, by model."""
+        plain = (self.counts + 1) / (self.counts.sum() + self.size)
+        first = rows[:, :2].reshape(-1, 2)  # whose context is a single token
+        keys = (rows[:, :-2] * self.size + rows[:, 1:-1]) * self.size + rows[:, 2:]
+        nats = -np.log(self._probability(keys.ravel(), 3)).sum()
+        nats -= np.log(self._probability(first[:, 0] * self.size + first[:, 1], 2)).sum()
+        return {"unigram": float(-np.log(plain[rows[:, 1:]]).sum()), "trigram": float(nats)}
+
+    def _probability(self, keys: np.ndarray, order: int) -> np.ndarray:
+        found = np.full(len(keys), 1 / self.size)
+        for n in range(order):
+            found = self._orders[n].interpolated(keys % self.size ** (n + 1), found)
+        return found
+
+
+class _Order:
+    """The n-grams of one order: their counts and those of their contexts."""
+
+    def __init__(self, keys: np.ndarray, counts: np.ndarray, vocabulary: int) -> None:
+        self._keys, self._counts, self._size = keys, counts, vocabulary
+        self._contexts, starts = np.unique(keys // vocabulary, return_index=True)
+        self._totals = np.add.reduceat(counts, starts) if len(keys) else counts
+        self._types = np.diff(starts, append=len(keys))
+        once, twice = (int((counts == n).sum()) for n in (1, 2))
+        self._discount = once / (once + 2 * twice) if once else 0.5
+
+    def interpolated(self, keys: np.ndarray, lower: np.ndarray) -> np.ndarray:
+        """Probabilities of the last token of each key; those of `lower` in an unknown context."""
+        counts = _looked_up(keys, self._keys, self._counts)
+        contexts = keys // self._size
+        totals = _looked_up(contexts, self._contexts, self._totals)
+        types = _looked_up(contexts, self._contexts, self._types)
+        kept = np.maximum(counts - self._discount, 0) + self._discount * types * lower
+        return np.where(totals > 0, kept / np.maximum(totals, 1), lower)
+
+
+def _looked_up(keys: np.ndarray, known: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The value of each key, 0 where it is not known."""
+    if not len(known):
+        return np.zeros(len(keys))
+    at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+    return np.where(known[at] == keys, values[at], 0)
