@@ -36,7 +36,7 @@ setup: $(READY) ## make .venv, install the tested versions into it, and name its
 	@$(BIN)/minimind env --brief
 
 $(READY): EXTRA := dev
-$(VENV)/.run-ready: EXTRA := data
+$(VENV)/.run-ready: EXTRA := data,serve
 $(READY) $(VENV)/.run-ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed; make PYTHON=python3.12 setup"; exit 2; }

@@ -114,8 +114,9 @@ def _ask(args: argparse.Namespace) -> None:
         )
     if is_asked:
         while True:
+            answer = _answer("Text: files or folders", "")
             try:
-                words = shlex.split(_answer("Text: files or folders", ""))
+                words = shlex.split(answer)
                 for path in words:
                     _require_local(path)
             except (RunError, ValueError) as error:  # ValueError: a quotation that is not closed
@@ -127,8 +128,8 @@ def _ask(args: argparse.Namespace) -> None:
         while args.hours is None:
             try:
                 args.hours = positive(_answer("Hours you have", f"{HOURS:g}"))
-            except argparse.ArgumentTypeError as error:
-                print(f"  {error}")
+            except (argparse.ArgumentTypeError, ValueError):
+                print("  give a number above 0, such as 2 or 0.5")
         if args.out_dir is None:
             stem = Path(words[0]).name.partition(".")[0] or "text"
             args.out_dir = _answer("Folder of the run", f"out/{stem}")

@@ -20,6 +20,7 @@ from minimind.config.arguments import (
     count_of_bytes,
     json_variables,
     non_empty,
+    port,
     positive,
 )
 from minimind.errors import RendezvousError, UsageError
@@ -45,7 +46,7 @@ def add_parser(subs: Any) -> None:
     add = parser.add_argument
     text = "address to listen on; give --api_key with one that others reach"
     add("--host", type=non_empty, default="127.0.0.1", help=text)
-    add("--port", type=port, default=8000, metavar="INT", help="port; 0: any that is free")
+    add("--port", type=port, default=8000, help="port; 0: any that is free")
     text = f"key that requests must have (default: that of {KEY})"
     add("--api_key", metavar="KEY", help=text)
     add("--max_batch", type=at_least(1), default=16, help="texts generated at once")
@@ -62,13 +63,6 @@ def add_parser(subs: Any) -> None:
     add("--chat_template_kwargs", type=json_variables, metavar="JSON", help=text)
     text = "other origins, such as https://example.org, whose pages may ask; *: all"
     add("--allow_origin", nargs="+", type=origin, default=[], metavar="ORIGIN", help=text)
-
-
-def port(text: str) -> int:
-    """Parse the number of a port."""
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!a} is no port from 0 to 65535")
-    return int(text)
 
 
 def origin(text: str) -> str:

@@ -92,7 +92,7 @@ def test_questions_are_asked_again_until_they_are_answered(
     printed = capsys.readouterr().out
     assert "gone.jsonl: no such file" in printed
     assert "No closing quotation" in printed
-    assert "soon" in printed
+    assert "give a number above 0" in printed
     run = parse_flags(["--config", "run.yaml"])
     assert (run.data_path, run.out_dir) == (("my text.jsonl",), "out/my text")
     assert next(answers, None) is None

@@ -39,9 +39,6 @@ def test_what_comes_next_fits_the_run_and_can_be_typed(
             assert (run.task, run.init_from, run.out_dir) == ("sft", DEEP, "DIR")
             continue
         assert Path(program).name == "minimind"
-        if label == "serve":  # its parser is of the extra
-            assert rest == ["serve", "--checkpoint", DEEP]
-            continue
         args = build_parser().parse_args(rest)
         if label == "own-text":
             assert (args.command, args.data_path, args.hours) == ("init", ["TEXT.jsonl"], 1)
