@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from minimind.architecture.choice import Choice, Size
 
 HOURS = 1.0
+MARK = "# Written by `minimind init`"
 SAMPLE_BYTES, PARTS = 2**20, 16  # of the text, in places that are spread over it
 # Imports, tokenizer and first step of a small text; on a GPU compiling too.
 START_SECONDS = {"cpu": 30.0}
@@ -71,9 +72,7 @@ def add_parser(subs: Any) -> None:
 def run_init(args: argparse.Namespace) -> None:
     """Ask, choose, write, and print what to expect."""
     prompts = args.out.with_suffix(".prompts.txt")
-    for path in (args.out, prompts):
-        if os.path.lexists(path) and not args.force:
-            raise UsageError(f"--out {path} exists; give another file, or --force to replace it")
+    _check_out(args.out, prompts, args.force)
     _ask(args)
     stem = Path(args.data_path[0]).name.partition(".")[0] or "text"
     args.out_dir = args.out_dir or f"out/{stem}"
@@ -100,6 +99,26 @@ def run_init(args: argparse.Namespace) -> None:
     processes = "" if args.gpus is None else f"NUM_PROCESSES={args.gpus} "
     print(f"{args.out} says why each number is as it is. Start:")
     print(f"  {processes}{LAUNCH} --config {shlex.quote(str(args.out))}")
+
+
+def _check_out(out: Path, prompts: Path, force: bool) -> None:
+    """Raise UsageError if something lies where the files go, unless --force replaces our own."""
+    for path in (out, prompts):
+        if os.path.lexists(path) and not force:
+            raise UsageError(f"--out {path} exists; give another file, or --force to replace it")
+    if not os.path.lexists(out):
+        return
+    if out.is_symlink() or not out.is_file() or not _is_written_here(out):
+        raise UsageError(
+            f"--out {out} was not written by `minimind init`, and --force replaces nothing else;"
+            " give another file"
+        )
+
+
+def _is_written_here(path: Path) -> bool:
+    with path.open("rb") as file:
+        line = file.readline(2**10)
+    return not line or line.startswith(MARK.encode())
 
 
 def _ask(args: argparse.Namespace) -> None:
@@ -341,7 +360,7 @@ def yaml_text(
     if choice.tokens < 500_000:
         recipe = recipe.replace("_rate: 0.008", "_rate: 0.002")
     lines = [
-        f"# Written by `minimind init` for {_size(text.bytes)} of text, {args.hours:g} hours,",
+        f"{MARK} for {_size(text.bytes)} of text, {args.hours:g} hours,",
         f"# and {machine.name}. Flags of the command line win over this file.",
         f"data_path: {data} # your text; 1 % of its documents is held out for validation",
         f"out_dir: {json.dumps(args.out_dir, ensure_ascii=False)} # log, checkpoints, report",

@@ -41,6 +41,7 @@ FILES: dict[str, tuple[str, str]] = {
     "report": ("report RUN --out OUT", "--force"),
     "scaling": ("scaling RUN --out OUT", "--force"),
     "coord_check": ("coord_check --widths 64 128 --out OUT", "--force"),
+    "init": ("init --data_path TEXT --hours 1 --gpu_model h100 --out OUT", "--force"),
     "generate": ("generate --checkpoint RUN --prompts PROMPTS --out OUT", "--force"),
 }
 # What the commands with --force replace: their own.

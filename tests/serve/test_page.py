@@ -144,7 +144,9 @@ def test_a_model_without_chat_template_continues_a_text(
         text.press("Enter")
         expect(page.get_by_role("button", name="Retry")).to_be_visible()
         assert page.locator(".error").count() == 0
-        assert page.get_by_label("System prompt").count() == 0
+        page.get_by_role("button", name="Settings").click()
+        expect(page.get_by_label("Temperature")).to_be_visible()
+        expect(page.get_by_label("System prompt")).to_be_hidden()
 
 
 def test_a_phone_has_no_sideways_scroll(url: str):
