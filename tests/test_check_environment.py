@@ -109,7 +109,7 @@ INSTALLED = re.compile(r"pip install .*'\.\[(\w+)\]'")
 
 @pytest.mark.parametrize("target", ["train", "setup", "test", "check"])
 def test_a_run_and_the_tests_install_what_each_needs_once(checkout: Path, target: str):
-    needed = "data" if target == "train" else "dev"
+    needed = "data,serve" if target == "train" else "dev"
     ready = checkout / ".venv" / (".run-ready" if target == "train" else ".ready")
     first = make(checkout, "--dry-run", target).stdout
     assert INSTALLED.findall(first) == [needed]

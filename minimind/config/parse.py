@@ -287,8 +287,8 @@ parallelism.data_parallel_shard_degree |  | the ZeRO stage of the DeepSpeed JSON
 }
 # What other projects call a command or a script, without `.py`; ours are those of `minimind`.
 COMMANDS = """
-serve server api openai serve_openai_api |  | other software serves exports, by an OpenAI-compatible interface: [docs/serving.md](serving.md)
-web webui webchat web_demo chat_web gradio board |  | other software serves exports, also to web pages: [docs/serving.md](serving.md)
+server api openai serve_openai_api | minimind serve | 
+web webui webchat web_demo chat_web gradio board | minimind serve | which has a chat page at /
 pretrain train_pretrain base_train | minimind train | on all GPUs `minimind launch`
 finetune sft train_full_sft chat_sft full | minimind launch --config sft | with `--init_from RUN`
 infer inference run sample eval_llm chat_cli | minimind generate | `minimind chat` after fine-tuning

@@ -470,7 +470,7 @@ def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path, monkeypatch
 
 
 def test_a_disk_that_is_full_for_a_validation_is_told_to_all_ranks_at_once(tmp_path, monkeypatch):
-    def full(directory, val_loss):
+    def full(directory, val_loss, by):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / VALIDATION))
 
     keeper = saver(Engine(1), tmp_path)
@@ -491,7 +491,7 @@ def test_a_disk_that_is_full_for_a_validation_is_told_to_all_ranks_at_once(tmp_p
 
 
 def test_nothing_is_pruned_once_a_validation_is_not_recorded(tmp_path, monkeypatch):
-    def full(directory, val_loss):
+    def full(directory, val_loss, by):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / VALIDATION))
 
     save(Engine(1), tmp_path, TrainState(1, 0))

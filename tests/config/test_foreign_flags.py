@@ -110,13 +110,9 @@ def test_every_right_side_is_a_flag_of_ours():
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        (
-            "serve",
-            "other software serves exports, by an OpenAI-compatible interface: docs/serving.md",
-        ),
-        ("serve_openai_api.py", "other software serves exports, by an OpenAI-compatible interface"),
-        ("web", "other software serves exports, also to web pages: docs/serving.md"),
-        ("chat-web", "other software serves exports, also to web pages: docs/serving.md"),
+        ("serve_openai_api.py", "here it is minimind serve"),
+        ("web", "here it is minimind serve"),
+        ("chat-web", "here it is minimind serve"),
         ("pretrain", "here it is minimind train (on all GPUs minimind launch)"),
         ("estimate-memory", "here it is minimind plan"),
         ("genrate", "did you mean generate?"),

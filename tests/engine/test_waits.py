@@ -87,6 +87,10 @@ WAITS = {
         HERE,
         "test_a_check_is_not_charged_with_the_steps_before_it",
     ),
+    "sweep/step_time.py tokens_per_second synchronize": (
+        "tests/sweep/test_step_time.py",
+        "test_a_step_lasts_until_the_device_has_done_it",
+    ),
     "report/trace.py Trace.begin synchronize": (
         HERE,
         "test_a_trace_has_nothing_of_the_steps_before_it",

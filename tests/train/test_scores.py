@@ -240,7 +240,7 @@ def test_the_report_draws_scores_and_lists_the_last_ones(scored: Path, tmp_path:
     from minimind.report.trackers import tracker_values
 
     (run,) = read_runs([scored])
-    charts = {chart.key: chart.figure for chart in Charts([run], [1.0], 0.0).draw()}
+    charts: dict[str, Any] = {chart.key: chart.figure for chart in Charts([run], [1.0], 0.0).draw()}
     average = {trace.name: trace for trace in charts["scores"].data}["average"]
     expected = [event["average"] for event in events(scored, "scores")]
     assert [*average.x] == [2, 4, 6]

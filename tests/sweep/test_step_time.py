@@ -1,0 +1,44 @@
+"""The time of a step of a model, and of several processes at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from minimind.config.parse import parse_flags
+from minimind.errors import UsageError
+from minimind.sweep import step_time
+from minimind.sweep.step_time import speeds, tokens_per_second
+
+LEAST: dict[str, Any] = {
+    **{"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
+    **{"vocab_size": 600, "batch_size": 2, "dtype": "float32"},
+}
+
+
+def test_a_step_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPatch):
+    """Only the wait takes time here: without it a step would take none."""
+    passed = [0.0]
+
+    def wait() -> None:
+        passed[0] += 0.5
+
+    kind = SimpleNamespace(synchronize=wait)
+    monkeypatch.setattr(step_time, "device_kind", lambda name: kind)
+    monkeypatch.setattr(step_time, "time", SimpleNamespace(perf_counter=lambda: passed[0]))
+    words = [word for name, value in LEAST.items() for word in (f"--{name}", str(value))]
+    assert tokens_per_second(parse_flags(words), "cpu") == 2 * 32 / 0.5
+    assert passed[0] == 1.5  # the first step is not counted
+
+
+def test_processes_are_measured_together():
+    (speed,) = speeds([LEAST], "cpu", 2, 1)
+    assert speed > 0
+
+
+def test_a_process_that_ends_is_told(capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(UsageError, match="no step could be measured on cpu"):
+        list(speeds([{**LEAST, "n_heads": 3}], "cpu", 1, 1))
+    assert "n_heads" in capfd.readouterr().err
