@@ -104,7 +104,7 @@ def test_versions_are_compared_as_pip_compares_them(installed, bounds, is_ok):
     assert is_within(installed, bounds) == is_ok
 
 
-INSTALLED = re.compile(r"pip install .*'\.\[(\w+)\]'")
+INSTALLED = re.compile(r"pip install .*'\.\[([\w,]+)\]'")
 
 
 @pytest.mark.parametrize("target", ["train", "setup", "test", "check"])
