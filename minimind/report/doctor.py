@@ -90,7 +90,7 @@ def diagnose(run: Run, now: float) -> list[Finding]:
 
 
 def number_of(text: str | None) -> float:
-    """A flag's value; NaN if it is no number."""
+    """The value of a flag, NaN unless it is a number."""
     try:
         return float(text or "")
     except ValueError:
@@ -199,8 +199,7 @@ def _low_rate(case: Case) -> Iterator[Finding]:
     yield Finding(
         "low_rate",
         f"{seen}, about evenly, at gradient norms of {norm:.2f}: {rate} is too low for so few"
-        " steps;"
-        " 10 to 100 times it, or --learning_rate auto",
+        " steps; 10 to 100 times it, or --learning_rate auto",
     )
 
 
@@ -216,9 +215,8 @@ def _repeats(case: Case) -> Iterator[Finding]:
         yield Finding(
             "repeats",
             f"validation rose from {least:.3f} at step {at:,.0f} to {last:.3f} while training"
-            " fell to"
-            f" {case.end:.3f}, after {case.epochs:.1f} passes over the text: it is learnt by heart;"
-            f" --max_steps {at:,.0f}, more text, a smaller model, or more --weight_decay"
+            f" fell to {case.end:.3f}, after {case.epochs:.1f} passes over the text: it is"
+            f" learnt by heart; --max_steps {at:,.0f}, more text, a smaller model, or more --weight_decay"
             f" (it is {case.flag('weight_decay')}), and --keep_best 1",
         )
 
@@ -240,14 +238,13 @@ def _many_epochs(case: Case) -> Iterator[Finding]:
             f"source {most + 1} is read {read[most]:.0f} times and the others"
             f" {np.median(others):.1f}"
             " times: it is learnt by heart at the cost of the rest; a smaller weight for it, or"
-            " more"
-            " of its text",
+            " more of its text",
         )
 
 
 def _copies(case: Case) -> Iterator[Finding]:
     repeated, seen = (number(case.of_text.get(name)) for name in ("repeated", "seen"))
-    remedy = "`minimind filter` drops copies and near-copies"
+    remedy = "`minimind data filter` drops copies and near-copies"
     if repeated > 0.4:
         yield Finding(
             "copies",
@@ -258,8 +255,7 @@ def _copies(case: Case) -> Iterator[Finding]:
         yield Finding(
             "leak",
             f"{formats.percent(seen)} of the held-out text occurs word for word in the training"
-            " text:"
-            f" validation says little of new text; {remedy}, or give --val_path",
+            f" text: validation says little of new text; {remedy}, or give --val_path",
         )
 
 
@@ -294,8 +290,8 @@ def _order(case: Case) -> Iterator[Finding]:
         yield Finding(
             "order",
             f"the loss goes up and down by {span:.2f} in every pass over the text, at the same"
-            " places:"
-            " the text is sorted and is read in its order; shuffle it before it is prepared",
+            " places: the text is sorted and is read in its order; shuffle it before it is"
+            " prepared",
         )
 
 
@@ -326,8 +322,8 @@ def _memory(case: Case) -> Iterator[Finding]:
             "memory",
             f"memory grows by {formats.memory(slope)} in 1,000 steps, evenly, to"
             f" {formats.memory(float(memory[-1]))}: a longer run ends out of memory; look at what"
-            " your"
-            " own code keeps (losses as tensors, lists), or save with --save_interval and restart",
+            " your own code keeps (losses as tensors, lists), or save with --save_interval and"
+            " restart",
         )
 
 
@@ -341,8 +337,7 @@ def _waits(case: Case) -> Iterator[Finding]:
         yield Finding(
             "data_waits",
             f"steps wait for rows for {formats.percent(spent['data'] / stepping)} of their time:"
-            " the"
-            f" device idles; --num_workers above {case.flag('num_workers')}, or a faster disk",
+            f" the device idles; --num_workers above {case.flag('num_workers')}, or a faster disk",
         )
     flags = {
         "evaluate": "eval_interval",
@@ -356,8 +351,7 @@ def _waits(case: Case) -> Iterator[Finding]:
             yield Finding(
                 f"{name}_pauses",
                 f"{share} of the time went into the pauses of --{flag} {case.flag(flag)}: the run"
-                " could"
-                f" take a fraction of it; a larger --{flag}",
+                f" could take a fraction of it; a larger --{flag}",
             )
 
 
@@ -383,12 +377,14 @@ def _precision(case: Case) -> Iterator[Finding]:
         advice = (
             "--dtype bfloat16" if is_fp16 else "--dtype float32, a lower --learning_rate, or look"
         )
-        advice += "" if is_fp16 else " at the rows of these steps (`minimind data rows`)"
+        advice += (
+            "" if is_fp16 else " at the rows of these steps (`minimind data at OUT_DIR --step 1`)"
+        )
         yield Finding(
             "precision",
             f"{formats.count(int(skipped), 'step')} of {case.run.last_step:,.0f} skipped, as"
-            " gradients"
-            f" were not finite in {case.run.fact('dtype')}: these rows taught nothing; {advice}",
+            f" gradients were not finite in {case.run.fact('dtype')}: these rows taught"
+            f" nothing; {advice}",
         )
 
 
@@ -403,9 +399,8 @@ def _warmup(case: Case) -> Iterator[Finding]:
         yield Finding(
             "warmup",
             f"the loss rises by {rise.max():.2f} at step {case.step[int(rise.argmax())]:,.0f} and"
-            " falls"
-            f" again: the first updates are too large; --warmup_steps {case.total_steps * 0.05:.0f}"
-            f" in place of {warmup:.0f}",
+            f" falls again: the first updates are too large; --warmup_steps"
+            f" {case.total_steps * 0.05:.0f} in place of {warmup:.0f}",
         )
 
 
@@ -443,8 +438,7 @@ def _vocabulary(case: Case) -> Iterator[Finding]:
         yield Finding(
             "vocabulary",
             f"the text has {tokens:,.0f} tokens for a vocabulary of {case.vocabulary:,.0f}: most"
-            " pieces"
-            " occur a few times only and are not learnt; --vocab_size"
+            " pieces occur a few times only and are not learnt; --vocab_size"
             f" {max(300, int(tokens / 50)):,}"
             " or more text",
         )
@@ -481,7 +475,7 @@ def _samples(case: Case) -> Iterator[Finding]:
             "repeating_samples",
             f"{formats.percent(min(shares))} of the last samples repeats itself: the model is"
             " caught in"
-            " a loop; train longer, or look for copies in the text (`minimind filter`)",
+            " a loop; train longer, or look for copies in the text (`minimind data filter`)",
         )
 
 
@@ -493,8 +487,7 @@ def _idle_rate(case: Case) -> Iterator[Finding]:
         yield Finding(
             "idle_rate",
             f"the learning rate is nearly zero in {formats.percent(share)} of the steps: these"
-            " train"
-            " nothing; a --min_lr_ratio of 0.1, or a schedule as long as the run",
+            " train nothing; a --min_lr_ratio of 0.1, or a schedule as long as the run",
         )
 
 

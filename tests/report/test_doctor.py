@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 import minimind.train as training
-from minimind.cli.main import main
+from minimind.cli.main import build_parser, main
+from minimind.config.run_config import FLAGS
 from minimind.report.doctor import diagnose
 from minimind.report.history import read_runs
 from minimind.report.placement import REFERENCES, band, placement
@@ -252,3 +254,17 @@ def test_a_run_like_a_reference_is_placed_in_its_band(tmp_path):
     assert f"within the band of {reference['name']}" in placed((low + high) / 2, "a")
     assert "above the band" in placed(1.1 * high, "b")
     assert "band" not in placed(low, "c", dim="384")
+
+
+def test_every_command_and_flag_of_the_advice_exists():
+    source = (ROOT / "minimind" / "report" / "doctor.py").read_text(encoding="utf-8")
+    commands = re.findall(r"`minimind ([^`]+)`", source)
+    assert len(commands) >= 3
+    for command in commands:
+        words = command.split()
+        if words[-1] == "filter":  # whose text and output are the reader's to choose
+            words += ["TEXT.jsonl", "--out", "DIR"]
+        build_parser().parse_args(words)
+    flags = {*re.findall(r"--([a-z][a-z_0-9]+)", re.sub(r"`[^`]+`", "", source))}
+    assert len(flags) > 10
+    assert flags <= {*FLAGS}
