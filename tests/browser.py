@@ -18,7 +18,7 @@ QUIET += ("--disable-background-networking", "--disable-component-update", "--di
 def installed_browser() -> str:
     """The path of a browser; the test is skipped without any."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
+    if browser is None:  # no package of Python brings one
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
     return browser
 

@@ -74,8 +74,7 @@ def run_init(args: argparse.Namespace) -> None:
     prompts = args.out.with_suffix(".prompts.txt")
     _check_out(args.out, prompts, args.force)
     _ask(args)
-    stem = Path(args.data_path[0]).name.partition(".")[0] or "text"
-    args.out_dir = args.out_dir or f"out/{stem}"
+    args.out_dir = args.out_dir or _usual_folder(args.data_path)
     from minimind.architecture.choice import Text, choose
 
     text = read_sample(args.data_path)
@@ -108,17 +107,15 @@ def _check_out(out: Path, prompts: Path, force: bool) -> None:
             raise UsageError(f"--out {path} exists; give another file, or --force to replace it")
     if not os.path.lexists(out):
         return
-    if out.is_symlink() or not out.is_file() or not _is_written_here(out):
+    line = b"-"
+    if out.is_file() and not out.is_symlink():
+        with out.open("rb") as file:
+            line = file.readline(2**10)
+    if line and not line.startswith(MARK.encode()):  # an empty file has nothing to lose
         raise UsageError(
             f"--out {out} was not written by `minimind init`, and --force replaces nothing else;"
             " give another file"
         )
-
-
-def _is_written_here(path: Path) -> bool:
-    with path.open("rb") as file:
-        line = file.readline(2**10)
-    return not line or line.startswith(MARK.encode())
 
 
 def _ask(args: argparse.Namespace) -> None:
@@ -150,9 +147,12 @@ def _ask(args: argparse.Namespace) -> None:
             except (argparse.ArgumentTypeError, ValueError):
                 print("  give a number above 0, such as 2 or 0.5")
         if args.out_dir is None:
-            stem = Path(words[0]).name.partition(".")[0] or "text"
-            args.out_dir = _answer("Folder of the run", f"out/{stem}")
+            args.out_dir = _answer("Folder of the run", _usual_folder(words))
     args.hours = args.hours or HOURS
+
+
+def _usual_folder(paths: list[str]) -> str:
+    return f"out/{Path(paths[0]).name.partition('.')[0] or 'text'}"
 
 
 def _answer(question: str, default: str) -> str:
@@ -185,7 +185,7 @@ class Sample:
     xz: float  # bits per byte of the sample
 
     def bytes_per_token(self, vocab_size: int) -> float:
-        """Of a quarter of the sample, by a tokenizer that is trained on the rest."""
+        """Bytes per token of a quarter of the sample; the tokenizer is trained on the rest."""
         from minimind.data.tokenizer.load import load_tokenizer
         from minimind.data.tokenizer.sentencepiece import train_tokenizer
 

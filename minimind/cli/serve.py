@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,14 +78,14 @@ def run_serve(args: argparse.Namespace) -> int:
     key = api_key(args)
     listening = listen(args.host, args.port)
     with listening:
-        try:
-            import starlette  # noqa: F401 (tried before torch is loaded)
-            import uvicorn
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                f"minimind serve needs the package {error.name}, which is not installed; pip"
-                " install starlette uvicorn"
-            ) from error
+        for package in ("starlette", "uvicorn"):
+            if find_spec(package) is None:
+                raise UsageError(
+                    f"minimind serve needs the package {package}, which is not installed; pip"
+                    " install starlette uvicorn"
+                )
+        import uvicorn
+
         from minimind.serve.app import Limits, build_app
         from minimind.serve.batching import Scheduler
 
@@ -143,7 +144,7 @@ def load(args: argparse.Namespace) -> tuple[Any, ServedModel]:
         raise UsageError("--chat_template_kwargs needs a chat template; drop it, or give one")
     if args.chat_template is not None or not is_base:
         found = template_of(tokenizer, args.chat_template, path, variables=variables)
-        # By its own name, which clients are told, and not that of a file of this machine.
+        # Errors name the template to clients: not by a path of this machine.
         template = ChatTemplate(found.source, tokenizer, variables=variables or {})
     place = str(args.checkpoint or args.model).removeprefix("hf:")
     name = Path(place).name or Path.cwd().name
@@ -170,7 +171,7 @@ def listen(host: str, number: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "is no name of a host"
+        reason = getattr(error, "strerror", None) or "is not the name of a host"
         raise UsageError(f"--host {host}: {reason}; give an address of this machine") from error
     family, kind, protocol, _, place = found[0]
     listening = socket.socket(family, kind, protocol)

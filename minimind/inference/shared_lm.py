@@ -18,7 +18,7 @@ BATCH = 8  # requests
 WHOLE = 2**30  # requests of a batch of lm-eval: all, which are divided here
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of a model that is loaded already
-# Building requests shows a bar, which no argument switches off.
+# Building requests shows a bar, which no argument switches off; `tqdm` is that module's import.
 lm_eval.api.task.tqdm = partial(tqdm, disable=True)  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -88,8 +88,8 @@ def score_values(
 ) -> list[tuple[str, float, float | None, float | None, int | None]]:
     """Name, value, chance, standard error and questions of tasks and averages.
 
-    `fields` are those of a `scores` event, which anyone may have written: what is no number is left
-    out.
+    `fields` are those of a `scores` event. Anyone may have written it, so values that are not
+    numbers are left out.
     """
     found: list[tuple[str, float, float | None, float | None, int | None]] = []
 

@@ -134,7 +134,7 @@ class Summary:
         self.mirror = _mirror(run)
 
     def _seconds_left(self) -> float:
-        """By the pace of the last lines of this start, pauses included."""
+        """Seconds to the last step at the pace of the last lines; pauses count."""
         lines = [self.run.starts[-1].column(name)[-PACE_LINES:] for name in ("time", "step")]
         times, steps = (values[-1] - values[0] if len(values) else 0.0 for values in lines)
         if self.total_steps is None or not (times > 0 and steps > 0):

@@ -116,6 +116,7 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    # The base class declares any server; its handlers are made by ours alone.
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = TIMEOUT
 

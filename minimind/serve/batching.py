@@ -245,7 +245,7 @@ class Scheduler:
         while (joining := self._next()) is not None:
             try:
                 self._advance(groups, joining)
-            except Exception as error:  # whatever it is, the requests are told, and others go on
+            except Exception as error:  # of one batch: its requests are told, and later ones served
                 for text in self._running:
                     text.error = text.error or error
                 groups.clear()

@@ -32,7 +32,7 @@ def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path
     return place
 
 
-def write_llama(place: Path, tokenizer: AnyTokenizer) -> None:
+def write_llama(place: Path, tokenizer: AnyTokenizer, positions: int = 64) -> None:
     """Write a small Llama of random weights for this tokenizer."""
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -42,7 +42,7 @@ def write_llama(place: Path, tokenizer: AnyTokenizer) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=positions,
         initializer_range=0.2,
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,

@@ -14,9 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 import uvicorn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from minimind.cli.generate import ANSWER, TEXT
 from minimind.data.chat.template import SPECIAL_TOKENS, ChatTemplate
@@ -28,6 +26,7 @@ from minimind.inference.load_model import load_model
 from minimind.serve.answers import ServedModel
 from minimind.serve.app import Limits, build_app
 from minimind.serve.batching import Scheduler
+from tests.cli.test_lm_eval import write_llama
 from tests.conftest import ROOT, Trained
 
 THOUGHTS_AND_TOOLS = ROOT / "configs" / "templates" / "thoughts_and_tools.jinja"
@@ -42,21 +41,7 @@ def chat_model(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Pa
     extended = with_special_tokens(base, SPECIAL_TOKENS, tmp_path_factory.mktemp("extended"))
     (extended.path.parent / TEMPLATE_NAME).write_text(THOUGHTS_AND_TOOLS.read_text())
     tokenizer = load_tokenizer(extended.path.parent)
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=POSITIONS,
-        initializer_range=0.2,
-        bos_token_id=tokenizer.bos_id,
-        eos_token_id=tokenizer.eos_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(place)
-    tokenizer.save(place)
+    write_llama(place, tokenizer, POSITIONS)
     return place
 
 
