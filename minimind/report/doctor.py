@@ -216,8 +216,8 @@ def _repeats(case: Case) -> Iterator[Finding]:
             "repeats",
             f"validation rose from {least:.3f} at step {at:,.0f} to {last:.3f} while training"
             f" fell to {case.end:.3f}, after {case.epochs:.1f} passes over the text: it is"
-            f" learnt by heart; --max_steps {at:,.0f}, more text, a smaller model, or more --weight_decay"
-            f" (it is {case.flag('weight_decay')}), and --keep_best 1",
+            f" learnt by heart; --max_steps {at:,.0f}, more text, a smaller model, or more"
+            f" --weight_decay (it is {case.flag('weight_decay')}), and --keep_best 1",
         )
 
 
