@@ -55,6 +55,7 @@ class Queued(Text):
     top: int | None = None
     is_prompt_scored: bool = False
     likelihoods: list[Likelihood] = field(default_factory=list)
+    drawn: int = 0  # tokens, with the one that ends it
     is_cut: bool = False
     error: Exception | None = None
 
@@ -62,6 +63,10 @@ class Queued(Text):
     def has_left(self) -> bool:
         """Whether nothing more is computed for it."""
         return self.is_finished or self.is_cut or self.error is not None
+
+    def append(self, token: int) -> None:
+        self.drawn += 1
+        super().append(token)
 
     def record(self, logits_TV: Tensor, tokens: Sequence[int]) -> None:
         """Record likelihoods of these tokens, each by the logits of its position."""
@@ -178,7 +183,7 @@ class Group:
             scores_BV = logits_BV[numbers]
             tokens = process(ids.to(self._device), scores_BV.clone()).argmax(-1).tolist()
             for text, token, scores_V in zip(texts, tokens, scores_BV, strict=True):
-                if text.top is not None and token not in text.ends:
+                if text.top is not None:
                     text.record(scores_V[None], [token])
                 text.append(token)
 

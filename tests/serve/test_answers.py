@@ -216,6 +216,35 @@ def test_thoughts_and_calls_are_told_apart(
     assert [c["function"] for c in streamed] == [c["function"] for c in found]
 
 
+def test_the_token_that_ends_a_text_is_counted(server: InProcess, play: Played):
+    play("ab")
+    size = len(server.served.tokenizer.encode("ab"))
+    for found in (server.complete("c", max_tokens=9), server.chat("c", max_tokens=9)):
+        assert found["usage"]["completion_tokens"] == size + 1
+        assert found["choices"][0]["finish_reason"] == "stop"
+
+
+def test_likelihoods_have_the_end_of_a_text_but_not_of_a_turn(server: InProcess, monkeypatch):
+    draw, end = Group._draw, server.served.tokenizer.eos_id
+
+    def draw_an_end(group: Group, logits: torch.Tensor) -> None:
+        logits[:, end] = 99
+        draw(group, logits)
+
+    monkeypatch.setattr(Group, "_draw", draw_an_end)
+    for fields in ({}, {"echo": True}):
+        body = {"prompt": [7, 8], "max_tokens": 9, "logprobs": 0, **fields}
+        (choice,) = server.post("/v1/completions", body).json()["choices"]
+        assert choice["logprobs"]["tokens"][-1] == server.served.token(end)[0]
+        assert choice["logprobs"]["text_offset"][-1] == len(choice["text"])
+        parts = [c["logprobs"] for e in server.events("/v1/completions", body) for c in e["choices"]]
+        assert [token for one in parts if one for token in one["tokens"]] == (
+            choice["logprobs"]["tokens"]
+        )
+    (choice,) = server.chat("ab", max_tokens=9, logprobs=True)["choices"]
+    assert choice["logprobs"]["content"] == []
+
+
 def test_a_call_goes_back_as_it_was_written(server: InProcess, play: Played):
     play(CALL)
     asked: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "ab"}]}]

@@ -27,7 +27,7 @@ from minimind.serve.app import build_app
 from minimind.serve.batching import Group, Scheduler
 from tests.cli.test_lm_eval import log_likelihoods, questions
 from tests.conftest import ROOT
-from tests.serve.conftest import InProcess, until
+from tests.serve.conftest import POSITIONS, InProcess, until
 
 ASKED: Any = [{"role": "user", "content": "ab"}]
 LONG = {"messages": ASKED, "max_tokens": 900, "temperature": 1.5, "seed": 1}
@@ -66,28 +66,51 @@ def test_the_client_of_openai(server: InProcess, client: Any):
         client.with_options(api_key="wrong").models.list()
 
 
-def test_lm_eval_finds_the_likelihoods_of_the_model(server: InProcess, chat_model: Path):
-    """By the requests and the reading of `local-completions`; a run of it needs tenacity."""
+@pytest.mark.parametrize("ends", [False, True])
+def test_lm_eval_finds_the_likelihoods_of_the_model(
+    server: InProcess,
+    chat_model: Path,
+    listening: Callable[[Any], int],
+    monkeypatch: pytest.MonkeyPatch,
+    ends: bool,
+):
+    """Its client asks for one token more, and takes the last one off, also one that ends a text."""
+    from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    model: Any = object.__new__(LocalCompletionsAPI)
-    model.model = "tiny"
-    tokenizer = server.served.tokenizer
-    for question, own in zip(questions(), log_likelihoods(chat_model), strict=True):
-        begin = len(tokenizer.encode(question["query"].rstrip()))
-        ids = [tokenizer.encode(question["query"] + choice) for choice in question["choices"]]
-        payload = model._create_payload(ids)
-        outputs = server.post("/v1/completions", payload).json()
-        found = model.parse_logprobs(outputs, tokens=ids, ctxlens=[begin] * len(ids))
-        assert [value for value, _ in found] == pytest.approx(own, abs=1e-3)
-    prompt = tokenizer.encode("ab")
+    draw = Group._draw
+
+    def draw_an_end(group: Group, logits: torch.Tensor) -> None:
+        logits[:, [*group.texts[0].ends]] = 99
+        draw(group, logits)
+
+    if ends:
+        monkeypatch.setattr(Group, "_draw", draw_an_end)
+    client: Any = LocalCompletionsAPI(
+        base_url=f"http://localhost:{listening(app_of(server))}/v1/completions",
+        **{"model": "tiny", "tokenizer": str(chat_model), "tokenizer_backend": "huggingface"},
+        **{"max_length": POSITIONS, "batch_size": 8, "num_concurrent": 2, "max_retries": 1},
+    )
+    asked = [
+        Instance("loglikelihood", {}, (question["query"], choice), 0)
+        for question in questions()[:5]
+        for choice in question["choices"]
+    ]
+    found = [value for value, _ in client.loglikelihood(asked, disable_tqdm=True)]
+    assert found == pytest.approx(sum(log_likelihoods(chat_model)[:5], []), abs=1e-3)
+    if ends:
+        return
+    prompt = server.served.tokenizer.encode("ab")
     with torch.no_grad():
         logits = load_model(None, str(chat_model))[0](input_ids=torch.tensor([prompt])).logits
-    best = [*prompt, int(logits[0, -1, : tokenizer.vocab_size].argmax())]
-    for ids, expected in ((best, True), ([*prompt, best[-1] - 1], False)):
-        outputs = server.post("/v1/completions", model._create_payload([ids])).json()
-        ((_, is_greedy),) = model.parse_logprobs(outputs, ctxlens=[len(prompt)])
-        assert is_greedy is expected
+    best = int(logits[0, -1, : server.served.tokenizer.vocab_size].argmax())
+    pairs = [(("ab", ""), prompt, [token]) for token in (best, best - 1)]
+    greedy = [is_best for _, is_best in client._loglikelihood_tokens(pairs, disable_tqdm=True)]
+    assert greedy == [True, False]
+    whole = server.complete("ab", temperature=0, max_tokens=12)["choices"][0]["text"]
+    settings = {"until": [whole[5:7]], "max_gen_toks": 12}
+    written = client.generate_until([Instance("generate_until", {}, ("ab", settings), 0)])
+    assert written == [whole[: whole.index(whole[5:7])]]
 
 
 def idle(server: InProcess) -> bool:
