@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from minimind.serve.answers import ServedModel
 
 KEY = "MINIMIND_API_KEY"
-ANSWERS_END = 3  # seconds that answers have to end after a signal
 
 
 def add_parser(subs: Any) -> None:
@@ -52,6 +51,8 @@ def add_parser(subs: Any) -> None:
     add("--api_key", metavar="KEY", help=text)
     add("--max_batch", type=at_least(1), default=16, help="texts generated at once")
     add("--max_queue", type=at_least(1), default=64, help="texts that may wait; 429 for more")
+    text = "compute each text by itself: slower, and no rounding depends on other requests"
+    add("--batch_invariant", action="store_true", help=text)
     text = "seconds from a request to the end of its answer"
     add("--timeout", type=positive, default=300.0, help=text)
     text = "most tokens of an answer (default: the positions of the model)"
@@ -84,9 +85,7 @@ def run_serve(args: argparse.Namespace) -> int:
                     f"minimind serve needs the package {package}, which is not installed; pip"
                     " install starlette uvicorn"
                 )
-        import uvicorn
-
-        from minimind.serve.app import Limits, build_app
+        from minimind.serve.app import Limits, build_app, http_server
         from minimind.serve.batching import Scheduler
 
         with phase("loading the model"):
@@ -104,21 +103,14 @@ def run_serve(args: argparse.Namespace) -> int:
             frozenset(names) if is_local else None,
             frozenset(args.allow_origin),
         )
-        scheduler = Scheduler(model, args.max_batch, args.max_queue)
+        scheduler = Scheduler(model, args.max_batch, args.max_queue, args.batch_invariant)
         try:
-            config = uvicorn.Config(
-                build_app(served, scheduler, limits),
-                log_level="critical",  # errors are answered, and bugs printed, by the application
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                timeout_graceful_shutdown=ANSWERS_END,
-            )
+            server = http_server(build_app(served, scheduler, limits))
             print(f"{address(listening)}: {served.name}; Ctrl-C ends", flush=True)
             # Uvicorn ends on a signal, and then raises it again for the handler that was before.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: None)
-            uvicorn.Server(config).run(sockets=[listening])
+            server.run(sockets=[listening])
         finally:
             scheduler.close()
     return 0

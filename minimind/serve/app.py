@@ -15,6 +15,7 @@ from hashlib import sha256
 from importlib import resources
 from typing import Any, TypeVar
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -22,6 +23,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minimind.errors import RunError, known_error
 from minimind.inference.generate import Text
@@ -33,6 +35,9 @@ from minimind.serve.protocol import ChatRequest, CompletionRequest, Refusal, par
 PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 RETRY = {"Retry-After": "1"}
 LAST_WORD = 1.0  # seconds to tell a client that does not read, or still sends, of an error
+ANSWERS_END = 3  # seconds that answers have to end after a signal
+HEAD_ENDS = 30.0  # seconds that a connection has to send the head of a request
+MOST_CONNECTIONS = 1000  # open at once; files of a process are often limited to 1024
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,58 @@ def build_app(served: ServedModel, scheduler: Scheduler, limits: Limits) -> ASGI
     ]
     handlers: Any = {HTTPException: _http_error, Refusal: _refused, Exception: _bug}
     return Guard(Starlette(routes=routes, exception_handlers=handlers), limits)
+
+
+def http_server(app: ASGIApp, answers_end: int = ANSWERS_END) -> uvicorn.Server:
+    """A server of the application, with bounds for connections on which nobody asks."""
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_level="critical",  # errors are answered, and bugs printed, by the application
+        server_header=False,
+        timeout_graceful_shutdown=answers_end,
+    )
+    return uvicorn.Server(config)
+
+
+class Connection(H11Protocol):
+    """Ends where the head of a request takes too long, and at once where too many are open.
+
+    Uvicorn bounds neither: its own time for idle connections begins with the first response.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (as in uvicorn)
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        else:
+            self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._await_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._late:
+            self._late.cancel()
+
+    def _await_head(self) -> None:
+        """Bound the time up to the next request, unless one is being answered."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self._late is None:
+            self._late = self.loop.call_later(HEAD_ENDS, self.transport.abort)
+        elif self._late and not is_idle:
+            self._late.cancel()
+            self._late = None
 
 
 def refusal_response(refusal: Refusal) -> Response:

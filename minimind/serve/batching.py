@@ -189,12 +189,18 @@ class Group:
 
 
 class Scheduler:
-    """Texts in the order in which they came, at most `max_batch` at once."""
+    """Texts in the order in which they came, at most `max_batch` at once.
 
-    def __init__(self, model: Any, max_batch: int, max_queue: int) -> None:
+    With `is_invariant` each is computed by itself, so that not even rounding depends on others.
+    """
+
+    def __init__(
+        self, model: Any, max_batch: int, max_queue: int, is_invariant: bool = False
+    ) -> None:
         self.max_queue = max_queue
         self._model = model
         self._max_batch = max_batch
+        self._is_invariant = is_invariant
         self._waiting: deque[Queued] = deque()
         self._running: list[Queued] = []
         self._condition = threading.Condition()
@@ -272,7 +278,7 @@ class Scheduler:
             new = Group(self._model, text)
             if text.has_left:
                 continue
-            if new.can_grow and groups:
+            if groups and new.can_grow and not self._is_invariant:
                 groups[0].take(new)
             else:
                 groups.append(new)

@@ -157,13 +157,13 @@ def test_events_follow_a_crash_and_a_resume_and_runs_that_begin_later(tmp_path):
         reader.close()
 
 
-def test_twenty_readers_share_a_report_and_leave_nothing_behind(tmp_path, monkeypatch):
+def test_several_readers_share_a_report_and_leave_nothing_behind(tmp_path, monkeypatch):
     place, rendered = write_run(tmp_path / "run", [run_start(), step_line(1)]), []
     render = watch.render_parts
     monkeypatch.setattr(watch, "render_parts", lambda *args: rendered.append(1) or render(*args))
     with serving(place) as server:
         before = follower_threads()
-        readers = [Reader(server) for _ in range(20)]
+        readers = [Reader(server) for _ in range(8)]
         assert all("step 1 of" in reader.event()["body"].lower() for reader in readers)
         append(place, step_line(2))
         assert all("step 2 of" in reader.event()["body"].lower() for reader in readers)
@@ -197,6 +197,32 @@ def test_what_cannot_be_read_is_told(tmp_path, monkeypatch):
         monkeypatch.undo()
         assert "Nothing" not in reader.event()["body"]
         reader.close()
+
+
+def test_connections_without_a_request_end_and_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "TIMEOUT", 0.3)
+    monkeypatch.setattr(watch, "MAX_CONNECTIONS", 2)
+    with serving(write_run(tmp_path / "run", [run_start()])) as server:
+        place = ("127.0.0.1", server.server_port)
+        with (
+            socket.create_connection(place, 20) as idle,
+            socket.create_connection(place, 20) as slow,
+        ):
+            slow.sendall(b"GET / HTTP/1.1\r\nHost: loc")
+            until(lambda: follower_threads() >= 2)
+            with socket.create_connection(place, 20) as third:
+                assert third.recv(9) == b""
+            last = time.monotonic() + 20
+            while slow.fileno() > 0 and time.monotonic() < last:  # a byte at a time
+                try:
+                    slow.sendall(b"a")
+                except OSError:
+                    break
+                time.sleep(0.05)
+            assert time.monotonic() < last
+            assert idle.recv(9) == b""
+        until(lambda: not server.asking)
+        assert ask(server)[0].status == 200
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def refused(server: InProcess, path: str, content: bytes | str) -> Any:
         ({"messages": USER, "stream": True, "stream_options": {"every": 1}}, 400, "unknown field"),
         ({"messages": USER, "chat_template_kwargs": {"messages": 1}}, 400, "no variable can be"),
         ({"messages": USER, "chat_template_kwargs": {"mood": 1}}, 400, "template does not read"),
-        ({"messages": USER, "temprature": 0}, 400, "temprature, which is not supported; is it temp"),
+        ({"messages": USER, "temprature": 0}, 400, "is not supported; is it temperature?"),
         ({"messages": USER, "reasoning_effort": "high"}, 400, "is not supported; drop it"),
         ({"messages": USER, "min_p": 0.1}, 400, "unknown field min_p"),
         ({"messages": USER, "store": True}, 400, "has store = True"),

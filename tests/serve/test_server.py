@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 
 from minimind.cli.main import main
 from minimind.inference.load_model import load_model
+from minimind.serve import app
 from minimind.serve.app import build_app
 from minimind.serve.batching import Group, Scheduler
 from tests.cli.test_lm_eval import log_likelihoods, questions
@@ -97,7 +98,8 @@ def test_lm_eval_finds_the_likelihoods_of_the_model(
         for choice in question["choices"]
     ]
     found = [value for value, _ in client.loglikelihood(asked, disable_tqdm=True)]
-    assert found == pytest.approx(sum(log_likelihoods(chat_model)[:5], []), abs=1e-3)
+    expected = [value for own in log_likelihoods(chat_model)[:5] for value in own]
+    assert found == pytest.approx(expected, abs=1e-3)
     if ends:
         return
     prompt = server.served.tokenizer.encode("ab")
@@ -208,6 +210,42 @@ def test_a_body_that_does_not_arrive(server: InProcess, listening: Callable[[Any
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(half)
         assert connection.recv(99).startswith(b"HTTP/1.1 408")
+
+
+def test_idle_connections_end_and_are_bounded(
+    server: InProcess, listening: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(app, "HEAD_ENDS", 0.5)
+    monkeypatch.setattr(app, "MOST_CONNECTIONS", 4)
+    port = listening(app_of(server))
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    def connected(*sent: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+        for part in sent:
+            connection.sendall(part)
+        return connection
+
+    with ExitStack() as stack:
+        idle, slow, half = (
+            stack.enter_context(connected(*sent)) for sent in ([], [whole[:9]], [whole, whole[:9]])
+        )
+        while not half.recv(4096).endswith(b"}"):
+            pass
+        served = stack.enter_context(connected(whole))
+        assert served.recv(4096).startswith(b"HTTP/1.1 200")
+        with connected() as more:
+            assert ends(more)
+        for connection in (idle, slow, half):
+            assert ends(connection)
+    assert httpx.get(f"http://localhost:{port}/health").is_success
+
+
+def ends(connection: socket.socket) -> bool:
+    """Whether nothing more comes."""
+    with suppress(ConnectionResetError):
+        return connection.recv(4096) == b""
+    return True
 
 
 @pytest.mark.parametrize("is_told", [True, False])
