@@ -26,6 +26,7 @@ from minimind.config.arguments import (
 )
 from minimind.errors import RendezvousError, UsageError
 from minimind.runtime.terminal import phase
+from minimind.runtime.urls import HUB_PREFIX
 
 if TYPE_CHECKING:
     from minimind.serve.answers import ServedModel
@@ -42,7 +43,7 @@ def add_parser(subs: Any) -> None:
         " interface (/v1). Needs the packages starlette and uvicorn.",
         example="minimind serve --checkpoint out/sft --port 8000",
     )
-    add_model(parser)
+    add_model(parser, "a run's out_dir, a step_ directory, an exported one, or hf:DIR")
     add = parser.add_argument
     text = "address to listen on; give --api_key with one that others reach"
     add("--host", type=non_empty, default="127.0.0.1", help=text)
@@ -121,24 +122,31 @@ def load(args: argparse.Namespace) -> tuple[Any, ServedModel]:
     from minimind.data.chat.template import ChatTemplate
     from minimind.inference.chat import template_of
     from minimind.inference.generate import Sampling
-    from minimind.inference.load_model import load_model
+    from minimind.inference.load_model import is_exported, load_model
     from minimind.inference.stored_template import place_without_template
     from minimind.serve.answers import ServedModel
     from minimind.serve.batching import require_cache
 
     device = device_of(args)
-    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
+    checkpoint, exported = args.checkpoint, args.model
+    if (
+        checkpoint
+        and exported is None
+        and (checkpoint.startswith(HUB_PREFIX) or is_exported(Path(checkpoint).expanduser()))
+    ):
+        checkpoint, exported = None, checkpoint
+    model, tokenizer, path = load_model(checkpoint, exported, args.tokenizer, args.weights)
     model = model.to(device)
     require_cache(model)
     variables, template = args.chat_template_kwargs, None
-    is_base = place_without_template(args.checkpoint, args.model, args.tokenizer) is not None
+    is_base = place_without_template(checkpoint, exported, args.tokenizer) is not None
     if is_base and variables and args.chat_template is None:
         raise UsageError("--chat_template_kwargs needs a chat template; drop it, or give one")
     if args.chat_template is not None or not is_base:
         found = template_of(tokenizer, args.chat_template, path, variables=variables)
         # Errors name the template to clients: not by a path of this machine.
         template = ChatTemplate(found.source, tokenizer, variables=variables or {})
-    place = str(args.checkpoint or args.model).removeprefix("hf:")
+    place = str(checkpoint or exported).removeprefix(HUB_PREFIX)
     name = Path(place).name or Path.cwd().name
     most = args.max_tokens or model.config.max_position_embeddings
     defaults = Sampling(**ANSWER), Sampling(**TEXT)

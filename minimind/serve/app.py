@@ -34,6 +34,11 @@ from minimind.serve.protocol import ChatRequest, CompletionRequest, Refusal, par
 
 PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 RETRY = {"Retry-After": "1"}
+JSON_KIND = "application/json"
+# Content types of a body; the second is what curl sends without being told.
+ACCEPTED = re.compile(
+    rf"\s*({JSON_KIND}|application/x-www-form-urlencoded)\s*(;\s*charset=\"?utf-?8\"?\s*)?", re.I
+)
 LAST_WORD = 1.0  # seconds to tell a client that does not read, or still sends, of an error
 ANSWERS_END = 3  # seconds that answers have to end after a signal
 HEAD_ENDS = 30.0  # seconds that a connection has to send the head of a request
@@ -356,6 +361,13 @@ class _Endpoints:
             "body_too_large",
             headers={"Connection": "close"},
         )
+        kind = headers.get("content-type", JSON_KIND)
+        if (
+            not ACCEPTED.fullmatch(kind)
+            or headers.get("content-encoding", "identity") != "identity"
+        ):
+            reason = f"the body is not plain JSON by its headers; send Content-Type: {JSON_KIND}"
+            raise Refusal(415, reason, "unsupported_media_type")
         size = headers.get("content-length", "")
         if size.isdecimal() and (len(size) > 18 or int(size) > most):
             raise too_large

@@ -185,6 +185,20 @@ def test_a_body_beyond_the_limit_is_not_read(server: InProcess):
     assert small.ask("POST", TEXT, content=chunks(1), headers=huge).status_code == 413
 
 
+def test_bodies_of_other_kinds(server: InProcess):
+    body = json.dumps({"prompt": "ab", "max_tokens": 1})
+    for kind, more, status in (
+        ("application/json; charset=UTF-8", {}, 200),
+        ("application/x-www-form-urlencoded", {}, 200),
+        ("application/json; charset=utf-16", {}, 415),
+        ("multipart/form-data; boundary=x", {}, 415),
+        ("text/plain", {}, 415),
+        ("application/json", {"Content-Encoding": "gzip"}, 415),
+    ):
+        headers = {"Content-Type": kind, **more}
+        assert server.ask("POST", TEXT, content=body, headers=headers).status_code == status
+
+
 def test_a_key_is_needed(server: InProcess):
     locked = server.limited(api_key="right")
     keys = [None, "", "Bearer", "Bearer wrong", "Basic right", "Bearer right ünsinn", "right"]

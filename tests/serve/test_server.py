@@ -262,10 +262,11 @@ COMMAND = [sys.executable, "-m", "minimind", "serve", "--device", "cpu"]
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_ends_on_a_signal(chat_model: Path, number: int):
+@pytest.mark.parametrize(("number", "prefix"), [(signal.SIGTERM, ""), (signal.SIGINT, "hf:")])
+def test_the_command_ends_on_a_signal(chat_model: Path, number: int, prefix: str):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    line = [*COMMAND, "--model", str(chat_model), "--port", "0", "--api_key", "k"]
+    place = f"{prefix}{chat_model}"
+    line = [*COMMAND, "--checkpoint", place, "--port", "0", "--api_key", "k"]
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, env=environment, cwd=ROOT, **options) as process:
         assert process.stdout is not None
