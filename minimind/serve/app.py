@@ -32,6 +32,7 @@ from minimind.serve.answers import Answer, ChatAnswer, CompletionAnswer, ServedM
 from minimind.serve.batching import Queued, QueueFull, Scheduler
 from minimind.serve.protocol import ChatRequest, CompletionRequest, Refusal, parse
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 RETRY = {"Retry-After": "1"}
 JSON_KIND = "application/json"
@@ -69,8 +70,8 @@ def build_app(served: ServedModel, scheduler: Scheduler, limits: Limits) -> ASGI
         Route("/health", endpoints.health),
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{name}", endpoints.model),
-        Route("/v1/chat/completions", _Post(endpoints.chat), methods=["POST"]),
-        Route("/v1/completions", _Post(endpoints.complete), methods=["POST"]),
+        Route(CHAT, _Post(endpoints.chat), methods=["POST"]),
+        Route(TEXT, _Post(endpoints.complete), methods=["POST"]),
     ]
     handlers: Any = {HTTPException: _http_error, Refusal: _refused, Exception: _bug}
     return Guard(Starlette(routes=routes, exception_handlers=handlers), limits)
@@ -136,8 +137,12 @@ def refusal_response(refusal: Refusal) -> Response:
 
 async def _http_error(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    headers = dict(error.headers or {})
-    return refusal_response(Refusal(error.status_code, error.detail, headers=headers))
+    headers, reason = dict(error.headers or {}), error.detail
+    if error.status_code == 404:
+        reason = f"nothing is served at this path; ask {CHAT}, {TEXT} or /v1/models"
+    elif error.status_code == 405:
+        reason = f"this path has other methods; use {headers.get('Allow', 'another')}"
+    return refusal_response(Refusal(error.status_code, reason, headers=headers))
 
 
 async def _refused(_: HttpRequest, error: Exception) -> Response:
@@ -344,6 +349,9 @@ class _Endpoints:
             except TimeoutError:
                 reason = f"no answer within the {self._limits.timeout:g} s of --timeout"
                 await work.refuse(Refusal(503, f"{reason}; ask later", "timeout", headers=RETRY))
+            except asyncio.CancelledError:  # the server waits no longer
+                await work.refuse(Refusal(503, "the server ends; ask later", "unavailable"))
+                raise
             finally:
                 self._scheduler.cut(work.texts)
         except _Gone:

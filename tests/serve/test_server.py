@@ -277,6 +277,8 @@ def test_the_command_ends_on_a_signal(chat_model: Path, number: int, prefix: str
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=right) as found:
             assert found.status_code == 200
             process.send_signal(number)
+            *_, last = filter(None, found.iter_lines())
+            assert last == "data: [DONE]" or "the server ends; ask later" in last
             assert process.wait(30) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
