@@ -105,7 +105,8 @@ def test_fields_that_change_no_answer(server: InProcess):
     none = dict.fromkeys(("top_p", "tools", "stream_options", "response_format", "unknown"))
     other = {"max_completion_tokens": 3, "max_tokens": None, "parallel_tool_calls": False}
     expected = server.post(CHAT, asked).json()["choices"]
-    for more in (settled, told, none, other):
+    changes: tuple[dict[str, Any], ...] = (settled, told, none, other)
+    for more in changes:
         assert server.post(CHAT, {**asked, **more}).json()["choices"] == expected
 
 

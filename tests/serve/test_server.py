@@ -87,7 +87,8 @@ def test_lm_eval_finds_the_likelihoods_of_the_model(
 
     if ends:
         monkeypatch.setattr(Group, "_draw", draw_an_end)
-    client: Any = LocalCompletionsAPI(
+    client_of: Any = LocalCompletionsAPI
+    client = client_of(
         base_url=f"http://localhost:{listening(app_of(server))}/v1/completions",
         **{"model": "tiny", "tokenizer": str(chat_model), "tokenizer_backend": "huggingface"},
         **{"max_length": POSITIONS, "batch_size": 8, "num_concurrent": 2, "max_retries": 1},
