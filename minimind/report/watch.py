@@ -50,9 +50,12 @@ class LiveReport:
         with self._lock:
             began = time.monotonic()
             if began >= self._due:
+                is_first = not self.version
                 self._read_on()
-                spent = time.monotonic() - began
-                self._due = began + max(INTERVAL, spent / SHARE)
+                ended = time.monotonic()
+                if is_first:  # it read all lines, which no later one does
+                    began = ended
+                self._due = began + max(INTERVAL, (ended - began) / SHARE)
             return self.version, self.message
 
     def page(self) -> bytes:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,6 +183,30 @@ def test_a_quiet_stream_has_beats_and_ends_with_the_server(tmp_path, monkeypatch
         server.is_closed = True
         until(lambda: not reader.file.read())
         reader.close()
+
+
+def test_a_long_first_reading_does_not_put_off_the_next(tmp_path, monkeypatch):
+    place = write_run(tmp_path / "run", [run_start(), step_line(1)])
+    clock, seconds, read = [0.0], [60.0], History.read
+
+    def slow(self: History) -> bool:
+        clock[0] += seconds[0]
+        return read(self)
+
+    monkeypatch.setattr(History, "read", slow)
+    monkeypatch.setattr(watch, "INTERVAL", 1.0)
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    report = LiveReport([place])
+    assert report.refresh()[0] == 1
+    append(place, step_line(2))
+    seconds[0] = 2.0
+    clock[0] += 1.5
+    assert report.refresh()[0] == 2
+    append(place, step_line(3))
+    clock[0] += 10.0
+    assert report.refresh()[0] == 2  # at most a tenth of the time
+    clock[0] += 10.0
+    assert report.refresh()[0] == 3
 
 
 def test_what_cannot_be_read_is_told(tmp_path, monkeypatch):
