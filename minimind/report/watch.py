@@ -29,7 +29,7 @@ from minimind.runtime.terminal import phase
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost", "::1")  # by which a browser may ask, also through a tunnel
-INTERVAL, SHARE = 1.0, 0.1  # seconds between two reports; share of the time to render them in
+INTERVAL, SHARE = 1.0, 0.1  # seconds between two reports; share of a core to render them with
 POLL, BEAT = 0.25, 5.0  # seconds; `live.js` knows the second
 TIMEOUT = 30.0  # seconds for a client to send its request, or to take a part of the answer
 MAX_PAGES, MAX_CONNECTIONS = 200, 256  # open at the same time
@@ -48,14 +48,12 @@ class LiveReport:
     def refresh(self) -> tuple[int, bytes]:
         """Number and event of the newest report, rendered again if that is due."""
         with self._lock:
-            began = time.monotonic()
-            if began >= self._due:
-                is_first = not self.version
+            if time.monotonic() >= self._due:
+                began, is_first = time.thread_time(), not self.version
                 self._read_on()
-                ended = time.monotonic()
-                if is_first:  # it read all lines, which no later one does
-                    began = ended
-                self._due = began + max(INTERVAL, (ended - began) / SHARE)
+                # The first one has read all lines, which no later one does.
+                spent = 0.0 if is_first else time.thread_time() - began
+                self._due = time.monotonic() + max(INTERVAL, spent / SHARE - spent)
             return self.version, self.message
 
     def page(self) -> bytes:

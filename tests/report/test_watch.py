@@ -195,7 +195,8 @@ def test_a_long_first_reading_does_not_put_off_the_next(tmp_path, monkeypatch):
 
     monkeypatch.setattr(History, "read", slow)
     monkeypatch.setattr(watch, "INTERVAL", 1.0)
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    clocks = {"monotonic": lambda: clock[0], "thread_time": lambda: clock[0], "time": time.time}
+    monkeypatch.setattr(watch, "time", SimpleNamespace(**clocks))
     report = LiveReport([place])
     assert report.refresh()[0] == 1
     append(place, step_line(2))
