@@ -162,10 +162,12 @@ penalty = Number(float, "from 0.01 to 100", lambda value: 0.01 <= value <= 100)
 positive = Number(float, "above 0 and finite", lambda value: 0 < value < float("inf"))
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(
+    parser: argparse.ArgumentParser, checkpoint: str = "a run's out_dir, or a step_ directory"
+) -> None:
     """Add the arguments of `minimind.inference.load_model`, and --debug."""
     add = parser.add_argument
-    add("--checkpoint", metavar="PLACE", help="a run's out_dir, or a step_ directory")
+    add("--checkpoint", metavar="PLACE", help=checkpoint)
     exported = "exported directory, or one with weights of a Llama or MiniMind2 model"
     add("--model", metavar="DIR", help=exported)
     tokenizer = "tokenizer of --model (default: the one in DIR)"
