@@ -30,7 +30,7 @@ endif
 .PHONY: help setup train test test-all oldest versions check-python gpu gpu-bench check check-export fix smoke matrix elastic faults examples docs clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { print $$1 "\t" $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make .venv, install the tested versions into it, and name its build of torch
 	@$(BIN)/minimind env --brief

@@ -56,11 +56,15 @@ class StopOnce:
 
 
 def record_ends(here: Path) -> None:
-    """Record in `here` how each child ended, before torchrun waits for it."""
+    """Record in `here` how each child ended, before torchrun waits for it.
+
+    Nothing on macOS before Python 3.13, which has no waitid: a peer then knows only that it ended.
+    """
+    waitid = getattr(os, "waitid", None)
     recorded: set[int] = set()
-    while True:
+    while waitid:
         try:
-            end = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            end = waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:  # none yet
             end = None
         if end and end.si_pid not in recorded:

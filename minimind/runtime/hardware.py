@@ -54,6 +54,13 @@ def has_bf16() -> bool:
 HAS_BF16 = has_bf16()
 
 
+def torch_build() -> str:
+    """What this build of torch computes on besides CPUs, with its version; empty for nothing."""
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    built = [f"{name} {version}" for name, version in versions.items() if version]
+    return built[0] if built else "Metal" * torch.backends.mps.is_built()
+
+
 def list_gpus() -> list[GPU]:
     """Return the NVIDIA GPUs of this host, visible to this process or not."""
     query = f"--query-gpu={','.join(GPU_FIELDS)}"
