@@ -110,9 +110,12 @@ class Accelerator(Host):
 
     pins = True
 
-    def __init__(self, name: str, activity: ProfilerActivity | None = None) -> None:
+    def __init__(
+        self, name: str, activity: ProfilerActivity | None = None, variable: str = ""
+    ) -> None:
         self.name = name
         self.activity = activity
+        self.variable = variable  # of the environment, which lists the visible devices
 
     @property
     def module(self) -> Any:
@@ -206,15 +209,15 @@ def milliseconds(start: Any, end: Any) -> float:
 
 
 HOST = Host()
-CUDA = Cuda("cuda", ProfilerActivity.CUDA)
+CUDA = Cuda("cuda", ProfilerActivity.CUDA, "CUDA_VISIBLE_DEVICES")
 KINDS: dict[str, Host] = {
     kind.name: kind
     for kind in (
         HOST,
         CUDA,
         Metal("mps"),
-        Accelerator("xpu", ProfilerActivity.XPU),
-        Accelerator("npu", ProfilerActivity.PrivateUse1),
+        Accelerator("xpu", ProfilerActivity.XPU, "ZE_AFFINITY_MASK"),
+        Accelerator("npu", ProfilerActivity.PrivateUse1, "ASCEND_RT_VISIBLE_DEVICES"),
     )
 }
 
