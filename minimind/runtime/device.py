@@ -55,13 +55,16 @@ class Host:
 
     name = "cpu"
     pins = False  # copies from and to pinned memory are queued, and waited for by an event
-    has_float64 = True
     has_complex = True
     has_triton = False  # torch.compile and flex attention make its kernels
     has_tf32 = False
     shares_memory = False  # a GPU in the memory of the host
     skips_by_flag = True  # fused optimizers read found_inf
     activity: ProfilerActivity | None = None  # of a trace, besides the CPU's
+
+    @property
+    def has_float64(self) -> bool:
+        return True
 
     def is_available(self) -> bool:
         return True
@@ -122,6 +125,11 @@ class Accelerator(Host):
         """torch.cuda, torch.xpu, ...; an empty one for a device that an extension would add."""
         return getattr(torch, self.name, ModuleType(self.name))
 
+    @property
+    def has_float64(self) -> bool:
+        """An Intel Arc of the A series has none."""
+        return getattr(self.module.get_device_properties(), "has_fp64", True)
+
     def is_available(self) -> bool:
         is_available = getattr(self.module, "is_available", None)
         return bool(is_available and is_available())
@@ -168,6 +176,10 @@ class Cuda(Accelerator):
     has_triton = True
     has_tf32 = True
 
+    @property
+    def has_float64(self) -> bool:
+        return True
+
     def properties(self) -> list[Any]:
         """Name, memory and capability of every GPU that torch sees."""
         return [torch.cuda.get_device_properties(number) for number in range(self.count())]
@@ -185,10 +197,13 @@ class Metal(Accelerator):
     """
 
     pins = False
-    has_float64 = False
     has_complex = False
     shares_memory = True
     skips_by_flag = False  # ATen/native/mps/operations/FusedAdamWKernelImpl.mm has no use for it
+
+    @property
+    def has_float64(self) -> bool:
+        return False
 
     def copies(self, device: torch.device) -> Copies | None:
         return None
@@ -201,6 +216,14 @@ class Metal(Accelerator):
 
     def peak_memory(self, device: torch.device) -> int:
         return torch.mps.driver_allocated_memory()  # what was once allocated stays cached
+
+
+class Ascend(Accelerator):
+    """An NPU; torch_npu turns 64-bit floats into 32-bit ones, with a warning each time."""
+
+    @property
+    def has_float64(self) -> bool:
+        return False
 
 
 def milliseconds(start: Any, end: Any) -> float:
@@ -217,7 +240,7 @@ KINDS: dict[str, Host] = {
         CUDA,
         Metal("mps"),
         Accelerator("xpu", ProfilerActivity.XPU, "ZE_AFFINITY_MASK"),
-        Accelerator("npu", ProfilerActivity.PrivateUse1, "ASCEND_RT_VISIBLE_DEVICES"),
+        Ascend("npu", ProfilerActivity.PrivateUse1, "ASCEND_RT_VISIBLE_DEVICES"),
     )
 }
 

@@ -82,7 +82,7 @@ def test_a_device_that_is_not_there_is_refused_in_favour_of_the_one_that_is(
 
 def test_another_accelerator_is_asked_as_torch_has_it(monkeypatch: pytest.MonkeyPatch):
     """With a stand-in for torch.xpu."""
-    properties = SimpleNamespace(total_memory=16 * 2**30)
+    properties = SimpleNamespace(total_memory=16 * 2**30, has_fp64=False)
     for name, answer in (
         ("is_available", True),
         ("device_count", 2),
@@ -103,6 +103,9 @@ def test_another_accelerator_is_asked_as_torch_has_it(monkeypatch: pytest.Monkey
         device_for("xpu", "--device", Launch(world_size=3, local_world_size=3))
     assert (xpu.model_of(device), xpu.peak_memory(device)) == ("Arc", 5)
     assert xpu.memory() == 16 * 2**30
+    assert not xpu.has_float64
+    properties.has_fp64 = True
+    assert xpu.has_float64
     xpu.seed(3)
     assert seeds == [3]
     assert xpu.activity == ProfilerActivity.XPU
