@@ -26,6 +26,7 @@ from minimind.errors import RendezvousError, RunError, UsageError
 from minimind.runtime.environment import (
     GPU_VARIABLES,
     LAUNCHER_VARIABLES,
+    allow_connections,
     require_numbers,
     usable_cores,
     visible_gpu_names,
@@ -316,6 +317,7 @@ def main(target: str, device: str) -> dict[str, Any]:
     if not gpus:
         exports["DS_ACCELERATOR"] = "cpu"
     launched = plan(settings, gpus)
+    allow_connections(launched["num_processes"])  # or end here
     if launched["machine_rank"] == 0:  # the other hosts connect to it
         launched["main_process_port"] = free_port(launched["main_process_port"])
     Path(target).write_text(yaml.safe_dump(launched), encoding="utf-8")
