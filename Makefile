@@ -30,7 +30,7 @@ endif
 .PHONY: help setup train test test-all oldest versions check-python gpu gpu-bench check check-export fix smoke matrix elastic faults examples docs clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { print $$1 "\t" $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make .venv, install the tested versions into it, and name its build of torch
 	@$(BIN)/minimind env --brief
@@ -76,7 +76,7 @@ check-python:
 	@$(PYTHON) scripts/check_environment.py $(NEEDS)
 
 gpu: NEEDS := pytest
-gpu: $(ENVIRONMENT) ## all that one GPU has to show, to out/gpu: 20 minutes at most; DEVICE=mps: an Apple one, DEVICE=cpu tries it, PYTHON=python3 uses that
+gpu: $(ENVIRONMENT) ## all that one GPU has to show, to out/gpu: 20 minutes at most; DEVICE=mps, xpu or npu: another one, DEVICE=cpu tries it, PYTHON=python3 uses that
 	$(RUN) -m tests.gpu --device $(DEVICE) --out out/gpu
 
 gpu-bench: $(ENVIRONMENT) ## speed on one CUDA GPU: tokens/s, MFU, memory of 26m, 104m, 0.4b, to out/gpu.json

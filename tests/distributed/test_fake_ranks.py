@@ -25,6 +25,9 @@ pytestmark = pytest.mark.launch
         pytest.param("--ranks 512 --accumulation_steps 2", marks=pytest.mark.long),
         pytest.param("--ranks 512 --optimizer muon", marks=pytest.mark.long),
         pytest.param("--ranks 512 --dtype float32", marks=pytest.mark.long),
+        # As models of 0.75 to 1.4 billion parameters.
+        pytest.param("--ranks 8 --n_layers 12 --distance 7300000", marks=pytest.mark.long),
+        pytest.param("--ranks 8 --n_layers 12 --distance 4000000", marks=pytest.mark.long),
     ],
 )
 def test_a_rank_of_many_sends_and_keeps_what_the_plan_says(
