@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,13 +55,32 @@ def test_the_file_is_read_back(here: Path, capsys: pytest.CaptureFixture[str]):
 def test_the_size_of_a_text_is_that_of_its_documents(here: Path):
     size = written(here / "text.jsonl", 60_000)
     assert (here / "text.jsonl").stat().st_size > 3 * 2**20
-    assert read_sample(["text.jsonl"]).bytes == pytest.approx(size, rel=0.01)
+    assert read_sample(["text.jsonl"], None, False).bytes == pytest.approx(size, rel=0.01)
+
+
+def test_the_size_of_a_file_that_is_read_ahead_is_that_of_its_documents(here: Path):
+    """1 MiB is read of a buffer of 1 MiB at a time; the rest of it counts too."""
+    size = written(here / "text.jsonl", 30_000)
+    texts = [json.loads(line)["text"] for line in (here / "text.jsonl").read_text().splitlines()]
+    (here / "text.json").write_text(json.dumps([{"text": text} for text in texts]))
+    (here / "text.csv").write_text("text,n\n" + "".join(f"{text},1\n" for text in texts))
+    with gzip.open(here / "text.csv.gz", "wb") as packed:
+        packed.write((here / "text.csv").read_bytes())
+    for name in ("text.json", "text.csv", "text.csv.gz"):
+        assert read_sample([name], None, False).bytes == pytest.approx(size, rel=0.05), name
 
 
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ("--data_path gone.jsonl", 2, "no such file"),
+        ("--data_path gone.jsonl", 3, "no such file"),
+        ("gone.jsonl", 3, "no such file"),
+        ("text.jsonl --out .", 2, "is a folder"),
+        ("text.jsonl --out tokens/", 2, "tokens/run.yaml"),
+        ("tokens", 3, "name the text"),
+        ("text.jsonl --text_field body", 3, '"body"'),
+        ("text.jsonl --out beside.yaml", 2, "beside.prompts.txt"),
+        ("text.jsonl --out beside.yaml --force", 2, "beside.prompts.txt"),
         ("--data_path s3://bucket/text.jsonl", 2, "not on this machine"),
         ("--data_path empty.jsonl", 3, "empty.jsonl"),
         ("--data_path small.jsonl", 3, "add text"),
@@ -74,11 +95,71 @@ def test_what_is_refused(
     written(here / "text.jsonl")
     written(here / "small.jsonl", 10)
     (here / "empty.jsonl").touch()
+    (here / "beside.prompts.txt").write_text("my own")
+    (here / "tokens").mkdir()
+    (here / "tokens/plan.json").touch()
     assert main(["init", "--gpu_model", "h100", *words.split()]) == status
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
     assert not (here / "run.yaml").exists()
+    assert (here / "beside.prompts.txt").read_text() == "my own"
+
+
+@pytest.mark.parametrize("text", ["closed/text.jsonl", "text.jsonl --out closed/run.yaml"])
+def test_a_closed_folder_is_said_before_anything_is_measured(
+    text: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Root may do all, so what the system says of the folder is pretended."""
+    written(here / "text.jsonl")
+    (here / "closed").mkdir()
+
+    def refused(self: Path, **_: object) -> object:
+        if self.parent.name == "closed":
+            raise PermissionError(13, "Permission denied", str(self))
+        return os.stat(self)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "closed")
+    monkeypatch.setattr("minimind.cli.init.find_machine", pytest.fail)
+    assert main(["init", *text.split()]) == (5 if "--out" in text else 3)
+    error = capsys.readouterr().err
+    assert "closed" in error
+    assert error.count("\n") == 1
+
+
+def test_a_small_text_is_said_before_anything_is_measured(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    written(here / "text.jsonl", 10)
+    monkeypatch.setattr("minimind.cli.init.find_machine", pytest.fail)
+    assert main(["init", "text.jsonl"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("documents", "share", "said"),
+    [(1, 0, "a .txt file is one document"), (100, 0.05, "about 5"), (600, 0.01, "about 6")],
+)
+def test_a_text_of_few_documents_holds_out_more_or_nothing(
+    documents: int, share: float, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = " ".join(WORDS) + "\n"
+    for n in range(documents):
+        (here / f"{n}.txt").write_text(f"{n} {text * (1 + 3000 // documents)}")
+    assert main(["init", "*.txt", "--gpu_model", "h100"]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert parse_flags(["--config", "run.yaml"]).val_fraction == pytest.approx(share)
+
+
+def test_another_field_and_bad_documents_are_read_as_in_the_run(here: Path):
+    written(here / "text.jsonl")
+    lines = (here / "text.jsonl").read_text().replace('"text"', '"body"')
+    (here / "text.jsonl").write_text("no JSON\n" + lines)
+    words = "init text.jsonl --text_field body --gpu_model h100".split()
+    assert main(words) == 3
+    assert main([*words, "--on_bad_data", "skip"]) == 0
+    run = parse_flags(["--config", "run.yaml"])
+    assert (run.text_field, run.on_bad_data) == ("body", "skip")
 
 
 def test_questions_are_asked_again_until_they_are_answered(
@@ -90,7 +171,7 @@ def test_questions_are_asked_again_until_they_are_answered(
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     assert main(["init", "--gpu_model", "h100"]) == 0
     printed = capsys.readouterr().out
-    assert "gone.jsonl: no such file" in printed
+    assert "gone.jsonl: there is no such file" in printed
     assert "No closing quotation" in printed
     assert "give a number above 0" in printed
     run = parse_flags(["--config", "run.yaml"])
