@@ -124,14 +124,14 @@ def choose(
     text: Text,
     hours: float,
     start_seconds: float,
-    speed_of: Callable[[Size], float],
+    speed_of: Callable[[Size, float], float],
     has_room: Callable[[Size], bool] = lambda size: True,
 ) -> Choice:
     """The largest size that time, text and memory allow.
 
-    `speed_of` has the tokens per second of a size on the whole machine; it is asked in the order of
-    the ladder, up to the first that is too large. Raise UsageError for a time that ends before the
-    smallest is trained.
+    `speed_of` has the tokens per second of a size on the whole machine in a run of so many seconds;
+    it is asked in the order of the ladder, up to the first that is too large. Raise UsageError for
+    a time that ends before the smallest is trained.
     """
     seconds = (hours * 3600 - start_seconds) * OF_STEPS
     chosen, limit = LADDER[0], "the ladder"
@@ -146,7 +146,7 @@ def choose(
             if not has_room(size):
                 limit = "the memory"
                 break
-        speeds[size.name] = speed_of(size)
+        speeds[size.name] = speed_of(size, seconds)
         if size is not LADDER[0] and (
             speeds[size.name] * seconds < tokens_per_parameter(parameters) * parameters
         ):

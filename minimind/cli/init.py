@@ -14,19 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import wrap
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 from minimind.architecture.costs import GPUS, known_gpu, named_gpu
 from minimind.config.arguments import at_least, non_empty, non_empty_path, positive, utf8
 from minimind.config.flags import DEVICES
-from minimind.config.run_config import CONFIGS, LAUNCH
+from minimind.config.run_config import CONFIGS, FLAGS, LAUNCH
 from minimind.errors import RunError, StorageError, UsageError
 from minimind.runtime.durable_files import storing, write_whole
 from minimind.runtime.terminal import aligned, phase, shorten_line
 from minimind.runtime.urls import HUB_PREFIX, begins_as_url, masked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from minimind.architecture.choice import Choice, Size
 
@@ -39,8 +40,9 @@ TOO_FEW = (
 )
 MARK = "# Written by `minimind init`"
 SAMPLE_BYTES, PARTS = 2**20, 16  # of the text, in places that are spread over it
-# Imports, tokenizer and first step of a small text; on a GPU compiling too.
+# Imports, tokenizer, first step and samples of a small text; on a GPU compiling too.
 START_SECONDS = {"cpu": 30.0}
+MOST_EVALUATIONS, OF_EVALUATIONS = 10, 0.05  # of a run, and their share of its time at most
 PREPARED_PER_SECOND = 2e6  # bytes of text per process, assumed
 # A step of `strong` over one of AdamW, a measured step over the estimate (docs/measurements.md).
 OF_ESTIMATE = 1.2 * 1.3
@@ -88,12 +90,16 @@ def run_init(args: argparse.Namespace) -> None:
     args.out_dir = args.out_dir or _usual_folder(args.data_path)
     from minimind.architecture.choice import Text, choose
 
+    began = perf_counter(), process_time()
     sample = read_sample(args.data_path, args.text_field, args.on_bad_data == "skip")
+    # What else runs slows the start, too.
+    slowed = max(1.0, (perf_counter() - began[0]) / max(1e-3, process_time() - began[1]))
     text = Text(sample.bytes, sample.bytes_per_token, held_out_of(sample.documents))
     machine = find_machine(args)
     print(f"text       {shorten_line(' '.join(args.data_path), 50)}: {_described(sample)}")
     print(f"machine    {machine.name}; {machine.how}", flush=True)
     start = START_SECONDS.get(machine.device, 60.0) + sample.bytes / PREPARED_PER_SECOND
+    start *= slowed
     with phase("trying tokenizers and the steps of models", after=0.5):
         choice = choose(text, args.hours, start, machine.speed_of, machine.has_room)
     content = yaml_text(args, choice, sample, machine, prompts)
@@ -181,6 +187,7 @@ def _answer(question: str, default: str) -> str:
     try:
         return input(f"{question}{hint}: ").strip() or default
     except EOFError:
+        print()  # the line of the question has not ended
         raise UsageError(
             "the answers ended; give --data_path TEXT... and --hours N, or answer again"
         ) from None
@@ -282,13 +289,12 @@ class Machine:
     processes: int
     how: str  # how the speed is known
     kind: str  # measured or estimated
-    speed_of: Callable[[Size], float]
+    speed_of: Callable[[Size, float], float]
     has_room: Callable[[Size], bool]
 
 
 def find_machine(args: argparse.Namespace) -> Machine:
     """The GPUs that are named or here, else two processes of the CPU, as the start takes them."""
-    from minimind.architecture.choice import LADDER
     from minimind.architecture.costs import GPUModel, Layout, likely_step
     from minimind.architecture.plan import recommend
 
@@ -329,7 +335,7 @@ def find_machine(args: argparse.Namespace) -> Machine:
     if gpu is not None and gpu.bandwidth:
         known = gpu
 
-        def estimated(size: Size) -> float:
+        def estimated(size: Size, _: float) -> float:
             here = replace(layout(size), stage=None, optimizer="adamw")
             step = likely_step(size.shape(), here, known)
             assert step is not None
@@ -341,29 +347,53 @@ def find_machine(args: argparse.Namespace) -> Machine:
             f"{processes} x {name}", device, processes, how, "estimated", estimated, has_room
         )
     from minimind.runtime.environment import usable_cores
-    from minimind.sweep.step_time import speeds
+    from minimind.sweep.step_time import measured_steps
 
     threads = max(1, usable_cores() // processes)
-    flags = [
-        {
-            **{"optimizer": "muon", "muon_scaling": "match_rms_adamw", "doc_mask": "true"},
-            **{"tie_word_embeddings": "false", "vocab_size": size.largest_vocab},
-            **{**size.flags, "batch_size": 2048 // size.shape().max_seq_len},
-        }
-        for size in LADDER
-    ]
-    measured = speeds(flags, device, processes, threads)
+    measured = measured_steps([*measured_runs()], device, processes, threads)
     shown = "CPU processes" if device == "cpu" else device
     how = "speed measured by a few steps, with what else runs now"
+
+    def speed(size: Size, seconds: float) -> float:
+        return speed_by_steps(size, seconds, processes, next(measured), next(measured))
+
     return Machine(
-        f"{processes} {shown}, {name}",
-        device,
-        processes,
-        how,
-        "measured",
-        lambda size: next(measured),
-        has_room,
+        f"{processes} {shown}, {name}", device, processes, how, "measured", speed, has_room
     )
+
+
+def measured_runs() -> Iterator[dict[str, Any]]:
+    """The flags of the two runs of each size of the ladder whose steps are measured."""
+    from minimind.architecture.choice import LADDER
+
+    for size in LADDER:
+        for rows in (1, _most_rows(size)):
+            yield {
+                **{"optimizer": "muon", "muon_scaling": "match_rms_adamw", "doc_mask": "true"},
+                **{"tie_word_embeddings": "false", "vocab_size": size.largest_vocab},
+                **{**size.flags, "batch_size": rows},
+            }
+
+
+def _most_rows(size: Size) -> int:
+    return max(2, 2048 // size.shape().max_seq_len)
+
+
+def speed_by_steps(size: Size, seconds: float, processes: int, one: float, most: float) -> float:
+    """Tokens per second of a run, by the time of a step of one row and of the most that are
+    measured: the shorter the run, the fewer are the rows that share what each step takes.
+    """
+    from minimind.config.rules import suited_rows
+
+    rows, length = _most_rows(size), size.shape().max_seq_len
+    per_row = max(0.0, most - one) / (rows - 1)
+    while True:
+        speed = processes * rows * length / (one + (rows - 1) * per_row)
+        tokens = int(speed * seconds)
+        suited = suited_rows(processes, length, tokens, tokens // length) // processes
+        if suited >= rows or rows == 1:
+            return speed
+        rows = suited
 
 
 def _stage(choice: Choice, machine: Machine) -> str:
@@ -390,7 +420,8 @@ def yaml_text(
     per_parameter = choice.tokens / choice.shape.parameters
     held_out = held_out_of(text.documents)
     bytes_per_token = text.bytes * (1 - held_out) / choice.text_tokens
-    every = max(1, steps // 10)
+    every = max(1, steps // MOST_EVALUATIONS)
+    evaluations = evaluations_of(choice)
     recipe = (CONFIGS / "recipes" / "strong.yaml").read_text(encoding="utf-8")
     if choice.tokens < 500_000:
         recipe = recipe.replace("_rate: 0.008", "_rate: 0.002")
@@ -415,13 +446,19 @@ def yaml_text(
         f"deepspeed_config: {_stage(choice, machine)} # fits"
         + (" without ZeRO, which takes longer" if _stage(choice, machine) == "none" else ""),
         f"save_interval: {every} # a tenth of the run; also every 30 minutes (save_minutes)",
-        f"eval_interval: {every} # a tenth of the run",
+        f"eval_interval: {-(-steps // evaluations)} # {evaluations} times",
         f"sample_interval: {max(1, steps // 4)} # a text for each prompt, four times",
         f"sample_prompts: {json.dumps(str(prompts), ensure_ascii=False)} # openings of your text",
     ]
     if args.device != "auto":
         lines.append(f"device: {args.device} # --device")
     return "\n".join([*lines, "", "# The recipe `strong`:", recipe])
+
+
+def evaluations_of(choice: Choice) -> int:
+    """So many that they take a small share of the run; a forward takes a third of a step."""
+    tokens = FLAGS["eval_rows"].default * choice.shape.max_seq_len / 3
+    return max(2, min(MOST_EVALUATIONS, int(OF_EVALUATIONS * choice.tokens / tokens)))
 
 
 def _reading(args: argparse.Namespace) -> list[str]:

@@ -15,7 +15,7 @@ NAMES = [size.name for size in LADDER]
 
 
 def chosen(text_bytes: float, hours: float, speed: float = CPU, room: float = 1e12) -> Choice:
-    def speed_of(size: Size) -> float:
+    def speed_of(size: Size, _: float) -> float:
         return speed / flops_per_token(size.shape())
 
     def has_room(size: Size) -> bool:

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from minimind.cli.init import read_sample
+from minimind.architecture.choice import LADDER
+from minimind.cli.init import measured_runs, read_sample, speed_by_steps
 from minimind.cli.main import main
-from minimind.config.parse import parse_flags
+from minimind.config.parse import build_config, parse_flags
+from minimind.sweep import step_time
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven sages sleep in quiet rooms".split()
 
@@ -160,6 +162,22 @@ def test_another_field_and_bad_documents_are_read_as_in_the_run(here: Path):
     assert main([*words, "--on_bad_data", "skip"]) == 0
     run = parse_flags(["--config", "run.yaml"])
     assert (run.text_field, run.on_bad_data) == ("body", "skip")
+
+
+def test_the_speed_is_that_of_the_batch_of_the_run():
+    """A step of 0.1 s and 0.1 s a row: 8 rows share it in a long run, in a short one no other."""
+    size = LADDER[0]
+    at = [speed_by_steps(size, seconds, 2, 0.2, 0.9) for seconds in (10, 100, 1000, 1e6)]
+    assert at == sorted(at)
+    assert at[0] == pytest.approx(2 * 256 / 0.2)
+    assert at[-1] == pytest.approx(2 * 8 * 256 / 0.9)
+    assert speed_by_steps(size, 1e6, 2, 0.9, 0.2) > 0  # noise
+
+
+def test_the_steps_of_the_runs_are_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step_time, "SECONDS", 0.1)
+    for flags in [*measured_runs()][:2]:
+        assert 0 < step_time.step_seconds(build_config(flags, "{name}"), "cpu") < 60
 
 
 def test_questions_are_asked_again_until_they_are_answered(
