@@ -134,6 +134,11 @@ def choose(
     a time that ends before the smallest is trained.
     """
     seconds = (hours * 3600 - start_seconds) * OF_STEPS
+    if seconds <= 0:
+        raise UsageError(
+            f"--hours {hours:g} ends before the first step, about {start_seconds:.0f} seconds after"
+            f" the command; give --hours {_rounded_up(start_seconds / 1800)} or more"
+        )
     chosen, limit = LADDER[0], "the ladder"
     speeds: dict[str, float] = {}
     for size in LADDER:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ MARK = "# Written by `minimind init`"
 SAMPLE_BYTES, PARTS = 2**20, 16  # of the text, in places that are spread over it
 # Imports, tokenizer, first step and samples of a small text; on a GPU compiling too.
 START_SECONDS = {"cpu": 30.0}
+SLOWEST_START = 4.0  # 115 s with ten processes on each core
 MOST_EVALUATIONS, OF_EVALUATIONS = 10, 0.05  # of a run, and their share of its time at most
 PREPARED_PER_SECOND = 2e6  # bytes of text per process, assumed
 # A step of `strong` over one of AdamW, a measured step over the estimate (docs/measurements.md).
@@ -93,13 +95,13 @@ def run_init(args: argparse.Namespace) -> None:
     began = perf_counter(), process_time()
     sample = read_sample(args.data_path, args.text_field, args.on_bad_data == "skip")
     # What else runs slows the start, too.
-    slowed = max(1.0, (perf_counter() - began[0]) / max(1e-3, process_time() - began[1]))
+    slowed = (perf_counter() - began[0]) / max(1e-3, process_time() - began[1])
     text = Text(sample.bytes, sample.bytes_per_token, held_out_of(sample.documents))
     machine = find_machine(args)
     print(f"text       {shorten_line(' '.join(args.data_path), 50)}: {_described(sample)}")
     print(f"machine    {machine.name}; {machine.how}", flush=True)
     start = START_SECONDS.get(machine.device, 60.0) + sample.bytes / PREPARED_PER_SECOND
-    start *= slowed
+    start *= min(max(slowed, 1.0), SLOWEST_START) if machine.kind == "measured" else 1.0
     with phase("trying tokenizers and the steps of models", after=0.5):
         choice = choose(text, args.hours, start, machine.speed_of, machine.has_room)
     content = yaml_text(args, choice, sample, machine, prompts)
@@ -413,7 +415,7 @@ def yaml_text(
     args: argparse.Namespace, choice: Choice, text: Sample, machine: Machine, prompts: Path
 ) -> str:
     """The file: a reason behind each value."""
-    from minimind.architecture.choice import MOST_EPOCHS
+    from minimind.architecture.choice import MEASURED, MOST_EPOCHS
 
     steps, rows = steps_of(choice, machine)
     data = json.dumps(args.data_path, ensure_ascii=False)
@@ -425,6 +427,9 @@ def yaml_text(
     recipe = (CONFIGS / "recipes" / "strong.yaml").read_text(encoding="utf-8")
     if choice.tokens < 500_000:
         recipe = recipe.replace("_rate: 0.008", "_rate: 0.002")
+    if choice.shape.parameters > 2 * max(run.parameters for run in MEASURED):
+        untried = "; untried for so large a model: lower it if the loss jumps"
+        recipe = re.sub(r"^(\w*_rate|muon_lr): .*", rf"\g<0>{untried}", recipe, flags=re.MULTILINE)
     lines = [
         f"{MARK} for {_size(text.bytes)} of text, {args.hours:g} hours,",
         f"# and {machine.name}. Flags of the command line win over this file.",
@@ -479,11 +484,14 @@ def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) ->
     low, high = bits_per_byte_range(text.xz)
     slowest = choice.hours * SLOWER[machine.kind]
     tokens = [run.tokens for run in MEASURED]
+    bits = f"{low:.2f} to {high:.2f}: a guide, no law"
+    if choice.tokens > 2 * max(tokens):
+        bits = f"below {high:.2f}; how far below, no measured run tells"
     held_out = held_out_of(text.documents)
     validated = f"{held_out:.2g} of the documents, about {held_out * text.documents:,.0f}"
     limit = f"{choice.limit} allows no larger model"
     if choice.epochs > 0.99 * MOST_EPOCHS:
-        limit += f"; {MOST_EPOCHS:g} epochs of it end before the {hours:g} hours: add text"
+        limit += f"; {MOST_EPOCHS:g} epochs of the text end before the {hours:g} hours: add text"
     table = {
         "model": f"{choice.size.name}, {choice.shape.parameters:,} parameters, vocabulary"
         f" {choice.vocab_size:,}",
@@ -493,10 +501,9 @@ def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) ->
         "steps": f"about {steps:,} of {rows} rows of {choice.shape.max_seq_len} tokens",
         "hours": f"{choice.hours:.2g}, up to {slowest:.2g} ({machine.kind}:"
         f" {choice.tokens_per_second:,.0f} tokens/s)",
-        "bits/byte": f"{low:.2f} to {high:.2f}: a guide, no law. xz needs {text.xz:.2f} for a MiB"
-        f" of this text; {len(MEASURED)} runs of {min(tokens) / 1e6:.1f} to"
-        f" {max(tokens) / 1e6:.1f}M tokens ended at {low / text.xz:.2f} to {high / text.xz:.2f} of"
-        " xz (docs/measurements.md)",
+        "bits/byte": f"{bits}. xz needs {text.xz:.2f} for a MiB of this text; {len(MEASURED)} runs"
+        f" of {min(tokens) / 1e6:.1f} to {max(tokens) / 1e6:.1f}M tokens ended at"
+        f" {low / text.xz:.2f} to {high / text.xz:.2f} of xz (docs/measurements.md)",
         "limit": limit,
     }
     lines = [(name, wrap(value, 80)) for name, value in table.items()]

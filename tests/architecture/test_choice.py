@@ -62,3 +62,8 @@ def test_too_little_text_or_time():
         chosen(4e6, 0.001)
     least = float(str(refused.value).split("--hours ")[-1].split()[0])
     assert chosen(4e6, least).tokens >= 100 * 512
+
+
+def test_a_time_that_ends_before_the_first_step_is_refused_before_anything_is_measured():
+    with pytest.raises(UsageError, match=r"first step, about 60 seconds .*--hours 0.04 or more"):
+        choose(Text(4e6, lambda vocab_size: 3.5), 0.01, 60, lambda size, seconds: pytest.fail())

@@ -10,9 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from minimind.architecture.choice import LADDER
-from minimind.cli.init import measured_runs, read_sample, speed_by_steps
-from minimind.cli.main import main
+from minimind.architecture.choice import LADDER, Text, choose
+from minimind.cli.init import (
+    Machine,
+    Sample,
+    expectation,
+    measured_runs,
+    read_sample,
+    speed_by_steps,
+    yaml_text,
+)
+from minimind.cli.main import build_parser, main
 from minimind.config.parse import build_config, parse_flags
 from minimind.sweep import step_time
 
@@ -172,6 +180,22 @@ def test_the_speed_is_that_of_the_batch_of_the_run():
     assert at[0] == pytest.approx(2 * 256 / 0.2)
     assert at[-1] == pytest.approx(2 * 8 * 256 / 0.9)
     assert speed_by_steps(size, 1e6, 2, 0.9, 0.2) > 0  # noise
+
+
+def test_what_no_run_has_measured_is_said_so(here: Path):
+    choice = choose(Text(1e10, lambda vocab_size: 3.5), 1000, 60, lambda size, seconds: 1e6)
+    assert choice.size is LADDER[-1]
+    sample = Sample(1e10, 1e6, ["a"], ["The"], 3.0)
+    machine = Machine(
+        "8 x H100", "cuda", 8, "", "estimated", lambda size, seconds: 1e6, lambda size: True
+    )
+    text = " ".join(expectation(choice, sample, machine, 1000).split())
+    assert "bits/byte below 2.70; how far below" in text
+    args = build_parser().parse_args(["init", "text.jsonl", "--out_dir", "out", "--hours", "1000"])
+    args.data_path = args.paths
+    Path("run.yaml").write_text(yaml_text(args, choice, sample, machine, Path("run.prompts.txt")))
+    assert Path("run.yaml").read_text().count("untried for so large a model") == 2
+    assert parse_flags(["--config", "run.yaml"]).muon_lr == 0.008
 
 
 def test_the_steps_of_the_runs_are_measured(monkeypatch: pytest.MonkeyPatch):
