@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from minimind.architecture.costs import GPUS, known_gpu, named_gpu
 from minimind.config.arguments import at_least, non_empty, non_empty_path, positive, utf8
 from minimind.config.flags import DEVICES
-from minimind.config.run_config import CONFIGS, FLAGS, LAUNCH
+from minimind.config.run_config import CONFIGS, LAUNCH, RunConfig
 from minimind.errors import RunError, StorageError, UsageError
 from minimind.runtime.durable_files import storing, write_whole
 from minimind.runtime.terminal import aligned, phase, shorten_line
@@ -462,7 +462,7 @@ def yaml_text(
 
 def evaluations_of(choice: Choice) -> int:
     """So many that they take a small share of the run; a forward takes a third of a step."""
-    tokens = FLAGS["eval_rows"].default * choice.shape.max_seq_len / 3
+    tokens = RunConfig.eval_rows * choice.shape.max_seq_len / 3
     return max(2, min(MOST_EVALUATIONS, int(OF_EVALUATIONS * choice.tokens / tokens)))
 
 
