@@ -29,8 +29,8 @@ from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
 from minimind.runtime.device import device_kind
 
-SECONDS = 1.0  # of a size, after its first step
-MOST_STEPS = 8
+SECONDS = 2.0  # of a run, after its first step
+MOST_STEPS = 32
 
 
 def step_seconds(run: RunConfig, device: str) -> float:
