@@ -16,19 +16,27 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import wrap
 from time import perf_counter, process_time
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from minimind.architecture.costs import GPUS, known_gpu, named_gpu
-from minimind.config.arguments import at_least, non_empty, non_empty_path, positive, utf8
+from minimind.config.arguments import (
+    at_least,
+    count_of_bytes,
+    non_empty,
+    non_empty_path,
+    positive,
+    utf8,
+)
 from minimind.config.flags import DEVICES
 from minimind.config.run_config import CONFIGS, LAUNCH, RunConfig
-from minimind.errors import RunError, StorageError, UsageError
+from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime.durable_files import storing, write_whole
 from minimind.runtime.terminal import aligned, phase, shorten_line
 from minimind.runtime.urls import HUB_PREFIX, begins_as_url, masked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from minimind.architecture.choice import Choice, Size
 
@@ -66,6 +74,8 @@ def add_parser(subs: Any) -> None:
     add("paths", nargs="*", type=non_empty, metavar="TEXT", help=text)
     add("--data_path", nargs="+", type=non_empty, metavar="TEXT", help="more of them")
     add("--text_field", type=utf8, help="field or column of the text (default: text)")
+    text = "longest document, in UTF-8 (default: 64MiB)"
+    add("--max_document_bytes", type=count_of_bytes, help=text)
     text = "stop at a bad document (error), or skip it, here and in the run (default: error)"
     add("--on_bad_data", choices=("error", "skip"), help=text)
     add("--hours", type=positive, help=f"time from the command to the end (default {HOURS:g})")
@@ -93,7 +103,9 @@ def run_init(args: argparse.Namespace) -> None:
     from minimind.architecture.choice import Text, choose
 
     began = perf_counter(), process_time()
-    sample = read_sample(args.data_path, args.text_field, args.on_bad_data == "skip")
+    reading = {"text_field": args.text_field, "max_document_bytes": args.max_document_bytes}
+    reading = {name: value for name, value in reading.items() if value is not None}
+    sample = read_sample(args.data_path, reading, args.on_bad_data == "skip")
     # What else runs slows the start, too.
     slowed = (perf_counter() - began[0]) / max(1e-3, process_time() - began[1])
     text = Text(sample.bytes, sample.bytes_per_token, held_out_of(sample.documents))
@@ -230,8 +242,13 @@ class Sample:
             return len(held_out.encode()) / max(1, len(tokenizer.encode(held_out)))
 
 
-def read_sample(paths: list[str], text_field: str | None, skips_bad: bool) -> Sample:
-    """Read about SAMPLE_BYTES of the text; raise DataError for what a run would refuse."""
+def read_sample(
+    paths: list[str], reading: Mapping[str, Any] = MappingProxyType({}), skips_bad: bool = False
+) -> Sample:
+    """Read about SAMPLE_BYTES of the text; raise DataError for what a run would refuse.
+
+    `reading` has fields of ReadOptions.
+    """
     import lzma
 
     from minimind.data.prepare.encode import documents_of, ignore, refuse
@@ -245,13 +262,13 @@ def read_sample(paths: list[str], text_field: str | None, skips_bad: bool) -> Sa
     every = max(1, -(-len(segments) // PARTS))
     chosen = segments[::every]
     most = SAMPLE_BYTES // len(chosen)
-    reading = ReadOptions() if text_field is None else ReadOptions(text_field)
+    options = ReadOptions(**reading)
     texts: list[str] = []
     prompts: list[str] = []
     text_bytes = read_bytes = 0
     for segment in chosen:
         size = read = before = 0
-        for text, read in documents_of([segment], reading, ignore if skips_bad else refuse):
+        for text, read in documents_of([segment], options, ignore if skips_bad else refuse):
             if segment.start and not before:  # the bytes before it are of another document
                 before = read
                 continue
@@ -264,6 +281,11 @@ def read_sample(paths: list[str], text_field: str | None, skips_bad: bool) -> Sa
                 break
         text_bytes += size
         read_bytes += read - before
+    if not texts:
+        raise DataError(
+            f"--data_path {masked(paths[0])}: no document that was read is usable; leave out"
+            " --on_bad_data skip to see why"
+        )
     joined = "\n".join(texts)
     quarter = max(1, len(joined) // 4)
     passages = [joined[:quarter], joined[quarter:]]
@@ -468,11 +490,10 @@ def evaluations_of(choice: Choice) -> int:
 
 def _reading(args: argparse.Namespace) -> list[str]:
     """The lines on how the text is read, as the flags have it."""
-    given = {"text_field": args.text_field, "on_bad_data": args.on_bad_data}
     return [
         f"{name}: {json.dumps(value, ensure_ascii=False)} # --{name}"
-        for name, value in given.items()
-        if value is not None
+        for name in ("text_field", "max_document_bytes", "on_bad_data")
+        if (value := getattr(args, name)) is not None
     ]
 
 

@@ -65,7 +65,7 @@ def test_the_file_is_read_back(here: Path, capsys: pytest.CaptureFixture[str]):
 def test_the_size_of_a_text_is_that_of_its_documents(here: Path):
     size = written(here / "text.jsonl", 60_000)
     assert (here / "text.jsonl").stat().st_size > 3 * 2**20
-    assert read_sample(["text.jsonl"], None, False).bytes == pytest.approx(size, rel=0.01)
+    assert read_sample(["text.jsonl"]).bytes == pytest.approx(size, rel=0.01)
 
 
 def test_the_size_of_a_file_that_is_read_ahead_is_that_of_its_documents(here: Path):
@@ -77,7 +77,7 @@ def test_the_size_of_a_file_that_is_read_ahead_is_that_of_its_documents(here: Pa
     with gzip.open(here / "text.csv.gz", "wb") as packed:
         packed.write((here / "text.csv").read_bytes())
     for name in ("text.json", "text.csv", "text.csv.gz"):
-        assert read_sample([name], None, False).bytes == pytest.approx(size, rel=0.05), name
+        assert read_sample([name]).bytes == pytest.approx(size, rel=0.05), name
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,9 @@ def test_a_text_of_few_documents_holds_out_more_or_nothing(
     assert parse_flags(["--config", "run.yaml"]).val_fraction == pytest.approx(share)
 
 
-def test_another_field_and_bad_documents_are_read_as_in_the_run(here: Path):
+def test_another_field_and_bad_documents_are_read_as_in_the_run(
+    here: Path, capsys: pytest.CaptureFixture[str]
+):
     written(here / "text.jsonl")
     lines = (here / "text.jsonl").read_text().replace('"text"', '"body"')
     (here / "text.jsonl").write_text("no JSON\n" + lines)
@@ -170,6 +172,8 @@ def test_another_field_and_bad_documents_are_read_as_in_the_run(here: Path):
     assert main([*words, "--on_bad_data", "skip"]) == 0
     run = parse_flags(["--config", "run.yaml"])
     assert (run.text_field, run.on_bad_data) == ("body", "skip")
+    assert main([*words, "--on_bad_data", "skip", "--max_document_bytes", "9", "--force"]) == 3
+    assert "leave out --on_bad_data skip" in capsys.readouterr().err
 
 
 def test_the_speed_is_that_of_the_batch_of_the_run():
