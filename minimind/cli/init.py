@@ -121,6 +121,11 @@ def run_init(args: argparse.Namespace) -> None:
         write_whole(args.out, content.encode())
         write_whole(prompts, "".join(f"{one}\n" for one in sample.prompts).encode())
     print(f"\n{expectation(choice, sample, machine, args.hours)}\n")
+    if (Path(args.out_dir).expanduser() / "checkpoints").exists():
+        print(
+            f"note       {args.out_dir} holds a run that other settings do not continue; for a new"
+        )
+        print("           one give another --out_dir\n")
     is_named = args.gpus is not None or args.gpu_model is not None
     processes = f"NUM_PROCESSES={machine.processes} " if is_named else ""
     print(f"{args.out} says why each number is as it is. Start:")

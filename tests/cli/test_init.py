@@ -59,7 +59,10 @@ def test_the_file_is_read_back(here: Path, capsys: pytest.CaptureFixture[str]):
     assert len(Path("run.prompts.txt").read_text().splitlines()) == 3
     assert main(words) == 2
     assert "--force" in capsys.readouterr().err
+    (here / "out/text/checkpoints").mkdir(parents=True)
+    capsys.readouterr()
     assert main([*words, "--force"]) == 0
+    assert "out/text holds a run" in capsys.readouterr().out
 
 
 def test_the_size_of_a_text_is_that_of_its_documents(here: Path):
