@@ -32,7 +32,7 @@ from minimind.config.flags import DEVICES
 from minimind.config.run_config import CONFIGS, LAUNCH, RunConfig
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime.durable_files import storing, write_whole
-from minimind.runtime.terminal import aligned, phase, shorten_line
+from minimind.runtime.terminal import aligned, phase, printable, shorten_line
 from minimind.runtime.urls import HUB_PREFIX, begins_as_url, masked
 
 if TYPE_CHECKING:
@@ -460,6 +460,7 @@ def yaml_text(
     lines = [
         f"{MARK} for {_size(text.bytes)} of text, {args.hours:g} hours,",
         f"# and {machine.name}. Flags of the command line win over this file.",
+        f"# Paths are as from {printable(os.getcwd())}, where it was written.",
         f"data_path: {data} # your text",
         f"val_fraction: {held_out:g} # of about {text.documents:,.0f} documents, for validation"
         + ("" if held_out else f", which takes {FEWEST_DOCUMENTS}"),
