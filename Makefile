@@ -51,8 +51,9 @@ train: $(RUN_READY) ## train the tiny model on what this Python says about itsel
 	  --save_interval 100 --eval_interval 200 $(ON_DEVICE)
 	@echo
 	@echo "A sample, after the prompt 'class Reader:' (another --seed, another text; what comes next is above):"
-	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt "$$(printf 'class Reader:\n    """')" \
-	  --max_new_tokens 80 --temperature 0.3 --repetition_penalty 1.1 | fold -s -w 92 | sed 's/^/  | /'
+	@text=$$($(BIN)/minimind generate --checkpoint $(SAMPLE)/run --max_new_tokens 80 --temperature 0.3 \
+	  --repetition_penalty 1.1 --prompt "$$(printf 'class Reader:\n    """')") \
+	  && printf '%s\n' "$$text" | fold -s -w 92 | sed 's/^/  | /'
 
 test: $(READY) ## everything that fits in minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not launch"; alone=$$?; \

@@ -99,6 +99,16 @@ def all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPa
                 yield from all_parsers(below)
 
 
+def parser_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the subcommand that the words of a command line name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for number, word in enumerate(words):
+                if word in action.choices:
+                    return parser_of(action.choices[word], words[number + 1 :])
+    return parser
+
+
 class Parser(argparse.ArgumentParser):
     """ArgumentParser that accepts `--a-b` for `--a_b` and raises UsageError.
 
