@@ -50,6 +50,7 @@ class ServedModel:
         most_texts: int,
     ) -> None:
         self.name, self.tokenizer, self.template = name, tokenizer, template
+        self.created = int(time.time())
         self.answers, self.texts = answers, texts
         self.positions: int = model.config.max_position_embeddings
         self.most_tokens = min(most_tokens, self.positions)

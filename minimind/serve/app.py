@@ -308,7 +308,12 @@ class _Endpoints:
         served = self._served
         sizes = {"max_model_len": served.positions, "has_chat_template": bool(served.template)}
         return {
-            **{"id": served.name, "object": "model", "created": 0, "owned_by": "minimind"},
+            **{
+                "id": served.name,
+                "object": "model",
+                "created": served.created,
+                "owned_by": "minimind",
+            },
             **sizes,
         }
 
