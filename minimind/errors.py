@@ -107,13 +107,14 @@ class CorruptionError(RunError):
     status = 11
 
 
-# Messages of failed allocations in torch, cuBLAS, cuDNN and NCCL that have no exception type.
+# Messages of failed allocations that have no exception type: of torch, cuBLAS, cuDNN, NCCL, ROCm,
+# oneAPI and torch_npu.
 # Triton's "out of resource" concerns a single kernel and is not included.
 HOST_FULL = "DefaultCPUAllocator: can't allocate memory"
 DEVICE_FULL = re.compile(
-    r"CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory"
-    r"|MPS backend out of memory|Invalid buffer size: "
-    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
+    r"(CUDA|HIP|XPU|NPU) out of memory|(CUDA|HIP) error: out of memory|Cuda failure.*out of memory"
+    r"|MPS backend out of memory|Invalid buffer size: |_OUT_OF_DEVICE_MEMORY"
+    r"|(CU|HIP)BLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
 )
 
 # vGPUs and some WSL2 drivers do not have the virtual memory management that expandable segments,

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,9 @@ def test_no_one_is_sent_to_another_authors_package():
 def test_such_advice_is_found(text: str):
     assert strangers(text)
     assert not strangers(text.replace("minimind", "minimind-deepspeed"))
+
+
+def test_windows_is_one_sentence_that_names_wsl():
+    code = "import sys; sys.platform = 'win32'; import minimind"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].endswith("on Windows install and run it under WSL 2")

@@ -40,6 +40,10 @@ CUDA = (
     [
         (torch.OutOfMemoryError(CUDA), "device"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "device"),
+        (RuntimeError("HIP error: out of memory"), "device"),
+        (RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling"), "device"),
+        (RuntimeError("NPU out of memory. Tried to allocate 20.00 GiB (NPU 0; 60.97"), "device"),
+        (RuntimeError("failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"), "device"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`"), "device"),
         (RuntimeError("unhandled cuda error\nCuda failure 2 'out of memory'"), "device"),
         (RuntimeError("inductor raised:\nOutOfMemoryError: CUDA out of memory."), "device"),
