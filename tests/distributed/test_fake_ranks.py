@@ -18,7 +18,7 @@ pytestmark = pytest.mark.launch
 @pytest.mark.parametrize(
     "words",
     [
-        "--ranks 1024",
+        pytest.param("--ranks 1024", marks=pytest.mark.long),
         # No size is a multiple of the number of ranks.
         "--ranks 1000 --n_layers 1 --dim 100 --n_heads 5 --n_kv_heads 5 --vocab_size 1001",
         pytest.param("--ranks 8 64 512", marks=pytest.mark.long),

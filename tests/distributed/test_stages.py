@@ -20,6 +20,7 @@ stages:
 """
 # Steps 1 to 24 of 8 x 32 tokens, 25 to 60 of 4 x 64, and 61 to 68 of 8 x 64.
 BOUNDARIES = (24, 60)
+BESIDE = (BOUNDARIES[0] - 1, BOUNDARIES[1], BOUNDARIES[1] + 1)
 LENGTH = "--max_tokens 19456 --schedule wsd --log_interval 1"
 
 
@@ -61,7 +62,9 @@ def test_rows_and_rates_do_not_depend_on_the_ranks(runs: dict[int, Run]):
         assert max(abs(a - b) / b for a, b in pairs) < 2e-6
 
 
-@pytest.mark.parametrize("step", [BOUNDARIES[0] - 1, *BOUNDARIES, BOUNDARIES[1] + 1])
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=pytest.mark.long) for step in BESIDE] + [BOUNDARIES[0]]
+)
 def test_a_stop_beside_a_boundary_changes_no_bit(
     runs: dict[int, Run], forked: Launcher, tmp_path: Path, step: int
 ):
@@ -72,6 +75,7 @@ def test_a_stop_beside_a_boundary_changes_no_bit(
     assert resumed.curve() == runs[2].curve()
 
 
+@pytest.mark.long  # test_runs.py goes on with other ranks too
 def test_it_goes_on_with_other_ranks_at_every_boundary(
     runs: dict[int, Run], forked: Launcher, tmp_path: Path
 ):
@@ -90,6 +94,7 @@ def test_it_goes_on_with_other_ranks_at_every_boundary(
     assert max(abs(a - b) / b for a, b in pairs) < 2e-6
 
 
+@pytest.mark.long  # test_restarts.py chooses the processes and flags that go on
 def test_a_batch_over_all_processes_goes_on_with_fewer_and_the_same_flags(
     forked: Launcher, tmp_path: Path
 ):
