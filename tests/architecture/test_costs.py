@@ -138,7 +138,7 @@ def test_activations_are_what_the_allocator_gives_out(shape: Shape, dtype: str, 
     )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("attention", ["flash", "reference", "flash, masked", "masked"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -178,6 +178,7 @@ def test_activations_of_experts_likewise(use_flash_attn: bool, recomputes: bool,
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("preset", "dtype"),
     [

@@ -1,6 +1,7 @@
 """Single bits that flip on one of two ranks, on every kind of backend: found, and on which rank.
 
-All cases run in one launch of flip_bits.py. With --long there are more cases, flips and clean steps.
+All cases run in one launch of flip_bits.py. With --long there are more cases, and more flips and
+clean steps of each.
 """
 
 from __future__ import annotations

@@ -35,10 +35,7 @@ SHORT = [
     *("2, fp16", "2, bf16, experts, Muon", "3, bf16"),
 ]
 LONG = [name for name in CASES if name not in SHORT]
-SHORT_CROSSINGS = [
-    "2, bf16, round robin -> 1, bf16, fp32 sums",
-    "2, bf16, round robin -> 3, bf16",
-]
+SHORT_CROSSINGS = ["2, bf16, round robin -> 1, bf16, fp32 sums", "2, bf16, round robin -> 3, bf16"]
 LONG_CROSSINGS = [
     "1, bf16, fp32 sums -> 2, bf16",
     "2, bf16, round robin, Muon -> 3, bf16, Muon",

@@ -153,7 +153,7 @@ def figures(events: list[dict[str, Any]]) -> list[Any]:
 ALL = {"spike_guard": True, "verify_interval": 2, "ema": 0.9, "profile": True, "trace_steps": "3:4"}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("holds", [True, False])
 @pytest.mark.parametrize("more", [{"dtype": "float32"}, {"dtype": "bfloat16"}, ALL], ids=str)
 def test_a_run_on_a_late_device_is_that_of_a_cpu_bit_for_bit(

@@ -241,6 +241,7 @@ def require_equal(found: Tensor, expected: Tensor | None) -> None:
 # --- config classes -----------------------------------------------------------------------------
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", FORMS)
 def test_logits_are_those_of_transformers_or_the_field_is_named(name, saved, tmp_path, capsys):
     form, folder = FORMS[name], copied(saved(name), tmp_path / "model")

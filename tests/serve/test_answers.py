@@ -194,6 +194,7 @@ TEXTS = [
 TEXTS += [("".join(random.Random(n).choices(PARTS, k=8)), ..., ..., ...) for n in range(40)]
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(("text", "content", "thoughts", "calls"), TEXTS)
 def test_thoughts_and_calls_are_told_apart(
     server: InProcess, play: Played, text: str, content: Any, thoughts: Any, calls: Any
