@@ -87,6 +87,7 @@ def kinds(out_dir: Path) -> list[str]:
     return [one.kind for one in diagnose(read_runs([out_dir])[0], NOW)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("flags", HEALTHY)
 def test_a_healthy_run_is_left_in_peace(trains, flags: dict[str, Any], capsys):
     out = trains(**flags)
