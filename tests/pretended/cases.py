@@ -98,6 +98,7 @@ STEPS: list[tuple[str, dict[str, Any], dict[str, int]]] = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("flags", "changes", "reads"), STEPS)
 def test_a_step_is_on_the_device_and_reads_what_is_documented(
     flags: str, changes: dict[str, Any], reads: dict[str, int], device: Device, built: Any
