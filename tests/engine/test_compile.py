@@ -117,6 +117,7 @@ def test_regions_are_compiled_once_for_all_blocks_with_the_losses_of_an_eager_ru
     assert not counters["graph_break"]
 
 
+@pytest.mark.long  # regions of one kind are above
 def test_layers_without_rotation_are_compiled_apart_with_the_losses_of_an_eager_run(
     quickly, monkeypatch
 ):

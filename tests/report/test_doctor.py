@@ -108,6 +108,7 @@ def test_a_resumed_run_is_left_in_peace(trains, trained: Trained, tmp_path: Path
     assert kinds(trained.run) == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "flags"), SICK)
 def test_what_ails_a_run_is_named(trains, kind: str, flags: dict[str, Any], capsys):
     out = trains(**flags)

@@ -364,6 +364,7 @@ def test_a_wrong_kind_is_named_at_the_first_line(tmp_path):
         assert words in str(report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("packing", [".xz", ".bz2"])
 def test_a_bomb_is_unpacked_in_pieces(tmp_path, packing):
     packer = lzma.LZMACompressor() if packing == ".xz" else bz2.BZ2Compressor()
