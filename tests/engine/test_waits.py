@@ -155,7 +155,11 @@ ALL = {"spike_guard": True, "verify_interval": 2, "ema": 0.9, "profile": True, "
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("holds", [True, False])
-@pytest.mark.parametrize("more", [{"dtype": "float32"}, {"dtype": "bfloat16"}, ALL], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{"dtype": "float32"}, {"dtype": "bfloat16"}, pytest.param(ALL, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_a_run_on_a_late_device_is_that_of_a_cpu_bit_for_bit(
     run: Callable[..., list[dict[str, Any]]],
     tmp_path: Path,
@@ -200,6 +204,7 @@ def test_the_figures_of_a_step_are_waited_for(monkeypatch: pytest.MonkeyPatch, i
         assert held.values() == ([6.5, 4.0, 0.25] if is_waited_for else [0.0] * 3)
 
 
+@pytest.mark.long
 def test_a_check_is_not_charged_with_the_steps_before_it(
     run: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ):

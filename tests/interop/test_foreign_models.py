@@ -264,6 +264,7 @@ def test_logits_are_those_of_transformers_or_the_field_is_named(name, saved, tmp
     assert all(torch.equal(after.read(name), before.read(name)) for name in before.shapes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_run_from_it_resumes_bit_for_bit_generates_and_is_exported(name, saved, tmp_path):
     lines = (json.dumps({"text": text}) for text in sentences(4, 60))

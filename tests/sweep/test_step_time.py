@@ -38,6 +38,7 @@ def test_processes_are_measured_together():
     assert speed > 0
 
 
+@pytest.mark.long  # for one sentence a process imports torch
 def test_a_process_that_ends_is_told(capfd: pytest.CaptureFixture[str]):
     with pytest.raises(UsageError, match="no step could be measured on cpu"):
         list(speeds([{**LEAST, "n_heads": 3}], "cpu", 1, 1))

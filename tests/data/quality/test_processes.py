@@ -77,6 +77,7 @@ def test_only_a_few_documents_are_read_ahead(monkeypatch):
     assert ahead <= 4 * 10
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("stop", "victim"),
     [(signal.SIGINT, "parent"), (signal.SIGKILL, "worker"), (signal.SIGKILL, "parent")],

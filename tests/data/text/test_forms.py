@@ -113,6 +113,7 @@ def test_json_is_what_datasets_loads(tmp_path, monkeypatch):
         assert documents_of(path) == list(loaded["train"]["text"])
 
 
+@pytest.mark.long  # thousands of texts
 def test_a_mutated_list_is_read_as_json_loads_it_or_refused(tmp_path):
     """No item is read differently, and none of what is no JSON is read without a word."""
     chance = random.Random(3)
@@ -269,6 +270,7 @@ def test_a_bad_row_is_named_by_line_and_byte(tmp_path, content, reports):
         assert one == wanted or str(one).startswith(f"{path}:{wanted}")
 
 
+@pytest.mark.long  # thousands of texts
 def test_a_mutated_csv_is_read_as_csv_and_pyarrow_read_it_or_refused(tmp_path):
     chance = random.Random(7)
     written = io.StringIO(newline="")

@@ -17,7 +17,7 @@ from minimind.errors import DataError
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse
 
 
-@pytest.fixture(scope="module", params=[512, 4096])
+@pytest.fixture(scope="module", params=[512, pytest.param(4096, marks=pytest.mark.long)])
 def model(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     train_tokenizer(prose(1) + verse(1), request.param, path)
