@@ -91,6 +91,7 @@ def joined(events: list[Any], key: str) -> str:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_stream_is_the_whole_in_pieces(server: InProcess, settings):
     body = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 40, **settings}
