@@ -22,6 +22,7 @@ pytestmark = pytest.mark.launch
 WRAPPERS = {
     "ddp, fp32": "AdamW",
     "ddp, bf16": "MasterWeights",
+    "2, bf16, experts": "DeepSpeedZeroOptimizer",
     "2, bf16, experts, Muon": "DeepSpeedZeroOptimizer",
     "0, fp32": "AdamW",
     "0, bf16": "FP16_UnfusedOptimizer",

@@ -295,6 +295,7 @@ def test_a_run_from_it_resumes_bit_for_bit_generates_and_is_exported(name, saved
 
 def test_what_a_file_leaves_open_is_said_once(saved, tmp_path, capsys):
     folder = saved("Llama 2, dynamic")
+    capsys.readouterr()  # the first to save it shows a bar
     assert run("import", "--from", "llama", folder, "--out", tmp_path / "out") == 0
     note = "rope_theta 10000, the default of transformers; without the dynamic scaling, which"
     assert capsys.readouterr().err.startswith(f"{folder}: {note} begins beyond 64 positions\n")
