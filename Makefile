@@ -30,7 +30,7 @@ endif
 .PHONY: help setup train test test-all oldest versions check-python gpu gpu-bench check check-export fix smoke matrix elastic faults examples docs clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { print $$1 "\t" $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make .venv, install the tested versions into it, and name its build of torch
 	@$(BIN)/minimind env --brief
@@ -51,8 +51,9 @@ train: $(RUN_READY) ## train the tiny model on what this Python says about itsel
 	  --save_interval 100 --eval_interval 200 $(ON_DEVICE)
 	@echo
 	@echo "A sample, after the prompt 'class Reader:' (another --seed, another text; what comes next is above):"
-	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt "$$(printf 'class Reader:\n    """')" \
-	  --max_new_tokens 80 --temperature 0.3 --repetition_penalty 1.1 | fold -s -w 92 | sed 's/^/  | /'
+	@text=$$($(BIN)/minimind generate --checkpoint $(SAMPLE)/run --max_new_tokens 80 --temperature 0.3 \
+	  --repetition_penalty 1.1 --prompt "$$(printf 'class Reader:\n    """')") \
+	  && printf '%s\n' "$$text" | fold -s -w 92 | sed 's/^/  | /'
 
 test: $(READY) ## everything that fits in minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -75,7 +76,7 @@ check-python:
 	@$(PYTHON) scripts/check_environment.py $(NEEDS)
 
 gpu: NEEDS := pytest
-gpu: $(ENVIRONMENT) ## all that one GPU has to show, to out/gpu: 20 minutes at most; DEVICE=mps: an Apple one, DEVICE=cpu tries it, PYTHON=python3 uses that
+gpu: $(ENVIRONMENT) ## all that one GPU has to show, to out/gpu: 20 minutes at most; DEVICE=mps, xpu or npu: another one, DEVICE=cpu tries it, PYTHON=python3 uses that
 	$(RUN) -m tests.gpu --device $(DEVICE) --out out/gpu
 
 gpu-bench: $(ENVIRONMENT) ## speed on one CUDA GPU: tokens/s, MFU, memory of 26m, 104m, 0.4b, to out/gpu.json

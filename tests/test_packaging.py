@@ -29,6 +29,7 @@ PRODUCT_EXTRAS = (
     "ray",
     "remote",
     "quality",
+    "serve",
 )  # the others are for developers
 TRAIN = """
 import minimind

@@ -34,6 +34,7 @@ def test_every_flag_named_exists():
         "format",
         "out",
         "hours",
+        "watch",
     }  # of minimind generate, eval, export, report and init, and argparse
     for name in re.findall(r"--(?:no-)?([a-z][a-z_0-9]+)", README):
         assert name in FLAGS or name in beside, name

@@ -79,10 +79,22 @@ LADDER = (
 
 @dataclass(frozen=True)
 class Text:
-    """A text, from a sample: bytes of documents, and bytes of a token by size of vocabulary."""
+    """A text, from a sample: bytes of documents, and bytes of a token by size of vocabulary.
+
+    Raise DataError without enough rows for any size.
+    """
 
     bytes: float
     bytes_per_token: Callable[[int], float]
+    held_out: float = HELD_OUT  # share of its documents
+
+    def __post_init__(self) -> None:
+        if self.bytes < SMALLEST_TEXT:
+            raise DataError(
+                f"--data_path: the text has {self.bytes:,.0f} bytes, and the smallest model of"
+                f" `minimind init` needs {SMALLEST_TEXT:,}, of which 1 % validates it;"
+                " add text"
+            )
 
 
 @dataclass(frozen=True)
@@ -112,21 +124,21 @@ def choose(
     text: Text,
     hours: float,
     start_seconds: float,
-    speed_of: Callable[[Size], float],
+    speed_of: Callable[[Size, float], float],
     has_room: Callable[[Size], bool] = lambda size: True,
 ) -> Choice:
     """The largest size that time, text and memory allow.
 
-    `speed_of` has the tokens per second of a size on the whole machine; it is asked in the order of
-    the ladder, up to the first that is too large. Raise DataError for a text without enough rows
-    for any size, UsageError for a time that ends before the smallest is trained.
+    `speed_of` has the tokens per second of a size on the whole machine in a run of so many seconds;
+    it is asked in the order of the ladder, up to the first that is too large. Raise UsageError for
+    a time that ends before the smallest is trained.
     """
-    if text.bytes < SMALLEST_TEXT:
-        raise DataError(
-            f"the text has {text.bytes:,.0f} bytes, and the smallest model of `minimind init` needs"
-            f" {SMALLEST_TEXT:,}, of which 1 % validates it; add text"
-        )
     seconds = (hours * 3600 - start_seconds) * OF_STEPS
+    if seconds <= 0:
+        raise UsageError(
+            f"--hours {hours:g} ends before the first step, about {start_seconds:.0f} seconds after"
+            f" the command; give --hours {_rounded_up(start_seconds / 1800)} or more"
+        )
     chosen, limit = LADDER[0], "the ladder"
     speeds: dict[str, float] = {}
     for size in LADDER:
@@ -139,7 +151,7 @@ def choose(
             if not has_room(size):
                 limit = "the memory"
                 break
-        speeds[size.name] = speed_of(size)
+        speeds[size.name] = speed_of(size, seconds)
         if size is not LADDER[0] and (
             speeds[size.name] * seconds < tokens_per_parameter(parameters) * parameters
         ):
@@ -149,7 +161,7 @@ def choose(
     speed = speeds[chosen.name]
     vocab_size = chosen.vocabulary(text.bytes)
     shape = chosen.shape(vocab_size)
-    text_tokens = int(text.bytes / text.bytes_per_token(vocab_size) * (1 - HELD_OUT))
+    text_tokens = int(text.bytes / text.bytes_per_token(vocab_size) * (1 - text.held_out))
     step = ROWS * shape.max_seq_len
     if speed * seconds < FEWEST_STEPS * step:
         least = (start_seconds + FEWEST_STEPS * step / speed / OF_STEPS) / 3600

@@ -50,19 +50,20 @@ def torch_build_lines() -> list[str]:
     import torch
 
     from minimind.runtime.device import CUDA
-    from minimind.runtime.hardware import invisible_gpus_fault, list_gpus
+    from minimind.runtime.hardware import invisible_gpus_fault, list_gpus, torch_build
 
-    cuda, visible = torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES")
-    lines = [f"torch {torch.__version__}, {f'built for CUDA {cuda}' if cuda else 'without CUDA'}"]
+    built = f"built for {build}" if (build := torch_build()) else "without CUDA"
+    lines = [f"torch {torch.__version__}, {built}"]
     if not CUDA.is_available():
-        fault, remedy = invisible_gpus_fault(list_gpus(), cuda, visible)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        fault, remedy = invisible_gpus_fault(list_gpus(), torch.version.cuda, visible)
         lines += [f"warning: it cannot use the GPUs, since {fault}; {remedy}"] if fault else []
     return lines
 
 
 def facts_lines(facts: HostFacts) -> list[str]:
     """The facts as labelled lines."""
-    cuda = f"for CUDA {facts.torch_cuda}" if facts.torch_cuda else "without CUDA"
+    built = f"for {facts.torch_build}" if facts.torch_build else "without CUDA"
     driver = f"; driver {facts.gpus[0].driver}" if facts.gpus else ""
     visible = "" if facts.visible is None else f"; CUDA_VISIBLE_DEVICES={facts.visible}"
     ops = [f"{name} {'no' if fault else 'yes'}" for name, fault in facts.ops.items()]
@@ -70,7 +71,7 @@ def facts_lines(facts: HostFacts) -> list[str]:
     rows = {
         "minimind": f"{DISTRIBUTION}, {facts.system}",
         "versions": ", ".join(f"{name} {number}" for name, number in facts.versions.items()),
-        "CUDA": f"torch is built {cuda}; NCCL {facts.nccl}{driver}",
+        "CUDA": f"torch is built {built}; NCCL {facts.nccl}{driver}",
         "GPUs": facts.accelerator
         or f"{_gpus(facts)}; torch sees {facts.torch_gpus} of {facts.host_gpus}{visible}",
         "support": _support(facts),

@@ -8,32 +8,51 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import wrap
+from time import perf_counter, process_time
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from minimind.architecture.costs import GPUS, known_gpu, named_gpu
-from minimind.config.arguments import at_least, non_empty, non_empty_path, positive
+from minimind.config.arguments import (
+    at_least,
+    count_of_bytes,
+    non_empty,
+    non_empty_path,
+    positive,
+    utf8,
+)
 from minimind.config.flags import DEVICES
-from minimind.config.run_config import CONFIGS, LAUNCH
-from minimind.errors import RunError, UsageError
+from minimind.config.run_config import CONFIGS, LAUNCH, RunConfig
+from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime.durable_files import storing, write_whole
-from minimind.runtime.terminal import aligned, phase, shorten_line
+from minimind.runtime.terminal import aligned, phase, printable, shorten_line
 from minimind.runtime.urls import HUB_PREFIX, begins_as_url, masked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from minimind.architecture.choice import Choice, Size
 
 HOURS = 1.0
+# Documents are held out by their hashes: where 5 are expected, none is once in 150 texts.
+HELD_OUT_DOCUMENTS, FEWEST_DOCUMENTS = 5, 50
+TOO_FEW = (
+    f"nothing, so the run is not validated: it takes {FEWEST_DOCUMENTS} documents, such as a .jsonl"
+    " file with a paragraph a line (a .txt file is one document), or --val_path of the run"
+)
 MARK = "# Written by `minimind init`"
 SAMPLE_BYTES, PARTS = 2**20, 16  # of the text, in places that are spread over it
-# Imports, tokenizer and first step of a small text; on a GPU compiling too.
+# Imports, tokenizer, first step and samples of a small text; on a GPU compiling too.
 START_SECONDS = {"cpu": 30.0}
+SLOWEST_START = 4.0  # 115 s with ten processes on each core
+MOST_EVALUATIONS, OF_EVALUATIONS = 10, 0.05  # of a run, and their share of its time at most
 PREPARED_PER_SECOND = 2e6  # bytes of text per process, assumed
 # A step of `strong` over one of AdamW, a measured step over the estimate (docs/measurements.md).
 OF_ESTIMATE = 1.2 * 1.3
@@ -52,7 +71,13 @@ def add_parser(subs: Any) -> None:
     )
     add = parser.add_argument
     text = "text files or folders, as --data_path of a run"
-    add("--data_path", nargs="+", type=non_empty, metavar="TEXT", help=text)
+    add("paths", nargs="*", type=non_empty, metavar="TEXT", help=text)
+    add("--data_path", nargs="+", type=non_empty, metavar="TEXT", help="more of them")
+    add("--text_field", type=utf8, help="field or column of the text (default: text)")
+    text = "longest document, in UTF-8 (default: 64MiB)"
+    add("--max_document_bytes", type=count_of_bytes, help=text)
+    text = "stop at a bad document (error), or skip it, here and in the run (default: error)"
+    add("--on_bad_data", choices=("error", "skip"), help=text)
     add("--hours", type=positive, help=f"time from the command to the end (default {HOURS:g})")
     text = "YAML file to write; its prompts for samples are beside it"
     add("--out", type=non_empty_path, default=Path("run.yaml"), help=text)
@@ -71,42 +96,61 @@ def add_parser(subs: Any) -> None:
 
 def run_init(args: argparse.Namespace) -> None:
     """Ask, choose, write, and print what to expect."""
-    prompts = args.out.with_suffix(".prompts.txt")
-    _check_out(args.out, prompts, args.force)
+    prompts = _prompts_beside(args.out, args.force)
+    args.data_path = [*args.paths, *(args.data_path or [])]
     _ask(args)
     args.out_dir = args.out_dir or _usual_folder(args.data_path)
     from minimind.architecture.choice import Text, choose
 
-    text = read_sample(args.data_path)
+    began = perf_counter(), process_time()
+    reading = {"text_field": args.text_field, "max_document_bytes": args.max_document_bytes}
+    reading = {name: value for name, value in reading.items() if value is not None}
+    sample = read_sample(args.data_path, reading, args.on_bad_data == "skip")
+    # What else runs slows the start, too.
+    slowed = (perf_counter() - began[0]) / max(1e-3, process_time() - began[1])
+    text = Text(sample.bytes, sample.bytes_per_token, held_out_of(sample.documents))
     machine = find_machine(args)
-    print(f"text       {shorten_line(' '.join(args.data_path), 50)}: {_size(text.bytes)}")
+    print(f"text       {shorten_line(' '.join(args.data_path), 50)}: {_described(sample)}")
     print(f"machine    {machine.name}; {machine.how}", flush=True)
-    start = START_SECONDS.get(machine.device, 60.0) + text.bytes / PREPARED_PER_SECOND
+    start = START_SECONDS.get(machine.device, 60.0) + sample.bytes / PREPARED_PER_SECOND
+    start *= min(max(slowed, 1.0), SLOWEST_START) if machine.kind == "measured" else 1.0
     with phase("trying tokenizers and the steps of models", after=0.5):
-        choice = choose(
-            Text(text.bytes, text.bytes_per_token),
-            args.hours,
-            start,
-            machine.speed_of,
-            machine.has_room,
-        )
-    content = yaml_text(args, choice, text, machine, prompts)
+        choice = choose(text, args.hours, start, machine.speed_of, machine.has_room)
+    content = yaml_text(args, choice, sample, machine, prompts)
     with storing(str(args.out), "give another --out"):
         write_whole(args.out, content.encode())
-        write_whole(prompts, "".join(f"{one}\n" for one in text.prompts).encode())
-    print(f"\n{expectation(choice, text, machine)}\n")
-    processes = "" if args.gpus is None else f"NUM_PROCESSES={args.gpus} "
+        write_whole(prompts, "".join(f"{one}\n" for one in sample.prompts).encode())
+    print(f"\n{expectation(choice, sample, machine, args.hours)}\n")
+    if (Path(args.out_dir).expanduser() / "checkpoints").exists():
+        print(
+            f"note       {args.out_dir} holds a run that other settings do not continue; for a new"
+        )
+        print("           one give another --out_dir\n")
+    is_named = args.gpus is not None or args.gpu_model is not None
+    processes = f"NUM_PROCESSES={machine.processes} " if is_named else ""
     print(f"{args.out} says why each number is as it is. Start:")
     print(f"  {processes}{LAUNCH} --config {shlex.quote(str(args.out))}")
 
 
-def _check_out(out: Path, prompts: Path, force: bool) -> None:
-    """Raise UsageError if something lies where the files go, unless --force replaces our own."""
-    for path in (out, prompts):
-        if os.path.lexists(path) and not force:
-            raise UsageError(f"--out {path} exists; give another file, or --force to replace it")
+def _prompts_beside(out: Path, force: bool) -> Path:
+    """Where the prompts go; raise UsageError if something lies where the files go, unless --force
+    replaces our own, and StorageError where none can be made.
+    """
+    if os.path.isdir(out):  # Path.is_dir raises below a closed folder
+        raise UsageError(f"--out {out} is a folder; give a file in it, such as {out / 'run.yaml'}")
+    prompts = out.with_suffix(".prompts.txt")
+    if not os.path.isdir(out.parent):
+        raise StorageError(
+            f"--out {out}: there is no folder {out.parent}; make it, or give another"
+        )
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise StorageError(f"--out {out}: {out.parent} may not be written to; give another --out")
     if not os.path.lexists(out):
-        return
+        if os.path.lexists(prompts):
+            raise UsageError(f"--out {out}: {prompts}, which goes beside it, exists; give another")
+        return prompts
+    if not force:
+        raise UsageError(f"--out {out} exists; give another file, or --force to replace it")
     line = b"-"
     if out.is_file() and not out.is_symlink():
         with out.open("rb") as file:
@@ -116,17 +160,19 @@ def _check_out(out: Path, prompts: Path, force: bool) -> None:
             f"--out {out} was not written by `minimind init`, and --force replaces nothing else;"
             " give another file"
         )
+    return prompts
 
 
 def _ask(args: argparse.Namespace) -> None:
     """Fill in text, hours and folder from the terminal; raise UsageError without one."""
-    is_asked = not args.yes and args.data_path is None
+    is_asked = not args.yes and not args.data_path
     if args.data_path:
         for path in args.data_path:
             _require_local(path)
     elif not (is_asked and sys.stdin.isatty()):
         raise UsageError(
-            "minimind init asks on a terminal alone; give --data_path TEXT... and --hours N"
+            "no text is given, and minimind init asks for it on a terminal alone; give --data_path"
+            " TEXT... and --hours N"
         )
     if is_asked:
         while True:
@@ -160,19 +206,22 @@ def _answer(question: str, default: str) -> str:
     try:
         return input(f"{question}{hint}: ").strip() or default
     except EOFError:
+        print()  # the line of the question has not ended
         raise UsageError(
             "the answers ended; give --data_path TEXT... and --hours N, or answer again"
         ) from None
 
 
 def _require_local(path: str) -> None:
+    """Raise UsageError for text of another machine, DataError for what is none."""
     if begins_as_url(path) or path.startswith(HUB_PREFIX):
         raise UsageError(
             f"--data_path {masked(path)}: is not on this machine, where init reads a sample of it;"
             " fetch it, or give a part of it"
         )
-    if not Path(path).expanduser().exists() and not set("*?[") & set(path):
-        raise UsageError(f"--data_path {path}: no such file or folder; give the path of a text")
+    from minimind.data.text.inputs import find_files
+
+    find_files([path])
 
 
 @dataclass(frozen=True)
@@ -180,6 +229,7 @@ class Sample:
     """The size of a text by a sample of it."""
 
     bytes: float
+    documents: float
     passages: list[str]
     prompts: list[str]  # openings of documents
     xz: float  # bits per byte of the sample
@@ -197,11 +247,16 @@ class Sample:
             return len(held_out.encode()) / max(1, len(tokenizer.encode(held_out)))
 
 
-def read_sample(paths: list[str]) -> Sample:
-    """Read about SAMPLE_BYTES of the text; raise DataError for what a run would refuse."""
+def read_sample(
+    paths: list[str], reading: Mapping[str, Any] = MappingProxyType({}), skips_bad: bool = False
+) -> Sample:
+    """Read about SAMPLE_BYTES of the text; raise DataError for what a run would refuse.
+
+    `reading` has fields of ReadOptions.
+    """
     import lzma
 
-    from minimind.data.prepare.encode import documents_of, refuse
+    from minimind.data.prepare.encode import documents_of, ignore, refuse
     from minimind.data.text.documents import ReadOptions
     from minimind.data.text.inputs import find_files, require_once, segments_of
 
@@ -212,12 +267,13 @@ def read_sample(paths: list[str]) -> Sample:
     every = max(1, -(-len(segments) // PARTS))
     chosen = segments[::every]
     most = SAMPLE_BYTES // len(chosen)
+    options = ReadOptions(**reading)
     texts: list[str] = []
     prompts: list[str] = []
     text_bytes = read_bytes = 0
     for segment in chosen:
         size = read = before = 0
-        for text, read in documents_of([segment], ReadOptions(), refuse):
+        for text, read in documents_of([segment], options, ignore if skips_bad else refuse):
             if segment.start and not before:  # the bytes before it are of another document
                 before = read
                 continue
@@ -230,13 +286,27 @@ def read_sample(paths: list[str]) -> Sample:
                 break
         text_bytes += size
         read_bytes += read - before
+    if not texts:
+        raise DataError(
+            f"--data_path {masked(paths[0])}: no document that was read is usable; leave out"
+            " --on_bad_data skip to see why"
+        )
     joined = "\n".join(texts)
     quarter = max(1, len(joined) // 4)
     passages = [joined[:quarter], joined[quarter:]]
     content = joined.encode()
-    ratio = text_bytes / max(1, read_bytes)
+    share = total / max(1, read_bytes)
     xz = 8 * len(lzma.compress(content)) / max(1, len(content))
-    return Sample(ratio * total, passages, prompts or ["The"], xz)
+    return Sample(text_bytes * share, len(texts) * share, passages, prompts or ["The"], xz)
+
+
+def held_out_of(documents: float) -> float:
+    """--val_fraction by which some of so many documents are held out, 0 for too few of them."""
+    from minimind.architecture.choice import HELD_OUT
+
+    if documents < FEWEST_DOCUMENTS:
+        return 0.0
+    return min(1.0, max(HELD_OUT, round(HELD_OUT_DOCUMENTS / documents, 3)))
 
 
 @dataclass(frozen=True)
@@ -248,13 +318,12 @@ class Machine:
     processes: int
     how: str  # how the speed is known
     kind: str  # measured or estimated
-    speed_of: Callable[[Size], float]
+    speed_of: Callable[[Size, float], float]
     has_room: Callable[[Size], bool]
 
 
 def find_machine(args: argparse.Namespace) -> Machine:
     """The GPUs that are named or here, else two processes of the CPU, as the start takes them."""
-    from minimind.architecture.choice import LADDER
     from minimind.architecture.costs import GPUModel, Layout, likely_step
     from minimind.architecture.plan import recommend
 
@@ -295,7 +364,7 @@ def find_machine(args: argparse.Namespace) -> Machine:
     if gpu is not None and gpu.bandwidth:
         known = gpu
 
-        def estimated(size: Size) -> float:
+        def estimated(size: Size, _: float) -> float:
             here = replace(layout(size), stage=None, optimizer="adamw")
             step = likely_step(size.shape(), here, known)
             assert step is not None
@@ -307,29 +376,53 @@ def find_machine(args: argparse.Namespace) -> Machine:
             f"{processes} x {name}", device, processes, how, "estimated", estimated, has_room
         )
     from minimind.runtime.environment import usable_cores
-    from minimind.sweep.step_time import speeds
+    from minimind.sweep.step_time import measured_steps
 
     threads = max(1, usable_cores() // processes)
-    flags = [
-        {
-            **{"optimizer": "muon", "muon_scaling": "match_rms_adamw", "doc_mask": "true"},
-            **{"tie_word_embeddings": "false", "vocab_size": size.largest_vocab},
-            **{**size.flags, "batch_size": 2048 // size.shape().max_seq_len},
-        }
-        for size in LADDER
-    ]
-    measured = speeds(flags, device, processes, threads)
+    measured = measured_steps([*measured_runs()], device, processes, threads)
     shown = "CPU processes" if device == "cpu" else device
     how = "speed measured by a few steps, with what else runs now"
+
+    def speed(size: Size, seconds: float) -> float:
+        return speed_by_steps(size, seconds, processes, next(measured), next(measured))
+
     return Machine(
-        f"{processes} {shown}, {name}",
-        device,
-        processes,
-        how,
-        "measured",
-        lambda size: next(measured),
-        has_room,
+        f"{processes} {shown}, {name}", device, processes, how, "measured", speed, has_room
     )
+
+
+def measured_runs() -> Iterator[dict[str, Any]]:
+    """The flags of the two runs of each size of the ladder whose steps are measured."""
+    from minimind.architecture.choice import LADDER
+
+    for size in LADDER:
+        for rows in (1, _most_rows(size)):
+            yield {
+                **{"optimizer": "muon", "muon_scaling": "match_rms_adamw", "doc_mask": "true"},
+                **{"tie_word_embeddings": "false", "vocab_size": size.largest_vocab},
+                **{**size.flags, "batch_size": rows},
+            }
+
+
+def _most_rows(size: Size) -> int:
+    return max(2, 2048 // size.shape().max_seq_len)
+
+
+def speed_by_steps(size: Size, seconds: float, processes: int, one: float, most: float) -> float:
+    """Tokens per second of a run, by the time of a step of one row and of the most that are
+    measured: the shorter the run, the fewer are the rows that share what each step takes.
+    """
+    from minimind.config.rules import suited_rows
+
+    rows, length = _most_rows(size), size.shape().max_seq_len
+    per_row = max(0.0, most - one) / (rows - 1)
+    while True:
+        speed = processes * rows * length / (one + (rows - 1) * per_row)
+        tokens = int(speed * seconds)
+        suited = suited_rows(processes, length, tokens, tokens // length) // processes
+        if suited >= rows or rows == 1:
+            return speed
+        rows = suited
 
 
 def _stage(choice: Choice, machine: Machine) -> str:
@@ -349,20 +442,29 @@ def yaml_text(
     args: argparse.Namespace, choice: Choice, text: Sample, machine: Machine, prompts: Path
 ) -> str:
     """The file: a reason behind each value."""
-    from minimind.architecture.choice import MOST_EPOCHS
+    from minimind.architecture.choice import MEASURED, MOST_EPOCHS
 
     steps, rows = steps_of(choice, machine)
     data = json.dumps(args.data_path, ensure_ascii=False)
     per_parameter = choice.tokens / choice.shape.parameters
-    bytes_per_token = text.bytes * 0.99 / choice.text_tokens
-    every = max(1, steps // 10)
+    held_out = held_out_of(text.documents)
+    bytes_per_token = text.bytes * (1 - held_out) / choice.text_tokens
+    every = max(1, steps // MOST_EVALUATIONS)
+    evaluations = evaluations_of(choice)
     recipe = (CONFIGS / "recipes" / "strong.yaml").read_text(encoding="utf-8")
     if choice.tokens < 500_000:
         recipe = recipe.replace("_rate: 0.008", "_rate: 0.002")
+    if choice.shape.parameters > 2 * max(run.parameters for run in MEASURED):
+        untried = "; untried for so large a model: lower it if the loss jumps"
+        recipe = re.sub(r"^(\w*_rate|muon_lr): .*", rf"\g<0>{untried}", recipe, flags=re.MULTILINE)
     lines = [
         f"{MARK} for {_size(text.bytes)} of text, {args.hours:g} hours,",
         f"# and {machine.name}. Flags of the command line win over this file.",
-        f"data_path: {data} # your text; 1 % of its documents is held out for validation",
+        f"# Paths are as from {printable(os.getcwd())}, where it was written.",
+        f"data_path: {data} # your text",
+        f"val_fraction: {held_out:g} # of about {text.documents:,.0f} documents, for validation"
+        + ("" if held_out else f", which takes {FEWEST_DOCUMENTS}"),
+        *_reading(args),
         f"out_dir: {json.dumps(args.out_dir, ensure_ascii=False)} # log, checkpoints, report",
         "",
         f"# The model: {choice.shape.parameters:,} parameters; {choice.limit} allows no more.",
@@ -377,7 +479,7 @@ def yaml_text(
         f"deepspeed_config: {_stage(choice, machine)} # fits"
         + (" without ZeRO, which takes longer" if _stage(choice, machine) == "none" else ""),
         f"save_interval: {every} # a tenth of the run; also every 30 minutes (save_minutes)",
-        f"eval_interval: {every} # a tenth of the run",
+        f"eval_interval: {-(-steps // evaluations)} # {evaluations} times",
         f"sample_interval: {max(1, steps // 4)} # a text for each prompt, four times",
         f"sample_prompts: {json.dumps(str(prompts), ensure_ascii=False)} # openings of your text",
     ]
@@ -386,30 +488,58 @@ def yaml_text(
     return "\n".join([*lines, "", "# The recipe `strong`:", recipe])
 
 
-def expectation(choice: Choice, text: Sample, machine: Machine) -> str:
+def evaluations_of(choice: Choice) -> int:
+    """So many that they take a small share of the run; a forward takes a third of a step."""
+    tokens = RunConfig.eval_rows * choice.shape.max_seq_len / 3
+    return max(2, min(MOST_EVALUATIONS, int(OF_EVALUATIONS * choice.tokens / tokens)))
+
+
+def _reading(args: argparse.Namespace) -> list[str]:
+    """The lines on how the text is read, as the flags have it."""
+    return [
+        f"{name}: {json.dumps(value, ensure_ascii=False)} # --{name}"
+        for name in ("text_field", "max_document_bytes", "on_bad_data")
+        if (value := getattr(args, name)) is not None
+    ]
+
+
+def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) -> str:
     """The table of what to expect."""
-    from minimind.architecture.choice import MEASURED, bits_per_byte_range
+    from minimind.architecture.choice import MEASURED, MOST_EPOCHS, bits_per_byte_range
 
     steps, rows = steps_of(choice, machine)
     low, high = bits_per_byte_range(text.xz)
     slowest = choice.hours * SLOWER[machine.kind]
     tokens = [run.tokens for run in MEASURED]
+    bits = f"{low:.2f} to {high:.2f}: a guide, no law"
+    if choice.tokens > 2 * max(tokens):
+        bits = f"below {high:.2f}; how far below, no measured run tells"
+    held_out = held_out_of(text.documents)
+    validated = f"{held_out:.2g} of the documents, about {held_out * text.documents:,.0f}"
+    limit = f"{choice.limit} allows no larger model"
+    if choice.epochs > 0.99 * MOST_EPOCHS:
+        limit += f"; {MOST_EPOCHS:g} epochs of the text end before the {hours:g} hours: add text"
     table = {
         "model": f"{choice.size.name}, {choice.shape.parameters:,} parameters, vocabulary"
         f" {choice.vocab_size:,}",
         "tokens": f"{choice.tokens:,}, {choice.tokens / choice.shape.parameters:.3g} per parameter",
         "epochs": f"{choice.epochs:.3g} of {choice.text_tokens:,} tokens",
+        "held out": validated if held_out else TOO_FEW,
         "steps": f"about {steps:,} of {rows} rows of {choice.shape.max_seq_len} tokens",
         "hours": f"{choice.hours:.2g}, up to {slowest:.2g} ({machine.kind}:"
         f" {choice.tokens_per_second:,.0f} tokens/s)",
-        "bits/byte": f"{low:.2f} to {high:.2f}: a guide, no law. xz needs {text.xz:.2f} for a MiB"
-        " of this text;",
-        "": f"{len(MEASURED)} runs of {min(tokens) / 1e6:.1f} to {max(tokens) / 1e6:.1f}M tokens"
-        " ended at"
+        "bits/byte": f"{bits}. xz needs {text.xz:.2f} for a MiB of this text; {len(MEASURED)} runs"
+        f" of {min(tokens) / 1e6:.1f} to {max(tokens) / 1e6:.1f}M tokens ended at"
         f" {low / text.xz:.2f} to {high / text.xz:.2f} of xz (docs/measurements.md)",
-        "limit": f"{choice.limit} allows no larger model",
+        "limit": limit,
     }
-    return aligned(table.items())
+    lines = [(name, wrap(value, 80)) for name, value in table.items()]
+    return aligned((name * (not n), part) for name, parts in lines for n, part in enumerate(parts))
+
+
+def _described(text: Sample) -> str:
+    plural = "" if round(text.documents) == 1 else "s"
+    return f"{_size(text.bytes)} in about {text.documents:,.0f} document{plural}"
 
 
 def _size(count: float) -> str:

@@ -29,6 +29,7 @@ from minimind.config.arguments import (
     at_least,
     is_of_other_locale,
     non_empty_path,
+    parser_of,
     positive,
     share,
     size_in_bytes,
@@ -232,10 +233,13 @@ def _run(argv: list[str]) -> int:
             every = "minimind --help lists every command"
             hint = equivalent_command(argv[0]) or suggest(argv[0], [*COMMANDS], every)
             raise UsageError(f"unknown command {shorten_line(argv[0])}; {hint}")
-        args, args.run_flags = build_parser().parse_known_args(argv)
+        parser = build_parser()
+        args, args.run_flags = parser.parse_known_args(argv)
         if args.run_flags and args.command not in TAKE_RUN_FLAGS:
+            name, below = args.run_flags[0].partition("=")[0], parser_of(parser, argv)
+            names = [*below._option_string_actions] if name.startswith("--") else []
             raise UsageError(
-                f"unknown argument {args.run_flags[0]}; see minimind {args.command} --help"
+                f"unknown argument {name}; {suggest(name, names, f'see {below.prog} --help')}"
             )
         _require_paths(args, argv)
         with panics_caught():

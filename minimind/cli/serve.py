@@ -26,12 +26,12 @@ from minimind.config.arguments import (
 )
 from minimind.errors import RendezvousError, UsageError
 from minimind.runtime.terminal import phase
+from minimind.runtime.urls import HUB_PREFIX
 
 if TYPE_CHECKING:
     from minimind.serve.answers import ServedModel
 
 KEY = "MINIMIND_API_KEY"
-ANSWERS_END = 3  # seconds that answers have to end after a signal
 
 
 def add_parser(subs: Any) -> None:
@@ -43,7 +43,7 @@ def add_parser(subs: Any) -> None:
         " interface (/v1). Needs the packages starlette and uvicorn.",
         example="minimind serve --checkpoint out/sft --port 8000",
     )
-    add_model(parser)
+    add_model(parser, "a run's out_dir, a step_ directory, an exported one, or hf:DIR")
     add = parser.add_argument
     text = "address to listen on; give --api_key with one that others reach"
     add("--host", type=non_empty, default="127.0.0.1", help=text)
@@ -52,6 +52,8 @@ def add_parser(subs: Any) -> None:
     add("--api_key", metavar="KEY", help=text)
     add("--max_batch", type=at_least(1), default=16, help="texts generated at once")
     add("--max_queue", type=at_least(1), default=64, help="texts that may wait; 429 for more")
+    text = "compute each text by itself: slower, and no rounding depends on other requests"
+    add("--batch_invariant", action="store_true", help=text)
     text = "seconds from a request to the end of its answer"
     add("--timeout", type=positive, default=300.0, help=text)
     text = "most tokens of an answer (default: the positions of the model)"
@@ -84,9 +86,7 @@ def run_serve(args: argparse.Namespace) -> int:
                     f"minimind serve needs the package {package}, which is not installed; pip"
                     " install starlette uvicorn"
                 )
-        import uvicorn
-
-        from minimind.serve.app import Limits, build_app
+        from minimind.serve.app import Limits, build_app, http_server
         from minimind.serve.batching import Scheduler
 
         with phase("loading the model"):
@@ -104,21 +104,14 @@ def run_serve(args: argparse.Namespace) -> int:
             frozenset(names) if is_local else None,
             frozenset(args.allow_origin),
         )
-        scheduler = Scheduler(model, args.max_batch, args.max_queue)
+        scheduler = Scheduler(model, args.max_batch, args.max_queue, args.batch_invariant)
         try:
-            config = uvicorn.Config(
-                build_app(served, scheduler, limits),
-                log_level="critical",  # errors are answered, and bugs printed, by the application
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                timeout_graceful_shutdown=ANSWERS_END,
-            )
+            server = http_server(build_app(served, scheduler, limits))
             print(f"{address(listening)}: {served.name}; Ctrl-C ends", flush=True)
             # Uvicorn ends on a signal, and then raises it again for the handler that was before.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: None)
-            uvicorn.Server(config).run(sockets=[listening])
+            server.run(sockets=[listening])
         finally:
             scheduler.close()
     return 0
@@ -129,24 +122,31 @@ def load(args: argparse.Namespace) -> tuple[Any, ServedModel]:
     from minimind.data.chat.template import ChatTemplate
     from minimind.inference.chat import template_of
     from minimind.inference.generate import Sampling
-    from minimind.inference.load_model import load_model
+    from minimind.inference.load_model import is_exported, load_model
     from minimind.inference.stored_template import place_without_template
     from minimind.serve.answers import ServedModel
     from minimind.serve.batching import require_cache
 
     device = device_of(args)
-    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
+    checkpoint, exported = args.checkpoint, args.model
+    if (
+        checkpoint
+        and exported is None
+        and (checkpoint.startswith(HUB_PREFIX) or is_exported(Path(checkpoint).expanduser()))
+    ):
+        checkpoint, exported = None, checkpoint
+    model, tokenizer, path = load_model(checkpoint, exported, args.tokenizer, args.weights)
     model = model.to(device)
     require_cache(model)
     variables, template = args.chat_template_kwargs, None
-    is_base = place_without_template(args.checkpoint, args.model, args.tokenizer) is not None
+    is_base = place_without_template(checkpoint, exported, args.tokenizer) is not None
     if is_base and variables and args.chat_template is None:
         raise UsageError("--chat_template_kwargs needs a chat template; drop it, or give one")
     if args.chat_template is not None or not is_base:
         found = template_of(tokenizer, args.chat_template, path, variables=variables)
         # Errors name the template to clients: not by a path of this machine.
         template = ChatTemplate(found.source, tokenizer, variables=variables or {})
-    place = str(args.checkpoint or args.model).removeprefix("hf:")
+    place = str(checkpoint or exported).removeprefix(HUB_PREFIX)
     name = Path(place).name or Path.cwd().name
     most = args.max_tokens or model.config.max_position_embeddings
     defaults = Sampling(**ANSWER), Sampling(**TEXT)

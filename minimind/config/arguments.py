@@ -99,6 +99,16 @@ def all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPa
                 yield from all_parsers(below)
 
 
+def parser_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the subcommand that the words of a command line name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for number, word in enumerate(words):
+                if word in action.choices:
+                    return parser_of(action.choices[word], words[number + 1 :])
+    return parser
+
+
 class Parser(argparse.ArgumentParser):
     """ArgumentParser that accepts `--a-b` for `--a_b` and raises UsageError.
 
@@ -162,10 +172,12 @@ penalty = Number(float, "from 0.01 to 100", lambda value: 0.01 <= value <= 100)
 positive = Number(float, "above 0 and finite", lambda value: 0 < value < float("inf"))
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(
+    parser: argparse.ArgumentParser, checkpoint: str = "a run's out_dir, or a step_ directory"
+) -> None:
     """Add the arguments of `minimind.inference.load_model`, and --debug."""
     add = parser.add_argument
-    add("--checkpoint", metavar="PLACE", help="a run's out_dir, or a step_ directory")
+    add("--checkpoint", metavar="PLACE", help=checkpoint)
     exported = "exported directory, or one with weights of a Llama or MiniMind2 model"
     add("--model", metavar="DIR", help=exported)
     tokenizer = "tokenizer of --model (default: the one in DIR)"

@@ -14,7 +14,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -345,6 +347,19 @@ def suggest(name: str, names: Sequence[str], otherwise: str = "--help lists ever
     close += longer if len(longer) == 1 and len(word) > 3 else []
     close += difflib.get_close_matches(word, plain, n=1, cutoff=0.8)
     return f"did you mean {plain[close[0]]}?" if close else otherwise
+
+
+MOST_NAMES = 1000  # of a folder, that are compared with one that is not there
+
+
+def no_such_file(path: Path) -> str:
+    """Describe a path that is not there: from which folder it is read, and the closest name."""
+    where, names = "", []
+    with suppress(OSError):  # the folder is not there either, or closed
+        where = "" if path.is_absolute() else f" in {os.getcwd()}"
+        names = [entry.name for entry in islice(os.scandir(path.parent), MOST_NAMES)]
+    hint = suggest(path.name, names, "correct the path")
+    return f"{path}: there is no such file or directory{where}; {hint}"
 
 
 _FLAG_NAMES = [

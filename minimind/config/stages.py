@@ -196,15 +196,15 @@ def _until(text: Any, place: str) -> Until:
     if value is None:
         raise UsageError(f"{place}: until = {text!r} is no place in the run; {EXAMPLE}")
     exact = Fraction(repr(value)) / (100 if is_percent else 1)
-    if is_percent and exact >= 1:
-        raise UsageError(f"{place}: until = {text} is the end of the run or after it; {EXAMPLE}")
+    if is_percent and exact > 1:
+        raise UsageError(f"{place}: until = {text} is after the end of the run; {EXAMPLE}")
     return Until(exact, is_percent or exact < 1, text)
 
 
 def _require_rising(stages: Sequence[StageText], where: str) -> None:
     """Raise UsageError unless all stages but the last end, each after the one before it."""
     *others, last = stages
-    if last.until is not None:
+    if last.until is not None and not (last.until.is_share and last.until.value == 1):
         raise UsageError(
             f"{where}: stage {last.name}: until = {last.until.text}, and the last stage ends with"
             " the run; drop it"
@@ -215,6 +215,11 @@ def _require_rising(stages: Sequence[StageText], where: str) -> None:
             raise UsageError(
                 f"{where}: stage {stage.name} has no until, which only the last may leave out;"
                 f" {EXAMPLE}"
+            )
+        if stage.until.is_share and stage.until.value == 1:
+            raise UsageError(
+                f"{where}: stage {stage.name}: until = {stage.until.text} is the end of the run,"
+                f" and stages follow; {EXAMPLE}"
             )
         ended = before.until if before else None
         if (

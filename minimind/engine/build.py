@@ -37,6 +37,7 @@ from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_
 from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.runtime.collectives import collective_backend, lost_peers, own_store, rendezvous
 from minimind.runtime.device import CUDA, set_numerics
+from minimind.runtime.environment import allow_connections
 from minimind.runtime.terminal import first_lines, phase
 
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ def _accelerator(device: str, dist_timeout: int, *handlers: Any, **options: Any)
         # `accelerate launch` sets them; under other launchers Accelerate raises without them.
         for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
             os.environ.setdefault(name, "1")
+    allow_connections(int(os.environ.get("WORLD_SIZE", 1)))
     backend, timeout = collective_backend(device, dist_timeout)
     group = InitProcessGroupKwargs(backend=backend, timeout=timeout)
     with rendezvous():

@@ -70,6 +70,13 @@ def build_model(weights: Weights) -> LoadedModel:
     return model.eval(), tokenizer, weights.path
 
 
+def is_exported(path: Path) -> bool:
+    """Whether a place has a model that is no training run's: a file of weights, or a directory."""
+    if path.is_file():
+        return path.suffix in WEIGHTS and not is_checkpoint(path.parent)
+    return (path / CONFIG).is_file() and not is_checkpoint(path)
+
+
 def _check_kind(checkpoint: str | None, model: str | None) -> None:
     """Raise UsageError if the place is empty, GGUF, or belongs to the other flag."""
     flag, place = ("--model", model) if checkpoint is None else ("--checkpoint", checkpoint)
@@ -84,7 +91,5 @@ def _check_kind(checkpoint: str | None, model: str | None) -> None:
         )
     if checkpoint is None and is_checkpoint(path):
         raise UsageError(f"--model {place}: is of a training run; give it as --checkpoint")
-    is_weights = path.is_file() and path.suffix in WEIGHTS and not is_checkpoint(path.parent)
-    is_exported = is_weights or (path / CONFIG).is_file()
-    if checkpoint is not None and not is_checkpoint(path) and is_exported:
+    if checkpoint is not None and is_exported(path):
         raise UsageError(f"--checkpoint {place}: is no training run's; give it as --model")

@@ -22,6 +22,7 @@ from torch._weights_only_unpickler import (  # torch.load raises it; nothing her
 
 from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.tensor_files import Part, readable
+from minimind.config.parse import no_such_file
 from minimind.engine.state import AVERAGE, MASTER
 from minimind.errors import CheckpointError, NumericError, UsageError
 from minimind.model.rotary import half_to_interleaved, interleaved_to_half
@@ -174,7 +175,7 @@ def open_tensors(path: Path) -> TensorSource:
 
 def _open_wrapped(path: Path) -> TensorSource:
     if not path.exists():
-        raise CheckpointError(f"{path}: there is no such file or directory; correct the path")
+        raise CheckpointError(no_such_file(path))
     if not path.is_dir():
         return open_safetensors([path]) if path.suffix == ".safetensors" else open_pickled([path])
     if (path / INDEX).exists():

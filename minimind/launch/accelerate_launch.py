@@ -23,6 +23,7 @@ if not __package__:  # run as a script: import the package from this checkout or
     project = str(Path(__file__).resolve().parents[2])
     sys.path[0:1] = [] if project in sys.path else [project]
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
+from minimind.runtime.environment import allow_connections
 from minimind.runtime.heartbeat import Worker, describe_end, folder, record_end
 from minimind.runtime.process import (
     CAUGHT,
@@ -56,11 +57,15 @@ class StopOnce:
 
 
 def record_ends(here: Path) -> None:
-    """Record in `here` how each child ended, before torchrun waits for it."""
+    """Record in `here` how each child ended, before torchrun waits for it.
+
+    Nothing on macOS before Python 3.13, which has no waitid: a peer then knows only that it ended.
+    """
+    waitid = getattr(os, "waitid", None)
     recorded: set[int] = set()
-    while True:
+    while waitid:
         try:
-            end = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            end = waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:  # none yet
             end = None
         if end and end.si_pid not in recorded:
@@ -93,11 +98,16 @@ def main(arguments: list[str]) -> int:
         threading.Thread(target=record_ends, args=(here,), daemon=True).start()
     try:
         # Imported after the signal handlers are set: the import takes seconds.
+        import yaml
         from accelerate.commands.launch import launch_command, launch_command_parser
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+        given = launch_command_parser().parse_args(arguments)
+        if given.config_file:  # the first host's launcher has a store of all ranks
+            launched = yaml.safe_load(Path(given.config_file).read_text(encoding="utf-8"))
+            allow_connections(launched["num_processes"])
         try:
-            launch_command(launch_command_parser().parse_args(arguments))
+            launch_command(given)
         except ChildFailedError as error:
             failure = error
             traceback.print_exception(error)  # its table, for the log

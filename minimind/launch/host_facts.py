@@ -25,6 +25,7 @@ from minimind.runtime.hardware import (
     invisible_gpus_fault,
     list_gpus,
     nvcc_path,
+    torch_build,
 )
 
 LIBRARIES = ("triton", "accelerate", "deepspeed", "transformers", "sentencepiece", "numpy")
@@ -47,7 +48,8 @@ class HostFacts:
     gpus: Sequence[GPU]  # GPUs that torch sees; if it sees none, those of the host
     torch_gpus: int  # visible to torch
     host_gpus: int  # GPUs that nvidia-smi lists, or more if torch sees more
-    torch_cuda: str | None  # the CUDA version that torch is built for
+    torch_build: str  # what torch is built for
+    torch_cuda: str | None  # of it, the version of CUDA
     visible: str | None  # CUDA_VISIBLE_DEVICES
     accelerator: str  # another than CUDA that --device auto takes; empty without one
     nccl: str
@@ -90,6 +92,7 @@ def read_facts(out_dir: Path) -> HostFacts:
         gpus=of_torch or on_host,
         torch_gpus=torch_gpus,
         host_gpus=max(len(on_host), torch_gpus),
+        torch_build=torch_build(),
         torch_cuda=torch.version.cuda,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         accelerator=_accelerator(),

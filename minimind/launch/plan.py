@@ -26,14 +26,17 @@ from minimind.errors import RendezvousError, RunError, UsageError
 from minimind.runtime.environment import (
     GPU_VARIABLES,
     LAUNCHER_VARIABLES,
+    allow_connections,
     require_numbers,
     usable_cores,
     visible_gpu_names,
 )
 from minimind.runtime.terminal import one_line, phase
 
-# Device files of NVIDIA, AMD and Windows drivers; nvidia-smi may still be missing.
-DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
+# Device files of the drivers of GPUs that CUDA_VISIBLE_DEVICES names (NVIDIA, its Jetsons, AMD,
+# WSL 2), and of others (Ascend, Intel): nvidia-smi may be missing, and knows no others.
+DRIVERS = [Path(f"/dev/{name}") for name in ("nvidiactl", "nvmap", "kfd", "dxg")]
+OTHER_DRIVERS = [Path("/dev/davinci_manager"), Path("/dev/dri/renderD128")]
 LOCAL = "LOCAL_MACHINE"
 PRECISIONS = ("no", "bf16", "fp16")
 # Fields of the YAML that Accelerate does not get: they are exported, or ask for nothing here.
@@ -227,12 +230,13 @@ def count_gpus(visible: str | None, source: str = "CUDA_VISIBLE_DEVICES") -> int
         listed, has_failed = asked.stdout, asked.returncode != 0
     except OSError:
         listed, has_failed = "", True
-    if has_failed and any(driver.exists() for driver in DRIVERS):
-        if names is not None:
+    drivers = DRIVERS if names else DRIVERS + OTHER_DRIVERS
+    if has_failed and any(driver.exists() for driver in drivers):
+        if names:
             return len(names)
-        from minimind.runtime.device import CUDA  # torch is slow, but the only way to know
+        from minimind.runtime.device import accelerator  # torch is slow, but the only way to know
 
-        return CUDA.module.device_count()
+        return accelerator().count()
     gpus = len(re.findall("^GPU", listed, re.MULTILINE))
     uuids = re.findall(r"UUID: ([^)]+)", listed)
     for name in names or []:
@@ -313,6 +317,7 @@ def main(target: str, device: str) -> dict[str, Any]:
     if not gpus:
         exports["DS_ACCELERATOR"] = "cpu"
     launched = plan(settings, gpus)
+    allow_connections(launched["num_processes"])  # or end here
     if launched["machine_rank"] == 0:  # the other hosts connect to it
         launched["main_process_port"] = free_port(launched["main_process_port"])
     Path(target).write_text(yaml.safe_dump(launched), encoding="utf-8")

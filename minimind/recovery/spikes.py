@@ -27,7 +27,7 @@ from minimind.recovery.documents import Documents, Place, place_json
 from minimind.recovery.step_rows import Stretch, rows_at
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.checked_json import ClosedJson, Count, Real, validate
-from minimind.runtime.device import device_kind
+from minimind.runtime.device import device_kind, widened
 
 MAD_TO_DEVIATION = 1.4826  # factor for a normal distribution
 # Least deviations as shares of the median. The loss of a batch varies by some percent and a window
@@ -164,8 +164,9 @@ class HeldStep:
         device = result.tokens.device
         if device_kind(device).pins:
             values = [result.loss_sum, result.tokens, torch.as_tensor(norm, device=device)]
-            self._values = torch.empty(3, dtype=torch.float64, pin_memory=True)
-            self._values.copy_(torch.stack([v.double() for v in values]), non_blocking=True)
+            there = torch.stack([*map(widened, values)])
+            self._values = torch.empty(3, dtype=there.dtype, pin_memory=True)
+            self._values.copy_(there, non_blocking=True)
             self._event = torch.Event(device)
             self._event.record()
         else:

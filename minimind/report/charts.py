@@ -31,7 +31,8 @@ LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorde
 TEMPLATE = go.layout.Template(
     layout={
         **{"barmode": "stack", "bargap": 0, "hovermode": "x unified", "legend": LEGEND},
-        **{"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"},
+        # Not transparent: plotly draws what it puts around the line at the pointer in this color.
+        **{"paper_bgcolor": LIGHT["paper"], "plot_bgcolor": LIGHT["paper"]},
         "font": {"color": LIGHT["soft"], "size": 12, "family": "system-ui, sans-serif"},
         "hoverlabel": {
             **{"bgcolor": LIGHT["paper"], "bordercolor": LIGHT["rule"], "namelength": -1},
@@ -42,6 +43,7 @@ TEMPLATE = go.layout.Template(
         "xaxis": {
             **{**AXIS, "showgrid": False, "showline": True, "linecolor": LIGHT["soft"]},
             **{"hoverformat": ",.0f", "title": {"standoff": 4}},
+            **{"spikecolor": LIGHT["soft"], "spikethickness": 1, "spikedash": "solid"},
         },
         "yaxis": AXIS,
     }

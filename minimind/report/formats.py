@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -124,6 +124,11 @@ def scores_line(fields: Mapping[str, Any]) -> str:
         f"{name} {value:.4f}" + (f" (chance {chance:.3g})" if chance else "")
         for name, value, chance, *_ in score_values(fields)
     )
+
+
+def listed(parts: Sequence[str]) -> str:
+    """`a`, `a and b`, or `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def count(number: int, noun: str, plural: str = "") -> str:

@@ -65,7 +65,7 @@ class Start:
     def add_step(self, line: dict[str, Any]) -> None:
         rows = len(self._columns["step"])
         for name in COLUMNS:
-            self._append(name, line.get(name), rows)
+            self._append(name, line.get(name, math.nan), rows)
         self._append("is_clipped", float(line.get("clipped") is True), rows)
         load, bounds = line.get("expert_load"), line.get("expert_load_range")
         for n, share in enumerate(load[:MAX_EXPERTS] if isinstance(load, list) else ()):
@@ -98,6 +98,11 @@ class Start:
     def is_kept(self) -> np.ndarray:
         """bool (lines,)."""
         return self.column("step") <= self.cutoff
+
+    def kept(self, name: str) -> np.ndarray:
+        """float64 (kept lines,)."""
+        values = self.column(name)
+        return values if self.last_step <= self.cutoff else values[self.is_kept]
 
     @property
     def first_step(self) -> float:
@@ -241,7 +246,7 @@ class Run:
 
     def column(self, name: str) -> np.ndarray:
         """float64 (kept lines,)."""
-        parts = [start.column(name)[start.is_kept] for start in self.starts]
+        parts = [start.kept(name) for start in self.starts]
         return np.concatenate(parts) if parts else np.empty(0)
 
     def has(self, name: str) -> bool:

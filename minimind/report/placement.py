@@ -48,7 +48,7 @@ def placement(run: Run) -> str:
     sides = {"below": [n for n in floors if bits < floors[n]]}
     sides["above"] = [name for name in floors if name not in sides["below"]]
     parts = [
-        f"{side} {' and '.join(f'{NAMES.get(name, name)} ({floors[name]:.3f})' for name in names)}"
+        f"{side} {formats.listed([f'{NAMES.get(n, n)} ({floors[n]:.3f})' for n in names])}"
         for side, names in sides.items()
         if names
     ]

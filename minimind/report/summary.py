@@ -29,8 +29,12 @@ def downsample(x: np.ndarray, y: np.ndarray, columns: int, span: tuple[float, fl
     column = pixel_columns(x[known], columns, span)
     first = np.flatnonzero(np.diff(column, prepend=-1))
     last = np.flatnonzero(np.diff(column, append=columns))
-    by_height = np.lexsort((y[known], column))
-    return np.union1d(known[np.concatenate([first, last, by_height[first], by_height[last]])], gaps)
+    group, heights = np.repeat(np.arange(len(first)), last + 1 - first), y[known]
+    kept = [first, last]
+    for extreme in (np.minimum, np.maximum) if len(first) else ():
+        at = np.flatnonzero(heights == extreme.reduceat(heights, first)[group])
+        kept.append(at[np.diff(group[at], prepend=-1) > 0])
+    return np.union1d(known[np.concatenate(kept)], gaps)
 
 
 def group_lines(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import socketserver
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from select import select
@@ -23,13 +25,14 @@ from minimind.errors import RendezvousError, StorageError
 from minimind.report.history import History, as_runs, read_configuration
 from minimind.report.page import figures, fill_page, render_parts
 from minimind.runtime.durable_files import printing
+from minimind.runtime.terminal import phase
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost", "::1")  # by which a browser may ask, also through a tunnel
-INTERVAL, SHARE = 1.0, 0.1  # seconds between two reports; share of the time to render them in
+INTERVAL, SHARE = 1.0, 0.1  # seconds between two reports; share of a core to render them with
 POLL, BEAT = 0.25, 5.0  # seconds; `live.js` knows the second
 TIMEOUT = 30.0  # seconds for a client to send its request, or to take a part of the answer
-MAX_PAGES = 200  # open at the same time
+MAX_PAGES, MAX_CONNECTIONS = 200, 256  # open at the same time
 
 
 class LiveReport:
@@ -45,11 +48,12 @@ class LiveReport:
     def refresh(self) -> tuple[int, bytes]:
         """Number and event of the newest report, rendered again if that is due."""
         with self._lock:
-            began = time.monotonic()
-            if began >= self._due:
+            if time.monotonic() >= self._due:
+                began, is_first = time.thread_time(), not self.version
                 self._read_on()
-                spent = time.monotonic() - began
-                self._due = began + max(INTERVAL, spent / SHARE)
+                # The first one has read all lines, which no later one does.
+                spent = 0.0 if is_first else time.thread_time() - began
+                self._due = time.monotonic() + max(INTERVAL, spent / SHARE - spent)
             return self.version, self.message
 
     def page(self) -> bytes:
@@ -93,6 +97,10 @@ class Server(ThreadingHTTPServer):
     def __init__(self, report: LiveReport, port: int) -> None:
         self.report = report
         self.pages = threading.BoundedSemaphore(MAX_PAGES)
+        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.asking: dict[
+            socket.socket, float
+        ] = {}  # connections without a request, and since when
         self.is_closed = False
         super().__init__((HOST, port), _Handler)
 
@@ -104,6 +112,27 @@ class Server(ThreadingHTTPServer):
         """Without the name of the host that HTTPServer asks a resolver for."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own, unless there are too many."""
+        if not self._connections.acquire(blocking=False):
+            return self.shutdown_request(request)
+        self.asking[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.asking.pop(request, None)
+            self._connections.release()
+
+    def service_actions(self) -> None:
+        """End connections on which no request comes; each byte would begin the timeout anew."""
+        for connection, since in [*self.asking.items()]:
+            if time.monotonic() - since > TIMEOUT:
+                with suppress(OSError):  # it is closed
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def server_close(self) -> None:
         self.is_closed = True
@@ -119,6 +148,11 @@ class _Handler(BaseHTTPRequestHandler):
     # The base class declares any server; its handlers are made by ours alone.
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = TIMEOUT
+
+    def parse_request(self) -> bool:
+        is_request = super().parse_request()
+        self.server.asking.pop(self.connection, None)
+        return is_request
 
     def do_GET(self) -> None:
         hosts, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
@@ -201,7 +235,8 @@ def watch(run_dirs: Sequence[Path], port: int) -> None:
             f"--port {port}: {error.strerror}; give another one, or 0 for one that is free"
         ) from error
     with server:
-        server.report.refresh()  # a long run takes seconds
+        with phase("reading the lines so far"):
+            server.report.refresh()
         with printing():
             print(f"{server.url} shows the report as it grows; Ctrl-C ends it", flush=True)
             for place in run_dirs:

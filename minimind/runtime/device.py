@@ -55,13 +55,16 @@ class Host:
 
     name = "cpu"
     pins = False  # copies from and to pinned memory are queued, and waited for by an event
-    has_float64 = True
     has_complex = True
     has_triton = False  # torch.compile and flex attention make its kernels
     has_tf32 = False
     shares_memory = False  # a GPU in the memory of the host
     skips_by_flag = True  # fused optimizers read found_inf
     activity: ProfilerActivity | None = None  # of a trace, besides the CPU's
+
+    @property
+    def has_float64(self) -> bool:
+        return True
 
     def is_available(self) -> bool:
         return True
@@ -110,14 +113,22 @@ class Accelerator(Host):
 
     pins = True
 
-    def __init__(self, name: str, activity: ProfilerActivity | None = None) -> None:
+    def __init__(
+        self, name: str, activity: ProfilerActivity | None = None, variable: str = ""
+    ) -> None:
         self.name = name
         self.activity = activity
+        self.variable = variable  # of the environment, which lists the visible devices
 
     @property
     def module(self) -> Any:
         """torch.cuda, torch.xpu, ...; an empty one for a device that an extension would add."""
         return getattr(torch, self.name, ModuleType(self.name))
+
+    @property
+    def has_float64(self) -> bool:
+        """An Intel Arc of the A series has none."""
+        return getattr(self.module.get_device_properties(), "has_fp64", True)
 
     def is_available(self) -> bool:
         is_available = getattr(self.module, "is_available", None)
@@ -165,6 +176,10 @@ class Cuda(Accelerator):
     has_triton = True
     has_tf32 = True
 
+    @property
+    def has_float64(self) -> bool:
+        return True
+
     def properties(self) -> list[Any]:
         """Name, memory and capability of every GPU that torch sees."""
         return [torch.cuda.get_device_properties(number) for number in range(self.count())]
@@ -182,10 +197,13 @@ class Metal(Accelerator):
     """
 
     pins = False
-    has_float64 = False
     has_complex = False
     shares_memory = True
     skips_by_flag = False  # ATen/native/mps/operations/FusedAdamWKernelImpl.mm has no use for it
+
+    @property
+    def has_float64(self) -> bool:
+        return False
 
     def copies(self, device: torch.device) -> Copies | None:
         return None
@@ -200,21 +218,29 @@ class Metal(Accelerator):
         return torch.mps.driver_allocated_memory()  # what was once allocated stays cached
 
 
+class Ascend(Accelerator):
+    """An NPU; torch_npu turns 64-bit floats into 32-bit ones, with a warning each time."""
+
+    @property
+    def has_float64(self) -> bool:
+        return False
+
+
 def milliseconds(start: Any, end: Any) -> float:
     """Time between two moments of one device, which has reached both."""
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
 HOST = Host()
-CUDA = Cuda("cuda", ProfilerActivity.CUDA)
+CUDA = Cuda("cuda", ProfilerActivity.CUDA, "CUDA_VISIBLE_DEVICES")
 KINDS: dict[str, Host] = {
     kind.name: kind
     for kind in (
         HOST,
         CUDA,
         Metal("mps"),
-        Accelerator("xpu", ProfilerActivity.XPU),
-        Accelerator("npu", ProfilerActivity.PrivateUse1),
+        Accelerator("xpu", ProfilerActivity.XPU, "ZE_AFFINITY_MASK"),
+        Ascend("npu", ProfilerActivity.PrivateUse1, "ASCEND_RT_VISIBLE_DEVICES"),
     )
 }
 

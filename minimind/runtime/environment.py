@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,9 @@ GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 HIDDEN = ("", "-1", "NoDevFiles")  # their values that hide every GPU
 # NCCL runs only with one of them; without, its variables may be meant for other hosts.
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+# Connections of a process to each other one at most: gloo makes one per group (of all ranks, for
+# decisions, saves, compilation, and of ZeRO on CPUs), and the host of a store two.
+CONNECTIONS, FEWEST_CONNECTIONS, OTHER_FILES = 8, 2, 512
 COMMAND_TIMEOUT = 20.0  # seconds; nvidia-smi takes several without the persistence daemon
 
 
@@ -46,6 +50,28 @@ def usable_cores() -> int:
     """CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def allow_connections(processes: int) -> None:
+    """Raise the limit of open files of this process to what a run of `processes` needs.
+
+    It is 1,024 by default, and gloo connects every pair of ranks. Raise RendezvousError if it
+    cannot be high enough.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = CONNECTIONS * processes + OTHER_FILES
+    if resource.RLIM_INFINITY in (soft, hard):
+        highest = needed
+    elif hard < FEWEST_CONNECTIONS * processes:
+        raise RendezvousError(
+            f"{processes:,} processes need about {needed:,} open files each, and the hard limit of"
+            f" this host is {hard:,} (ulimit -Hn); raise it in /etc/security/limits.conf, or for a"
+            " container by --ulimit nofile"
+        )
+    else:
+        highest = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < highest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
 
 
 def command_output(command: Sequence[str]) -> str:

@@ -29,6 +29,7 @@ MIN_TRITON_CAPABILITY = (7, 0)  # torch/_inductor/scheduler.py, GPUTooOldForTrit
 MIN_BF16_CAPABILITY = (8, 0)  # also of the flash attention kernels of torch
 MIN_FP8_CAPABILITY = (8, 9)
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
+DEFAULT_HIPCC = "/opt/rocm/bin/hipcc"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ def has_bf16() -> bool:
 
 
 HAS_BF16 = has_bf16()
+
+
+def torch_build() -> str:
+    """What this build of torch computes on besides CPUs, with its version; empty for nothing."""
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    built = [f"{name} {version}" for name, version in versions.items() if version]
+    return built[0] if built else "Metal" * torch.backends.mps.is_built()
 
 
 def list_gpus() -> list[GPU]:
@@ -192,7 +200,7 @@ def nvcc_fault(torch_cuda: str | None, output: str) -> str:
 
 
 def extension_fault(device: str) -> str:
-    """Return what compiling an extension of torch lacks: CUDA for that device, else C++."""
+    """Return what compiling an extension of torch for a type of device lacks."""
     compiler = os.environ.get("CXX") or "c++"
     if not shutil.which(compiler):
         return f"no C++ compiler ({compiler}) is on PATH"
@@ -200,7 +208,12 @@ def extension_fault(device: str) -> str:
         return "Python.h is missing (package python3-dev)"
     if not shutil.which("ninja"):
         return "ninja is not on PATH (pip install ninja)"
+    if device == "xpu":
+        return "" if shutil.which("icpx") else "the SYCL compiler icpx is not on PATH"
     if device != CUDA.name:
         return ""
+    if torch.version.hip:
+        has_hip = shutil.which("hipcc") or os.access(DEFAULT_HIPCC, os.X_OK)
+        return "" if has_hip else "the HIP compiler hipcc is not installed"
     path = nvcc_path()
     return nvcc_fault(torch.version.cuda, command_output([path, "--version"]) if path else "")

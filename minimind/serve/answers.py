@@ -70,8 +70,9 @@ class ServedModel:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
 
-    def sampling(self, request: Request, default: Sampling, most_new: int | None) -> Sampling:
+    def sampling(self, request: Request, default: Sampling) -> Sampling:
         """The settings of a request; raise Refusal for more tokens than the bound."""
+        most_new = request.most_new
         if most_new is not None and most_new > self.most_tokens:
             reason = f"is {most_new}, more than the {self.most_tokens} tokens that an answer here"
             raise Refusal(400, f"max_tokens {reason} may have; ask for fewer", param="max_tokens")
@@ -144,10 +145,10 @@ class Answer(ABC):
         return {**self._head(self.chunk_name), "choices": [*choices], **more}
 
     def usage(self, texts: Sequence[Queued]) -> Json:
-        """Tokens of the prompts, and of the texts."""
+        """Tokens of the prompts, and of the texts with those that end them."""
         choices = self.request.n or 1
         asked = sum(len(text.prompt) for text in texts[::choices])
-        new = sum(len(text.new) for text in texts)
+        new = sum(text.drawn for text in texts)
         return {"prompt_tokens": asked, "completion_tokens": new, "total_tokens": asked + new}
 
     def _head(self, name: str) -> Json:
@@ -202,9 +203,7 @@ class ChatAnswer(Answer):
                 " serve a model that was fine-tuned with --task sft, or give --chat_template",
                 "no_chat_template",
             )
-        most_new = request.max_completion_tokens
-        most_new = request.max_tokens if most_new is None else most_new
-        self.sampling = served.sampling(request, served.answers, most_new)
+        self.sampling = served.sampling(request, served.answers)
         self.ends, self.top = served.ends_of_turns, request.top
         try:
             conversation = conversation_of_request(request, template, served.call_form)
@@ -241,6 +240,7 @@ class ChatAnswer(Answer):
         content = [
             {**entry(one.token, one.value), "top_logprobs": [entry(*other) for other in one.top]}
             for one in likelihoods
+            if one.token not in self.ends  # the end of the turn is no part of its content
         ]
         return {"content": content, "refusal": None}
 
@@ -309,7 +309,7 @@ class CompletionAnswer(Answer):
     def __init__(self, served: ServedModel, request: CompletionRequest) -> None:
         super().__init__(served, request, "cmpl", "text_completion")
         served.require_name(request.model)
-        self.sampling = served.sampling(request, served.texts, request.max_tokens)
+        self.sampling = served.sampling(request, served.texts)
         self.top, self.echo = request.logprobs, bool(request.echo)
         self.is_prompt_scored = self.echo and self.top is not None
         choices = request.n or 1
@@ -352,14 +352,14 @@ class CompletionAnswer(Answer):
     def logprobs(self, text: Queued, first: int, end: int, begin: int) -> Json | None:
         """Of the tokens from `first` on up to `end`; `begin` is where the first is in the text.
 
-        Tokens of a scored prompt come first, and the first of them has none.
+        Tokens of a scored prompt come first, and the first of them has none. The token that ends
+        the text is the last: lm-eval takes the last one for what was generated.
         """
         if self.top is None:
             return None
-        ids = [*(text.prompt if self.is_prompt_scored else []), *text.new][first:end]
-        shift = int(self.is_prompt_scored)
-        known: list[Likelihood | None] = [None] * shift
-        known = [*known, *text.likelihoods][first:end]
+        ids = self.tokens(text)[first:end]
+        known = [None] * self.is_prompt_scored + text.likelihoods
+        known = known[first:end]
         offsets, at = [], begin
         for token in ids:
             offsets.append(at)
@@ -371,6 +371,11 @@ class CompletionAnswer(Answer):
             "text_offset": offsets,
         }
 
+    def tokens(self, text: Queued) -> list[int]:
+        """The tokens that have likelihoods, and before them the first of a scored prompt."""
+        first = text.prompt[: int(self.is_prompt_scored)]
+        return [*first, *(one.token for one in text.likelihoods)]
+
     def _top(self, one: Likelihood) -> dict[str, float]:
         """The most likely tokens, and the token itself, which OpenAI has there too."""
         found: dict[str, float] = {}
@@ -381,7 +386,7 @@ class CompletionAnswer(Answer):
     def _choice(self, index: int, text: Queued) -> Json:
         echoed = self.echoed(index)
         begin = 0 if self.is_prompt_scored else len(echoed)
-        logprobs = self.logprobs(text, 0, len(text.prompt) + len(text.new), begin)
+        logprobs = self.logprobs(text, 0, len(text.likelihoods) + 1, begin)
         whole = echoed + text.text
         return {"index": index, "text": whole, "logprobs": logprobs, "finish_reason": text.end}
 
@@ -418,8 +423,8 @@ class _CompletionStream(ChoiceStream):
         end = scored + self._answer.is_prompt_scored
         found = self._answer.logprobs(self._text, self._scored, end, self._at)
         if found and found["tokens"]:
-            ids = [*(self._text.prompt if self._answer.is_prompt_scored else []), *self._text.new]
-            parts = (self._answer.served.token(token)[1] for token in ids[self._scored : end])
+            tokens = self._answer.tokens(self._text)[self._scored : end]
+            parts = (self._answer.served.token(token)[1] for token in tokens)
             self._at += sum(map(characters, parts))
         self._scored = end
         return found

@@ -15,6 +15,7 @@ from hashlib import sha256
 from importlib import resources
 from typing import Any, TypeVar
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -22,6 +23,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minimind.errors import RunError, known_error
 from minimind.inference.generate import Text
@@ -30,9 +32,18 @@ from minimind.serve.answers import Answer, ChatAnswer, CompletionAnswer, ServedM
 from minimind.serve.batching import Queued, QueueFull, Scheduler
 from minimind.serve.protocol import ChatRequest, CompletionRequest, Refusal, parse
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 RETRY = {"Retry-After": "1"}
+JSON_KIND = "application/json"
+# Content types of a body; the second is what curl sends without being told.
+ACCEPTED = re.compile(
+    rf"\s*({JSON_KIND}|application/x-www-form-urlencoded)\s*(;\s*charset=\"?utf-?8\"?\s*)?", re.I
+)
 LAST_WORD = 1.0  # seconds to tell a client that does not read, or still sends, of an error
+ANSWERS_END = 3  # seconds that answers have to end after a signal
+HEAD_ENDS = 30.0  # seconds that a connection has to send the head of a request
+MOST_CONNECTIONS = 1000  # open at once; files of a process are often limited to 1024
 
 
 @dataclass(frozen=True)
@@ -59,11 +70,63 @@ def build_app(served: ServedModel, scheduler: Scheduler, limits: Limits) -> ASGI
         Route("/health", endpoints.health),
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{name}", endpoints.model),
-        Route("/v1/chat/completions", _Post(endpoints.chat), methods=["POST"]),
-        Route("/v1/completions", _Post(endpoints.complete), methods=["POST"]),
+        Route(CHAT, _Post(endpoints.chat), methods=["POST"]),
+        Route(TEXT, _Post(endpoints.complete), methods=["POST"]),
     ]
     handlers: Any = {HTTPException: _http_error, Refusal: _refused, Exception: _bug}
     return Guard(Starlette(routes=routes, exception_handlers=handlers), limits)
+
+
+def http_server(app: ASGIApp, answers_end: int = ANSWERS_END) -> uvicorn.Server:
+    """A server of the application, with bounds for connections on which nobody asks."""
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_level="critical",  # errors are answered, and bugs printed, by the application
+        server_header=False,
+        timeout_graceful_shutdown=answers_end,
+    )
+    return uvicorn.Server(config)
+
+
+class Connection(H11Protocol):
+    """Ends where the head of a request takes too long, and at once where too many are open.
+
+    Uvicorn bounds neither: its own time for idle connections begins with the first response.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (as in uvicorn)
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        else:
+            self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._await_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._late:
+            self._late.cancel()
+
+    def _await_head(self) -> None:
+        """Bound the time up to the next request, unless one is being answered."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self._late is None:
+            self._late = self.loop.call_later(HEAD_ENDS, self.transport.abort)
+        elif self._late and not is_idle:
+            self._late.cancel()
+            self._late = None
 
 
 def refusal_response(refusal: Refusal) -> Response:
@@ -74,8 +137,12 @@ def refusal_response(refusal: Refusal) -> Response:
 
 async def _http_error(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    headers = dict(error.headers or {})
-    return refusal_response(Refusal(error.status_code, error.detail, headers=headers))
+    headers, reason = dict(error.headers or {}), error.detail
+    if error.status_code == 404:
+        reason = f"nothing is served at this path; ask {CHAT}, {TEXT} or /v1/models"
+    elif error.status_code == 405:
+        reason = f"this path has other methods; use {headers.get('Allow', 'another')}"
+    return refusal_response(Refusal(error.status_code, reason, headers=headers))
 
 
 async def _refused(_: HttpRequest, error: Exception) -> Response:
@@ -282,6 +349,9 @@ class _Endpoints:
             except TimeoutError:
                 reason = f"no answer within the {self._limits.timeout:g} s of --timeout"
                 await work.refuse(Refusal(503, f"{reason}; ask later", "timeout", headers=RETRY))
+            except asyncio.CancelledError:  # the server waits no longer
+                await work.refuse(Refusal(503, "the server ends; ask later", "unavailable"))
+                raise
             finally:
                 self._scheduler.cut(work.texts)
         except _Gone:
@@ -299,6 +369,13 @@ class _Endpoints:
             "body_too_large",
             headers={"Connection": "close"},
         )
+        kind = headers.get("content-type", JSON_KIND)
+        if (
+            not ACCEPTED.fullmatch(kind)
+            or headers.get("content-encoding", "identity") != "identity"
+        ):
+            reason = f"the body is not plain JSON by its headers; send Content-Type: {JSON_KIND}"
+            raise Refusal(415, reason, "unsupported_media_type")
         size = headers.get("content-length", "")
         if size.isdecimal() and (len(size) > 18 or int(size) > most):
             raise too_large

@@ -55,6 +55,7 @@ class Queued(Text):
     top: int | None = None
     is_prompt_scored: bool = False
     likelihoods: list[Likelihood] = field(default_factory=list)
+    drawn: int = 0  # tokens, with the one that ends it
     is_cut: bool = False
     error: Exception | None = None
 
@@ -62,6 +63,10 @@ class Queued(Text):
     def has_left(self) -> bool:
         """Whether nothing more is computed for it."""
         return self.is_finished or self.is_cut or self.error is not None
+
+    def append(self, token: int) -> None:
+        self.drawn += 1
+        super().append(token)
 
     def record(self, logits_TV: Tensor, tokens: Sequence[int]) -> None:
         """Record likelihoods of these tokens, each by the logits of its position."""
@@ -178,18 +183,24 @@ class Group:
             scores_BV = logits_BV[numbers]
             tokens = process(ids.to(self._device), scores_BV.clone()).argmax(-1).tolist()
             for text, token, scores_V in zip(texts, tokens, scores_BV, strict=True):
-                if text.top is not None and token not in text.ends:
+                if text.top is not None:
                     text.record(scores_V[None], [token])
                 text.append(token)
 
 
 class Scheduler:
-    """Texts in the order in which they came, at most `max_batch` at once."""
+    """Texts in the order in which they came, at most `max_batch` at once.
 
-    def __init__(self, model: Any, max_batch: int, max_queue: int) -> None:
+    With `is_invariant` each is computed by itself, so that not even rounding depends on others.
+    """
+
+    def __init__(
+        self, model: Any, max_batch: int, max_queue: int, is_invariant: bool = False
+    ) -> None:
         self.max_queue = max_queue
         self._model = model
         self._max_batch = max_batch
+        self._is_invariant = is_invariant
         self._waiting: deque[Queued] = deque()
         self._running: list[Queued] = []
         self._condition = threading.Condition()
@@ -267,7 +278,7 @@ class Scheduler:
             new = Group(self._model, text)
             if text.has_left:
                 continue
-            if new.can_grow and groups:
+            if groups and new.can_grow and not self._is_invariant:
                 groups[0].take(new)
             else:
                 groups.append(new)

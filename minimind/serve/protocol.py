@@ -1,7 +1,7 @@
 """Requests and answers of OpenAI's interface: what is accepted, what is refused, and how.
 
-An unknown field is ignored, as by other servers. One that is known, would change the answer and is
-not supported is refused: an answer that silently leaves it out looks like the right one.
+Unknown fields are refused, as by OpenAI, and so are known ones that would change the answer and are
+not supported: an answer that silently leaves one out looks like the right one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, NoReturn, TypeVar
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -27,11 +28,11 @@ from minimind.data.chat.conversations import (
     texts_in,
     tools_of,
 )
-from minimind.data.chat.template import ChatTemplate
+from minimind.data.chat.template import ChatTemplate, reads
 from minimind.data.chat.turns import CALL_FORMS, called_by
 from minimind.data.text.documents import DocumentError, usable_size
 from minimind.errors import UsageError
-from minimind.runtime.checked_json import CheckedJson, describe_fault, is_deeper
+from minimind.runtime.checked_json import ClosedJson, describe_fault, is_deeper
 
 MAX_DEPTH = 32  # of JSON; schemas of tools nest
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 8, 32, 20
@@ -65,20 +66,22 @@ def _refuse(param: str, reason: str) -> NoReturn:
     raise Refusal(400, f"{param} {reason}", "invalid_value", param)
 
 
-class StreamOptions(CheckedJson):
+class StreamOptions(ClosedJson):
     """What else a stream has."""
 
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class Request(CheckedJson):
+class Request(ClosedJson):
     """Fields of both interfaces; top_k and repetition_penalty are vLLM's."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
@@ -92,6 +95,19 @@ class Request(CheckedJson):
     presence_penalty: Penalty | None = None
     logit_bias: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    # Who asks, and what a service keeps and charges: no answer depends on them.
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    @property
+    def most_new(self) -> int | None:
+        """Most tokens of the answer, by either name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -112,17 +128,21 @@ class Request(CheckedJson):
             _refuse("response_format", "is not supported but for text; leave it out")
         if self.stream_options and not self.stream:
             _refuse("stream_options", "is for a stream; set stream, or leave it out")
+        if None not in (self.max_tokens, self.max_completion_tokens) and (
+            self.max_tokens != self.max_completion_tokens
+        ):
+            _refuse("max_tokens", "is not max_completion_tokens, its other name; give one of them")
 
 
 class ChatRequest(Request):
     """A request of /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -142,9 +162,11 @@ class ChatRequest(Request):
             _refuse("modalities", "has more than text, which is all that is supported; drop it")
         if self.tool_choice not in (None, "none", "auto"):
             _refuse("tool_choice", "is neither none nor auto; others are not supported")
+        if self.parallel_tool_calls is False and self.tools and self.tool_choice != "none":
+            _refuse("parallel_tool_calls", "is false, which is not supported; leave it out")
         if self.top_logprobs and not self.logprobs:
             _refuse("top_logprobs", "needs logprobs; set it to true")
-        if 0 in (self.max_tokens, self.max_completion_tokens):
+        if self.most_new == 0:
             _refuse("max_tokens", "is 0, and an answer has a token; give 1 or more")
 
 
@@ -174,7 +196,7 @@ class CompletionRequest(Request):
             _refuse("suffix", "is not supported; leave it out")
         if (self.best_of or 1) > (self.n or 1):
             _refuse("best_of", "is not supported; leave it out")
-        if self.max_tokens == 0 and not self.echo:
+        if self.most_new == 0 and not self.echo:
             _refuse("max_tokens", "is 0 without echo, which asks for nothing; give 1 or more")
 
 
@@ -203,12 +225,15 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
         raise Refusal(400, f"{error.reason}; {error.remedy}", "invalid_value") from None
     except ValueError:  # of UTF-8, JSON, or an integer of thousands of digits
         raise Refusal(400, "the body is not JSON; send an object", "invalid_json") from None
-    try:
-        request = kind.model_validate(fields)
+    try:  # null is as nothing
+        request = kind.model_validate({k: v for k, v in fields.items() if v is not None})
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         param = str(fault["loc"][0]) if fault["loc"] else None
         message = f"the request {describe_fault(fault)}"
+        if fault["type"] == "extra_forbidden":
+            close = get_close_matches(str(fault["loc"][-1]), kind.model_fields, 1, 0.8)
+            message += f", which is not supported; {f'is it {close[0]}?' if close else 'drop it'}"
         raise Refusal(400, message, "invalid_value", param) from None
     request.require_supported()
     return request
@@ -251,6 +276,9 @@ def conversation_of_request(
     variables = request.chat_template_kwargs or {}
     if wrong := [one for one in variables if one in FIXED_VARIABLES or not one.isidentifier()]:
         _refuse("chat_template_kwargs", f"has {wrong[0]!a}, which no variable can be; drop it")
+    if unread := [one for one in variables if not reads(template.source, one)]:
+        reason = f"has {unread[0]!a}, which the chat template does not read; drop it"
+        _refuse("chat_template_kwargs", reason)
     tools = None
     if request.tools and request.tool_choice != "none":
         tools = tools_of(request.tools)

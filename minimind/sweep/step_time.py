@@ -1,6 +1,6 @@
 """The time of a training step on this device: steps of real models on random tokens.
 
-`python -m minimind.sweep.step_time JSON` is one process of a run. It prints a line for each size,
+`python -m minimind.sweep.step_time JSON` is one process of a run. It prints a line for each run,
 so that several of them show what they take from each other.
 """
 
@@ -29,12 +29,12 @@ from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
 from minimind.runtime.device import device_kind
 
-SECONDS = 1.0  # of a size, after its first step
-MOST_STEPS = 8
+SECONDS = 2.0  # of a run, after its first step
+MOST_STEPS = 32
 
 
-def tokens_per_second(run: RunConfig, device: str) -> float:
-    """Of one process, by the median of a few steps of one micro-batch."""
+def step_seconds(run: RunConfig, device: str) -> float:
+    """Of one process, the median of a few steps of one micro-batch."""
     torch.manual_seed(run.seed)
     kind = device_kind(device)
     model = model_of(minimind_config(run, bos_token_id=None, eos_token_id=0, pad_token_id=None))
@@ -50,39 +50,39 @@ def tokens_per_second(run: RunConfig, device: str) -> float:
         backend.update(is_last=True)
         kind.synchronize()
         taken.append(time.perf_counter() - begin)
-    return rows.shape[0] * run.max_seq_len / median(taken[1:])
+    return median(taken[1:])
 
 
-def speeds(
-    sizes: Sequence[Mapping[str, Any]], device: str, processes: int, threads: int
+def measured_steps(
+    runs: Sequence[Mapping[str, Any]], device: str, processes: int, threads: int
 ) -> Iterator[float]:
-    """Tokens per second of each run of flags, of all processes at the same time, as it is measured.
+    """Seconds of a step of each run of flags in the slowest of processes that run at the same time.
 
     The processes end when the iterator is closed.
     """
     environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    words = [sys.executable, "-m", __name__, json.dumps([device, *sizes])]
+    words = [sys.executable, "-m", __name__, json.dumps([device, *runs])]
     with ExitStack() as running:
         started = []
         for _ in range(processes):
             child = subprocess.Popen(words, stdout=subprocess.PIPE, env=environ, text=True)
             started.append(running.enter_context(child))
             running.callback(child.kill)
-        for _ in sizes:
+        for _ in runs:
             lines = [child.stdout.readline() if child.stdout else "" for child in started]
             if not all(lines):
                 raise UsageError(
                     f"no step could be measured on {device}; the lines above say why, or give"
                     " --gpu_model for an estimate"
                 )
-            yield sum(map(float, lines))
+            yield max(map(float, lines))
 
 
 def main(argument: str) -> None:
-    """Print the tokens per second of each size."""
-    device, *sizes = json.loads(argument)
-    for flags in sizes:
-        print(tokens_per_second(build_config(flags, "{name}"), device), flush=True)
+    """Print the seconds of a step of each run of flags."""
+    device, *runs = json.loads(argument)
+    for flags in runs:
+        print(step_seconds(build_config(flags, "{name}"), device), flush=True)
 
 
 if __name__ == "__main__":

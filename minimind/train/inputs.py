@@ -10,7 +10,7 @@ from pathlib import Path
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.deepspeed.resolve import read_deepspeed_json
 from minimind.config.flags import DEFAULT_DATA
-from minimind.config.parse import config_file
+from minimind.config.parse import config_file, no_such_file
 from minimind.config.run_config import LAUNCH, RunConfig
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME
 from minimind.data.text.documents import ReadOptions, Records, Rejection
@@ -100,7 +100,7 @@ def _require_init_from(run: RunConfig) -> None:
 
     path = local_model(run.init_from)
     if not path.exists():
-        raise CheckpointError(f"{path}: there is no such file or directory; correct the path")
+        raise CheckpointError(no_such_file(path))
 
 
 def _require_text(run: RunConfig) -> None:

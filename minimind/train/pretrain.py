@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from math import gcd
 from pathlib import Path
+from textwrap import wrap
 
 from minimind.checkpoint.directory import TrainState
 from minimind.checkpoint.identity import facts, identity
@@ -74,6 +75,7 @@ from minimind.train.optional import (
     traced_steps,
 )
 from minimind.train.summary import (
+    COLUMNS,
     dry_run_text,
     log_run_start,
     log_start_event,
@@ -335,7 +337,7 @@ def finish(
             from minimind.report.placement import placement
 
             if placed := placement(read_runs([out_dir])[0]):
-                logger.print(placed)
+                logger.print("\n".join(wrap(placed, COLUMNS, subsequent_indent="  ")))
             write_report([out_dir], out_dir / REPORT_NAME, "free some space")
             logger.print(f"report {out_dir / REPORT_NAME}")
         # metrics.jsonl was removed, or the installation has changed since the start.

@@ -36,8 +36,8 @@ def what_next(run: RunConfig) -> str:
             "measure": f"{command} eval --checkpoint {place} --data TEXT.jsonl",
         }
         if run.hugging_face is None:
-            talk = f"--init_from {place} --data_path TALK.jsonl --out_dir DIR"
-            lines["fine-tune"] = f"{LAUNCH} --config sft {talk}"
+            talk = "--data_path TALK.jsonl --out_dir DIR"
+            lines["fine-tune"] = f"{LAUNCH} --config sft --init_from {place} \\\n{'':13}{talk}"
     if run.hugging_face is None:
         lines["serve"] = f"{command} serve --checkpoint {place}"
     lines["export"] = f"{command} export --checkpoint {place} --format {form} --out DIR"

@@ -15,7 +15,7 @@ NAMES = [size.name for size in LADDER]
 
 
 def chosen(text_bytes: float, hours: float, speed: float = CPU, room: float = 1e12) -> Choice:
-    def speed_of(size: Size) -> float:
+    def speed_of(size: Size, _: float) -> float:
         return speed / flops_per_token(size.shape())
 
     def has_room(size: Size) -> bool:
@@ -62,3 +62,10 @@ def test_too_little_text_or_time():
         chosen(4e6, 0.001)
     least = float(str(refused.value).split("--hours ")[-1].split()[0])
     assert chosen(4e6, least).tokens >= 100 * 512
+
+
+def test_a_time_that_ends_before_the_first_step_is_refused_before_anything_is_measured():
+    with pytest.raises(UsageError, match=r"first step, about 60 seconds .*--hours 0.034 or more"):
+        choose(
+            Text(4e6, lambda vocab_size: 3.5), 0.01, 60, lambda size, seconds: pytest.fail("asked")
+        )

@@ -123,6 +123,26 @@ def test_an_apple_gpu_is_shown_and_not_called_slow(
     assert not [line for line in remarks if "there is no GPU" in line]
 
 
+@pytest.mark.parametrize(
+    ("name", "version", "built"),
+    [("hip", "7.0.51831", "ROCm 7.0.51831"), ("xpu", "20250301", "XPU 20250301")],
+)
+def test_a_build_of_torch_for_other_gpus_is_named(host, capsys, name, version, built):
+    host.has(cuda=None)
+    host.patch.setattr(torch.version, name, version)
+    facts, _ = host.env(capsys)
+    assert f"torch is built for {built}; NCCL" in facts
+    brief, _ = host.env(capsys, "--brief")
+    assert brief == f"torch {torch.__version__}, built for {built}\n"
+
+
+def test_a_build_of_torch_for_macos_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert hardware.torch_build() == ""
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
+    assert hardware.torch_build() == "Metal"
+
+
 def test_a_driver_too_old_for_the_wheel_refuses_the_gpus(host, capsys):
     host.has(RTX)
     facts, remarks = host.env(capsys)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from minimind.cli.init import read_sample
-from minimind.cli.main import main
-from minimind.config.parse import parse_flags
+from minimind.architecture.choice import LADDER, Text, choose
+from minimind.cli.init import (
+    Machine,
+    Sample,
+    expectation,
+    measured_runs,
+    read_sample,
+    speed_by_steps,
+    yaml_text,
+)
+from minimind.cli.main import build_parser, main
+from minimind.config.parse import build_config, parse_flags
+from minimind.sweep import step_time
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven sages sleep in quiet rooms".split()
 
@@ -47,7 +59,10 @@ def test_the_file_is_read_back(here: Path, capsys: pytest.CaptureFixture[str]):
     assert len(Path("run.prompts.txt").read_text().splitlines()) == 3
     assert main(words) == 2
     assert "--force" in capsys.readouterr().err
+    (here / "out/text/checkpoints").mkdir(parents=True)
+    capsys.readouterr()
     assert main([*words, "--force"]) == 0
+    assert "out/text holds a run" in capsys.readouterr().out
 
 
 def test_the_size_of_a_text_is_that_of_its_documents(here: Path):
@@ -56,10 +71,29 @@ def test_the_size_of_a_text_is_that_of_its_documents(here: Path):
     assert read_sample(["text.jsonl"]).bytes == pytest.approx(size, rel=0.01)
 
 
+def test_the_size_of_a_file_that_is_read_ahead_is_that_of_its_documents(here: Path):
+    """1 MiB is read of a buffer of 1 MiB at a time; the rest of it counts too."""
+    size = written(here / "text.jsonl", 30_000)
+    texts = [json.loads(line)["text"] for line in (here / "text.jsonl").read_text().splitlines()]
+    (here / "text.json").write_text(json.dumps([{"text": text} for text in texts]))
+    (here / "text.csv").write_text("text,n\n" + "".join(f"{text},1\n" for text in texts))
+    with gzip.open(here / "text.csv.gz", "wb") as packed:
+        packed.write((here / "text.csv").read_bytes())
+    for name in ("text.json", "text.csv", "text.csv.gz"):
+        assert read_sample([name]).bytes == pytest.approx(size, rel=0.05), name
+
+
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ("--data_path gone.jsonl", 2, "no such file"),
+        ("--data_path gone.jsonl", 3, "no such file"),
+        ("gone.jsonl", 3, "no such file"),
+        ("text.jsonl --out .", 2, "is a folder"),
+        ("text.jsonl --out tokens/", 2, "tokens/run.yaml"),
+        ("tokens", 3, "name the text"),
+        ("text.jsonl --text_field body", 3, '"body"'),
+        ("text.jsonl --out beside.yaml", 2, "beside.prompts.txt"),
+        ("text.jsonl --out beside.yaml --force", 2, "beside.prompts.txt"),
         ("--data_path s3://bucket/text.jsonl", 2, "not on this machine"),
         ("--data_path empty.jsonl", 3, "empty.jsonl"),
         ("--data_path small.jsonl", 3, "add text"),
@@ -74,11 +108,107 @@ def test_what_is_refused(
     written(here / "text.jsonl")
     written(here / "small.jsonl", 10)
     (here / "empty.jsonl").touch()
+    (here / "beside.prompts.txt").write_text("my own")
+    (here / "tokens").mkdir()
+    (here / "tokens/plan.json").touch()
     assert main(["init", "--gpu_model", "h100", *words.split()]) == status
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
     assert not (here / "run.yaml").exists()
+    assert (here / "beside.prompts.txt").read_text() == "my own"
+
+
+@pytest.mark.parametrize("text", ["closed/text.jsonl", "text.jsonl --out closed/run.yaml"])
+def test_a_closed_folder_is_said_before_anything_is_measured(
+    text: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Root may do all, so what the system says of the folder is pretended."""
+    written(here / "text.jsonl")
+    (here / "closed").mkdir()
+
+    def refused(self: Path, **_: object) -> object:
+        if self.parent.name == "closed":
+            raise PermissionError(13, "Permission denied", str(self))
+        return os.stat(self)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "closed")
+    monkeypatch.setattr("minimind.cli.init.find_machine", pytest.fail)
+    assert main(["init", *text.split()]) == (5 if "--out" in text else 3)
+    error = capsys.readouterr().err
+    assert "closed" in error
+    assert error.count("\n") == 1
+
+
+def test_a_small_text_is_said_before_anything_is_measured(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    written(here / "text.jsonl", 10)
+    monkeypatch.setattr("minimind.cli.init.find_machine", pytest.fail)
+    assert main(["init", "text.jsonl"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("documents", "share", "said"),
+    [(1, 0, "a .txt file is one document"), (100, 0.05, "about 5"), (600, 0.01, "about 6")],
+)
+def test_a_text_of_few_documents_holds_out_more_or_nothing(
+    documents: int, share: float, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = " ".join(WORDS) + "\n"
+    for n in range(documents):
+        (here / f"{n}.txt").write_text(f"{n} {text * (1 + 3000 // documents)}")
+    assert main(["init", "*.txt", "--gpu_model", "h100"]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert parse_flags(["--config", "run.yaml"]).val_fraction == pytest.approx(share)
+
+
+def test_another_field_and_bad_documents_are_read_as_in_the_run(
+    here: Path, capsys: pytest.CaptureFixture[str]
+):
+    written(here / "text.jsonl")
+    lines = (here / "text.jsonl").read_text().replace('"text"', '"body"')
+    (here / "text.jsonl").write_text("no JSON\n" + lines)
+    words = "init text.jsonl --text_field body --gpu_model h100".split()
+    assert main(words) == 3
+    assert main([*words, "--on_bad_data", "skip"]) == 0
+    run = parse_flags(["--config", "run.yaml"])
+    assert (run.text_field, run.on_bad_data) == ("body", "skip")
+    assert main([*words, "--on_bad_data", "skip", "--max_document_bytes", "9", "--force"]) == 3
+    assert "leave out --on_bad_data skip" in capsys.readouterr().err
+
+
+def test_the_speed_is_that_of_the_batch_of_the_run():
+    """A step of 0.1 s and 0.1 s a row: 8 rows share it in a long run, in a short one no other."""
+    size = LADDER[0]
+    at = [speed_by_steps(size, seconds, 2, 0.2, 0.9) for seconds in (10, 100, 1000, 1e6)]
+    assert at == sorted(at)
+    assert at[0] == pytest.approx(2 * 256 / 0.2)
+    assert at[-1] == pytest.approx(2 * 8 * 256 / 0.9)
+    assert speed_by_steps(size, 1e6, 2, 0.9, 0.2) > 0  # noise
+
+
+def test_what_no_run_has_measured_is_said_so(here: Path):
+    choice = choose(Text(1e10, lambda vocab_size: 3.5), 1000, 60, lambda size, seconds: 1e6)
+    assert choice.size is LADDER[-1]
+    sample = Sample(1e10, 1e6, ["a"], ["The"], 3.0)
+    machine = Machine(
+        "8 x H100", "cuda", 8, "", "estimated", lambda size, seconds: 1e6, lambda size: True
+    )
+    text = " ".join(expectation(choice, sample, machine, 1000).split())
+    assert "bits/byte below 2.70; how far below" in text
+    args = build_parser().parse_args(["init", "text.jsonl", "--out_dir", "out", "--hours", "1000"])
+    args.data_path = args.paths
+    Path("run.yaml").write_text(yaml_text(args, choice, sample, machine, Path("run.prompts.txt")))
+    assert Path("run.yaml").read_text().count("untried for so large a model") == 2
+    assert parse_flags(["--config", "run.yaml"]).muon_lr == 0.008
+
+
+def test_the_steps_of_the_runs_are_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step_time, "SECONDS", 0.1)
+    for flags in [*measured_runs()][:2]:
+        assert 0 < step_time.step_seconds(build_config(flags, "{name}"), "cpu") < 60
 
 
 def test_questions_are_asked_again_until_they_are_answered(
@@ -90,7 +220,7 @@ def test_questions_are_asked_again_until_they_are_answered(
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     assert main(["init", "--gpu_model", "h100"]) == 0
     printed = capsys.readouterr().out
-    assert "gone.jsonl: no such file" in printed
+    assert "gone.jsonl: there is no such file" in printed
     assert "No closing quotation" in printed
     assert "give a number above 0" in printed
     run = parse_flags(["--config", "run.yaml"])

@@ -121,7 +121,8 @@ def of_first(**changes: Any) -> list[dict[str, Any]]:
         (of_first(max_seq_len=1.5), {}, r"max_seq_len = '1\.5' is no whole number above 0"),
         (of_first(until="soon"), {}, "stage warm: until = 'soon' is no place in the run; write"),
         (of_first(until=0), {}, "until = '0' is no place in the run"),
-        (of_first(until="100%"), {}, "until = 100% is the end of the run or after it"),
+        (of_first(until="101%"), {}, "stage warm: until = 101% is after the end of the run; write"),
+        (of_first(until="100%"), {}, "until = 100% is the end of the run, and stages follow"),
         ([TWO[1], TWO[1] | {"name": "x"}], {}, "stage decay has no until, which only the last"),
         (of_second(until=0.9), {}, r"stage decay: until = 0\.9, and the last stage ends with"),
         ([*TWO[:1], *of_first(name="b")], {}, "stage b: until = 80% is not after 80%, where stage"),
@@ -138,6 +139,11 @@ def test_mistakes_in_the_file(tmp_path: Path, stages: Any, more: dict[str, Any],
     with pytest.raises(UsageError, match=message) as raised:
         read_stages(path)
     assert f"--stages {path}" in str(raised.value)
+
+
+def test_the_last_stage_may_say_that_it_ends_with_the_run(tmp_path: Path):
+    without = steps_of(file_of(tmp_path))
+    assert steps_of(file_of(tmp_path, of_second(until="100%"))) == without
 
 
 def test_a_file_that_is_not_there_or_no_yaml(tmp_path: Path):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -455,6 +456,7 @@ def test_a_gpu_that_is_named_on_a_host_without_a_driver_is_9(
     listed: str | None, smi, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(launch, "DRIVERS", [])
+    monkeypatch.setattr(launch, "OTHER_DRIVERS", [])
     if listed is None:
         monkeypatch.setenv("PATH", "/nowhere")
     else:
@@ -467,16 +469,41 @@ def test_a_gpu_that_is_named_on_a_host_without_a_driver_is_9(
     )
 
 
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let torch be a build for a type of device, and see three of them."""
+
+    def see(device: str) -> None:
+        there = SimpleNamespace(is_available=lambda: True, device_count=lambda: 3)
+        monkeypatch.setattr(torch, device, there, raising=False)
+        current = SimpleNamespace(type=device)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: current)
+
+    return see
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "npu"])
 @pytest.mark.parametrize(("driver", "gpus"), [("/nowhere/nvidiactl", 0), ("/dev/null", 3)])
 def test_without_nvidia_smi_torch_counts_where_there_is_a_driver(
-    driver: str, gpus: int, monkeypatch: pytest.MonkeyPatch
+    driver: str, gpus: int, device: str, three, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(launch, "DRIVERS", [Path(driver)])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(launch, "OTHER_DRIVERS", [])
+    three(device)
     assert count_gpus(None) == gpus
     if gpus:  # the list is believed, as torch would have to be imported to know
         assert count_gpus("0,1") == 2
+
+
+def test_other_drivers_have_no_gpu_that_cuda_names(three, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(launch, "DRIVERS", [])
+    monkeypatch.setattr(launch, "OTHER_DRIVERS", [Path("/dev/null")])
+    three("xpu")
+    assert count_gpus(None) == 3
+    with pytest.raises(RendezvousError, match="is '0', and this host has no GPU driver"):
+        count_gpus("0")
 
 
 def test_a_mac_with_apple_silicon_has_one_gpu(monkeypatch: pytest.MonkeyPatch):
@@ -486,14 +513,16 @@ def test_a_mac_with_apple_silicon_has_one_gpu(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(launch.platform, "machine", lambda machine=machine: machine)
         monkeypatch.setenv("PATH", "/nowhere")
         monkeypatch.setattr(launch, "DRIVERS", [])
+        monkeypatch.setattr(launch, "OTHER_DRIVERS", [])
         assert count_gpus(None) == gpus
 
 
-def test_an_nvidia_smi_that_fails_is_no_answer(smi, monkeypatch: pytest.MonkeyPatch):
+def test_an_nvidia_smi_that_fails_is_no_answer(smi, three, monkeypatch: pytest.MonkeyPatch):
     place = smi("Failed to initialize NVML: Driver/library version mismatch\n")
     (place / "nvidia-smi").write_text('#!/bin/sh\ncat "${0%/*}/listed"\nexit 18\n')
     monkeypatch.setattr(launch, "DRIVERS", [Path("/dev/null")])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(launch, "OTHER_DRIVERS", [])
+    three("cuda")
     assert (count_gpus(None), count_gpus("0,1"), count_gpus("")) == (3, 2, 0)
 
 

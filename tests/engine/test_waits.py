@@ -25,7 +25,7 @@ from minimind.recovery import corruption
 from minimind.recovery.spikes import HeldStep
 from minimind.report import trace as trace_module
 from minimind.report.trace import Trace
-from minimind.runtime.device import KINDS
+from minimind.runtime.device import KINDS, Accelerator
 from tests.checkpoint.weights import load_weights
 from tests.conftest import ROOT
 from tests.runtime.late_device import DEVICE, LATE, NAME, Event, Stream, late_device
@@ -98,34 +98,63 @@ WAITS = {
 }
 
 
-def waits_of(path: Path) -> Iterator[str]:
-    """Calls in a module that wait for a device, by class and function."""
-    for group in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        for function in group.body if isinstance(group, ast.ClassDef | ast.Module) else ():
-            if not isinstance(function, ast.FunctionDef):
-                continue
+IN_ORDER = "the order of the stream; torch keeps pinned memory until it was read"
+# Each copy that the host does not wait for, and what waits for it.
+COPIES = {
+    "runtime/device.py Copies.send to": "runtime/device.py Copies.receive wait_event",
+    "checkpoint/tensor_files.py Staging.copy copy_": (
+        "checkpoint/tensor_files.py Staging.synchronize synchronize"
+    ),
+    "recovery/spikes.py HeldStep.__init__ copy_": "recovery/spikes.py HeldStep.values synchronize",
+    "engine/engine.py Engine.step to": IN_ORDER,
+    "engine/engine.py Engine._mean_targets to": IN_ORDER,
+    "engine/engine.py Engine.loss_of to": IN_ORDER,
+}
+# Where the host reads what the device has computed, which is a wait too.
+READS = {
+    "minimind: log_step",  # loss, tokens, norm, skipped steps
+    "minimind: _sum_loss",  # of an evaluation
+    "minimind: optimizer_step",
+    "minimind: check",  # flags, before a save and in a check for corruption
+    "minimind: replay",
+    "minimind: checksums",
+}
+
+
+def device_calls() -> Iterator[tuple[str, bool]]:
+    """Calls of the package that wait for a device, and copies (True) that do not."""
+    for path in (ROOT / "minimind").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for group in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
             owner = f"{group.name}." if isinstance(group, ast.ClassDef) else ""
-            for call in ast.walk(function):
-                if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
-                    continue
-                name = call.func.attr
-                if name in ("synchronize", "wait_event", "wait_stream", "record_stream"):
-                    place = path.relative_to(ROOT / "minimind")
-                    yield f"{place} {owner}{function.name} {name}"
+            functions = [node for node in group.body if isinstance(node, ast.FunctionDef)]
+            for function in functions:
+                place = f"{path.relative_to(ROOT / 'minimind')} {owner}{function.name}"
+                for call in ast.walk(function):
+                    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                        name = call.func.attr
+                        is_copy = any(word.arg == "non_blocking" for word in call.keywords)
+                        waits = ("synchronize", "wait_event", "wait_stream", "record_stream")
+                        if is_copy or name in waits:
+                            yield f"{place} {name}", is_copy
 
 
 def test_every_wait_is_taken_away_by_a_test():
-    found = [wait for path in (ROOT / "minimind").rglob("*.py") for wait in waits_of(path)]
-    assert sorted(found) == sorted(WAITS)
+    calls = [*device_calls()]
+    assert sorted(call for call, is_copy in calls if not is_copy) == sorted(WAITS)
+    assert sorted(call for call, is_copy in calls if is_copy) == sorted(COPIES)
+    assert {*COPIES.values()} <= {*WAITS, IN_ORDER}
     for file, name in WAITS.values():
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")
 
 
 @contextmanager
-def trained_late(monkeypatch: pytest.MonkeyPatch, holds: bool = True) -> Iterator[None]:
+def trained_late(
+    monkeypatch: pytest.MonkeyPatch, holds: bool = True, fresh: int = 0
+) -> Iterator[None]:
     """Runs on the late device, which Accelerate cannot know."""
     prepared = SimpleNamespace(device=DEVICE, prepare_model=lambda model: model.to(DEVICE))
-    with monkeypatch.context() as patch, late_device(holds):
+    with monkeypatch.context() as patch, late_device(holds, fresh):
         patch.setattr(build, "_accelerator", lambda *given, **options: prepared)
         yield
 
@@ -182,6 +211,16 @@ def test_a_run_on_a_late_device_is_that_of_a_cpu_bit_for_bit(
         assert all(torch.equal(values, weights[name]) for name, values in load_weights(one).items())
 
 
+def test_every_read_of_a_run_would_find_another_value_without_its_wait(
+    run: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+):
+    """Memory that was never used holds no zeros there, which a value of 0 would be equal to."""
+    once = {"max_steps": 2, "save_interval": 1, "log_interval": 1, "profile": False}
+    with trained_late(monkeypatch, fresh=0xA5):
+        run("late", **{**ALL, **once, "trace_steps": None})
+        assert dict(LATE.reads) == dict.fromkeys(READS, True)
+
+
 def test_a_run_that_does_not_wait_for_its_rows_has_other_losses(
     run: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ):
@@ -202,6 +241,15 @@ def test_the_figures_of_a_step_are_waited_for(monkeypatch: pytest.MonkeyPatch, i
         held = HeldStep(0, StepResult((loss,), (tokens,), norm, 0.1, 0, False), math.inf)
         assert not LATE.is_done()  # a step later it is
         assert held.values() == ([6.5, 4.0, 0.25] if is_waited_for else [0.0] * 3)
+
+
+def test_the_figures_of_a_step_need_no_float64(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Accelerator, "has_float64", False)
+    with late_device():
+        loss, tokens, norm = (torch.tensor(value).to(DEVICE) for value in (6.5, 4, 0.25))
+        held = HeldStep(0, StepResult((loss,), (tokens,), norm, 0.1, 0, False), math.inf)
+        assert held.values() == [6.5, 4.0, 0.25]
+        assert held._values.dtype == torch.float32
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """Check what holds on a GPU within 20 minutes, on an Apple one within 10; a CPU tries the parts.
 
-    python -m tests.gpu [--device cuda|mps|cpu] [--out out/gpu] [--parts NAME ...] [--minutes 20]
+    python -m tests.gpu [--device cuda|mps|xpu|npu|cpu] [--out out/gpu] [--parts NAME ...]
+        [--minutes 20]
     make gpu
     make gpu DEVICE=mps
 
@@ -19,7 +20,8 @@ from pathlib import Path
 from scripts import check_environment
 
 BESIDES = ("pytest",)  # what the parts need besides the package
-MINUTES = {"cuda": 20.0, "mps": 10.0, "cpu": 20.0}
+DEVICES = ("cuda", "mps", "xpu", "npu", "cpu")
+MINUTES = {**dict.fromkeys(DEVICES, 20.0), "mps": 10.0}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m tests.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--device", choices=("cuda", "mps", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--minutes", type=float, help="default: 20, with --device mps 10")

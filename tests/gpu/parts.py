@@ -15,11 +15,10 @@ from tests.gpu.speed import profile, speed
 from tests.gpu.waits import marked, waits
 
 ZERO = "DeepSpeed does not run on it"
-CUDA = "it is for CUDA"
 PARTS = {
     "losses": Part(losses, 2),
     "kernels": Part(kernels, 1),
-    "tests": Part(marked, 1, CUDA),
+    "tests": Part(marked, 1, is_for_cuda=True),
     "waits": Part(waits, 1, ZERO),
     "resume": Part(resume, 2),
     "elastic": Part(elastic, 2, ZERO),
@@ -27,7 +26,7 @@ PARTS = {
     "out_of_memory": Part(out_of_memory, 1, "the memory is the host's, which would swap"),
     "saves": Part(saves, 1),
     "memory": Part(memory, 3, "torch keeps no peak of its memory"),
-    "compiled": Part(compiled, 3, CUDA),
+    "compiled": Part(compiled, 3, is_for_cuda=True),
     "speed": Part(speed, 14),
     "profile": Part(profile, 4, "a trace has no kernels of it"),
 }

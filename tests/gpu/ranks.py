@@ -28,7 +28,7 @@ ENDS_WITHIN = 90.0  # seconds
 
 def ranks(site: Site) -> Iterator[Finding]:
     """DDP and ZeRO 1 to 3 on two ranks, overlap, SIGKILL and SIGSTOP of a rank."""
-    if site.device == "cuda" and site.gpus < TWO:
+    if site.device != "cpu" and site.gpus < TWO:
         yield skipped("two ranks", f"{site.gpus} GPU here, {TWO} are needed")
         return
     yield from losses_of_two(site)

@@ -27,6 +27,13 @@ class Part:
     find: Callable[[Site], Iterator[Finding]]
     weight: float
     not_alone: str = ""  # why a device without DeepSpeed and other ranks has nothing to show
+    is_for_cuda: bool = False  # and for a CPU, which tries it
+
+    def nothing_on(self, device: str) -> str:
+        """Why it has nothing to show on a type of device; empty if it has."""
+        if self.is_for_cuda and device not in ("cuda", "cpu"):
+            return "it is for CUDA"
+        return self.not_alone if device in ALONE else ""
 
     @property
     def about(self) -> str:
@@ -62,8 +69,8 @@ def run_parts(plan: Plan) -> list[Result]:
         seconds = over - now - KEPT * 60 * plan.minutes * later / total
         result = Result(name, part.about)
         results.append(result)
-        if plan.device in ALONE and part.not_alone:
-            result.status, result.findings = "passed", [skipped(name, part.not_alone)]
+        if reason := part.nothing_on(plan.device):
+            result.status, result.findings = "passed", [skipped(name, reason)]
         elif seconds <= 0:
             result.status, result.error = "not run", NO_TIME
         else:

@@ -204,6 +204,20 @@ def test_an_apple_gpu_has_the_parts_of_one_process_without_deepspeed(
     assert site.stage(2) == site.stage(None) == "--deepspeed_config none"
 
 
+@pytest.mark.parametrize("device", ["xpu", "npu"])
+def test_another_accelerator_has_all_parts_but_those_for_cuda(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(KINDS[device], "is_available", lambda: True)
+    monkeypatch.setattr(KINDS[device], "count", lambda: 1)
+    made = {"here": Part(good, 1, "no DeepSpeed"), "there": Part(wrong, 1, is_for_cuda=True)}
+    monkeypatch.setattr(parts, "PARTS", made)
+    assert command(["--device", device, "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["parts"]["there"]["not_run"] == {"there": "it is for CUDA"}
+    assert (found["machine"]["device"], found["parts"]["here"]["not_run"]) == (device, {})
+
+
 def test_the_losses_of_an_apple_gpu_are_without_deepspeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ from torch.nn.attention.flex_attention import BlockMask
 import minimind.train as training
 from minimind.checkpoint import tensor_files
 from minimind.checkpoint.tensor_files import Staging
+from minimind.config.deepspeed.backend_choice import device_for, eager_on_gpu, with_compile
 from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.launcher_env import Launch
 from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
@@ -32,9 +35,10 @@ from minimind.model import attention
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM, MiniMindModel
+from minimind.runtime import hardware
 from minimind.runtime.device import CUDA, Copies
 from tests.conftest import sentences
-from tests.pretended.device import Device
+from tests.pretended.device import PROPERTIES, Device
 
 train: Any = training  # a package that is called like a function
 GPU = torch.device("cuda", 0)
@@ -141,6 +145,104 @@ def test_documents_have_blocks_where_there_is_a_compiler(
     assert len(blocks) == is_fused * LAYERS * MICRO_BATCHES
     lists = [tensor for mask in blocks for tensor in mask.as_tuple() if isinstance(tensor, Tensor)]
     assert {tensor.device for tensor in lists} == ({GPU} if is_fused else set())
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, int], None]]:
+    """Let the device have this compute capability, and KiB of shared memory for a block."""
+
+    def put(capability: float, shared: int) -> None:
+        major, minor = int(capability), round(capability % 1 * 10)
+        found = SimpleNamespace(
+            **{**vars(PROPERTIES), "major": major, "minor": minor},
+            shared_memory_per_block=48 * 2**10,
+            shared_memory_per_block_optin=shared * 2**10,
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+
+    monkeypatch.setattr(hardware, "find_spec", lambda name: object())  # triton
+    monkeypatch.setattr(hardware, "has_python_header", lambda: True)
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: name)
+    attention._gpu_compiler_fault.cache_clear()
+    yield put
+    attention._gpu_compiler_fault.cache_clear()
+
+
+# Compute capability, KiB of shared memory, dtype; then whether the model is compiled and documents
+# have blocks, whether they have with heads of 256 channels, whether a kernel takes grouped heads.
+CARDS = [
+    (6.1, 48, "float16", False, False, False),  # GTX 10
+    (7.0, 96, "bfloat16", False, False, False),  # V100
+    (7.0, 96, "float16", True, False, False),
+    (7.5, 64, "bfloat16", False, False, False),  # T4, RTX 20
+    (7.5, 64, "float16", True, False, False),
+    (8.0, 163, "bfloat16", True, True, True),  # A100
+    (8.6, 99, "bfloat16", True, False, True),  # RTX 30
+    (8.7, 163, "bfloat16", True, True, True),  # Jetson Orin
+    (8.9, 99, "bfloat16", True, False, True),  # RTX 40
+    (9.0, 227, "bfloat16", True, True, True),  # H100
+    (9.0, 227, "float32", True, False, False),
+    (10.0, 227, "bfloat16", True, True, True),  # B200
+    (12.0, 99, "bfloat16", True, False, True),  # RTX 50
+]
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared", "dtype", "compiles", "is_wide", "is_grouped"), CARDS
+)
+def test_what_a_card_lacks_is_replaced_before_the_start(
+    capability: float,
+    shared: int,
+    dtype: str,
+    compiles: bool,
+    is_wide: bool,
+    is_grouped: bool,
+    card: Callable[[float, int], None],
+    device: Device,
+):
+    card(capability, shared)
+    run = parse_flags(f"--data_path x --device cuda --dtype {dtype}".split())
+    resolved = with_compile(ResolvedConfig(run, "single"), device_for("cuda", "", Launch()))
+    assert resolved.run.compile == ("on" if compiles else "off")
+    assert bool(eager_on_gpu(resolved.run, "cuda")) != compiles
+    numbers = getattr(torch, dtype)
+    for channels, has_blocks in ((64, compiles), (256, is_wide)):
+        found = attention.has_flex_kernel(GPU, channels, LENGTH, numbers)
+        assert found == has_blocks
+    assert attention.has_grouped_kernel(torch.empty(1, dtype=numbers, device=GPU)) == is_grouped
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared", "dtype", "key_heads"),
+    [
+        (7.5, 64, "bfloat16", 4),
+        (7.5, 64, "float16", 4),
+        (8.6, 99, "bfloat16", 2),
+        (12.0, 99, "float32", 4),
+    ],
+)
+def test_key_heads_are_repeated_where_no_kernel_takes_groups(
+    capability: float,
+    shared: int,
+    dtype: str,
+    key_heads: int,
+    card: Callable[[float, int], None],
+    device: Device,
+    built: Any,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    card(capability, shared)
+    heads: set[int] = set()
+    attend = F.scaled_dot_product_attention
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        heads.update((k.shape[1], v.shape[1]))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    step(built(f"--dtype {dtype}"), 0)
+    assert heads == {key_heads}
 
 
 def test_autocast_computes_in_bf16_and_keeps_fp32_weights(device: Device):

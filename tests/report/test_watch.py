@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,13 +158,13 @@ def test_events_follow_a_crash_and_a_resume_and_runs_that_begin_later(tmp_path):
         reader.close()
 
 
-def test_twenty_readers_share_a_report_and_leave_nothing_behind(tmp_path, monkeypatch):
+def test_several_readers_share_a_report_and_leave_nothing_behind(tmp_path, monkeypatch):
     place, rendered = write_run(tmp_path / "run", [run_start(), step_line(1)]), []
     render = watch.render_parts
     monkeypatch.setattr(watch, "render_parts", lambda *args: rendered.append(1) or render(*args))
     with serving(place) as server:
         before = follower_threads()
-        readers = [Reader(server) for _ in range(20)]
+        readers = [Reader(server) for _ in range(8)]
         assert all("step 1 of" in reader.event()["body"].lower() for reader in readers)
         append(place, step_line(2))
         assert all("step 2 of" in reader.event()["body"].lower() for reader in readers)
@@ -184,6 +185,31 @@ def test_a_quiet_stream_has_beats_and_ends_with_the_server(tmp_path, monkeypatch
         reader.close()
 
 
+def test_a_long_first_reading_does_not_put_off_the_next(tmp_path, monkeypatch):
+    place = write_run(tmp_path / "run", [run_start(), step_line(1)])
+    clock, seconds, read = [0.0], [60.0], History.read
+
+    def slow(self: History) -> bool:
+        clock[0] += seconds[0]
+        return read(self)
+
+    monkeypatch.setattr(History, "read", slow)
+    monkeypatch.setattr(watch, "INTERVAL", 1.0)
+    clocks = {"monotonic": lambda: clock[0], "thread_time": lambda: clock[0], "time": time.time}
+    monkeypatch.setattr(watch, "time", SimpleNamespace(**clocks))
+    report = LiveReport([place])
+    assert report.refresh()[0] == 1
+    append(place, step_line(2))
+    seconds[0] = 2.0
+    clock[0] += 1.5
+    assert report.refresh()[0] == 2
+    append(place, step_line(3))
+    clock[0] += 10.0
+    assert report.refresh()[0] == 2  # at most a tenth of the time
+    clock[0] += 10.0
+    assert report.refresh()[0] == 3
+
+
 def test_what_cannot_be_read_is_told(tmp_path, monkeypatch):
     def denied(self: History) -> bool:
         raise StorageError("metrics.jsonl: Permission denied; correct its permissions")
@@ -197,6 +223,32 @@ def test_what_cannot_be_read_is_told(tmp_path, monkeypatch):
         monkeypatch.undo()
         assert "Nothing" not in reader.event()["body"]
         reader.close()
+
+
+def test_connections_without_a_request_end_and_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "TIMEOUT", 0.3)
+    monkeypatch.setattr(watch, "MAX_CONNECTIONS", 2)
+    with serving(write_run(tmp_path / "run", [run_start()])) as server:
+        place = ("127.0.0.1", server.server_port)
+        with (
+            socket.create_connection(place, 20) as idle,
+            socket.create_connection(place, 20) as slow,
+        ):
+            slow.sendall(b"GET / HTTP/1.1\r\nHost: loc")
+            until(lambda: follower_threads() >= 2)
+            with socket.create_connection(place, 20) as third:
+                assert third.recv(9) == b""
+            last = time.monotonic() + 20
+            while slow.fileno() > 0 and time.monotonic() < last:  # a byte at a time
+                try:
+                    slow.sendall(b"a")
+                except OSError:
+                    break
+                time.sleep(0.05)
+            assert time.monotonic() < last
+            assert idle.recv(9) == b""
+        until(lambda: not server.asking)
+        assert ask(server)[0].status == 200
 
 
 @pytest.mark.parametrize(

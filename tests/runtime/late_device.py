@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from minimind.runtime.device import KINDS, Accelerator
+from tests.distributed.host_reads import origin
 
 COPY_SECONDS = 0.002  # of a copy between host and device on a stream that is not held
 PATIENCE = 60.0  # seconds until a wait counts as a deadlock
@@ -150,7 +151,7 @@ class Block:
     def __init__(self, size: int) -> None:
         self._stream = LATE.current_stream()
         free = LATE.free[self._stream, size]
-        self.memory = free.pop() if free else torch.zeros(size, dtype=torch.uint8)
+        self.memory = free.pop() if free else torch.full((size,), LATE.fresh, dtype=torch.uint8)
         self.readers: set[Stream] = set()  # other streams that it was recorded for
 
     def __del__(self) -> None:
@@ -231,7 +232,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func is aten._local_scalar_dense.default or to_host:
         found: list[Any] = []
         stream.put(lambda: found.append(func(*inputs, **options)))
-        stream.synchronize()
+        LATE.read(stream, args[0])
         return found[0]
     if all(alias and alias.is_write for alias in returned):  # also if it returns nothing
         outputs = args[0] if returned else None
@@ -259,20 +260,26 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     stream.put(work)
     if crosses and not any(args[2:]) and not kwargs.get("non_blocking"):
-        stream.synchronize()
+        LATE.read(stream, args[1])
     return outputs
 
 
 class Late:
-    """State of the device: its streams, its free memory, and the current stream of each thread."""
+    """State of the device: its streams, its free memory, and the current stream of each thread.
+
+    `reads` has, by origin, whether a read of the host would have found another value if it did not
+    wait; those of values that were there already are left out.
+    """
 
     main: Stream  # of every thread that has set no other
 
     def __init__(self) -> None:
-        self.reset(holds=True)
+        self.reset(holds=True, fresh=0)
 
-    def reset(self, holds: bool) -> None:
+    def reset(self, holds: bool, fresh: int) -> None:
         self.holds = holds  # new streams
+        self.fresh = fresh  # each byte of memory that was never used
+        self.reads: defaultdict[str, bool] = defaultdict(bool)
         self.streams: list[Stream] = []
         self.free: defaultdict[tuple[Stream, int], list[torch.Tensor]] = defaultdict(list)
         self.own = threading.local()
@@ -286,6 +293,19 @@ class Late:
     def synchronize(self, device: torch.device | None = None) -> None:
         for stream in self.streams:
             stream.synchronize()
+
+    def read(self, stream: Stream, source: torch.Tensor) -> None:
+        """Wait for what the host reads of `source`, or for a copy of it that is not queued."""
+        if not isinstance(source, LateTensor) or not stream.is_held:
+            stream.synchronize()
+            return
+        before, is_late = (
+            source.held.clone(),
+            len(stream._queue) - stream._done > 1,
+        )  # than this read
+        stream.synchronize()
+        if is_late:
+            self.reads[origin()] |= not torch.equal(before, source.held)
 
     def is_done(self) -> bool:
         return all(stream.is_done() for stream in self.streams)
@@ -332,9 +352,9 @@ def current_accelerator(check_available: bool = False) -> torch.device | None:
 
 
 @contextmanager
-def late_device(holds: bool = True) -> Iterator[Late]:
+def late_device(holds: bool = True, fresh: int = 0) -> Iterator[Late]:
     """The device as torch's accelerator; `holds`: its streams do nothing until waited for."""
-    LATE.reset(holds)
+    LATE.reset(holds, fresh)
     LATE.main = Stream()
     kernels = torch.library.Library("aten", "IMPL")
     kernels.impl("empty.memory_format", empty, "Lazy")
@@ -350,7 +370,7 @@ def late_device(holds: bool = True) -> Iterator[Late]:
         get_device_name=lambda device: "late",
         max_memory_allocated=lambda device: 0,
         current_device=lambda: 0,
-        get_device_properties=lambda number: SimpleNamespace(total_memory=2**34),
+        get_device_properties=lambda *number: SimpleNamespace(total_memory=2**34),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KINDS, NAME, Accelerator(NAME))

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import random
+import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from minimind.errors import PeerError, RendezvousError, which_memory
-from minimind.runtime.collectives import AGENT_STORE, lost_peers, own_store, rendezvous
+from minimind.runtime.collectives import AGENT_STORE, Ranks, lost_peers, own_store, rendezvous
 
 SYSTEM = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error"
@@ -103,3 +111,39 @@ def test_a_store_without_earlier_starts_is_kept(other: dict[str, str]):
     before = dict(environ)
     own_store(environ, timedelta(seconds=1))
     assert environ == before
+
+
+@pytest.mark.parametrize(
+    ("ranks", "messages"), [(2, 2), (3, 4), (4, 8), (5, 10), (7, 14), (8, 24), (100, 456)]
+)
+def test_a_sum_over_ranks_takes_few_messages_and_has_the_same_bits_on_all(
+    ranks: int, messages: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Threads are the ranks. A ring would take 2 W (W - 1) messages, one after the other."""
+    boxes: defaultdict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
+    sent: list[int] = []
+    me = threading.local()
+
+    def send(values: torch.Tensor, to: int, group: Any) -> Any:
+        sent.append(to)
+        boxes[me.rank, to].put(values.clone())
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(values: torch.Tensor, source: int, group: Any) -> None:
+        values.copy_(boxes[source, me.rank].get(timeout=60))
+
+    for name, call in (("send", send), ("isend", send), ("recv", recv)):
+        monkeypatch.setattr(dist, name, call)
+    numbers = [[random.Random(rank).random() * 10**rank, 1.0] for rank in range(ranks)]
+
+    def sum_on(rank: int) -> list[float]:
+        me.rank = rank
+        one = Ranks.__new__(Ranks)  # without a process group
+        one.rank, one.world_size, one._control = rank, ranks, None
+        return one.sum_over_ranks(numbers[rank])
+
+    with ThreadPoolExecutor(ranks) as pool:
+        sums = [*pool.map(sum_on, range(ranks))]
+    assert all(found == sums[0] for found in sums)
+    assert sums[0] == pytest.approx([math.fsum(first for first, _ in numbers), ranks], rel=1e-12)
+    assert len(sent) == messages

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity
 from minimind.config.deepspeed.backend_choice import (
     choose_device,
     device_for,
+    idle_gpus,
     read_setup,
     with_compile,
     without_deepspeed,
@@ -81,7 +82,7 @@ def test_a_device_that_is_not_there_is_refused_in_favour_of_the_one_that_is(
 
 def test_another_accelerator_is_asked_as_torch_has_it(monkeypatch: pytest.MonkeyPatch):
     """With a stand-in for torch.xpu."""
-    properties = SimpleNamespace(total_memory=16 * 2**30)
+    properties = SimpleNamespace(total_memory=16 * 2**30, has_fp64=False)
     for name, answer in (
         ("is_available", True),
         ("device_count", 2),
@@ -95,10 +96,16 @@ def test_another_accelerator_is_asked_as_torch_has_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.xpu, "manual_seed", seeds.append)
     xpu, device = KINDS["xpu"], torch.device("xpu", 1)
     assert device_for("xpu", "--device", Launch(world_size=2, local_world_size=2)) == "xpu"
-    with pytest.raises(UsageError, match="3 processes were started here and 2 GPUs are visible"):
+    assert idle_gpus("xpu", Launch()).endswith("or hide the others with ZE_AFFINITY_MASK")
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "0,1")
+    visible = r"3 processes were started here and 2 GPUs are visible \(ZE_AFFINITY_MASK = 0,1\)"
+    with pytest.raises(UsageError, match=visible):
         device_for("xpu", "--device", Launch(world_size=3, local_world_size=3))
     assert (xpu.model_of(device), xpu.peak_memory(device)) == ("Arc", 5)
     assert xpu.memory() == 16 * 2**30
+    assert not xpu.has_float64
+    properties.has_fp64 = True
+    assert xpu.has_float64
     xpu.seed(3)
     assert seeds == [3]
     assert xpu.activity == ProfilerActivity.XPU
@@ -201,7 +208,7 @@ def test_on_a_mac_auto_is_its_gpu_in_one_process_and_the_cpu_in_several():
         device_for("mps", "--device", two)
     assert device_for("mps", "--device", Launch()) == "mps"
     resolved = with_compile(ResolvedConfig(parse_flags([]), "single"), "mps")
-    assert resolved.run.sources["compile"] == "derived: Triton has no kernels for mps"
+    assert resolved.run.sources["compile"] == "derived: on mps only by --compile on"
 
 
 @pytest.mark.usefixtures("mac")

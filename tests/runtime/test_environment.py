@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from minimind.config.launcher_env import read_launch, set_rendezvous_defaults
 from minimind.errors import RendezvousError, RunError, StorageError
 from minimind.runtime import environment
-from minimind.runtime.environment import RANGES, rank_of, require_environment
+from minimind.runtime.environment import RANGES, allow_connections, rank_of, require_environment
 from tests.conftest import ROOT
 
 TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -137,3 +138,32 @@ def test_the_launch_script_without_a_place_for_its_files_ends_with_5():
         "run_accelerate.sh: error[E_STORAGE] rank=0 step=0: no folder can be made in /nonexistent"
         " (TMPDIR); free some space, or name another there\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("limits", "processes", "raised"),
+    [
+        ((1024, 524_288), 8, None),
+        ((1024, 524_288), 1024, (8704, 524_288)),
+        ((1024, 4096), 1024, (4096, 4096)),  # of GPUs, whose collectives are not gloo's
+        ((256, resource.RLIM_INFINITY), 2, (528, resource.RLIM_INFINITY)),  # macOS
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 1024, None),
+    ],
+)
+def test_ranks_may_open_the_files_that_their_connections_take(
+    limits: tuple[int, int],
+    processes: int,
+    raised: tuple[int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, values: calls.append(values))
+    allow_connections(processes)
+    assert calls == ([raised] if raised else [])
+
+
+def test_a_hard_limit_of_open_files_that_is_too_low_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
+    with pytest.raises(RendezvousError, match=r"1,024 processes .* the hard limit .* is 1,024"):
+        allow_connections(1024)

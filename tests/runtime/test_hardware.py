@@ -189,3 +189,11 @@ def test_what_an_extension_lacks(path: Path, monkeypatch: pytest.MonkeyPatch, tm
     assert extension_fault("cuda") == "the CUDA compiler nvcc is not installed"
     monkeypatch.delenv("CUDA_HOME")
     assert extension_fault("cuda") == ""
+    assert extension_fault("xpu") == "the SYCL compiler icpx is not on PATH"
+    tool(path, "icpx")
+    assert extension_fault("xpu") == extension_fault("npu") == ""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(hardware, "DEFAULT_HIPCC", str(tmp_path / "nowhere"))
+    assert extension_fault("cuda") == "the HIP compiler hipcc is not installed"
+    tool(path, "hipcc")
+    assert extension_fault("cuda") == ""

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from minimind.launch.accelerate_launch import record_ends
 from minimind.runtime import heartbeat as module
 from minimind.runtime.heartbeat import (
     Digest,
@@ -182,6 +183,14 @@ def test_workers_know_one_another_by_the_scripts_folder(tmp_path, monkeypatch):
     assert read_end(4711) is None
     record_end(tmp_path, 4711, -9)
     assert read_end(4711) == -9
+
+
+def test_on_a_mac_whose_python_has_no_waitid_no_end_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delattr(os, "waitid")
+    record_ends(tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_dead_is_named_before_the_process_group_stands(tmp_path, monkeypatch, child):

@@ -24,7 +24,7 @@ from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
 from minimind.inference.generate import Sampling
 from minimind.inference.load_model import load_model
 from minimind.serve.answers import ServedModel
-from minimind.serve.app import Limits, build_app
+from minimind.serve.app import Limits, build_app, http_server
 from minimind.serve.batching import Scheduler
 from tests.cli.test_lm_eval import write_llama
 from tests.conftest import ROOT, Trained
@@ -119,10 +119,7 @@ def listening() -> Iterator[Callable[[Any], int]]:
 
     def start(app: Any) -> int:
         place = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(
-            app, log_level="critical", lifespan="off", ws="none", timeout_graceful_shutdown=1
-        )
-        uvicorn_server = uvicorn.Server(config)
+        uvicorn_server = http_server(app, answers_end=1)
         thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [place]})
         thread.start()
         started.append((uvicorn_server, thread))

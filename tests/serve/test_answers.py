@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import torch
 from minimind.cli.main import main
 from minimind.inference.load_model import load_model
 from minimind.serve.answers import ServedModel
-from minimind.serve.batching import Group
+from minimind.serve.batching import Group, Scheduler
 from minimind.serve.protocol import ChatRequest, conversation_of_request
 from tests.serve.conftest import POSITIONS, InProcess
 
@@ -55,11 +56,17 @@ def test_a_completion_is_that_of_generate(
 
 
 def test_neighbours_change_nothing(server: InProcess):
-    questions = [f"{'ab cd ' * (n % 7)}春眠 {n}" for n in range(24)]
-    settings = [{**SETTINGS[n % 4], "max_tokens": 5 + n, "logprobs": True} for n in range(24)]
+    questions = [f"{'ab cd ' * (n % 7)}春眠 {n}" for n in range(16)]
+    settings = [{**SETTINGS[n % 4], "max_tokens": 5 + n, "logprobs": True} for n in range(16)]
     alone = [server.chat(q, **s)["choices"] for q, s in zip(questions, settings, strict=True)]
-    with ThreadPoolExecutor(24) as pool:
-        together = list(pool.map(lambda q, s: server.chat(q, **s)["choices"], questions, settings))
+    scheduler = Scheduler(server.scheduler._model, 8, 64, is_invariant=True)
+    invariant = replace(server, scheduler=scheduler)
+    with closing(scheduler), ThreadPoolExecutor(16) as pool:
+        together, to_the_last_bit = (
+            list(pool.map(lambda q, s, to=to: to.chat(q, **s)["choices"], questions, settings))
+            for to in (server, invariant)
+        )
+    assert to_the_last_bit == alone
     for one, other in zip(alone, together, strict=True):
         assert one[0]["message"] == other[0]["message"]
         assert one[0]["finish_reason"] == other[0]["finish_reason"]
@@ -216,6 +223,34 @@ def test_thoughts_and_calls_are_told_apart(
     assert joined(events, "reasoning_content") == message.get("reasoning_content", "")
     streamed = [c for e in events for c in e["choices"][0]["delta"].get("tool_calls", [])]
     assert [c["function"] for c in streamed] == [c["function"] for c in found]
+
+
+def test_the_token_that_ends_a_text_is_counted(server: InProcess, play: Played):
+    play("ab")
+    size = len(server.served.tokenizer.encode("ab"))
+    for found in (server.complete("c", max_tokens=9), server.chat("c", max_tokens=9)):
+        assert found["usage"]["completion_tokens"] == size + 1
+        assert found["choices"][0]["finish_reason"] == "stop"
+
+
+def test_likelihoods_have_the_end_of_a_text_but_not_of_a_turn(server: InProcess, monkeypatch):
+    draw, end = Group._draw, server.served.tokenizer.eos_id
+
+    def draw_an_end(group: Group, logits: torch.Tensor) -> None:
+        logits[:, end] = 99
+        draw(group, logits)
+
+    monkeypatch.setattr(Group, "_draw", draw_an_end)
+    for fields in ({}, {"echo": True}):
+        body = {"prompt": [7, 8], "max_tokens": 9, "logprobs": 0, **fields}
+        (choice,) = server.post("/v1/completions", body).json()["choices"]
+        assert choice["logprobs"]["tokens"][-1] == server.served.token(end)[0]
+        assert choice["logprobs"]["text_offset"][-1] == len(choice["text"])
+        parts = [one["choices"][0] for one in server.events("/v1/completions", body)]
+        sent = [token for one in parts if one["logprobs"] for token in one["logprobs"]["tokens"]]
+        assert sent == choice["logprobs"]["tokens"]
+    (choice,) = server.chat("ab", max_tokens=9, logprobs=True)["choices"]
+    assert choice["logprobs"]["content"] == []
 
 
 def test_a_call_goes_back_as_it_was_written(server: InProcess, play: Played):

@@ -14,6 +14,7 @@ from tests.serve.fuzz import malformed
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "ab"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 def refused(server: InProcess, path: str, content: bytes | str) -> Any:
@@ -55,7 +56,15 @@ def refused(server: InProcess, path: str, content: bytes | str) -> Any:
         ({"messages": USER, "top_logprobs": 3}, 400, "needs logprobs"),
         ({"messages": USER, "functions": [{}]}, 400, "old name"),
         ({"messages": USER, "stream_options": {}}, 400, "is for a stream"),
+        ({"messages": USER, "stream": True, "stream_options": {"every": 1}}, 400, "unknown field"),
         ({"messages": USER, "chat_template_kwargs": {"messages": 1}}, 400, "no variable can be"),
+        ({"messages": USER, "chat_template_kwargs": {"mood": 1}}, 400, "template does not read"),
+        ({"messages": USER, "temprature": 0}, 400, "is not supported; is it temperature?"),
+        ({"messages": USER, "reasoning_effort": "high"}, 400, "is not supported; drop it"),
+        ({"messages": USER, "min_p": 0.1}, 400, "unknown field min_p"),
+        ({"messages": USER, "store": True}, 400, "has store = True"),
+        ({"messages": USER, "max_tokens": 1, "max_completion_tokens": 2}, 400, "its other name"),
+        ({"messages": USER, "tools": [TOOL], "parallel_tool_calls": False}, 400, "is false"),
         ({"messages": USER, "model": "gpt-4o"}, 404, "is not served here; ask for tiny"),
         ({"messages": [{"role": "user", "content": "ab " * 2000}]}, 400, "1024 positions"),
     ],
@@ -79,12 +88,26 @@ def test_a_chat_that_is_refused(server: InProcess, fields: Any, status: int, wor
         ({"prompt": "a", "suffix": "b"}, "is not supported"),
         ({"prompt": "a", "best_of": 2}, "is not supported"),
         ({"prompt": "a", "max_tokens": 0}, "asks for nothing"),
+        ({"prompt": "a", "max_completion_tokens": 0}, "asks for nothing"),
+        ({"prompt": "a", "messages": USER}, "unknown field messages"),
         ({"prompt": "a", "logprobs": 21}, "has logprobs = 21"),
     ],
 )
 def test_a_completion_that_is_refused(server: InProcess, fields: Any, words: str):
     status, error = refused(server, TEXT, json.dumps(fields))
     assert (status, words in error["message"]) == (400, True), error
+
+
+def test_fields_that_change_no_answer(server: InProcess):
+    asked = {"messages": USER, "seed": 1, "max_tokens": 3, "temperature": 1}
+    settled = {"n": 1, "presence_penalty": 0, "logit_bias": {}, "tool_choice": "auto", "stop": []}
+    told = {"user": "a", "metadata": {"a": "b"}, "service_tier": "auto", "store": False}
+    none = dict.fromkeys(("top_p", "tools", "stream_options", "response_format", "unknown"))
+    other = {"max_completion_tokens": 3, "max_tokens": None, "parallel_tool_calls": False}
+    expected = server.post(CHAT, asked).json()["choices"]
+    changes: tuple[dict[str, Any], ...] = (settled, told, none, other)
+    for more in changes:
+        assert server.post(CHAT, {**asked, **more}).json()["choices"] == expected
 
 
 @pytest.mark.parametrize(
@@ -161,6 +184,20 @@ def test_a_body_beyond_the_limit_is_not_read(server: InProcess):
     assert small.ask("POST", TEXT, content=body).status_code == 200
     huge = {"content-length": "9" * 40}
     assert small.ask("POST", TEXT, content=chunks(1), headers=huge).status_code == 413
+
+
+def test_bodies_of_other_kinds(server: InProcess):
+    body = json.dumps({"prompt": "ab", "max_tokens": 1})
+    for kind, more, status in (
+        ("application/json; charset=UTF-8", {}, 200),
+        ("application/x-www-form-urlencoded", {}, 200),
+        ("application/json; charset=utf-16", {}, 415),
+        ("multipart/form-data; boundary=x", {}, 415),
+        ("text/plain", {}, 415),
+        ("application/json", {"Content-Encoding": "gzip"}, 415),
+    ):
+        headers = {"Content-Type": kind, **more}
+        assert server.ask("POST", TEXT, content=body, headers=headers).status_code == status
 
 
 def test_a_key_is_needed(server: InProcess):

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,12 @@ import torch
 
 from minimind.cli.main import main
 from minimind.inference.load_model import load_model
+from minimind.serve import app
 from minimind.serve.app import build_app
 from minimind.serve.batching import Group, Scheduler
 from tests.cli.test_lm_eval import log_likelihoods, questions
 from tests.conftest import ROOT
-from tests.serve.conftest import InProcess, until
+from tests.serve.conftest import POSITIONS, InProcess, until
 
 ASKED: Any = [{"role": "user", "content": "ab"}]
 LONG = {"messages": ASKED, "max_tokens": 900, "temperature": 1.5, "seed": 1}
@@ -66,28 +67,53 @@ def test_the_client_of_openai(server: InProcess, client: Any):
         client.with_options(api_key="wrong").models.list()
 
 
-def test_lm_eval_finds_the_likelihoods_of_the_model(server: InProcess, chat_model: Path):
-    """By the requests and the reading of `local-completions`; a run of it needs tenacity."""
+@pytest.mark.parametrize("ends", [False, True])
+def test_lm_eval_finds_the_likelihoods_of_the_model(
+    server: InProcess,
+    chat_model: Path,
+    listening: Callable[[Any], int],
+    monkeypatch: pytest.MonkeyPatch,
+    ends: bool,
+):
+    """Its client asks for one token more, and takes the last one off, also one that ends a text."""
+    from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    model: Any = object.__new__(LocalCompletionsAPI)
-    model.model = "tiny"
-    tokenizer = server.served.tokenizer
-    for question, own in zip(questions(), log_likelihoods(chat_model), strict=True):
-        begin = len(tokenizer.encode(question["query"].rstrip()))
-        ids = [tokenizer.encode(question["query"] + choice) for choice in question["choices"]]
-        payload = model._create_payload(ids)
-        outputs = server.post("/v1/completions", payload).json()
-        found = model.parse_logprobs(outputs, tokens=ids, ctxlens=[begin] * len(ids))
-        assert [value for value, _ in found] == pytest.approx(own, abs=1e-3)
-    prompt = tokenizer.encode("ab")
+    draw = Group._draw
+
+    def draw_an_end(group: Group, logits: torch.Tensor) -> None:
+        logits[:, [*group.texts[0].ends]] = 99
+        draw(group, logits)
+
+    if ends:
+        monkeypatch.setattr(Group, "_draw", draw_an_end)
+    client_of: Any = LocalCompletionsAPI
+    client = client_of(
+        base_url=f"http://localhost:{listening(app_of(server))}/v1/completions",
+        **{"model": "tiny", "tokenizer": str(chat_model), "tokenizer_backend": "huggingface"},
+        **{"max_length": POSITIONS, "batch_size": 8, "num_concurrent": 2, "max_retries": 1},
+    )
+    asked = [
+        Instance("loglikelihood", {}, (question["query"], choice), 0)
+        for question in questions()[:5]
+        for choice in question["choices"]
+    ]
+    found = [value for value, _ in client.loglikelihood(asked, disable_tqdm=True)]
+    expected = [value for own in log_likelihoods(chat_model)[:5] for value in own]
+    assert found == pytest.approx(expected, abs=1e-3)
+    if ends:
+        return
+    prompt = server.served.tokenizer.encode("ab")
     with torch.no_grad():
         logits = load_model(None, str(chat_model))[0](input_ids=torch.tensor([prompt])).logits
-    best = [*prompt, int(logits[0, -1, : tokenizer.vocab_size].argmax())]
-    for ids, expected in ((best, True), ([*prompt, best[-1] - 1], False)):
-        outputs = server.post("/v1/completions", model._create_payload([ids])).json()
-        ((_, is_greedy),) = model.parse_logprobs(outputs, ctxlens=[len(prompt)])
-        assert is_greedy is expected
+    best = int(logits[0, -1, : server.served.tokenizer.vocab_size].argmax())
+    pairs = [(("ab", ""), prompt, [token]) for token in (best, best - 1)]
+    greedy = [is_best for _, is_best in client._loglikelihood_tokens(pairs, disable_tqdm=True)]
+    assert greedy == [True, False]
+    whole = server.complete("ab", temperature=0, max_tokens=12)["choices"][0]["text"]
+    settings = {"until": [whole[5:7]], "max_gen_toks": 12}
+    written = client.generate_until([Instance("generate_until", {}, ("ab", settings), 0)])
+    assert written == [whole[: whole.index(whole[5:7])]]
 
 
 def idle(server: InProcess) -> bool:
@@ -187,6 +213,42 @@ def test_a_body_that_does_not_arrive(server: InProcess, listening: Callable[[Any
         assert connection.recv(99).startswith(b"HTTP/1.1 408")
 
 
+def test_idle_connections_end_and_are_bounded(
+    server: InProcess, listening: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(app, "HEAD_ENDS", 0.5)
+    monkeypatch.setattr(app, "MOST_CONNECTIONS", 4)
+    port = listening(app_of(server))
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    def connected(*sent: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+        for part in sent:
+            connection.sendall(part)
+        return connection
+
+    with ExitStack() as stack:
+        idle, slow, half = (
+            stack.enter_context(connected(*sent)) for sent in ([], [whole[:9]], [whole, whole[:9]])
+        )
+        while not half.recv(4096).endswith(b"}"):
+            pass
+        served = stack.enter_context(connected(whole))
+        assert served.recv(4096).startswith(b"HTTP/1.1 200")
+        with connected() as more:
+            assert ends(more)
+        for connection in (idle, slow, half):
+            assert ends(connection)
+    assert httpx.get(f"http://localhost:{port}/health").is_success
+
+
+def ends(connection: socket.socket) -> bool:
+    """Whether nothing more comes."""
+    with suppress(ConnectionResetError):
+        return connection.recv(4096) == b""
+    return True
+
+
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_huge_body_is_refused_while_it_is_sent(
     server: InProcess, listening: Callable[[Any], int], is_told: bool
@@ -202,10 +264,11 @@ COMMAND = [sys.executable, "-m", "minimind", "serve", "--device", "cpu"]
 
 @pytest.mark.sample(1)
 @pytest.mark.launch
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_ends_on_a_signal(chat_model: Path, number: int):
+@pytest.mark.parametrize(("number", "prefix"), [(signal.SIGTERM, ""), (signal.SIGINT, "hf:")])
+def test_the_command_ends_on_a_signal(chat_model: Path, number: int, prefix: str):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    line = [*COMMAND, "--model", str(chat_model), "--port", "0", "--api_key", "k"]
+    place = f"{prefix}{chat_model}"
+    line = [*COMMAND, "--checkpoint", place, "--port", "0", "--api_key", "k"]
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, env=environment, cwd=ROOT, **options) as process:
         assert process.stdout is not None
@@ -216,6 +279,8 @@ def test_the_command_ends_on_a_signal(chat_model: Path, number: int):
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=right) as found:
             assert found.status_code == 200
             process.send_signal(number)
+            *_, last = filter(None, found.iter_lines())
+            assert last == "data: [DONE]" or "the server ends; ask later" in last
             assert process.wait(30) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()

@@ -173,3 +173,16 @@ def test_a_source_that_is_not_validated_is_named(tmp_path, capsys):
     few = events["token_balance"]["sources"][1]
     assert few["text"] == few["read"] + few["not_read"] + few["tail"] + few["left_out"]
     assert few["epoch"] > few["read"]
+
+
+def test_a_run_that_is_not_validated_says_so(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("Of the words of a text.\n" * 300)
+    flags = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 8}
+    flags |= {"batch_size": 4, "device": "cpu", "deepspeed_config": "none", "max_steps": 1}
+    flags |= {"vocab_size": 512, "cache_dir": str(tmp_path / "cache")}
+    warning = "warning no row of 1 documents is held out, so the run is not validated"
+    for fraction, is_said in ((0.01, True), (0.0, False)):
+        out_dir = str(tmp_path / f"out-{fraction}")
+        words = {"data_path": [str(tmp_path / "book.txt")], "val_fraction": fraction}
+        assert train(flags, out_dir=out_dir, **words) == 0
+        assert (warning in " ".join(capsys.readouterr().out.split())) is is_said

@@ -283,7 +283,7 @@ def test_a_template_that_asks_for_the_date_is_told_one_on_every_day_of_a_run(
 
     out, other = tmp_path / "out", {"cache_dir": str(tmp_path / "cache of another host")}
     assert train(given, out_dir=str(out), stop_at_step=2) == 75
-    monkeypatch.setattr("minimind.data.chat.template.date", OtherDay)
+    monkeypatch.setattr("minimind.data.chat.sandbox.date", OtherDay)
     assert train({**given, **other}, out_dir=str(out)) == 0
     assert losses(out) == losses(tmp_path / "whole")
     (manifest,) = (tmp_path / "cache of another host").glob("tokens-*/manifest.json")

@@ -59,6 +59,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 BAD = [
     ("--data_path nothere.jsonl", DataError, "nothere.jsonl: there is no such file or directory"),
     ("--data_path t.jsonl nothere", DataError, "nothere: there is no such file or directory"),
+    ("--data_path t.jsnol", DataError, "did you mean t.jsonl?"),
+    ("--data_path gone/t.jsonl", DataError, "there is no such file or directory in /"),
+    ("--init_from folders", CheckpointError, "did you mean folder?"),
     ("--data_path none", DataError, "none: holds no .jsonl"),
     ("--data_path *.pdf", DataError, "matches no .jsonl"),
     ("--data_path t.pdf", DataError, "the suffix '.pdf' is none of .jsonl"),

@@ -276,7 +276,7 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
         return resolved
     blockers = {
         "no GPU": device == HOST.name,
-        f"Triton has no kernels for {device}": not device_kind(device).has_triton,
+        f"on {device} only by --compile on": not device_kind(device).has_triton,
         "ZeRO stage 3": resolved.zero_stage == 3,
         "experts": run.use_moe,
         "--sequence_parallel": run.sequence_parallel > 1,
@@ -331,7 +331,7 @@ def device_for(requested: str, source: str, launch: Launch) -> str:
         )
     gpus = kind.count()
     if not gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = os.environ.get(CUDA.variable)
         fault = remedy = ""
         if kind is CUDA:
             fault, remedy = invisible_gpus_fault(list_gpus(), torch.version.cuda, visible)
@@ -351,8 +351,8 @@ def device_for(requested: str, source: str, launch: Launch) -> str:
         return HOST.name
     _require_alone(kind.name, source, launch)
     if launch.local_world_size > gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        by = f" (CUDA_VISIBLE_DEVICES = {visible})" if visible is not None else ""
+        visible = os.environ.get(kind.variable)
+        by = f" ({kind.variable} = {visible})" if visible is not None else ""
         more = ", make all of them visible to every process" if by else ""
         seen = f"{gpus} GPU{' is' if gpus == 1 else 's are'} visible{by}"
         raise UsageError(
@@ -425,13 +425,14 @@ def dropped_config_notice(launch: Launch) -> str:
 
 def idle_gpus(device: str, launch: Launch) -> str:
     """Warning that visible GPUs are unused; empty if none."""
-    gpus = device_kind(device).count()
-    if gpus <= launch.local_world_size:
+    kind = device_kind(device)
+    gpus = kind.count()
+    if not isinstance(kind, Accelerator) or gpus <= launch.local_world_size:
         return ""
     return (
         f"warning  {gpus} GPUs are visible, {launch.local_world_size} of them are used; type"
         f" NUM_PROCESSES={gpus} {LAUNCH} ... (torchrun --nproc_per_node {gpus} ...),"
-        " or hide the others with CUDA_VISIBLE_DEVICES"
+        f" or hide the others with {kind.variable}"
     )
 
 

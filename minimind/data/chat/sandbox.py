@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from datetime import datetime
+from datetime import date, datetime, time
 from functools import wraps
 from itertools import chain, product
 from threading import Lock
@@ -70,18 +70,25 @@ class TooLarge(Exception):
 
 
 class Sandbox:
-    """A compiled template; raises what Jinja raises for a wrong one."""
+    """A compiled template; raises what Jinja raises for a wrong one.
 
-    def __init__(self, source: str, date: datetime) -> None:
+    `today` is its date, by default that of each rendering: a server may run for days.
+    """
+
+    def __init__(self, source: str, today: date | None = None) -> None:
         environment = _Bounded(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         del environment.filters["random"], environment.globals["lipsum"]
         environment.filters["tojson"] = _to_json
         environment.bound_filters_and_tests()
+
+        def day() -> date:
+            return date.today() if today is None else today
+
         environment.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": date.strftime,
+            "strftime_now": lambda form: datetime.combine(day(), time()).strftime(form),
             "dict": _Dictionary(),
             "namespace": _Namespace,
         }
@@ -536,7 +543,7 @@ def main(request: Mapping[str, Any]) -> str | None:
     limits.
     """
     try:
-        sandbox = Sandbox(request["source"], datetime.min)
+        sandbox = Sandbox(request["source"], date.min)
         for chat, is_asked, tools in product(
             request["chats"], (False, True), (None, request["tools"])
         ):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import date, datetime, time
+from datetime import date
 from functools import cache, cached_property
 from itertools import dropwhile, takewhile
 from types import MappingProxyType
@@ -102,7 +102,8 @@ def require_read(variables: Iterable[str], source: str, name: str) -> None:
 class Renderer:
     """A template's source and the names of tokens that it may use, such as `bos_token`.
 
-    `name` stands for it in error messages, `today` is its date, and `variables` are what it reads.
+    `name` stands for it in error messages, `today` is its date (default: that of each rendering),
+    and `variables` are what it reads.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Renderer:
     ) -> None:
         self.source = source
         self.name = name
-        self._today = datetime.combine(today or date.today(), time())
+        self._today = today
         self.marks_generation = GENERATION.search(source) is not None
         self._values = {**tokens, **variables}
 
@@ -269,7 +270,8 @@ class ChatTemplate:
 
     Special tokens in the rendered text become their ids; the text between them is encoded by
     itself. Raise UsageError if the template is not valid, or does not fit the tokenizer; `name` is
-    what messages call it, `today` the date that it is told, `variables` what it reads besides.
+    what messages call it, `today` the date that it is told (default: that of each prompt),
+    `variables` what it reads besides.
     """
 
     def __init__(

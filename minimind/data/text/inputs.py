@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.arguments import is_utf8, utf8_fault
-from minimind.config.parse import load_yaml_texts
+from minimind.config.parse import load_yaml_texts, no_such_file
 from minimind.data.text.tables import TRAIN, dataset_bytes, dataset_rows, is_dataset, row_groups
 from minimind.errors import DataError, UsageError
 from minimind.runtime.urls import HUB_PREFIX, OF_THE_HUB, masked
@@ -344,7 +344,7 @@ def _require_readable(path: Path) -> None:
     if kind is None and str(path).startswith(HUB_PREFIX):
         raise DataError(f"{path}: is no local path, nor hf:USER/SET of the Hub; correct it")
     if kind is None:
-        raise DataError(f"{path}: there is no such file or directory; correct the path")
+        raise DataError(no_such_file(path))
     if kind == DATASET:
         return
     if not path.is_file():

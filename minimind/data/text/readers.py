@@ -212,14 +212,21 @@ class _Plain(io.FileIO):
     def consumed(self) -> int:
         return self.tell()
 
+    given = consumed
+
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, io.BufferedReader[Any]]]:
-    """The content of a file, and the same with a buffer; the former counts what was `consumed`."""
+    """The content of a file, and the same with a buffer; the former counts for `_reached`."""
     is_packed = path.suffix.lower() in PACKINGS
     with unpacked(path) if is_packed else _Plain(path) as content:
         with io.BufferedReader(content, BUFFER_BYTES) as file:
             yield content, file
+
+
+def _reached(content: Any, end: int) -> int:
+    """Bytes of the file in the first `end` bytes of its content, which is read further ahead."""
+    return content.consumed * end // max(1, content.given)
 
 
 def _streamed_lines(segment: Segment, reading: ReadOptions) -> Found:
@@ -237,7 +244,7 @@ def _streamed_lines(segment: Segment, reading: ReadOptions) -> Found:
                 number, position = number + 1, end
                 document = _document_or_error(line, reading)
                 if isinstance(document, str):
-                    yield document, content.consumed, number, begin
+                    yield document, _reached(content, end), number, begin
                 else:
                     kind = kind_of_content(start, *expected)
                     yield _rejection(segment.path, number, begin, document, kind)
@@ -371,7 +378,7 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
                     document = error
                 has_rows = True
                 if isinstance(document, str):
-                    yield document, content.consumed, lines.first, lines.begin
+                    yield document, _reached(content, lines.end), lines.first, lines.begin
                 else:
                     document.at = 0  # of a cell
                     yield _rejection(path, lines.first, lines.begin, document)

@@ -69,7 +69,7 @@ class Damage(Exception):
 
 
 class Unpacked(io.RawIOBase):
-    """Decompressed content of a file; `consumed` counts the compressed bytes read so far.
+    """Decompressed content of a file; bytes `consumed` of the file so far, and `given` by them.
 
     Concatenated streams (`cat a.gz b.gz`, parallel compressors) are one content. A truncated stream
     raises Damage: the libraries' readers end silently (zstandard) or lose count of bytes (gzip).
@@ -84,7 +84,7 @@ class Unpacked(io.RawIOBase):
         padding: bytes,
         *bound: int,
     ) -> None:
-        self.consumed = 0
+        self.consumed = self.given = 0
         self._kind = kind
         self._file = file
         self._start = start  # gives a decompressor of one stream
@@ -135,6 +135,7 @@ class Unpacked(io.RawIOBase):
             if is_first and (kind := kind_of_content(self._packed, self._kind)):
                 raise Damage(f"the file is {kind.name}, not {self._kind}", kind.remedy) from error
             raise Damage(f"the compressed stream is damaged ({error})") from error
+        self.given += len(self._ready)
         self._packed = b""
         if self._stream.eof:
             self._packed = self._stream.unused_data

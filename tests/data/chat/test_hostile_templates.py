@@ -214,3 +214,15 @@ def test_a_template_is_told_one_date():
     assert told.render(PROBE) == "26 Jul 2024 00:00"
     today = date.today().strftime("%d %b %Y")
     assert Renderer(source, {}, "chat.jinja").render(PROBE).startswith(today)
+
+
+def test_a_template_without_a_date_is_told_that_of_each_rendering(monkeypatch):
+    class Day(date):
+        @classmethod
+        def today(cls) -> date:
+            return next(days)
+
+    days = iter([date(2031, 12, 31), date(2032, 1, 1)])
+    monkeypatch.setattr("minimind.data.chat.sandbox.date", Day)
+    renderer = Renderer("{{ strftime_now('%d %b %Y') }}", {}, "chat.jinja")
+    assert [renderer.render(PROBE) for _ in "ab"] == ["31 Dec 2031", "01 Jan 2032"]
