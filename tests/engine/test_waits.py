@@ -87,7 +87,7 @@ WAITS = {
         HERE,
         "test_a_check_is_not_charged_with_the_steps_before_it",
     ),
-    "sweep/step_time.py tokens_per_second synchronize": (
+    "sweep/step_time.py step_seconds synchronize": (
         "tests/sweep/test_step_time.py",
         "test_a_step_lasts_until_the_device_has_done_it",
     ),
