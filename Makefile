@@ -56,8 +56,7 @@ train: $(RUN_READY) ## train the tiny model on what this Python says about itsel
 	  && printf '%s\n' "$$text" | fold -s -w 92 | sed 's/^/  | /'
 
 test: $(READY) ## everything that fits in minutes on two cores
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not launch"; alone=$$?; \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile -m launch && exit $$alone
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(READY) oldest ## the long runs too, and the in-process tests with the oldest versions
 	$(BIN)/python -m pytest --long -rs

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             spared |= {id(item) for item in outside_samples(items)}
         config.hook.pytest_deselected(items=[item for item in items if id(item) in spared])
         items[:] = [item for item in items if id(item) not in spared]
+    if hasattr(config, "workerinput"):  # of xdist
+        longest_files_first(items)
+
+
+def longest_files_first(items: list[pytest.Item]) -> None:
+    """Files with launches first, then those with few tests, so that workers end alike."""
+    files = [item.nodeid.partition("::")[0] for item in items]
+    with_launches = {
+        file for file, item in zip(files, items, strict=True) if item.get_closest_marker("launch")
+    }
+    counts = Counter(files)
+    ranks = {file: (file not in with_launches, counts[file]) for file in files}
+    items.sort(key=lambda item: ranks[item.nodeid.partition("::")[0]])
 
 
 def outside_samples(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -108,6 +122,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False  # files are in their order already
 
     class ByRuns(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -25,6 +25,8 @@ def warm_up() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     for module in ("accelerate", "deepspeed", "minimind.train.pretrain", "train_pretrain"):
         import_module(module)
+    for module in ("minimind.report.charts", "plotly.offline"):  # which the end of a run imports
+        import_module(module)
     gc.collect()
     gc.freeze()  # a fork that collected garbage would copy every page of it
 

@@ -114,6 +114,7 @@ def run_installed(installed: Path, folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long  # above, the wheel has every module and file
 def test_an_installed_wheel_plans_and_trains_without_a_checkout(installed: Path, tmp_path: Path):
     (tmp_path / "text.txt").write_text("\n\n".join(sentences(3, 80)))
     site = installed.parent / "lib"

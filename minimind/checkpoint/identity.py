@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from typing import Any
@@ -124,9 +125,14 @@ def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine
 
 def versions() -> dict[str, str]:
     """Versions of Python, this package and the libraries that affect numerics."""
+    return {"python": platform.python_version(), "minimind": __version__, **_library_versions()}
+
+
+@cache
+def _library_versions() -> dict[str, str]:
+    """By name; each is parsed from a file of the installation."""
     libraries = ("torch", "accelerate", "deepspeed", "transformers", "sentencepiece")
-    versions = {"python": platform.python_version(), "minimind": __version__}
-    return versions | {name: version(name) for name in libraries}
+    return {name: version(name) for name in libraries}
 
 
 def source_commit() -> str:

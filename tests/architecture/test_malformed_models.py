@@ -81,7 +81,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("kind", "report", "named"), CASES, ids=[str(c[1])[:40] for c in CASES])
 def test_the_key_is_named_in_a_dry_run_and_before_a_run_reads_its_text(
     kind, report, named, text, tmp_path

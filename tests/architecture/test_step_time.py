@@ -236,6 +236,7 @@ def test_a_compiled_loss_stores_no_logits_in_float32(graphs: list[Graphs]):
     assert stored == [torch.bfloat16, torch.bfloat16]
 
 
+@pytest.mark.long
 def test_compiled_rotation_is_of_reals_in_halves(graphs: list[Graphs]):
     complexes = {torch.complex64, torch.complex128}
     stored = [s for found in graphs for ks in found.kernels for k in ks for s in k.stored]

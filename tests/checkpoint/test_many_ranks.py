@@ -106,6 +106,7 @@ def held(state: ZeroState) -> Iterator[tuple[str, str, int, Tensor]]:
             yield kind, fragment.name, fragment.start, fragment.view(tensor)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "layout", [one_vector, each_weight, replicated], ids=["stage 2", "stage 3", "replicated"]
 )

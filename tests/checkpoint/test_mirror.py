@@ -119,6 +119,7 @@ def test_a_wiped_disk_is_resumed_from_the_mirror_bit_for_bit(
     assert not [key for key in store.keys() if ".probe" in key]
 
 
+@pytest.mark.long  # tests/checkpoint/test_choose.py skips damaged ones without a mirror
 def test_damaged_checkpoints_are_skipped_and_never_a_silent_step_0(
     flags: dict[str, Any],
     unbroken: dict[int, float],

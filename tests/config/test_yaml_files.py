@@ -24,7 +24,7 @@ def outcome(argv: list[str]) -> RunConfig | None:
         return None
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", [n for n in NAMES if type_name(FLAGS[n]) != "bool"])
 def test_the_file_means_what_the_command_line_means(name: str, tmp_path: Path):
     file = tmp_path / "run.yaml"

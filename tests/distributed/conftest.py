@@ -42,12 +42,15 @@ def config_of_stage(stage: int, directory: Path) -> Path:
 
 
 @pytest.fixture(
-    scope="session", params=[*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1)), 3]
+    scope="session", params=[pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3)]
 )
 def other_stage(
     request: pytest.FixtureRequest, forked: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, Path, Run]:
-    """The yardstick again, with another stage in the DeepSpeed JSON and nothing else changed."""
+    """The yardstick again, with another stage in the DeepSpeed JSON and nothing else changed.
+
+    Long: the chain of stages in test_runs.py compares losses with the yardstick too.
+    """
     directory = tmp_path_factory.mktemp(f"stage{request.param}")
     config = config_of_stage(request.param, directory)
     flags = f"{FP32} --deepspeed_config {config} --save_interval 9 --keep_last 3"

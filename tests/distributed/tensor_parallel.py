@@ -1,6 +1,6 @@
 """Worker of test_tensor_parallel.py: tensor-parallel courses, saved, resumed and spoilt.
 
-Usage: one, two or four ranks of -m tests.distributed.tensor_parallel ROOT PHASE
+Usage: one, two or four ranks of -m tests.distributed.tensor_parallel ROOT PHASE [STAGE...]
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from minimind.engine.clocks import PhaseClock
 from tests.distributed.engines import ORDER, Case, build, course, load, save, state_of, text
 
 SAVED, STEPS, CLIP = 7, 20, 0.9
-STAGES = (0, 1, 2)
 SPOILT = ("model.norm.weight", "model.layers.0.self_attn.o_proj.weight")
 
 
@@ -30,7 +29,7 @@ def case_of(stage: int | None, tensor: int = 1) -> Case:
     return Case(stage, "float32", accumulation, flags=flags, shape={"qk_norm": True, "head_dim": 6})
 
 
-def whole(root: Path) -> dict[str, Any]:
+def whole(root: Path, stages: list[int]) -> dict[str, Any]:
     """The course of one process without DeepSpeed, saved on the way."""
     engine = build(case_of(None), seed=1)
     before = course(engine, 0, SAVED)
@@ -38,11 +37,11 @@ def whole(root: Path) -> dict[str, Any]:
     return {"course": before + course(engine, SAVED, STEPS)}
 
 
-def divided(root: Path) -> dict[str, Any]:
+def divided(root: Path, stages: list[int]) -> dict[str, Any]:
     """The same on tensor-parallel ranks: unbroken, resumed by itself, resumed from one process."""
     found: dict[str, Any] = {}
     world_size = int(os.environ["WORLD_SIZE"])
-    for stage in STAGES:
+    for stage in stages:
         place = root / f"{world_size}-{stage}"
         engine = build(case_of(stage, 2), seed=1)
         before = course(engine, 0, SAVED)
@@ -102,7 +101,7 @@ def spoil(engine: Engine) -> list[Any]:
     return seen
 
 
-def returned(root: Path) -> dict[str, Any]:
+def returned(root: Path, stages: list[int]) -> dict[str, Any]:
     """What was saved by tensor-parallel ranks goes on in one process, under DeepSpeed or not."""
     found = {}
     for stage in (None, 2):
@@ -128,7 +127,7 @@ def main() -> None:
     root, phase = Path(sys.argv[1]), sys.argv[2]
     for name, alone in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, alone)
-    found = globals()[phase](root)
+    found = globals()[phase](root, [int(stage) for stage in sys.argv[3:]])
     if os.environ["RANK"] == "0":
         (root / f"{phase}-{os.environ['WORLD_SIZE']}.json").write_text(json.dumps(found))
     if dist.is_initialized():

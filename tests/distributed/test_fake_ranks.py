@@ -12,7 +12,8 @@ import pytest
 
 from tests.forking import Nursery
 
-pytestmark = pytest.mark.launch
+# test_memory.py holds the same arithmetic against two real ranks.
+pytestmark = [pytest.mark.launch, pytest.mark.long]
 
 
 @pytest.mark.parametrize(
@@ -21,13 +22,13 @@ pytestmark = pytest.mark.launch
         "--ranks 1024",
         # No size is a multiple of the number of ranks.
         "--ranks 1000 --n_layers 1 --dim 100 --n_heads 5 --n_kv_heads 5 --vocab_size 1001",
-        pytest.param("--ranks 8 64 512", marks=pytest.mark.long),
-        pytest.param("--ranks 512 --accumulation_steps 2", marks=pytest.mark.long),
-        pytest.param("--ranks 512 --optimizer muon", marks=pytest.mark.long),
-        pytest.param("--ranks 512 --dtype float32", marks=pytest.mark.long),
+        "--ranks 8 64 512",
+        "--ranks 512 --accumulation_steps 2",
+        "--ranks 512 --optimizer muon",
+        "--ranks 512 --dtype float32",
         # As models of 0.75 to 1.4 billion parameters.
-        pytest.param("--ranks 8 --n_layers 12 --distance 7300000", marks=pytest.mark.long),
-        pytest.param("--ranks 8 --n_layers 12 --distance 4000000", marks=pytest.mark.long),
+        "--ranks 8 --n_layers 12 --distance 7300000",
+        "--ranks 8 --n_layers 12 --distance 4000000",
     ],
 )
 def test_a_rank_of_many_sends_and_keeps_what_the_plan_says(

@@ -85,7 +85,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
 
 
-@pytest.mark.long  # the tutorial's lines below are one of them, and test_runs.py has the script
+@pytest.mark.long  # test_runs.py has the script
 @pytest.mark.launch
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_launcher_gives_the_same_run(name: str, launch: Launcher, fp32: Run, tmp_path: Path):
@@ -167,8 +167,9 @@ SMALLER = (
 )
 
 
+@pytest.mark.long  # below is what the launcher makes of such files and flags
 @pytest.mark.launch
-@pytest.mark.parametrize("method", ["file", pytest.param("flags", marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", METHODS)
 def test_the_lines_of_the_tutorial_train_as_they_are_written(
     method: str, corpus: Path, tmp_path: Path
 ):

@@ -9,13 +9,13 @@ import pytest
 from tests.conftest import Launcher, Run
 from tests.distributed.conftest import FP32, largest_relative_difference
 
-pytestmark = pytest.mark.launch
+# test_sequence_parallel.py and test_tensor_parallel.py divide rows and weights in less time.
+pytestmark = [pytest.mark.launch, pytest.mark.long]
 # 4 x 2 rows, as two processes of 2 x 2 rows read.
 ROWS = f"{FP32} --batch_size 4 --accumulation_steps 2 --eval_interval 10"
 ALSO = "--sample_interval 10 --gradient_checkpointing --spike_guard"
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("flag", ["sequence_parallel", "tensor_parallel"])
 def test_a_divided_run_goes_on_as_one_process_with_the_same_losses(
     flag: str, fp32: Run, forked: Launcher, tmp_path: Path
@@ -38,7 +38,6 @@ def test_a_divided_run_goes_on_as_one_process_with_the_same_losses(
     assert len({line["text"] for line in run.events("sample") if line["step"] == 10}) == 1
 
 
-@pytest.mark.long
 def test_four_ranks_without_deepspeed_go_on_bit_for_bit(forked: Launcher, tmp_path: Path):
     """On more than two ranks the order of DDP's sums depends on its buckets."""
     flags = "--deepspeed_config none --sequence_parallel 2 --max_steps 8"

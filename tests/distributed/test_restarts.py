@@ -485,7 +485,7 @@ def largest_difference(run: Run, unbroken: Run) -> float:
     return max(abs(step["loss"] - expected[step["step"]]["loss"]) for step in taken)
 
 
-@pytest.mark.long  # a worker of one host is killed below, and above hosts agree on who is left
+@pytest.mark.long  # above hosts agree on who is left
 @pytest.mark.launch
 @pytest.mark.parametrize("lost", [0, 1])
 def test_after_a_host_is_killed_for_good_the_other_finishes_the_same_run(
@@ -532,6 +532,7 @@ def test_two_hosts_of_three_go_on_with_another_host_0(
     assert largest_difference(run, unbroken) <= 2e-6
 
 
+@pytest.mark.long  # test_runs.py kills a run and starts it again, and above the script restarts
 @pytest.mark.launch
 def test_a_killed_worker_of_one_host_is_started_again_and_the_run_is_the_same(
     launch: Launcher, unbroken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,8 @@ from minimind.config.tasks import OWN_TASKS
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32, config_of_stage
 
-pytestmark = pytest.mark.launch
+# Each takes a minute; tests/train/test_scores.py has the batches of any number of ranks.
+pytestmark = [pytest.mark.launch, pytest.mark.long]
 TASKS = [*OWN_TASKS, str(ROOT / "examples" / "lm_eval" / "python_code")]
 SCORED = f"--eval_tasks {','.join(TASKS)} --eval_tasks_interval 9 --eval_tasks_limit 10"
 

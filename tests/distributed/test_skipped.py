@@ -1,6 +1,7 @@
 """A loss or gradient spoilt on one of two ranks: at every stage and dtype all skip that step.
 
-All cases run in one launch of skip_steps.py; the end of a run is that of two real ranks.
+All cases (some without --long) run in one launch of skip_steps.py; the end of a run is that of two
+real ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ pytestmark = pytest.mark.launch
 CASES = [f"{stage},{dtype}" for stage in (None, 0, 1, 2, 3) for dtype in ("float32", "bfloat16")]
 CASES.insert(-2, "2,float32,zero_optimization.compute_grad_norm=false")
 CASES.insert(-2, '1,bfloat16,data_types.grad_accum_dtype="fp32"')  # BF16_Optimizer
+SHORT = [
+    *("None,float32", "None,bfloat16", "0,float32", "1,bfloat16", "2,bfloat16"),
+    *("2,float32,zero_optimization.compute_grad_norm=false", "3,bfloat16"),
+]
 SPOILT = [step for step, fault in enumerate(COURSE, 1) if fault and fault[0] != "limit"]
 
 
@@ -30,11 +35,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def skip_runs(root: Path, nursery: Nursery) -> dict[str, list[dict[str, Any]]]:
-    words = [str(root), *CASES]
+def skip_runs(
+    root: Path, nursery: Nursery, request: pytest.FixtureRequest
+) -> dict[str, list[dict[str, Any]]]:
+    cases = CASES if request.config.getoption("--long") else SHORT
+    words = [str(root), *cases]
     statuses, _, text = nursery.run("tests.distributed.skip_steps", words, root / "ranks")
     assert statuses == [0, 0], text
-    return dict(zip(CASES, json.loads((root / "results.json").read_text()), strict=True))
+    return dict(zip(cases, json.loads((root / "results.json").read_text()), strict=True))
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -45,7 +53,7 @@ def test_all_ranks_skip_the_same_steps_and_count_them(skip_runs):
     so_far = [sum(step <= at for step in SPOILT) for at in range(1, len(COURSE) + 1)]
     expected = [[at in SPOILT, count] for at, count in enumerate(so_far, 1)]
     found = {case: [seen["skipped"] for seen in ranks] for case, ranks in skip_runs.items()}
-    assert found == dict.fromkeys(CASES, [expected] * 2)
+    assert found == dict.fromkeys(skip_runs, [expected] * 2)
 
 
 def test_a_skipped_step_changes_nothing_and_the_others_are_as_without_it(skip_runs):
@@ -77,7 +85,7 @@ def test_only_the_spoilt_loss_is_not_finite(skip_runs):
 
 
 def test_every_stage_continues_alike(skip_runs):
-    for case in (case for case in CASES if "=" not in case):
+    for case in (case for case in skip_runs if "=" not in case):
         dtype = case.split(",")[1]
         rel, abs_ = (2e-6, None) if dtype == "float32" else (None, 2e-3)
         for rank in (0, 1):
@@ -115,7 +123,7 @@ def test_the_rows_at_fault_are_dumped(skip_runs, root):
             line = {"step": step, "reason": "loss", **place, "row": own[at], "loss": None}
             expected.append({**line, "tokens": tokens, "text": str(tokens)})
     found = {case: lines_of(root / case / "nonfinite_rows.jsonl") for case in skip_runs}
-    assert found == dict.fromkeys(CASES, expected)
+    assert found == dict.fromkeys(skip_runs, expected)
 
 
 def test_each_is_an_event(skip_runs, root):

@@ -20,6 +20,7 @@ stages:
 """
 # Steps 1 to 24 of 8 x 32 tokens, 25 to 60 of 4 x 64, and 61 to 68 of 8 x 64.
 BOUNDARIES = (24, 60)
+BESIDE = (BOUNDARIES[0] - 1, BOUNDARIES[1], BOUNDARIES[1] + 1)
 LENGTH = "--max_tokens 19456 --schedule wsd --log_interval 1"
 
 
@@ -32,11 +33,13 @@ def flags_of(folder: Path, processes: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(forked: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
-    """Unbroken, by number of processes."""
+def runs(
+    forked: Launcher, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[int, Run]:
+    """Unbroken, by number of processes; on four with --long."""
     folder = tmp_path_factory.mktemp("stages")
     found = {}
-    for processes in (1, 2, 4):
+    for processes in (1, 2, *([4] if request.config.getoption("--long") else [])):
         out_dir = folder / str(processes)
         found[processes] = forked.run(out_dir, flags_of(folder, processes), processes=processes)
         assert found[processes].status == 0, found[processes].stderr
@@ -48,20 +51,24 @@ def test_rows_and_rates_do_not_depend_on_the_ranks(runs: dict[int, Run]):
     lines = {
         n: [[line[k] for k in names] for line in run.events("step")] for n, run in runs.items()
     }
-    assert lines[1] == lines[2] == lines[4]
+    assert all(own == lines[1] for own in lines.values())
     assert [line[4] for line in lines[1]] == ["short"] * 24 + ["small"] * 36 + ["last"] * 8
     logs = {n: read_run(run.out_dir) for n, run in runs.items()}
     for step in range(1, 69):
-        rows = [log.at(step).order.rows_for(step - 1, 0, 1).tolist() for log in logs.values()]
-        assert rows[0] == rows[1] == rows[2]
-        shares = [logs[4].at(step).order.rows_for(step - 1, rank, 4).tolist() for rank in range(4)]
-        assert [*itertools.chain(*shares)] == rows[0]
+        whole = logs[1].at(step).order.rows_for(step - 1, 0, 1).tolist()
+        for n, log in logs.items():
+            order = log.at(step).order
+            assert order.rows_for(step - 1, 0, 1).tolist() == whole
+            shares = [order.rows_for(step - 1, rank, n).tolist() for rank in range(n)]
+            assert [*itertools.chain(*shares)] == whole
     for one, other in itertools.combinations(runs.values(), 2):
         pairs = zip(one.losses(), other.losses(), strict=True)
         assert max(abs(a - b) / b for a, b in pairs) < 2e-6
 
 
-@pytest.mark.parametrize("step", [BOUNDARIES[0] - 1, *BOUNDARIES, BOUNDARIES[1] + 1])
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=pytest.mark.long) for step in BESIDE] + [BOUNDARIES[0]]
+)
 def test_a_stop_beside_a_boundary_changes_no_bit(
     runs: dict[int, Run], forked: Launcher, tmp_path: Path, step: int
 ):
@@ -72,6 +79,7 @@ def test_a_stop_beside_a_boundary_changes_no_bit(
     assert resumed.curve() == runs[2].curve()
 
 
+@pytest.mark.long  # test_runs.py goes on with other ranks too
 def test_it_goes_on_with_other_ranks_at_every_boundary(
     runs: dict[int, Run], forked: Launcher, tmp_path: Path
 ):
@@ -90,6 +98,7 @@ def test_it_goes_on_with_other_ranks_at_every_boundary(
     assert max(abs(a - b) / b for a, b in pairs) < 2e-6
 
 
+@pytest.mark.long  # test_restarts.py chooses the processes and flags that go on
 def test_a_batch_over_all_processes_goes_on_with_fewer_and_the_same_flags(
     forked: Launcher, tmp_path: Path
 ):

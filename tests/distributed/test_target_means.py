@@ -22,6 +22,7 @@ pytestmark = pytest.mark.launch
 ALONE = ["None,float32,1", "None,float32,2", "None,float32,4", "2,float32,4"]
 # Stage 3 comes last: it replaces torch's linear function in the whole process.
 EXACT = [f"{stage},float32,{n}" for stage in (None, 0, 1, 2, 3) for n in (1, 2, 4)]
+SHORT = ["None,float32,4", "2,float32,1", *(f"{stage},float32,2" for stage in (None, 0, 1, 2, 3))]
 ROUNDED = ["None,bfloat16,2", "2,bfloat16,2", "None,float16,2", "2,float16,2"]
 ON_FOUR = [f"{stage},float32,{n}" for stage in (None, 0, 1, 2, 3) for n in (1, 2)]
 EMPTY = [not any(targets) for targets in TARGETS].index(True)
@@ -64,12 +65,13 @@ def launched(nursery: Nursery, root: Path, world: int, cases: list[str]) -> dict
 
 @pytest.fixture(scope="module")
 def found(
-    tmp_path_factory: pytest.TempPathFactory, nursery: Nursery
+    tmp_path_factory: pytest.TempPathFactory, nursery: Nursery, request: pytest.FixtureRequest
 ) -> dict[tuple[int, str], Found]:
     """What each case saw, by number of ranks and case."""
+    exact = EXACT if request.config.getoption("--long") else SHORT
     return {
         (world, case): seen
-        for world, cases in ((1, ALONE), (2, [*ROUNDED, *EXACT]))
+        for world, cases in ((1, ALONE), (2, [*ROUNDED, *exact]))
         for case, seen in launched(nursery, tmp_path_factory.mktemp("means"), world, cases).items()
     }
 
@@ -86,8 +88,9 @@ def require_equal(own: Found, reference: Found, case: str) -> None:
 
 
 def test_the_split_over_ranks_and_micro_batches_changes_nothing(found, reference: Found):
-    for key in [*((1, case) for case in ALONE), *((2, case) for case in EXACT)]:
-        require_equal(found[key], reference, str(key))
+    for key, own in found.items():
+        if key[1] not in ROUNDED:
+            require_equal(own, reference, str(key))
 
 
 @pytest.mark.long

@@ -23,6 +23,7 @@ WRAPPERS = {
     "ddp, fp32": "AdamW",
     "ddp, bf16": "MasterWeights",
     "2, bf16, experts": "DeepSpeedZeroOptimizer",
+    "2, bf16, experts, Muon": "DeepSpeedZeroOptimizer",
     "0, fp32": "AdamW",
     "0, bf16": "FP16_UnfusedOptimizer",
     "1, bf16, fp32 sums": "BF16_Optimizer",
@@ -31,17 +32,14 @@ WRAPPERS = {
 }
 # One of each wrapper and way of saving one; the rest is long.
 SHORT = [
-    *("ddp, fp32", "ddp, bf16", "0, bf16", "1, bf16, fp32 sums", "2, bf16, round robin"),
-    *("2, fp16", "2, bf16, experts", "2, bf16, round robin, Muon", "3, bf16", "3, bf16, Muon"),
+    *("ddp, bf16", "0, bf16", "1, bf16, fp32 sums", "2, bf16, round robin"),
+    *("2, fp16", "2, bf16, experts, Muon", "3, bf16"),
 ]
 LONG = [name for name in CASES if name not in SHORT]
-SHORT_CROSSINGS = [
-    "2, bf16, round robin -> 1, bf16, fp32 sums",
-    "1, bf16, fp32 sums -> 2, bf16",
-    "2, bf16, round robin -> 3, bf16",
-    "2, bf16, round robin, Muon -> 3, bf16, Muon",
-]
+SHORT_CROSSINGS = ["2, bf16, round robin -> 1, bf16, fp32 sums", "2, bf16, round robin -> 3, bf16"]
 LONG_CROSSINGS = [
+    "1, bf16, fp32 sums -> 2, bf16",
+    "2, bf16, round robin, Muon -> 3, bf16, Muon",
     "3, bf16 -> 2, bf16",
     "ddp, bf16, Muon -> 2, bf16, round robin, Muon",
     "3, bf16, Muon -> 1, bf16, fp32 sums, Muon",

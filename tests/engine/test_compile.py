@@ -117,6 +117,7 @@ def test_regions_are_compiled_once_for_all_blocks_with_the_losses_of_an_eager_ru
     assert not counters["graph_break"]
 
 
+@pytest.mark.long  # regions of one kind are above
 def test_layers_without_rotation_are_compiled_apart_with_the_losses_of_an_eager_run(
     quickly, monkeypatch
 ):
@@ -177,6 +178,7 @@ def test_other_documents_compile_no_block_again(quickly, monkeypatch):
     assert counters["stats"]["unique_graphs"] == len(REGIONS)
 
 
+@pytest.mark.long
 def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, monkeypatch):
     """As on a GPU, where every layer says which kernels it asks."""
 
@@ -456,6 +458,7 @@ def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
     assert largest[8] == 0
 
 
+@pytest.mark.long
 def test_only_the_model_is_uncompiled_where_it_is_requested_to_be(quickly):
     model = built()
     compile_model(model, COMPILED, "cpu")

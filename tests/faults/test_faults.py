@@ -58,6 +58,7 @@ def test_killed_at_each_call_of_a_save_it_continues(call: str, at_least: int, be
     require_right(outcomes)
 
 
+@pytest.mark.long  # tests/checkpoint/test_saver.py has a full disk in process
 def test_a_disk_that_fails_is_reported_and_costs_no_checkpoint(bench: Bench):
     outcomes = list(fail_at_each(bench, "rename", "EDQUOT", "training"))
     assert len(outcomes) >= 2

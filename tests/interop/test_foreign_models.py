@@ -241,6 +241,7 @@ def require_equal(found: Tensor, expected: Tensor | None) -> None:
 # --- config classes -----------------------------------------------------------------------------
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", FORMS)
 def test_logits_are_those_of_transformers_or_the_field_is_named(name, saved, tmp_path, capsys):
     form, folder = FORMS[name], copied(saved(name), tmp_path / "model")
@@ -263,6 +264,7 @@ def test_logits_are_those_of_transformers_or_the_field_is_named(name, saved, tmp
     assert all(torch.equal(after.read(name), before.read(name)) for name in before.shapes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_run_from_it_resumes_bit_for_bit_generates_and_is_exported(name, saved, tmp_path):
     lines = (json.dumps({"text": text}) for text in sentences(4, 60))
@@ -293,6 +295,7 @@ def test_a_run_from_it_resumes_bit_for_bit_generates_and_is_exported(name, saved
 
 def test_what_a_file_leaves_open_is_said_once(saved, tmp_path, capsys):
     folder = saved("Llama 2, dynamic")
+    capsys.readouterr()  # the first to save it shows a bar
     assert run("import", "--from", "llama", folder, "--out", tmp_path / "out") == 0
     note = "rope_theta 10000, the default of transformers; without the dynamic scaling, which"
     assert capsys.readouterr().err.startswith(f"{folder}: {note} begins beyond 64 positions\n")

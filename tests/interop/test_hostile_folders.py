@@ -47,7 +47,7 @@ def test_there_are_enough():
     assert {reader for case in CASES.values() for reader in case.readers} == {*COMMANDS}
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_each_reader_ends_soon_and_names_the_file(name: str, folder: Path, nursery: Any):
     case = CASES[name]

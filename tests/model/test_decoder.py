@@ -339,6 +339,7 @@ def test_mask_of_another_length_is_refused(model: MiniMindForCausalLM, ids_BT: T
         model(ids_BT, torch.ones(B, T - 1))
 
 
+@pytest.mark.long  # tests/engine/test_compile.py compiles what a run does
 @torch.no_grad()
 def test_whole_model_compiles_into_one_graph(model: MiniMindForCausalLM, ids_BT: Tensor):
     compiled = torch.compile(model, backend="eager", fullgraph=True)

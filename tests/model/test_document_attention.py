@@ -66,7 +66,7 @@ def test_the_blocks_are_those_of_the_whole_table(starts_BT: Tensor):
         assert found.tolist() == dense[row, 0].tolist()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @uncompiled
 @each_layout
 @pytest.mark.parametrize("key_heads", [6, 2, 1])

@@ -102,6 +102,7 @@ STEPS: list[tuple[str, dict[str, Any], dict[str, int]]] = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("flags", "changes", "reads"), STEPS)
 def test_a_step_is_on_the_device_and_reads_what_is_documented(
     flags: str, changes: dict[str, Any], reads: dict[str, int], device: Device, built: Any
@@ -325,6 +326,7 @@ REPORT = {"minimind: log_step": 4, "minimind: check": 1}  # loss, tokens, norm, 
 SAVE = {"minimind: optimizer_step": 1, "minimind: counters": 1}
 
 
+@pytest.mark.long  # a step above reads what is documented, and below a run goes on
 def test_a_run_reads_at_its_reports_evaluations_and_saves_only(ran: Any, tmp_path: Path):
     few, few_waits = ran("few", max_steps=4)
     assert few == {**REPORT, **SAVE}

@@ -27,11 +27,12 @@ def library(pytestconfig: pytest.Config) -> Path:
     return build_library(pytestconfig.cache.mkdir("pretended_cuda"))
 
 
-def test_cases_on_a_pretended_device(library: Path):
+def test_cases_on_a_pretended_device(library: Path, pytestconfig: pytest.Config):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-p", "tests.pretended.device"),
             *("-p", "no:cacheprovider", "tests/pretended/cases.py"),
+            *(["--long"] if pytestconfig.getoption("--long") else []),
         ],
         env={**os.environ, "PRETENDED_CUDA": str(library), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,

@@ -168,6 +168,7 @@ def test_the_guarded_run_ends_like_the_clean_one_and_the_unguarded_one_does_not(
     assert ends[2] > 1.05 * ends[0], ends
 
 
+@pytest.mark.long  # below it is saved and resumed amid spikes
 def test_killed_at_any_decision_a_run_decides_alike(
     guarded: Path,
     flags: dict[str, Any],

@@ -219,6 +219,7 @@ def test_the_commands(recorded: Recorded, capsys: pytest.CaptureFixture[str]):
     assert len(text.splitlines()) == 5
 
 
+@pytest.mark.long
 def test_a_document_that_is_held_out_is_read_by_no_step(
     recorded: Recorded, capsys: pytest.CaptureFixture[str]
 ):

@@ -87,6 +87,7 @@ def kinds(out_dir: Path) -> list[str]:
     return [one.kind for one in diagnose(read_runs([out_dir])[0], NOW)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("flags", HEALTHY)
 def test_a_healthy_run_is_left_in_peace(trains, flags: dict[str, Any], capsys):
     out = trains(**flags)
@@ -107,6 +108,7 @@ def test_a_resumed_run_is_left_in_peace(trains, trained: Trained, tmp_path: Path
     assert kinds(trained.run) == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "flags"), SICK)
 def test_what_ails_a_run_is_named(trains, kind: str, flags: dict[str, Any], capsys):
     out = trains(**flags)

@@ -342,6 +342,7 @@ def test_a_browser_draws_every_chart_and_reads_the_values_at_a_step(run, tmp_pat
     assert "crashed at 16" in seen
 
 
+@pytest.mark.long  # above a browser draws the light one
 def test_a_dark_page_has_other_colors(run, tmp_path):
     page_of(tmp_path, run)
     page = tmp_path / "report.html"

@@ -377,6 +377,7 @@ def test_a_rewritten_folder_leaves_the_copy_of_a_run(
     )
 
 
+@pytest.mark.long
 def test_a_prepared_folder_below_a_prefix_is_no_text(
     texts: Path, prepared: Path, tmp_path: Path, store: ObjectStore
 ):
@@ -392,6 +393,7 @@ def test_a_prepared_folder_below_a_prefix_is_no_text(
         local_text([f"{URL}/a/tokens"], tmp_path / "cache")
 
 
+@pytest.mark.long
 def test_a_cache_of_another_user_is_read(
     texts: Path, tmp_path: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ):
@@ -430,6 +432,7 @@ def test_signed_urls_are_recorded_without_their_signature(tmp_path: Path):
     assert "secret" not in flags_table(run)
 
 
+@pytest.mark.long
 def test_a_step_of_a_run_over_urls_is_named_by_them(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

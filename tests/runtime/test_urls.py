@@ -34,6 +34,7 @@ def leaks(made: Signed, text: str) -> bool:
     return any(part in text for part in made.secrets)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inside", [INSIDE, (*INSIDE, " ", "?", "#", "\n")])
 def test_a_value_that_is_a_url_is_shown_up_to_its_secret(inside: tuple[str, ...]):
     for made in signed_urls(len(inside), NUMBER, inside):

@@ -98,6 +98,7 @@ def joined(events: list[Any], key: str) -> str:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_stream_is_the_whole_in_pieces(server: InProcess, settings):
     body = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 40, **settings}
@@ -201,6 +202,7 @@ TEXTS = [
 TEXTS += [("".join(random.Random(n).choices(PARTS, k=8)), ..., ..., ...) for n in range(40)]
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(("text", "content", "thoughts", "calls"), TEXTS)
 def test_thoughts_and_calls_are_told_apart(
     server: InProcess, play: Played, text: str, content: Any, thoughts: Any, calls: Any

@@ -262,6 +262,7 @@ def test_a_huge_body_is_refused_while_it_is_sent(
 COMMAND = [sys.executable, "-m", "minimind", "serve", "--device", "cpu"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize(("number", "prefix"), [(signal.SIGTERM, ""), (signal.SIGINT, "hf:")])
 def test_the_command_ends_on_a_signal(chat_model: Path, number: int, prefix: str):

@@ -7,6 +7,7 @@ import math
 import re
 import signal
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from minimind.cli import report
 from minimind.cli.main import main
 from minimind.runtime.process import CAUGHT
 from minimind.sweep import run, scaling
+from minimind.sweep.law import Fit, fit
 from tests.docs.commands import all_blocks, files_in
 from tests.report.made import Drawn, evaluation, run_start, write_run
 from tests.sweep.made import NO_PROCESS, Killed
@@ -74,13 +76,18 @@ class MadeRun:
         return "the last line"
 
 
+@cache
+def fitted(*given: Any) -> Fit:
+    """The fit of these runs, which most tests share."""
+    return fit(*given, resamples=20)
+
+
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[MadeRun]]:
     noise = {name: 0.004 * math.sin(5 * n) for n, name in enumerate(FITTED)}
     fresh = {"given": {}, "starts": [], "noise": noise, "statuses": {}}
     made = type("Made", (MadeRun,), fresh)
-    fit = scaling.fit
-    monkeypatch.setattr(scaling, "fit", lambda *given: fit(*given, resamples=20))
+    monkeypatch.setattr(scaling, "fit", lambda *given: fitted(*map(tuple, given[:3]), given[3]))
     monkeypatch.setattr(run, "TrialProcess", made)
     handlers = {number: signal.getsignal(number) for number in CAUGHT}
     yield made

@@ -60,7 +60,7 @@ def test_the_pruner_waits_for_its_first_trials_and_steps(tmp_path: Path):
     assert {row.steps for row in pruned} <= {30, 40}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sampler", "looks"), [("tpe", 1), ("tpe", 44), ("random", 12), ("grid", 12), ("grid", 28)]
 )

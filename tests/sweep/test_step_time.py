@@ -10,7 +10,7 @@ import pytest
 from minimind.config.parse import parse_flags
 from minimind.errors import UsageError
 from minimind.sweep import step_time
-from minimind.sweep.step_time import speeds, tokens_per_second
+from minimind.sweep.step_time import measured_steps, step_seconds
 
 LEAST: dict[str, Any] = {
     **{"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
@@ -26,19 +26,21 @@ def test_a_step_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPat
         passed[0] += 0.5
 
     kind = SimpleNamespace(synchronize=wait)
+    monkeypatch.setattr(step_time, "SECONDS", 1.0)
     monkeypatch.setattr(step_time, "device_kind", lambda name: kind)
     monkeypatch.setattr(step_time, "time", SimpleNamespace(perf_counter=lambda: passed[0]))
     words = [word for name, value in LEAST.items() for word in (f"--{name}", str(value))]
-    assert tokens_per_second(parse_flags(words), "cpu") == 2 * 32 / 0.5
+    assert step_seconds(parse_flags(words), "cpu") == 0.5
     assert passed[0] == 1.5  # the first step is not counted
 
 
 def test_processes_are_measured_together():
-    (speed,) = speeds([LEAST], "cpu", 2, 1)
-    assert speed > 0
+    (seconds,) = measured_steps([LEAST], "cpu", 2, 1)
+    assert seconds > 0
 
 
+@pytest.mark.long  # for one sentence a process imports torch
 def test_a_process_that_ends_is_told(capfd: pytest.CaptureFixture[str]):
     with pytest.raises(UsageError, match="no step could be measured on cpu"):
-        list(speeds([{**LEAST, "n_heads": 3}], "cpu", 1, 1))
+        list(measured_steps([{**LEAST, "n_heads": 3}], "cpu", 1, 1))
     assert "n_heads" in capfd.readouterr().err

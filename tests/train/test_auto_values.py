@@ -76,6 +76,7 @@ def test_a_resumed_run_keeps_its_numbers_though_the_rules_changed(places, tmp_pa
     assert "auto: as in step_00000004" in (tmp_path / "cut" / "config.yaml").read_text()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_older_here", [False, True])
 def test_a_run_whose_disk_is_lost_takes_the_numbers_of_its_mirror(
     places, tmp_path, is_older_here: bool

@@ -143,6 +143,7 @@ def test_the_checkpoint_of_the_best_average_is_kept(scored: Path, trained: Train
     assert kept == {best, 6}
 
 
+@pytest.mark.long
 def test_a_moving_average_has_its_own_scores(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -156,6 +157,7 @@ def test_a_moving_average_has_its_own_scores(
     assert of_average["average"] == event["ema_average"]
 
 
+@pytest.mark.long
 def test_in_bfloat16_the_same_precision_gives_the_same_scores(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -97,6 +97,7 @@ def test_the_start_says_what_every_stage_reads(whole: Path, capsys: pytest.Captu
     assert "<td>steps 14 to 16</td><td>8 rows x 32</td><td>768 tokens</td>" in page
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", [5, 6, 7, 12, 13, 14])
 def test_a_stop_at_or_beside_a_boundary_changes_no_bit(
     whole: Path, place: Path, tmp_path: Path, step: int

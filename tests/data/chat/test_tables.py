@@ -74,7 +74,7 @@ def records(form: str) -> list[dict[str, Any]]:
     return [record(draw, names)[0] for _ in range(ROWS)]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("form", ["messages", "conversations", "value", "prompt", "mixed"])
 def test_rows_are_the_conversations_of_the_same_lines(

@@ -62,6 +62,7 @@ def read(given):
     return conversation_of(conversation_of_line(json.dumps(given).encode(), ReadOptions()))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", PLAIN)
 def test_ids_and_masks_are_those_of_transformers(pair, name, request):
     ours, theirs = pair
@@ -122,10 +123,10 @@ def sft_line(draw, number):
     return {"conversations": turns}
 
 
-def test_every_line_of_minimind_s_form_is_read(pair):
+def test_every_line_of_minimind_s_form_is_read(pair, request):
     ours, theirs = pair
     template, draw = ChatTemplate(PLAIN["minimind3"], ours), random.Random(SEED)
-    for number in range(1000):
+    for number in range(1000 if request.config.getoption("--long") else 96):
         given = sft_line(draw, number)
         turns, tools = [dict(turn) for turn in given["conversations"]], None
         for turn in turns:  # as its SFTDataset

@@ -105,7 +105,7 @@ def errors_of_killed(
     return errors
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("stop", "victim"),
     [(signal.SIGKILL, "parent"), (signal.SIGINT, "parent"), (signal.SIGKILL, "worker")],

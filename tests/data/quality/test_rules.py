@@ -111,6 +111,7 @@ def datatrove(texts: list[str], rules: list[str]) -> tuple[list[str], Counter[st
     return left, dropped
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "rules", [["gopher"], ["c4"], ["fineweb"], ["gopher", "c4", "fineweb"], ["c4", "gopher"]]
 )

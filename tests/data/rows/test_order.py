@@ -169,6 +169,7 @@ def test_the_reads_of_a_row_are_those_of_all_steps(mixture, origin, stop):
         assert order.reads_of(row, stop) == reads
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size", [8, 64, 512, 1024])
 @pytest.mark.parametrize("group_size", [1, 8])
 def test_many_ranks_read_disjoint_rows_that_make_the_step(world_size: int, group_size: int):

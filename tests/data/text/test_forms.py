@@ -113,6 +113,7 @@ def test_json_is_what_datasets_loads(tmp_path, monkeypatch):
         assert documents_of(path) == list(loaded["train"]["text"])
 
 
+@pytest.mark.long  # thousands of texts
 def test_a_mutated_list_is_read_as_json_loads_it_or_refused(tmp_path):
     """No item is read differently, and none of what is no JSON is read without a word."""
     chance = random.Random(3)
@@ -269,6 +270,7 @@ def test_a_bad_row_is_named_by_line_and_byte(tmp_path, content, reports):
         assert one == wanted or str(one).startswith(f"{path}:{wanted}")
 
 
+@pytest.mark.long  # thousands of texts
 def test_a_mutated_csv_is_read_as_csv_and_pyarrow_read_it_or_refused(tmp_path):
     chance = random.Random(7)
     written = io.StringIO(newline="")
@@ -364,6 +366,7 @@ def test_a_wrong_kind_is_named_at_the_first_line(tmp_path):
         assert words in str(report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("packing", [".xz", ".bz2"])
 def test_a_bomb_is_unpacked_in_pieces(tmp_path, packing):
     packer = lzma.LZMACompressor() if packing == ".xz" else bz2.BZ2Compressor()

@@ -143,7 +143,7 @@ def test_it_is_that_of_autotokenizer(kind: str, place: str, models: Any, tmp_pat
             own_template(tokenizer)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [MODEL_NAME, "tokenizer.json"])
 @pytest.mark.parametrize("is_listed", [False, True], ids=["", "with all added tokens"])
 @pytest.mark.parametrize("config", CONFIGS)

@@ -17,7 +17,7 @@ from minimind.errors import DataError
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse
 
 
-@pytest.fixture(scope="module", params=[512, 4096])
+@pytest.fixture(scope="module", params=[512, pytest.param(4096, marks=pytest.mark.long)])
 def model(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     train_tokenizer(prose(1) + verse(1), request.param, path)
@@ -61,7 +61,7 @@ def test_ids_of_words_one_after_another_are_those_of_the_text(model, looked_up, 
     assert len(looked_up) > 500
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("more", [[], ["a\0b", "\0", "end\0"]], ids=["none", "NUL"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_short_texts_encoded_as_one_have_the_ids_of_each(model, monkeypatch, threads, more):

@@ -19,7 +19,7 @@ CODE = "def f(x):\n\tif x  <  10:\n\t\treturn [x,\t2]\r\n\r\n\n    # done ▁\n"
 SEED = 20
 
 
-@pytest.fixture(scope="module", params=[512, 600, 4096])
+@pytest.fixture(scope="module", params=[512, 600, pytest.param(4096, marks=pytest.mark.long)])
 def pair(request, tmp_path_factory):
     """Ours, and what AutoTokenizer makes of the directory without tokenizer.model."""
     directory = tmp_path_factory.mktemp("exported")
@@ -162,7 +162,9 @@ def test_the_trial_is_spared_only_where_just_these_files_stand_beside_the_model(
 OWN = ["<|im_start|>", "<|im_end|>", "<tool_call>", 'a,"b', "工具调用", "<0xab>"]
 
 
-@pytest.fixture(scope="module", params=[(512, 300), (600, 1), (4096, 300)])
+@pytest.fixture(
+    scope="module", params=[(512, 300), (600, 1), pytest.param((4096, 300), marks=pytest.mark.long)]
+)
 def special(request, tmp_path_factory):
     """Ours with special tokens of one's own, much of whose text holds their names, and theirs."""
     directory = tmp_path_factory.mktemp("special")

@@ -31,6 +31,7 @@ def small_chunks(monkeypatch):
     return cut
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("most", [1, 2, 7])
 def test_ids_decoded_a_run_at_a_time_are_the_text_of_the_whole(tokenizer, monkeypatch, most):
     text = "".join([*prose(2, 5), *verse(2, 5), *AWKWARD, *fuzz(most, 50)])

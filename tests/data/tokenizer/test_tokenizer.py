@@ -43,7 +43,7 @@ def verse(seed, documents=200, characters=5000):
             for _ in range(documents)]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[512, 4096])
+@pytest.fixture(scope="module", params=[512, pytest.param(4096, marks=pytest.mark.long)])
 def tokenizer(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     train_tokenizer(prose(1) + verse(1), request.param, path)
