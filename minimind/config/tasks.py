@@ -83,7 +83,7 @@ def read_tasks(texts: Iterable[str], by: str) -> list[AskedTask]:
 
 
 def tasks_of(run: RunConfig) -> list[AskedTask]:
-    """The tasks of --eval_tasks; raise UsageError if the run cannot ask one, or keep by it."""
+    """The tasks of --eval_tasks; raise UsageError if the run cannot ask one."""
     if run.eval_tasks is None:
         return []
     tasks, by = read_tasks([run.eval_tasks], f"{given(run, 'eval_tasks')}"), given(run, "task")
@@ -98,8 +98,6 @@ def tasks_of(run: RunConfig) -> list[AskedTask]:
                 f"{given(run, 'eval_tasks')}: {one.name} reads held-out text, and {by} holds out"
                 " conversations; drop it"
             )
-    by_guess = {one.name: not one.is_own or OWN_TASKS[one.name].chance for one in tasks}
-    require_compared(run, {name: bool(chance) for name, chance in by_guess.items()})
     return tasks
 
 

@@ -325,7 +325,8 @@ def _waits(case: Case) -> Iterator[Finding]:
         name: sum(start.milliseconds()[name] for start in starts) for name in (*PHASES, *PAUSES)
     }
     stepping = sum(spent[name] for name in PHASES)
-    if spent["data"] > max(0.2 * stepping, 1000.0) and case.lines >= 5:
+    waiting = case.run.column("data_ms") > 0.2 * case.run.column("step_ms")
+    if spent["data"] > max(0.2 * stepping, 1000.0) and waiting.sum() >= 5:
         yield Finding(
             "data_waits",
             f"steps wait for rows for {formats.percent(spent['data'] / stepping)} of their time:"

@@ -41,19 +41,22 @@ def last_bits(run: Run) -> tuple[float, float]:
 
 
 def placement(run: Run) -> str:
-    """`val 1.602 bits per byte: below zlib (2.334) and the trigram (1.825)`; empty if unknown."""
+    """`val 1.602 bits per byte: below the trigram (1.825) and zlib (2.334)`; empty if unknown."""
     floors, (_, bits) = floors_of(run), last_bits(run)
     if not floors or not math.isfinite(bits):
         return ""
-    sides = {"below": [n for n in floors if bits < floors[n]]}
-    sides["above"] = [name for name in floors if name not in sides["below"]]
-    parts = [
-        f"{side} {' and '.join(f'{NAMES.get(name, name)} ({floors[name]:.3f})' for name in names)}"
-        for side, names in sides.items()
-        if names
-    ]
-    text = f"val {bits:.3f} bits per byte: {', '.join(parts)}"
-    return f"{text}; {placed}" if (placed := _among_references(run, floors)) else text
+    sides: dict[str, list[str]] = {"below": [], "above": []}
+    for name, floor in floors.items():
+        side = "below" if bits < floor else "above"
+        sides[side].append(f"{NAMES.get(name, name)} ({floor:.3f})")
+    parts = [f"{side} {_listed(floors)}" for side, floors in sides.items() if floors]
+    parts += [placed] if (placed := _among_references(run, floors)) else []
+    return f"val {bits:.3f} bits per byte: {'; '.join(parts)}"
+
+
+def _listed(names: list[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def band(curve: dict[str, Any], tokens: float) -> tuple[float, float]:

@@ -183,14 +183,14 @@ def test_memory_that_a_run_keeps_is_named(trained: Trained, tmp_path: Path):
         kept, log_step = [], loop.log_step
 
         def leaking(*given):
-            kept.append(np.ones(2**18))  # 2 MiB
+            kept.append(np.ones(2**20))  # 8 MiB
             log_step(*given)
 
         loop.log_step = leaking
         train(json.loads(sys.argv[1]))
     """
     flags = {name: value for name, value in SMALLER.items() if name not in OF_TEXT}
-    flags |= {"data_path": str(trained.mixed), "out_dir": str(tmp_path / "out"), "max_steps": 90}
+    flags |= {"data_path": str(trained.mixed), "out_dir": str(tmp_path / "out"), "max_steps": 60}
     subprocess.run([sys.executable, "-c", code, json.dumps(flags)], check=True, cwd=ROOT)
     assert kinds(tmp_path / "out") == ["memory"]
 
@@ -281,6 +281,11 @@ MADE = {
 }
 
 
+def test_waiting_for_the_first_rows_alone_is_healthy(tmp_path):
+    lines = changed(healthy(20), data_ms=lambda n: 9000.0 if n == 1 else 1.0)
+    assert diagnose(made_run(tmp_path, lines), NOW) == []
+
+
 def test_the_lines_that_are_made_sick_are_healthy(tmp_path):
     for number, order in enumerate((None, ORDER)):
         run = made_run(tmp_path / str(number), healthy(order=order))
@@ -312,6 +317,19 @@ def test_a_jump_at_a_stage_is_named(tmp_path):
 
 def test_an_empty_run_is_left_in_peace(tmp_path):
     assert diagnose(made_run(tmp_path, [""]), NOW) == []
+
+
+def test_a_terminal_gets_lines_broken_between_words(tmp_path, capsys, monkeypatch):
+    made_run(tmp_path, MADE["memory"])
+    assert main(["doctor", str(tmp_path)]) == 1
+    _, whole = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["doctor", str(tmp_path)]) == 1
+    _, first, *others = capsys.readouterr().out.splitlines()
+    assert max(map(len, [first, *others])) <= 60
+    assert all(line.startswith("    ") for line in others)
+    assert " ".join(map(str.strip, [first, *others])) == whole.strip()
 
 
 def test_the_probabilities_of_a_trigram_sum_to_one():
