@@ -21,6 +21,7 @@ from minimind.report.history import PAUSES, PHASES, Run, number, read_configurat
 from minimind.report.placement import floors_of, last_bits
 
 FEW = 20  # lines below which the shape of a curve says nothing
+BALANCED = 100  # steps that experts may take to share the tokens
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,8 @@ def _high_rate(case: Case) -> Iterator[Finding]:
 
 def _low_rate(case: Case) -> Iterator[Finding]:
     warmup = number_of(case.flags.get("warmup_steps"))
-    if not case.is_fresh or case.lines < 10 or case.run.last_step < max(30, 2 * warmup):
+    enough = max(30.0, 2 * warmup, min(500.0, case.total_steps / 2))  # steps
+    if not case.is_fresh or case.lines < 10 or not case.run.last_step >= enough:
         return
     start = _median(case.loss[:3])
     fall, uniform = start - case.end, math.log(case.vocabulary) if case.vocabulary > 1 else math.nan
@@ -288,6 +290,8 @@ def _order(case: Case) -> Iterator[Finding]:
 
 
 def _experts(case: Case) -> Iterator[Finding]:
+    if case.run.last_step < BALANCED:
+        return
     least = case.run.column("expert_least")
     if np.isfinite(least).sum() >= 5 and (usual := _median(least[-len(least) // 3 :])) < 0.02:
         most = _median(case.run.column("expert_most")[-len(least) // 3 :])

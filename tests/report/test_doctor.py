@@ -41,7 +41,7 @@ LONGER: dict[str, Any] = {
 STRONG = str(ROOT / "configs" / "recipes" / "strong.yaml")
 UNBALANCED: dict[str, Any] = {
     **{"use_moe": True, "aux_loss_alpha": 0.0, "n_routed_experts": 8, "num_experts_per_tok": 1},
-    **{"n_shared_experts": 0, "learning_rate": 2e-2},
+    **{"n_shared_experts": 0, "learning_rate": 2e-2, "max_steps": 100},
 }
 long = pytest.mark.long
 HEALTHY = [
@@ -313,6 +313,24 @@ def test_a_jump_at_a_stage_is_named(tmp_path):
     """Also one that is made good within a few lines."""
     lines = changed(healthy(stages=STAGES), loss=lambda n: curve(n) + 3 * (100 <= n < 104))
     assert [one.kind for one in diagnose(made_run(tmp_path, lines), NOW)] == ["order"]
+
+
+@pytest.mark.parametrize("steps", [3, 30, 90])
+def test_what_comes_right_later_is_no_finding_in_a_run_that_goes_on(tmp_path, steps: int):
+    """A loss that hardly moves in the warm-up, experts that are not balanced yet."""
+    lines = changed(
+        healthy(400, parameters=1000),
+        loss=lambda n: 6.5 - n / 1000,
+        expert_load=lambda n: [0.0, 1.0],
+        expert_load_range=lambda n: [0.0, 2.0],
+    )
+    (tmp_path / "config.yaml").write_text(
+        "vocab_size: 665  # default\nwarmup_steps: 10  # default\n"
+    )
+    run = made_run(tmp_path, lines[: 1 + steps])
+    assert diagnose(run, NOW) == []
+    run = made_run(tmp_path / "whole", lines)
+    assert [one.kind for one in diagnose(run, NOW)] == ["dead_experts"]
 
 
 def test_an_empty_run_is_left_in_peace(tmp_path):
