@@ -401,7 +401,7 @@ def _warmup(case: Case) -> Iterator[Finding]:
 
 def _crashes(case: Case) -> Iterator[Finding]:
     kinds = [kind for kind, _ in case.outcomes]
-    bad = sum(kind in ("crashed", "failed") for kind in kinds)
+    bad = sum(kind in ("crashed", "failed", "silent") for kind in kinds)
     if bad >= 3:
         lost = sum(start.lost_steps for start in case.run.starts)
         yield Finding(

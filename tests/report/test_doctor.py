@@ -274,7 +274,7 @@ MADE = {
     ],
     "crashes": [
         line
-        for n in range(4)
+        for n in range(3)
         for line in (run_start(5 * n), *[step_line(5 * n + k) for k in (1, 2, 3)])
     ],
     "failed": [*healthy()[:-1], end(200, 5, "STORAGE", "the disk is full")],
