@@ -15,6 +15,7 @@ import numpy as np
 
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.rules import Workload, learning_rate
+from minimind.config.run_config import FLAGS
 from minimind.errors import NumericError
 from minimind.report import formats
 from minimind.report.history import PAUSES, PHASES, Run, number, read_configuration
@@ -231,7 +232,7 @@ def _repeats(case: Case) -> Iterator[Finding]:
             "repeats",
             f"validation rose from {least:.3f} at step {at:,.0f} to {last:.3f} while training"
             f" fell to {case.end:.3f}, after {case.epochs:.1f} passes over the text: it is"
-            f" learnt by heart; --max_steps {at:,.0f}, more text, a smaller model, or more"
+            f" learnt by heart; --max_steps {at:.0f}, more text, a smaller model, or more"
             f" --weight_decay (it is {case.flag('weight_decay')}), and --keep_best 1",
         )
 
@@ -430,12 +431,12 @@ def _vocabulary(case: Case) -> Iterator[Finding]:
     order, rows = case.run.fact("order"), number(case.run.fact("rows_per_epoch"))
     tokens = rows * number(order.get("row_tokens")) if isinstance(order, dict) else math.nan
     if case.is_fresh and tokens < 10 * case.vocabulary:
+        fewer = max(FLAGS["vocab_size"].metadata["at_least"], int(tokens / 50))
+        advice = f"--vocab_size {fewer} or more text" if fewer < case.vocabulary else "more text"
         yield Finding(
             "vocabulary",
             f"the text has {tokens:,.0f} tokens for a vocabulary of {case.vocabulary:,.0f}: most"
-            " pieces occur a few times only and are not learnt; --vocab_size"
-            f" {max(300, int(tokens / 50)):,}"
-            " or more text",
+            f" pieces occur a few times only and are not learnt; {advice}",
         )
 
 

@@ -169,6 +169,13 @@ def test_what_ails_a_run_is_named(trains, found: set[str], flags: dict[str, Any]
     assert main(["doctor", str(out), "--json"]) == 1
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert {one["kind"] for one in findings} == found
+    advised = [
+        pair for one in findings for pair in re.findall(r"--(\w+) (\d[\d.e-]*)", one["text"])
+    ]
+    for name, value in advised:
+        metadata = FLAGS[name].metadata
+        assert metadata.get("at_least", -math.inf) <= float(value.rstrip("."))
+        assert metadata.get("above", -math.inf) < float(value.rstrip("."))
 
 
 @pytest.mark.long
