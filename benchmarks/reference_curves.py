@@ -6,7 +6,7 @@
 A curve is the flags of `make train` with one of `CURVES`, in one process with the rows of its two.
 What is done in DIR is not done again; the result is written anew after each run, with the seeds
 that are done. `minimind report` and the end of a run place runs of the same kind among them
-(minimind/report/reference.py).
+(minimind/report/placement.py).
 """
 
 from __future__ import annotations

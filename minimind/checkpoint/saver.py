@@ -105,13 +105,13 @@ class Saver:
         return on_rank_0(self.engine, lambda: step_directory(self.root, step).is_dir())
 
     def lacks_validation(self, step: int) -> bool:
-        """Whether a checkpoint of `step` exists without its proven validation (collective)."""
+        """Whether a checkpoint of `step` exists without what --keep_best compares (collective)."""
         path = step_directory(self.root, step)
 
         def lacks() -> bool:
-            return path.is_dir() and (
-                bool(saved_of(path).doubt) or not (path / VALIDATION).is_file()
-            )
+            saved = saved_of(path)
+            is_proven = (path / VALIDATION).is_file() and not saved.doubt
+            return path.is_dir() and not (is_proven and saved.by == self.rules.keep_best_by)
 
         return on_rank_0(self.engine, lacks)
 

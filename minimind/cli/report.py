@@ -10,6 +10,8 @@ import time
 from contextlib import ExitStack, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import at_least, port, positive
@@ -104,7 +106,9 @@ def run_doctor(args: argparse.Namespace) -> int:
         print(json.dumps({"findings": found, "placement": placed}, ensure_ascii=False))
     else:
         lines = [f"{one.kind}: {one.text}" for one in findings] or ["nothing stands out"]
-        print("\n".join([str(place), *(f"  {line}" for line in [*lines, placed] if line)]))
+        columns = get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+        wrap = TextWrapper(columns, "  ", "    ", break_long_words=False, break_on_hyphens=False)
+        print("\n".join([str(place), *(wrap.fill(line) for line in [*lines, placed] if line)]))
     return 1 if findings else 0
 
 

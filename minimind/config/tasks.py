@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,7 +83,7 @@ def read_tasks(texts: Iterable[str], by: str) -> list[AskedTask]:
 
 
 def tasks_of(run: RunConfig) -> list[AskedTask]:
-    """The tasks of --eval_tasks; raise UsageError if the run cannot ask one, or keep by it."""
+    """The tasks of --eval_tasks; raise UsageError if the run cannot ask one."""
     if run.eval_tasks is None:
         return []
     tasks, by = read_tasks([run.eval_tasks], f"{given(run, 'eval_tasks')}"), given(run, "task")
@@ -98,8 +98,16 @@ def tasks_of(run: RunConfig) -> list[AskedTask]:
                 f"{given(run, 'eval_tasks')}: {one.name} reads held-out text, and {by} holds out"
                 " conversations; drop it"
             )
-    names = [AVERAGE, *(one.name for one in tasks)]
+    return tasks
+
+
+def require_compared(run: RunConfig, has_chance: Mapping[str, bool]) -> None:
+    """Raise UsageError if --keep_best_by is none of the scores; `has_chance` by their names."""
+    names, by = [AVERAGE, *has_chance], given(run, "keep_best_by")
     if run.keep_best_by not in (VAL_LOSS, *names):
         hint = suggest(run.keep_best_by, [VAL_LOSS, *names], f"give one of {', '.join(names)}")
-        raise UsageError(f"{given(run, 'keep_best_by')} is none of the scores; {hint}")
-    return tasks
+        raise UsageError(f"{by} is none of the scores; {hint}")
+    if run.keep_best_by == AVERAGE and not any(has_chance.values()):
+        raise UsageError(
+            f"{by}: none of {', '.join(has_chance)} is a share of right answers; name one of them"
+        )

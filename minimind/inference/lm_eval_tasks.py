@@ -169,6 +169,11 @@ class LmEvalTasks:
                 ) from error
         return cls(*kinds, _transformers_tokenizer(tokenizer), limit)
 
+    def has_chance(self) -> dict[str, bool]:
+        """Whether a score is a share of right answers, by task."""
+        every = {**self.plain, **self.chats}
+        return {name: not {*METRICS}.isdisjoint(task.aggregation()) for name, task in every.items()}
+
     def scores(self, model: Any, shares: Shares) -> dict[str, Score]:
         """Score each task (collective); raise StoppedError if a rank is asked to stop."""
         from lm_eval import evaluate

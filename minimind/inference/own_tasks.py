@@ -70,6 +70,11 @@ class OwnQuestions:
                 _CHOICES_OF[name](self)
             elif name == "repetition":
                 self.prompts()
+            elif self.text is not None and not len(self.text.shards):
+                raise UsageError(
+                    f"{self.by}: {name} needs held-out text, and there is none; hold out some, or"
+                    f" drop {name}"
+                )
 
     def scores(self, model: Any, shares: Shares) -> dict[str, Score]:
         """Score each task (collective); raise StoppedError if a rank is asked to stop."""
@@ -85,19 +90,22 @@ class OwnQuestions:
                 found[name] = self._repetition(model, shares)
         return found
 
-    def passages(self, least: int, most: int) -> list[np.ndarray]:
-        """The first tokens of documents of at least `least`, without their end, spread evenly."""
+    def passages(self, least: int, most: int, number: int) -> list[np.ndarray]:
+        """The first tokens of documents of at least `least`, without their end, spread evenly.
+
+        There are `number` of them, or as many as there are documents.
+        """
         assert self.text is not None
         ends = self.text.shards.document_ends()
         begins = np.concatenate(([0], ends[:-1]))
         long = np.flatnonzero(ends - begins - 1 >= least)
-        chosen = long[np.linspace(0, len(long) - 1, min(self.limit, len(long))).astype(int)]
+        chosen = long[np.linspace(0, len(long) - 1, min(number, len(long))).astype(int)]
         lengths = np.minimum(ends - begins - 1, most)
         return [self.text.shards.stretch(int(begins[n]), int(lengths[n])) for n in chosen]
 
     def prompts(self) -> list[list[int]]:
         """Beginnings of held-out documents."""
-        found = [[*map(int, one)] for one in self.passages(PROMPT, PROMPT)]
+        found = [[*map(int, one)] for one in self.passages(PROMPT, PROMPT, self.limit)]
         self.need("repetition", 1, PROMPT, len(found) * (PROMPT < self.positions))
         return found
 
@@ -105,9 +113,9 @@ class OwnQuestions:
         """Raise UsageError for fewer than `least` texts of `length` tokens."""
         if found < least:
             raise UsageError(
-                f"{self.by}: {name} needs held-out text, in pieces of {length} tokens ({least} or"
-                f" more, each other than the rest) that fit max_seq_len = {self.positions}, and"
-                f" finds {found}; hold out more text, or drop {name}"
+                f"{self.by}: {name} needs {least} or more pieces of {length} tokens of held-out"
+                f" text, no two alike, with max_seq_len = {self.positions}, and finds {found}; hold"
+                f" out more text, or drop {name}"
             )
 
     def _answers(
@@ -209,11 +217,13 @@ def _placed(answer: Any, others: Sequence[Any], number: int) -> tuple[list[Any],
 def _cloze(questions: OwnQuestions) -> list[Question]:
     """Continuations of CONTINUED tokens: the passage's own, and those of the three next ones."""
     most = min(CONTEXT, questions.positions - CONTINUED - 1) + CONTINUED
-    passages = questions.passages(2 * CONTINUED, most) if most >= 2 * CONTINUED else []
+    passages = []
+    if most >= 2 * CONTINUED:
+        passages = questions.passages(2 * CONTINUED, most, max(CHOICES, questions.limit))
     distinct = {tuple(one[-CONTINUED:]) for one in passages}
     questions.need("cloze", CHOICES, 2 * CONTINUED, len(distinct))
     found, eos_id = [], questions.tokenizer.eos_id
-    for number, passage in enumerate(passages):
+    for number, passage in enumerate(passages[: questions.limit]):
         answer = tuple(passage[-CONTINUED:])
         following = (tuple(one[-CONTINUED:]) for one in passages[number + 1 :] + passages[:number])
         others = [*dict.fromkeys(one for one in following if one != answer)][: CHOICES - 1]

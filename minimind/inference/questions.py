@@ -48,6 +48,11 @@ class Questions:
             loaded = LmEvalTasks.load(others, tokenizer, limit, by)
         return cls(own, loaded)
 
+    def has_chance(self) -> dict[str, bool]:
+        """Whether a score is a share of right answers, by task."""
+        found = {name: OWN_TASKS[name].chance is not None for name in self.own.names}
+        return found | (self.of_lm_eval.has_chance() if self.of_lm_eval else {})
+
     def scores(self, model: Any, shares: Shares) -> dict[str, Score]:
         """Score a model in eval mode (collective); raise StoppedError if a rank shall stop."""
         with _one_document(model):

@@ -13,13 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.rules import Workload, learning_rate
+from minimind.config.run_config import FLAGS
 from minimind.errors import NumericError
 from minimind.report import formats
 from minimind.report.history import PAUSES, PHASES, Run, number, read_configuration
 from minimind.report.placement import floors_of, last_bits
 
 FEW = 20  # lines below which the shape of a curve says nothing
+BALANCED = 100  # steps that experts may take to share the tokens
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,18 @@ class Case:
 
     @property
     def excess_of_rate(self) -> float:
-        """The highest rate over that of the rule for AdamW; NaN with another optimizer."""
+        """The highest rate over that of the rule for AdamW, or over Muon's default; else NaN."""
+        muon, optimizer = number_of(self.flags.get("muon_lr")), self.flags.get("optimizer")
+        is_original = self.flags.get("muon_scaling") != "match_rms_adamw"
+        if optimizer == "muon" and is_original:
+            return muon / OPTIMIZERS["muon"].defaults["muon_lr"]
         tokens = self.total_steps * number(self.run.fact("tokens_per_step"), 0.0)
         parameters = number(self.run.fact("parameters"))
-        if self.flags.get("optimizer") != "adamw" or not (tokens and math.isfinite(parameters)):
+        if optimizer not in ("adamw", "muon") or not (tokens and math.isfinite(parameters)):
             return math.nan
         suited = learning_rate(Workload(int(parameters), int(tokens), 1.0, int(self.total_steps)))
-        return float(np.nanmax(self.lr)) / suited if np.isfinite(self.lr).any() else math.nan
+        highest = float(np.nanmax(self.lr)) if np.isfinite(self.lr).any() else math.nan
+        return (muon if optimizer == "muon" else highest) / suited
 
 
 def diagnose(run: Run, now: float) -> list[Finding]:
@@ -122,6 +130,13 @@ def _diverged(case: Case) -> Iterator[Finding]:
     elif end.get("status") == NumericError.status:
         text = f"the run ended on its numbers ({end.get('reason')})"
         yield Finding("diverged", f"{text}: it diverged; {advice}")
+    elif case.end > 2 * math.log(max(case.vocabulary, 2)):
+        uniform = math.log(case.vocabulary)
+        yield Finding(
+            "diverged",
+            f"the loss is {case.end:,.2f} at the end, and a model that knows nothing has"
+            f" {uniform:.2f} (ln {case.vocabulary:,.0f}): it diverged; {advice}",
+        )
     elif case.lines >= FEW and not case.stages:
         at = int(np.nanargmin(case.smooth))
         best = float(case.smooth[at])
@@ -154,7 +169,7 @@ def _high_rate(case: Case) -> Iterator[Finding]:
     start, most = float(case.smooth[0]), float(case.smooth.max())
     steady, decaying = _stall(case)
     excess = case.excess_of_rate
-    times = f', {excess:,.0f} times that of the rule of "auto",' if excess >= 3 else ""
+    times = f", {excess:,.0f} times what is usual," if excess >= 3 else ""
     advice = f"{rate}{times} is too high: a tenth of it, or --learning_rate auto"
     if most > start + 1.0:
         at = case.step[int(np.argmax(case.smooth))]
@@ -177,7 +192,8 @@ def _high_rate(case: Case) -> Iterator[Finding]:
 
 def _low_rate(case: Case) -> Iterator[Finding]:
     warmup = number_of(case.flags.get("warmup_steps"))
-    if not case.is_fresh or case.lines < 10 or case.run.last_step < max(30, 2 * warmup):
+    enough = max(30.0, 2 * warmup, min(500.0, case.total_steps / 2))  # steps
+    if not case.is_fresh or case.lines < 10 or not case.run.last_step >= enough:
         return
     start = _median(case.loss[:3])
     fall, uniform = start - case.end, math.log(case.vocabulary) if case.vocabulary > 1 else math.nan
@@ -216,7 +232,7 @@ def _repeats(case: Case) -> Iterator[Finding]:
             "repeats",
             f"validation rose from {least:.3f} at step {at:,.0f} to {last:.3f} while training"
             f" fell to {case.end:.3f}, after {case.epochs:.1f} passes over the text: it is"
-            f" learnt by heart; --max_steps {at:,.0f}, more text, a smaller model, or more"
+            f" learnt by heart; --max_steps {at:.0f}, more text, a smaller model, or more"
             f" --weight_decay (it is {case.flag('weight_decay')}), and --keep_best 1",
         )
 
@@ -264,7 +280,7 @@ def _order(case: Case) -> Iterator[Finding]:
         steps = stage.get("steps") if isinstance(stage, dict) else None
         border = number(steps[0]) if isinstance(steps, list) and steps else math.nan
         before = case.loss[(case.step < border)][-10:]
-        after = case.loss[(case.step >= border)][:10]
+        after = case.loss[(case.step >= border)][:3]  # a model soon learns the new kind
         if min(len(before), len(after)) >= 3 and _median(after) - _median(before) > 1.0:
             yield Finding(
                 "order",
@@ -272,30 +288,11 @@ def _order(case: Case) -> Iterator[Finding]:
                 f" {border:,.0f}, where stage {stage.get('name')} begins: it reads text of another"
                 " kind at once; mix the sources of both stages with weights",
             )
-    rows = number(case.run.fact("rows_per_epoch"))
-    order = case.run.fact("order")
-    a_step = number(order.get("rows_per_step")) if isinstance(order, dict) else math.nan
-    if not case.epochs >= 3 or not case.lines or not np.isfinite(case.loss).all():
-        return
-    cell = np.floor((case.step * a_step % rows) / rows * 8).astype(int)
-    epoch = np.floor(case.step * a_step / rows).astype(int)
-    rest = case.loss - np.polyval(np.polyfit(np.log(case.step), case.loss, 3), np.log(case.step))
-    parts = [[rest[(cell == c) & (epoch % 2 == odd)] for c in range(8)] for odd in (0, 1)]
-    if min(len(values) for half in parts for values in half) < 3:
-        return
-    even, odd = (np.array([values.mean() for values in half]) for half in parts)
-    within = math.sqrt(float(np.mean([values.var() for half in parts for values in half])))
-    if np.corrcoef(even, odd)[0, 1] > 0.9 and float((even + odd).std()) > 2 * within:
-        span = float(np.ptp(even + odd)) / 2
-        yield Finding(
-            "order",
-            f"the loss goes up and down by {span:.2f} in every pass over the text, at the same"
-            " places: the text is sorted and is read in its order; shuffle it before it is"
-            " prepared",
-        )
 
 
 def _experts(case: Case) -> Iterator[Finding]:
+    if case.run.last_step < BALANCED:
+        return
     least = case.run.column("expert_least")
     if np.isfinite(least).sum() >= 5 and (usual := _median(least[-len(least) // 3 :])) < 0.02:
         most = _median(case.run.column("expert_most")[-len(least) // 3 :])
@@ -333,7 +330,8 @@ def _waits(case: Case) -> Iterator[Finding]:
         name: sum(start.milliseconds()[name] for start in starts) for name in (*PHASES, *PAUSES)
     }
     stepping = sum(spent[name] for name in PHASES)
-    if spent["data"] > 0.2 * stepping and case.lines >= 5:
+    waiting = case.run.column("data_ms") > 0.2 * case.run.column("step_ms")
+    if spent["data"] > max(0.2 * stepping, 1000.0) and waiting.sum() >= 5:
         yield Finding(
             "data_waits",
             f"steps wait for rows for {formats.percent(spent['data'] / stepping)} of their time:"
@@ -343,6 +341,8 @@ def _waits(case: Case) -> Iterator[Finding]:
         "evaluate": "eval_interval",
         "checkpoint": "save_interval",
         "sample": "sample_interval",
+        "score": "eval_tasks_interval",
+        "verify": "verify_interval",
     }
     for name, flag in flags.items():
         paused = case.run.column(f"{name}_ms") > 0
@@ -372,19 +372,15 @@ def _clipping(case: Case) -> Iterator[Finding]:
 def _precision(case: Case) -> Iterator[Finding]:
     counted = case.run.column("skipped")
     skipped = max(float(np.nanmax(counted, initial=0.0)), len(case.run.steps_of("step_skipped")))
-    is_fp16 = case.run.fact("dtype") == "float16"
-    if skipped > (max(20.0, 0.05 * case.run.last_step) if is_fp16 else 0):
-        advice = (
-            "--dtype bfloat16" if is_fp16 else "--dtype float32, a lower --learning_rate, or look"
-        )
-        advice += (
-            "" if is_fp16 else " at the rows of these steps (`minimind data at OUT_DIR --step 1`)"
-        )
+    dtype = str(case.run.fact("dtype"))
+    if skipped > (max(20.0, 0.05 * case.run.last_step) if dtype == "float16" else 0):
+        look = "a lower --learning_rate, or look at their rows (nonfinite_rows.jsonl)"
+        advice = {"float16": "--dtype bfloat16", "bfloat16": f"--dtype float32, {look}"}
         yield Finding(
             "precision",
             f"{formats.count(int(skipped), 'step')} of {case.run.last_step:,.0f} skipped, as"
-            f" gradients were not finite in {case.run.fact('dtype')}: these rows taught"
-            f" nothing; {advice}",
+            f" gradients were not finite in {dtype}: these rows taught nothing;"
+            f" {advice.get(dtype, look)}",
         )
 
 
@@ -406,7 +402,7 @@ def _warmup(case: Case) -> Iterator[Finding]:
 
 def _crashes(case: Case) -> Iterator[Finding]:
     kinds = [kind for kind, _ in case.outcomes]
-    bad = sum(kind in ("crashed", "failed") for kind in kinds)
+    bad = sum(kind in ("crashed", "failed", "silent") for kind in kinds)
     if bad >= 3:
         lost = sum(start.lost_steps for start in case.run.starts)
         yield Finding(
@@ -435,12 +431,12 @@ def _vocabulary(case: Case) -> Iterator[Finding]:
     order, rows = case.run.fact("order"), number(case.run.fact("rows_per_epoch"))
     tokens = rows * number(order.get("row_tokens")) if isinstance(order, dict) else math.nan
     if case.is_fresh and tokens < 10 * case.vocabulary:
+        fewer = max(FLAGS["vocab_size"].metadata["at_least"], int(tokens / 50))
+        advice = f"--vocab_size {fewer} or more text" if fewer < case.vocabulary else "more text"
         yield Finding(
             "vocabulary",
             f"the text has {tokens:,.0f} tokens for a vocabulary of {case.vocabulary:,.0f}: most"
-            " pieces occur a few times only and are not learnt; --vocab_size"
-            f" {max(300, int(tokens / 50)):,}"
-            " or more text",
+            f" pieces occur a few times only and are not learnt; {advice}",
         )
 
 
@@ -495,7 +491,7 @@ def _idle_rate(case: Case) -> Iterator[Finding]:
 RATE = {"diverged", "high_rate", "low_rate", "nothing_learnt"}
 RULES: dict[Any, set[str]] = {
     _diverged: set(),
-    _high_rate: set(),
+    _high_rate: {"diverged"},
     _low_rate: RATE,
     _warmup: RATE,
     _idle_rate: set(),

@@ -40,8 +40,9 @@ def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
         known, stretches = own[np.diff(own, prepend=~own[:1]) != 0], len(own)
     sums: dict[str, dict[str, LossSums]] = {}
     seen: list[np.ndarray] = []
-    for source, indices in held_out.by_source().items():
-        most = max(1, MOST_HELD_OUT // held_out.row_tokens)
+    by_source = held_out.by_source()
+    most = max(1, MOST_HELD_OUT // (held_out.row_tokens * len(by_source)))  # rows of a source
+    for source, indices in by_source.items():
         rows = held_out.shards.read_rows(indices[:most], held_out.row_tokens)
         of_id = held_out.bytes_per_id[held_out.sources.index(source)]
         text_bytes, count = float(of_id[rows[:, 1:]].sum()), float(rows[:, 1:].size)
@@ -55,9 +56,7 @@ def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
             ones = np.ones(len(known))
             seen += [_looked_up(_stretches(row), known, ones) for row in rows]
     return {
-        "bits": {
-            name: mixture(by_source, held_out).bits_per_byte for name, by_source in sums.items()
-        },
+        "bits": {name: mixture(of_name, held_out).bits_per_byte for name, of_name in sums.items()},
         "repeated": 1 - len(known) / stretches if stretches else None,
         "seen": float(np.concatenate(seen).mean()) if seen else None,
         "trained": len(tokens),

@@ -83,8 +83,8 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     clock = context.progress.clock = PhaseClock(engine.device, context.communication)
     first = context.progress.step = state.step
     context.logger.begin(state.step, state.tokens)
-    catch_up(context, state)
-    while state.step < last:
+    is_cut_off = not catch_up(context, state)
+    while state.step < last and not is_cut_off:
         freeze_gc_after_warmup(context, state.step - first)
         update_trace(context, state, clock)
         engine.seed(state.step)
@@ -114,14 +114,19 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         if is_due(state.step, run.eval_interval, last) and len(context.held_out.rows):
             run_evaluation(context, state)
         log_samples(context, state)
-        log_scores(context, state)
+        is_cut_off = not log_scores(context, state)
         if profiling:
             log_profile(context, state, is_last=stopping or state.step == last)
         log_collectives(context, state, stopping)
-        if stopping and state.step < last:
-            finish_recording(context, state, clock)
-            return state, PREEMPTED, f"stopped on {stop_reason(context)}, saved"
+        if stopping:
+            break
+    if is_cut_off:  # the next start asks again
+        poll_save(context, wait=True)
+        if not context.saver.has(state.step):
+            start_save(context, state)
     finish_recording(context, state, clock)
+    if state.step < last:
+        return state, PREEMPTED, f"stopped on {stop_reason(context)}, saved"
     return state, 0, "done"
 
 
@@ -293,8 +298,11 @@ def run_evaluation(context: RunContext, state: TrainState) -> None:
             context.saver.validated(state.step, results["val_loss"])
 
 
-def catch_up(context: RunContext, state: TrainState) -> None:
-    """Save and evaluate after a start where the loop will not (collective)."""
+def catch_up(context: RunContext, state: TrainState) -> bool:
+    """Save and evaluate after a start where the loop will not (collective).
+
+    Return False if a stop cut scores off.
+    """
     run, saver, last = context.run, context.saver, context.schedule.total_steps
     if state.step == last and not saver.has(last):  # resumed at its end, in a new out_dir
         start_save(context, state)
@@ -306,7 +314,8 @@ def catch_up(context: RunContext, state: TrainState) -> None:
     if (scores := context.scores) and state.step:
         by_score = run.keep_best and not by_loss and saver.lacks_validation(state.step)
         if scores.lacks(context.engine, state.step) or by_score:  # a stop cuts them off, too
-            log_scores(context, state)
+            return log_scores(context, state)
+    return True
 
 
 def log_samples(context: RunContext, state: TrainState) -> None:
@@ -324,20 +333,24 @@ def log_samples(context: RunContext, state: TrainState) -> None:
             )
 
 
-def log_scores(context: RunContext, state: TrainState) -> None:
-    """Ask and log the tasks of --eval_tasks every --eval_tasks_interval, unless a stop is asked."""
+def log_scores(context: RunContext, state: TrainState) -> bool:
+    """Ask and log the tasks of --eval_tasks every --eval_tasks_interval.
+
+    Return False if a stop cut them off: the run ends at this step, where the next start asks them.
+    """
     scores, last = context.scores, context.schedule.total_steps
     if scores is None or not is_due(state.step, scores.interval, last):
-        return
+        return True
     with context.logger.pausing("score"):
         found = scores.compute(context.engine)
         if found is None:
             context.logger.print(f"step {state.step}: a stop is asked for, so there are no scores")
-            return
+            return False
         context.logger.event("scores", step=state.step, tokens=state.tokens, **found)
         context.logger.print(f"step {state.step}: {scores_line(found)}")
         if (value := scores.compared(found)) is not None:
             context.saver.validated(state.step, value)
+    return True
 
 
 def start_save(context: RunContext, state: TrainState) -> None:

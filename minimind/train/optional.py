@@ -170,16 +170,24 @@ def build_trace(run: RunConfig, rank: int, device: torch.device) -> Trace | None
 
 
 def require_tasks(run: RunConfig) -> None:
-    """Raise UsageError for a task of --eval_tasks that cannot be asked, before its data is read."""
+    """Raise UsageError for a task of --eval_tasks that cannot be asked, before its data is read.
+
+    So for a --keep_best_by that is no score, if no task is a group, whose tasks are not known yet.
+    """
     if run.eval_tasks is None:
         return
-    from minimind.config.tasks import tasks_of
+    from minimind.config.tasks import OWN_TASKS, require_compared, tasks_of
 
-    if others := [one for one in tasks_of(run) if not one.is_own]:
-        from minimind.inference.lm_eval_tasks import require_task
+    has_chance, has_groups = dict[str, bool](), False
+    for one in tasks_of(run):
+        has_chance[one.name] = not one.is_own or OWN_TASKS[one.name].chance is not None
+        if not one.is_own:
+            from minimind.inference.lm_eval_tasks import require_task
 
-        for one in others:
-            require_task(one, f"{given(run, 'eval_tasks')}")
+            manager = require_task(one, f"{given(run, 'eval_tasks')}")
+            has_groups |= one.name not in manager.all_subtasks
+    if not has_groups:
+        require_compared(run, has_chance)
 
 
 def build_scores(run: RunConfig, prepared: Prepared, stop: StopRequest) -> Scores | None:

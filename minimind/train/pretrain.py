@@ -42,9 +42,10 @@ from minimind.engine.build import (
 from minimind.errors import StorageError, UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.report.verdict import Verdicts
-from minimind.runtime.durable_files import storing
+from minimind.runtime.durable_files import read_events, storing
 from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
+from minimind.runtime.terminal import phase
 from minimind.train.auto_values import with_auto_values
 from minimind.train.build import (
     build_batches,
@@ -205,12 +206,14 @@ def train_to_end(
     context: RunContext, prepared: Prepared, resumed: Resumed, initial: InitialModel
 ) -> int:
     """Train, going back where the spike guard asks for it; return the exit status."""
+    if context.engine.rank == 0:
+        log_floors(context, prepared, resumed.state.step)
     state, status, reason = train(context, resumed.state)
     while status == GO_BACK:
         context, resumed = go_back(context)
         log_start_event(context, prepared, resumed, initial)
         state, status, reason = train(context, resumed.state)
-    finish(context, prepared, state, status, reason)
+    finish(context, state, status, reason)
     return status
 
 
@@ -305,9 +308,7 @@ def build_context(
     return context, resumed
 
 
-def finish(
-    context: RunContext, prepared: Prepared, state: TrainState, status: int, reason: str
-) -> None:
+def finish(context: RunContext, state: TrainState, status: int, reason: str) -> None:
     """Log the end of the run and write its report; every rank leaves the process group."""
     run, logger = context.run, context.logger
     context.batches.close()
@@ -316,8 +317,6 @@ def finish(
         context.saver.prune()  # what was being uploaded at the last save
     if message := context.saver.prune_error(wait=True):
         logger.print(message)
-    if status == 0 and context.engine.rank == 0:
-        log_floors(context, prepared, state.step)
     code = "DONE" if status == 0 else "PREEMPTED"
     end = {"code": code, "status": status, "reason": reason, "step": state.step}
     logger.event("exit", **end, **logger.unlogged_pauses())
@@ -350,9 +349,16 @@ def finish(
 
 
 def log_floors(context: RunContext, prepared: Prepared, step: int) -> None:
-    """Log what compressors and n-grams make of the held-out text; nothing of conversations."""
-    if context.run.task != "pretrain" or not len(context.held_out.rows):
+    """Log once what compressors and n-grams make of the held-out text; nothing of conversations."""
+    rows = len(context.held_out.rows)
+    if context.run.task != "pretrain" or not rows:
+        return
+    of_text = {"text": prepared.manifest["fingerprint"], "rows": rows}
+    before = [*read_events(Path(context.run.out_dir) / "metrics.jsonl", "floors")]
+    if before and before[-1]["step"] <= step and before[-1].items() >= of_text.items():
         return
     from minimind.train.floors import floors
 
-    context.logger.event("floors", step=step, **floors(prepared, context.held_out))
+    with phase("compressing the held-out text, counting n-grams"):
+        found = floors(prepared, context.held_out)
+    context.logger.event("floors", step=step, **of_text, **found)

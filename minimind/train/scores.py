@@ -11,7 +11,7 @@ from typing import Any
 from minimind.config.checks import given
 from minimind.config.flags import VAL_LOSS
 from minimind.config.run_config import RunConfig
-from minimind.config.tasks import AVERAGE, tasks_of
+from minimind.config.tasks import AVERAGE, require_compared, tasks_of
 from minimind.data.prepare.prepared import Prepared
 from minimind.engine.build import Engine
 from minimind.engine.loss_of_batch import uncompiled
@@ -44,6 +44,7 @@ class Scores:
             run.eval_tasks_limit,
             f"{given(run, 'eval_tasks')}",
         )
+        require_compared(run, questions.has_chance())
         metrics = Path(run.out_dir) / "metrics.jsonl"
         return cls(questions, run.eval_tasks_interval, run.keep_best_by, stop, metrics)
 
@@ -88,8 +89,18 @@ class Scores:
         return -task["value"] if task["higher_is_better"] else task["value"]
 
     def lacks(self, engine: Engine, step: int) -> bool:
-        """Whether no scores of a step are logged, as seen by rank 0 (collective)."""
-        return on_rank_0(
-            engine,
-            lambda: all(event["step"] != step for event in read_events(self.metrics, "scores")),
-        )
+        """Whether no scores of a step are logged, as seen by rank 0 (collective).
+
+        Those of a step that was trained again since do not count.
+        """
+
+        def looked_up() -> bool:
+            lacks = True
+            for event in read_events(self.metrics, "run_start", "scores"):
+                if event["event"] == "run_start":
+                    lacks |= event["step"] < step
+                elif event["step"] == step:
+                    lacks = False
+            return lacks
+
+        return on_rank_0(engine, looked_up)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import pytest
 import minimind.train as training
 from minimind.cli.main import build_parser, main
 from minimind.config.run_config import FLAGS
+from minimind.data.rows.batches import Batches
 from minimind.report.doctor import diagnose
 from minimind.report.history import read_runs
 from minimind.report.placement import REFERENCES, band, placement
@@ -22,45 +27,87 @@ from minimind.train.floors import NGrams
 from tests.conftest import ROOT, SMALL, Trained, sentences
 from tests.report.made import NOW, end, evaluation, made_run, run_start, step_line
 
-LONG: dict[str, Any] = {
+SMALLER: dict[str, Any] = {
     **SMALL,
-    **{"batch_size": 8, "max_steps": 120, "vocab_size": 600, "val_fraction": 0.05},
-    **{"deepspeed_config": "none", "eval_interval": 20},
+    **{"dim": 16, "n_layers": 1, "batch_size": 8, "vocab_size": 600, "val_fraction": 0.05},
+    **{"deepspeed_config": "none", "max_steps": 50, "log_interval": 1, "eval_interval": 20},
+    **{"eval_rows": 8, "dtype": "float32"},
+}
+OF_TEXT = ("vocab_size", "val_fraction")  # of a prepared folder
+# Where a case has to train for a while.
+LONGER: dict[str, Any] = {
+    **{"dim": 32, "n_layers": 2, "max_steps": 120, "log_interval": 2, "eval_rows": 64}
 }
 STRONG = str(ROOT / "configs" / "recipes" / "strong.yaml")
+UNBALANCED: dict[str, Any] = {
+    **{"use_moe": True, "aux_loss_alpha": 0.0, "n_routed_experts": 8, "num_experts_per_tok": 1},
+    **{"n_shared_experts": 0, "learning_rate": 2e-2, "max_steps": 100},
+}
 long = pytest.mark.long
 HEALTHY = [
     pytest.param({}, id="adamw"),
-    pytest.param({"dim": 64, "n_layers": 3, "batch_size": 4}, id="wide"),
+    pytest.param({"use_moe": True}, id="experts"),
+    pytest.param({"max_steps": 3, "val_fraction": 0.0}, id="unvalidated"),
     pytest.param({"config": STRONG, "learning_rate": 0.008}, id="strong"),
-    pytest.param({"use_moe": True, "max_steps": 60}, id="experts"),
-    pytest.param({"max_steps": 20, "log_interval": 1, "eval_interval": 10}, id="short"),
-    pytest.param({"seed": 7, "learning_rate": "auto", "batch_size": "auto"}, id="auto", marks=long),
-    pytest.param({"schedule": "wsd"}, id="wsd", marks=long),
-    pytest.param({"schedule": "constant", "ema": 0.98}, id="constant", marks=long),
-    pytest.param({"schedule": "linear", "min_lr_ratio": 0.0}, id="linear", marks=long),
-    pytest.param({"optimizer": "muon", "muon_lr": 0.01, "seed": 3}, id="muon", marks=long),
-    pytest.param({"learning_rate": 1.5e-2, "dim": 48, "log_interval": 10}, id="fast", marks=long),
+    *(
+        pytest.param({**LONGER, **flags}, id=name, marks=long)
+        for name, flags in {
+            "longer": {},
+            "wide": {"dim": 64, "n_layers": 3, "batch_size": 4},
+            "experts, longer": {"use_moe": True},
+            "auto": {"seed": 7, "learning_rate": "auto", "batch_size": "auto"},
+            "wsd": {"schedule": "wsd"},
+            "constant": {"schedule": "constant", "ema": 0.98},
+            "linear": {"schedule": "linear", "min_lr_ratio": 0.0},
+            "muon": {"optimizer": "muon", "muon_lr": 0.01, "seed": 3},
+            "fast": {"learning_rate": 1.5e-2, "dim": 48, "log_interval": 10},
+            "sorted": {"text": "sorted"},
+        }.items()
+    ),
 ]
 SICK = [
-    pytest.param("high_rate", {"learning_rate": 0.5}, id="rate x 100"),
-    pytest.param("low_rate", {"learning_rate": 5e-6}, id="rate / 1000"),
-    pytest.param("repeats", {"max_steps": 260, "text": "small"}, id="40 epochs"),
-    pytest.param("copies", {"max_steps": 10, "text": "copied"}, id="copies"),
-    pytest.param("vocabulary", {"max_steps": 10, "text": "small", "vocab_size": 2000}, id="pieces"),
-    pytest.param("small_validation", {"max_steps": 10, "text": "small"}, id="validation"),
-    pytest.param("clipping", {"grad_clip": 0.01, "max_steps": 60}, id="clipping"),
+    pytest.param({"diverged"}, {"optimizer": "sgd", "learning_rate": 10.0}, id="sgd"),
+    pytest.param({"high_rate"}, {"learning_rate": 1.0}, id="rate x 200"),
+    pytest.param({"low_rate"}, {"learning_rate": 2e-5}, id="rate / 250"),
+    pytest.param({"nothing_learnt"}, {"learning_rate": 1e-9, "max_steps": 30}, id="no rate"),
     pytest.param(
-        "evaluate_pauses", {"eval_interval": 1, "max_steps": 20, "batch_size": 1}, id="evaluation"
+        {"vocabulary", "small_validation"}, {"max_steps": 3, "text": "small"}, id="little text"
+    ),
+    pytest.param({"copies"}, {"max_steps": 3, "text": "copied"}, id="copies"),
+    pytest.param({"leak"}, {"max_steps": 3, "text": "half", "val_fraction": 0.0}, id="leak"),
+    pytest.param({"clipping"}, {"grad_clip": 0.01}, id="clipping"),
+    pytest.param(
+        {"evaluate_pauses"}, {"eval_interval": 1, "max_steps": 10, "batch_size": 1}, id="evaluation"
     ),
     pytest.param(
-        "high_rate", {"learning_rate": 5.0, "max_steps": 60}, id="rate x 1000", marks=long
+        {"score_pauses"},
+        {"eval_tasks": "arithmetic", "eval_tasks_interval": 1, "max_steps": 6, "batch_size": 1},
+        id="scores",
     ),
-    pytest.param(
-        "high_rate",
-        {"optimizer": "muon", "muon_lr": 1.0, "learning_rate": 0.5, "max_steps": 60},
-        id="muon x 100",
-        marks=long,
+    pytest.param({"dead_experts"}, UNBALANCED, id="experts"),
+    *(
+        pytest.param(found, {**LONGER, **flags}, id=name, marks=long)
+        for name, found, flags in (
+            ("rate x 100", {"high_rate"}, {"learning_rate": 0.5}),
+            ("rate x 1000", {"high_rate"}, {"learning_rate": 5.0, "max_steps": 60}),
+            ("rate / 1000", {"low_rate"}, {"learning_rate": 5e-6}),
+            (
+                "muon x 50",
+                {"high_rate"},
+                {"optimizer": "muon", "muon_lr": 1.0, "learning_rate": 0.5, "max_steps": 60},
+            ),
+            (
+                "40 epochs",
+                {"repeats", "vocabulary", "small_validation"},
+                {"max_steps": 260, "text": "small"},
+            ),
+            ("unigram", {"above_unigram"}, {"max_steps": 320, "learning_rate": 1e-4}),
+            (
+                "trigram",
+                {"above_trigram"},
+                {"dim": 8, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_steps": 320},
+            ),
+        )
     ),
 ]
 
@@ -70,6 +117,9 @@ def trains(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     place = tmp_path_factory.mktemp("doctor")
     documents = sentences(1, 400)
     texts = {"big": documents, "small": documents[:40], "copied": documents[:20] * 20}
+    texts |= {"half": documents[:200], "sorted": sorted(documents)}
+    # Other documents than those of `half`, with the same words.
+    texts["held_out"] = [f"{one}{other}" for one, other in pairwise(documents[:40])]
     for name, given in texts.items():
         (place / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in given))
 
@@ -77,7 +127,9 @@ def trains(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         out = place / f"run-{len([*place.glob('run-*')])}"
         run: Any = training
         places = {"data_path": str(place / f"{text}.jsonl"), "cache_dir": str(place / "cache")}
-        assert run({**LONG, **places, "out_dir": str(out), **flags}) == 0
+        if text == "half":
+            places["val_path"] = str(place / "held_out.jsonl")
+        assert run({**SMALLER, **places, "out_dir": str(out), **flags}) == 0
         return out
 
     return train
@@ -103,19 +155,84 @@ def test_a_resumed_run_is_left_in_peace(trains, trained: Trained, tmp_path: Path
     flags = {**SMALL, **places, "out_dir": str(tmp_path / "out")}
     assert run({**flags, "stop_at_step": 3}) == 75
     assert kinds(tmp_path / "out") == []
+    assert placement(read_runs([tmp_path / "out"])[0]).startswith("val ")
     assert run(flags) == 0
     assert kinds(tmp_path / "out") == []
     assert kinds(trained.run) == []
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines].count("floors") == 1
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize(("kind", "flags"), SICK)
-def test_what_ails_a_run_is_named(trains, kind: str, flags: dict[str, Any], capsys):
+@pytest.mark.parametrize(("found", "flags"), SICK)
+def test_what_ails_a_run_is_named(trains, found: set[str], flags: dict[str, Any], capsys):
     out = trains(**flags)
     capsys.readouterr()
     assert main(["doctor", str(out), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)["findings"]
-    assert kind in [one["kind"] for one in found]
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert {one["kind"] for one in findings} == found
+    advised = [
+        pair for one in findings for pair in re.findall(r"--(\w+) (\d[\d.e-]*)", one["text"])
+    ]
+    for name, value in advised:
+        metadata = FLAGS[name].metadata
+        assert metadata.get("at_least", -math.inf) <= float(value.rstrip("."))
+        assert metadata.get("above", -math.inf) < float(value.rstrip("."))
+
+
+@pytest.mark.long
+def test_memory_that_a_run_keeps_is_named(trained: Trained, tmp_path: Path):
+    """In a process of its own, whose peak is not that of other runs."""
+    code = """if True:
+        import json, sys
+        import numpy as np
+        import minimind.train as train
+        from minimind.train import loop
+
+        kept, log_step = [], loop.log_step
+
+        def leaking(*given):
+            kept.append(np.ones(2**20))  # 8 MiB
+            log_step(*given)
+
+        loop.log_step = leaking
+        train(json.loads(sys.argv[1]))
+    """
+    flags = {name: value for name, value in SMALLER.items() if name not in OF_TEXT}
+    flags |= {"data_path": str(trained.mixed), "out_dir": str(tmp_path / "out"), "max_steps": 60}
+    subprocess.run([sys.executable, "-c", code, json.dumps(flags)], check=True, cwd=ROOT)
+    assert kinds(tmp_path / "out") == ["memory"]
+
+
+def test_rows_that_a_run_waits_for_are_named(trains, monkeypatch: pytest.MonkeyPatch):
+    batches = Batches.at
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.2)
+        return batches(*given)
+
+    monkeypatch.setattr(Batches, "at", slow)
+    assert kinds(trains(max_steps=6)) == ["data_waits"]
+
+
+def test_text_of_another_kind_in_the_next_stage_is_named(trained: Trained, tmp_path: Path):
+    sources = {name: str(tmp_path / name) for name in ("letters", "digits")}
+    fixed = ["--tokenizer", str(trained.mixed / "tokenizer"), "--val_fraction", "0.1"]
+    for name, place in sources.items():
+        table = str.maketrans("abcdefgh", "01234567") if name == "digits" else {}
+        lines = (json.dumps({"text": one.translate(table)}) + "\n" for one in sentences(1, 60))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        assert main(["prepare", f"{place}.jsonl", *fixed, "--out", place]) == 0
+    run: Any = training
+    flags = {name: value for name, value in SMALLER.items() if name not in OF_TEXT}
+    flags |= {"learning_rate": 2e-2, "cache_dir": str(trained.cache)}
+    for rest, found in ((0, ["order"]), (1, [])):
+        weights = [{"letters": 3, "digits": rest}, {"letters": rest, "digits": 3}]
+        stages = [{"weights": weights[0], "until": "50%"}, {"weights": weights[1]}]
+        path, out = tmp_path / f"stages-{rest}.yaml", tmp_path / f"run-{rest}"
+        path.write_text(json.dumps({"sources": sources, "stages": stages}))
+        assert run({**flags, "stages": str(path), "out_dir": str(out)}) == 0
+        assert kinds(out) == found
 
 
 def curve(step: int) -> float:
@@ -156,7 +273,6 @@ MADE = {
     ),
     "precision": changed(healthy(), skipped=lambda n: n // 50),
     "idle_rate": changed(healthy(), lr=lambda n: 1e-3 if n < 100 else 0.0),
-    "order": changed(healthy(order=ORDER), loss=lambda n: curve(n) + math.sin(n * math.pi / 20)),
     "source_weight": healthy(order=MIXED),
     "repeating_samples": with_event(healthy(), **LOOP),
     "leak": with_event(healthy(), event="floors", bits={"xz": 2.0}, repeated=0.0, seen=0.6),
@@ -167,11 +283,16 @@ MADE = {
     ],
     "crashes": [
         line
-        for n in range(4)
+        for n in range(3)
         for line in (run_start(5 * n), *[step_line(5 * n + k) for k in (1, 2, 3)])
     ],
     "failed": [*healthy()[:-1], end(200, 5, "STORAGE", "the disk is full")],
 }
+
+
+def test_waiting_for_the_first_rows_alone_is_healthy(tmp_path):
+    lines = changed(healthy(20), data_ms=lambda n: 9000.0 if n == 1 else 1.0)
+    assert diagnose(made_run(tmp_path, lines), NOW) == []
 
 
 def test_the_lines_that_are_made_sick_are_healthy(tmp_path):
@@ -187,13 +308,55 @@ def test_lines_made_sick(tmp_path, kind: str):
     assert ":" in found.text
 
 
+def test_a_rise_without_a_warmup_is_named(tmp_path):
+    def loss(n: int) -> float:
+        return curve(n) + max(0.0, 2 - abs(n - 15) / 3)
+
+    (tmp_path / "config.yaml").write_text("warmup_steps: 0  # default\n")
+    (found,) = diagnose(made_run(tmp_path, changed(healthy(), loss=loss)), NOW)
+    assert found.kind == "warmup"
+    assert "--warmup_steps 10 in place of 0" in found.text
+
+
 def test_a_jump_at_a_stage_is_named(tmp_path):
-    lines = changed(healthy(stages=STAGES), loss=lambda n: curve(n) + 2 * (n >= 100))
+    """Also one that is made good within a few lines."""
+    lines = changed(healthy(stages=STAGES), loss=lambda n: curve(n) + 3 * (100 <= n < 104))
     assert [one.kind for one in diagnose(made_run(tmp_path, lines), NOW)] == ["order"]
+
+
+@pytest.mark.parametrize("steps", [3, 30, 90])
+def test_what_comes_right_later_is_no_finding_in_a_run_that_goes_on(tmp_path, steps: int):
+    """A loss that hardly moves in the warm-up, experts that are not balanced yet."""
+    lines = changed(
+        healthy(400, parameters=1000),
+        loss=lambda n: 6.5 - n / 1000,
+        expert_load=lambda n: [0.0, 1.0],
+        expert_load_range=lambda n: [0.0, 2.0],
+    )
+    (tmp_path / "config.yaml").write_text(
+        "vocab_size: 665  # default\nwarmup_steps: 10  # default\n"
+    )
+    run = made_run(tmp_path, lines[: 1 + steps])
+    assert diagnose(run, NOW) == []
+    run = made_run(tmp_path / "whole", lines)
+    assert [one.kind for one in diagnose(run, NOW)] == ["dead_experts"]
 
 
 def test_an_empty_run_is_left_in_peace(tmp_path):
     assert diagnose(made_run(tmp_path, [""]), NOW) == []
+
+
+def test_a_terminal_gets_lines_broken_between_words(tmp_path, capsys, monkeypatch):
+    made_run(tmp_path, MADE["memory"])
+    assert main(["doctor", str(tmp_path)]) == 1
+    _, whole = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["doctor", str(tmp_path)]) == 1
+    _, first, *others = capsys.readouterr().out.splitlines()
+    assert max(map(len, [first, *others])) <= 60
+    assert all(line.startswith("    ") for line in others)
+    assert " ".join(map(str.strip, [first, *others])) == whole.strip()
 
 
 def test_the_probabilities_of_a_trigram_sum_to_one():
@@ -261,7 +424,7 @@ def test_a_run_like_a_reference_is_placed_in_its_band(tmp_path):
 def test_every_command_and_flag_of_the_advice_exists():
     source = (ROOT / "minimind" / "report" / "doctor.py").read_text(encoding="utf-8")
     commands = re.findall(r"`minimind ([^`]+)`", source)
-    assert len(commands) >= 3
+    assert commands
     for command in commands:
         words = command.split()
         if words[-1] == "filter":  # whose text and output are the reader's to choose

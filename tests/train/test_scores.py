@@ -119,14 +119,44 @@ def test_scores_cut_off_by_a_kill_are_made_up_at_the_next_start(
     assert saved_in(tmp_path / "out" / "checkpoints") == saved_in(scored / "checkpoints")
 
 
-def test_a_stop_ends_the_questions(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def scores_of(out_dir: Path) -> list[tuple[Any, ...]]:
+    return [(event["step"], event["tasks"]) for event in events(out_dir, "scores")]
+
+
+def test_a_stop_during_scores_ends_the_run_at_their_step(
+    scored: Path, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from minimind.train.scores import Scores
 
-    monkeypatch.setattr(Scores, "shares", lambda *_: Shares(is_stopping=lambda: True))
-    assert train(flags_of(trained, **SCORED), out_dir=str(tmp_path / "out")) == 0
+    stopped, flags = str(tmp_path / "out"), flags_of(trained, **SCORED | {"save_interval": 6})
+    with monkeypatch.context() as patch:
+        patch.setattr(Scores, "shares", lambda *_: Shares(is_stopping=lambda: True))
+        for _ in range(2):  # also while they are made up for
+            assert train(flags, out_dir=stopped) == 75
+            assert [*map(step_of, published_checkpoints(tmp_path / "out" / "checkpoints"))] == [2]
     assert events(tmp_path / "out", "scores") == []
+    assert [line["step"] for line in events(tmp_path / "out", "step")] == [1, 2]
+    assert train(flags, out_dir=stopped) == 0
+    assert scores_of(tmp_path / "out") == scores_of(scored)
+    assert curve(tmp_path / "out") == curve(scored)
+
+
+def test_scores_of_an_abandoned_run_are_no_scores_of_this_one(trained: Trained, tmp_path: Path):
+    flags = flags_of(trained, **SCORED | {"eval_tasks": "arithmetic", "keep_best": 0})
+    flags |= {"keep_best_by": "val_loss", "out_dir": str(tmp_path / "out"), "stop_at_step": 2}
+    assert train(flags) == 75
+    assert train({**flags, "resume": "none", "seed": 7, "eval_tasks_interval": 3}) == 75
+    assert len(scores_of(tmp_path / "out")) == 1
+    assert train({**flags, "seed": 7, "stop_at_step": 3}) == 75
+    assert [step for step, _ in scores_of(tmp_path / "out")] == [2, 2]
+
+
+def test_keep_best_by_may_change_at_a_resume(trained: Trained, tmp_path: Path):
+    flags = flags_of(trained, **SCORED, out_dir=str(tmp_path / "out"), eval_interval=2)
+    assert train({**flags, "keep_best_by": "val_loss", "stop_at_step": 2}) == 75
+    assert train({**flags, "keep_best_by": "arithmetic"}) == 0
+    saved = {one.step: one.by for one in saved_in(tmp_path / "out" / "checkpoints")}
+    assert saved == {2: "arithmetic", 4: "arithmetic", 6: "arithmetic"}
 
 
 def test_the_checkpoint_of_the_best_average_is_kept(scored: Path, trained: Trained, tmp_path: Path):
@@ -181,6 +211,11 @@ def test_in_bfloat16_the_same_precision_gives_the_same_scores(
         ({"eval_tasks": "cloze:chat"}, "cloze asks in plain text; drop :chat"),
         ({"keep_best_by": "clozes"}, "is none of the scores; did you mean cloze"),
         ({"keep_best": 0}, "has no effect without --keep_best"),
+        (
+            {"eval_tasks": "bits_per_byte,repetition"},
+            "keep_best_by = average (train(keep_best_by=...)): none of bits_per_byte, repetition is"
+            " a share of right answers; name one of them",
+        ),
         ({"eval_tasks_interval": 3}, "meet only every 6 steps; make one a multiple"),
     ],
 )
@@ -191,6 +226,34 @@ def test_a_mistake_is_told_at_the_start(
         train(flags_of(trained, **{**SCORED, **given}), out_dir=str(tmp_path / "out"))
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_bits_per_byte_without_held_out_text_is_refused(trained: Trained, tmp_path: Path):
+    flags = flags_of(trained, eval_tasks="bits_per_byte", eval_tasks_interval=2)
+    flags |= {"data_path": str(trained.texts["a"]), "vocab_size": 600, "val_fraction": 0.0}
+    with pytest.raises(UsageError, match="bits_per_byte needs held-out text, and there is none"):
+        train(flags, out_dir=str(tmp_path / "out"))
+
+
+def test_one_question_of_each_task(trained: Trained, tmp_path: Path):
+    changes = {"eval_tasks": ",".join(OWN_TASKS), "eval_tasks_interval": 6, "eval_tasks_limit": 1}
+    assert train(flags_of(trained, **changes), out_dir=str(tmp_path / "out")) == 0
+    (event,) = events(tmp_path / "out", "scores")
+    assert {event["tasks"][name]["questions"] for name in ("cloze", "needle", "arithmetic")} == {1}
+
+
+def test_a_group_has_the_scores_of_its_tasks(trained: Trained, tmp_path: Path):
+    task = (ROOT / "examples" / "lm_eval" / "python_code.yaml").read_text()
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.yaml").write_text(task.replace("task: python_code", f"task: {name}"))
+    (tmp_path / "both.yaml").write_text("group: both\ntask: [one, other]\n")
+    changes = {**SCORED, "eval_tasks": str(tmp_path / "both"), "eval_tasks_interval": 6}
+    with pytest.raises(UsageError, match=r"keep_best_by = both .* scores; .*one, other"):
+        train(flags_of(trained, **changes | {"keep_best_by": "both"}), out_dir=str(tmp_path / "no"))
+    flags = flags_of(trained, **changes | {"keep_best_by": "other"})
+    assert train(flags, out_dir=str(tmp_path / "out")) == 0
+    (event,) = events(tmp_path / "out", "scores")
+    assert [*event["tasks"]] == ["one", "other"]
 
 
 def test_without_lm_eval_its_tasks_are_refused(
