@@ -20,7 +20,7 @@ from minimind.engine.optimizers import optimizer_of, parameter_groups
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM, MiniMindModel
 from minimind.model.rotary import Rotary
-from minimind.runtime.device import HOST
+from minimind.runtime.device import HOST, Host
 
 TINY = MiniMindConfig(
     vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
@@ -231,7 +231,7 @@ def test_a_run_in_reals_and_without_float64_has_the_losses_of_the_cpu(monkeypatc
     for is_apple in (False, True):
         if is_apple:
             for name in ("has_float64", "skips_by_flag"):
-                monkeypatch.setattr(HOST, name, False)
+                monkeypatch.setattr(Host, name, False)
             monkeypatch.setattr(
                 MiniMindModel, "_rotary_at", lambda self, i: Rotary(None, self.pos_reals[:, i])
             )
