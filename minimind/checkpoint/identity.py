@@ -130,7 +130,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _library_versions() -> dict[str, str]:
-    """By name; each is parsed from a file of the installation."""
+    """Versions by name. Cached: each call parses the metadata of five installed packages."""
     libraries = ("torch", "accelerate", "deepspeed", "transformers", "sentencepiece")
     return {name: version(name) for name in libraries}
 

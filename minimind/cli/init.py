@@ -450,7 +450,10 @@ def yaml_text(
     held_out = held_out_of(text.documents)
     bytes_per_token = text.bytes * (1 - held_out) / choice.text_tokens
     every = max(1, steps // MOST_EVALUATIONS)
-    evaluations = evaluations_of(choice)
+    # A forward takes a third of a step, per token.
+    tokens_of_one = RunConfig.eval_rows * choice.shape.max_seq_len / 3
+    affordable = int(OF_EVALUATIONS * choice.tokens / tokens_of_one)
+    evaluations = max(2, min(MOST_EVALUATIONS, affordable))
     recipe = (CONFIGS / "recipes" / "strong.yaml").read_text(encoding="utf-8")
     if choice.tokens < 500_000:
         recipe = recipe.replace("_rate: 0.008", "_rate: 0.002")
@@ -486,12 +489,6 @@ def yaml_text(
     if args.device != "auto":
         lines.append(f"device: {args.device} # --device")
     return "\n".join([*lines, "", "# The recipe `strong`:", recipe])
-
-
-def evaluations_of(choice: Choice) -> int:
-    """So many that they take a small share of the run; a forward takes a third of a step."""
-    tokens = RunConfig.eval_rows * choice.shape.max_seq_len / 3
-    return max(2, min(MOST_EVALUATIONS, int(OF_EVALUATIONS * choice.tokens / tokens)))
 
 
 def _reading(args: argparse.Namespace) -> list[str]:

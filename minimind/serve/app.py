@@ -36,7 +36,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 RETRY = {"Retry-After": "1"}
 JSON_KIND = "application/json"
-# Content types of a body; the second is what curl sends without being told.
+# Content types of a body. `curl -d` sends the second one by default.
 ACCEPTED = re.compile(
     rf"\s*({JSON_KIND}|application/x-www-form-urlencoded)\s*(;\s*charset=\"?utf-?8\"?\s*)?", re.I
 )
@@ -99,7 +99,7 @@ class Connection(H11Protocol):
 
     _late: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (as in uvicorn)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (uvicorn narrows the type of asyncio too)
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()

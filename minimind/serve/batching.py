@@ -256,7 +256,7 @@ class Scheduler:
         while (joining := self._next()) is not None:
             try:
                 self._advance(groups, joining)
-            except Exception as error:  # of one batch: its requests are told, and later ones served
+            except Exception as error:  # any bug fails this batch alone: the thread serves the next
                 for text in self._running:
                     text.error = text.error or error
                 groups.clear()

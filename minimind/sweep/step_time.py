@@ -34,7 +34,7 @@ MOST_STEPS = 32
 
 
 def step_seconds(run: RunConfig, device: str) -> float:
-    """Of one process, the median of a few steps of one micro-batch."""
+    """Return the median time of a few steps of one micro-batch in one process, in seconds."""
     torch.manual_seed(run.seed)
     kind = device_kind(device)
     model = model_of(minimind_config(run, bos_token_id=None, eos_token_id=0, pad_token_id=None))

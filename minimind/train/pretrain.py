@@ -349,7 +349,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
 
 
 def log_floors(context: RunContext, prepared: Prepared, step: int) -> None:
-    """Log once what compressors and n-grams make of the held-out text; nothing of conversations."""
+    """Log the floors of the held-out text once per text; conversations have none."""
     rows = len(context.held_out.rows)
     if context.run.task != "pretrain" or not rows:
         return

@@ -136,7 +136,7 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("init --hour 2", "--hour; did you mean --hours?"),
         ("init --data text.jsonl", "--data; did you mean --data_path?"),
@@ -147,7 +147,7 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path, capsys):
     ],
 )
 def test_an_unknown_argument_of_a_command_names_the_nearest(
-    words: str, told: str, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ):
     assert cli.main(words.split()) == 2
-    assert f"unknown argument {told}" in capsys.readouterr().err
+    assert f"unknown argument {message}" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_a_stop_beside_a_boundary_changes_no_bit(
     assert resumed.curve() == runs[2].curve()
 
 
-@pytest.mark.long  # test_runs.py goes on with other ranks too
+@pytest.mark.long  # test_runs.py resumes on other numbers of ranks too
 def test_it_goes_on_with_other_ranks_at_every_boundary(
     runs: dict[int, Run], forked: Launcher, tmp_path: Path
 ):

@@ -53,7 +53,7 @@ class Operators(TorchDispatchMode):
 
 
 def without_kernel(names: set[str]) -> set[str]:
-    """Those of torch's operators that have none for "mps"."""
+    """Return the operators of `names` for which torch's table lists no MPS kernel."""
     rows = yaml.load(TABLE.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
     table = {f"aten::{row['func'].partition('(')[0]}": row for row in rows}
 

@@ -326,7 +326,7 @@ REPORT = {"minimind: log_step": 4, "minimind: check": 1}  # loss, tokens, norm, 
 SAVE = {"minimind: optimizer_step": 1, "minimind: counters": 1}
 
 
-@pytest.mark.long  # a step above reads what is documented, and below a run goes on
+@pytest.mark.long  # the step above covers the reads; the cases below cover runs
 def test_a_run_reads_at_its_reports_evaluations_and_saves_only(ran: Any, tmp_path: Path):
     few, few_waits = ran("few", max_steps=4)
     assert few == {**REPORT, **SAVE}

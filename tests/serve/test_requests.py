@@ -101,11 +101,11 @@ def test_a_completion_that_is_refused(server: InProcess, fields: Any, words: str
 def test_fields_that_change_no_answer(server: InProcess):
     asked = {"messages": USER, "seed": 1, "max_tokens": 3, "temperature": 1}
     settled = {"n": 1, "presence_penalty": 0, "logit_bias": {}, "tool_choice": "auto", "stop": []}
-    told = {"user": "a", "metadata": {"a": "b"}, "service_tier": "auto", "store": False}
+    without_effect = {"user": "a", "metadata": {"a": "b"}, "service_tier": "auto", "store": False}
     none = {"top_p": None, "tools": None, "stream_options": None, "unknown": None}
     other = {"max_completion_tokens": 3, "max_tokens": None, "parallel_tool_calls": False}
     expected = server.post(CHAT, asked).json()["choices"]
-    for more in (settled, told, none, other):
+    for more in (settled, without_effect, none, other):
         assert server.post(CHAT, {**asked, **more}).json()["choices"] == expected
 
 

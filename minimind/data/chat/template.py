@@ -270,8 +270,8 @@ class ChatTemplate:
 
     Special tokens in the rendered text become their ids; the text between them is encoded by
     itself. Raise UsageError if the template is not valid, or does not fit the tokenizer; `name` is
-    what messages call it, `today` the date that it is told (default: that of each prompt),
-    `variables` what it reads besides.
+    what messages call it. `today` is the date that the template reads (default: the date of each
+    prompt); `variables` are other values that it reads.
     """
 
     def __init__(
