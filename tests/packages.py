@@ -7,6 +7,7 @@ Imports inside functions count too. Only those of `SEAM` may import accelerate a
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -59,7 +60,8 @@ def package_of(module: str) -> str | None:
     return max(found, key=len, default=None)
 
 
-def imports_of(source: str) -> set[str]:
+@cache
+def imports_of(source: str) -> frozenset[str]:
     """Every dotted name that `source` imports, at any depth."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -68,7 +70,7 @@ def imports_of(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def loaded_by(module: str, sources: dict[str, str]) -> set[str]:

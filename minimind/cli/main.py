@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from minimind.runtime.urls import begins_as_url, masked, masked_text
 EXAMPLE = "minimind generate --checkpoint out --prompt 'Once upon a time'"
 
 
+@cache  # it takes longer than parsing
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = Parser(

@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import random
 import sys
+from itertools import accumulate
 
 import pytest
 
@@ -38,9 +39,12 @@ def verse(seed, documents=200, characters=5000):
     """Like Chinese verse: thousands of characters, a few of them everywhere, no spaces."""
     draw = random.Random(seed)
     known = [chr(0x4E00 + i) for i in range(characters)]
-    weights = [1 / (rank + 1) for rank in range(characters)]
-    return ["，".join("".join(draw.choices(known, weights, k=7)) for _ in range(60)) + "。\n"
-            for _ in range(documents)]  # fmt: skip
+    sums = list(accumulate(1 / (rank + 1) for rank in range(characters)))
+
+    def line():
+        return "".join(draw.choices(known, cum_weights=sums, k=7))
+
+    return ["，".join(line() for _ in range(60)) + "。\n" for _ in range(documents)]
 
 
 @pytest.fixture(scope="module", params=[512, pytest.param(4096, marks=pytest.mark.long)])
