@@ -1,7 +1,7 @@
 """Flex attention compiled for NVIDIA GPUs that are not here: shared memory, registers, spills.
 
     python -m benchmarks.other_cards [--capabilities 7.5 8.0 ...] [--head_dims 32 64 ...]
-        [--out FILE.json]
+        [--dtypes bfloat16 float32] [--out FILE.json]
 
 The attention of --doc_mask (minimind/model/attention.py) is compiled by inductor for each compute
 capability, forward and backward, in bf16 (fp16 where torch compiles none) and fp32, on tensors
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def shown(rows: list[dict[str, Any]], failed: dict[str, str]) -> str:
     for row in rows:
         cells = (*(row[head] for head in heads), "yes" if row["fits"] else "NO")
         lines.append("".join(f"{cell:>11}" for cell in cells))
-    lines += [f"{capability}: {error}" for capability, error in failed.items()]
+    lines += [f"{kernel}: {error}" for kernel, error in failed.items()]
     return "\n".join(lines)
 
 
@@ -54,6 +55,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--capabilities", nargs="+", choices=CAPABILITIES, default=[*CAPABILITIES])
     parser.add_argument("--head_dims", nargs="+", type=int, default=[32, 64, 128, 256])
+    dtypes = ("bfloat16", "float32")
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=[*dtypes])
     given = parser.parse_args()
     if not find_spec("triton"):
         raise SystemExit("the package triton is missing; --help says how it is installed")
@@ -61,8 +64,8 @@ def main() -> None:
     rows, failed = [], {}
     with tempfile.TemporaryDirectory() as folder:
         library = build_library(Path(folder))
-        for capability in given.capabilities:
-            words = [capability, *map(str, given.head_dims)]
+        for capability, dtype in product(given.capabilities, given.dtypes):
+            words = [capability, dtype, *map(str, given.head_dims)]
             done = subprocess.run(
                 [sys.executable, "-m", "benchmarks.card_compiler", *words],
                 env={**os.environ, "PRETENDED_CUDA": str(library), "OMP_NUM_THREADS": "1"},
@@ -71,8 +74,8 @@ def main() -> None:
             )
             rows += [json.loads(line) for line in done.stdout.splitlines()]
             if done.returncode:
-                failed[capability] = done.stderr.strip().splitlines()[-1]
-            print(f"{capability}: {len(rows)} kernels so far", flush=True)
+                failed[f"{capability} in {dtype}"] = done.stderr.strip().splitlines()[-1]
+            print(f"{capability} in {dtype}: {len(rows)} kernels so far", flush=True)
     print(shown(rows, failed))
     record(given.out, "other_cards", before, rows=rows, failed=failed)
 
