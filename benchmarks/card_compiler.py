@@ -33,31 +33,20 @@ from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import StaticTritonCompileResult
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.other_cards import CARDS
 from minimind.model.attention import document_attention, document_block_mask
+from minimind.runtime.device import set_numerics
 from minimind.runtime.hardware import MIN_BF16_CAPABILITY
 
-# Bytes of shared memory that a block can have, and multiprocessors of one such card: CUDA C++
-# Programming Guide, "Technical Specifications per Compute Capability".
-CARDS = {
-    "7.5": (64, 40),
-    "8.0": (163, 108),
-    "8.6": (99, 84),
-    "8.7": (163, 16),
-    "8.9": (99, 128),
-    "9.0": (227, 132),
-    "10.0": (227, 148),
-    "12.0": (99, 170),
-}
 ROWS, LENGTH, HEADS, KEY_HEADS = 8, 1024, 8, 2
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.DOTALL)
 
 
-def compile_for(
-    capability: str, dtype: torch.dtype, head_dims: list[int]
-) -> Iterator[dict[str, Any]]:
+def compile_for(capability: str, dtype: str, head_dims: list[int]) -> Iterator[dict[str, Any]]:
     """Yield a row for each kernel of flex attention, on a card of this capability.
 
-    This process is the card's alone. float16 replaces bfloat16 where torch compiles none.
+    This process is the card's alone. float16 replaces bfloat16 where torch compiles none, and tf32
+    is float32 with `--tf32`.
     """
     major, minor = (int(number) for number in capability.split("."))
     shared, processors = CARDS[capability]
@@ -79,9 +68,11 @@ def compile_for(
             "uuid": "",
         }
     )
-    if dtype == torch.bfloat16 and (major, minor) < MIN_BF16_CAPABILITY:
-        dtype = torch.float16
-    sources = sources_of(card, dtype, head_dims)
+    if dtype == "bfloat16" and (major, minor) < MIN_BF16_CAPABILITY:
+        dtype = "float16"
+    set_numerics("cuda", deterministic=False, tf32=dtype == "tf32")
+    of_tensors = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+    sources = sources_of(card, of_tensors, head_dims)
     triton_helpers.set_driver_to_gpu = lambda: None
     # Its kernels have no assembly.
     StaticTritonCompileResult.can_statically_launch = lambda *_, **__: None  # pyright: ignore
@@ -100,7 +91,7 @@ def compile_for(
                 found = assembled(compiled.asm["ptx"], Path(folder))
                 yield {
                     "capability": capability,
-                    "dtype": str(dtype).removeprefix("torch."),
+                    "dtype": dtype,
                     "head_dim": head_dim,
                     "pass": way,
                     "warps": config.num_warps,
@@ -219,5 +210,5 @@ def sources_of(
 
 if __name__ == "__main__":
     capability, dtype, *head_dims = sys.argv[1:]
-    for row in compile_for(capability, getattr(torch, dtype), [int(word) for word in head_dims]):
+    for row in compile_for(capability, dtype, [int(word) for word in head_dims]):
         print(json.dumps(row), flush=True)

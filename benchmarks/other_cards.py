@@ -1,14 +1,14 @@
 """Flex attention compiled for NVIDIA GPUs that are not here: shared memory, registers, spills.
 
     python -m benchmarks.other_cards [--capabilities 7.5 8.0 ...] [--head_dims 32 64 ...]
-        [--dtypes bfloat16 float32] [--out FILE.json]
+        [--dtypes bfloat16 float32 tf32] [--out FILE.json]
 
 The attention of --doc_mask (minimind/model/attention.py) is compiled by inductor for each compute
-capability, forward and backward, in bf16 (fp16 where torch compiles none) and fp32, on tensors
-without values of the pretended CUDA device (tests/pretended), and its Triton kernels are assembled.
-Nothing runs. The packages triton and torch have to belong together: `pip install --no-deps --target
-DIR triton==3.8.0` for torch 2.13, with DIR on PYTHONPATH. A kernel fits if its shared memory is
-within what a block of the card can have.
+capability, forward and backward, in bf16 (fp16 where torch compiles none), fp32 and fp32 with
+--tf32, on tensors without values of the pretended CUDA device (tests/pretended), and its Triton
+kernels are assembled. Nothing runs. The packages triton and torch have to belong together: `pip
+install --no-deps --target DIR triton==3.8.0` for torch 2.13, with DIR on PYTHONPATH. A kernel fits
+if its shared memory is within what a block of the card can have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,18 @@ from typing import Any
 from benchmarks.record import arguments, record
 from tests.pretended.library import build_library
 
-CAPABILITIES = ("7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "12.0")
+# KiB of shared memory that a block can have, and multiprocessors of one such card: CUDA C++
+# Programming Guide, "Technical Specifications per Compute Capability".
+CARDS = {
+    "7.5": (64, 40),
+    "8.0": (163, 108),
+    "8.6": (99, 84),
+    "8.7": (163, 16),
+    "8.9": (99, 128),
+    "9.0": (227, 132),
+    "10.0": (227, 148),
+    "12.0": (99, 170),
+}
 
 
 def shown(rows: list[dict[str, Any]], failed: dict[str, str]) -> str:
@@ -53,9 +64,9 @@ def shown(rows: list[dict[str, Any]], failed: dict[str, str]) -> str:
 def main() -> None:
     """Compile for every card in a process of its own, print the table, write the JSON."""
     parser = arguments(__doc__)
-    parser.add_argument("--capabilities", nargs="+", choices=CAPABILITIES, default=[*CAPABILITIES])
+    parser.add_argument("--capabilities", nargs="+", choices=CARDS, default=[*CARDS])
     parser.add_argument("--head_dims", nargs="+", type=int, default=[32, 64, 128, 256])
-    dtypes = ("bfloat16", "float32")
+    dtypes = ("bfloat16", "float32", "tf32")
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=[*dtypes])
     given = parser.parse_args()
     if not find_spec("triton"):
