@@ -47,10 +47,10 @@ DEFAULT_FETCHING = Fetching()
 
 
 def used_in_order(shape: Shape, recomputes: bool) -> tuple[Order, set[int], list[int]]:
-    """Weights of each module in the forward and the backward pass; the elements of each weight.
+    """Return the weights of each module in the order of the forward and the backward pass, the
+    places in it after which nothing is released, and the elements of each weight.
 
-    In between, the places in the order after which nothing is released. Modules without weights of
-    their own prefetch too.
+    Modules without weights of their own are in it: they prefetch too.
     """
     sizes: list[int] = []
 
