@@ -1,6 +1,6 @@
 """Writes flex attention for one NVIDIA GPU that is not here, and assembles it.
 
-    PRETENDED_CUDA=LIBRARY python -m benchmarks.card_compiler CAPABILITY HEAD_DIM ...
+    PRETENDED_CUDA=LIBRARY python -m benchmarks.card_compiler CAPABILITY DTYPE HEAD_DIM ...
 
 Prints a line of JSON for each kernel. Started by benchmarks.other_cards. LIBRARY is that of
 tests/pretended; this process begins with it, since torch has to be imported after it.
@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +33,20 @@ from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import StaticTritonCompileResult
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.other_cards import CARDS
 from minimind.model.attention import document_attention, document_block_mask
+from minimind.runtime.device import set_numerics
 from minimind.runtime.hardware import MIN_BF16_CAPABILITY
 
-# Bytes of shared memory that a block can have, and multiprocessors of one such card: CUDA C++
-# Programming Guide, "Technical Specifications per Compute Capability".
-CARDS = {
-    "7.5": (64, 40),
-    "8.0": (163, 108),
-    "8.6": (99, 84),
-    "8.7": (163, 16),
-    "8.9": (99, 128),
-    "9.0": (227, 132),
-    "10.0": (227, 148),
-    "12.0": (99, 170),
-}
 ROWS, LENGTH, HEADS, KEY_HEADS = 8, 1024, 8, 2
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.DOTALL)
 
 
-def compile_for(capability: str, head_dims: list[int]) -> Iterator[dict[str, Any]]:
+def compile_for(capability: str, dtype: str, head_dims: list[int]) -> Iterator[dict[str, Any]]:
     """Yield a row for each kernel of flex attention, on a card of this capability.
 
-    This process is the card's alone.
+    This process is the card's alone. float16 replaces bfloat16 where torch compiles none, and tf32
+    is float32 with `--tf32`.
     """
     major, minor = (int(number) for number in capability.split("."))
     shared, processors = CARDS[capability]
@@ -78,13 +68,17 @@ def compile_for(capability: str, head_dims: list[int]) -> Iterator[dict[str, Any
             "uuid": "",
         }
     )
-    sources = sources_of(card, head_dims)
+    if dtype == "bfloat16" and (major, minor) < MIN_BF16_CAPABILITY:
+        dtype = "float16"
+    set_numerics("cuda", deterministic=False, tf32=dtype == "tf32")
+    of_tensors = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+    sources = sources_of(card, of_tensors, head_dims)
     triton_helpers.set_driver_to_gpu = lambda: None
     # Its kernels have no assembly.
     StaticTritonCompileResult.can_statically_launch = lambda *_, **__: None  # pyright: ignore
     with tempfile.TemporaryDirectory() as folder:
-        for dtype, head_dim, way, name, source in sources:
-            path = Path(folder) / f"{name}_{head_dim}_{way}_{dtype}.py"
+        for head_dim, way, name, source in sources:
+            path = Path(folder) / f"{name}_{head_dim}_{way}.py"
             path.write_text(source)
             spec = spec_from_file_location(path.stem, path)
             assert spec
@@ -97,7 +91,7 @@ def compile_for(capability: str, head_dims: list[int]) -> Iterator[dict[str, Any
                 found = assembled(compiled.asm["ptx"], Path(folder))
                 yield {
                     "capability": capability,
-                    "dtype": str(dtype).removeprefix("torch."),
+                    "dtype": dtype,
                     "head_dim": head_dim,
                     "pass": way,
                     "warps": config.num_warps,
@@ -127,8 +121,10 @@ def assembled(text: str, folder: Path) -> dict[str, Any]:
     return {"registers": int(registers[1]), "spilled": int(spilled[1]) if spilled else 0}
 
 
-def sources_of(card: Any, head_dims: list[int]) -> list[tuple[Any, int, str, str, str]]:
-    """(dtype, head dim, pass, name, source) of the kernels of templates that inductor writes."""
+def sources_of(
+    card: Any, dtype: torch.dtype, head_dims: list[int]
+) -> list[tuple[int, str, str, str]]:
+    """(head dim, pass, name, source) of the kernels of templates that inductor writes."""
     triton: Any = import_module("triton")
     target = import_module("triton.backends.compiler").GPUTarget
     number = 10 * card.major + card.minor
@@ -193,9 +189,8 @@ def sources_of(card: Any, head_dims: list[int]) -> list[tuple[Any, int, str, str
         return module
 
     GraphLowering.compile_to_module = keep
-    half = torch.bfloat16 if (card.major, card.minor) >= MIN_BF16_CAPABILITY else torch.float16
     found = []
-    for dtype, head_dim in product((half, torch.float32), head_dims):
+    for head_dim in head_dims:
         codes.clear()
         with FakeTensorMode(allow_non_fake_inputs=True):
             starts = torch.empty(ROWS, LENGTH, dtype=torch.bool, device="cuda")
@@ -209,10 +204,11 @@ def sources_of(card: Any, head_dims: list[int]) -> list[tuple[Any, int, str, str
                 document_attention(q, k, v, blocks)
         for way, code in zip(("forward", "backward"), codes, strict=True):
             kernels = [(n, s) for n, s in KERNEL.findall(code) if n.startswith("triton_tem")]
-            found += [(dtype, head_dim, way, name, source) for name, source in kernels]
+            found += [(head_dim, way, name, source) for name, source in kernels]
     return found
 
 
 if __name__ == "__main__":
-    for row in compile_for(sys.argv[1], [int(word) for word in sys.argv[2:]]):
+    capability, dtype, *head_dims = sys.argv[1:]
+    for row in compile_for(capability, dtype, [int(word) for word in head_dims]):
         print(json.dumps(row), flush=True)

@@ -1,11 +1,12 @@
 """What grows with the number of ranks: heartbeats, small collectives, the files of a resume.
 
-    python -m benchmarks.many_ranks [--ranks 8 64 512 1024] [--forked 8 32] [--seconds 6]
-        [--out FILE.json]
+    python -m benchmarks.many_ranks [--ranks 8 64 512 1024] [--forked 8 32] [--sums 8 16 32]
+        [--seconds 6] [--out FILE.json]
 
 Heartbeats: threads of one process, each with its own connection to a TCPStore of torch, per
 interval. Collectives: forked ranks over gloo, with the manifest of a checkpoint of 1,024 shards,
-with nothing, and with one entry of a manifest from every rank.
+with nothing, and with one entry of a manifest from every rank. Sums: those of a step, in pairs and
+by gloo's all-reduce in turns, on forked ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -34,6 +37,7 @@ from minimind.runtime.process import Progress
 
 PER_HOST = 8
 SHARDS = 1024
+SUMMED, TURNS = [1.0] * 4, 41
 
 
 class CountingStore:
@@ -145,40 +149,61 @@ def manifest() -> dict[str, Any]:
     return {"files": files}
 
 
-def _play(rank: int, world_size: int, port: int, results: Any) -> None:
-    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    ranks = Ranks(timedelta(seconds=300))
-    value = manifest() if rank == 0 else None
+def _decisions(ranks: Ranks) -> dict[str, dict[str, float]]:
+    """What this rank receives in one call of each kind, and how long it takes."""
+    value = manifest() if ranks.rank == 0 else None
+    entry = manifest()["files"][0]
     works: dict[str, Callable[[], Any]] = {
         "on_rank_0, a manifest": lambda: on_rank_0(ranks, lambda: value),
         "on_rank_0, nothing": lambda: on_rank_0(ranks, lambda: None),
-        "run_on_all_ranks, an entry": lambda: run_on_all_ranks(ranks, lambda: manifest_entry),
+        "run_on_all_ranks, an entry": lambda: run_on_all_ranks(ranks, lambda: [entry]),
     }
-    manifest_entry = [manifest()["files"][0]]
     found = {}
     for name, work in works.items():
         work()
         ranks.barrier()
-        with received(rank, world_size) as counts:
+        with received(ranks.rank, ranks.world_size) as counts:
             began = time.monotonic()
             work()
             found[name] = {"seconds": time.monotonic() - began, **counts}
         ranks.barrier()
-    results.put((rank, found))
+    return found
+
+
+def _timed_sums(ranks: Ranks) -> dict[str, list[tuple[float, float]]]:
+    """Seconds, and CPU seconds of this rank, of each turn."""
+    ways: dict[str, Callable[[], Any]] = {
+        "ring": lambda: dist.all_reduce(torch.tensor(SUMMED, dtype=torch.float64)),
+        "pairs": lambda: ranks.sum_over_ranks(SUMMED),
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(TURNS):
+        for name, work in ways.items():
+            ranks.barrier()
+            began, cpu = time.monotonic(), time.process_time()
+            work()
+            found[name].append((time.monotonic() - began, time.process_time() - cpu))
+    return found
+
+
+def _play(work: Callable[[Ranks], Any], rank: int, size: int, port: int, results: Any) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    ranks = Ranks(timedelta(seconds=300))
+    results.put((rank, work(ranks)))
     ranks.barrier()
     dist.destroy_process_group()
 
 
-def collectives(world_size: int) -> dict[str, dict[str, float]]:
-    """What ranks receive in one call, and how long it takes."""
+def forked(work: Callable[[Ranks], Any], world_size: int) -> list[Any]:
+    """What `work` returns on each of the forked ranks."""
     context = multiprocessing.get_context("fork")
     with socket.socket() as free:  # no store in this process: forks must not inherit its threads
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     results: Any = context.Queue()
     started = [
-        context.Process(target=_play, args=(rank, world_size, port, results))
+        context.Process(target=_play, args=(work, rank, world_size, port, results))
         for rank in range(world_size)
     ]
     for process in started:
@@ -186,28 +211,55 @@ def collectives(world_size: int) -> dict[str, dict[str, float]]:
     by_rank = dict(results.get() for _ in started)
     for process in started:
         process.join()
+    return [by_rank[rank] for rank in range(world_size)]
+
+
+def collectives(world_size: int) -> dict[str, dict[str, float]]:
+    """What ranks receive in one call, and how long it takes."""
+    by_rank = forked(_decisions, world_size)
     return {
         name: {
-            "seconds": max(found[name]["seconds"] for found in by_rank.values()),
-            "messages": sum(found[name].get("messages", 0) for found in by_rank.values()),
-            "mebibytes": sum(found[name].get("bytes", 0) for found in by_rank.values()) / 2**20,
-            "mebibytes_of_the_last": by_rank[world_size - 1][name].get("bytes", 0) / 2**20,
+            "seconds": max(found[name]["seconds"] for found in by_rank),
+            "messages": sum(found[name].get("messages", 0) for found in by_rank),
+            "mebibytes": sum(found[name].get("bytes", 0) for found in by_rank) / 2**20,
+            "mebibytes_of_the_last": by_rank[-1][name].get("bytes", 0) / 2**20,
         }
         for name in by_rank[0]
     }
+
+
+def sums(world_size: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of a sum, of the slowest rank, and of CPU, of all ranks: median and least."""
+    by_rank = forked(_timed_sums, world_size)
+    found = {}
+    for name in by_rank[0]:
+        turns = list(zip(*(timed[name] for timed in by_rank), strict=True))
+        slowest = [1e3 * max(elapsed for elapsed, _ in turn) for turn in turns]
+        used = [1e3 * sum(cpu for _, cpu in turn) for turn in turns]
+        found[name] = {
+            "ms": median(slowest),
+            "ms_least": min(slowest),
+            "cpu_ms": median(used),
+            "cpu_ms_least": min(used),
+        }
+    return found
 
 
 if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 512, 1024])
     parser.add_argument("--forked", type=int, nargs="*", default=[8, 32])
+    parser.add_argument("--sums", type=int, nargs="*", default=[8, 16, 32])
     parser.add_argument("--seconds", type=float, default=6.0)
     args = parser.parse_args()
     load = os.getloadavg()
-    found: dict[str, Any] = {"heartbeats": {}, "collectives": {}}
+    found: dict[str, Any] = {"heartbeats": {}, "collectives": {}, "sums": {}}
     for world_size in args.forked:
         found["collectives"][world_size] = collectives(world_size)
         print(world_size, found["collectives"][world_size], flush=True)
+    for world_size in args.sums:
+        found["sums"][world_size] = sums(world_size)
+        print(world_size, found["sums"][world_size], flush=True)
     for world_size in args.ranks:
         found["heartbeats"][world_size] = heartbeats(world_size, args.seconds)
         print(world_size, found["heartbeats"][world_size], flush=True)

@@ -1,14 +1,14 @@
 """Flex attention compiled for NVIDIA GPUs that are not here: shared memory, registers, spills.
 
     python -m benchmarks.other_cards [--capabilities 7.5 8.0 ...] [--head_dims 32 64 ...]
-        [--out FILE.json]
+        [--dtypes bfloat16 float32 tf32] [--out FILE.json]
 
 The attention of --doc_mask (minimind/model/attention.py) is compiled by inductor for each compute
-capability, forward and backward, in bf16 (fp16 where torch compiles none) and fp32, on tensors
-without values of the pretended CUDA device (tests/pretended), and its Triton kernels are assembled.
-Nothing runs. The packages triton and torch have to belong together: `pip install --no-deps --target
-DIR triton==3.8.0` for torch 2.13, with DIR on PYTHONPATH. A kernel fits if its shared memory is
-within what a block of the card can have.
+capability, forward and backward, in bf16 (fp16 where torch compiles none), fp32 and fp32 with
+--tf32, on tensors without values of the pretended CUDA device (tests/pretended), and its Triton
+kernels are assembled. Nothing runs. The packages triton and torch have to belong together: `pip
+install --no-deps --target DIR triton==3.8.0` for torch 2.13, with DIR on PYTHONPATH. A kernel fits
+if its shared memory is within what a block of the card can have.
 """
 
 from __future__ import annotations
@@ -19,13 +19,25 @@ import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.record import arguments, record
 from tests.pretended.library import build_library
 
-CAPABILITIES = ("7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "12.0")
+# KiB of shared memory that a block can have, and multiprocessors of one such card: CUDA C++
+# Programming Guide, "Technical Specifications per Compute Capability".
+CARDS = {
+    "7.5": (64, 40),
+    "8.0": (163, 108),
+    "8.6": (99, 84),
+    "8.7": (163, 16),
+    "8.9": (99, 128),
+    "9.0": (227, 132),
+    "10.0": (227, 148),
+    "12.0": (99, 170),
+}
 
 
 def shown(rows: list[dict[str, Any]], failed: dict[str, str]) -> str:
@@ -45,15 +57,17 @@ def shown(rows: list[dict[str, Any]], failed: dict[str, str]) -> str:
     for row in rows:
         cells = (*(row[head] for head in heads), "yes" if row["fits"] else "NO")
         lines.append("".join(f"{cell:>11}" for cell in cells))
-    lines += [f"{capability}: {error}" for capability, error in failed.items()]
+    lines += [f"{kernel}: {error}" for kernel, error in failed.items()]
     return "\n".join(lines)
 
 
 def main() -> None:
     """Compile for every card in a process of its own, print the table, write the JSON."""
     parser = arguments(__doc__)
-    parser.add_argument("--capabilities", nargs="+", choices=CAPABILITIES, default=[*CAPABILITIES])
+    parser.add_argument("--capabilities", nargs="+", choices=CARDS, default=[*CARDS])
     parser.add_argument("--head_dims", nargs="+", type=int, default=[32, 64, 128, 256])
+    dtypes = ("bfloat16", "float32", "tf32")
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=[*dtypes])
     given = parser.parse_args()
     if not find_spec("triton"):
         raise SystemExit("the package triton is missing; --help says how it is installed")
@@ -61,8 +75,8 @@ def main() -> None:
     rows, failed = [], {}
     with tempfile.TemporaryDirectory() as folder:
         library = build_library(Path(folder))
-        for capability in given.capabilities:
-            words = [capability, *map(str, given.head_dims)]
+        for capability, dtype in product(given.capabilities, given.dtypes):
+            words = [capability, dtype, *map(str, given.head_dims)]
             done = subprocess.run(
                 [sys.executable, "-m", "benchmarks.card_compiler", *words],
                 env={**os.environ, "PRETENDED_CUDA": str(library), "OMP_NUM_THREADS": "1"},
@@ -71,8 +85,8 @@ def main() -> None:
             )
             rows += [json.loads(line) for line in done.stdout.splitlines()]
             if done.returncode:
-                failed[capability] = done.stderr.strip().splitlines()[-1]
-            print(f"{capability}: {len(rows)} kernels so far", flush=True)
+                failed[f"{capability} in {dtype}"] = done.stderr.strip().splitlines()[-1]
+            print(f"{capability} in {dtype}: {len(rows)} kernels so far", flush=True)
     print(shown(rows, failed))
     record(given.out, "other_cards", before, rows=rows, failed=failed)
 

@@ -19,6 +19,21 @@ Order = list[Sequence[int]]  # weights of each module, in the order in which the
 
 
 @dataclass(frozen=True)
+class Module:
+    """A module: its own weights, and its children in the order of the forward pass."""
+
+    weights: Sequence[int] = ()
+    children: Sequence[Module] = ()
+
+    def forward(self) -> Order:
+        return [self.weights, *chain.from_iterable(child.forward() for child in self.children)]
+
+    def backward(self) -> Order:
+        children = reversed(self.children)
+        return [self.weights, *chain.from_iterable(child.backward() for child in children)]
+
+
+@dataclass(frozen=True)
 class Fetching:
     """Elements, by the keys `stage3_...` of a DeepSpeed JSON without the prefix; its defaults."""
 
@@ -31,52 +46,60 @@ class Fetching:
 DEFAULT_FETCHING = Fetching()
 
 
-def used_in_order(shape: Shape, recomputes: bool) -> tuple[Order, list[int]]:
-    """Weights of each module in the forward and the backward pass; the elements of each weight.
+def used_in_order(shape: Shape, recomputes: bool) -> tuple[Order, set[int], list[int]]:
+    """Return the weights of each module in the order of the forward and the backward pass, the
+    places in it after which nothing is released, and the elements of each weight.
 
-    Modules without weights of their own prefetch too.
+    Modules without weights of their own are in it: they prefetch too.
     """
     sizes: list[int] = []
 
-    def module(*elements: int) -> Sequence[int]:
+    def module(*elements: int) -> Module:
         sizes.extend(elements)
-        return range(len(sizes) - len(elements), len(sizes))
+        return Module(range(len(sizes) - len(elements), len(sizes)))
 
-    def linear(inputs: int, outputs: int, has_bias: bool = False) -> Sequence[int]:
+    def linear(inputs: int, outputs: int, has_bias: bool = False) -> Module:
         return module(inputs * outputs // shape.tensor, *[outputs] * has_bias)
 
-    def feed_forward() -> Order:
-        return [(), *(linear(e, f) for _ in range(2)), linear(f, e)]
+    def feed_forward() -> Module:
+        return Module(children=[linear(e, f), linear(e, f), linear(f, e)])
 
     e, q, kv, f = shape.dim, shape.q_dim, shape.kv_dim, shape.hidden_dim
     head_norm = [shape.head_width] * shape.qk_norm
     embedding = module(shape.vocab_size * e)
-    blocks: list[list[Order]] = []
+    blocks: list[Module] = []
     for _ in range(shape.n_layers):
-        norm, attention = module(e), [(), linear(e, q, shape.qkv_bias)]
+        norm, attention = module(e), [linear(e, q, shape.qkv_bias)]
         attention += [module(size) for size in head_norm] + [linear(e, kv, shape.qkv_bias)]
         attention += [module(size) for size in head_norm] + [linear(e, kv, shape.qkv_bias)]
         attention += [linear(q, e)]
-        blocks.append([[norm], attention, [module(e)]])
+        parts = [norm, Module(children=attention), module(e)]
         if shape.use_moe:
             experts = shape.n_routed_experts + shape.n_shared_experts
             gate = linear(e, shape.n_routed_experts)
-            blocks[-1].append(
-                [(), gate, *chain.from_iterable(feed_forward() for _ in range(experts))]
-            )
+            parts.append(Module(children=[gate, *(feed_forward() for _ in range(experts))]))
         else:
-            blocks[-1].append(feed_forward())
+            parts.append(feed_forward())
+        blocks.append(Module(children=parts))
     last = module(e)
     head = embedding if shape.tie_word_embeddings else module(shape.vocab_size * e)
-    forward: Order = [(), (), embedding]
-    backward: Order = [(), head, (), last]
-    for block in blocks:
-        forward += [(), *chain.from_iterable(block)]
+    order: Order = [(), (), *embedding.forward()]
+    order += chain.from_iterable(block.forward() for block in blocks)
+    order += [*last.forward(), *head.forward(), (), *head.backward(), (), *last.backward()]
+    kept: set[int] = set()
     for block in reversed(blocks):
-        backward += [(), *chain.from_iterable(block if recomputes else ())]
-        for part in reversed(block):
-            backward += [()] * (len(part) > 1) + [*reversed(part[len(part) > 1 :])]
-    return [*forward, last, head, *backward, embedding], sizes
+        backward = block.backward()
+        if recomputes:
+            # Recomputation starts where the first activation is needed and stops when it has the
+            # last one. Both are in the last linear layer, which has fetched its weights and is left
+            # before it releases them; without shared experts in the weighted sum of the routed.
+            start = 2  # after the block and its experts
+            if not shape.use_moe or shape.n_shared_experts:
+                start = next(place for place, weights in enumerate(backward) if weights) + 1
+                kept.add(len(order) + start - 1)
+            backward[start:start] = block.forward()[1:]
+        order += backward
+    return [*order, *embedding.backward()], kept, sizes
 
 
 def gathered(
@@ -86,7 +109,7 @@ def gathered(
 
     The latter are persistent: they are gathered when they have been updated.
     """
-    order, sizes = used_in_order(shape, recomputes)
+    order, kept, sizes = used_in_order(shape, recomputes)
     padded = [-(-size // world_size) * world_size for size in sizes]
     persistent = {w for w, size in enumerate(sizes) if size <= fetching.param_persistence_threshold}
     ends = [*accumulate((sum(sizes[w] for w in module) for module in order), initial=0)]
@@ -117,7 +140,7 @@ def gathered(
             if weight not in here:
                 chosen[weight] = sizes[weight]
         gather([*chosen])
-        for weight in {*module} - persistent:
+        for weight in {*module} - persistent if step not in kept else ():
             later = uses[weight][bisect_left(uses[weight], step + 1) :]
             is_near = bool(later) and ends[later[0]] - ends[step + 1] < fetching.max_reuse_distance
             if reached[weight] <= step + 1 and not is_near:

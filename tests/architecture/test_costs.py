@@ -317,6 +317,36 @@ def test_stage_3_gathers_again_what_it_cannot_keep():
         ("--no-tie_word_embeddings", 5_600_000, 33_177, 1920, 8_950_464),
         ("--qk_norm --accumulation_steps 2", 4_000_000, 33_177, 1920, 17_307_072),
         ("--n_layers 6 --use_moe", 4_000_000, 33_177, 1920, 18_095_040),
+        ("--gradient_checkpointing", 5_600_000, 33_177, 1920, 7_377_600),
+        ("--gradient_checkpointing", 3_000_000, 33_177, 1920, 9_736_896),
+        (
+            "--gradient_checkpointing --qk_norm --qkv_bias --no-tie_word_embeddings",
+            1_000_000,
+            200_000,
+            100,
+            11_714_496,
+        ),
+        (
+            "--gradient_checkpointing --n_layers 6 --accumulation_steps 2",
+            500_000,
+            300_000,
+            100,
+            14_165_760,
+        ),
+        (
+            "--gradient_checkpointing --n_layers 4 --use_moe --n_shared_experts 2",
+            2_000_000,
+            20_000,
+            1000,
+            17_208_000,
+        ),
+        (
+            "--gradient_checkpointing --n_layers 4 --use_moe --n_shared_experts 0",
+            2_000_000,
+            20_000,
+            1000,
+            12_587_712,
+        ),
     ],
 )
 def test_what_stage_3_gathers_is_what_deepspeed_gathered(
@@ -325,16 +355,8 @@ def test_what_stage_3_gathers_is_what_deepspeed_gathered(
     """Elements of all all-gathers of a step of 8 ranks, counted by benchmarks.fake_ranks."""
     run = parse_flags(["--model", "tiny", "--n_layers", "12", *flags.split()])
     fetching = Fetching(distance, distance, prefetch, persistence)
-    often, once = gathered(shape_of(run), 8, fetching)
+    often, once = gathered(shape_of(run), 8, fetching, run.gradient_checkpointing)
     assert often * run.accumulation_steps + once == counted
-
-
-def test_with_recomputation_weights_are_gathered_as_deepspeed_does_within_one():
-    run = parse_flags("--model tiny --n_layers 12".split())
-    for distance, counted in ((5_600_000, 7_377_600), (3_000_000, 9_736_896)):
-        fetching = Fetching(distance, distance, 33_177, 1920)
-        found = sum(gathered(shape_of(run), 8, fetching, recomputes=True))
-        assert found == counted + run.dim * run.feed_forward_width
 
 
 def test_states_are_those_of_the_zero_paper():

@@ -3,6 +3,8 @@
 Shape letters: B rows, T positions, S keys, H query heads, K key/value heads, D channels.
 """
 
+import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from benchmarks.other_cards import CARDS
 from minimind.model import attention
 from minimind.model.attention import boolean_mask, document_block_mask, has_flex_kernel
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
 from minimind.model.layers import flash_attention
+from tests.conftest import ROOT
 
 EOS, V = 2, 50
 CPU = torch.device("cpu")
@@ -137,21 +141,47 @@ def test_without_a_compiler_the_mask_of_documents_is_a_tensor(monkeypatch: pytes
     attention._gpu_compiler_fault.cache_clear()
 
 
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make the CUDA device one whose blocks can have so many KiB of shared memory."""
+    monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda *_: "")
+
+    def become(kib: int) -> None:
+        card = SimpleNamespace(shared_memory_per_block=48 * 2**10)
+        if kib > 64:  # ROCm names no other
+            card.shared_memory_per_block_optin = kib * 2**10
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+
+    return become
+
+
 @pytest.mark.parametrize(("kib", "widest"), [(64, 128), (99, 128), (163, 256), (227, 256)])
 def test_wide_heads_have_blocks_where_their_kernel_fits(
-    kib: int, widest: int, monkeypatch: pytest.MonkeyPatch
+    kib: int, widest: int, on_a_card: Callable[[int], None]
 ):
     """Triton takes the power of two from head_dim on; float32 has twice the bytes."""
-    monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda *_: "")
-    card = SimpleNamespace(shared_memory_per_block=48 * 2**10)
-    if kib > 64:  # ROCm names no other
-        card.shared_memory_per_block_optin = kib * 2**10
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    on_a_card(kib)
     for head_dim in (64, 96, 128, 160, 256):
         found = has_flex_kernel(torch.device("cuda"), head_dim, 300, torch.bfloat16)
         assert found == (head_dim <= widest)
         found = has_flex_kernel(torch.device("cuda"), head_dim, 300, torch.float32)
         assert found == (head_dim <= widest // 2)
+
+
+def test_blocks_are_chosen_only_where_the_compiled_kernels_fit(on_a_card: Callable[[int], None]):
+    """By the rows of benchmarks.other_cards, each of one kernel."""
+    (path,) = (ROOT / "benchmarks" / "results").glob("other_cards-*.json")
+    fits: dict[tuple[str, str, int], bool] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        place = row["capability"], row["dtype"], row["head_dim"]
+        fits[place] = fits.get(place, True) and row["fits"]
+    for (capability, name, head_dim), is_fitting in fits.items():
+        on_a_card(CARDS[capability][0])
+        if name == "tf32":  # chosen as float32 is
+            assert is_fitting or not fits[capability, "float32", head_dim]
+            continue
+        found = has_flex_kernel(torch.device("cuda"), head_dim, 300, getattr(torch, name))
+        assert found == is_fitting, (capability, name, head_dim)
 
 
 def test_a_gpu_without_bf16_has_blocks_for_other_dtypes(monkeypatch: pytest.MonkeyPatch):
