@@ -38,6 +38,7 @@ class Case:
 
     def __init__(self, run: Run, now: float) -> None:
         self.run, self.outcomes = run, run.outcomes(now)
+        self.quiet = now - run.starts[-1].last_time if run.starts else math.nan  # seconds
         self.flags = {n: value for n, (value, _) in read_configuration(run.run_dir).flags.items()}
         self.step, self.lr, self.norm = map(run.column, ("step", "lr", "grad_norm"))
         self.loss = run.column("loss")
@@ -128,7 +129,7 @@ def _diverged(case: Case) -> Iterator[Finding]:
             "diverged", f"{text} {case.step[lost[0]]:,.0f}: nothing is learnt from there; {advice}"
         )
     elif end.get("status") == NumericError.status:
-        text = f"the run ended on its numbers ({end.get('reason')})"
+        text = f"the run stopped at numbers that are not finite ({end.get('reason')})"
         yield Finding("diverged", f"{text}: it diverged; {advice}")
     elif case.end > 2 * math.log(max(case.vocabulary, 2)):
         uniform = math.log(case.vocabulary)
@@ -401,18 +402,36 @@ def _warmup(case: Case) -> Iterator[Finding]:
 
 
 def _crashes(case: Case) -> Iterator[Finding]:
-    kinds = [kind for kind, _ in case.outcomes]
+    kinds, last = [kind for kind, _ in case.outcomes], case.run.starts[-1]
     bad = sum(kind in ("crashed", "failed", "silent") for kind in kinds)
+    saved = [number(event["step"]) for event in case.run.events("checkpoint_saved")]
+    again = f"goes on from step {saved[-1]:,.0f}" if saved else "begins anew, as nothing was saved"
+    again = f"the same command {again}"
+    at = f"at step {max(case.run.last_step, 0):,.0f} of {case.total_steps:,.0f}"
     if bad >= 3:
         lost = sum(start.lost_steps for start in case.run.starts)
         yield Finding(
             "crashes",
-            f"{bad} of {len(kinds)} starts ended by a crash or an error, {lost:,} steps were lost:"
-            " restarts repeat it; look at the first error of the log, and save more often"
+            f"{bad} of {len(kinds)} starts ended in an error or without a word, and"
+            f" {formats.count(lost, 'step')} had to be computed again: another start alone does"
+            " not help; mend what the first error of the log names, and save more often"
             f" (--save_interval below {case.flag('save_interval')})",
         )
     elif kinds[-1] == "failed":
-        yield Finding("failed", f"the run {case.outcomes[-1][1]}: it did not reach its end")
+        end = last.end or {}
+        reason = str(end.get("reason") or "no reason is recorded").rstrip(".")
+        yield Finding(
+            "failed",
+            f"the run ended {at} with exit status {end.get('status')} ({end.get('code')}): {reason};"
+            f" once that is mended, {again}",
+        )
+    elif kinds[-1] == "silent" and math.isfinite(case.quiet):
+        yield Finding(
+            "silent",
+            f"the last line is {formats.duration(case.quiet)} old, {at}, and no end is recorded:"
+            " the run hangs, or was killed, as by a host without memory; look at the end of its"
+            f" log; {again}",
+        )
 
 
 def _validation(case: Case) -> Iterator[Finding]:

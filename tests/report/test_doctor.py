@@ -287,6 +287,7 @@ MADE = {
         for line in (run_start(5 * n), *[step_line(5 * n + k) for k in (1, 2, 3)])
     ],
     "failed": [*healthy()[:-1], end(200, 5, "STORAGE", "the disk is full")],
+    "silent": healthy()[:-1],
 }
 
 
@@ -306,6 +307,33 @@ def test_lines_made_sick(tmp_path, kind: str):
     (found,) = diagnose(made_run(tmp_path, MADE[kind]), NOW)
     assert found.kind == kind
     assert ":" in found.text
+
+
+def test_how_a_run_ended_is_a_sentence(tmp_path):
+    saved = {"event": "checkpoint_saved", "time": NOW, "step": 150}
+    found = []
+    for number, lines in enumerate(
+        (
+            [*healthy()[:-1], saved, end(200, 5, "E_STORAGE", "/mnt: no space; free some space")],
+            [run_start(total_steps=200), end(0, 70, "E_INTERNAL", "KeyError: 'x'")],
+            healthy()[:101],
+            [*MADE["crashes"], step_line(20)],
+        )
+    ):
+        run = made_run(tmp_path / str(number), lines)
+        found += [one.text for one in diagnose(run, run.starts[-1].last_time + 7500)]
+    assert found == [
+        "the run ended at step 200 of 200 with exit status 5 (E_STORAGE): /mnt: no space; free some"
+        " space; once that is mended, the same command goes on from step 150",
+        "the run ended at step 0 of 200 with exit status 70 (E_INTERNAL): KeyError: 'x'; once that"
+        " is mended, the same command begins anew, as nothing was saved",
+        "the last line is 2 h 5 min old, at step 100 of 200, and no end is recorded: the run hangs,"
+        " or was killed, as by a host without memory; look at the end of its log; the same command"
+        " begins anew, as nothing was saved",
+        "3 of 3 starts ended in an error or without a word, and 0 steps had to be computed again:"
+        " another start alone does not help; mend what the first error of the log names, and save"
+        " more often (--save_interval below ?)",
+    ]
 
 
 def test_a_rise_without_a_warmup_is_named(tmp_path):
@@ -337,7 +365,7 @@ def test_what_comes_right_later_is_no_finding_in_a_run_that_goes_on(tmp_path, st
         "vocab_size: 665  # default\nwarmup_steps: 10  # default\n"
     )
     run = made_run(tmp_path, lines[: 1 + steps])
-    assert diagnose(run, NOW) == []
+    assert diagnose(run, run.starts[-1].last_time) == []
     run = made_run(tmp_path / "whole", lines)
     assert [one.kind for one in diagnose(run, NOW)] == ["dead_experts"]
 
