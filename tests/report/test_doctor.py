@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import pytest
 import minimind.train as training
 from minimind.cli.main import build_parser, main
 from minimind.config.run_config import FLAGS
-from minimind.data.rows.batches import Batches
+from minimind.data.prepare.prepared import open_prepared
+from minimind.data.rows.batches import Batches, held_out_rows
 from minimind.report.doctor import diagnose
 from minimind.report.history import read_runs
 from minimind.report.placement import REFERENCES, band, placement
-from minimind.train.floors import NGrams
+from minimind.train.evaluate import HeldOutRows
+from minimind.train.floors import NGrams, floors
 from tests.conftest import ROOT, SMALL, Trained, sentences
 from tests.report.made import NOW, end, evaluation, made_run, run_start, step_line
 
@@ -402,6 +405,26 @@ def test_a_trigram_of_a_repeated_text_knows_what_follows():
     losses = NGrams(tokens, 20).losses(tokens[:40].reshape(2, 20))
     assert losses["trigram"] < 0.1 * losses["unigram"]
     assert losses["unigram"] == pytest.approx(38 * math.log(20), rel=1e-3)
+
+
+@pytest.mark.parametrize("limit", ["MOST_HELD_OUT", "MOST_TRAINED"])
+def test_floors_read_so_much_text(trained: Trained, monkeypatch, limit: str):
+    """Of every source the first rows; a large corpus takes no longer, and no more memory."""
+    prepared = open_prepared(trained.mixed)
+    shards, row_tokens = prepared.val, 17
+    rows = held_out_rows(shards, 10**6, row_tokens)
+    sizes = prepared.bytes_per_id("val")
+    held_out = HeldOutRows(shards, rows, row_tokens, sizes, ("a", "b"))
+    few = np.concatenate([indices[:3] for indices in held_out.by_source().values()])
+    assert len(few) == 6 < len(rows)
+    whole = floors(prepared, held_out)
+    monkeypatch.setattr(f"minimind.train.floors.{limit}", 3 * row_tokens * 2 + 1)
+    found = floors(prepared, held_out)
+    if limit == "MOST_HELD_OUT":
+        assert found == floors(prepared, replace(held_out, rows=few))
+    else:
+        assert found["trained"] == 3 * row_tokens * 2
+    assert found["bits"] != whole["bits"]
 
 
 def test_a_run_is_placed_among_floors(trained: Trained, capsys):
