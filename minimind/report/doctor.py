@@ -422,8 +422,8 @@ def _crashes(case: Case) -> Iterator[Finding]:
         reason = str(end.get("reason") or "no reason is recorded").rstrip(".")
         yield Finding(
             "failed",
-            f"the run ended {at} with exit status {end.get('status')} ({end.get('code')}): {reason};"
-            f" once that is mended, {again}",
+            f"the run ended {at} with exit status {end.get('status')} ({end.get('code')}):"
+            f" {reason}; once that is mended, {again}",
         )
     elif kinds[-1] == "silent" and math.isfinite(case.quiet):
         yield Finding(
