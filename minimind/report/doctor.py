@@ -488,21 +488,27 @@ def _samples(case: Case) -> Iterator[Finding]:
     if shares and min(shares) > 0.6:
         yield Finding(
             "repeating_samples",
-            f"{formats.percent(min(shares))} of the last samples repeats itself: the model is"
-            " caught in"
-            " a loop; train longer, or look for copies in the text (`minimind data filter`)",
+            f"of every last sample {formats.percent(min(shares))} or more repeats what it says: the"
+            " model is caught in a loop; train longer, or look for copies in the text (`minimind"
+            " data filter`)",
         )
 
 
 def _idle_rate(case: Case) -> Iterator[Finding]:
     if case.lines < FEW or not np.isfinite(case.lr).all() or not case.lr.max() > 0:
         return
-    share = float((case.lr < 1e-3 * case.lr.max()).mean())
+    # The first step may have no line of its own.
+    peak = np.fmax(case.lr.max(), number_of(case.flags.get("learning_rate")))
+    after = case.lr[int(case.lr.argmax()) :]  # the warm-up
+    share = float((after < 0.05 * peak).sum()) / case.lines
     if share > 0.3:
+        schedule, advice = case.flag("schedule"), "a --min_lr_ratio of 0.1"
+        if schedule == "inverse_sqrt":  # falls the more slowly, the longer the warm-up
+            advice += f", or --warmup_steps {max(1, case.total_steps / 20):.0f}"
         yield Finding(
             "idle_rate",
-            f"the learning rate is nearly zero in {formats.percent(share)} of the steps: these"
-            " train nothing; a --min_lr_ratio of 0.1, or a schedule as long as the run",
+            f"the learning rate is below a twentieth of its peak in {formats.percent(share)} of the"
+            f" steps (--schedule {schedule}): these hardly train; {advice}",
         )
 
 
@@ -521,7 +527,7 @@ RULES: dict[Any, set[str]] = {
     _experts: set(),
     _clipping: {"diverged", "high_rate"},
     _precision: {"diverged"},
-    _above_floors: {*RATE, "repeats"},
+    _above_floors: {*RATE, "repeats", "idle_rate"},
     _vocabulary: set(),
     _validation: set(),
     _samples: set(),

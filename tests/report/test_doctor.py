@@ -22,6 +22,7 @@ from minimind.cli.main import build_parser, main
 from minimind.config.run_config import FLAGS
 from minimind.data.prepare.prepared import open_prepared
 from minimind.data.rows.batches import Batches, held_out_rows
+from minimind.engine.engine import Engine
 from minimind.report.doctor import diagnose
 from minimind.report.history import read_runs
 from minimind.report.placement import REFERENCES, band, placement
@@ -104,6 +105,19 @@ SICK = [
                 {"repeats", "vocabulary", "small_validation"},
                 {"max_steps": 260, "text": "small"},
             ),
+            (
+                "inverse_sqrt",
+                {"idle_rate"},
+                {
+                    **{"schedule": "inverse_sqrt", "min_lr_ratio": 0.0, "warmup_steps": 0},
+                    **{"max_steps": 640, "log_interval": 5, "eval_interval": 320},
+                },
+            ),
+            (
+                "a loop",
+                {"copies", "leak", "small_validation", "repeating_samples"},
+                {"text": "loop", "sample_interval": 60},
+            ),
             ("unigram", {"above_unigram"}, {"max_steps": 320, "learning_rate": 1e-4}),
             (
                 "trigram",
@@ -121,6 +135,9 @@ def trains(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     documents = sentences(1, 400)
     texts = {"big": documents, "small": documents[:40], "copied": documents[:20] * 20}
     texts |= {"half": documents[:200], "sorted": sorted(documents)}
+    words = "the same words come again and again " * 30
+    texts["loop"] = [f"{n} {words}" for n in range(40)]
+    (place / "prompts.txt").write_text("the\n")
     # Other documents than those of `half`, with the same words.
     texts["held_out"] = [f"{one}{other}" for one, other in pairwise(documents[:40])]
     for name, given in texts.items():
@@ -130,6 +147,8 @@ def trains(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         out = place / f"run-{len([*place.glob('run-*')])}"
         run: Any = training
         places = {"data_path": str(place / f"{text}.jsonl"), "cache_dir": str(place / "cache")}
+        if "sample_interval" in flags:  # a document has ended after an empty prompt
+            places["sample_prompts"] = str(place / "prompts.txt")
         if text == "half":
             places["val_path"] = str(place / "held_out.jsonl")
         assert run({**SMALLER, **places, "out_dir": str(out), **flags}) == 0
@@ -216,6 +235,27 @@ def test_rows_that_a_run_waits_for_are_named(trains, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Batches, "at", slow)
     assert kinds(trains(max_steps=6)) == ["data_waits"]
+
+
+@pytest.mark.long
+def test_a_gradient_that_is_not_finite_is_named(trains, monkeypatch: pytest.MonkeyPatch):
+    step_of, taken = Engine.step, []
+
+    def step(self: Engine, *given: Any) -> Any:
+        taken.append(1)
+        if len(taken) != 20:
+            return step_of(self, *given)
+        weight = next(self.model.parameters())
+        hook = weight.register_hook(lambda gradient: gradient * math.inf)
+        found = step_of(self, *given)
+        hook.remove()
+        return found
+
+    monkeypatch.setattr(Engine, "step", step)
+    out = trains()
+    (found,) = diagnose(read_runs([out])[0], NOW)
+    assert found.kind == "precision"
+    assert found.text.startswith("1 step of 50 skipped, as gradients were not finite in float32")
 
 
 def test_text_of_another_kind_in_the_next_stage_is_named(trained: Trained, tmp_path: Path):
@@ -371,6 +411,13 @@ def test_what_comes_right_later_is_no_finding_in_a_run_that_goes_on(tmp_path, st
     assert diagnose(run, run.starts[-1].last_time) == []
     run = made_run(tmp_path / "whole", lines)
     assert [one.kind for one in diagnose(run, NOW)] == ["dead_experts"]
+
+
+def test_the_rate_of_a_long_warmup_is_not_idle(tmp_path):
+    (tmp_path / "config.yaml").write_text("learning_rate: 0.001  # default\n")
+    lines = changed(healthy(2000), lr=lambda n: n * 1e-6)[:41]
+    run = made_run(tmp_path, lines)
+    assert diagnose(run, run.starts[-1].last_time) == []
 
 
 def test_an_empty_run_is_left_in_peace(tmp_path):
