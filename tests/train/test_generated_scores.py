@@ -94,14 +94,14 @@ def test_they_are_those_of_the_checkpoint(
 
 
 @pytest.fixture(scope="module")
-def asked(trained: Trained, tasks: Path) -> Callable[[Shares], Any]:
+def asked(trained: Trained, tasks: Path) -> Callable[..., Any]:
     """The scores of a trained model by these shares."""
     model, tokenizer, _ = load_model(str(trained.run), None)
 
     def ask(shares: Shares, name: str) -> Any:
         wanted = read_tasks([str(tasks / name)], "by")
         positions = model.config.max_position_embeddings
-        questions = Questions.of(wanted, lambda: None, tokenizer, positions, QUESTIONS, "by")
+        questions = Questions.of(wanted, pytest.fail, tokenizer, positions, QUESTIONS, "by")
         return questions.scores(model.eval(), shares)
 
     return ask
