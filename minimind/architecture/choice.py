@@ -7,7 +7,7 @@ more text nor more time gives a smaller model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from minimind.architecture.shape import Shape, shape_of
@@ -42,9 +42,11 @@ class Size:
     largest_vocab: int
     of: str  # what else has this shape
 
-    def vocabulary(self, text_bytes: float) -> int:
+    def vocabulary(self, text: Text) -> int:
         """Pieces of the tokenizer for a text."""
-        suited = max(size for least, size in VOCABULARIES.items() if least <= text_bytes)
+        if text.vocab_size is not None:
+            return text.vocab_size
+        suited = max(size for least, size in VOCABULARIES.items() if least <= text.bytes)
         return min(suited, self.largest_vocab)
 
     def shape(self, vocab_size: int | None = None) -> Shape:
@@ -77,9 +79,18 @@ LADDER = (
 )
 
 
+def ladder(vocab_size: int | None) -> tuple[Size, ...]:
+    """LADDER, with the vocabulary that a text already has."""
+    if vocab_size is None:
+        return LADDER
+    return tuple(replace(size, largest_vocab=vocab_size) for size in LADDER)
+
+
 @dataclass(frozen=True)
 class Text:
     """A text, from a sample: bytes of documents, and bytes of a token by size of vocabulary.
+
+    `vocab_size` is that of the tokenizer that it already has.
 
     Raise DataError without enough rows for any size.
     """
@@ -87,6 +98,7 @@ class Text:
     bytes: float
     bytes_per_token: Callable[[int], float]
     held_out: float = HELD_OUT  # share of its documents
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.bytes < SMALLEST_TEXT:
@@ -139,11 +151,12 @@ def choose(
             f"--hours {hours:g} ends before the first step, about {start_seconds:.0f} seconds after"
             f" the command; give --hours {_rounded_up(start_seconds / 1800)} or more"
         )
-    chosen, limit = LADDER[0], "the ladder"
+    sizes = ladder(text.vocab_size)
+    chosen, limit = sizes[0], "the ladder"
     speeds: dict[str, float] = {}
-    for size in LADDER:
+    for size in sizes:
         parameters = size.shape().parameters
-        if size is not LADDER[0]:
+        if size is not sizes[0]:
             most = text.bytes / BYTES_OF_A_TOKEN * MOST_EPOCHS
             if most < FEWEST_PER_PARAMETER * parameters:
                 limit = "the text"
@@ -152,16 +165,16 @@ def choose(
                 limit = "the memory"
                 break
         speeds[size.name] = speed_of(size, seconds)
-        if size is not LADDER[0] and (
+        if size is not sizes[0] and (
             speeds[size.name] * seconds < tokens_per_parameter(parameters) * parameters
         ):
             limit = "the time"
             break
         chosen = size
     speed = speeds[chosen.name]
-    vocab_size = chosen.vocabulary(text.bytes)
+    vocab_size = chosen.vocabulary(text)
     shape = chosen.shape(vocab_size)
-    text_tokens = int(text.bytes / text.bytes_per_token(vocab_size) * (1 - text.held_out))
+    text_tokens = round(text.bytes / text.bytes_per_token(vocab_size) * (1 - text.held_out))
     step = ROWS * shape.max_seq_len
     if speed * seconds < FEWEST_STEPS * step:
         least = (start_seconds + FEWEST_STEPS * step / speed / OF_STEPS) / 3600

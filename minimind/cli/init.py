@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from minimind.architecture.choice import Choice, Size
+    from minimind.data.prepare.prepared import Prepared
 
 HOURS = 1.0
 # Documents are held out by their hashes: where 5 are expected, none is once in 150 texts.
@@ -70,7 +71,7 @@ def add_parser(subs: Any) -> None:
         example="minimind init --data_path my_text.jsonl --hours 2",
     )
     add = parser.add_argument
-    text = "text files or folders, as --data_path of a run"
+    text = "text files or folders, or one of `minimind prepare`, as --data_path of a run"
     add("paths", nargs="*", type=non_empty, metavar="TEXT", help=text)
     add("--data_path", nargs="+", type=non_empty, metavar="TEXT", help="more of them")
     add("--text_field", type=utf8, help="field or column of the text (default: text)")
@@ -105,14 +106,19 @@ def run_init(args: argparse.Namespace) -> None:
     began = perf_counter(), process_time()
     reading = {"text_field": args.text_field, "max_document_bytes": args.max_document_bytes}
     reading = {name: value for name, value in reading.items() if value is not None}
-    sample = read_sample(args.data_path, reading, args.on_bad_data == "skip")
+    prepared = prepared_folder(args)
+    skips_bad = args.on_bad_data == "skip"
+    sample = (
+        prepared_sample(prepared) if prepared else read_sample(args.data_path, reading, skips_bad)
+    )
     # What else runs slows the start, too.
     slowed = (perf_counter() - began[0]) / max(1e-3, process_time() - began[1])
-    text = Text(sample.bytes, sample.bytes_per_token, held_out_of(sample.documents))
-    machine = find_machine(args)
+    text = Text(sample.bytes, sample.bytes_per_token, sample.held_out, sample.vocab_size)
+    machine = find_machine(args, sample.vocab_size)
     print(f"text       {shorten_line(' '.join(args.data_path), 50)}: {_described(sample)}")
     print(f"machine    {machine.name}; {machine.how}", flush=True)
-    start = START_SECONDS.get(machine.device, 60.0) + sample.bytes / PREPARED_PER_SECOND
+    start = START_SECONDS.get(machine.device, 60.0)
+    start += 0 if prepared else sample.bytes / PREPARED_PER_SECOND
     start *= min(max(slowed, 1.0), SLOWEST_START) if machine.kind == "measured" else 1.0
     with phase("trying tokenizers and the steps of models", after=0.5):
         choice = choose(text, args.hours, start, machine.speed_of, machine.has_room)
@@ -219,9 +225,32 @@ def _require_local(path: str) -> None:
             f"--data_path {masked(path)}: is not on this machine, where init reads a sample of it;"
             " fetch it, or give a part of it"
         )
+    from minimind.data.prepare.prepared import is_prepared
     from minimind.data.text.inputs import find_files
 
-    find_files([path])
+    if not is_prepared(path):
+        find_files([path])
+
+
+def prepared_folder(args: argparse.Namespace) -> Path | None:
+    """The folder that `minimind prepare` wrote; raise UsageError for one among other text."""
+    from minimind.data.prepare.prepared import is_prepared
+
+    found = [path for path in args.data_path if is_prepared(path)]
+    if not found:
+        return None
+    if len(args.data_path) > 1:
+        raise UsageError(
+            f"--data_path {found[0]}: is what `minimind prepare` wrote, and goes with no other"
+            " text; give it alone"
+        )
+    for name in ("text_field", "max_document_bytes", "on_bad_data"):
+        if (value := getattr(args, name)) is not None:
+            raise UsageError(
+                f"--{name} {value}: has no effect on {found[0]}, which `minimind prepare` wrote;"
+                " drop it"
+            )
+    return Path(found[0]).expanduser()
 
 
 @dataclass(frozen=True)
@@ -233,6 +262,20 @@ class Sample:
     passages: list[str]
     prompts: list[str]  # openings of documents
     xz: float  # bits per byte of the sample
+
+    @property
+    def held_out(self) -> float:
+        """--val_fraction by which some of the documents are held out, 0 for too few of them."""
+        from minimind.architecture.choice import HELD_OUT
+
+        if self.documents < FEWEST_DOCUMENTS:
+            return 0.0
+        return min(1.0, max(HELD_OUT, round(HELD_OUT_DOCUMENTS / self.documents, 3)))
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the tokenizer that the text already has."""
+        return None
 
     def bytes_per_token(self, vocab_size: int) -> float:
         """Bytes per token of a quarter of the sample; the tokenizer is trained on the rest."""
@@ -247,6 +290,59 @@ class Sample:
             return len(held_out.encode()) / max(1, len(tokenizer.encode(held_out)))
 
 
+@dataclass(frozen=True)
+class PreparedSample(Sample):
+    """A folder of `minimind prepare`, whose tokens are counted."""
+
+    prepared: Prepared
+
+    @property
+    def held_out(self) -> float:
+        splits = self.prepared.manifest["splits"]
+        tokens = {name: split["tokens"] for name, split in splits.items()}
+        return tokens["val"] / max(1, sum(tokens.values()))
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.prepared.tokenizer.vocab_size
+
+    def bytes_per_token(self, vocab_size: int) -> float:
+        splits = self.prepared.manifest["splits"].values()
+        return self.bytes / max(1, sum(split["tokens"] for split in splits))
+
+
+def prepared_sample(folder: Path) -> PreparedSample:
+    """A sample of the training text of a folder; raise DataError for one of conversations."""
+    from minimind.data.prepare.prepared import open_text
+
+    prepared = open_text(folder)
+    tokens, tokenizer = prepared.train, prepared.tokenizer
+    ends = tokens.document_ends()
+    begins = [0, *ends[:-1].tolist()]
+    chosen = [*range(0, len(ends), max(1, len(ends) // PARTS))]
+    most = SAMPLE_BYTES // max(1, len(chosen)) // 4  # tokens of each
+    places = [(begins[n], min(most, len(tokens) - begins[n])) for n in chosen]
+    texts = [tokenizer.decode(tokens.stretch(*place).tolist()) for place in places]
+    splits = prepared.manifest["splits"].values()
+    size = sum(split["text_bytes"] for split in splits)
+    documents = sum(split["documents"] for split in splits)
+    return PreparedSample(size, documents, texts, openings(texts), bits_by_xz(texts), prepared)
+
+
+def openings(texts: list[str]) -> list[str]:
+    """Prompts for samples of the run."""
+    found = (" ".join(text.split()[:4]) for text in texts)
+    return [one for one in found if one and len(one) < 60][:3] or ["The"]
+
+
+def bits_by_xz(texts: list[str]) -> float:
+    """Bits per byte of the texts."""
+    import lzma
+
+    content = "\n".join(texts).encode()
+    return 8 * len(lzma.compress(content)) / max(1, len(content))
+
+
 def read_sample(
     paths: list[str], reading: Mapping[str, Any] = MappingProxyType({}), skips_bad: bool = False
 ) -> Sample:
@@ -254,8 +350,6 @@ def read_sample(
 
     `reading` has fields of ReadOptions.
     """
-    import lzma
-
     from minimind.data.prepare.encode import documents_of, ignore, refuse
     from minimind.data.text.documents import ReadOptions
     from minimind.data.text.inputs import find_files, require_once, segments_of
@@ -269,7 +363,6 @@ def read_sample(
     most = SAMPLE_BYTES // len(chosen)
     options = ReadOptions(**reading)
     texts: list[str] = []
-    prompts: list[str] = []
     text_bytes = read_bytes = 0
     for segment in chosen:
         size = read = before = 0
@@ -279,9 +372,6 @@ def read_sample(
                 continue
             size += len(text.encode())
             texts.append(text[:most])
-            opening = " ".join(text.split()[:4])
-            if opening and len(prompts) < 3 and len(opening) < 60:
-                prompts.append(opening)
             if size >= most:
                 break
         text_bytes += size
@@ -294,19 +384,9 @@ def read_sample(
     joined = "\n".join(texts)
     quarter = max(1, len(joined) // 4)
     passages = [joined[:quarter], joined[quarter:]]
-    content = joined.encode()
     share = total / max(1, read_bytes)
-    xz = 8 * len(lzma.compress(content)) / max(1, len(content))
-    return Sample(text_bytes * share, len(texts) * share, passages, prompts or ["The"], xz)
-
-
-def held_out_of(documents: float) -> float:
-    """--val_fraction by which some of so many documents are held out, 0 for too few of them."""
-    from minimind.architecture.choice import HELD_OUT
-
-    if documents < FEWEST_DOCUMENTS:
-        return 0.0
-    return min(1.0, max(HELD_OUT, round(HELD_OUT_DOCUMENTS / documents, 3)))
+    size, documents = text_bytes * share, len(texts) * share
+    return Sample(size, documents, passages, openings(texts), bits_by_xz(texts))
 
 
 @dataclass(frozen=True)
@@ -322,8 +402,11 @@ class Machine:
     has_room: Callable[[Size], bool]
 
 
-def find_machine(args: argparse.Namespace) -> Machine:
-    """The GPUs that are named or here, else two processes of the CPU, as the start takes them."""
+def find_machine(args: argparse.Namespace, vocab_size: int | None = None) -> Machine:
+    """The GPUs that are named or here, else two processes of the CPU, as the start takes them.
+
+    `vocab_size` is that of the text, if it has a tokenizer.
+    """
     from minimind.architecture.costs import GPUModel, Layout, likely_step
     from minimind.architecture.plan import recommend
 
@@ -379,7 +462,7 @@ def find_machine(args: argparse.Namespace) -> Machine:
     from minimind.sweep.step_time import measured_steps
 
     threads = max(1, usable_cores() // processes)
-    measured = measured_steps([*measured_runs()], device, processes, threads)
+    measured = measured_steps([*measured_runs(vocab_size)], device, processes, threads)
     shown = "CPU processes" if device == "cpu" else device
     how = "speed measured by a few steps, with what else runs now"
 
@@ -391,11 +474,11 @@ def find_machine(args: argparse.Namespace) -> Machine:
     )
 
 
-def measured_runs() -> Iterator[dict[str, Any]]:
+def measured_runs(vocab_size: int | None = None) -> Iterator[dict[str, Any]]:
     """The flags of the two runs of each size of the ladder whose steps are measured."""
-    from minimind.architecture.choice import LADDER
+    from minimind.architecture.choice import ladder
 
-    for size in LADDER:
+    for size in ladder(vocab_size):
         for rows in (1, _most_rows(size)):
             yield {
                 **{"optimizer": "muon", "muon_scaling": "match_rms_adamw", "doc_mask": "true"},
@@ -447,7 +530,7 @@ def yaml_text(
     steps, rows = steps_of(choice, machine)
     data = json.dumps(args.data_path, ensure_ascii=False)
     per_parameter = choice.tokens / choice.shape.parameters
-    held_out = held_out_of(text.documents)
+    held_out = text.held_out
     bytes_per_token = text.bytes * (1 - held_out) / choice.text_tokens
     every = max(1, steps // MOST_EVALUATIONS)
     # A forward takes a third of a step, per token.
@@ -465,15 +548,17 @@ def yaml_text(
         f"# and {machine.name}. Flags of the command line win over this file.",
         f"# Paths are as from {printable(os.getcwd())}, where it was written.",
         f"data_path: {data} # your text",
-        f"val_fraction: {held_out:g} # of about {text.documents:,.0f} documents, for validation"
-        + ("" if held_out else f", which takes {FEWEST_DOCUMENTS}"),
+        _held_out_line(text),
         *_reading(args),
         f"out_dir: {json.dumps(args.out_dir, ensure_ascii=False)} # log, checkpoints, report",
         "",
         f"# The model: {choice.shape.parameters:,} parameters; {choice.limit} allows no more.",
         *(f"{name}: {value} # {choice.size.of}" for name, value in choice.size.flags.items()),
         f"vocab_size: {choice.vocab_size} # by the size of the text; {bytes_per_token:.2f} bytes"
-        " per token in a sample",
+        " per token in a sample"
+        if text.vocab_size is None
+        else f"# The tokenizer of the folder has {text.vocab_size:,} pieces, {bytes_per_token:.2f}"
+        " bytes per token.",
         "",
         f"max_tokens: {choice.tokens} # {per_parameter:.3g} per parameter, {choice.epochs:.3g}"
         f" epochs (at most {MOST_EPOCHS:g})",
@@ -489,6 +574,14 @@ def yaml_text(
     if args.device != "auto":
         lines.append(f"device: {args.device} # --device")
     return "\n".join([*lines, "", "# The recipe `strong`:", recipe])
+
+
+def _held_out_line(text: Sample) -> str:
+    if text.vocab_size is not None:  # a prepared folder
+        return f"# Held out when it was prepared: {text.held_out:.2%} of the tokens."
+    documents = f"of about {text.documents:,.0f} documents, for validation"
+    which = "" if text.held_out else f", which takes {FEWEST_DOCUMENTS}"
+    return f"val_fraction: {text.held_out:g} # {documents}{which}"
 
 
 def _reading(args: argparse.Namespace) -> list[str]:
@@ -511,8 +604,11 @@ def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) ->
     bits = f"{low:.2f} to {high:.2f}: a guide, no law"
     if choice.tokens > 2 * max(tokens):
         bits = f"below {high:.2f}; how far below, no measured run tells"
-    held_out = held_out_of(text.documents)
+    held_out, too_few = text.held_out, TOO_FEW
     validated = f"{held_out:.2g} of the documents, about {held_out * text.documents:,.0f}"
+    if text.vocab_size is not None:
+        validated = f"{held_out:.2g} of the tokens, as it was prepared"
+        too_few = "nothing, so the run is not validated: prepare it with a --val_fraction"
     limit = f"{choice.limit} allows no larger model"
     if choice.epochs > 0.99 * MOST_EPOCHS:
         limit += f"; {MOST_EPOCHS:g} epochs of the text end before the {hours:g} hours: add text"
@@ -521,7 +617,7 @@ def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) ->
         f" {choice.vocab_size:,}",
         "tokens": f"{choice.tokens:,}, {choice.tokens / choice.shape.parameters:.3g} per parameter",
         "epochs": f"{choice.epochs:.3g} of {choice.text_tokens:,} tokens",
-        "held out": validated if held_out else TOO_FEW,
+        "held out": validated if held_out else too_few,
         "steps": f"about {steps:,} of {rows} rows of {choice.shape.max_seq_len} tokens",
         "hours": f"{choice.hours:.2g}, up to {slowest:.2g} ({machine.kind}:"
         f" {choice.tokens_per_second:,.0f} tokens/s)",

@@ -153,20 +153,29 @@ class LmEvalTasks:
 
     @classmethod
     def load(
-        cls, asked: Sequence[AskedTask], tokenizer: AnyTokenizer, limit: int | None, by: str
+        cls,
+        asked: Sequence[AskedTask],
+        tokenizer: AnyTokenizer,
+        positions: int,
+        limit: int | None,
+        by: str,
     ) -> LmEvalTasks:
         """Load the tasks with their questions; raise UsageError if that fails."""
         kinds: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for one in asked:
             manager = require_task(one, by)
             try:
-                kinds[one.as_chat].update(_loaded(manager, one.name))
+                tasks = _loaded(manager, one.name)
             except (OSError, ValueError) as error:  # of the library that fetches data sets
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise UsageError(
                     f"{by}: {one.name}: its questions cannot be read ({reason}); lm-eval fetches"
                     " them from the Hugging Face Hub unless its YAML names files"
                 ) from error
+            for name, task in tasks.items():
+                if task.get_config("output_type") == "generate_until":
+                    require_room(task.get_config("generation_kwargs"), positions, f"{by}: {name}")
+            kinds[one.as_chat].update(tasks)
         return cls(*kinds, _transformers_tokenizer(tokenizer), limit)
 
     def has_chance(self) -> dict[str, bool]:
@@ -223,6 +232,23 @@ def require_task(one: AskedTask, by: str) -> Any:
     """lm-eval's index with this task; raise UsageError if there is none."""
     way_out = f"`lm_eval ls tasks` lists those of lm-eval; {', '.join(OWN_TASKS)} are there, too"
     return manager_of([one.name], one.folder, by, way_out)
+
+
+# Names that lm-eval has for the most tokens of an answer, the first of them wins, and its default.
+ANSWER_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+ANSWER_LIMIT = 256
+
+
+def require_room(settings: Mapping[str, Any] | None, positions: int, by: str) -> None:
+    """Raise UsageError for a task that generates more tokens than fit beside a question."""
+    given = (one for name in ANSWER_LIMITS if (one := (settings or {}).get(name)) is not None)
+    most = int(next(given, ANSWER_LIMIT))
+    if most >= positions:
+        raise UsageError(
+            f"{by} generates up to {most} tokens, and the model has {positions} positions; lower"
+            " max_gen_toks of the generation_kwargs in its YAML, or train with a longer"
+            " --max_seq_len"
+        )
 
 
 def _loaded(manager: Any, name: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Questions:
         if others:
             from minimind.inference.lm_eval_tasks import LmEvalTasks
 
-            loaded = LmEvalTasks.load(others, tokenizer, limit, by)
+            loaded = LmEvalTasks.load(others, tokenizer, positions, limit, by)
         return cls(own, loaded)
 
     def has_chance(self) -> dict[str, bool]:

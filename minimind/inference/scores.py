@@ -83,6 +83,11 @@ class Shares:
     gather: Callable[[Any], list[Any]] = lambda value: [value]  # values of all ranks
     is_stopping: Callable[[], bool] = lambda: False
 
+    def go_on(self) -> None:
+        """Raise StoppedError on every rank if one is asked to stop."""
+        if self.add([float(self.is_stopping())])[0]:
+            raise StoppedError
+
     def numbers(
         self, compute: Callable[[Sequence[T]], Sequence[float]], batches: Sequence[Sequence[T]]
     ) -> list[float]:
@@ -96,8 +101,7 @@ class Shares:
             begins.append(total := total + len(batch))
         found = [0.0] * total
         for first in range(0, len(batches), self.size):
-            if self.add([float(self.is_stopping())])[0]:
-                raise StoppedError
+            self.go_on()
             at = first + self.group
             own = compute(batches[min(at, len(batches) - 1)])
             if at < len(batches) and self.counts:

@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 import lm_eval.api.task
+import torch
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
+from minimind.inference.lm_eval_tasks import require_room
 from minimind.inference.scores import Shares
 
 BASE: Any = HFLM  # decorators hide the parameters of its methods
@@ -64,10 +66,21 @@ class SharedLM(BASE):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
         """Texts by batches of each rank; by all ranks alike where a forward pass is collective."""
+        for request in requests:
+            require_room(request.args[1], self.max_length, f"--lm_eval {request.task_name}")
         batches = [requests[at : at + self._rows] for at in range(0, len(requests), self._rows)]
-        shares, found = self._shares, {}
-        step, first = (1, 0) if shares.is_collective else (shares.size, shares.group)
-        for number in range(first, len(batches), step):
-            found[number] = super().generate_until(batches[number], disable_tqdm=True)
-        every = {number: texts for own in shares.gather(found) for number, texts in own.items()}
+        shares, found = self._shares, dict[int, list[str]]()
+        step, own = (1, 0) if shares.is_collective else (shares.size, shares.group)
+        for first in range(0, len(batches), step):
+            shares.go_on()
+            if (number := first + own) < len(batches):
+                found[number] = self._texts(batches[number], number)
+        every = {number: texts for part in shares.gather(found) for number, texts in part.items()}
         return [text for number in range(len(batches)) for text in every[number]]
+
+    def _texts(self, requests: Any, seed: int) -> list[str]:
+        """Texts of one batch; a task that draws them draws the same on any number of ranks."""
+        devices = [self.device] if self.device.type in ("cuda", "xpu") else []
+        with torch.random.fork_rng(devices, device_type=self.device.type):
+            torch.manual_seed(seed)
+            return super().generate_until(requests, disable_tqdm=True)

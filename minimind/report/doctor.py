@@ -38,6 +38,7 @@ class Case:
 
     def __init__(self, run: Run, now: float) -> None:
         self.run, self.outcomes = run, run.outcomes(now)
+        self.quiet = now - run.starts[-1].last_time if run.starts else math.nan  # seconds
         self.flags = {n: value for n, (value, _) in read_configuration(run.run_dir).flags.items()}
         self.step, self.lr, self.norm = map(run.column, ("step", "lr", "grad_norm"))
         self.loss = run.column("loss")
@@ -128,7 +129,7 @@ def _diverged(case: Case) -> Iterator[Finding]:
             "diverged", f"{text} {case.step[lost[0]]:,.0f}: nothing is learnt from there; {advice}"
         )
     elif end.get("status") == NumericError.status:
-        text = f"the run ended on its numbers ({end.get('reason')})"
+        text = f"the run stopped at numbers that are not finite ({end.get('reason')})"
         yield Finding("diverged", f"{text}: it diverged; {advice}")
     elif case.end > 2 * math.log(max(case.vocabulary, 2)):
         uniform = math.log(case.vocabulary)
@@ -401,18 +402,36 @@ def _warmup(case: Case) -> Iterator[Finding]:
 
 
 def _crashes(case: Case) -> Iterator[Finding]:
-    kinds = [kind for kind, _ in case.outcomes]
+    kinds, last = [kind for kind, _ in case.outcomes], case.run.starts[-1]
     bad = sum(kind in ("crashed", "failed", "silent") for kind in kinds)
+    saved = [number(event["step"]) for event in case.run.events("checkpoint_saved")]
+    again = f"goes on from step {saved[-1]:,.0f}" if saved else "begins anew, as nothing was saved"
+    again = f"the same command {again}"
+    at = f"at step {max(case.run.last_step, 0):,.0f} of {case.total_steps:,.0f}"
     if bad >= 3:
         lost = sum(start.lost_steps for start in case.run.starts)
         yield Finding(
             "crashes",
-            f"{bad} of {len(kinds)} starts ended by a crash or an error, {lost:,} steps were lost:"
-            " restarts repeat it; look at the first error of the log, and save more often"
+            f"{bad} of {len(kinds)} starts ended in an error or without a word, and"
+            f" {formats.count(lost, 'step')} had to be computed again: another start alone does"
+            " not help; mend what the first error of the log names, and save more often"
             f" (--save_interval below {case.flag('save_interval')})",
         )
     elif kinds[-1] == "failed":
-        yield Finding("failed", f"the run {case.outcomes[-1][1]}: it did not reach its end")
+        end = last.end or {}
+        reason = str(end.get("reason") or "no reason is recorded").rstrip(".")
+        yield Finding(
+            "failed",
+            f"the run ended {at} with exit status {end.get('status')} ({end.get('code')}):"
+            f" {reason}; once that is mended, {again}",
+        )
+    elif kinds[-1] == "silent" and math.isfinite(case.quiet):
+        yield Finding(
+            "silent",
+            f"the last line is {formats.duration(case.quiet)} old, {at}, and no end is recorded:"
+            " the run hangs, or was killed, as by a host without memory; look at the end of its"
+            f" log; {again}",
+        )
 
 
 def _validation(case: Case) -> Iterator[Finding]:
@@ -469,21 +488,27 @@ def _samples(case: Case) -> Iterator[Finding]:
     if shares and min(shares) > 0.6:
         yield Finding(
             "repeating_samples",
-            f"{formats.percent(min(shares))} of the last samples repeats itself: the model is"
-            " caught in"
-            " a loop; train longer, or look for copies in the text (`minimind data filter`)",
+            f"of every last sample {formats.percent(min(shares))} or more repeats what it says: the"
+            " model is caught in a loop; train longer, or look for copies in the text (`minimind"
+            " data filter`)",
         )
 
 
 def _idle_rate(case: Case) -> Iterator[Finding]:
     if case.lines < FEW or not np.isfinite(case.lr).all() or not case.lr.max() > 0:
         return
-    share = float((case.lr < 1e-3 * case.lr.max()).mean())
+    # The first step may have no line of its own.
+    peak = np.fmax(case.lr.max(), number_of(case.flags.get("learning_rate")))
+    after = case.lr[int(case.lr.argmax()) :]  # the warm-up
+    share = float((after < 0.05 * peak).sum()) / case.lines
     if share > 0.3:
+        schedule, advice = case.flag("schedule"), "a --min_lr_ratio of 0.1"
+        if schedule == "inverse_sqrt":  # falls the more slowly, the longer the warm-up
+            advice += f", or --warmup_steps {max(1, case.total_steps / 20):.0f}"
         yield Finding(
             "idle_rate",
-            f"the learning rate is nearly zero in {formats.percent(share)} of the steps: these"
-            " train nothing; a --min_lr_ratio of 0.1, or a schedule as long as the run",
+            f"the learning rate is below a twentieth of its peak in {formats.percent(share)} of the"
+            f" steps (--schedule {schedule}): these hardly train; {advice}",
         )
 
 
@@ -502,7 +527,7 @@ RULES: dict[Any, set[str]] = {
     _experts: set(),
     _clipping: {"diverged", "high_rate"},
     _precision: {"diverged"},
-    _above_floors: {*RATE, "repeats"},
+    _above_floors: {*RATE, "repeats", "idle_rate"},
     _vocabulary: set(),
     _validation: set(),
     _samples: set(),

@@ -13,9 +13,10 @@ from minimind.data.chat.conversations import ASSISTANT, CALLS, THOUGHTS, Message
 from minimind.data.chat.template import ChatTemplate
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.vocabulary import BYTE
 from minimind.errors import DataError, UsageError
 from minimind.inference.chat import AnswerReading, asks_for_thought
-from minimind.inference.generate import Sampling, encode_prompt
+from minimind.inference.generate import CONTEXT, Sampling, encode_prompt
 from minimind.runtime.checked_json import shown
 from minimind.serve.batching import Likelihood, Queued
 from minimind.serve.protocol import (
@@ -59,17 +60,27 @@ class ServedModel:
         self.ends = frozenset((tokenizer.eos_id,))
         self.ends_of_turns = self.ends.union(template.ends_of_turns if template else ())
         names = {i: name for name, i in tokenizer.special_tokens().items()}
-        self._pieces = [(names.get(i), one.content) for i, one in enumerate(tokenizer.pieces())]
+        self._pieces = [(names.get(i), one) for i, one in enumerate(tokenizer.pieces())]
 
     def token(self, token: int) -> tuple[str, bytes]:
         """A token's text, or name, and its bytes; texts of parts of a character are bytes."""
-        name, content = self._pieces[token]
+        name, piece = self._pieces[token]
+        content = piece.content
         if name is not None:
             return name, name.encode()
         try:
             return content.decode(), content
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
+
+    def is_special(self, token: int) -> bool:
+        """Whether it has a name in place of a text."""
+        return self._pieces[token][0] is not None
+
+    def is_byte(self, token: int) -> bool:
+        """Whether the tokens beside it decide what characters its bytes become."""
+        name, content = self.token(token)
+        return self._pieces[token][1].kind == BYTE or name.encode() != content
 
     def sampling(self, request: Request, default: Sampling) -> Sampling:
         """The settings of a request; raise Refusal for more tokens than the bound."""
@@ -350,8 +361,14 @@ class CompletionAnswer(Answer):
             return ""
         return self.served.tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text
 
-    def logprobs(self, text: Queued, first: int, end: int, begin: int) -> Json | None:
-        """Of the tokens from `first` on up to `end`; `begin` is where the first is in the text.
+    def offsets(self, index: int, text: Queued) -> Offsets:
+        """Of its tokens that have likelihoods."""
+        if self.is_prompt_scored:
+            return Offsets(self.served)
+        return Offsets(self.served, text.prompt[-CONTEXT:], len(self.echoed(index)))
+
+    def logprobs(self, text: Queued, first: int, end: int, offsets: Offsets) -> Json | None:
+        """Of the tokens from `first` on up to `end`; `offsets` has taken those before.
 
         Tokens of a scored prompt come first, and the first of them has none. The token that ends
         the text is the last: lm-eval takes the last one for what was generated.
@@ -361,15 +378,11 @@ class CompletionAnswer(Answer):
         ids = self.tokens(text)[first:end]
         known = [None] * self.is_prompt_scored + text.likelihoods
         known = known[first:end]
-        offsets, at = [], begin
-        for token in ids:
-            offsets.append(at)
-            at += characters(self.served.token(token)[1])
         return {
             "tokens": [self.served.token(token)[0] for token in ids],
             "token_logprobs": [one and one.value for one in known],
             "top_logprobs": [one and self._top(one) for one in known],
-            "text_offset": offsets,
+            "text_offset": [offsets.take(token) for token in ids],
         }
 
     def tokens(self, text: Queued) -> list[int]:
@@ -385,19 +398,47 @@ class CompletionAnswer(Answer):
         return found
 
     def _choice(self, index: int, text: Queued) -> Json:
-        echoed = self.echoed(index)
-        begin = 0 if self.is_prompt_scored else len(echoed)
-        logprobs = self.logprobs(text, 0, len(text.likelihoods) + 1, begin)
-        whole = echoed + text.text
+        logprobs = self.logprobs(text, 0, len(text.likelihoods) + 1, self.offsets(index, text))
+        whole = self.echoed(index) + text.text
         return {"index": index, "text": whole, "logprobs": logprobs, "finish_reason": text.end}
 
     def stream(self, index: int, text: Queued) -> ChoiceStream:
         return _CompletionStream(self, index, text)
 
 
-def characters(content: bytes) -> int:
-    """Characters that begin in some bytes of UTF-8."""
-    return sum(byte & 0xC0 != 0x80 for byte in content)
+class Offsets:
+    """Where each of some tokens begins in their text, `at` characters after its begin.
+
+    The text is what the tokenizer decodes after `context`. A byte of an unfinished character is
+    where that character is.
+    """
+
+    def __init__(self, served: ServedModel, context: Sequence[int] = (), at: int = 0) -> None:
+        self._served, self._at = served, at
+        self._begin(context)
+
+    def _begin(self, context: Sequence[int]) -> None:
+        self._ids = [*context]
+        self._bytes = b""  # that follow the context
+        self._before = len(self._served.tokenizer.decode(self._ids))
+
+    def take(self, token: int) -> int:
+        """Where the next token begins."""
+        served = self._served
+        if served.is_byte(token):
+            content = served.token(token)[1]
+            known = (self._bytes + content[:1]).decode(errors="replace")
+            self._ids.append(token)
+            self._bytes += content
+            return self._at + len(known) - 1
+        at, end = (self._at + self._width(ids) for ids in (self._ids, [*self._ids, token]))
+        if end > at or not served.is_special(token):  # else it has no text, and splits none
+            self._at = end
+            self._begin([token])
+        return at
+
+    def _width(self, ids: list[int]) -> int:
+        return len(self._served.tokenizer.decode(ids)) - self._before
 
 
 class _CompletionStream(ChoiceStream):
@@ -406,12 +447,11 @@ class _CompletionStream(ChoiceStream):
     def __init__(self, answer: CompletionAnswer, index: int, text: Queued) -> None:
         super().__init__(index, text)
         self._answer = answer
-        self._at = 0  # characters of the tokens whose likelihoods were sent
+        self._offsets = answer.offsets(index, text)
 
     def begin(self) -> Iterator[Json]:
         if echoed := self._answer.echoed(self._index):
             yield self._choice(None, None, text=echoed)
-            self._at = 0 if self._answer.is_prompt_scored else len(echoed)
 
     def go_on(self, more: str, scored: int) -> Iterator[Json]:
         yield self._choice(self._logprobs(scored), None, text=more)
@@ -422,10 +462,6 @@ class _CompletionStream(ChoiceStream):
 
     def _logprobs(self, scored: int) -> Json | None:
         end = scored + self._answer.is_prompt_scored
-        found = self._answer.logprobs(self._text, self._scored, end, self._at)
-        if found and found["tokens"]:
-            tokens = self._answer.tokens(self._text)[self._scored : end]
-            parts = (self._answer.served.token(token)[1] for token in tokens)
-            self._at += sum(map(characters, parts))
+        found = self._answer.logprobs(self._text, self._scored, end, self._offsets)
         self._scored = end
         return found

@@ -7,9 +7,11 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import minimind.train as training
 from minimind.architecture.choice import LADDER, Text, choose
 from minimind.cli.init import (
     Machine,
@@ -23,6 +25,9 @@ from minimind.cli.init import (
 from minimind.cli.main import build_parser, main
 from minimind.config.parse import build_config, parse_flags
 from minimind.sweep import step_time
+from tests.conftest import sentences
+
+train: Any = training  # a package that is called like a function
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven sages sleep in quiet rooms".split()
 
@@ -249,3 +254,31 @@ def test_a_text_of_one_huge_line_and_parquet_are_read(here: Path):
     parquet.write_table(table, here / "text.parquet")
     for name in ("one.jsonl", "text.parquet"):
         assert main(["init", "--gpu_model", "h100", "--data_path", name, "--force"]) == 0
+
+
+def test_a_prepared_folder_has_sizes_and_a_tokenizer(
+    here: Path, capsys: pytest.CaptureFixture[str]
+):
+    texts = sentences(1, 400)
+    (here / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    size = sum(len(one.encode()) for one in texts)
+    words = ["--vocab_size", "600", "--val_fraction", "0.1"]
+    assert main(["prepare", "text.jsonl", *words, "--out", "tokens"]) == 0
+    init = ["init", "--data_path", "tokens", "--hours", "2", "--gpu_model", "h100"]
+    assert main(init) == 0
+    printed = capsys.readouterr().out
+    assert f"tokens: {size / 1e3:.3g} kB in about 400 documents" in printed
+    assert "of the tokens, as it was prepared" in printed
+    assert "vocabulary 600" in printed
+    manifest = json.loads(Path("tokens/manifest.json").read_text())
+    assert f"of {manifest['splits']['train']['tokens']:,} tokens" in printed
+    run = parse_flags(["--config", "run.yaml", "--dry_run"])
+    assert (run.data_path, run.vocab_size) == (("tokens",), parse_flags([]).vocab_size)
+    assert len(Path("run.prompts.txt").read_text().splitlines()) == 3
+    assert train(config="run.yaml", dry_run=True, device="cpu", deepspeed_config="none") == 0
+    for more, reason in (
+        (["text.jsonl"], "--data_path tokens: is what `minimind prepare` wrote"),
+        (["--text_field", "body"], "--text_field body: has no effect on tokens"),
+    ):
+        assert main([*init, *more, "--force"]) == 2
+        assert reason in capsys.readouterr().err

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ import pytest
 import minimind.train as training
 from minimind.cli.main import build_parser, main
 from minimind.config.run_config import FLAGS
-from minimind.data.rows.batches import Batches
+from minimind.data.prepare.prepared import open_prepared
+from minimind.data.rows.batches import Batches, held_out_rows
+from minimind.engine.engine import Engine
 from minimind.report.doctor import diagnose
 from minimind.report.history import read_runs
 from minimind.report.placement import REFERENCES, band, placement
-from minimind.train.floors import NGrams
+from minimind.train.evaluate import HeldOutRows
+from minimind.train.floors import NGrams, floors
 from tests.conftest import ROOT, SMALL, Trained, sentences
 from tests.report.made import NOW, end, evaluation, made_run, run_start, step_line
 
@@ -101,6 +105,19 @@ SICK = [
                 {"repeats", "vocabulary", "small_validation"},
                 {"max_steps": 260, "text": "small"},
             ),
+            (
+                "inverse_sqrt",
+                {"idle_rate"},
+                {
+                    **{"schedule": "inverse_sqrt", "min_lr_ratio": 0.0, "warmup_steps": 0},
+                    **{"max_steps": 640, "log_interval": 5, "eval_interval": 320},
+                },
+            ),
+            (
+                "a loop",
+                {"copies", "leak", "small_validation", "repeating_samples"},
+                {"text": "loop", "sample_interval": 60},
+            ),
             ("unigram", {"above_unigram"}, {"max_steps": 320, "learning_rate": 1e-4}),
             (
                 "trigram",
@@ -118,6 +135,9 @@ def trains(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     documents = sentences(1, 400)
     texts = {"big": documents, "small": documents[:40], "copied": documents[:20] * 20}
     texts |= {"half": documents[:200], "sorted": sorted(documents)}
+    words = "the same words come again and again " * 30
+    texts["loop"] = [f"{n} {words}" for n in range(40)]
+    (place / "prompts.txt").write_text("the\n")
     # Other documents than those of `half`, with the same words.
     texts["held_out"] = [f"{one}{other}" for one, other in pairwise(documents[:40])]
     for name, given in texts.items():
@@ -127,6 +147,8 @@ def trains(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         out = place / f"run-{len([*place.glob('run-*')])}"
         run: Any = training
         places = {"data_path": str(place / f"{text}.jsonl"), "cache_dir": str(place / "cache")}
+        if "sample_interval" in flags:  # a document has ended after an empty prompt
+            places["sample_prompts"] = str(place / "prompts.txt")
         if text == "half":
             places["val_path"] = str(place / "held_out.jsonl")
         assert run({**SMALLER, **places, "out_dir": str(out), **flags}) == 0
@@ -215,6 +237,27 @@ def test_rows_that_a_run_waits_for_are_named(trains, monkeypatch: pytest.MonkeyP
     assert kinds(trains(max_steps=6)) == ["data_waits"]
 
 
+@pytest.mark.long
+def test_a_gradient_that_is_not_finite_is_named(trains, monkeypatch: pytest.MonkeyPatch):
+    step_of, taken = Engine.step, []
+
+    def step(self: Engine, *given: Any) -> Any:
+        taken.append(1)
+        if len(taken) != 20:
+            return step_of(self, *given)
+        weight = next(self.model.parameters())
+        hook = weight.register_hook(lambda gradient: gradient * math.inf)
+        found = step_of(self, *given)
+        hook.remove()
+        return found
+
+    monkeypatch.setattr(Engine, "step", step)
+    out = trains()
+    (found,) = diagnose(read_runs([out])[0], NOW)
+    assert found.kind == "precision"
+    assert found.text.startswith("1 step of 50 skipped, as gradients were not finite in float32")
+
+
 def test_text_of_another_kind_in_the_next_stage_is_named(trained: Trained, tmp_path: Path):
     sources = {name: str(tmp_path / name) for name in ("letters", "digits")}
     fixed = ["--tokenizer", str(trained.mixed / "tokenizer"), "--val_fraction", "0.1"]
@@ -287,6 +330,7 @@ MADE = {
         for line in (run_start(5 * n), *[step_line(5 * n + k) for k in (1, 2, 3)])
     ],
     "failed": [*healthy()[:-1], end(200, 5, "STORAGE", "the disk is full")],
+    "silent": healthy()[:-1],
 }
 
 
@@ -306,6 +350,33 @@ def test_lines_made_sick(tmp_path, kind: str):
     (found,) = diagnose(made_run(tmp_path, MADE[kind]), NOW)
     assert found.kind == kind
     assert ":" in found.text
+
+
+def test_how_a_run_ended_is_a_sentence(tmp_path):
+    saved = {"event": "checkpoint_saved", "time": NOW, "step": 150}
+    found = []
+    for number, lines in enumerate(
+        (
+            [*healthy()[:-1], saved, end(200, 5, "E_STORAGE", "/mnt: no space; free some space")],
+            [run_start(total_steps=200), end(0, 70, "E_INTERNAL", "KeyError: 'x'")],
+            healthy()[:101],
+            [*MADE["crashes"], step_line(20)],
+        )
+    ):
+        run = made_run(tmp_path / str(number), lines)
+        found += [one.text for one in diagnose(run, run.starts[-1].last_time + 7500)]
+    assert found == [
+        "the run ended at step 200 of 200 with exit status 5 (E_STORAGE): /mnt: no space; free some"
+        " space; once that is mended, the same command goes on from step 150",
+        "the run ended at step 0 of 200 with exit status 70 (E_INTERNAL): KeyError: 'x'; once that"
+        " is mended, the same command begins anew, as nothing was saved",
+        "the last line is 2 h 5 min old, at step 100 of 200, and no end is recorded: the run hangs,"
+        " or was killed, as by a host without memory; look at the end of its log; the same command"
+        " begins anew, as nothing was saved",
+        "3 of 3 starts ended in an error or without a word, and 0 steps had to be computed again:"
+        " another start alone does not help; mend what the first error of the log names, and save"
+        " more often (--save_interval below ?)",
+    ]
 
 
 def test_a_rise_without_a_warmup_is_named(tmp_path):
@@ -337,9 +408,16 @@ def test_what_comes_right_later_is_no_finding_in_a_run_that_goes_on(tmp_path, st
         "vocab_size: 665  # default\nwarmup_steps: 10  # default\n"
     )
     run = made_run(tmp_path, lines[: 1 + steps])
-    assert diagnose(run, NOW) == []
+    assert diagnose(run, run.starts[-1].last_time) == []
     run = made_run(tmp_path / "whole", lines)
     assert [one.kind for one in diagnose(run, NOW)] == ["dead_experts"]
+
+
+def test_the_rate_of_a_long_warmup_is_not_idle(tmp_path):
+    (tmp_path / "config.yaml").write_text("learning_rate: 0.001  # default\n")
+    lines = changed(healthy(2000), lr=lambda n: n * 1e-6)[:41]
+    run = made_run(tmp_path, lines)
+    assert diagnose(run, run.starts[-1].last_time) == []
 
 
 def test_an_empty_run_is_left_in_peace(tmp_path):
@@ -374,6 +452,26 @@ def test_a_trigram_of_a_repeated_text_knows_what_follows():
     losses = NGrams(tokens, 20).losses(tokens[:40].reshape(2, 20))
     assert losses["trigram"] < 0.1 * losses["unigram"]
     assert losses["unigram"] == pytest.approx(38 * math.log(20), rel=1e-3)
+
+
+@pytest.mark.parametrize("limit", ["MOST_HELD_OUT", "MOST_TRAINED"])
+def test_floors_read_so_much_text(trained: Trained, monkeypatch, limit: str):
+    """Of every source the first rows; a large corpus takes no longer, and no more memory."""
+    prepared = open_prepared(trained.mixed)
+    shards, row_tokens = prepared.val, 17
+    rows = held_out_rows(shards, 10**6, row_tokens)
+    sizes = prepared.bytes_per_id("val")
+    held_out = HeldOutRows(shards, rows, row_tokens, sizes, ("a", "b"))
+    few = np.concatenate([indices[:3] for indices in held_out.by_source().values()])
+    assert len(few) == 6 < len(rows)
+    whole = floors(prepared, held_out)
+    monkeypatch.setattr(f"minimind.train.floors.{limit}", 3 * row_tokens * 2 + 1)
+    found = floors(prepared, held_out)
+    if limit == "MOST_HELD_OUT":
+        assert found == floors(prepared, replace(held_out, rows=few))
+    else:
+        assert found["trained"] == 3 * row_tokens * 2
+    assert found["bits"] != whole["bits"]
 
 
 def test_a_run_is_placed_among_floors(trained: Trained, capsys):

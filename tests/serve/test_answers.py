@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from minimind.cli.main import main
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.inference.load_model import load_model
-from minimind.serve.answers import ServedModel
+from minimind.serve.answers import Offsets, ServedModel
 from minimind.serve.batching import Group, Scheduler
 from minimind.serve.protocol import ChatRequest, conversation_of_request
-from tests.serve.conftest import POSITIONS, InProcess
+from tests.data.tokenizer.test_lossless import written
+from tests.serve.conftest import POSITIONS, InProcess, served_model
 
 SETTINGS = [
     {"temperature": 0},
@@ -27,6 +29,8 @@ SETTINGS = [
     {"temperature": 1.5, "top_p": 1, "seed": 2},
     {"temperature": 1, "top_k": 20, "repetition_penalty": 1.3, "seed": 3},
 ]
+
+ANY_MODEL = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=POSITIONS))
 
 
 def words(settings: dict[str, float]) -> list[str]:
@@ -162,6 +166,43 @@ def test_likelihoods_are_those_of_the_model(server: InProcess, chat_model: Path)
     assert all(text[at:].startswith(token) for at, token in places.items() if token in whole)
 
 
+@pytest.mark.parametrize("kind", ["BPE", "WordPiece", "byte level", "SentencePiece bytes"])
+def test_offsets_are_those_of_the_decoded_text(tmp_path: Path, kind: str):
+    """Of lone bytes, special tokens and characters in parts, whichever way a tokenizer decodes."""
+    tokenizer = load_tokenizer(written(kind, tmp_path))
+    served = served_model(ANY_MODEL, tokenizer, None)
+    numbers = [*range(tokenizer.vocab_size)]
+    parts = [i for i in numbers if served.is_byte(i)]
+    whole = [i for i in numbers if i not in parts]
+    assert bool(parts) == ("byte" in kind)
+    draw = random.Random(kind)
+    for _ in range(100):
+        ids = [draw.choice(draw.choice((parts or whole, whole))) for _ in range(12)]
+        ids[4:4] = [*tokenizer.encode("春"), tokenizer.eos_id]
+        for begin in (0, 6):
+            context = ids[:begin]
+            before = len(tokenizer.decode(context))
+            offsets = Offsets(served, context, 100)
+            for at in range(begin, len(ids)):
+                place = offsets.take(ids[at])
+                if ids[at] in whole:
+                    assert place == 100 + len(tokenizer.decode(ids[:at])) - before
+
+
+def test_an_offset_counts_a_byte_of_no_character(server: InProcess):
+    served = server.served
+    byte = next(i for i in range(500) if served.token(i)[1] == b"\x98")
+    ids = [*served.tokenizer.encode("ab"), byte, served.tokenizer.eos_id, byte]
+    ids += served.tokenizer.encode("cd")
+    answer = server.complete(ids, max_tokens=0, echo=True, logprobs=0)
+    (choice,) = answer["choices"]
+    assert choice["text"] == "ab\ufffd\ufffdcd"
+    at = choice["logprobs"]["text_offset"]
+    found = [choice["text"][a:b] for a, b in zip(at, [*at[1:], len(choice["text"])], strict=True)]
+    assert "".join(found) == choice["text"]
+    assert found[-1].endswith("cd") or found[-2:] == ["c", "d"]
+
+
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "春"}}</tool_call>'
 
@@ -273,8 +314,7 @@ def test_a_call_goes_back_as_it_was_written(server: InProcess, play: Played):
 def test_a_base_model_completes_and_does_not_chat(server: InProcess):
     served = server.served
     base = ServedModel(
-        "base", SimpleNamespace(config=SimpleNamespace(max_position_embeddings=POSITIONS)),
-        served.tokenizer, None, served.answers, served.texts, POSITIONS, 8,
+        "base", ANY_MODEL, served.tokenizer, None, served.answers, served.texts, POSITIONS, 8,
     )  # fmt: skip
     other = replace(server, served=base)
     assert other.complete("ab", seed=1)["choices"][0]["text"]

@@ -109,6 +109,53 @@ def test_thoughts_are_folded_calls_and_code_shown_and_no_text_is_markup(url: str
         expect(page.get_by_text("Calls weather")).to_be_visible()
 
 
+MARKDOWN = """# A *title*
+Plain `a * b *c*` and **bold `x` *both***, *it*.
+
+- one
+  goes on
+
+- **two**
+  3. nested
+#none 2*3*4 **open *open `open a__b__c
+"""
+MARKUP = (
+    "<h3>A <em>title</em></h3>"
+    "<span>Plain <code>a * b *c*</code> and <strong>bold <code>x</code> <em>both</em></strong>,"
+    " <em>it</em>.</span>"
+    "<ul><li>one\ngoes on</li><li><strong>two</strong></li></ul>"
+    '<ol><li value="3" style="margin-left: 1em;">nested</li></ol>'
+    "<span>#none 2*3*4 **open *open `open a__b__c</span>"
+)
+
+
+def test_markdown_of_answers_is_shown_and_that_of_messages_left(url: str):
+    with opened(url) as page:
+        made(page, {"content": MARKDOWN})
+        say(page, MARKDOWN)
+        expect(page.get_by_role("button", name="Retry")).to_be_visible()
+        assert answers(page).inner_html() == MARKUP
+        assert page.locator("article.user .text").inner_html() == MARKDOWN
+
+
+def test_markdown_appears_while_an_answer_is_written(url: str):
+    """At every length; marks that are never closed take no longer than others."""
+    with opened(url) as page:
+        shown = page.evaluate(
+            """text => Array.from(text, (_, n) => {
+                const place = make("div");
+                fill(place, text.slice(0, n + 1));
+                return place.innerHTML;
+            })""",
+            "a **b** `c",
+        )
+        assert shown[5] == "<span>a **b*</span>"
+        assert shown[6] == "<span>a <strong>b</strong></span>"
+        assert shown[9] == "<span>a <strong>b</strong> `c</span>"
+        for mark in ("*a ", "**a ", "`a", "**a *b* ", "**`*", "- ", "1. *", "a"):
+            page.evaluate("text => fill(make('div'), text)", mark * 20_000)
+
+
 def test_stop_keeps_what_came_and_errors_are_read(url: str):
     with opened(url) as page:
         page.route("**/v1/chat/completions", lambda route: None)  # never answers
