@@ -18,6 +18,7 @@ from minimind.cli.init import (
     Sample,
     expectation,
     measured_runs,
+    prepared_sample,
     read_sample,
     speed_by_steps,
     yaml_text,
@@ -216,6 +217,13 @@ def test_the_steps_of_the_runs_are_measured(monkeypatch: pytest.MonkeyPatch):
         assert 0 < step_time.step_seconds(build_config(flags, "{name}"), "cpu") < 60
 
 
+@pytest.mark.parametrize("vocab_size", [300, 151_936])
+def test_the_steps_of_any_vocabulary_are_measured(vocab_size: int):
+    """A text's own tokenizer may have fewer pieces than one that a run trains."""
+    runs = [build_config(flags, "{name}") for flags in measured_runs(vocab_size)]
+    assert {run.vocab_size for run in runs} == {max(512, vocab_size)}
+
+
 def test_questions_are_asked_again_until_they_are_answered(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -270,6 +278,8 @@ def test_a_prepared_folder_has_sizes_and_a_tokenizer(
     assert f"tokens: {size / 1e3:.3g} kB in about 400 documents" in printed
     assert "of the tokens, as it was prepared" in printed
     assert "vocabulary 600" in printed
+    xz = read_sample(["text.jsonl"]).xz
+    assert prepared_sample(Path("tokens")).xz == pytest.approx(xz, rel=0.02)
     manifest = json.loads(Path("tokens/manifest.json").read_text())
     assert f"of {manifest['splits']['train']['tokens']:,} tokens" in printed
     run = parse_flags(["--config", "run.yaml", "--dry_run"])
