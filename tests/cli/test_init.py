@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import minimind.train as training
-from minimind.architecture.choice import LADDER, Text, choose
+from minimind.architecture.choice import LADDER, Text, choose, ladder
 from minimind.cli.init import (
     Machine,
     Sample,
@@ -220,6 +220,7 @@ def test_the_steps_of_the_runs_are_measured(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("vocab_size", [300, 151_936])
 def test_the_steps_of_any_vocabulary_are_measured(vocab_size: int):
     """A text's own tokenizer may have fewer pieces than one that a run trains."""
+    assert all(size.shape().vocab_size == vocab_size for size in ladder(vocab_size))
     runs = [build_config(flags, "{name}") for flags in measured_runs(vocab_size)]
     assert {run.vocab_size for run in runs} == {max(512, vocab_size)}
 
