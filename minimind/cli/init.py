@@ -611,8 +611,10 @@ def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) ->
     held_out, too_few = text.held_out, TOO_FEW
     validated = f"{held_out:.2g} of the documents, about {held_out * text.documents:,.0f}"
     if text.vocab_size is not None:
-        validated = f"{held_out:.2g} of the tokens, as it was prepared"
-        too_few = "nothing, so the run is not validated: prepare it with a --val_fraction"
+        tokens_held_out = held_out * text.bytes / text.bytes_per_token(choice.vocab_size)
+        held_out = round(tokens_held_out) // (choice.shape.max_seq_len + 1)
+        validated = f"{text.held_out:.2g} of the tokens, {tokens_held_out:,.0f}, as it was prepared"
+        too_few = "no row, so the run is not validated: prepare it with a larger --val_fraction"
     limit = f"{choice.limit} allows no larger model"
     if choice.epochs > 0.99 * MOST_EPOCHS:
         limit += f"; {MOST_EPOCHS:g} epochs of the text end before the {hours:g} hours: add text"

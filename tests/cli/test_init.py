@@ -277,16 +277,23 @@ def test_a_prepared_folder_has_sizes_and_a_tokenizer(
     assert main(init) == 0
     printed = capsys.readouterr().out
     assert f"tokens: {size / 1e3:.3g} kB in about 400 documents" in printed
-    assert "of the tokens, as it was prepared" in printed
     assert "vocabulary 600" in printed
     xz = read_sample(["text.jsonl"]).xz
     assert prepared_sample(Path("tokens")).xz == pytest.approx(xz, rel=0.02)
     manifest = json.loads(Path("tokens/manifest.json").read_text())
-    assert f"of {manifest['splits']['train']['tokens']:,} tokens" in printed
+    train_tokens, val_tokens = (manifest["splits"][name]["tokens"] for name in ("train", "val"))
+    assert f"of {train_tokens:,} tokens" in printed
+    assert f"of the tokens, {val_tokens:,}, as it was prepared" in printed
     run = parse_flags(["--config", "run.yaml", "--dry_run"])
     assert (run.data_path, run.vocab_size) == (("tokens",), parse_flags([]).vocab_size)
     assert len(Path("run.prompts.txt").read_text().splitlines()) == 3
     assert train(config="run.yaml", dry_run=True, device="cpu", deepspeed_config="none") == 0
+    few = ["--vocab_size", "600", "--val_fraction", "0.001"]  # less than a row
+    assert main(["prepare", "text.jsonl", *few, "--out", "few"]) == 0
+    assert main(["init", "few", "--hours", "2", "--gpu_model", "h100", "--force"]) == 0
+    assert "no row, so the run is not validated" in capsys.readouterr().out
+    held_out = json.loads(Path("few/manifest.json").read_text())["splits"]["val"]["tokens"]
+    assert 0 < held_out < 257
     for more, reason in (
         (["text.jsonl"], "--data_path tokens: is what `minimind prepare` wrote"),
         (["--text_field", "body"], "--text_field body: has no effect on tokens"),
