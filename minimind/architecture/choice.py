@@ -158,7 +158,7 @@ def choose(
     for size in sizes:
         parameters = size.shape().parameters
         if size is not sizes[0]:
-            most = text.bytes / BYTES_OF_A_TOKEN * MOST_EPOCHS
+            most = text.bytes * (1 - text.held_out) / BYTES_OF_A_TOKEN * MOST_EPOCHS
             if most < FEWEST_PER_PARAMETER * parameters:
                 limit = "the text"
                 break

@@ -318,7 +318,8 @@ def prepared_sample(folder: Path) -> PreparedSample:
     prepared = open_text(folder)
     tokens, tokenizer = prepared.train, prepared.tokenizer
     ends = tokens.document_ends()
-    begins = [0, *ends[:-1].tolist()][:: max(1, len(ends) // PARTS)]
+    every = max(1, len(ends) // PARTS)  # documents, of which there may be millions
+    begins = [0, *ends[every - 1 : -1 : every].tolist()]
     most = SAMPLE_BYTES // max(1, len(begins)) // 4  # tokens of each
     places = [
         (begin, min(most, end - begin))  # no text is in two of them, which xz would see
