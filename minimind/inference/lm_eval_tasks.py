@@ -263,7 +263,7 @@ def require_settings(settings: Mapping[str, Any] | None, positions: int, by: str
             " add temperature: 1.0, or drop do_sample"
         )
     others = {name: one for name, one in settings.items() if name not in ("until", *ANSWER_LIMITS)}
-    unknown = [name for name in others if not hasattr(GenerationConfig(), name)]
+    unknown = [*others.keys() - vars(GenerationConfig())]
     if unknown or others.get("num_return_sequences", 1) != 1:  # a question has one answer
         name = unknown[0] if unknown else "num_return_sequences"
         raise UsageError(

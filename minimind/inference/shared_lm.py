@@ -71,8 +71,7 @@ class SharedLM(BASE):
         batches: list[tuple[int, Any]] = []  # number in its task, requests
         for name, of_task in groupby(requests, attrgetter("task_name")):
             own = [*of_task]
-            for request in own:
-                require_settings(request.args[1], self.max_length, f"--lm_eval {name}")
+            require_settings(own[0].args[1], self.max_length, f"--lm_eval {name}")  # of the task
             parts = [own[at : at + self._rows] for at in range(0, len(own), self._rows)]
             batches += enumerate(parts)
         shares, found = self._shares, dict[int, list[str]]()
