@@ -51,9 +51,10 @@ class Size:
 
     def shape(self, vocab_size: int | None = None) -> Shape:
         """The shape with a head of its own, as the recipe `strong` has it."""
-        flags = {**self.flags, "vocab_size": vocab_size or self.largest_vocab}
-        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        return _shape(("--no-tie_word_embeddings", *words))
+        words = [word for name, value in self.flags.items() for word in (f"--{name}", str(value))]
+        shape = _shape(("--no-tie_word_embeddings", *words))
+        # Not by the flag, which a text's own tokenizer of few pieces has no value of.
+        return replace(shape, vocab_size=vocab_size or self.largest_vocab)
 
 
 @cache
@@ -157,7 +158,7 @@ def choose(
     for size in sizes:
         parameters = size.shape().parameters
         if size is not sizes[0]:
-            most = text.bytes / BYTES_OF_A_TOKEN * MOST_EPOCHS
+            most = text.bytes * (1 - text.held_out) / BYTES_OF_A_TOKEN * MOST_EPOCHS
             if most < FEWEST_PER_PARAMETER * parameters:
                 limit = "the text"
                 break

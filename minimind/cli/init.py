@@ -29,7 +29,7 @@ from minimind.config.arguments import (
     utf8,
 )
 from minimind.config.flags import DEVICES
-from minimind.config.run_config import CONFIGS, LAUNCH, RunConfig
+from minimind.config.run_config import CONFIGS, FLAGS, LAUNCH, RunConfig
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime.durable_files import storing, write_whole
 from minimind.runtime.terminal import aligned, phase, printable, shorten_line
@@ -318,10 +318,13 @@ def prepared_sample(folder: Path) -> PreparedSample:
     prepared = open_text(folder)
     tokens, tokenizer = prepared.train, prepared.tokenizer
     ends = tokens.document_ends()
-    begins = [0, *ends[:-1].tolist()]
-    chosen = [*range(0, len(ends), max(1, len(ends) // PARTS))]
-    most = SAMPLE_BYTES // max(1, len(chosen)) // 4  # tokens of each
-    places = [(begins[n], min(most, len(tokens) - begins[n])) for n in chosen]
+    every = max(1, len(ends) // PARTS)  # documents, of which there may be millions
+    begins = [0, *ends[every - 1 : -1 : every].tolist()]
+    most = SAMPLE_BYTES // max(1, len(begins)) // 4  # tokens of each
+    places = [
+        (begin, min(most, end - begin))  # no text is in two of them, which xz would see
+        for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True)
+    ]
     texts = [tokenizer.decode(tokens.stretch(*place).tolist()) for place in places]
     splits = prepared.manifest["splits"].values()
     size = sum(split["text_bytes"] for split in splits)
@@ -478,11 +481,13 @@ def measured_runs(vocab_size: int | None = None) -> Iterator[dict[str, Any]]:
     """The flags of the two runs of each size of the ladder whose steps are measured."""
     from minimind.architecture.choice import ladder
 
+    fewest = FLAGS["vocab_size"].metadata["at_least"]  # a text's own may have fewer
     for size in ladder(vocab_size):
+        pieces = max(fewest, size.largest_vocab)
         for rows in (1, _most_rows(size)):
             yield {
                 **{"optimizer": "muon", "muon_scaling": "match_rms_adamw", "doc_mask": "true"},
-                **{"tie_word_embeddings": "false", "vocab_size": size.largest_vocab},
+                **{"tie_word_embeddings": "false", "vocab_size": pieces},
                 **{**size.flags, "batch_size": rows},
             }
 
@@ -607,8 +612,10 @@ def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) ->
     held_out, too_few = text.held_out, TOO_FEW
     validated = f"{held_out:.2g} of the documents, about {held_out * text.documents:,.0f}"
     if text.vocab_size is not None:
-        validated = f"{held_out:.2g} of the tokens, as it was prepared"
-        too_few = "nothing, so the run is not validated: prepare it with a --val_fraction"
+        tokens_held_out = held_out * text.bytes / text.bytes_per_token(choice.vocab_size)
+        held_out = round(tokens_held_out) // (choice.shape.max_seq_len + 1)
+        validated = f"{text.held_out:.2g} of the tokens, {tokens_held_out:,.0f}, as it was prepared"
+        too_few = "no row, so the run is not validated: prepare it with a larger --val_fraction"
     limit = f"{choice.limit} allows no larger model"
     if choice.epochs > 0.99 * MOST_EPOCHS:
         limit += f"; {MOST_EPOCHS:g} epochs of the text end before the {hours:g} hours: add text"

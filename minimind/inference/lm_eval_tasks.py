@@ -174,7 +174,9 @@ class LmEvalTasks:
                 ) from error
             for name, task in tasks.items():
                 if task.get_config("output_type") == "generate_until":
-                    require_room(task.get_config("generation_kwargs"), positions, f"{by}: {name}")
+                    require_settings(
+                        task.get_config("generation_kwargs"), positions, f"{by}: {name}"
+                    )
             kinds[one.as_chat].update(tasks)
         return cls(*kinds, _transformers_tokenizer(tokenizer), limit)
 
@@ -239,15 +241,34 @@ ANSWER_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion
 ANSWER_LIMIT = 256
 
 
-def require_room(settings: Mapping[str, Any] | None, positions: int, by: str) -> None:
-    """Raise UsageError for a task that generates more tokens than fit beside a question."""
-    given = (one for name in ANSWER_LIMITS if (one := (settings or {}).get(name)) is not None)
+def require_settings(settings: Mapping[str, Any] | None, positions: int, by: str) -> None:
+    """Raise UsageError for a task whose generation_kwargs do not suit the model or transformers.
+
+    Else a run ends where it is scored for the first time.
+    """
+    from transformers import GenerationConfig
+
+    settings = settings or {}
+    given = (one for name in ANSWER_LIMITS if (one := settings.get(name)) is not None)
     most = int(next(given, ANSWER_LIMIT))
     if most >= positions:
         raise UsageError(
             f"{by} generates up to {most} tokens, and the model has {positions} positions; lower"
             " max_gen_toks of the generation_kwargs in its YAML, or train with a longer"
             " --max_seq_len"
+        )
+    if settings.get("do_sample") and not float(settings.get("temperature") or 0) > 0:
+        raise UsageError(
+            f"{by} has do_sample, but no temperature above 0, in the generation_kwargs of its YAML;"
+            " add temperature: 1.0, or drop do_sample"
+        )
+    others = {name: one for name, one in settings.items() if name not in ("until", *ANSWER_LIMITS)}
+    unknown = [*others.keys() - vars(GenerationConfig())]
+    if unknown or others.get("num_return_sequences", 1) != 1:  # a question has one answer
+        name = unknown[0] if unknown else "num_return_sequences"
+        raise UsageError(
+            f"{by} has {name} in the generation_kwargs of its YAML, by which no answer can be"
+            " generated; drop it"
         )
 
 

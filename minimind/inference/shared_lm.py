@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import lm_eval.api.task
@@ -12,7 +14,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
-from minimind.inference.lm_eval_tasks import require_room
+from minimind.inference.lm_eval_tasks import require_settings
 from minimind.inference.scores import Shares
 
 BASE: Any = HFLM  # decorators hide the parameters of its methods
@@ -66,20 +68,23 @@ class SharedLM(BASE):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
         """Texts by batches of each rank; by all ranks alike where a forward pass is collective."""
-        for request in requests:
-            require_room(request.args[1], self.max_length, f"--lm_eval {request.task_name}")
-        batches = [requests[at : at + self._rows] for at in range(0, len(requests), self._rows)]
+        batches: list[tuple[int, Any]] = []  # number in its task, requests
+        for name, of_task in groupby(requests, attrgetter("task_name")):
+            own = [*of_task]
+            require_settings(own[0].args[1], self.max_length, f"--lm_eval {name}")  # of the task
+            parts = [own[at : at + self._rows] for at in range(0, len(own), self._rows)]
+            batches += enumerate(parts)
         shares, found = self._shares, dict[int, list[str]]()
-        step, own = (1, 0) if shares.is_collective else (shares.size, shares.group)
+        step, place = (1, 0) if shares.is_collective else (shares.size, shares.group)
         for first in range(0, len(batches), step):
             shares.go_on()
-            if (number := first + own) < len(batches):
-                found[number] = self._texts(batches[number], number)
+            if (number := first + place) < len(batches):
+                found[number] = self._texts(*batches[number])
         every = {number: texts for part in shares.gather(found) for number, texts in part.items()}
         return [text for number in range(len(batches)) for text in every[number]]
 
-    def _texts(self, requests: Any, seed: int) -> list[str]:
-        """Texts of one batch; a task that draws them draws the same on any number of ranks."""
+    def _texts(self, seed: int, requests: Any) -> list[str]:
+        """Texts of one batch; a task draws the same on any number of ranks, beside any others."""
         devices = [self.device] if self.device.type in ("cuda", "xpu") else []
         with torch.random.fork_rng(devices, device_type=self.device.type):
             torch.manual_seed(seed)

@@ -405,25 +405,30 @@ def _crashes(case: Case) -> Iterator[Finding]:
     kinds, last = [kind for kind, _ in case.outcomes], case.run.starts[-1]
     bad = sum(kind in ("crashed", "failed", "silent") for kind in kinds)
     saved = [number(event["step"]) for event in case.run.events("checkpoint_saved")]
-    again = f"goes on from step {saved[-1]:,.0f}" if saved else "begins anew, as nothing was saved"
-    again = f"the same command {again}"
+    is_whole = bool(saved) and saved[-1] >= case.total_steps > 0
+    if is_whole:
+        again = f"all {formats.count(int(case.total_steps), 'step')} are trained and saved"
+    elif saved:
+        again = f"the same command goes on from step {saved[-1]:,.0f}"
+    else:
+        again = "the same command begins anew, as nothing was saved"
     at = f"at step {max(case.run.last_step, 0):,.0f} of {case.total_steps:,.0f}"
     if bad >= 3:
         lost = sum(start.lost_steps for start in case.run.starts)
-        yield Finding(
-            "crashes",
-            f"{bad} of {len(kinds)} starts ended in an error or without a word, and"
-            f" {formats.count(lost, 'step')} had to be computed again: another start alone does"
-            " not help; mend what the first error of the log names, and save more often"
-            f" (--save_interval below {case.flag('save_interval')})",
-        )
+        text = f"{bad} of {len(kinds)} starts ended in an error or without a word"
+        advice = "mend what the first error of the log names"
+        if lost:
+            text += f", and {formats.count(lost, 'step')} had to be computed again"
+            advice += f", and save more often (--save_interval below {case.flag('save_interval')})"
+        yield Finding("crashes", f"{text}: {advice}")
     elif kinds[-1] == "failed":
         end = last.end or {}
         reason = str(end.get("reason") or "no reason is recorded").rstrip(".")
+        which = "the run" if len(kinds) == 1 else "the last start"
         yield Finding(
             "failed",
-            f"the run ended {at} with exit status {end.get('status')} ({end.get('code')}):"
-            f" {reason}; once that is mended, {again}",
+            f"{which} ended {at} with exit status {end.get('status')} ({end.get('code')}):"
+            f" {reason}; {again if is_whole else f'once that is mended, {again}'}",
         )
     elif kinds[-1] == "silent" and math.isfinite(case.quiet):
         yield Finding(
@@ -442,7 +447,8 @@ def _validation(case: Case) -> Iterator[Finding]:
             "small_validation",
             f"validation reads {tokens:,.0f} tokens: its loss is off by about"
             f" {2.5 / math.sqrt(max(tokens, 1)):.2f} by chance; a larger --val_fraction than"
-            f" {case.flag('val_fraction')}, or more --eval_rows than {case.flag('eval_rows')}",
+            f" {case.flag('val_fraction')}, for which a prepared folder is prepared anew, or more"
+            f" --eval_rows than {case.flag('eval_rows')}",
         )
 
 

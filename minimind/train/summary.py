@@ -534,14 +534,18 @@ def data_notes(context: RunContext, prepared: Prepared) -> list[str]:
             f"warning  no row of {', '.join(names)} is held out: the validation loss is that of the"
             " other sources"
         )
+    is_folder = is_prepared(context.run.data_path[0])
     is_validated = context.run.eval_rows and (context.run.val_fraction or context.run.val_path)
     if is_validated and not len(context.held_out.rows):
         documents = sum(source["documents"] for source in prepared.manifest["sources"])
+        way_out = "raise --val_fraction, or give --val_path or more documents (a .txt file is one)"
+        if is_folder:
+            way_out = "prepare it with a larger --val_fraction, or a --val_path"
         notes.append(
             f"warning  no row of {documents:,} documents is held out, so the run is not validated;"
-            " raise --val_fraction, or give --val_path or more documents (a .txt file is one)"
+            f" {way_out}"
         )
-    if not is_prepared(context.run.data_path[0]):
+    if not is_folder:
         from minimind.data.text.inputs import left_out_of
 
         notes += left_out_of(context.run.data_path, context.run.val_path)

@@ -49,6 +49,13 @@ def test_more_never_gives_a_smaller_model(speed: float):
         assert all(a <= b for a, b in pairwise(row))
 
 
+def test_text_that_is_held_out_trains_nothing():
+    """With --val_path of `minimind prepare` it may be most of the text."""
+    text = Text(4e7, lambda vocab_size: 3.5, held_out=0.9)
+    choice = choose(text, 1000, 30, lambda size, _: 1e9)
+    assert (choice.size.name, choice.limit) == (chosen(4e6, 1000).size.name, "the text")
+
+
 def test_what_has_no_room_is_not_chosen():
     choice = chosen(1e11, 1000, GPU, room=2**30)
     assert choice.limit == "the memory"

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 import minimind.train as training
-from minimind.architecture.choice import LADDER, Text, choose
+from minimind.architecture.choice import LADDER, Text, choose, ladder
 from minimind.cli.init import (
     Machine,
     Sample,
     expectation,
     measured_runs,
+    prepared_sample,
     read_sample,
     speed_by_steps,
     yaml_text,
@@ -216,6 +217,14 @@ def test_the_steps_of_the_runs_are_measured(monkeypatch: pytest.MonkeyPatch):
         assert 0 < step_time.step_seconds(build_config(flags, "{name}"), "cpu") < 60
 
 
+@pytest.mark.parametrize("vocab_size", [300, 151_936])
+def test_the_steps_of_any_vocabulary_are_measured(vocab_size: int):
+    """A text's own tokenizer may have fewer pieces than one that a run trains."""
+    assert all(size.shape().vocab_size == vocab_size for size in ladder(vocab_size))
+    runs = [build_config(flags, "{name}") for flags in measured_runs(vocab_size)]
+    assert {run.vocab_size for run in runs} == {max(512, vocab_size)}
+
+
 def test_questions_are_asked_again_until_they_are_answered(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -268,14 +277,23 @@ def test_a_prepared_folder_has_sizes_and_a_tokenizer(
     assert main(init) == 0
     printed = capsys.readouterr().out
     assert f"tokens: {size / 1e3:.3g} kB in about 400 documents" in printed
-    assert "of the tokens, as it was prepared" in printed
     assert "vocabulary 600" in printed
+    xz = read_sample(["text.jsonl"]).xz
+    assert prepared_sample(Path("tokens")).xz == pytest.approx(xz, rel=0.02)
     manifest = json.loads(Path("tokens/manifest.json").read_text())
-    assert f"of {manifest['splits']['train']['tokens']:,} tokens" in printed
+    train_tokens, val_tokens = (manifest["splits"][name]["tokens"] for name in ("train", "val"))
+    assert f"of {train_tokens:,} tokens" in printed
+    assert f"of the tokens, {val_tokens:,}, as it was prepared" in printed
     run = parse_flags(["--config", "run.yaml", "--dry_run"])
     assert (run.data_path, run.vocab_size) == (("tokens",), parse_flags([]).vocab_size)
     assert len(Path("run.prompts.txt").read_text().splitlines()) == 3
     assert train(config="run.yaml", dry_run=True, device="cpu", deepspeed_config="none") == 0
+    few = ["--vocab_size", "600", "--val_fraction", "0.001"]  # less than a row
+    assert main(["prepare", "text.jsonl", *few, "--out", "few"]) == 0
+    assert main(["init", "few", "--hours", "2", "--gpu_model", "h100", "--force"]) == 0
+    assert "no row, so the run is not validated" in capsys.readouterr().out
+    held_out = json.loads(Path("few/manifest.json").read_text())["splits"]["val"]["tokens"]
+    assert 0 < held_out < 257
     for more, reason in (
         (["text.jsonl"], "--data_path tokens: is what `minimind prepare` wrote"),
         (["--text_field", "body"], "--text_field body: has no effect on tokens"),

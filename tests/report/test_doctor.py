@@ -354,13 +354,16 @@ def test_lines_made_sick(tmp_path, kind: str):
 
 def test_how_a_run_ended_is_a_sentence(tmp_path):
     saved = {"event": "checkpoint_saved", "time": NOW, "step": 150}
+    whole = with_event(healthy(), event="checkpoint_saved")
     found = []
     for number, lines in enumerate(
         (
             [*healthy()[:-1], saved, end(200, 5, "E_STORAGE", "/mnt: no space; free some space")],
             [run_start(total_steps=200), end(0, 70, "E_INTERNAL", "KeyError: 'x'")],
             healthy()[:101],
+            [*whole, {**end(200, 4, "E_CHECKPOINT", "of another run"), "started": False}],
             [*MADE["crashes"], step_line(20)],
+            [*MADE["crashes"], {**saved, "step": 1}, run_start(1), step_line(2), end(15)],
         )
     ):
         run = made_run(tmp_path / str(number), lines)
@@ -373,9 +376,13 @@ def test_how_a_run_ended_is_a_sentence(tmp_path):
         "the last line is 2 h 5 min old, at step 100 of 200, and no end is recorded: the run hangs,"
         " or was killed, as by a host without memory; look at the end of its log; the same command"
         " begins anew, as nothing was saved",
-        "3 of 3 starts ended in an error or without a word, and 0 steps had to be computed again:"
-        " another start alone does not help; mend what the first error of the log names, and save"
-        " more often (--save_interval below ?)",
+        "the last start ended at step 200 of 200 with exit status 4 (E_CHECKPOINT): of another run;"
+        " all 200 steps are trained and saved",
+        "3 of 3 starts ended in an error or without a word: mend what the first error of the log"
+        " names",
+        "3 of 4 starts ended in an error or without a word, and 8 steps had to be computed again:"
+        " mend what the first error of the log names, and save more often (--save_interval below"
+        " ?)",
     ]
 
 

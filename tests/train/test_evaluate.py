@@ -186,3 +186,8 @@ def test_a_run_that_is_not_validated_says_so(tmp_path, capsys):
         words = {"data_path": [str(tmp_path / "book.txt")], "val_fraction": fraction}
         assert train(flags, out_dir=out_dir, **words) == 0
         assert (warning in " ".join(capsys.readouterr().out.split())) is is_said
+    words = ["prepare", str(tmp_path / "book.txt"), "--vocab_size", "512"]
+    assert minimind([*words, "--out", str(tmp_path / "folder")]) == 0
+    assert train(flags, data_path=[str(tmp_path / "folder")], out_dir=str(tmp_path / "out")) == 0
+    way_out = "; prepare it with a larger --val_fraction, or a --val_path"  # not by the run's flags
+    assert warning + way_out in " ".join(capsys.readouterr().out.split())

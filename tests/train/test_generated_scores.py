@@ -46,7 +46,7 @@ GREEDY, SAMPLED = "do_sample: false", "do_sample: true, temperature: 1.0"
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the tasks `greedy`, `sampled` and `long`."""
+    """A folder with the tasks `greedy` and `sampled`, and those that are refused."""
     place = tmp_path_factory.mktemp("tasks")
     words = " ".join(sentences(1, 20)).split()
     questions = [
@@ -58,6 +58,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ("greedy", GREEDY, 8),
         ("sampled", SAMPLED, 8),
         ("long", GREEDY, SMALL["max_seq_len"]),
+        ("undecided", "do_sample: true", 8),
+        ("misspelt", "do_sample: false, temprature: 1.0", 8),
+        ("many", "num_return_sequences: 2", 8),
     ):
         task = TASK.format(name=name, data=place / "q.jsonl", sampling=sampling, most=most)
         (place / f"{name}.yaml").write_text(task)
@@ -98,8 +101,8 @@ def asked(trained: Trained, tasks: Path) -> Callable[..., Any]:
     """The scores of a trained model by these shares."""
     model, tokenizer, _ = load_model(str(trained.run), None)
 
-    def ask(shares: Shares, name: str) -> Any:
-        wanted = read_tasks([str(tasks / name)], "by")
+    def ask(shares: Shares, *names: str) -> Any:
+        wanted = read_tasks([str(tasks / name) for name in names], "by")
         positions = model.config.max_position_embeddings
         questions = Questions.of(wanted, pytest.fail, tokenizer, positions, QUESTIONS, "by")
         return questions.scores(model.eval(), shares)
@@ -123,6 +126,12 @@ def test_two_shares_have_the_scores_of_one(
     shares = Shares(0, 2, is_collective=is_collective, gather=lambda texts: [texts, *kept])
     assert asked(shares, name) == asked(Shares(), name)
     assert [*kept[0]] == ([0, 1, 2] if is_collective else [1])
+
+
+def test_a_task_has_the_same_score_beside_others(asked: Callable[..., Any]):
+    together = asked(Shares(), "greedy", "sampled")
+    for name in ("greedy", "sampled"):
+        assert asked(Shares(), name) == {name: together[name]}
 
 
 def test_a_stop_ends_them_after_a_batch(asked: Callable[..., Any], monkeypatch):
@@ -165,3 +174,18 @@ def test_texts_that_do_not_fit_the_model_are_refused(
     words = ["--checkpoint", str(trained.run), "--device", "cpu", "--include_path", str(tasks)]
     assert main(["eval", *words, "--lm_eval", "long"]) == 2
     assert f"--lm_eval {reason}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("undecided", "has do_sample, but no temperature above 0"),
+        ("misspelt", "has temprature in the generation_kwargs"),
+        ("many", "has num_return_sequences in the generation_kwargs"),
+    ],
+)
+def test_settings_that_generate_no_answer_are_refused(
+    asked: Callable[..., Any], name: str, reason: str
+):
+    with pytest.raises(UsageError, match=f"by: {name} {reason}"):
+        asked(Shares(), name)
