@@ -53,7 +53,7 @@ class Size:
         """The shape with a head of its own, as the recipe `strong` has it."""
         words = [word for name, value in self.flags.items() for word in (f"--{name}", str(value))]
         shape = _shape(("--no-tie_word_embeddings", *words))
-        # Not by the flag, which a text's own tokenizer of few pieces has no value of.
+        # Set after parsing: the text's own tokenizer may have fewer pieces than the flag allows.
         return replace(shape, vocab_size=vocab_size or self.largest_vocab)
 
 

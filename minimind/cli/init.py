@@ -322,7 +322,7 @@ def prepared_sample(folder: Path) -> PreparedSample:
     begins = [0, *ends[every - 1 : -1 : every].tolist()]
     most = SAMPLE_BYTES // max(1, len(begins)) // 4  # tokens of each
     places = [
-        (begin, min(most, end - begin))  # no text is in two of them, which xz would see
+        (begin, min(most, end - begin))  # apart: xz would find what is in two of them
         for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True)
     ]
     texts = [tokenizer.decode(tokens.stretch(*place).tolist()) for place in places]
@@ -481,7 +481,7 @@ def measured_runs(vocab_size: int | None = None) -> Iterator[dict[str, Any]]:
     """The flags of the two runs of each size of the ladder whose steps are measured."""
     from minimind.architecture.choice import ladder
 
-    fewest = FLAGS["vocab_size"].metadata["at_least"]  # a text's own may have fewer
+    fewest = FLAGS["vocab_size"].metadata["at_least"]  # the text's own tokenizer may have fewer
     for size in ladder(vocab_size):
         pieces = max(fewest, size.largest_vocab)
         for rows in (1, _most_rows(size)):
