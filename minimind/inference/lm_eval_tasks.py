@@ -174,6 +174,8 @@ class LmEvalTasks:
                 ) from error
             for name, task in tasks.items():
                 if task.get_config("output_type") == "generate_until":
+                    from minimind.inference.shared_lm import require_settings
+
                     require_settings(
                         task.get_config("generation_kwargs"), positions, f"{by}: {name}"
                     )
@@ -234,42 +236,6 @@ def require_task(one: AskedTask, by: str) -> Any:
     """lm-eval's index with this task; raise UsageError if there is none."""
     way_out = f"`lm_eval ls tasks` lists those of lm-eval; {', '.join(OWN_TASKS)} are there, too"
     return manager_of([one.name], one.folder, by, way_out)
-
-
-# Names that lm-eval has for the most tokens of an answer, the first of them wins, and its default.
-ANSWER_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-ANSWER_LIMIT = 256
-
-
-def require_settings(settings: Mapping[str, Any] | None, positions: int, by: str) -> None:
-    """Raise UsageError for a task whose generation_kwargs do not suit the model or transformers.
-
-    Else a run ends where it is scored for the first time.
-    """
-    from transformers import GenerationConfig
-
-    settings = settings or {}
-    given = (one for name in ANSWER_LIMITS if (one := settings.get(name)) is not None)
-    most = int(next(given, ANSWER_LIMIT))
-    if most >= positions:
-        raise UsageError(
-            f"{by} generates up to {most} tokens, and the model has {positions} positions; lower"
-            " max_gen_toks of the generation_kwargs in its YAML, or train with a longer"
-            " --max_seq_len"
-        )
-    if settings.get("do_sample") and not float(settings.get("temperature") or 0) > 0:
-        raise UsageError(
-            f"{by} has do_sample, but no temperature above 0, in the generation_kwargs of its YAML;"
-            " add temperature: 1.0, or drop do_sample"
-        )
-    others = {name: one for name, one in settings.items() if name not in ("until", *ANSWER_LIMITS)}
-    unknown = [*others.keys() - vars(GenerationConfig())]
-    if unknown or others.get("num_return_sequences", 1) != 1:  # a question has one answer
-        name = unknown[0] if unknown else "num_return_sequences"
-        raise UsageError(
-            f"{by} has {name} in the generation_kwargs of its YAML, by which no answer can be"
-            " generated; drop it"
-        )
 
 
 def _loaded(manager: Any, name: str) -> dict[str, Any]:

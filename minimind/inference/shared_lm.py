@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -13,13 +13,18 @@ import lm_eval.api.task
 import torch
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
+from transformers import GenerationConfig
 
-from minimind.inference.lm_eval_tasks import require_settings
+from minimind.errors import UsageError
 from minimind.inference.scores import Shares
 
 BASE: Any = HFLM  # decorators hide the parameters of its methods
 BATCH = 8  # requests
 WHOLE = 2**30  # requests of a batch of lm-eval: all, which are divided here
+
+# Names that lm-eval has for the most tokens of an answer, the first of them wins, and its default.
+ANSWER_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+ANSWER_LIMIT = 256
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of a model that is loaded already
 # Building requests shows a bar, which no argument switches off; `tqdm` is that module's import.
@@ -89,3 +94,32 @@ class SharedLM(BASE):
         with torch.random.fork_rng(devices, device_type=self.device.type):
             torch.manual_seed(seed)
             return super().generate_until(requests, disable_tqdm=True)
+
+
+def require_settings(settings: Mapping[str, Any] | None, positions: int, by: str) -> None:
+    """Raise UsageError for a task whose generation_kwargs do not suit the model or transformers.
+
+    Else a run ends where it is scored for the first time.
+    """
+    settings = settings or {}
+    given = (one for name in ANSWER_LIMITS if (one := settings.get(name)) is not None)
+    most = int(next(given, ANSWER_LIMIT))
+    if most >= positions:
+        raise UsageError(
+            f"{by} generates up to {most} tokens, and the model has {positions} positions; lower"
+            " max_gen_toks of the generation_kwargs in its YAML, or train with a longer"
+            " --max_seq_len"
+        )
+    if settings.get("do_sample") and not float(settings.get("temperature") or 0) > 0:
+        raise UsageError(
+            f"{by} has do_sample, but no temperature above 0, in the generation_kwargs of its YAML;"
+            " add temperature: 1.0, or drop do_sample"
+        )
+    others = {name: one for name, one in settings.items() if name not in ("until", *ANSWER_LIMITS)}
+    unknown = [*others.keys() - vars(GenerationConfig())]
+    if unknown or others.get("num_return_sequences", 1) != 1:  # a question has one answer
+        name = unknown[0] if unknown else "num_return_sequences"
+        raise UsageError(
+            f"{by} has {name} in the generation_kwargs of its YAML, by which no answer can be"
+            " generated; drop it"
+        )
