@@ -98,7 +98,7 @@ def train(
     steps = case.tokens // (rows * ROW) // POINTS * POINTS
     out = place.with_suffix("")
     words = [sys.executable, "-m", "benchmarks.racers", racer, str(data), str(out)]
-    words += ["--model", str(shape), "--rows", "0", "--steps", str(steps), "--judge"]
+    words += ["--model", str(shape), "--rows", str(rows), "--steps", str(steps), "--judge"]
     words += ["--epochs", str(10 * case.epochs)]
     for flag, value in flags.items():
         words += [f"--{flag}", str(value)]
