@@ -274,7 +274,7 @@ class Sample:
 
     @property
     def vocab_size(self) -> int | None:
-        """Of the tokenizer that the text already has."""
+        """Pieces of the tokenizer, None if the run trains one."""
         return None
 
     def bytes_per_token(self, vocab_size: int) -> float:
@@ -609,12 +609,12 @@ def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) ->
     bits = f"{low:.2f} to {high:.2f}: a guide, no law"
     if choice.tokens > 2 * max(tokens):
         bits = f"below {high:.2f}; how far below, no measured run tells"
-    held_out, too_few = text.held_out, TOO_FEW
-    validated = f"{held_out:.2g} of the documents, about {held_out * text.documents:,.0f}"
+    share, is_validated, too_few = text.held_out, text.held_out > 0, TOO_FEW
+    validated = f"{share:.2g} of the documents, about {share * text.documents:,.0f}"
     if text.vocab_size is not None:
-        tokens_held_out = held_out * text.bytes / text.bytes_per_token(choice.vocab_size)
-        held_out = round(tokens_held_out) // (choice.shape.max_seq_len + 1)
-        validated = f"{text.held_out:.2g} of the tokens, {tokens_held_out:,.0f}, as it was prepared"
+        kept = round(share * text.bytes / text.bytes_per_token(choice.vocab_size))
+        is_validated = kept > choice.shape.max_seq_len
+        validated = f"{share:.2g} of the tokens, {kept:,}, as it was prepared"
         too_few = "no row, so the run is not validated: prepare it with a larger --val_fraction"
     limit = f"{choice.limit} allows no larger model"
     if choice.epochs > 0.99 * MOST_EPOCHS:
@@ -624,7 +624,7 @@ def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) ->
         f" {choice.vocab_size:,}",
         "tokens": f"{choice.tokens:,}, {choice.tokens / choice.shape.parameters:.3g} per parameter",
         "epochs": f"{choice.epochs:.3g} of {choice.text_tokens:,} tokens",
-        "held out": validated if held_out else too_few,
+        "held out": validated if is_validated else too_few,
         "steps": f"about {steps:,} of {rows} rows of {choice.shape.max_seq_len} tokens",
         "hours": f"{choice.hours:.2g}, up to {slowest:.2g} ({machine.kind}:"
         f" {choice.tokens_per_second:,.0f} tokens/s)",

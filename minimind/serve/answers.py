@@ -362,13 +362,13 @@ class CompletionAnswer(Answer):
         return self.served.tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text
 
     def offsets(self, index: int, text: Queued) -> Offsets:
-        """Of its tokens that have likelihoods."""
+        """Count offsets for the tokens of a text that have likelihoods."""
         if self.is_prompt_scored:
             return Offsets(self.served)
         return Offsets(self.served, text.prompt[-CONTEXT:], len(self.echoed(index)))
 
     def logprobs(self, text: Queued, first: int, end: int, offsets: Offsets) -> Json | None:
-        """Of the tokens from `first` on up to `end`; `offsets` has taken those before.
+        """Return the log-probabilities of tokens `first` to `end`; `offsets` is at token `first`.
 
         Tokens of a scored prompt come first, and the first of them has none. The token that ends
         the text is the last: lm-eval takes the last one for what was generated.
@@ -431,14 +431,12 @@ class Offsets:
             self._ids.append(token)
             self._bytes += content
             return self._at + len(known) - 1
-        at, end = (self._at + self._width(ids) for ids in (self._ids, [*self._ids, token]))
+        widths = (len(served.tokenizer.decode(ids)) for ids in (self._ids, [*self._ids, token]))
+        at, end = (self._at + width - self._before for width in widths)
         if end > at or not served.is_special(token):  # else it has no text, and splits none
             self._at = end
             self._begin([token])
         return at
-
-    def _width(self, ids: list[int]) -> int:
-        return len(self._served.tokenizer.decode(ids)) - self._before
 
 
 class _CompletionStream(ChoiceStream):

@@ -169,7 +169,7 @@ def test_wide_heads_have_blocks_where_their_kernel_fits(
 
 
 def test_blocks_are_chosen_only_where_the_compiled_kernels_fit(on_a_card: Callable[[int], None]):
-    """By the rows of benchmarks.other_cards, each of one kernel."""
+    """Each recorded row of benchmarks.other_cards is one kernel that fits its card or does not."""
     (path,) = (ROOT / "benchmarks" / "results").glob("other_cards-*.json")
     fits: dict[tuple[str, str, int], bool] = {}
     for row in json.loads(path.read_text())["rows"]:

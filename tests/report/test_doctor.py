@@ -463,7 +463,7 @@ def test_a_trigram_of_a_repeated_text_knows_what_follows():
 
 @pytest.mark.parametrize("limit", ["MOST_HELD_OUT", "MOST_TRAINED"])
 def test_floors_read_so_much_text(trained: Trained, monkeypatch, limit: str):
-    """Of every source the first rows; a large corpus takes no longer, and no more memory."""
+    """Floors read the first rows of every source, so a large corpus takes no longer."""
     prepared = open_prepared(trained.mixed)
     shards, row_tokens = prepared.val, 17
     rows = held_out_rows(shards, 10**6, row_tokens)

@@ -168,7 +168,7 @@ def test_likelihoods_are_those_of_the_model(server: InProcess, chat_model: Path)
 
 @pytest.mark.parametrize("kind", ["BPE", "WordPiece", "byte level", "SentencePiece bytes"])
 def test_offsets_are_those_of_the_decoded_text(tmp_path: Path, kind: str):
-    """Of lone bytes, special tokens and characters in parts, whichever way a tokenizer decodes."""
+    """Tokens are lone bytes, special ones and parts of characters, for every kind of tokenizer."""
     tokenizer = load_tokenizer(written(kind, tmp_path))
     served = served_model(ANY_MODEL, tokenizer, None)
     numbers = [*range(tokenizer.vocab_size)]
