@@ -103,8 +103,8 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     elif faults := plain_faults(run):
         raise fault_error(faults)
     batch = ""
-    if "batch_size" in flags_with_rules(run, optimizer):
-        run, batch = _with_batch(run, machine, device, text)
+    if names := flags_with_rules(run, optimizer):
+        run, batch = _with_rules(run, names, machine, device, text)
     if run.stages:
         vocabulary += f"{_stages(run, machine.gpus)}\n\n"
     text = f"{vocabulary}{plan_text(run, machine.gpus, config, machine, device)}{batch}"
@@ -119,10 +119,14 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     return f"{text}\n\n{_advice(run, current, machine, path, document)}"
 
 
-def _with_batch(
-    run: RunConfig, machine: Machine, device: str, text: Mapping[str, Any] | None
+def _with_rules(
+    run: RunConfig,
+    names: Sequence[str],
+    machine: Machine,
+    device: str,
+    text: Mapping[str, Any] | None,
 ) -> tuple[RunConfig, str]:
-    """The run with the rows of a step that the start decides, and a paragraph about them.
+    """The run with the numbers that the start decides, and a paragraph about its batch.
 
     Where the text that decides them is not known, the run has the largest micro-batch of the rules.
     """
@@ -130,6 +134,8 @@ def _with_batch(
     if text is None and needs_text(run):
         limited = replace(run, epochs=None)
         if machine.tokens is None or not needs_text(limited):
+            if "batch_size" not in names:
+                return run, ""
             values: dict[str, int] = {}
             if not run.is_explicit("accumulation_steps"):
                 values = largest_micro_batch(run, machine.gpus, device)
@@ -142,7 +148,7 @@ def _with_batch(
         limited = replace(limited, max_tokens=machine.tokens)
     values, work = values_by_rules(
         limited,
-        ["batch_size"],
+        names,
         machine.gpus,
         device,
         None if text is None else text["sources"],
@@ -150,6 +156,8 @@ def _with_batch(
         lambda tokens: budget_steps(limited, tokens, shape.parameters, flops_per_token(shape)),
     )
     run = run.with_values(f"{AUTO}: as the start", **values)
+    if "batch_size" not in names:
+        return run, ""
     return run, (
         f"\n\nauto: --batch_size {run.batch_size} --accumulation_steps {run.accumulation_steps}, by"
         f" the rule for {work.tokens:,} tokens"

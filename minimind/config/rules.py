@@ -89,16 +89,27 @@ def smallest_step(run: RunConfig, world_size: int) -> int:
     return run.parallel(world_size).data_size * micro_batches
 
 
-def batch_values(run: RunConfig, world_size: int, rows: int, device: str) -> dict[str, int]:
-    """--batch_size for `rows` of a step, and --accumulation_steps unless that is given.
+def _most_rows_at_once(run: RunConfig, device: str) -> int:
+    """Rows of the largest micro-batch of a process by the rule."""
+    return max(1, MICRO_BATCH_TOKENS.get(device, GPU_TOKENS) // run.max_seq_len)
 
-    A run of stages takes them at once, since a stage may have a batch of its own.
-    """
+
+def _has_batches_of_stages(run: RunConfig) -> bool:
+    """Whether a stage has a batch of its own, which --accumulation_steps would multiply, too."""
+    if run.stages is None:
+        return False
+    from minimind.config.stages import read_stages
+
+    return any(stage.batch_size for stage in read_stages(run.stages).stages)
+
+
+def batch_values(run: RunConfig, world_size: int, rows: int, device: str) -> dict[str, int]:
+    """--batch_size for `rows` of a step, and --accumulation_steps unless that is given."""
     data_size = run.parallel(world_size).data_size
     each = rows // data_size
     micro_batches, values = run.accumulation_steps, {}
-    if not run.is_explicit("accumulation_steps") and run.stages is None:
-        most = max(1, MICRO_BATCH_TOKENS.get(device, GPU_TOKENS) // run.max_seq_len)
+    if not run.is_explicit("accumulation_steps") and not _has_batches_of_stages(run):
+        most = _most_rows_at_once(run, device)
         micro_batches = next(n for n in range(1, each + 1) if not each % n and each // n <= most)
         values["accumulation_steps"] = micro_batches
     micro_batch = each // micro_batches
@@ -107,8 +118,7 @@ def batch_values(run: RunConfig, world_size: int, rows: int, device: str) -> dic
 
 def largest_micro_batch(run: RunConfig, world_size: int, device: str) -> dict[str, int]:
     """--batch_size of the largest micro-batch of `batch_values`, which is a power of two."""
-    most = max(1, MICRO_BATCH_TOKENS.get(device, GPU_TOKENS) // run.max_seq_len)
-    rows = 2 ** (most.bit_length() - 1) * (
+    rows = 2 ** (_most_rows_at_once(run, device).bit_length() - 1) * (
         run.parallel(world_size).data_size if run.split_batches else 1
     )
     return {"batch_size": rows}
@@ -123,13 +133,16 @@ def mean_epochs(
     `sizes` the tokens of each source.
     """
     total = sum(tokens for tokens, _ in reads)
+    if not total:
+        return 0.0
     if all(weights is None for _, weights in reads):
         return total / max(1, sum(sizes.values()))
     of_source = dict.fromkeys(sizes, 0.0)
     for tokens, weights in reads:
         shares = sizes if weights is None else weights
+        whole = sum(shares.values()) or 1  # the start refuses a text without a row
         for name in shares.keys() & sizes:  # the start refuses another name
-            of_source[name] += tokens * shares[name] / sum(shares.values())
+            of_source[name] += tokens * shares[name] / whole
     return sum(read / total * read / max(1, sizes[name]) for name, read in of_source.items())
 
 
@@ -178,6 +191,8 @@ def values_by_rules(
         rows = unit if run.max_steps is None else unit * run.batch_size
         rows = min(rows, max(unit, of_text))
         most = min(of_text, length(rows) * rows)
+        if not run.is_explicit("accumulation_steps") and _has_batches_of_stages(run):
+            most = min(most, _most_rows_at_once(run, device) * unit)  # one micro-batch each
         rows = suited_rows(unit, run.max_seq_len, length(rows) * rows * run.max_seq_len, most)
         values = batch_values(run, world_size, rows, device)
     else:

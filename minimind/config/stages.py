@@ -242,14 +242,23 @@ def plan_stages(
     `budgets` are the tokens of the run by flag, as `budget_steps` has them of steps of one token.
     Raise UsageError if stages, length and schedule do not fit.
     """
-    file = read_stages(run.stages or "")
+    file = require_stages(run)
     stages = lay_out(file, run, world_size, min(budgets.values()) if budgets else None)
     total, decay_from = stages[-1].steps.stop, None
     if file.decay_from is not None:
-        _require_decay(file, run)
         decay_from = next(one.steps.start for one in stages if one.name == file.decay_from)
     limits = dict.fromkeys(budgets, total)
     return file, stages, plan_schedule(run, total, limits, decay_from)
+
+
+def require_stages(run: RunConfig) -> StagesFile:
+    """Return the file of --stages; raise UsageError for what does not depend on steps."""
+    file = read_stages(run.stages or "")
+    for text in file.stages:
+        _run_of(text, run, file.path)
+    if file.decay_from is not None:
+        _require_decay(file, run)
+    return file
 
 
 def _require_decay(file: StagesFile, run: RunConfig) -> None:

@@ -15,8 +15,10 @@ from minimind.config.flags import AUTO
 from minimind.config.parse import convert
 from minimind.config.rules import (
     BY_EPOCHS,
+    Workload,
     batch_values,
     flags_with_rules,
+    needs_text,
     smallest_step,
     values_by_rules,
 )
@@ -36,12 +38,25 @@ def with_auto_values(
     """Return the run of `setup` with numbers for the flags that are "auto" in `known`.
 
     `known` has what files and text decide. The numbers are those of the checkpoint from which the
-    run resumes, else those of the rules, else the plain ones of the flags. What is decided by
-    epochs stays open without `sources`, those of the manifest of the text.
+    run resumes, else those of the rules, else the plain ones of the flags. What the text decides
+    stays open without `sources`, those of its manifest.
     """
     world_size, decided = setup.launch.world_size, known.open_flags
     values: dict[str, Any] = {}
-    source = AUTO
+    by_rule: dict[str, Any] = {}
+    source = source_of_rule = AUTO
+
+    def by_rules(run: RunConfig, names: Sequence[str]) -> tuple[dict[str, Any], Workload]:
+        return values_by_rules(
+            run,
+            names,
+            world_size,
+            setup.device,
+            sources,
+            model.parameters(run),
+            lambda tokens: run_budgets(run, tokens, model),
+        )
+
     if saved := _checkpoint_to_resume(known):
         place, manifest = saved
         source = f"{AUTO}: as in {place.rpartition('/')[2]}"
@@ -54,22 +69,28 @@ def with_auto_values(
             )
         if rows:
             values |= batch_values(known, world_size, rows, setup.device)
+        if "warmup_steps" in values and not (sources is None and needs_text(known)):
+            shorter, work = by_rules(known.with_values(source, **values), ["warmup_steps"])
+            if values["warmup_steps"] > work.steps:  # the run has become shorter
+                del values["warmup_steps"]
+                if "warmup_steps" in flags_with_rules(known, optimizer):
+                    by_rule, source_of_rule = shorter, _source_of_rule(work)
+    elif sources is None and needs_text(known):
+        return setup.run
     elif names := flags_with_rules(known, optimizer):
         if sources is None:
             decided = [name for name in decided if name not in BY_EPOCHS]
-        values, work = values_by_rules(
-            known,
-            names,
-            world_size,
-            setup.device,
-            sources,
-            model.parameters(known),
-            lambda tokens: run_budgets(known, tokens, model),
-        )
-        several = f", {work.epochs:.3g} epochs" if work.epochs > 1 else ""
-        source = f"{AUTO}: {size(work.parameters)} parameters, {size(work.tokens)} tokens{several}"
-    plain = {name: getattr(known, name) for name in decided if name not in values}
-    return setup.run.with_values("default", **plain).with_values(source, **values)
+        by_rule, work = by_rules(known, names)
+        source_of_rule = _source_of_rule(work)
+    found = {**values, **by_rule}
+    plain = {name: getattr(known, name) for name in decided if name not in found}
+    run = setup.run.with_values("default", **plain).with_values(source, **values)
+    return run.with_values(source_of_rule, **by_rule)
+
+
+def _source_of_rule(work: Workload) -> str:
+    several = f", {work.epochs:.3g} epochs" if work.epochs > 1 else ""
+    return f"{AUTO}: {size(work.parameters)} parameters, {size(work.tokens)} tokens{several}"
 
 
 def _checkpoint_to_resume(run: RunConfig) -> tuple[str, dict[str, Any]] | None:

@@ -207,8 +207,31 @@ def plan_data_and_schedule(
     """Return the row order and the schedule; raise DataError if there is too little text."""
     if run.stages:
         return _plan_stages(run, prepared, world_size, model)
+    row_tokens = run.max_seq_len + 1
+    n_rows, left_out = prepared.train.rows(row_tokens), _rows_left_out(run, prepared)
+    n_read = n_rows - count_rows(left_out)
+    if isinstance(prepared.train, ConversationShards):
+        _check_enough_answers(run, world_size, prepared.train, n_read)
+    rows_per_step = check_enough_rows(run, world_size, len(prepared.train), n_read)
+    sizes = prepared.train.sizes(row_tokens)
+    mixture = plan_mixture(run, prepared.manifest["sources"], sizes, left_out)
+    order = Order(n_rows, rows_per_step, run.seed, mixture=mixture, left_out=left_out)
+    tokens_per_step = rows_per_step * run.max_seq_len
+    budgets = run_budgets(with_prepared(run, prepared), tokens_per_step, model)
+    return order, plan_schedule(run, order.steps_per_epoch, budgets)
+
+
+def plan_mixture(
+    run: RunConfig,
+    sources: Sequence[Mapping[str, Any]],
+    sizes: tuple[int, ...],
+    left_out: Ranges = (),
+) -> Mixture | None:
+    """Return the mixture of the sources of a manifest, None without weights.
+
+    `sizes` has their rows. Raise DataError if a source has no row or gives none.
+    """
     row_tokens, paths = run.max_seq_len + 1, " ".join(text_names(run))
-    sources, sizes = prepared.manifest["sources"], prepared.train.sizes(row_tokens)
     for size, source in zip(sizes, sources, strict=True):
         if not size and len(sizes) > 1:
             raise DataError(
@@ -216,24 +239,15 @@ def plan_data_and_schedule(
                 f" tokens, fewer than a row of {row_tokens}; add text to it, leave it out, or lower"
                 " --max_seq_len"
             )
-    n_rows, left_out = prepared.train.rows(row_tokens), _rows_left_out(run, prepared)
-    n_read = n_rows - count_rows(left_out)
-    if isinstance(prepared.train, ConversationShards):
-        _check_enough_answers(run, world_size, prepared.train, n_read)
-    rows_per_step = check_enough_rows(run, world_size, len(prepared.train), n_read)
+    weights = [source["weight"] for source in sources]
     try:
-        weights = prepared.train.weights
-        mixture = None if weights is None else Mixture(sizes, weights, left_out)
+        return None if None in weights else Mixture(sizes, tuple(weights), left_out)
     except ValueError as error:
         names = ", ".join(source["name"] for source in sources)
         raise DataError(
             f"{paths}: {error} (of the sources {names}, counted from 0, in rows of {row_tokens}"
             " tokens); change its weight, or leave that source out"
         ) from error
-    order = Order(n_rows, rows_per_step, run.seed, mixture=mixture, left_out=left_out)
-    tokens_per_step = rows_per_step * run.max_seq_len
-    budgets = run_budgets(with_prepared(run, prepared), tokens_per_step, model)
-    return order, plan_schedule(run, order.steps_per_epoch, budgets)
 
 
 def _rows_left_out(run: RunConfig, prepared: Prepared) -> Ranges:

@@ -135,17 +135,20 @@ def traced_steps(run: RunConfig) -> tuple[int, int] | None:
     return first, last
 
 
-def require_stages(run: RunConfig, world_size: int) -> None:
-    """Raise UsageError if the stages do not fit the length of the run, where it is known already.
+def require_fitting_stages(run: RunConfig, world_size: int) -> None:
+    """Raise UsageError for a mistake in --stages that can be seen before the text is read.
 
-    With --tokens_per_param the vocabulary of the text decides it, which may not be known.
+    With --tokens_per_param the vocabulary of the text decides the length of the run, and where
+    --batch_size is "auto" its text or checkpoint decides the steps.
     """
-    if run.stages is None or run.tokens_per_param is not None:
+    if run.stages is None:
         return
-    from minimind.config.stages import plan_stages
+    from minimind.config.stages import plan_stages, require_stages
 
-    least = {"batch_size": 1, "warmup_steps": 0}  # that the text may decide
-    run = replace(run, **{name: least[name] for name in run.open_flags if name in least})
+    if run.tokens_per_param is not None or "batch_size" in run.open_flags:
+        require_stages(run)
+        return
+    run = replace(run, warmup_steps=0) if "warmup_steps" in run.open_flags else run
     plan_stages(run, world_size, budget_steps(run, 1, 1, 1))
 
 

@@ -69,8 +69,8 @@ from minimind.train.optional import (
     build_spike_guard,
     build_trace,
     open_trackers,
+    require_fitting_stages,
     require_place_of_mirror,
-    require_stages,
     require_tasks,
     require_traceable,
     traced_steps,
@@ -112,7 +112,7 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     read_sample_prompts(run)
     traced_steps(run)
     require_tasks(run)
-    require_stages(run, launch.world_size)
+    require_fitting_stages(run, launch.world_size)
     out_dir = Path(run.out_dir)
     tokenizer = run.tokenizer if keeps_tokenizer(run) else None
     if run.dry_run:

@@ -23,7 +23,6 @@ from minimind.config.deepspeed.backend_choice import Setup, dry_run_notices
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import leaves
 from minimind.config.flags import AUTO, is_auto
-from minimind.config.rules import needs_text
 from minimind.config.run_config import FLAGS, RULED, RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared
@@ -51,6 +50,7 @@ from minimind.train.auto_values import with_auto_values
 from minimind.train.build import (
     check_enough_rows,
     place_of,
+    plan_mixture,
     prepared_folder,
     run_budgets,
     text_names,
@@ -232,14 +232,17 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         tokens = manifest["splits"]["train"]["tokens"]
         n_rows = tokens // row_tokens  # several sources may have a few rows fewer
     run = with_derived_values(with_tokenizer(resolved.run), by, derived)
-    if run.open_flags and (folder or not needs_text(run)):
+    if run.open_flags:
         sources = None if manifest is None else manifest["sources"]
         decided = with_auto_values(setup, run, resolved.optimizer, sources, model)
         setup = replace(setup, run=decided)
         resolved = setup.resolve()
         run = with_derived_values(with_tokenizer(resolved.run), by, derived)
-    if n_rows is not None and not run.stages:
+    if manifest is not None and n_rows is not None and not run.stages:
         check_enough_rows(run, world_size, tokens, n_rows)
+        if run.task == "pretrain":
+            sizes = tuple(one["tokens"]["train"] // row_tokens for one in manifest["sources"])
+            plan_mixture(run, manifest["sources"], sizes)
     if urls := [path for path in run.data_path if is_url(path)]:
         tables.append(f"data: what {' '.join(map(masked, urls))} holds is looked at by the start")
     tables.insert(0, f"flags:\n{flags_table(run)}")

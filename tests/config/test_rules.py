@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from minimind.config.rules import (
     suited_rows,
     suited_values,
     tokens_per_step,
+    values_by_rules,
 )
 from minimind.config.run_config import RULED, RunConfig
 from minimind.errors import UsageError
@@ -113,6 +115,24 @@ def test_micro_batches_of_all_processes_are_the_rows(processes: int, split: str,
             assert run.rows_per_step(processes) == rows
             each = run.micro_batch_rows(processes)
             assert each * length <= MICRO_BATCH_TOKENS[device] or each == 1
+
+
+@pytest.mark.parametrize("stage", ["{until: 50%}", "{until: 50%, batch_size: 3}"])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_micro_batches_of_stages_are_no_larger(tmp_path: Path, processes: int, stage: str):
+    (tmp_path / "s.yaml").write_text(f"stages: [{stage}, {{name: b}}]\n")
+    run = parse(f"--max_seq_len 512 --max_tokens 2e9 --stages {tmp_path / 's.yaml'}")
+
+    def budgets(tokens: int) -> dict[str, int]:
+        return {"max_tokens": int(2e9) // tokens}
+
+    values, _ = values_by_rules(run, ["batch_size"], processes, "cuda", None, 10**7, budgets)
+    run = run.with_values("auto: ", **values)
+    assert run.micro_batch_rows(processes) == 16
+    if "batch_size" in stage:
+        assert "accumulation_steps" not in values
+    else:
+        assert run.rows_per_step(processes) == suited_rows(processes, 512, 2 * 10**9, 10**9)
 
 
 def test_accumulation_that_is_given_is_kept():

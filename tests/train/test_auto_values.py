@@ -240,6 +240,83 @@ def test_the_warm_up_ends_before_the_decay_of_a_stage(places, tmp_path):
     assert configuration(tmp_path / "out")["warmup_steps"] == 1
 
 
+def test_a_run_that_becomes_shorter_than_its_warm_up_is_another_run(places, tmp_path):
+    flags = {**places, "out_dir": str(tmp_path / "out")}
+    assert train(flags, max_steps=100, stop_at_step=4) == 75
+    assert configuration(tmp_path / "out")["warmup_steps"] == 30
+    with pytest.raises(CheckpointError, match=r"(?s)total_steps.*warmup_steps"):
+        train(flags, max_steps=20)
+    assert train(flags, max_steps=20, allow_change="schedule,lr", stop_at_step=5) == 75
+    assert configuration(tmp_path / "out")["warmup_steps"] == 6
+    text = (tmp_path / "out" / "config.yaml").read_text().split("warmup_steps: ")[1]
+    assert "parameters, " in text.split("\n")[0]
+
+
+@pytest.mark.parametrize("more", [{"max_steps": 20}, {"max_steps": 39, "max_tokens": 8960}])
+def test_stages_are_laid_out_in_the_steps_of_the_rule(places, tmp_path, more):
+    """With one row a step, stage b would begin after the end, or the steps contradict."""
+    stages = tmp_path / "stages.yaml"
+    stages.write_text("stages: [{until: 1024, max_seq_len: 16}, {name: b}]\n")
+    flags = {**places, "out_dir": str(tmp_path / "out"), "stages": str(stages), **more}
+    assert train(flags, stop_at_step=10, batch_size=8) == 75
+    assert train(flags, stop_at_step=12) == 75
+    assert configuration(tmp_path / "out")["batch_size"] == 8
+
+
+def test_a_dry_run_on_text_that_is_not_prepared_has_the_numbers_of_its_checkpoint(
+    places, tmp_path, capsys
+):
+    flags = {**places, "out_dir": str(tmp_path / "out"), "max_steps": None, "epochs": 1}
+    assert train(flags, stop_at_step=4, batch_size=2, learning_rate=0.003) == 75
+    capsys.readouterr()
+    found = dry_run(capsys, **flags)
+    assert (found["batch_size"], found["learning_rate"]) == ("2", "0.003")
+    shown = dry_run(capsys, **{**flags, "out_dir": str(tmp_path / "new")})
+    assert shown["batch_size"] == "auto"
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("limit", [{"max_steps": 8}, {"max_tokens": 10**6}])
+def test_a_weighted_source_without_a_row_is_refused(prepared, tmp_path, staged, limit):
+    flags = {**FLAGS, "source": [f"a={prepared}:1"], "max_steps": None, **limit}
+    if staged:
+        flags["stages"] = str(tmp_path / "stages.yaml")
+        (tmp_path / "stages.yaml").write_text(
+            "stages: [{until: 50%, weights: {a: 1}}, {name: b}]\n"
+        )
+    flags |= {"out_dir": str(tmp_path / "out"), "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises((DataError, UsageError), match=r"no whole step|fewer than|no row"):
+        train(flags, max_seq_len=10**6, dry_run=True)
+
+
+def test_a_dry_run_refuses_the_sources_that_the_start_refuses(prepared, tmp_path):
+    short = tmp_path / "short.jsonl"
+    short.write_text(json.dumps({"text": "a few words"}) + "\n")
+    out = tmp_path / "short"
+    command = ["prepare", str(short), "--tokenizer", str(prepared / "tokenizer")]
+    assert minimind([*command, "--out", str(out)]) == 0
+    flags = {**FLAGS, "out_dir": str(tmp_path / "out"), "cache_dir": str(tmp_path / "cache")}
+    flags["source"] = [f"long={prepared}:1", f"short={out}:1"]
+    for is_dry in (True, False):
+        with pytest.raises(DataError, match=r"source short has .* fewer than a row of 33"):
+            train(flags, dry_run=is_dry)
+
+
+def test_a_plan_of_stages_has_the_rate_of_the_run(prepared, tmp_path, capsys):
+    stages = tmp_path / "stages.yaml"
+    stages.write_text("stages: [{until: 50%}, {name: b}]\n")
+    flags = {**FLAGS, "data_path": [str(prepared)], "stages": str(stages), "schedule": "wsd"}
+    flags |= {"out_dir": str(tmp_path / "out"), "max_steps": 40, "eval_rows": 0}
+    assert train(flags, dry_run=True) == 0
+    rate = next(one for one in capsys.readouterr().out.splitlines() if "rate: wsd" in one)
+    line = " ".join(f"--{name} {value}" for name, value in {**flags, "data_path": prepared}.items())
+    for given in ("", " --batch_size 4"):
+        assert minimind(["plan", *(line + given).split()]) == 0
+        shown = capsys.readouterr().out
+        assert "12 steps of warm-up" not in rate or "12 steps of warm-up" in shown
+        assert given or rate.strip() in shown
+
+
 def test_a_value_equal_to_the_plain_number_is_shown(places, tmp_path, capsys):
     numbers = {"learning_rate": 5e-4, "batch_size": 8}
     assert train(places, out_dir=str(tmp_path / "out"), **numbers) == 0
