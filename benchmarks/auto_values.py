@@ -51,7 +51,7 @@ class Case:
     @property
     def rows(self) -> int:
         """Rows of a step by the rule."""
-        return suited_rows(1, ROW, self.tokens, 64)
+        return suited_rows(1, ROW, self.tokens, 64, "AdamW")
 
 
 CASES = (

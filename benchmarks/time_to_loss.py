@@ -150,7 +150,8 @@ class Race:
         while missing := [name for name in names if name not in settled]:
             for name, pace in self.pace(missing, rows).items():
                 tokens = steps_in(minutes, pace) * rows[name] * length
-                by_rule = suited_rows(1, length, tokens, 64)
+                optimizer = "Muon" if name == RECIPE else "AdamW"
+                by_rule = suited_rows(1, length, tokens, 64, optimizer)
                 if by_rule == rows[name]:
                     settled[name] = {**pace, "rows": by_rule}
                 rows[name] = by_rule

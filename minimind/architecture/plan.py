@@ -104,7 +104,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
         raise fault_error(faults)
     batch = ""
     if names := flags_with_rules(run, optimizer):
-        run, batch = _with_rules(run, names, machine, device, text)
+        run, batch = _with_rules(run, names, optimizer, machine, device, text)
     if run.stages:
         vocabulary += f"{_stages(run, machine.gpus)}\n\n"
     text = f"{vocabulary}{plan_text(run, machine.gpus, config, machine, device)}{batch}"
@@ -122,6 +122,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
 def _with_rules(
     run: RunConfig,
     names: Sequence[str],
+    optimizer: str,
     machine: Machine,
     device: str,
     text: Mapping[str, Any] | None,
@@ -149,6 +150,7 @@ def _with_rules(
     values, work = values_by_rules(
         limited,
         names,
+        optimizer,
         machine.gpus,
         device,
         None if text is None else text["sources"],

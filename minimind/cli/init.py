@@ -507,7 +507,7 @@ def speed_by_steps(size: Size, seconds: float, processes: int, one: float, most:
     while True:
         speed = processes * rows * length / (one + (rows - 1) * per_row)
         tokens = int(speed * seconds)
-        suited = suited_rows(processes, length, tokens, tokens // length) // processes
+        suited = suited_rows(processes, length, tokens, tokens // length, "Muon") // processes
         if suited >= rows or rows == 1:
             return speed
         rows = suited
@@ -522,7 +522,8 @@ def steps_of(choice: Choice, machine: Machine) -> tuple[int, int]:
     from minimind.config.rules import suited_rows
 
     length = choice.shape.max_seq_len
-    rows = suited_rows(machine.processes, length, choice.tokens, choice.tokens // length)
+    most = choice.tokens // length
+    rows = suited_rows(machine.processes, length, choice.tokens, most, "Muon")
     return choice.tokens // (rows * length), rows
 
 

@@ -18,6 +18,8 @@ from minimind.config.schedule import planned_decay, run_length
 
 # Ends of the runs that the rules are fitted to, beyond which the numbers stay as they are.
 FEWEST_PARAMETERS, FEWEST_TOKENS, MOST_EPOCHS = 278_976, 2**18, 12.0
+# Muon's updates gain more from a larger batch, and take longer than AdamW's.
+BATCH_FACTORS = {"AdamW": 0.4, "Adam": 0.4, "Muon": 0.8}
 HIGHEST_RATE = 6e-3  # above it, small models became unstable
 # Tokens of a micro-batch, above which a process accumulates: larger ones are slower on a CPU.
 GPU_TOKENS = 8192
@@ -34,9 +36,9 @@ class Workload:
     steps: int  # in which the rate may warm up: those before a decay of wsd
 
 
-def tokens_per_step(tokens: float) -> float:
+def tokens_per_step(tokens: float, optimizer: str) -> float:
     """Tokens of a step, of which rows are the nearest power of two for each process."""
-    return 0.4 * max(tokens, FEWEST_TOKENS) ** 0.571
+    return BATCH_FACTORS[optimizer] * max(tokens, FEWEST_TOKENS) ** 0.571
 
 
 def learning_rate(work: Workload) -> float:
@@ -75,10 +77,10 @@ def flags_with_rules(run: RunConfig, optimizer: str) -> list[str]:
     return [name for name in run.open_flags if name in OF_OPTIMIZER.get(optimizer, ())]
 
 
-def suited_rows(unit: int, row_tokens: int, tokens: float, most: int) -> int:
+def suited_rows(unit: int, row_tokens: int, tokens: float, most: int, optimizer: str) -> int:
     """Rows of a step for a run of so many tokens: `unit` times a power of two, at most `most`."""
-    rows = unit
-    while 2 * rows <= most and 2 * rows * row_tokens < math.sqrt(2) * tokens_per_step(tokens):
+    rows, suited = unit, tokens_per_step(tokens, optimizer)
+    while 2 * rows <= most and 2 * rows * row_tokens < math.sqrt(2) * suited:
         rows *= 2
     return rows
 
@@ -161,6 +163,7 @@ def needs_text(run: RunConfig) -> bool:
 def values_by_rules(
     run: RunConfig,
     names: Collection[str],
+    optimizer: str,
     world_size: int,
     device: str,
     sources: Sequence[Mapping[str, Any]] | None,
@@ -193,7 +196,8 @@ def values_by_rules(
         most = min(of_text, length(rows) * rows)
         if not run.is_explicit("accumulation_steps") and _has_batches_of_stages(run):
             most = min(most, _most_rows_at_once(run, device) * unit)  # one micro-batch each
-        rows = suited_rows(unit, run.max_seq_len, length(rows) * rows * run.max_seq_len, most)
+        tokens = length(rows) * rows * run.max_seq_len
+        rows = suited_rows(unit, run.max_seq_len, tokens, most, optimizer)
         values = batch_values(run, world_size, rows, device)
     else:
         rows = run.rows_per_step(world_size)

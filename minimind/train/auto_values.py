@@ -50,6 +50,7 @@ def with_auto_values(
         return values_by_rules(
             run,
             names,
+            optimizer,
             world_size,
             setup.device,
             sources,

@@ -88,19 +88,19 @@ def test_a_train_batch_size_of_the_file_leaves_nothing_of_the_batch_open():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_of_a_step_are_the_power_of_two_nearest_to_the_rule(seed: int):
-    draw = random.Random(seed)
+    draw, optimizer = random.Random(seed), ("AdamW", "Muon")[seed % 2]
     unit, length = draw.randint(1, 12), draw.choice([32, 256, 1024])
     tokens = int(10 ** draw.uniform(4, 10))
-    rows = suited_rows(unit, length, tokens, 10**9)
+    rows = suited_rows(unit, length, tokens, 10**9, optimizer)
     assert math.log2(rows / unit).is_integer()
-    ratio = rows * length / tokens_per_step(tokens)
+    ratio = rows * length / tokens_per_step(tokens, optimizer)
     assert 2**-0.501 <= ratio or rows == unit
     assert ratio <= 2**0.501 or rows == unit
 
 
 def test_rows_are_no_more_than_there_are():
-    assert suited_rows(2, 256, 10**9, 17) == 16
-    assert suited_rows(3, 256, 10**9, 0) == 3
+    assert suited_rows(2, 256, 10**9, 17, "AdamW") == 16
+    assert suited_rows(3, 256, 10**9, 0, "Muon") == 3
 
 
 @pytest.mark.parametrize("device", MICRO_BATCH_TOKENS)
@@ -126,13 +126,17 @@ def test_micro_batches_of_stages_are_no_larger(tmp_path: Path, processes: int, s
     def budgets(tokens: int) -> dict[str, int]:
         return {"max_tokens": int(2e9) // tokens}
 
-    values, _ = values_by_rules(run, ["batch_size"], processes, "cuda", None, 10**7, budgets)
+    values, _ = values_by_rules(
+        run, ["batch_size"], "AdamW", processes, "cuda", None, 10**7, budgets
+    )
     run = run.with_values("auto: ", **values)
     assert run.micro_batch_rows(processes) == 16
     if "batch_size" in stage:
         assert "accumulation_steps" not in values
     else:
-        assert run.rows_per_step(processes) == suited_rows(processes, 512, 2 * 10**9, 10**9)
+        assert run.rows_per_step(processes) == suited_rows(
+            processes, 512, 2 * 10**9, 10**9, "AdamW"
+        )
 
 
 def test_accumulation_that_is_given_is_kept():
