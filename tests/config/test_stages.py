@@ -245,7 +245,7 @@ def test_another_number_of_steps_than_the_budget(tmp_path: Path):
         ({"max_steps": 9, "spike_guard": True}, "spike_guard = True .* goes back and reads other"),
         (
             {"max_steps": 9, "task": "sft", "init_from": "x"},
-            "stages = .* is for text, and --task sft reads conversations",
+            r"stages = .* is for text, and task = sft \(--task\) reads conversations",
         ),
     ],
 )
