@@ -80,9 +80,9 @@ LABEL = 9  # columns of the label before the text
 
 
 def flags_table(run: RunConfig, names: Iterable[str] = FLAGS) -> str:
-    """One line per flag that has a value: name, value, source."""
+    """One line per flag that has a value, or gets one by the start: name, value, source."""
     flags = recorded_flags(run)
-    given = (name for name in names if flags[name] is not None)
+    given = (name for name in names if flags[name] is not None or name in run.open_flags)
     rows = [
         (name, AUTO, RULED[name])  # the start decides it
         if name in run.open_flags
