@@ -106,6 +106,11 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
         return [name for name, source in self.sources.items() if source == AUTO]
 
     @property
+    def has_open_accumulation(self) -> bool:
+        """Whether accumulation_steps follows from a batch that the start decides."""
+        return "batch_size" in self.open_flags and not self.is_explicit("accumulation_steps")
+
+    @property
     def hugging_face(self) -> str | None:
         """PLACE of --model hf:PLACE; None for the built-in decoder."""
         name = self.model or ""

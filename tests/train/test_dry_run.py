@@ -157,6 +157,7 @@ def test_a_scheduler_of_deepspeeds_has_no_invented_length(
     out = dry_run_text(setup, setup.resolve(), MiniMind())
     found = {words[0]: words[1] for words in map(str.split, out.splitlines()) if len(words) > 1}
     assert found["scheduler.params.total_num_steps"] == '"auto"'
+    assert found["accumulation_steps"] == ("1" if has_text else "auto")
     warmup = found["warmup_steps"]
     assert warmup.isdecimal() if has_text else warmup == "auto"
     warmup = warmup if has_text else f'"{warmup}"'

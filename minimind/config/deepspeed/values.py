@@ -383,9 +383,8 @@ def _of_optimizer(name: str) -> Callable[[Facts], Value | None]:
 
 
 def _accumulation(f: Facts) -> Value:
-    run, is_given = f.run, f.run.is_explicit("accumulation_steps")
-    by_batch = "batch_size" in run.open_flags and run.stages is None and not is_given
-    return run.accumulation_steps, f.by("batch_size" if by_batch else "accumulation_steps")
+    by = "batch_size" if f.run.has_open_accumulation else "accumulation_steps"
+    return f.run.accumulation_steps, f.by(by)
 
 
 def _warmup_steps(f: Facts) -> Value:
