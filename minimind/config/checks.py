@@ -39,10 +39,13 @@ class Given:
     @property
     def drop(self) -> str:
         """How to take the value back; a recipe of this package is not changed but copied."""
-        place, _, name = self.source.partition(" ")
-        path = files_by_name(RECIPES).get(name) if place == "--config" else None
-        copied = f"give --config a copy of {path} without {self.name}"
-        return copied if path else f"drop {self.name}"
+        place, _, recipe = self.source.partition(" ")
+        path = files_by_name(RECIPES).get(recipe) if place == "--config" else None
+        if path is None:
+            return f"drop {self.name}"
+        if FLAGS[self.name].metadata.keys() & {"rule", "takes_auto"}:
+            return f"add --{self.name} auto"
+        return f"give --config a copy of {path} without {self.name}"
 
 
 def given(run: RunConfig, name: str) -> Given:

@@ -63,27 +63,29 @@ def resolve(line: str) -> None:
     read_setup(parse_flags(["--device", "cpu", *line.split()]), read_launch({})).resolve()
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
+def test_auto_takes_back_a_value_of_a_recipe(optimizer: str):
+    line = f"--config strong --optimizer {optimizer}"
+    with pytest.raises(UsageError) as caught:
+        resolve(line)
+    for name in ("muon_lr", "muon_scaling"):
+        assert f"; add --{name} auto, or use --optimizer muon" in str(caught.value)
+    resolve(f"{line} --muon_lr auto --muon_scaling auto")
+
+
 @pytest.mark.parametrize(
-    ("line", "names", "way_out"),
+    ("line", "names"),
     [
-        ("--optimizer adamw", ("muon_lr", "muon_scaling"), ", or use --optimizer muon"),
-        ("--optimizer lion", ("muon_lr", "muon_scaling"), ", or use --optimizer muon"),
         (
             "--model hf:{folder}",
             ("tie_word_embeddings", "zero_init_outputs", "embedding_init", "doc_mask"),
-            "",
         ),
-        (
-            "--deepspeed_config {folder}/ds.json",
-            ("optimizer", "muon_lr", "muon_scaling", "learning_rate"),
-            "",
-        ),
+        ("--deepspeed_config {folder}/ds.json --muon_lr auto --muon_scaling auto", ("optimizer",)),
     ],
 )
-def test_a_value_of_a_recipe_is_taken_back_by_a_copy(
-    line: str, names: tuple[str, ...], way_out: str, tmp_path: Path
+def test_a_value_of_a_recipe_that_no_flag_takes_back_is_left_out_of_a_copy(
+    line: str, names: tuple[str, ...], tmp_path: Path
 ):
-    """No flag takes it back: the refusal names the copy, and the copy without it is accepted."""
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     block = {"type": "AdamW", "params": {"lr": 0.003}}
     stage = {"zero_optimization": {"stage": 1}, "optimizer": block}
@@ -93,9 +95,11 @@ def test_a_value_of_a_recipe_is_taken_back_by_a_copy(
         resolve(f"--config strong {line}")
     text = str(caught.value)
     assert "drop" not in text
-    shown = [name for name in names if f"give --config a copy of {STRONG} without {name}" in text]
-    assert {*names} - {*shown} <= {"muon_lr", "muon_scaling"}  # of the block, once it is AdamW's
-    assert f"{shown[0]}{way_out}" in text
+    for name in names:
+        assert f"; give --config a copy of {STRONG} without {name}" in text
+    if "ds.json" in line:
+        assert "says learning_rate = 0.008; add --learning_rate auto, or write" in text
+        line += " --learning_rate auto"
     copy = tmp_path / "mine.yaml"
     lines = STRONG.read_text(encoding="utf-8").splitlines()
     copy.write_text("\n".join(one for one in lines if not one.startswith(names)))

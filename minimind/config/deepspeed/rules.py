@@ -539,12 +539,14 @@ def _muon(f: Facts) -> Iterator[str]:
     """Settings that exclude Muon."""
     if f.run.muon and f["scheduler.type"] is not MISSING:
         yield (
-            f"scheduler sets one learning rate, and {given(f.run, 'optimizer')} has two; remove the"
-            " block, and use --schedule"
+            f"scheduler sets one learning rate, and {given(f.run, 'optimizer')} has two; take a"
+            " file without the block, and use --schedule"
         )
     if f.run.muon and offloads(f.config, "optimizer"):
-        flag = given(f.run, "optimizer")
-        yield f"{ZERO}offload_optimizer is not supported with {flag}; remove it, or use AdamW"
+        yield (
+            f"{ZERO}offload_optimizer is not supported with {given(f.run, 'optimizer')}; take a"
+            " file without it, or use AdamW"
+        )
 
 
 def _mup(f: Facts) -> Iterator[str]:
