@@ -73,7 +73,7 @@ def planned_decay(run: RunConfig, total_steps: int) -> int:
     """Last steps, in which wsd decays; 0 for another schedule."""
     if run.schedule != "wsd":
         return 0
-    fraction = DECAY_FRACTION if run.decay_fraction is None else run.decay_fraction
+    fraction = run.decay_fraction or DECAY_FRACTION
     by_fraction = max(1, int(total_steps * _exact(fraction)))
     return by_fraction if run.decay_steps is None else run.decay_steps
 
@@ -137,11 +137,10 @@ def plan_schedule(
             " run; lower it, or train longer"
         )
     if warmup + decay > total:
+        given = _named(run, "decay_steps", decay)
         if run.decay_steps is None:
-            fraction = DECAY_FRACTION if run.decay_fraction is None else run.decay_fraction
+            fraction = run.decay_fraction or DECAY_FRACTION
             given = f"{_named(run, 'decay_fraction', fraction)}, {decay} steps,"
-        else:
-            given = _named(run, "decay_steps")
         raise UsageError(
             f"{given} and {_named(run, 'warmup_steps', warmup)} are more than the {total} steps of"
             " the whole run; lower one of them, or train longer"
