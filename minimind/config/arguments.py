@@ -290,6 +290,17 @@ def json_variables(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"{text!r} {error}") from error
 
 
+WEIGHTS = "a number from 2**-53 to 2**53"  # of sources; no sum or share of them is infinite or 0
+
+
+def source_weight(text: str) -> float:
+    """Parse the weight of a source, one of WEIGHTS; ValueError for another text."""
+    value = float(text)
+    if not 2**-53 <= value <= 2**53:
+        raise ValueError(text)
+    return value
+
+
 def iso_date(text: str) -> str:
     """Return the date as YYYY-MM-DD; raise if the text is none."""
     try:

@@ -14,7 +14,7 @@ from typing import Any
 from minimind.config.arguments import is_utf8, template_variables, utf8_fault
 from minimind.config.flags import OF_EXPERTS, SHAPE, TRACKERS, VAL_LOSS
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.run_config import FLAGS, RECIPES, RunConfig, files_by_name
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.urls import ON_THE_HUB, begins_as_url, masked
 
@@ -36,6 +36,17 @@ class Given:
     def __format__(self, spec: str) -> str:
         return f"{self.name} = {self.value:{spec}} ({self.source})"
 
+    @property
+    def drop(self) -> str:
+        """How to take the value back; a recipe of this package is not changed but copied."""
+        place, _, recipe = self.source.partition(" ")
+        path = files_by_name(RECIPES).get(recipe) if place == "--config" else None
+        if path is None:
+            return f"drop {self.name}"
+        if FLAGS[self.name].metadata.keys() & {"rule", "takes_auto"}:
+            return f"add --{self.name} auto"
+        return f"give --config a copy of {path} without {self.name}"
+
 
 def given(run: RunConfig, name: str) -> Given:
     """A flag with its value and source."""
@@ -47,7 +58,8 @@ class Rule:
     """Flags that exclude one another.
 
     In the sentence `{name}` is a flag as `name = value (source)`, of which `{name.value}` and
-    `{name.source}` are parts. Other names are values that `when` returns in place of true.
+    `{name.source}` are parts, and `{name.drop}` is how to take it back. Other names are values
+    that `when` returns in place of true.
     """
 
     when: Callable[[RunConfig], object]
@@ -78,7 +90,7 @@ def _each(
 ) -> list[Rule]:
     """A rule for each of these flags, which `{flag}` in the sentence is."""
     return [
-        Rule(lambda run, name=name: when(run, name), sentence.replace("{flag}", f"{{{name}}}"))
+        Rule(lambda run, name=name: when(run, name), sentence.replace("{flag", f"{{{name}"))
         for name in names
     ]
 
@@ -149,10 +161,13 @@ def _model(run: RunConfig) -> Iterator[str]:
 
 
 # A model of transformers: config.json decides these flags, or the model does not support them.
-_ONLY_BUILT_IN = (
-    " is only for the built-in decoder, and --model {model.value} is a model of transformers;"
-    " drop it"
-)
+def _only_built_in(name: str) -> str:
+    return (
+        f"{{{name}}} is only for the built-in decoder, and --model {{model.value}} is a model of"
+        f" transformers; {{{name}.drop}}"
+    )
+
+
 HUGGING_FACE_RULES: tuple[Rule, ...] = (
     Rule(
         lambda run: (
@@ -168,15 +183,15 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
     *_each(
         (name for name in SHAPE if name not in ("max_seq_len", "vocab_size")),
         lambda run, name: run.is_explicit(name),
-        "{flag} beside --model {model.value}, whose config.json decides the shape; drop it, or"
-        " write it there",
+        "{flag} beside --model {model.value}, whose config.json decides the shape; {flag.drop},"
+        " or write it there",
     ),
-    Rule(lambda run: run.mup_base_dim is not None, "{mup_base_dim}" + _ONLY_BUILT_IN),
-    Rule(lambda run: run.zero_init_outputs, "{zero_init_outputs}" + _ONLY_BUILT_IN),
-    Rule(lambda run: run.embedding_init == "bigrams", "{embedding_init}" + _ONLY_BUILT_IN),
-    Rule(lambda run: run.sequence_parallel > 1, "{sequence_parallel}" + _ONLY_BUILT_IN),
-    Rule(lambda run: run.doc_mask, "{doc_mask}" + _ONLY_BUILT_IN),
-    Rule(lambda run: run.loss == "chunked", "{loss}" + _ONLY_BUILT_IN),
+    Rule(lambda run: run.mup_base_dim is not None, _only_built_in("mup_base_dim")),
+    Rule(lambda run: run.zero_init_outputs, _only_built_in("zero_init_outputs")),
+    Rule(lambda run: run.embedding_init == "bigrams", _only_built_in("embedding_init")),
+    Rule(lambda run: run.sequence_parallel > 1, _only_built_in("sequence_parallel")),
+    Rule(lambda run: run.doc_mask, _only_built_in("doc_mask")),
+    Rule(lambda run: run.loss == "chunked", _only_built_in("loss")),
 )
 _NOT_DIVIDED = " is not supported with {sequence_parallel}; drop one of them"
 DECODER_RULES: tuple[Rule, ...] = (
@@ -187,7 +202,8 @@ DECODER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda run: run.embedding_init == "bigrams" and run.tie_word_embeddings,
-        "{embedding_init} needs a head of its own; add --no-tie_word_embeddings",
+        "{embedding_init} needs a head of its own, and {tie_word_embeddings} shares it; add"
+        " --no-tie_word_embeddings, or --embedding_init random",
     ),
     Rule(
         lambda run: run.embedding_init == "bigrams" and run.mup_base_dim is not None,
@@ -385,7 +401,7 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     *_each(
         ("source", "stages"),
         lambda run, name: getattr(run, name) and run.task == "sft",
-        "{flag} is for text, and --task sft reads conversations; drop one of them",
+        "{flag} is for text, and {task} reads conversations; {flag.drop}, or add --task pretrain",
     ),
     *_unread("--task sft", lambda run: run.task == "sft", *CHATS),
     Rule(

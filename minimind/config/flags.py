@@ -598,9 +598,15 @@ class OptimizerFlags:
         None,
         "optimizer",
         above=0.0,
+        takes_auto=True,
     )
     muon_momentum: float | None = flag(
-        "momentum of Muon (default 0.95)", None, "optimizer", at_least=0.0, below=1.0
+        "momentum of Muon (default 0.95)",
+        None,
+        "optimizer",
+        at_least=0.0,
+        below=1.0,
+        takes_auto=True,
     )
     muon_scaling: str | None = flag(
         "factor of Muon's rate for a matrix of A rows and B columns: sqrt(max(1, A / B)) (original,"
@@ -608,12 +614,14 @@ class OptimizerFlags:
         None,
         "optimizer",
         choices=("original", "match_rms_adamw"),
+        takes_auto=True,
     )
     muon_steps: int | None = flag(
         "Newton-Schulz iterations by which Muon orthogonalizes an update (default 5)",
         None,
         "optimizer",
         at_least=1,
+        takes_auto=True,
     )
     muon_coefficients: str | None = flag(
         "polynomials of these iterations: quintic, the same in each, leaves singular values between"
@@ -622,6 +630,7 @@ class OptimizerFlags:
         None,
         "optimizer",
         choices=tuple(NEWTON_SCHULZ),
+        takes_auto=True,
     )
     cautious_weight_decay: bool = flag(
         "with Muon, also for its weights of AdamW: decay only where the update, too, makes a weight"

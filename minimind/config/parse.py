@@ -29,9 +29,11 @@ from minimind.config.run_config import (
     CONFIGS,
     DISTRIBUTION,
     FLAGS,
+    RECIPES,
     RULED,
     RunConfig,
     deepspeed_files,
+    files_by_name,
 )
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.durable_files import read_small_text
@@ -70,11 +72,6 @@ class _TextLoader(_Loader):
                 problem_mark=node.start_mark,
             )
         return super().construct_scalar(node)
-
-
-def files_by_name(folder: Path) -> dict[str, str]:
-    """Paths of the YAML files in a folder, by name without suffix."""
-    return {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
 
 
 def load_yaml(path: str, source: str) -> dict[str, Any]:
@@ -366,7 +363,7 @@ _FLAG_NAMES = [
     *FLAGS,
     *(f"no-{name}" for name, spec in FLAGS.items() if isinstance(spec.default, bool)),
 ]
-PRESETS, RECIPES = CONFIGS / "models", CONFIGS / "recipes"
+PRESETS = CONFIGS / "models"
 EXIT_FLAGS = ("--help", "-h", "--version", "--print_completion")  # flags that exit
 
 

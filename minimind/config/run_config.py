@@ -35,7 +35,12 @@ SPIKE_FACTOR, SPIKE_WINDOW, MAX_ROLLBACKS = 8.0, 128, 3  # of --spike_guard, if 
 PATIENCE = 8  # spikes in a row until the run goes back
 MARGIN = 8  # steps before the first of them whose rows are left out, too
 REACH = MARGIN + PATIENCE + 1  # steps from the newest checkpoint to one that is surely before them
-DEFAULT_DEEPSPEED_CONFIG = CONFIGS / "ds_config.json"
+DEFAULT_DEEPSPEED_CONFIG, RECIPES = CONFIGS / "ds_config.json", CONFIGS / "recipes"
+
+
+def files_by_name(folder: Path) -> dict[str, str]:
+    """Paths of the YAML files in a folder, by name without suffix."""
+    return {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
 
 
 def deepspeed_files() -> dict[str, Path]:
@@ -99,6 +104,11 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
     def open_flags(self) -> list[str]:
         """Flags that the start decides, by rules or by the checkpoint."""
         return [name for name, source in self.sources.items() if source == AUTO]
+
+    @property
+    def has_open_accumulation(self) -> bool:
+        """Whether accumulation_steps follows from a batch that the start decides."""
+        return "batch_size" in self.open_flags and not self.is_explicit("accumulation_steps")
 
     @property
     def hugging_face(self) -> str | None:

@@ -73,7 +73,7 @@ def planned_decay(run: RunConfig, total_steps: int) -> int:
     """Last steps, in which wsd decays; 0 for another schedule."""
     if run.schedule != "wsd":
         return 0
-    fraction = DECAY_FRACTION if run.decay_fraction is None else run.decay_fraction
+    fraction = run.decay_fraction or DECAY_FRACTION
     by_fraction = max(1, int(total_steps * _exact(fraction)))
     return by_fraction if run.decay_steps is None else run.decay_steps
 
@@ -137,11 +137,13 @@ def plan_schedule(
             " run; lower it, or train longer"
         )
     if warmup + decay > total:
-        name = "decay_fraction" if run.decay_steps is None else "decay_steps"
+        given = _named(run, "decay_steps", decay)
+        if run.decay_steps is None:
+            fraction = run.decay_fraction or DECAY_FRACTION
+            given = f"{_named(run, 'decay_fraction', fraction)}, {decay} steps,"
         raise UsageError(
-            f"{_named(run, 'decay_steps', decay, by=name)} and"
-            f" {_named(run, 'warmup_steps', warmup)} are more than the {total} steps of the whole"
-            " run; lower one of them, or train longer"
+            f"{given} and {_named(run, 'warmup_steps', warmup)} are more than the {total} steps of"
+            " the whole run; lower one of them, or train longer"
         )
     return Schedule(
         run.schedule,
@@ -159,8 +161,8 @@ def _exact(value: float | None) -> Fraction:
     return Fraction(repr(value or 0))
 
 
-def _named(run: RunConfig, name: str, value: float | None = None, by: str | None = None) -> str:
-    """`name = value (source)`; the source is that of flag `by`, of the same name by default."""
+def _named(run: RunConfig, name: str, value: float | None = None) -> str:
+    """`name = value (source)`."""
     shown = getattr(run, name) if value is None else value
     text = str(shown) if isinstance(shown, int) else f"{shown:g}"
-    return f"{name} = {text} ({run.sources[by or name]})"
+    return f"{name} = {text} ({run.sources[name]})"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from minimind.config.arguments import WEIGHTS, source_weight
 from minimind.config.parse import load_yaml_texts, suggest
 from minimind.config.run_config import RunConfig
-from minimind.config.schedule import Schedule, plan_schedule
+from minimind.config.schedule import Schedule, plan_schedule, planned_warmup
 from minimind.errors import UsageError
 
 KEYS = ("stages", "sources", "max_epochs", "decay_from")
@@ -61,9 +63,15 @@ class Stage:
     weights: Mapping[str, float] | None  # by name of the source; None: those of the sources
 
     @property
+    def rows(self) -> int:
+        """Rows of all of its steps."""
+        steps = self.steps.stop - self.steps.start  # len() raises above 2**63
+        return steps * self.rows_per_step
+
+    @property
     def tokens(self) -> int:
         """Target tokens of all of its steps."""
-        return len(self.steps) * self.rows_per_step * self.run.max_seq_len
+        return self.rows * self.run.max_seq_len
 
     def facts(self) -> dict[str, Any]:
         """What records and `stage_text` have of it; the first and last step count from 1."""
@@ -131,7 +139,7 @@ def _stage(given: Any, number: int, where: str) -> StageText:
     place = f"{where}: stage {name}"
     weights = None
     if "weights" in given:
-        weights = _mapping(given, "weights", place, _weight, "a number of 0 or more")
+        weights = _mapping(given, "weights", place, _weight, f"0, or {WEIGHTS}")
         if not any(weights.values()):
             raise UsageError(f"{place}: all weights are 0; give a source a weight above 0")
     sizes = []
@@ -172,16 +180,16 @@ def _value(text: Any, convert: Callable[[str], Any]) -> Any:
 
 
 def _weight(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise ValueError(text)
-    return value
+    if not float(text) and not re.match("[^eE]*[1-9]", text):  # of 1e-400 float makes 0
+        return 0.0
+    return source_weight(text)
 
 
 def _above_zero(text: str) -> float:
-    if not _weight(text):
+    value = float(text)
+    if not 0 < value < math.inf:
         raise ValueError(text)
-    return float(text)
+    return value
 
 
 def _size(text: str) -> int:
@@ -247,6 +255,12 @@ def plan_stages(
     total, decay_from = stages[-1].steps.stop, None
     if file.decay_from is not None:
         decay_from = next(one.steps.start for one in stages if one.name == file.decay_from)
+        if (warmup := planned_warmup(run, total)) > decay_from:
+            raise UsageError(
+                f"--stages {file.path}: decay_from = {file.decay_from} begins the decay after step"
+                f" {decay_from}, within warmup_steps = {warmup} ({run.sources['warmup_steps']});"
+                " lower it, or begin the decay later"
+            )
     limits = dict.fromkeys(budgets, total)
     return file, stages, plan_schedule(run, total, limits, decay_from)
 
@@ -293,6 +307,12 @@ def lay_out(
         until, size = text.until, rows * own.max_seq_len
         share = Fraction(1) if until is None else until.value
         if until is not None and not until.is_share:
+            end = trained + ((run.max_steps or 0) - step) * size if tokens is None else tokens
+            if until.value >= end:
+                raise UsageError(
+                    f"--stages {file.path}: stage {text.name}: until = {until.text} is not before"
+                    f" the end of the run, {end:,} tokens; lower it, or train longer"
+                )
             steps = (int(until.value) - trained) // size
         elif tokens is not None:
             steps = (int(share * tokens) - trained) // size

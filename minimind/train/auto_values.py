@@ -10,6 +10,7 @@ from typing import Any
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.directory import read_manifest, step_directory
 from minimind.checkpoint.resume import requested_checkpoints
+from minimind.config.checks import given
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.flags import AUTO
 from minimind.config.parse import convert
@@ -62,11 +63,11 @@ def with_auto_values(
         place, manifest = saved
         source = f"{AUTO}: as in {place.rpartition('/')[2]}"
         values, rows = _numbers(known, place, manifest)
-        if rows % (unit := smallest_step(known, world_size)):
+        if rows % smallest_step(known, world_size):
+            divisors, remedies = _divisors(known, rows, world_size)
             raise UsageError(
-                f"batch_size = {AUTO}: the {rows} rows of a step in {place} cannot be divided over"
-                f" {unit} processes and micro-batches; start processes that divide them, or give"
-                " --batch_size with --allow_change batch"
+                f"batch_size = {AUTO}: the {rows} rows of a step in {place} cannot be divided by"
+                f" {divisors}; {remedies}, or give --batch_size with --allow_change batch"
             )
         if rows:
             values |= batch_values(known, world_size, rows, setup.device)
@@ -92,6 +93,19 @@ def with_auto_values(
 def _source_of_rule(work: Workload) -> str:
     several = f", {work.epochs:.3g} epochs" if work.epochs > 1 else ""
     return f"{AUTO}: {size(work.parameters)} parameters, {size(work.tokens)} tokens{several}"
+
+
+def _divisors(run: RunConfig, rows: int, world_size: int) -> tuple[str, str]:
+    """What `rows` of a step are to be divided by and are not, and the ways to change that."""
+    processes = run.parallel(world_size).data_size
+    divisors, remedies = [], []
+    if run.is_explicit("accumulation_steps"):
+        divisors.append(f"{given(run, 'accumulation_steps')}")
+        remedies += ["drop it"] * (rows % processes == 0)
+    if processes > 1:
+        divisors.append(f"{processes} processes")
+        remedies += ["start processes that divide them"] * (rows % processes > 0)
+    return " x ".join(divisors), ", or ".join(remedies)
 
 
 def _checkpoint_to_resume(run: RunConfig) -> tuple[str, dict[str, Any]] | None:

@@ -80,12 +80,15 @@ LABEL = 9  # columns of the label before the text
 
 
 def flags_table(run: RunConfig, names: Iterable[str] = FLAGS) -> str:
-    """One line per flag that has a value: name, value, source."""
+    """One line per flag that has a value, or gets one by the start: name, value, source."""
     flags = recorded_flags(run)
-    given = (name for name in names if flags[name] is not None)
+    by_start = {name: RULED[name] for name in run.open_flags}
+    if run.has_open_accumulation:
+        by_start["accumulation_steps"] = by_start["batch_size"]
+    given = (name for name in names if flags[name] is not None or name in by_start)
     rows = [
-        (name, AUTO, RULED[name])  # the start decides it
-        if name in run.open_flags
+        (name, AUTO, by_start[name])
+        if name in by_start
         else (name, _text(flags[name]), run.sources[name])
         for name in given
     ]

@@ -1,5 +1,6 @@
 """Presets against the models they build, on the meta device; recipes against the flags."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,11 @@ import torch
 import yaml
 
 from minimind.architecture.select import PLAIN, minimind_config
-from minimind.config.parse import RECIPES, parse_flags
+from minimind.config.deepspeed.backend_choice import read_setup
+from minimind.config.launcher_env import read_launch
+from minimind.config.parse import parse_flags
+from minimind.config.run_config import RECIPES
+from minimind.errors import UsageError
 from minimind.model.decoder import MiniMindForCausalLM
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -49,3 +54,86 @@ def test_a_recipe_is_found_by_name_and_gives_way_to_the_command_line(path: Path)
     assert (run.learning_rate, run.sources["learning_rate"]) == (0.002, "--learning_rate")
     for name in set(values) - {"learning_rate"}:
         assert (getattr(run, name), run.sources[name]) == (values[name], f"--config {path.stem}")
+
+
+STRONG = RECIPES / "strong.yaml"
+
+
+def resolve(line: str) -> None:
+    read_setup(parse_flags(["--device", "cpu", *line.split()]), read_launch({})).resolve()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
+def test_auto_takes_back_a_value_of_a_recipe(optimizer: str):
+    line = f"--config strong --optimizer {optimizer}"
+    with pytest.raises(UsageError) as caught:
+        resolve(line)
+    for name in ("muon_lr", "muon_scaling"):
+        assert f"; add --{name} auto, or use --optimizer muon" in str(caught.value)
+    resolve(f"{line} --muon_lr auto --muon_scaling auto")
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        (
+            "--model hf:{folder}",
+            ("tie_word_embeddings", "zero_init_outputs", "embedding_init", "doc_mask"),
+        ),
+        ("--deepspeed_config {folder}/ds.json --muon_lr auto --muon_scaling auto", ("optimizer",)),
+    ],
+)
+def test_a_value_of_a_recipe_that_no_flag_takes_back_is_left_out_of_a_copy(
+    line: str, names: tuple[str, ...], tmp_path: Path
+):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    block = {"type": "AdamW", "params": {"lr": 0.003}}
+    stage = {"zero_optimization": {"stage": 1}, "optimizer": block}
+    (tmp_path / "ds.json").write_text(json.dumps(stage))
+    line = line.format(folder=tmp_path)
+    with pytest.raises(UsageError) as caught:
+        resolve(f"--config strong {line}")
+    text = str(caught.value)
+    assert "drop" not in text
+    for name in names:
+        assert f"; give --config a copy of {STRONG} without {name}" in text
+    if "ds.json" in line:
+        assert "says learning_rate = 0.008; add --learning_rate auto, or write" in text
+        line += " --learning_rate auto"
+    copy = tmp_path / "mine.yaml"
+    lines = STRONG.read_text(encoding="utf-8").splitlines()
+    copy.write_text("\n".join(one for one in lines if not one.startswith(names)))
+    resolve(f"--config {copy} {line}")
+
+
+def test_a_value_of_a_file_of_ones_own_is_dropped_there(tmp_path: Path):
+    copy = tmp_path / "strong.yaml"
+    copy.write_text(STRONG.read_text(encoding="utf-8"))
+    with pytest.raises(UsageError, match=r"muon_lr = 0\.008 .*; drop muon_lr, or use --optimizer"):
+        resolve(f"--config {copy} --optimizer adamw")
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "ways"),
+    [
+        (
+            "--config strong --tie_word_embeddings",
+            "embedding_init = bigrams (--config strong) needs a head of its own, and"
+            " tie_word_embeddings = True (--tie_word_embeddings) shares it; add"
+            " --no-tie_word_embeddings, or --embedding_init random",
+            ("--no-tie_word_embeddings", "--embedding_init random"),
+        ),
+        (
+            "--config sft --source a=b",
+            "source = ('a=b',) (--source) is for text, and task = sft (--config sft) reads"
+            " conversations; drop source, or add --task pretrain",
+            ("--task pretrain",),
+        ),
+    ],
+)
+def test_a_flag_takes_back_a_value_of_a_recipe(line: str, message: str, ways: tuple[str, ...]):
+    with pytest.raises(UsageError) as caught:
+        parse_flags(line.split())
+    assert message in str(caught.value)
+    for way in ways:
+        parse_flags([*line.replace("--tie_word_embeddings", "").split(), *way.split()])

@@ -82,7 +82,10 @@ def test_wsd_decays_in_as_many_steps_as_its_flags_say(line, total, warmup, decay
     ("line", "sentence"),
     [
         ("--schedule wsd --decay_steps 96 --warmup_steps 5", "decay_steps = 96 (--decay_steps)"),
-        ("--schedule wsd --decay_fraction 1", "decay_steps = 100 (--decay_fraction)"),
+        (
+            "--schedule wsd --decay_fraction 1",
+            "decay_fraction = 1 (--decay_fraction), 100 steps, and",
+        ),
     ],
 )
 def test_a_decay_that_does_not_fit_is_refused(line, sentence):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,25 @@ def test_the_decay_begins_with_a_stage(tmp_path: Path):
         ({}, r"decay_from = decay has no effect with schedule = cosine \(default\)"),
         ({"schedule": "wsd", "decay_steps": 3}, r"and decay_steps = 3 \(--decay_steps\) are"),
         ({"schedule": "wsd", "decay_fraction": 0.1}, r"and decay_fraction = 0\.1"),
-        ({"schedule": "wsd", "warmup_steps": 90}, r"decay_steps = 20 .* and warmup_steps = 90"),
+        (
+            {"schedule": "wsd", "warmup_steps": 90},
+            r"--stages .*: decay_from = decay begins the decay after step 80, within warmup_steps ="
+            r" 90 \(--warmup_steps\); lower it, or begin the decay later",
+        ),
     ],
 )
 def test_a_decay_that_no_flag_begins(tmp_path: Path, flags: dict[str, Any], message: str):
     path = file_of(tmp_path, decay_from="decay")
     with pytest.raises(UsageError, match=message):
         plan_stages(run_of(path, max_steps=100, **flags), 1, {})
+
+
+def test_a_decay_from_the_first_stage_leaves_no_step_to_warm_up(tmp_path: Path):
+    path = file_of(tmp_path, decay_from="warm")
+    with pytest.raises(UsageError, match=r"after step 0, within warmup_steps = 2 \(--warmup"):
+        plan_stages(run_of(path, max_steps=100, schedule="wsd", warmup_steps=2), 1, {})
+    run = run_of(path, max_steps=100, schedule="wsd", warmup_steps=0)
+    assert plan_stages(run, 1, {})[2].decay_steps == 100
 
 
 def of_second(**changes: Any) -> list[dict[str, Any]]:
@@ -114,8 +127,15 @@ def of_first(**changes: Any) -> list[dict[str, Any]]:
         (of_second(name="warm"), {}, "two stages are named warm"),
         (of_first(weights={"web": 0}), {}, "stage warm: all weights are 0"),
         (of_first(weights={}), {}, "stage warm: all weights are 0"),
-        (of_first(weights={"web": -1}), {}, "stage warm: weights: web = '-1' is not a number of 0"),
-        (of_first(weights={"web": "nan"}), {}, "web = 'nan' is not a number of 0 or more"),
+        (of_first(weights={"web": -1}), {}, "stage warm: weights: web = '-1' is not 0, or"),
+        (of_first(weights={"web": "nan"}), {}, "web = 'nan' is not 0, or a number"),
+        (
+            of_first(weights={"web": "1e308"}),
+            {},
+            r"web = '1e308' is not 0, or a number from 2\*\*-53",
+        ),
+        (of_first(weights={"web": "1e-400"}), {}, "web = '1e-400' is not 0, or a number"),
+        (of_first(weights={"web": "5e-324"}), {}, "web = '5e-324' is not 0, or a number"),
         (of_first(weights="web"), {}, "stage warm: weights = 'web' is no mapping"),
         (of_first(batch_size=0), {}, "stage warm: batch_size = '0' is no whole number above 0"),
         (of_first(max_seq_len=1.5), {}, r"max_seq_len = '1\.5' is no whole number above 0"),
@@ -160,8 +180,10 @@ def test_a_file_that_is_not_there_or_no_yaml(tmp_path: Path):
         (
             of_first(until=20_000),
             {},
-            "stage decay has no whole step of 128 tokens between step 156",
+            "stage warm: until = 20000 is not before the end of the run, 12,800 tokens; lower it",
         ),
+        (of_first(until=12_800), {}, "stage warm: until = 12800 is not before the end of the run"),
+        (of_first(until="1e25"), {}, r"stage warm: until = 1e25 is not before the end of the run"),
         (of_first(until="0.5%"), {}, "stage warm has no whole step of 128 tokens .* until = 0.5%"),
         (of_first(until=100), {}, "stage warm has no whole step of 128 tokens between step 0"),
         (of_first(max_seq_len=64), {}, r"max_seq_len = 64 \(stage warm of .* is more than .* = 32"),
@@ -185,6 +207,29 @@ def test_stages_that_do_not_fit_the_run(
         plan_stages(run_of(path, max_steps=100, **flags), 1 + bool(flags), {})
 
 
+@pytest.mark.parametrize("until", ["12800", "1e25"])
+def test_a_stage_that_ends_beyond_the_budget(tmp_path: Path, until: str):
+    path = file_of(tmp_path, of_first(until=until))
+    message = (
+        rf"stage warm: until = {re.escape(until)} is not before the end of the run, 12,800 tok"
+    )
+    with pytest.raises(UsageError, match=message):
+        steps_of(path, tokens=12_800)
+
+
+def test_a_stage_that_begins_with_less_than_a_step_left(tmp_path: Path):
+    path = file_of(tmp_path, of_first(until=12_798))
+    message = r"stage decay has no whole step of 128 tokens between step 99 \(12,672 tokens\) and"
+    with pytest.raises(UsageError, match=message):
+        steps_of(path, tokens=12_799)
+
+
+def test_a_budget_of_any_size_is_laid_out(tmp_path: Path):
+    run = run_of(file_of(tmp_path), max_tokens=1e25)
+    _, stages, _ = plan_stages(run, 1, {"max_tokens": 10**25})
+    assert sum(stage.tokens for stage in stages) == 10**25 // 128 * 128
+
+
 def test_another_number_of_steps_than_the_budget(tmp_path: Path):
     run = run_of(file_of(tmp_path), max_steps=99, max_tokens=12_800.0)
     with pytest.raises(UsageError, match=r"max_steps = 99 .* contradicts max_tokens = 12800"):
@@ -200,7 +245,7 @@ def test_another_number_of_steps_than_the_budget(tmp_path: Path):
         ({"max_steps": 9, "spike_guard": True}, "spike_guard = True .* goes back and reads other"),
         (
             {"max_steps": 9, "task": "sft", "init_from": "x"},
-            "stages = .* is for text, and --task sft reads conversations",
+            r"stages = .* is for text, and task = sft \(--task\) reads conversations",
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import pytest
 import yaml
 
 import minimind.train as training
+from minimind.architecture.select import MiniMind
 from minimind.checkpoint.directory import manifest_text
 from minimind.cli.main import main as minimind
 from minimind.config import rules
+from minimind.config.deepspeed.backend_choice import read_setup
+from minimind.config.launcher_env import read_launch
 from minimind.config.parse import build_config
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.runtime.durable_files import fingerprint
+from minimind.train.auto_values import with_auto_values
 from tests.conftest import Launcher
 
 train: Any = training  # a package that is called like a function
@@ -145,10 +150,39 @@ def test_every_number_of_processes_trains_on_the_same_rows(
     assert many.losses() == pytest.approx(one.losses(), rel=1e-5)
 
 
-def test_rows_that_the_processes_cannot_divide_are_refused(places, tmp_path, monkeypatch):
-    assert train(places, out_dir=str(tmp_path / "out"), stop_at_step=4, batch_size=4) == 75
-    with pytest.raises(UsageError, match=r"batch_size = auto: the 4 rows of a step in .* 3 proc"):
-        train(places, out_dir=str(tmp_path / "out"), accumulation_steps=3)
+def test_rows_that_the_micro_batches_cannot_divide_are_refused(places, tmp_path):
+    flags = {**places, "out_dir": str(tmp_path / "out")}
+    assert train(flags, stop_at_step=4, batch_size=4) == 75
+    message = (
+        r"batch_size = auto: the 4 rows of a step in .*step_00000004 cannot be divided by"
+        r" accumulation_steps = 3 \(train.*\); drop it, or give --batch_size with"
+        r" --allow_change batch$"
+    )
+    with pytest.raises(UsageError, match=message):
+        train(flags, accumulation_steps=3)
+    assert train(flags, stop_at_step=5, accumulation_steps=2) == 75
+    changed = {"accumulation_steps": 3, "batch_size": 1, "allow_change": "batch"}
+    assert train(flags, **changed) == 0
+
+
+@pytest.mark.parametrize(
+    ("processes", "micro_batches", "message"),
+    [
+        (3, None, "by 3 processes; start processes that divide them, or give --batch_size"),
+        (2, 3, r"by accumulation_steps = 3 \(--accumulation_steps\) x 2 processes; drop it, or"),
+        (3, 2, r"= 2 \(--acc.*\) x 3 processes; start processes that divide them, or give"),
+    ],
+)
+def test_rows_that_the_processes_cannot_divide_are_refused(
+    places, tmp_path, processes, micro_batches, message
+):
+    flags = {**places, "out_dir": str(tmp_path / "out")}
+    assert train(flags, stop_at_step=4, batch_size=4) == 75
+    given = {"accumulation_steps": micro_batches} if micro_batches else {}
+    run = build_config({**flags, **given}, "--{name}")
+    setup = read_setup(run, replace(read_launch({}), world_size=processes))
+    with pytest.raises(UsageError, match=message):
+        with_auto_values(setup, run, "AdamW", None, MiniMind())
 
 
 def test_a_resume_between_stages_of_another_batch_keeps_the_batch_of_the_run(places, tmp_path):

@@ -145,3 +145,20 @@ def test_the_text_of_a_url_is_left_to_the_start():
     out = dry_run_text(setup, setup.resolve(), MiniMind())
     assert "localhost:1/t.jsonl holds is looked at by the start" in out
     assert "secret" not in out.split("data: ")[1]
+
+
+@pytest.mark.parametrize("has_text", [False, True])
+def test_a_scheduler_of_deepspeeds_has_no_invented_length(
+    folder: Path, tmp_path: Path, has_text: bool
+):
+    given = ["--deepspeed_config", "warmup_cosine", "--device", "cpu", "--max_seq_len", "31"]
+    given += ["--data_path", str(folder if has_text else tmp_path / "t.jsonl")]
+    setup = read_setup(parse_flags(given), read_launch({}))
+    out = dry_run_text(setup, setup.resolve(), MiniMind())
+    found = {words[0]: words[1] for words in map(str.split, out.splitlines()) if len(words) > 1}
+    assert found["scheduler.params.total_num_steps"] == '"auto"'
+    assert found["accumulation_steps"] == ("1" if has_text else "auto")
+    warmup = found["warmup_steps"]
+    assert warmup.isdecimal() if has_text else warmup == "auto"
+    warmup = warmup if has_text else f'"{warmup}"'
+    assert found["scheduler.params.warmup_num_steps"] == warmup

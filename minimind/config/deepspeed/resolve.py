@@ -19,6 +19,7 @@ from minimind.config.deepspeed.values import (
     DEEPSPEED_ADAM,
     MICRO_BATCH,
     MISSING,
+    UNCOUNTED,
     Facts,
     apply_file,
     apply_launch,
@@ -86,8 +87,8 @@ class ResolvedConfig:
         return {**row.fixed, **values, **written}
 
     def table(self) -> str:
-        """One line per value: key path, value, source; "auto" for one of a flag that is open."""
-        undecided, rows = tuple(f"{name} (auto)" for name in self.run.open_flags), []
+        """One line per value: key path, value, source; "auto" for one that the start decides."""
+        undecided, rows = [UNCOUNTED, *(f"{name} (auto)" for name in self.run.open_flags)], []
         for key, value in leaves(masked_values(self.config)).items():
             source = self.sources[key]
             rows.append((key, json.dumps(AUTO if source in undecided else value), source))
@@ -161,7 +162,7 @@ def resolve(
 ) -> ResolvedConfig:
     """Resolve `document` (read from `path`) against `run` for `world_size` processes on `device`.
 
-    Without `schedule` and --max_steps, total_num_steps is a placeholder: one more than the warm-up.
+    Without `schedule`, numbers of the scheduler that follow from it are placeholders.
     `sections` returns the faults that DeepSpeed's own models find in a filled config. Raise a
     UsageError that lists all faults.
     """

@@ -64,7 +64,7 @@ def adopt_optimizer(
         file = "muon.json" if run.muon else "torch_adamw.json, which has no such block"
         faults.append(
             f"{path}: optimizer.type is {written} but {run.sources['optimizer']} says optimizer ="
-            f" {run.optimizer}; drop optimizer, or take --deepspeed_config none, or"
+            f" {run.optimizer}; {given(run, 'optimizer').drop}, or take --deepspeed_config none, or"
             f" configs/deepspeed/{file}"
         )
         return run
@@ -157,8 +157,8 @@ def with_optimizer_defaults(run: RunConfig) -> RunConfig:
 def unread_flag_faults(run: RunConfig) -> list[str]:
     """Faults of given flags that the optimizer does not read."""
     return [
-        f"{given(run, name)} has no effect with {given(run, 'optimizer')}; drop it, or use"
-        f" --optimizer {READ_BY[name][0]}"
+        f"{given(run, name)} has no effect with {given(run, 'optimizer')};"
+        f" {given(run, name).drop}, or use --optimizer {READ_BY[name][0]}"
         for name in run.unread_flags
         if run.is_explicit(name)
     ]
@@ -442,7 +442,7 @@ def _scheduler(f: Facts) -> Iterator[str]:
     for block, kind, name in ignored_flags(f.config):
         if run.is_explicit(name):
             flag = given(run, name)
-            yield f"{block}.type is {kind}, which ignores {flag}; drop {name}, or change the block"
+            yield f"{block}.type is {kind}, which ignores {flag}; {flag.drop}, or change the block"
 
 
 def _least(f: Facts) -> Iterator[str]:
@@ -539,12 +539,14 @@ def _muon(f: Facts) -> Iterator[str]:
     """Settings that exclude Muon."""
     if f.run.muon and f["scheduler.type"] is not MISSING:
         yield (
-            f"scheduler sets one learning rate, and {given(f.run, 'optimizer')} has two; remove the"
-            " block, and use --schedule"
+            f"scheduler sets one learning rate, and {given(f.run, 'optimizer')} has two; take a"
+            " file without the block, and use --schedule"
         )
     if f.run.muon and offloads(f.config, "optimizer"):
-        flag = given(f.run, "optimizer")
-        yield f"{ZERO}offload_optimizer is not supported with {flag}; remove it, or use AdamW"
+        yield (
+            f"{ZERO}offload_optimizer is not supported with {given(f.run, 'optimizer')}; take a"
+            " file without it, or use AdamW"
+        )
 
 
 def _mup(f: Facts) -> Iterator[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from minimind.config.checks import given
 from minimind.config.deepspeed.schema import (
     ANY_CASE,
     AUTO,
@@ -87,7 +88,7 @@ def apply_file(
         if isinstance(config_value, list) and run.is_explicit(name):
             faults.append(
                 f"{where} is {config_value} but {run.sources[name]} says {name} ="
-                f" {getattr(run, name)}; drop {name}, or {auto}"
+                f" {getattr(run, name)}; {given(run, name).drop}, or {auto}"
             )
         elif config_value not in (MISSING, AUTO, None) and not isinstance(config_value, list):
             run = adopt(run, name, config_value, where, auto, faults)
@@ -154,7 +155,7 @@ def adopt(
     if run.is_explicit(name):
         faults.append(
             f"{where} is {config_value} but {run.sources[name]} says {name} = {current};"
-            f" drop {name}, or {remedy}"
+            f" {given(run, name).drop}, or {remedy}"
         )
         return run
     return run.with_values(where, **{name: value})
@@ -183,8 +184,8 @@ def _apply_dtype(
         return run if run.is_explicit("dtype") else run.with_values(where, dtype=dtype)
     if run.is_explicit("dtype"):
         faults.append(
-            f"{where} is {shown} but {run.sources['dtype']} says dtype = {run.dtype}; drop"
-            ' dtype, or write "auto" in the file'
+            f"{where} is {shown} but {run.sources['dtype']} says dtype = {run.dtype};"
+            f' {given(run, "dtype").drop}, or write "auto" in the file'
         )
         return run
     return run.with_values(where, dtype=dtype)
@@ -237,6 +238,7 @@ def offloads(config: Mapping[str, Any], what: str) -> bool:
 
 
 Value = tuple[Any, str]  # and its source
+UNCOUNTED = "derived: by the steps of the run, which the start counts"
 
 
 @dataclass(frozen=True)
@@ -292,8 +294,14 @@ class Facts:
 
     @property
     def steps(self) -> int | None:
-        """Steps of the run; None before the text is read."""
+        """Steps of the run, at most; None before the text is read."""
         return self.schedule.total_steps if self.schedule else self.run.max_steps
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether `steps` are those of the run, which the epochs may end earlier."""
+        is_counted = self.run.max_steps is not None and self.run.epochs is None
+        return self.schedule is not None or is_counted
 
     @property
     def warmup(self) -> int:
@@ -324,7 +332,8 @@ def _fixed(value: Any, source: str = "DeepSpeed's default") -> Callable[[Facts],
 def _micro_batch(f: Facts) -> Value:
     data_size = f.run.parallel(f.world_size).data_size
     shared = f"derived: {f.run.batch_size} rows / {data_size} processes (--split_batches)"
-    source = shared if f.run.split_batches else f.by("batch_size")
+    is_shared = f.run.split_batches and "batch_size" not in f.run.open_flags
+    source = shared if is_shared else f.by("batch_size")
     return f.run.micro_batch_rows(f.world_size), source
 
 
@@ -373,15 +382,23 @@ def _of_optimizer(name: str) -> Callable[[Facts], Value | None]:
     return value
 
 
+def _accumulation(f: Facts) -> Value:
+    by = "batch_size" if f.run.has_open_accumulation else "accumulation_steps"
+    return f.run.accumulation_steps, f.by(by)
+
+
 def _warmup_steps(f: Facts) -> Value:
-    if f.warmup > 1:
-        return f.warmup, f.by("warmup_steps")
+    is_open = "warmup_steps" in f.run.open_flags
+    if f.run.warmup_steps is None and not is_open and not f.has_steps:
+        return max(f.warmup, 2), UNCOUNTED
+    if f.warmup > 1 or is_open:
+        return max(f.warmup, 2), f.by("warmup_steps")
     return 2, "the shortest warm-up of DeepSpeed's schedulers"
 
 
 def _total_steps(f: Facts) -> Value:
-    if f.steps is None:
-        return max(f.warmup, 2) + 1, "not known before the text is read"
+    if not f.has_steps:
+        return f.steps or max(f.warmup, 2) + 1, UNCOUNTED
     return f.steps, "derived: the steps of the run"
 
 
@@ -407,7 +424,7 @@ DEFAULTS = {
 # defaults of its own (clipping: 1.0).
 KEYS = (
     Key(MICRO_BATCH, "batch_size", _always, _micro_batch, is_adopted=False),
-    Key("gradient_accumulation_steps", "accumulation_steps", _always),
+    Key("gradient_accumulation_steps", "accumulation_steps", _always, _accumulation),
     Key(BATCH, "", _always, _batch),
     Key("gradient_clipping", "grad_clip", _always),
     Key("bf16.enabled", "", _always, lambda f: (f.run.dtype == "bfloat16", f.by("dtype"))),

@@ -287,7 +287,7 @@ def _mixed(
     """The mixture of a stage alone; raise DataError or UsageError if a source has none to read."""
     row_tokens, where = stage.run.max_seq_len + 1, f"{where}: stage {stage.name}"
     read = [number for number, weight in enumerate(weights) if weight]
-    per_step, stage_rows = stage.rows_per_step, len(stage.steps) * stage.rows_per_step
+    per_step, stage_rows = stage.rows_per_step, stage.rows
     short = next((names[number] for number in read if not sizes[number]), None)
     if short or not read:
         raise DataError(

@@ -12,7 +12,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from minimind.config.arguments import is_utf8, utf8_fault
+from minimind.config.arguments import WEIGHTS, is_utf8, source_weight, utf8_fault
 from minimind.config.parse import load_yaml_texts, no_such_file
 from minimind.data.text.tables import TRAIN, dataset_bytes, dataset_rows, is_dataset, row_groups
 from minimind.errors import DataError, UsageError
@@ -455,12 +455,9 @@ def _source(name: str, given: Any, where: str) -> Source:
 
 def _weight(text: str, where: str) -> float:
     try:
-        weight = float(text)
-    except ValueError:
-        weight = -1.0
-    if not 0 < weight < float("inf"):
-        raise UsageError(f"{where}: weight = {text} is no number above 0; give one")
-    return weight
+        return source_weight(text)
+    except ValueError as error:
+        raise UsageError(f"{where}: weight = {text} is not {WEIGHTS}; give one") from error
 
 
 def name_of(name: str, where: str) -> str:

@@ -114,11 +114,14 @@ def test_without_deepspeed_a_flag_of_muon_needs_muon(flag):
     ("line", "sentence"),
     [
         ("--optimizer sgd --beta1 0.8", "beta1 = 0.8 (--beta1) has no effect with optimizer = sgd"),
-        ("--optimizer sgd --beta2 0.8", "drop it, or use --optimizer adamw"),
-        ("--optimizer lion --sgd_momentum 0.8", "drop it, or use --optimizer sgd"),
+        ("--optimizer sgd --beta2 0.8", "drop beta2, or use --optimizer adamw"),
+        ("--optimizer lion --sgd_momentum 0.8", "drop sgd_momentum, or use --optimizer sgd"),
         ("--sgd_momentum 0.8", "sgd_momentum = 0.8 (--sgd_momentum) has no effect with optimizer"),
         ("--optimizer lion --muon_scaling original", "has no effect with optimizer = lion"),
-        ("--cautious_weight_decay", "has no effect with optimizer = adamw (default); drop it, or"),
+        (
+            "--cautious_weight_decay",
+            "has no effect with optimizer = adamw (default); drop cautious",
+        ),
     ],
 )
 def test_a_flag_that_another_optimizer_reads_is_refused(line, sentence):
@@ -299,8 +302,8 @@ def test_a_copy_of_a_shipped_file_is_the_users_own(tmp_path: Path):
     with pytest.raises(UsageError) as caught:
         read_setup(run, read_launch({})).resolve()
     assert str(caught.value).startswith(
-        f'{copy}: optimizer.type is "AdamW" but --config strong says optimizer = muon; drop'
-        " optimizer"
+        f'{copy}: optimizer.type is "AdamW" but --config strong says optimizer = muon; give'
+        f" --config a copy of {RECIPES / 'strong.yaml'} without optimizer, or take --deepspeed"
     )
     block = json.loads(copy.read_text())["optimizer"]
     for type_name in ("Adam", "SGD", "Lion"):  # a type that was chosen

@@ -1,6 +1,7 @@
 """Resolved DeepSpeed configurations against the flags they were filled from."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,54 @@ def test_a_scheduler_of_deepspeeds_gets_the_flags_and_the_length_of_the_run():
         30,
         "ds.json: scheduler.params.total_num_steps",
     )
+
+
+DECAYING = {**SHIPPED, "scheduler": {"type": "WarmupDecayLR"}}
+BY_STEPS = "derived: by the steps of the run, which the start counts"
+
+
+def shown(line: str, world_size: int = 1) -> dict[str, tuple[str, str]]:
+    """Value and source of the lines of the table, by the last part of the key."""
+    found = resolve(DECAYING, "ds.json", parse_flags(line.split()), world_size, "cpu")
+    lines = (re.split(r"\s{2,}", line.strip(), maxsplit=2) for line in found.table().splitlines())
+    return {key.rpartition(".")[2]: (value, source) for key, value, source in lines}
+
+
+@pytest.mark.parametrize(
+    ("line", "total", "warmup"),
+    [
+        ("", ('"auto"', BY_STEPS), ('"auto"', "warmup_steps (auto)")),
+        ("--warmup_steps 9", ('"auto"', BY_STEPS), ("9", "warmup_steps (--warmup_steps)")),
+        ("--max_tokens 9e9", ('"auto"', BY_STEPS), ('"auto"', "warmup_steps (auto)")),
+        ("--max_steps 90 --epochs 1", ('"auto"', BY_STEPS), ('"auto"', "warmup_steps (auto)")),
+        (
+            "--max_steps 90 --warmup_steps 9",
+            ("90", "derived: the steps of the run"),
+            ("9", "warmup_steps (--warmup_steps)"),
+        ),
+    ],
+)
+def test_a_number_that_the_start_decides_is_auto_in_the_table(line, total, warmup):
+    found = shown(line)
+    assert (found["total_num_steps"], found["warmup_num_steps"]) == (total, warmup)
+
+
+def test_a_warm_up_without_a_rule_waits_for_the_steps():
+    run = parse_flags([]).with_values("default", warmup_steps=None)
+    found = resolve(DECAYING, "ds.json", run, 1, "cpu")
+    assert found.sources["scheduler.params.warmup_num_steps"] == BY_STEPS
+    lines = [line.split() for line in found.table().splitlines()]
+    assert ["scheduler.params.warmup_num_steps", '"auto"', *BY_STEPS.split()] in lines
+
+
+def test_a_batch_that_the_start_decides_is_auto_in_the_table():
+    batch = ('"auto"', "batch_size (auto)")
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [shown("", 2)[key] for key in keys] == [batch] * 3
+    assert [shown("--split_batches", 2)[key] for key in keys] == [batch] * 3
+    given = shown("--accumulation_steps 3")["gradient_accumulation_steps"]
+    assert given == ("3", "accumulation_steps (--accumulation_steps)")
+    assert shown("--batch_size 4")[keys[2]] == ("1", "accumulation_steps (default)")
 
 
 def test_split_batches_fills_the_share_of_one_process():

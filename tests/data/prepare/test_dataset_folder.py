@@ -193,7 +193,12 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     "merge of nothing": (["--out", "{out}", "--merge"], ".part: does not exist; run"),
     "source": (["--out", "{out}", "--source", "a.jsonl"], "is not NAME=PATH or NAME=PATH:WEIGHT"),
     "name": (["--out", "{out}", "--source", "a/b={text}"], "'a/b' is no name; use letters"),
-    "weight": (["--out", "{out}", "--source", "a={text}:0"], "weight = 0 is no number above 0"),
+    "weight": (["--out", "{out}", "--source", "a={text}:0"], "weight = 0 is not a number from"),
+    "large weight": (
+        ["--out", "{out}", "--source", "a={text}:1e308"],
+        ":1e308: weight = 1e308 is not a number from 2**-53 to 2**53; give one",
+    ),
+    "small weight": (["--out", "{out}", "--source", "a={text}:1e-400"], "weight = 1e-400 is not a"),
     "some weights": (
         ["--out", "{out}", "--source", "a={text}:2", "--source", "b={text}"],
         "source b has no weight and others have",
