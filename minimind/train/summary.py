@@ -219,12 +219,12 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     """
     world_size, tables = setup.launch.world_size, []
     manifest: dict[str, Any] | None = None
-    n_rows, tokens, derived, by = None, 0, {}, ""
+    row_tokens, tokens, derived, by = resolved.run.max_seq_len + 1, 0, {}, ""
     if folder := prepared_folder(resolved.run):
         manifest = read_manifest(folder)
         _require_usable(folder, manifest, resolved.run.tokenizer)
         derived = {"vocab_size": manifest["vocab_size"], **options_of(manifest)}
-        by, row_tokens = place_of(resolved.run), resolved.run.max_seq_len + 1
+        by = place_of(resolved.run)
         lines = [f"data: {' '.join(text_names(resolved.run))}"]
         for split, part in manifest["splits"].items():
             lines.append(
@@ -233,7 +233,6 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
             )
         tables.append("\n".join(lines))
         tokens = manifest["splits"]["train"]["tokens"]
-        n_rows = tokens // row_tokens  # several sources may have a few rows fewer
     run = with_derived_values(with_tokenizer(resolved.run), by, derived)
     if run.open_flags:
         sources = None if manifest is None else manifest["sources"]
@@ -241,7 +240,8 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         setup = replace(setup, run=decided)
         resolved = setup.resolve()
         run = with_derived_values(with_tokenizer(resolved.run), by, derived)
-    if manifest is not None and n_rows is not None and not run.stages:
+    if manifest is not None and not run.stages:
+        n_rows = tokens // row_tokens  # several sources may have a few rows fewer
         check_enough_rows(run, world_size, tokens, n_rows)
         if run.task == "pretrain":
             sizes = tuple(one["tokens"]["train"] // row_tokens for one in manifest["sources"])
