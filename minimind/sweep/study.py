@@ -118,7 +118,7 @@ class Study:
         if before and (changed := changed_fields(json.loads(before), self.sweep)):
             raise UsageError(
                 f"{', '.join(changed)} in {path} changed since --out {self.place} was started;"
-                f" {self.sweep.growth}: restore it, or give another --out"
+                f" {self.sweep.changes}: restore it, or give another --out"
             )
         self._study.set_user_attr(CONTENT, json.dumps(content))
 
