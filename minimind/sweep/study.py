@@ -158,6 +158,10 @@ class Study:
         keys = (frozenset(point.items()) for point in points)
         return [known.get(key) or f"{PREFIX}{next(new):04d}" for key in keys]
 
+    def wants(self, folder: str) -> bool:
+        """Whether the trial in `folder` is still one of the sweep: a grid may have changed."""
+        return not self._is_grid or folder in self.folders(self.sweep.grid())
+
     def next_trial(self) -> Trial | None:
         """The next trial: an interrupted one, or a new one; None if there are as many as wanted."""
         trials = self._study.get_trials(deepcopy=False)

@@ -567,6 +567,17 @@ def test_a_spec_may_leave_out_what_it_had(tmp_path, capsys, made):
     assert len(json.loads(capsys.readouterr().out)["runs"]) == 12
 
 
+def test_an_interrupted_run_that_the_spec_leaves_out_does_not_go_on(tmp_path, capsys, made):
+    made.kill_at = "trial-0001"
+    with pytest.raises(Killed):
+        train(tmp_path)
+    made.kill_at = ""
+    made.starts.clear()
+    assert train(tmp_path, tokens=["4e7", "4e8", "1e9"]) == 0
+    assert "trial-0001: was interrupted\n" in capsys.readouterr().out
+    assert "trial-0001" not in made.starts
+
+
 def test_changed_flags_are_refused_by_their_names(tmp_path, capsys, made):
     made.stop_at = FITTED[1]
     assert train(tmp_path, predict=None) == 75
