@@ -84,15 +84,17 @@ def _with_numbers(
     setup: Setup, resolved: ResolvedConfig, model: Architecture, manifest: dict[str, Any] | None
 ) -> RunConfig:
     """The run with what text and rules decide; open are flags that need raw text."""
-    derived = manifest and {"vocab_size": manifest["vocab_size"], **options_of(manifest)}
+    derived, sources = {}, None
+    if manifest is not None:
+        derived, sources = options_of(manifest), manifest["sources"]
+        derived["vocab_size"] = manifest["vocab_size"]
 
     def known(run: RunConfig) -> RunConfig:
-        return with_derived_values(with_tokenizer(run), place_of(run), derived or {})
+        return with_derived_values(with_tokenizer(run), place_of(run), derived)
 
     run = known(resolved.run)
     if not run.open_flags or (manifest is None and needs_text(run)):
         return run
-    sources = manifest and manifest["sources"]
     decided = with_auto_values(setup, run, resolved.optimizer, sources, model)
     return known(replace(setup, run=decided).resolve().run)
 
