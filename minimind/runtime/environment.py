@@ -12,7 +12,8 @@ import re
 import resource
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from minimind.errors import RendezvousError, StorageError
@@ -44,6 +45,17 @@ def rank_of(environ: Mapping[str, str]) -> int:
     """RANK, or 0 where it is unset or malformed; `require_environment` reports the latter."""
     value = environ.get("RANK", "0")
     return int(value) if _is_in(value, INDEX) else 0
+
+
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """Undo what the block changes of the environment variables."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def usable_cores() -> int:

@@ -5,11 +5,12 @@ The runs of SPEC.yaml are the trials of a sweep over a grid; the predicted one i
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from math import nan
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from minimind.architecture.shape import flops_per_token, shape_of
-from minimind.config.run_config import RunConfig
-from minimind.data.prepare.mixed import described_text
-from minimind.data.tokenizer.load import load_tokenizer
+from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import NumericError, UsageError, fault_error
 from minimind.report import formats
 from minimind.runtime.checked_json import shown
@@ -33,12 +32,15 @@ from minimind.sweep.scaling import (
     Points,
     Prediction,
     answer,
+    best_of_each_budget,
     collect,
     require_alike,
     term_of,
 )
 from minimind.sweep.study import PREFIX, Row
 from minimind.sweep.sweep_file import Checked, Dimension, Sweep, config_of, flag_faults, read_fields
+from minimind.train.inputs import require_inputs
+from minimind.train.rehearsal import rehearse
 
 LENGTHS = ("max_tokens", "tokens_per_param", "max_steps", "epochs", "max_flops")
 BY_TOKENS = "contradicts tokens or tokens_per_param, which end every run; remove it"
@@ -67,9 +69,8 @@ class Ladder(Spec, Sweep):
 
     command: ClassVar[str] = "minimind scaling run"
     max_failures: ClassVar[int] = 1
-    growing: ClassVar[tuple[str, ...]] = ("sizes", "tokens", "tokens_per_param")
-    free: ClassVar[tuple[str, ...]] = ("predict",)
-    growth: ClassVar[str] = "sizes, tokens and tokens_per_param may grow, predict may change"
+    free: ClassVar[tuple[str, ...]] = ("sizes", "tokens", "tokens_per_param", "predict")
+    changes: ClassVar[str] = "sizes, tokens, tokens_per_param and predict may change"
     dimensions: dict[str, Dimension] = Field(exclude=True)
     trials: int | None = Field(exclude=True)
     runs: list[tuple[str, str]] = Field(exclude=True)  # choices of each run
@@ -84,6 +85,23 @@ class Ladder(Spec, Sweep):
         for name, choice in parameters.items():
             flags |= self.values[name][choice]
         return flags
+
+    def require_suited(self, run: RunConfig, parameters: Mapping[str, Any]) -> None:
+        """Raise UsageError for a run of which the law is not, or whose length is not its own."""
+        own = self.values["tokens"][parameters["tokens"]]
+        for name in LENGTHS:  # a --config file may set them
+            if getattr(run, name) is not None and name not in own:
+                raise UsageError(f"{name} = {getattr(run, name)} ({run.sources[name]}) {BY_TOKENS}")
+        for name, is_other in (
+            ("init_from", run.init_from is not None),
+            ("use_moe", run.use_moe),
+            ("model", run.hugging_face is not None),
+        ):
+            if is_other:
+                raise UsageError(
+                    f"{name} = {getattr(run, name)} ({run.sources[name]}), but the law is of our"
+                    " dense decoder, trained from its start; remove it"
+                )
 
 
 def read_ladder(path: str) -> Ladder:
@@ -155,20 +173,38 @@ def _flag_faults(flags: Mapping[str, Any], place: str, path: str) -> Iterator[st
 def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[float]) -> list[Point]:
     """The runs as points without a loss, as far as they are known before their start.
 
-    Raise UsageError for what cannot be trained or compared, and for too few runs to fit; `flops`
-    and `tokens` are the budgets that the law is to answer.
+    Raise UsageError for what cannot be trained, compared or fitted; `flops` and `tokens` are the
+    budgets that the law is to answer.
     """
-    points = [_planned(ladder, parameters, path) for parameters in ladder.grid()]
+    points = [
+        _planned(", ".join(parameters.values()), config_of(ladder, parameters, path))
+        for parameters in ladder.grid()
+    ]
     for n, one in enumerate(points):
         require_alike(points[0], one)
         for other in points[:n]:
-            if one.settings == other.settings:
-                raise UsageError(f"{path}: {other.name} and {one.name} are one run; remove one")
-    fitted = Points(points[: ladder.trials], {})
+            if _key(one) == _key(other):
+                raise UsageError(
+                    f"{path}: {other.name} and {one.name} are one run of {one.tokens:,.0f} tokens;"
+                    " remove one"
+                )
+    fitted = _fitted(points[: ladder.trials])
     term_of(fitted, flops, tokens)
     if ladder.predict:
         _require_predictable(points[-1], fitted, path)
     return points
+
+
+def _key(one: Point) -> tuple[int, float, str]:
+    return one.run.seed, one.tokens, one.settings
+
+
+def _fitted(points: Sequence[Point]) -> Points:
+    """What is left of the runs where the settings with the least loss count."""
+    used = best_of_each_budget(points, {})
+    names = {one.name for one in used}
+    reason = "has the parameters and tokens of another run, of which the better one counts"
+    return Points(used, {one.name: reason for one in points if one.name not in names})
 
 
 def _require_predictable(one: Point, fitted: Points, path: str) -> None:
@@ -178,57 +214,59 @@ def _require_predictable(one: Point, fitted: Points, path: str) -> None:
         return
     x, y = ("parameters", "tokens") if term == "parameters" else ("tokens", "parameters")
     at, of = (np.log([getattr(point, name) for point in fitted.used]) for name in (x, y))
-    expected = np.exp(np.polyval(np.polyfit(at, of, 1), np.log(getattr(one, x))))
+    expected = float(np.exp(np.polyval(np.polyfit(at, of, 1), np.log(getattr(one, x)))))
     given = getattr(one, y)
-    if not 1 / NEAR <= given / expected <= NEAR:
-        raise UsageError(
-            f"predict in {path} has {formats.size(given)} {y}, but {notes[0]}; give it"
-            f" {formats.size(expected)}, or add runs with other numbers"
-        )
+    if _is_near(given, expected):
+        return
+    remedy = f"give it {formats.size(expected)}"
+    if y == "tokens":
+        remedy = _budget_for(expected, one) or "lower its batch_size"
+    raise UsageError(
+        f"predict in {path} has {formats.size(given)} {y}, but {notes[0]}; {remedy}, or add runs"
+        " with other numbers"
+    )
 
 
-def _planned(ladder: Ladder, parameters: Mapping[str, str], path: str) -> Point:
-    run = config_of(ladder, parameters, path)
-    own = ladder.values["tokens"][parameters["tokens"]]
-    for name in LENGTHS:  # a --config file may set them
-        if getattr(run, name) is not None and name not in own:
-            raise UsageError(f"{name} = {getattr(run, name)} ({run.sources[name]}) {BY_TOKENS}")
-    for name, is_other in (
-        ("init_from", run.init_from is not None),
-        ("use_moe", run.use_moe),
-        ("model", run.hugging_face is not None),
-    ):
-        if is_other:
-            raise UsageError(
-                f"{name} = {getattr(run, name)} ({run.sources[name]}), but the law is of our dense"
-                " decoder, trained from its start; remove it"
-            )
-    if run.tokenizer is not None:
-        run = run.with_values("tokenizer", vocab_size=load_tokenizer(run.tokenizer).vocab_size)
-    elif text := described_text(run):
-        run = run.with_values("the text", vocab_size=text["vocab_size"])
-    return _point(", ".join(parameters.values()), run)
+def _is_near(value: float, expected: float) -> bool:
+    return 1 / NEAR <= value / expected <= NEAR
 
 
-def _point(name: str, run: RunConfig) -> Point:
-    shape = shape_of(run)
+def _budget_for(tokens: float, one: Point) -> str:
+    """The budget with which the predicted run trains on so many tokens; empty if there is none.
+
+    It trains in whole steps, whose rows may follow from the budget.
+    """
+    for budget in (f"{tokens:.3g}", f"{math.ceil(tokens)}"):
+        with suppress(UsageError):  # less than a step
+            run = one.run.with_values("tokens", max_tokens=float(budget), tokens_per_param=None)
+            if _is_near(_planned(one.name, run).tokens, tokens):
+                return f"give it tokens: {budget}"
+    return ""
+
+
+def _planned(name: str, run: RunConfig) -> Point:
+    """The point of a run that is not trained: tokens are those of its whole steps."""
+    rehearsal = rehearse(run)
+    known = rehearsal.run
+    shape = shape_of(known)
+    settings = {name: getattr(known, name) for name in FLAGS if name not in ("seed", *LENGTHS)}
     return Point(
         name,
         run,
         shape.parameters,
-        run.max_tokens or (run.tokens_per_param or nan) * shape.parameters,
-        nan,
+        rehearsal.tokens or math.nan,
+        math.nan,
         flops_per_token(shape),
-        nan,
-        {field: getattr(run, field) for field in ALIKE},
-        str(replace(run, sources={})),
+        math.nan,
+        {field: getattr(known, field) for field in ALIKE},
+        str(settings),
     )
 
 
 def plan_text(ladder: Ladder, points: Sequence[Point], folders: Sequence[str]) -> str:
     """The runs for a terminal, a line each, and their sum."""
     head = ["trial", *ladder.dimensions, "parameters", "tokens", "FLOPs", ""]
-    flops = [one.tokens * (one.flops_per_token or nan) for one in points]
+    flops = [one.tokens * (one.flops_per_token or math.nan) for one in points]
     rows = [
         [
             folders[n],
@@ -258,10 +296,13 @@ def run_ladder(
     """
     ladder = read_ladder(path)
     points, grid = plan(ladder, path, flops, tokens), ladder.grid()
+    runs = [one.run for one in points]
     if place is None:
+        for run in runs:
+            require_inputs(run)
         print(plan_text(ladder, points, [f"{PREFIX}{n:04d}" for n in range(len(grid))]))
         return 0
-    with opened(ladder, path, place, points[0].run.device, parallel) as trials:
+    with opened(ladder, path, place, runs, parallel) as trials:
         study = trials.study
         folders = study.folders(grid)  # those of runs that an earlier spec had stay
         print(plan_text(ladder, points, folders), flush=True)
@@ -272,7 +313,7 @@ def run_ladder(
         if ladder.predict:
             vocabulary = done.used[0].run.vocab_size  # of raw text, which is known now
             last = points[-1].run.with_values("the other runs", vocab_size=vocabulary)
-            one = _point(points[-1].name, last)
+            one = _planned(points[-1].name, last)
             _require_predictable(one, done, path)
             loss = result.fit.prediction(one.parameters, one.tokens)
             prediction = Prediction(one.name, one.parameters, one.tokens, loss)

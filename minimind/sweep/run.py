@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from minimind.checkpoint.run_folder import lock_out_dir
-from minimind.errors import PREEMPTED, DataError, MemoryFull, NumericError, UsageError
+from minimind.config.run_config import RunConfig
+from minimind.errors import PREEMPTED, DataError, MemoryFull, NumericError, RunError, UsageError
 from minimind.report import formats
 from minimind.runtime.heartbeat import is_alive
 from minimind.runtime.process import StopRequest
@@ -31,6 +32,7 @@ from minimind.sweep.study import (
 )
 from minimind.sweep.sweep_file import Sweep, config_of, first_config, read_sweep
 from minimind.sweep.trial import LOG, TrialProcess, Validations, environments_of
+from minimind.train.inputs import require_inputs
 
 LOCK = ".lock"  # the file of lock_out_dir
 POLL = 0.2  # seconds between two looks at the trials
@@ -85,7 +87,8 @@ class SweepRun:
         The latter once `max_failures` trials in a row have failed.
         """
         for folder, pid in self.study.resume():
-            print(f"{folder}: was interrupted, and goes on", flush=True)
+            goes_on = ", and goes on" if self.study.wants(folder) else ""
+            print(f"{folder}: was interrupted{goes_on}", flush=True)
             _wait_for_end(pid)
         while True:
             if self.stop.reason or self._has_failed:
@@ -132,6 +135,8 @@ class SweepRun:
                 trial.finish("failed", f"refused: {error}", 0)
                 print(f"{trial.folder}: refused: {error}", flush=True)
                 continue
+            except RunError:  # of files, which may be put back: the trial ends with it
+                pass
             flags = self.study.sweep.flags_of(trial.parameters)
             out_dir = self.study.place / trial.folder
             environment = self._free.pop(0)
@@ -194,18 +199,24 @@ class SweepRun:
 def sweep(path: str, place: Path, parallel: int | None) -> int:
     """Run or continue the sweep of SWEEP.yaml `path` in the folder `place`; return the status."""
     content = read_sweep(path)
-    with opened(content, path, place, first_config(content, path).device, parallel) as trials:
+    with opened(content, path, place, [first_config(content, path)], parallel) as trials:
         return conclude(trials.study, trials.run())
 
 
 @contextmanager
 def opened(
-    content: Sweep, path: str, place: Path, device: str, parallel: int | None
+    content: Sweep, path: str, place: Path, runs: Sequence[RunConfig], parallel: int | None
 ) -> Iterator[SweepRun]:
-    """The trials of `content` in the folder `place`, which is locked meanwhile."""
-    gpus = _gpus(device, parallel)
+    """The trials of `content` in the folder `place`, which is locked meanwhile.
+
+    `runs` are settings of trials, whose files a sweep that goes on may not need any more.
+    """
+    gpus = _gpus(runs[0].device, parallel)
     environments = environments_of(gpus, parallel or max(1, len(gpus)))
     _require_own(place)
+    if not (place / DATABASE).exists():
+        for run in runs:
+            require_inputs(run)
     with lock_out_dir(place, "--out"), recording(place):
         stop = StopRequest()
         stop.listen()

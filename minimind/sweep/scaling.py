@@ -78,7 +78,7 @@ def collect(places: Sequence[Path]) -> Points:
             used.append(point)
     for one in used[1:]:
         require_alike(used[0], one)
-    kept = _best_of_each_budget(used, left_out)
+    kept = best_of_each_budget(used, left_out)
     return Points(sorted(kept, key=lambda one: (one.parameters, one.tokens)), left_out)
 
 
@@ -174,7 +174,7 @@ def require_alike(one: Point, other: Point) -> None:
             )
 
 
-def _best_of_each_budget(points: Sequence[Point], left_out: dict[str, str]) -> list[Point]:
+def best_of_each_budget(points: Sequence[Point], left_out: dict[str, str]) -> list[Point]:
     """The settings with the least mean loss over seeds, for each size and number of tokens.
 
     The law is of well-tuned runs: a sweep over learning rates has many others.

@@ -118,7 +118,7 @@ class Study:
         if before and (changed := changed_fields(json.loads(before), self.sweep)):
             raise UsageError(
                 f"{', '.join(changed)} in {path} changed since --out {self.place} was started;"
-                f" {self.sweep.growth}: restore it, or give another --out"
+                f" {self.sweep.changes}: restore it, or give another --out"
             )
         self._study.set_user_attr(CONTENT, json.dumps(content))
 
@@ -157,6 +157,10 @@ class Study:
         new = count(len({trial.user_attrs[FOLDER] for trial in trials}))
         keys = (frozenset(point.items()) for point in points)
         return [known.get(key) or f"{PREFIX}{next(new):04d}" for key in keys]
+
+    def wants(self, folder: str) -> bool:
+        """Whether the trial in `folder` is still one of the sweep: a grid may have changed."""
+        return not self._is_grid or folder in self.folders(self.sweep.grid())
 
     def next_trial(self) -> Trial | None:
         """The next trial: an interrupted one, or a new one; None if there are as many as wanted."""

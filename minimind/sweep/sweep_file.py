@@ -5,7 +5,6 @@ Every scalar is kept as text, as in `--config` files, and converted by the flag 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from math import prod
@@ -14,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from minimind.config.flags import AUTO
-from minimind.config.launcher_env import read_launch
 from minimind.config.parse import (
     build_config,
     convert,
@@ -67,9 +65,8 @@ class Sweep(Checked):
 
     command: ClassVar[str] = "minimind sweep"
     max_failures: ClassVar[int] = 3  # trials in a row that may fail before the sweep ends
-    growing: ClassVar[tuple[str, ...]] = ("trials",)  # fields that may grow in a folder
-    free: ClassVar[tuple[str, ...]] = ()  # fields that may change there
-    growth: ClassVar[str] = "only trials may grow"
+    free: ClassVar[tuple[str, ...]] = ()  # fields that may change in a folder; trials may grow
+    changes: ClassVar[str] = "only trials may grow"
 
     flags: dict[str, Any]
     dimensions: dict[str, Dimension] = Field(min_length=1)
@@ -94,6 +91,9 @@ class Sweep(Checked):
     def flags_of(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """The flags of a trial."""
         return {**self.flags, **parameters}
+
+    def require_suited(self, run: RunConfig, parameters: Mapping[str, Any]) -> None:
+        """Raise UsageError for a run that can be trained, and is none for this command."""
 
 
 def read_sweep(path: str) -> Sweep:
@@ -229,11 +229,12 @@ def points(name: str, dimension: list[str] | Range) -> list[Any]:
 
 
 def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConfig:
-    """The settings of a trial; raise a UsageError for a combination that cannot be trained.
+    """The settings of a trial; raise what its start would raise before its long work.
 
-    They are resolved against the DeepSpeed file as at the start of a run.
+    A combination that cannot be trained is a UsageError.
     """
-    from minimind.config.deepspeed.backend_choice import read_setup  # torch
+    from minimind.train.build import place_of  # torch
+    from minimind.train.rehearsal import rehearse
 
     source = path.replace("{", "{{").replace("}", "}}") + ": {name}"
     run = build_config(sweep.flags_of(parameters), source)
@@ -249,7 +250,12 @@ def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConf
             f"{name} = 0 ({run.sources[name]}) leaves no {sweep.metric} to compare trials by; raise"
             " it"
         )
-    read_setup(run, read_launch(os.environ)).resolve()
+    sweep.require_suited(run, parameters)
+    if rehearse(run).held_out == 0:
+        raise UsageError(
+            f"{place_of(run)} holds no row of {run.max_seq_len} tokens out, and so has no"
+            f" {sweep.metric} to compare trials by; prepare it again with a larger --val_fraction"
+        )
     return run
 
 
@@ -278,15 +284,13 @@ def changed_fields(before: Mapping[str, Any], sweep: Sweep) -> list[str]:
     changed = []
     for name, value in now.items():
         old = before.get(name)
-        if name in sweep.growing:
-            if isinstance(value, list):  # has all that it had
-                has_grown = all(one in value for one in old or ())
-            else:
-                has_grown = not old or not value or value >= old
-            changed += [name] * (not has_grown)
-        elif isinstance(value, dict) and isinstance(old, dict) and name not in sweep.free:
+        if name in sweep.free:
+            continue
+        if name == "trials":
+            changed += [name] * bool(old and value and value < old)
+        elif isinstance(value, dict) and isinstance(old, dict):
             keys = [key for key in {**old, **value} if old.get(key) != value.get(key)]
             changed += [f"{name}.{key}" for key in keys]
-        elif value != old and name not in sweep.free:
+        elif value != old:
             changed.append(name)
     return changed

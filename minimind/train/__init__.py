@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from minimind.runtime.environment import rank_of, require_environment
+from minimind.runtime.environment import environment_kept, rank_of, require_environment
 from minimind.runtime.process import CAUGHT, Progress
 
 
@@ -30,37 +30,36 @@ class _CallableModule(ModuleType):
         worker's thread. Raise RunError for errors that train_pretrain.py prints.
         """
         require_environment(os.environ)  # before torch reads it
-        environ, handlers = dict(os.environ), {n: signal.getsignal(n) for n in CAUGHT}
-        from minimind.config.launcher_env import set_allocator_defaults
+        handlers = {n: signal.getsignal(n) for n in CAUGHT}
+        with environment_kept():
+            from minimind.config.launcher_env import set_allocator_defaults
 
-        set_allocator_defaults(os.environ)  # torch may have read it already
-        import torch.distributed as dist
+            set_allocator_defaults(os.environ)  # torch may have read it already
+            import torch.distributed as dist
 
-        from minimind.config.parse import build_config
-        from minimind.engine.build import leave_process_group
-        from minimind.errors import UsageError
-        from minimind.train.inputs import require_inputs
-        from minimind.train.pretrain import pretrain
+            from minimind.config.parse import build_config
+            from minimind.engine.build import leave_process_group
+            from minimind.errors import UsageError
+            from minimind.train.inputs import require_inputs
+            from minimind.train.pretrain import pretrain
 
-        run = build_config({**(flags or {}), **more}, "train({name}=...)")
-        require_inputs(run)
-        if dist.is_initialized():
-            raise UsageError(
-                "this process already has a process group, and train(...) creates its own; leave"
-                " it first (torch.distributed.destroy_process_group)"
-            )
-        progress = Progress(rank=rank_of(os.environ))
-        try:
-            return pretrain(run, progress)
-        finally:  # the caller's process goes on: with its own Ctrl-C, and perhaps another run
-            os.environ.clear()
-            os.environ.update(environ)
-            for number, handler in handlers.items():
-                if signal.getsignal(number) is not handler:
-                    signal.signal(number, handler)
-            leave_process_group()
-            if progress.lock:
-                progress.lock.close()
+            run = build_config({**(flags or {}), **more}, "train({name}=...)")
+            require_inputs(run)
+            if dist.is_initialized():
+                raise UsageError(
+                    "this process already has a process group, and train(...) creates its own;"
+                    " leave it first (torch.distributed.destroy_process_group)"
+                )
+            progress = Progress(rank=rank_of(os.environ))
+            try:
+                return pretrain(run, progress)
+            finally:  # the caller's process goes on: with its own Ctrl-C, and perhaps another run
+                for number, handler in handlers.items():
+                    if signal.getsignal(number) is not handler:
+                        signal.signal(number, handler)
+                leave_process_group()
+                if progress.lock:
+                    progress.lock.close()
 
 
 sys.modules[__name__].__class__ = _CallableModule

@@ -7,7 +7,6 @@ import secrets
 import shlex
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from math import gcd
 from pathlib import Path
 from textwrap import wrap
@@ -19,26 +18,19 @@ from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.run_folder import (
     is_in,
     lock_out_dir,
-    require_outputs,
     require_own,
     require_writable,
     write_reference,
 )
 from minimind.checkpoint.saver import Saver
-from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup
+from minimind.config.deepspeed.backend_choice import Setup, advice
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import planned_launch, read_launch
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order
-from minimind.engine.build import (
-    Engine,
-    build_engine,
-    leave_process_group,
-    require_accepted,
-    section_faults,
-)
+from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.errors import StorageError, UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.report.verdict import Verdicts
@@ -58,9 +50,9 @@ from minimind.train.build import (
     with_local_folder,
     with_prepared,
 )
-from minimind.train.evaluate import build_samples, held_out_of, read_sample_prompts
+from minimind.train.evaluate import build_samples, held_out_of
 from minimind.train.failures import SkippedSteps, report_out_of_memory
-from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
+from minimind.train.initial_weights import InitialModel
 from minimind.train.loop import GO_BACK, RunContext, go_back, register_cleanup, train
 from minimind.train.optional import (
     build_corruption_check,
@@ -69,12 +61,10 @@ from minimind.train.optional import (
     build_spike_guard,
     build_trace,
     open_trackers,
-    require_fitting_stages,
     require_place_of_mirror,
-    require_tasks,
     require_traceable,
-    traced_steps,
 )
+from minimind.train.rehearsal import checked
 from minimind.train.summary import (
     COLUMNS,
     dry_run_text,
@@ -98,21 +88,14 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
 
 def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     """Check a run whose prepared folder is here, and train; `cleanup` closes what is opened."""
-    # 1. The launcher, the model and the backend decide what flags leave open.
+    # 1. The launcher, the model and the backend decide what flags leave open. Every mistake is
+    # reported before the long work.
     launch = read_launch(os.environ)
     if run.dry_run:
         launch = planned_launch(launch, os.environ)
-    initial = fine_tuned(read_initial(run)) if run.task == "sft" else read_initial(run)
+    setup, resolved, initial = checked(run, launch)
     run = initial.run
-    setup = read_setup(run, launch)
-    # 2. Every mistake is reported before the long work.
-    resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
-    require_accepted(resolved, setup.device)
-    require_outputs(resolved)
-    read_sample_prompts(run)
-    traced_steps(run)
-    require_tasks(run)
-    require_fitting_stages(run, launch.world_size)
+    # 2. The place of the run.
     out_dir = Path(run.out_dir)
     tokenizer = run.tokenizer if keeps_tokenizer(run) else None
     if run.dry_run:

@@ -212,6 +212,29 @@ def labelled_lines(label: str, pieces: Iterable[str]) -> list[str]:
     return [f"{'' if number else label:<{LABEL}}{line}" for number, line in enumerate(lines)]
 
 
+def with_numbers(
+    setup: Setup, resolved: ResolvedConfig, manifest: dict[str, Any] | None, model: Architecture
+) -> tuple[Setup, ResolvedConfig, RunConfig]:
+    """Return the settings, and the run with what its prepared text and the rules decide.
+
+    Flags that raw text decides stay open.
+    """
+    derived, sources = {}, None
+    if manifest is not None:
+        derived = {"vocab_size": manifest["vocab_size"], **options_of(manifest)}
+        sources = manifest["sources"]
+
+    def known(run: RunConfig) -> RunConfig:
+        return with_derived_values(with_tokenizer(run), place_of(run), derived)
+
+    run = known(resolved.run)
+    if run.open_flags:
+        setup = replace(setup, run=with_auto_values(setup, run, resolved.optimizer, sources, model))
+        resolved = setup.resolve()
+        run = known(resolved.run)
+    return setup, resolved, run
+
+
 def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) -> str:
     """Return the settings and the estimated cost of the run; raise what its start would raise.
 
@@ -219,12 +242,10 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     """
     world_size, tables = setup.launch.world_size, []
     manifest: dict[str, Any] | None = None
-    row_tokens, tokens, derived, by = resolved.run.max_seq_len + 1, 0, {}, ""
+    row_tokens = resolved.run.max_seq_len + 1
     if folder := prepared_folder(resolved.run):
         manifest = read_manifest(folder)
         _require_usable(folder, manifest, resolved.run.tokenizer)
-        derived = {"vocab_size": manifest["vocab_size"], **options_of(manifest)}
-        by = place_of(resolved.run)
         lines = [f"data: {' '.join(text_names(resolved.run))}"]
         for split, part in manifest["splits"].items():
             lines.append(
@@ -232,15 +253,9 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
                 f" {part['tokens'] // row_tokens:,} rows of {row_tokens}"
             )
         tables.append("\n".join(lines))
-        tokens = manifest["splits"]["train"]["tokens"]
-    run = with_derived_values(with_tokenizer(resolved.run), by, derived)
-    if run.open_flags:
-        sources = None if manifest is None else manifest["sources"]
-        decided = with_auto_values(setup, run, resolved.optimizer, sources, model)
-        setup = replace(setup, run=decided)
-        resolved = setup.resolve()
-        run = with_derived_values(with_tokenizer(resolved.run), by, derived)
+    setup, resolved, run = with_numbers(setup, resolved, manifest, model)
     if manifest is not None and not run.stages:
+        tokens = manifest["splits"]["train"]["tokens"]
         n_rows = tokens // row_tokens  # several sources may have a few rows fewer
         check_enough_rows(run, world_size, tokens, n_rows)
         if run.task == "pretrain":

@@ -16,18 +16,19 @@ import yaml
 
 from minimind.cli import report
 from minimind.cli.main import main
+from minimind.config import rules
 from minimind.runtime.process import CAUGHT
 from minimind.sweep import run, scaling
 from minimind.sweep.law import Fit, fit
 from tests.docs.commands import all_blocks, files_in
 from tests.report.made import Drawn, evaluation, run_start, write_run
 from tests.sweep.made import NO_PROCESS, Killed
-from tests.sweep.made_runs import LAW, shape_of_dim, write_point
+from tests.sweep.made_runs import LAW, TOKENS_PER_STEP, shape_of_dim, write_point
 
 CONTENT: dict[str, Any] = {
     "flags": {
         **{"n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "max_seq_len": 256, "vocab_size": 4096},
-        **{"data_path": "text.jsonl", "device": "cpu"},
+        **{"data_path": "text.jsonl", "device": "cpu", "batch_size": 4},
     },
     "sizes": [{"dim": 128}, {"dim": 192, "learning_rate": "2e-3"}, {"dim": 256}],
     "tokens": ["4e7", "2e8", "1e9"],
@@ -35,6 +36,11 @@ CONTENT: dict[str, Any] = {
 }
 FITTED = [f"trial-{n:04d}" for n in range(9)]
 LAST = "trial-0009"
+
+
+def whole_steps(budget: float) -> float:
+    """Tokens of the whole steps within a budget."""
+    return budget // TOKENS_PER_STEP * TOKENS_PER_STEP
 
 
 class MadeRun:
@@ -66,8 +72,8 @@ class MadeRun:
             return status
         dim = int(flags["dim"])
         ratio = float(flags.get("tokens_per_param", 0))
-        tokens = float(flags.get("max_tokens", ratio * shape_of_dim(dim).parameters))
-        write_point(self.place, dim, tokens, self.noise.get(name, 0.0))
+        budget = float(flags.get("max_tokens", ratio * shape_of_dim(dim).parameters))
+        write_point(self.place, dim, whole_steps(budget), self.noise.get(name, 0.0))
         return 0
 
     def stop(self) -> None: ...
@@ -83,7 +89,9 @@ def fitted(*given: Any) -> Fit:
 
 
 @pytest.fixture(autouse=True)
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[MadeRun]]:
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[MadeRun]]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"text": "one"}\n')
     noise = {name: 0.004 * math.sin(5 * n) for n, name in enumerate(FITTED)}
     fresh = {"given": {}, "starts": [], "noise": noise, "statuses": {}}
     made = type("Made", (MadeRun,), fresh)
@@ -143,8 +151,9 @@ def test_a_measured_loss_within_the_interval_is_on_the_page_and_in_json(tmp_path
     assert "within the interval" in page
     (predicted,) = drawn.points("loss", "predicted").tolist()
     (measured,) = drawn.points("loss", "measured").tolist()
-    assert predicted == [5e9, pytest.approx(one["loss"]["value"])]
-    assert measured == [5e9, pytest.approx(one["measured"])]
+    tokens = whole_steps(5e9)
+    assert predicted == [tokens, pytest.approx(one["loss"]["value"])]
+    assert measured == [tokens, pytest.approx(one["measured"])]
     bar = drawn.trace("loss", "predicted")["error_y"]
     assert bar["array"] == [pytest.approx(one["loss"]["high"] - one["loss"]["value"])]
     assert drawn.points("loss", "law, prediction").shape == (80, 2)
@@ -245,7 +254,7 @@ def test_the_plan_is_printed_and_a_dry_run_makes_nothing(tmp_path, capsys, made)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["trial", "size", "tokens", "parameters", "tokens", "FLOPs"]
     parameters = shape_of_dim(192).parameters
-    expected = f"{parameters:,} {20 * parameters:,}"
+    expected = f"{parameters:,} {whole_steps(20 * parameters):,.0f}"
     assert re.sub(" +", " ", lines[5]).startswith(
         f"trial-0004 dim 192 learning_rate 2e-3 20 per parameter {expected} "
     )
@@ -286,7 +295,19 @@ def test_runs_of_one_ratio_predict_a_run_of_that_ratio(tmp_path, capsys, made):
         ({"tokens": None}, "{}: has no tokens and no tokens_per_param; add a list of one of"),
         ({"tokens": ["x"]}, "max_tokens = 'x' ({}: max_tokens) is not a finite number; give one"),
         ({"tokens": ["1e9", "1000000000"]}, "dim 128, 1e9 and dim 128, 1000000000 are one run"),
-        ({"tokens": ["4e7", "4e7"]}, "dim 128, 4e7 and dim 128, 4e7 are one run; remove one"),
+        ({"tokens": ["4e7", "4e7"]}, "dim 128, 4e7 and dim 128, 4e7 are one run of 39,999,488 tok"),
+        (
+            {"tokens": ["4e7", "2e8", "100"]},
+            "max_tokens = 100 ({}: max_tokens) is 100 tokens, less",
+        ),
+        (
+            {"flags": CONTENT["flags"] | {"warmup_steps": "40000"}},
+            "warmup_steps = 40000 ({}: warmup_steps) is more than the 39062 steps of the whole run",
+        ),
+        (
+            {"flags": CONTENT["flags"] | {"trace_steps": "4"}},
+            "trace_steps = 4 ({}: trace_steps) is",
+        ),
         ({"tokens": ["1e9"]}, "3 runs can be used, and a law of 3 constants needs 4 or more; add"),
         ({"sizes": [{"dim": 128}, {"dim": 256}]}, "2 different numbers of parameters, and their"),
         ({"predict": {"size": "26m"}}, "predict in {} has to have tokens or tokens_per_param; gi"),
@@ -323,7 +344,7 @@ def test_the_vocabulary_is_that_of_the_prepared_text(tmp_path, capsys, prepared,
     changes = {"tokens": None, "tokens_per_param": ["5", "20", "80"]}
     assert train(tmp_path, "--dry_run", flags={**flags, place: values[place]}, **changes) == 0
     parameters = shape_of_dim(192).parameters - (4096 - 600) * 192
-    expected = f"20 per parameter {parameters:,} {20 * parameters:,}"
+    expected = f"20 per parameter {parameters:,} {whole_steps(20 * parameters):,.0f}"
     assert expected in re.sub(" +", " ", capsys.readouterr().out)
 
 
@@ -351,6 +372,121 @@ def test_flags_that_no_run_can_have_are_named(tmp_path, capsys, flags, sentence)
     assert train(tmp_path, flags={**CONTENT["flags"], **given}) == 2
     place = config if "config" in flags else tmp_path / "spec.yaml"
     assert sentence.format(place) in capsys.readouterr().err
+
+
+FOUR = [{"dim": dim} for dim in (128, 192, 256, 320)]
+
+
+def plan_of(text: str) -> list[int]:
+    """The tokens of the runs of a plan."""
+    found = re.findall(r"^trial-\d{4}  .* ([\d,]+)  +[\d.e+]+(?:  predicted)?$", text, re.MULTILINE)
+    return [int(tokens.replace(",", "")) for tokens in found]
+
+
+@pytest.mark.parametrize("budget", ["5e3", "4096", "5.1e3"])
+def test_a_run_is_predicted_at_the_tokens_that_the_others_trained_on(
+    tmp_path, capsys, made, budget
+):
+    predict = {"size": {"dim": 512}, "tokens": budget}
+    assert train(tmp_path, sizes=FOUR, tokens=["5e3"], predict=predict) == 0
+    text = capsys.readouterr().out
+    assert plan_of(text) == [4096] * 5
+    assert re.search(r"^prediction for .* 4.1K tokens\) from the other runs", text, re.M)
+    assert len(made.starts) == 5
+
+
+def test_the_tokens_that_a_refusal_asks_for_are_accepted(tmp_path, capsys, made):
+    changes: dict[str, Any] = {"sizes": FOUR, "tokens": ["7e3"]}
+    predict = {"size": {"dim": 512, "batch_size": 3}, "tokens": "5e3"}
+    assert train(tmp_path, predict=predict, **changes) == 2
+    error = capsys.readouterr().err
+    assert "has 4.61K tokens, but all runs have 6.14K tokens" in error
+    (budget,) = re.findall(r"; give it tokens: (\S+), or add runs with other numbers$", error, re.M)
+    assert train(tmp_path, "--dry_run", predict={**predict, "tokens": budget}, **changes) == 0
+    assert plan_of(capsys.readouterr().out) == [6144] * 5
+
+
+def test_a_step_that_does_not_divide_the_tokens_of_the_others_is_named(tmp_path, capsys, made):
+    predict = {"size": {"dim": 512, "batch_size": 7}, "tokens": "5e3"}
+    assert train(tmp_path, sizes=FOUR, tokens=["5e3"], predict=predict) == 2
+    sentence = "has 3.58K tokens, but all runs have 4.1K tokens"
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert "; lower its batch_size, or add runs with other numbers\n" in error
+    assert made.starts == []
+
+
+def test_steps_by_rule_are_those_of_the_plan(tmp_path, capsys, made):
+    flags = {name: value for name, value in CONTENT["flags"].items() if name != "batch_size"}
+    predict = {"size": {"dim": 512}, "tokens": "3e6"}
+    changes = {"sizes": FOUR, "tokens": ["3e6"], "predict": predict}
+    assert train(tmp_path, "--dry_run", flags=flags, **changes) == 0
+    (tokens,) = {*plan_of(capsys.readouterr().out)}
+    step = int(2 ** round(math.log2(rules.tokens_per_step(3e6))))
+    assert tokens == 3_000_000 // step * step != whole_steps(3e6)
+
+
+def test_budgets_of_the_same_steps_are_one_run(tmp_path, capsys, made):
+    tokens = ["4096", "4100", "8192", "16384"]
+    assert train(tmp_path, sizes=[{"dim": 128}], tokens=tokens, predict=None) == 2
+    sentence = "dim 128, 4096 and dim 128, 4100 are one run of 4,096 tokens; remove one"
+    assert sentence in capsys.readouterr().err
+
+
+def test_runs_of_which_the_fit_takes_the_better_count_once(tmp_path, capsys, made):
+    sizes = [{"dim": 128}, {"dim": 192}, {"dim": 192, "learning_rate": "2e-3"}, {"dim": 256}]
+    assert train(tmp_path, sizes=sizes, tokens=["4e7"], predict=None) == 2
+    error = capsys.readouterr().err
+    assert (
+        "3 runs can be used, and a law of 3 constants needs 4 or more (left out: dim 192" in error
+    )
+    assert made.starts == []
+    seeds = [{"dim": 128}, {"dim": 192}, {"dim": 192, "seed": "2"}, {"dim": 256}]
+    assert train(tmp_path, "--dry_run", sizes=seeds, tokens=["4e7"], predict=None) == 0
+
+
+def test_stages_that_do_not_fit_the_budget_are_refused_before_the_first_run(
+    tmp_path, capsys, prepared, made
+):
+    stages = tmp_path / "stages.yaml"
+    stages.write_text(f"sources: {{a: {prepared}}}\nstages: [{{until: 20%}}, {{name: rest}}]\n")
+    flags = {k: v for k, v in CONTENT["flags"].items() if k not in ("vocab_size", "data_path")}
+    flags["stages"] = str(stages)
+    assert train(tmp_path, flags=flags, tokens=["8e5", "4e5", "4e3"]) == 2
+    sentence = f"--stages {stages}: stage stage-1 has no whole step of 1,024 tokens between step 0"
+    assert sentence in capsys.readouterr().err
+    stages.write_text(stages.read_text().replace("name: rest", "weights: {b: 1}"))
+    assert train(tmp_path, flags=flags) == 2
+    assert f"--stages {stages}" in capsys.readouterr().err
+    assert made.starts == []
+
+
+def test_a_text_that_is_not_there_is_named_before_the_first_run(tmp_path, capsys, made):
+    (tmp_path / "text.jsonl").rename(tmp_path / "moved.jsonl")
+    for words in ([], ["--dry_run"]):
+        assert train(tmp_path, *words) == 3
+        assert "text.jsonl: there is no such file" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_that_are_done_are_fitted_without_their_text(tmp_path, capsys, made):
+    assert train(tmp_path) == 0
+    (tmp_path / "text.jsonl").unlink()
+    made.starts.clear()
+    assert train(tmp_path, "--flops", "1e17") == 0
+    assert made.starts == []
+
+
+def test_a_prepared_text_without_held_out_rows_is_named(tmp_path, capsys, corpus, made):
+    out = tmp_path / "prepared"
+    words = ["prepare", corpus, "--vocab_size", "600", "--val_fraction", "0", "--out", out]
+    assert main([*map(str, words)]) == 0
+    flags = {k: v for k, v in CONTENT["flags"].items() if k != "vocab_size"}
+    capsys.readouterr()
+    assert train(tmp_path, flags={**flags, "data_path": str(out)}) == 2
+    sentence = f"{out} holds no row of 256 tokens out, and so has no val_loss to compare trials by"
+    assert sentence in capsys.readouterr().err
+    assert made.starts == []
 
 
 def test_a_budget_that_needs_both_terms_is_refused_before_the_start(tmp_path, capsys, made):
@@ -419,22 +555,35 @@ def test_another_run_is_predicted_by_the_runs_that_are_done(tmp_path, capsys, ma
     assert made.given["trial-0016"]["dim"] == "768"
 
 
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"tokens": ["4e7", "2e8", "2e9"]}, "tokens"),
-        ({"sizes": [{"dim": 128}, {"dim": 192}, {"dim": 256}, {"dim": 320}]}, "sizes"),
-        ({"flags": {**CONTENT["flags"], "n_layers": 5}}, "flags.n_layers"),
-    ],
-)
-def test_a_changed_spec_is_refused_by_the_names_of_its_changes(
-    tmp_path, capsys, made, changes: dict[str, Any], names: str
-):
+def test_a_spec_may_leave_out_what_it_had(tmp_path, capsys, made):
+    made.statuses["trial-0002"] = 3
+    assert train(tmp_path) == 3
+    made.starts.clear()
+    capsys.readouterr()
+    sizes = [{"dim": 128}, {"dim": 192}, {"dim": 256}, {"dim": 320}]  # no rate for dim 192
+    changes = {"tokens": ["4e7", "2e8", "2e9"], "sizes": sizes}
+    assert train(tmp_path, "--json", **changes) == 0
+    assert made.starts == [f"trial-{n:04d}" for n in range(3, 14)]
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 12
+
+
+def test_an_interrupted_run_that_the_spec_leaves_out_does_not_go_on(tmp_path, capsys, made):
+    made.kill_at = "trial-0001"
+    with pytest.raises(Killed):
+        train(tmp_path)
+    made.kill_at = ""
+    made.starts.clear()
+    assert train(tmp_path, tokens=["4e7", "4e8", "1e9"]) == 0
+    assert "trial-0001: was interrupted\n" in capsys.readouterr().out
+    assert "trial-0001" not in made.starts
+
+
+def test_changed_flags_are_refused_by_their_names(tmp_path, capsys, made):
     made.stop_at = FITTED[1]
     assert train(tmp_path, predict=None) == 75
-    assert train(tmp_path, **changes) == 2
+    assert train(tmp_path, flags={**CONTENT["flags"], "n_layers": 5}) == 2
     path, out = tmp_path / "spec.yaml", tmp_path / "out"
-    sentence = f"{names} in {path} changed since --out {out} was started; sizes, tokens and tokens_"
+    sentence = f"flags.n_layers in {path} changed since --out {out} was started; sizes, tokens, tok"
     assert sentence in capsys.readouterr().err
 
 
@@ -469,5 +618,6 @@ def test_what_the_command_needs_is_named(tmp_path, capsys, monkeypatch):
 def test_the_spec_of_the_docs_is_accepted(tmp_path, capsys):
     path = tmp_path / "ladder.yaml"
     path.write_text(files_in(all_blocks())[path.name])
+    (tmp_path / "text.jsonl").rename(tmp_path / "my_text.jsonl")
     assert main(["scaling", "run", str(path), "--dry_run"]) == 0
     assert "predicted" in capsys.readouterr().out

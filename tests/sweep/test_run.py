@@ -11,8 +11,10 @@ import pytest
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
 from minimind.runtime.process import StopRequest
-from minimind.sweep.study import best_of
-from tests.sweep.made import Killed, made_process, sweep_in, write_sweep
+from minimind.sweep import run
+from minimind.sweep.study import Study, best_of
+from minimind.sweep.sweep_file import read_sweep
+from tests.sweep.made import CONTENT, Killed, made_process, sweep_in, write_sweep
 
 GRID: dict[str, Any] = {
     "sampler": "grid",
@@ -153,11 +155,55 @@ def test_a_trial_that_is_pruned_before_it_listens_to_signals_is_pruned(tmp_path:
     assert {row.kind for row in rows} == {"done", "pruned"}
 
 
-def test_a_second_sweep_in_the_folder_is_refused(tmp_path: Path, capsys: Any):
-    out = tmp_path / "out"
+def flags_of(text: Path) -> dict[str, Any]:
+    return {**CONTENT["flags"], "data_path": str(text)}
+
+
+def test_a_second_sweep_in_the_folder_is_refused(tmp_path: Path, corpus: Path, capsys: Any):
+    path, out = write_sweep(tmp_path, flags=flags_of(corpus)), tmp_path / "out"
     with lock_out_dir(out):
-        assert main(["sweep", str(write_sweep(tmp_path)), "--out", str(out)]) == 8
+        assert main(["sweep", str(path), "--out", str(out)]) == 8
     assert f"out {out} is in use by process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_a_text_that_is_not_there_is_named_before_the_first_trial(tmp_path: Path, capsys: Any):
+    missing, out = tmp_path / "no.jsonl", tmp_path / "out"
+    path = write_sweep(tmp_path, flags=flags_of(missing))
+    assert main(["sweep", str(path), "--out", str(out)]) == 3
+    assert f"{missing}: there is no such file" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_combination_that_its_start_would_refuse_is_not_started(tmp_path: Path, capsys: Any):
+    flags = {"max_tokens": "1e4", "eval_interval": 10, "device": "cpu"}
+    dimensions = {"learning_rate": ["1e-2"], "batch_size": ["4", "400", "40", "8"]}
+    process = made_process()
+    grid = {"sampler": "grid", "trials": None}
+    status, rows = sweep_in(tmp_path / "out", process, flags=flags, dimensions=dimensions, **grid)
+    assert status == 0
+    assert process.starts == ["trial-0000", "trial-0003"]
+    assert [row.kind for row in rows] == ["done", "failed", "failed", "done"]
+    assert "refused: max_tokens = 10000" in rows[1].status
+    assert "trial-0001: refused: max_tokens = 10000" in capsys.readouterr().out
+
+
+def test_a_trial_whose_folder_is_cut_is_started_and_may_be_tried_again(
+    tmp_path: Path, corpus: Path
+):
+    data = tmp_path / "data"
+    words = ["prepare", corpus, "--vocab_size", "600", "--out", data]
+    assert main([*map(str, words)]) == 0
+    shard = next(data.glob("train-*.bin"))
+    process = made_process(statuses={"trial-0000": 3})
+    flags, out = flags_of(data), tmp_path / "out"
+    changes: dict[str, Any] = {"trials": 1, "flags": flags}
+    content = read_sweep(str(write_sweep(tmp_path, **changes)))
+    out.mkdir()
+    shard.write_bytes(b"")
+    study = Study(content, out, "sweep.yaml")
+    status = run.SweepRun(study, "sweep.yaml", [{}], StopRequest(), process).run()
+    assert (status, process.starts) == (0, ["trial-0000"])
+    assert [row.status for row in study.rows()] == ["status 3: the last line of trial-0000"]
 
 
 def test_a_database_that_is_none_is_named(tmp_path: Path, capsys: Any):

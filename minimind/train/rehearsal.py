@@ -1,0 +1,84 @@
+"""What the start of a run decides and refuses before its long work, without training it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+from minimind.architecture.select import Architecture
+from minimind.checkpoint.run_folder import require_outputs
+from minimind.config.deepspeed.backend_choice import Setup, read_setup
+from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.launcher_env import Launch, read_launch
+from minimind.config.rules import needs_text
+from minimind.config.run_config import RunConfig
+from minimind.config.schedule import run_length
+from minimind.data.shards.manifest import read_manifest
+from minimind.engine.build import require_accepted, section_faults
+from minimind.runtime.environment import environment_kept
+from minimind.train.build import prepared_folder, run_budgets, with_local_folder
+from minimind.train.evaluate import read_sample_prompts
+from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
+from minimind.train.optional import require_fitting_stages, require_tasks, traced_steps
+from minimind.train.summary import dry_run_text, with_numbers
+
+
+def checked(run: RunConfig, launch: Launch) -> tuple[Setup, ResolvedConfig, InitialModel]:
+    """The launcher, the model and the backend decide what flags leave open.
+
+    Raise every mistake that is known before the text is read.
+    """
+    initial = fine_tuned(read_initial(run)) if run.task == "sft" else read_initial(run)
+    run = initial.run
+    setup = read_setup(run, launch)
+    resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
+    require_accepted(resolved, setup.device)
+    require_outputs(resolved)
+    read_sample_prompts(run)
+    traced_steps(run)
+    require_tasks(run)
+    require_fitting_stages(run, launch.world_size)
+    return setup, resolved, initial
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A run as it will be, as far as that is known without reading raw text."""
+
+    run: RunConfig  # with the numbers that text and rules decide
+    tokens: int | None  # that it trains on; None if raw text decides
+    held_out: int | None  # rows; None of raw text
+
+
+def rehearse(run: RunConfig) -> Rehearsal:
+    """Return what the start of a new run decides; raise what --dry_run would raise."""
+    run = replace(run, resume="none")  # a checkpoint in the default out_dir is of another run
+    launch = read_launch(os.environ)
+    with environment_kept(), ExitStack() as cleanup:
+        setup, resolved, initial = checked(with_local_folder(run, cleanup), launch)
+        model = initial.architecture
+        dry_run_text(setup, resolved, model)
+        folder = prepared_folder(resolved.run)
+        manifest = read_manifest(folder) if folder else None
+        _, _, run = with_numbers(setup, resolved, manifest, model)
+    held_out = None
+    if manifest is not None:
+        texts = (source["tokens"]["val"] for source in manifest["sources"])
+        held_out = sum(tokens // (run.max_seq_len + 1) for tokens in texts)
+    return Rehearsal(run, _tokens(run, launch.world_size, model), held_out)
+
+
+def _tokens(run: RunConfig, world_size: int, model: Architecture) -> int | None:
+    """Target tokens of all steps of a run; None if raw text decides their number."""
+    if needs_text(run):
+        return None
+    if run.stages:
+        from minimind.config.stages import plan_stages
+
+        _, stages, _ = plan_stages(run, world_size, run_budgets(run, 1, model))
+        return sum(stage.tokens for stage in stages)
+    of_step = run.rows_per_step(world_size) * run.max_seq_len
+    return of_step * run_length(run, sys.maxsize, run_budgets(run, of_step, model))
