@@ -422,7 +422,7 @@ def test_steps_by_rule_are_those_of_the_plan(tmp_path, capsys, made):
     changes = {"sizes": FOUR, "tokens": ["3e6"], "predict": predict}
     assert train(tmp_path, "--dry_run", flags=flags, **changes) == 0
     (tokens,) = {*plan_of(capsys.readouterr().out)}
-    step = int(2 ** round(math.log2(rules.tokens_per_step(3e6))))
+    step = int(2 ** round(math.log2(rules.tokens_per_step(3e6, "AdamW"))))
     assert tokens == 3_000_000 // step * step != whole_steps(3e6)
 
 
