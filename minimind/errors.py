@@ -51,6 +51,10 @@ class DataError(RunError):
     status = 3
 
 
+class TooFewRows(DataError):
+    """A step, or a source, wants more rows than the text has; with other settings it may not."""
+
+
 class CheckpointError(RunError):
     """No checkpoint is usable, or the checkpoint belongs to another run."""
 

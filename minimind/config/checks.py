@@ -45,6 +45,10 @@ class Given:
             return f"drop {self.name}"
         if FLAGS[self.name].metadata.keys() & {"rule", "takes_auto"}:
             return f"add --{self.name} auto"
+        if self.value is True:
+            return f"add --no-{self.name}"
+        if self.name == "embedding_init":
+            return "add --embedding_init random"
         return f"give --config a copy of {path} without {self.name}"
 
 
@@ -184,7 +188,7 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
         (name for name in SHAPE if name not in ("max_seq_len", "vocab_size")),
         lambda run, name: run.is_explicit(name),
         "{flag} beside --model {model.value}, whose config.json decides the shape; {flag.drop},"
-        " or write it there",
+        " or write it in config.json",
     ),
     Rule(lambda run: run.mup_base_dim is not None, _only_built_in("mup_base_dim")),
     Rule(lambda run: run.zero_init_outputs, _only_built_in("zero_init_outputs")),

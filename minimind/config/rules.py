@@ -1,8 +1,9 @@
 """Rules for "auto": batch, learning rate and weight decay by parameters, tokens and epochs.
 
-They hold for AdamW from random weights; where they do not, "auto" stands for the plain number of
-the flag. The exponents of batch and rate are those of Li et al. (2025), arXiv 2503.04715; the rest
-is fitted to the runs of benchmarks/default_rules.py (docs/measurements.md).
+They hold for AdamW from random weights, that of the batch for Muon, too; where they do not, "auto"
+stands for the plain number of the flag. The exponents of batch and rate are those of Li et al.
+(2025), arXiv 2503.04715; the rest is fitted to the runs of benchmarks/default_rules.py, Muon's
+batch to those of docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from minimind.config.schedule import planned_decay, run_length
 
 # Ends of the runs that the rules are fitted to, beyond which the numbers stay as they are.
 FEWEST_PARAMETERS, FEWEST_TOKENS, MOST_EPOCHS = 278_976, 2**18, 12.0
-# Muon's updates gain more from a larger batch, and take longer than AdamW's.
-BATCH_FACTORS = {"AdamW": 0.4, "Adam": 0.4, "Muon": 0.8}
 HIGHEST_RATE = 6e-3  # above it, small models became unstable
 # Tokens of a micro-batch, above which a process accumulates: larger ones are slower on a CPU.
 GPU_TOKENS = 8192
@@ -38,7 +37,8 @@ class Workload:
 
 def tokens_per_step(tokens: float, optimizer: str) -> float:
     """Tokens of a step, of which rows are the nearest power of two for each process."""
-    return BATCH_FACTORS[optimizer] * max(tokens, FEWEST_TOKENS) ** 0.571
+    factor, _ = OF_OPTIMIZER[optimizer]
+    return factor * max(tokens, FEWEST_TOKENS) ** 0.571
 
 
 def learning_rate(work: Workload) -> float:
@@ -65,16 +65,23 @@ RULES: Mapping[str, Callable[[Workload], float]] = {
     "warmup_steps": warmup_steps,
 }
 BY_EPOCHS = ("weight_decay",)
-# Flags with a rule, by name of the optimizer.
-OF_ADAM = ("batch_size", *RULES)
-OF_OPTIMIZER = {"AdamW": OF_ADAM, "Adam": OF_ADAM, "Muon": ("batch_size",)}
+# By name of the optimizer: the factor of its batch, and the flags that have another rule. Muon's
+# updates gain more from a larger batch, and take longer.
+OF_OPTIMIZER: Mapping[str, tuple[float, Collection[str]]] = {
+    "AdamW": (0.4, RULES),
+    "Adam": (0.4, RULES),
+    "Muon": (0.8, ()),
+}
 
 
 def flags_with_rules(run: RunConfig, optimizer: str) -> list[str]:
     """Flags of the run that are "auto" and have a rule with this optimizer."""
     if run.task != "pretrain" or run.init_from is not None or run.mup_base_dim is not None:
         return []  # fine-tuning, and rates that are of another width
-    return [name for name in run.open_flags if name in OF_OPTIMIZER.get(optimizer, ())]
+    if optimizer not in OF_OPTIMIZER:
+        return []
+    _, others = OF_OPTIMIZER[optimizer]
+    return [name for name in run.open_flags if name == "batch_size" or name in others]
 
 
 def suited_rows(unit: int, row_tokens: int, tokens: float, most: int, optimizer: str) -> int:

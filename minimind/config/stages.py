@@ -250,7 +250,7 @@ def plan_stages(
     `budgets` are the tokens of the run by flag, as `budget_steps` has them of steps of one token.
     Raise UsageError if stages, length and schedule do not fit.
     """
-    file = require_stages(run)
+    file = require_stages(run, budgets)
     stages = lay_out(file, run, world_size, min(budgets.values()) if budgets else None)
     total, decay_from = stages[-1].steps.stop, None
     if file.decay_from is not None:
@@ -265,11 +265,20 @@ def plan_stages(
     return file, stages, plan_schedule(run, total, limits, decay_from)
 
 
-def require_stages(run: RunConfig) -> StagesFile:
-    """Return the file of --stages; raise UsageError for what does not depend on steps."""
+def require_stages(run: RunConfig, budgets: Mapping[str, int]) -> StagesFile:
+    """Return the file of --stages; raise UsageError for what does not depend on steps.
+
+    `budgets` are of `plan_stages`.
+    """
     file = read_stages(run.stages or "")
     for text in file.stages:
         _run_of(text, run, file.path)
+        until = text.until
+        if budgets and until and not until.is_share and until.value >= min(budgets.values()):
+            raise UsageError(
+                f"--stages {file.path}: stage {text.name}: until = {until.text} is not before the"
+                f" end of the run, {min(budgets.values()):,} tokens; lower it, or train longer"
+            )
     if file.decay_from is not None:
         _require_decay(file, run)
     return file
@@ -307,13 +316,14 @@ def lay_out(
         until, size = text.until, rows * own.max_seq_len
         share = Fraction(1) if until is None else until.value
         if until is not None and not until.is_share:
-            end = trained + ((run.max_steps or 0) - step) * size if tokens is None else tokens
-            if until.value >= end:
-                raise UsageError(
-                    f"--stages {file.path}: stage {text.name}: until = {until.text} is not before"
-                    f" the end of the run, {end:,} tokens; lower it, or train longer"
-                )
             steps = (int(until.value) - trained) // size
+            left = steps + 1 if tokens is not None else (run.max_steps or 0) - step
+            if steps >= left:
+                raise UsageError(
+                    f"--stages {file.path}: stage {text.name}: until = {until.text} takes all"
+                    f" {left:,} steps that are left, of {size:,} tokens, and leaves none to the"
+                    " next stage; lower it, or train longer"
+                )
         elif tokens is not None:
             steps = (int(share * tokens) - trained) // size
         else:

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from minimind.architecture.shape import flops_per_token, shape_of
 from minimind.config.run_config import FLAGS, RunConfig
-from minimind.errors import NumericError, UsageError, fault_error
+from minimind.errors import DataError, NumericError, UsageError, fault_error
 from minimind.report import formats
 from minimind.runtime.checked_json import shown
 from minimind.runtime.terminal import aligned
@@ -87,7 +87,7 @@ class Ladder(Spec, Sweep):
         return flags
 
     def require_suited(self, run: RunConfig, parameters: Mapping[str, Any]) -> None:
-        """Raise UsageError for a run of which the law is not, or whose length is not its own."""
+        """Raise UsageError for a run that the law does not describe, or of a length of its own."""
         own = self.values["tokens"][parameters["tokens"]]
         for name in LENGTHS:  # a --config file may set them
             if getattr(run, name) is not None and name not in own:
@@ -176,10 +176,13 @@ def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[flo
     Raise UsageError for what cannot be trained, compared or fitted; `flops` and `tokens` are the
     budgets that the law is to answer.
     """
-    points = [
-        _planned(", ".join(parameters.values()), config_of(ladder, parameters, path))
-        for parameters in ladder.grid()
-    ]
+    points = []
+    for parameters in ladder.grid():
+        name = ", ".join(parameters.values())
+        try:
+            points.append(_planned(name, config_of(ladder, parameters, path)))
+        except (UsageError, DataError) as error:
+            raise type(error)(f"{path}: {name}: {error}") from error
     for n, one in enumerate(points):
         require_alike(points[0], one)
         for other in points[:n]:

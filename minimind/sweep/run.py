@@ -16,7 +16,15 @@ from typing import Any, Protocol
 
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.config.run_config import RunConfig
-from minimind.errors import PREEMPTED, DataError, MemoryFull, NumericError, RunError, UsageError
+from minimind.errors import (
+    PREEMPTED,
+    DataError,
+    MemoryFull,
+    NumericError,
+    RunError,
+    TooFewRows,
+    UsageError,
+)
 from minimind.report import formats
 from minimind.runtime.heartbeat import is_alive
 from minimind.runtime.process import StopRequest
@@ -131,7 +139,7 @@ class SweepRun:
                 return
             try:
                 config_of(self.study.sweep, trial.parameters, self.path)
-            except UsageError as error:  # a combination of dimensions, which no range excludes
+            except (UsageError, TooFewRows) as error:  # of dimensions, which no range excludes
                 trial.finish("failed", f"refused: {error}", 0)
                 print(f"{trial.folder}: refused: {error}", flush=True)
                 continue
@@ -209,7 +217,7 @@ def opened(
 ) -> Iterator[SweepRun]:
     """The trials of `content` in the folder `place`, which is locked meanwhile.
 
-    `runs` are settings of trials, whose files a sweep that goes on may not need any more.
+    Only a new sweep needs the files of `runs`, the settings of trials.
     """
     gpus = _gpus(runs[0].device, parallel)
     environments = environments_of(gpus, parallel or max(1, len(gpus)))

@@ -23,7 +23,7 @@ from minimind.config.parse import (
     unknown_keys,
 )
 from minimind.config.run_config import FLAGS, RunConfig
-from minimind.errors import UsageError, fault_error
+from minimind.errors import DataError, RunError, UsageError, fault_error
 from minimind.runtime.checked_json import describe_fault
 from minimind.runtime.urls import masked_values
 
@@ -93,7 +93,7 @@ class Sweep(Checked):
         return {**self.flags, **parameters}
 
     def require_suited(self, run: RunConfig, parameters: Mapping[str, Any]) -> None:
-        """Raise UsageError for a run that can be trained, and is none for this command."""
+        """Raise UsageError for a run that this command cannot use."""
 
 
 def read_sweep(path: str) -> Sweep:
@@ -231,7 +231,7 @@ def points(name: str, dimension: list[str] | Range) -> list[Any]:
 def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConfig:
     """The settings of a trial; raise what its start would raise before its long work.
 
-    A combination that cannot be trained is a UsageError.
+    A combination that cannot be trained is a UsageError, or TooFewRows.
     """
     from minimind.train.build import place_of  # torch
     from minimind.train.rehearsal import rehearse
@@ -262,18 +262,18 @@ def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConf
 def first_config(sweep: Sweep, path: str) -> RunConfig:
     """The settings of the first combination of ends that can be trained.
 
-    Raise the UsageError of the first combination if every one is refused.
+    Raise the error of the first combination if every one is refused.
     """
     ends = [
         (values[0], values[-1]) if isinstance(dimension, Range) else values
         for name, dimension in sweep.dimensions.items()
         for values in [points(name, dimension)]
     ]
-    first: UsageError | None = None
+    first: RunError | None = None
     for values in islice(product(*ends), MAX_CORNERS):
         try:
             return config_of(sweep, dict(zip(sweep.dimensions, values, strict=True)), path)
-        except UsageError as error:
+        except (UsageError, DataError) as error:
             first = first or error
     raise first or UsageError(f"{path}: has no combination of values; give each dimension some")
 

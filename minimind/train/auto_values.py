@@ -71,7 +71,10 @@ def with_auto_values(
             )
         if rows:
             values |= batch_values(known, world_size, rows, setup.device)
-        if "warmup_steps" in values and not (sources is None and needs_text(known)):
+        if "warmup_steps" in values and sources is None and needs_text(known):
+            del values["warmup_steps"]  # the length of the run, which may be shorter, is not known
+            decided = [name for name in decided if name != "warmup_steps"]
+        elif "warmup_steps" in values:
             shorter, work = by_rules(known.with_values(source, **values), ["warmup_steps"])
             if values["warmup_steps"] > work.steps:  # the run has become shorter
                 del values["warmup_steps"]

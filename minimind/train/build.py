@@ -35,7 +35,7 @@ from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import options_of
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.engine.build import Engine
-from minimind.errors import CheckpointError, DataError, StorageError, UsageError
+from minimind.errors import CheckpointError, DataError, StorageError, TooFewRows, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import is_url, masked, named
@@ -229,12 +229,12 @@ def plan_mixture(
 ) -> Mixture | None:
     """Return the mixture of the sources of a manifest, None without weights.
 
-    `sizes` has their rows. Raise DataError if a source has no row or gives none.
+    `sizes` has their rows. Raise TooFewRows if a source has no row or gives none.
     """
     row_tokens, paths = run.max_seq_len + 1, " ".join(text_names(run))
     for size, source in zip(sizes, sources, strict=True):
         if not size and len(sizes) > 1:
-            raise DataError(
+            raise TooFewRows(
                 f"{paths}: source {source['name']} has {source['tokens']['train']:,} training"
                 f" tokens, fewer than a row of {row_tokens}; add text to it, leave it out, or lower"
                 " --max_seq_len"
@@ -244,7 +244,7 @@ def plan_mixture(
         return None if None in weights else Mixture(sizes, tuple(weights), left_out)
     except ValueError as error:
         names = ", ".join(source["name"] for source in sources)
-        raise DataError(
+        raise TooFewRows(
             f"{paths}: {error} (of the sources {names}, counted from 0, in rows of {row_tokens}"
             " tokens); change its weight, or leave that source out"
         ) from error
@@ -303,10 +303,10 @@ def run_budgets(run: RunConfig, tokens_per_step: int, model: Architecture) -> di
 
 
 def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int) -> int:
-    """Return the rows of one step; raise DataError if the text has fewer."""
+    """Return the rows of one step; raise TooFewRows if the text has fewer."""
     micro_batch, rows_per_step = run.micro_batch_rows(world_size), run.rows_per_step(world_size)
     if n_rows < rows_per_step:
-        raise DataError(
+        raise TooFewRows(
             f"{' '.join(text_names(run))}: {tokens:,} training tokens make {n_rows} rows"
             f" of {run.max_seq_len + 1}, fewer than the {rows_per_step} of one step"
             f" ({micro_batch} x {run.accumulation_steps} x"

@@ -138,18 +138,22 @@ def traced_steps(run: RunConfig) -> tuple[int, int] | None:
 def require_fitting_stages(run: RunConfig, world_size: int) -> None:
     """Raise UsageError for a mistake in --stages that can be seen before the text is read.
 
-    With --tokens_per_param the vocabulary of the text decides the length of the run, and where
-    --batch_size is "auto" its text or checkpoint decides the steps.
+    With --tokens_per_param the vocabulary of the text decides the length of the run. Where
+    --batch_size is "auto", the size of the text may decide the steps.
     """
     if run.stages is None:
         return
     from minimind.config.stages import plan_stages, require_stages
 
-    if run.tokens_per_param is not None or "batch_size" in run.open_flags:
-        require_stages(run)
+    if run.tokens_per_param is not None:
+        require_stages(run, {})
+        return
+    budgets = budget_steps(run, 1, 1, 1)
+    if "batch_size" in run.open_flags:
+        require_stages(run, budgets)
         return
     run = replace(run, warmup_steps=0) if "warmup_steps" in run.open_flags else run
-    plan_stages(run, world_size, budget_steps(run, 1, 1, 1))
+    plan_stages(run, world_size, budgets)
 
 
 def require_traceable(run: RunConfig, total_steps: int) -> None:

@@ -27,7 +27,7 @@ from minimind.train.summary import dry_run_text, with_numbers
 
 
 def checked(run: RunConfig, launch: Launch) -> tuple[Setup, ResolvedConfig, InitialModel]:
-    """The launcher, the model and the backend decide what flags leave open.
+    """Return the setup, the resolved config and the model of a run.
 
     Raise every mistake that is known before the text is read.
     """

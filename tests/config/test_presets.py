@@ -77,8 +77,8 @@ def test_auto_takes_back_a_value_of_a_recipe(optimizer: str):
     ("line", "names"),
     [
         (
-            "--model hf:{folder}",
-            ("tie_word_embeddings", "zero_init_outputs", "embedding_init", "doc_mask"),
+            "--model hf:{folder} --no-zero_init_outputs --no-doc_mask --embedding_init random",
+            ("tie_word_embeddings",),
         ),
         ("--deepspeed_config {folder}/ds.json --muon_lr auto --muon_scaling auto", ("optimizer",)),
     ],
@@ -104,6 +104,14 @@ def test_a_value_of_a_recipe_that_no_flag_takes_back_is_left_out_of_a_copy(
     lines = STRONG.read_text(encoding="utf-8").splitlines()
     copy.write_text("\n".join(one for one in lines if not one.startswith(names)))
     resolve(f"--config {copy} {line}")
+
+
+def test_a_value_of_a_recipe_that_a_flag_takes_back_names_it(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UsageError) as caught:
+        resolve(f"--config strong --model hf:{tmp_path}")
+    for flag in ("--no-zero_init_outputs", "--no-doc_mask", "--embedding_init random"):
+        assert f"; add {flag}" in str(caught.value)
 
 
 def test_a_value_of_a_file_of_ones_own_is_dropped_there(tmp_path: Path):

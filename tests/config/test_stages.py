@@ -180,10 +180,10 @@ def test_a_file_that_is_not_there_or_no_yaml(tmp_path: Path):
         (
             of_first(until=20_000),
             {},
-            "stage warm: until = 20000 is not before the end of the run, 12,800 tokens; lower it",
+            "stage warm: until = 20000 takes all 100 steps that are left, of 128 tokens, and",
         ),
-        (of_first(until=12_800), {}, "stage warm: until = 12800 is not before the end of the run"),
-        (of_first(until="1e25"), {}, r"stage warm: until = 1e25 is not before the end of the run"),
+        (of_first(until=12_800), {}, "stage warm: until = 12800 takes all 100 steps that are left"),
+        (of_first(until="1e25"), {}, r"stage warm: until = 1e25 takes all 100 steps that are left"),
         (of_first(until="0.5%"), {}, "stage warm has no whole step of 128 tokens .* until = 0.5%"),
         (of_first(until=100), {}, "stage warm has no whole step of 128 tokens between step 0"),
         (of_first(max_seq_len=64), {}, r"max_seq_len = 64 \(stage warm of .* is more than .* = 32"),

@@ -298,7 +298,7 @@ def test_runs_of_one_ratio_predict_a_run_of_that_ratio(tmp_path, capsys, made):
         ({"tokens": ["4e7", "4e7"]}, "dim 128, 4e7 and dim 128, 4e7 are one run of 39,999,488 tok"),
         (
             {"tokens": ["4e7", "2e8", "100"]},
-            "max_tokens = 100 ({}: max_tokens) is 100 tokens, less",
+            "dim 128, 100: max_tokens = 100 ({}: max_tokens) is 100 tokens, less",
         ),
         (
             {"flags": CONTENT["flags"] | {"warmup_steps": "40000"}},

@@ -187,6 +187,21 @@ def test_a_combination_that_its_start_would_refuse_is_not_started(tmp_path: Path
     assert "trial-0001: refused: max_tokens = 10000" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("rows", [["400000", "8"], ["8", "400000"]])
+def test_more_rows_than_the_text_has_end_only_their_trial(
+    tmp_path: Path, corpus: Path, rows: list[str]
+):
+    words = ["prepare", corpus, "--vocab_size", "600", "--out", tmp_path / "data"]
+    assert main([*map(str, words)]) == 0
+    process = made_process()
+    changes = {"flags": flags_of(tmp_path / "data"), "sampler": "grid", "trials": None}
+    dimensions = {"learning_rate": ["1e-2"], "batch_size": rows}
+    status, found = sweep_in(tmp_path / "out", process, dimensions=dimensions, **changes)
+    assert status == 0
+    assert [row.kind for row in found] == ["failed" if n == "400000" else "done" for n in rows]
+    assert len(process.starts) == 1
+
+
 def test_a_trial_whose_folder_is_cut_is_started_and_may_be_tried_again(
     tmp_path: Path, corpus: Path
 ):

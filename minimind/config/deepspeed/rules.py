@@ -26,6 +26,7 @@ from minimind.config.deepspeed.values import (
     PARAMS,
     TENSOR_PARALLEL,
     TOTAL_STEPS,
+    UNCOUNTED,
     ZERO,
     Facts,
     adopt,
@@ -433,7 +434,8 @@ def _scheduler(f: Facts) -> Iterator[str]:
             " least; raise it, or remove the scheduler block"
         )
     total = run.max_steps if total is MISSING else total
-    if isinstance(warmup, int) and isinstance(total, int) and total < warmup:
+    is_counted = f.sources.get(TOTAL_STEPS) != UNCOUNTED
+    if isinstance(warmup, int) and isinstance(total, int) and total < warmup and is_counted:
         length = run.sources["max_steps"] if total == run.max_steps else "the steps of the run"
         yield (
             f"{TOTAL_STEPS} = {total} ({length}) is less than warmup_num_steps = {warmup}"

@@ -210,6 +210,13 @@ def test_a_scheduler_is_taken_before_the_length_of_the_run_is_known(kind: str, l
     assert resolved(line, scheduler(kind)).scheduler == kind
 
 
+def test_a_warm_up_of_the_file_is_not_compared_with_steps_that_are_not_counted():
+    with pytest.raises(UsageError) as caught:
+        resolved("--epochs 1 --warmup_steps 5", scheduler("WarmupDecayLR", warmup_num_steps=10))
+    assert "warmup_num_steps is 10 but --warmup_steps says" in str(caught.value)
+    assert "total_num_steps" not in str(caught.value)
+
+
 def test_a_warm_up_as_long_as_max_steps_is_taken():
     found = resolved("--max_steps 10", scheduler("WarmupLR", warmup_num_steps=10))
     assert (found.run.warmup_steps, found.run.max_steps) == (10, 10)
