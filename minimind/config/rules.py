@@ -65,8 +65,8 @@ RULES: Mapping[str, Callable[[Workload], float]] = {
     "warmup_steps": warmup_steps,
 }
 BY_EPOCHS = ("weight_decay",)
-# By name of the optimizer: the factor of its batch, and the flags that have another rule. Muon's
-# updates gain more from a larger batch, and take longer.
+# Each optimizer has a factor of the batch, and flags that have a rule beside the batch. Muon gains
+# more from a larger batch, and its updates take longer.
 OF_OPTIMIZER: Mapping[str, tuple[float, Collection[str]]] = {
     "AdamW": (0.4, RULES),
     "Adam": (0.4, RULES),

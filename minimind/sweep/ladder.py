@@ -191,7 +191,11 @@ def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[flo
                     f"{path}: {other.name} and {one.name} are one run of {one.tokens:,.0f} tokens;"
                     " remove one"
                 )
-    fitted = _fitted(points[: ladder.trials])
+    planned = points[: ladder.trials]
+    used = best_of_each_budget(planned, {})  # the law takes the better of equal budgets
+    names = {one.name for one in used}
+    reason = "has the parameters and tokens of another run, of which the better one counts"
+    fitted = Points(used, {one.name: reason for one in planned if one.name not in names})
     term_of(fitted, flops, tokens)
     if ladder.predict:
         _require_predictable(points[-1], fitted, path)
@@ -200,14 +204,6 @@ def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[flo
 
 def _key(one: Point) -> tuple[int, float, str]:
     return one.run.seed, one.tokens, one.settings
-
-
-def _fitted(points: Sequence[Point]) -> Points:
-    """What is left of the runs where the settings with the least loss count."""
-    used = best_of_each_budget(points, {})
-    names = {one.name for one in used}
-    reason = "has the parameters and tokens of another run, of which the better one counts"
-    return Points(used, {one.name: reason for one in points if one.name not in names})
 
 
 def _require_predictable(one: Point, fitted: Points, path: str) -> None:

@@ -95,8 +95,8 @@ class SweepRun:
         The latter once `max_failures` trials in a row have failed.
         """
         for folder, pid in self.study.resume():
-            goes_on = ", and goes on" if self.study.wants(folder) else ""
-            print(f"{folder}: was interrupted{goes_on}", flush=True)
+            more = ", and goes on" if self.study.wants(folder) else ""
+            print(f"{folder}: was interrupted{more}", flush=True)
             _wait_for_end(pid)
         while True:
             if self.stop.reason or self._has_failed:

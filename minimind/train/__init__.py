@@ -53,7 +53,7 @@ class _CallableModule(ModuleType):
             progress = Progress(rank=rank_of(os.environ))
             try:
                 return pretrain(run, progress)
-            finally:  # the caller's process goes on: with its own Ctrl-C, and perhaps another run
+            finally:  # the caller needs its own Ctrl-C, and may start another run
                 for number, handler in handlers.items():
                     if signal.getsignal(number) is not handler:
                         signal.signal(number, handler)
