@@ -167,8 +167,11 @@ def test_a_request_that_is_cut_off_stops_computing(
 @pytest.mark.usefixtures("slow")
 def test_a_full_queue_and_a_timeout(server: InProcess, listening: Callable[[Any], int]):
     scheduler = Scheduler(server.scheduler._model, 2, 3)
-    small = replace(server, scheduler=scheduler).limited(timeout=8.0, requests=99)
-    url = f"http://localhost:{listening(app_of(small))}"
+    small = replace(server, scheduler=scheduler)
+    url, hasty = (
+        f"http://localhost:{listening(app_of(small.limited(timeout=seconds, requests=99)))}"
+        for seconds in (60.0, 1.0)
+    )
     with closing(scheduler), ThreadPoolExecutor(5) as pool:
         ask = {**LONG, "max_tokens": 60}
         waiting = []
@@ -182,7 +185,7 @@ def test_a_full_queue_and_a_timeout(server: InProcess, listening: Callable[[Any]
         assert refused.json()["error"]["code"] == "queue_full"
         statuses = [one.result().status_code for one in waiting]
         assert statuses[:2] == [200, 200]
-        post = partial(httpx.post, f"{url}/v1/chat/completions", timeout=60)
+        post = partial(httpx.post, f"{hasty}/v1/chat/completions", timeout=60)
         late = pool.submit(post, json={**LONG, "stream": True})
         response = post(json=LONG)
         assert (response.status_code, "of --timeout" in response.text) == (503, True)
