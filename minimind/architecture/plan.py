@@ -131,7 +131,7 @@ def _with_rules(
 
     Where the text that decides them is not known, the run has the largest micro-batch of the rules.
     """
-    shape, limited = shape_of(run), run
+    shape, limited, sources = shape_of(run), run, None
     if text is None and needs_text(run):
         limited = replace(run, epochs=None)
         if machine.tokens is None or not needs_text(limited):
@@ -147,13 +147,17 @@ def _with_rules(
                 + (", the largest of its rule." if values else ".")
             )
         limited = replace(limited, max_tokens=machine.tokens)
+    if text is not None:
+        from minimind.data.rows.order import rows_of_sources
+
+        sources = rows_of_sources(run, text)
     values, work = values_by_rules(
         limited,
         names,
         optimizer,
         machine.gpus,
         device,
-        None if text is None else text["sources"],
+        sources,
         shape.parameters,
         lambda tokens: budget_steps(limited, tokens, shape.parameters, flops_per_token(shape)),
     )

@@ -35,6 +35,15 @@ class Workload:
     steps: int  # in which the rate may warm up: those before a decay of wsd
 
 
+@dataclass(frozen=True)
+class SourceRows:
+    """Rows of a source that a run reads, of --max_seq_len tokens and one, and its weight."""
+
+    name: str
+    rows: int
+    weight: float | None
+
+
 def tokens_per_step(tokens: float, optimizer: str) -> float:
     """Tokens of a step, of which rows are the nearest power of two for each process."""
     factor, _ = OF_OPTIMIZER[optimizer]
@@ -173,18 +182,16 @@ def values_by_rules(
     optimizer: str,
     world_size: int,
     device: str,
-    sources: Sequence[Mapping[str, Any]] | None,
+    sources: Sequence[SourceRows] | None,
     parameters: int,
     budgets_of: Callable[[int], Mapping[str, int]],
 ) -> tuple[dict[str, Any], Workload]:
     """Values of the rules for the flags `names`, and what they follow from.
 
-    Those that follow from epochs are left out without `sources`, those of the text as its manifest
-    has them. `budgets_of` has the steps within each budget, as `budget_steps`, by tokens of a step.
+    Those that follow from epochs are left out without `sources`, those of the text. `budgets_of`
+    has the steps within each budget, as `budget_steps`, by tokens of a step.
     """
-    rows_of = {
-        one["name"]: one["tokens"]["train"] // (run.max_seq_len + 1) for one in sources or ()
-    }
+    rows_of = {one.name: one.rows for one in sources or ()}
     of_text = sys.maxsize if sources is None else sum(rows_of.values())
 
     def length(rows: int) -> int:
@@ -198,7 +205,8 @@ def values_by_rules(
     if "batch_size" in names:
         unit = smallest_step(run, world_size)
         # With --max_steps the batch decides the tokens: those of the plain one count.
-        rows = unit if run.max_steps is None else unit * run.batch_size
+        plain = run.parallel(world_size).data_size * run.batch_size
+        rows = unit if run.max_steps is None else plain
         rows = min(rows, max(unit, of_text))
         most = min(of_text, length(rows) * rows)
         if not run.is_explicit("accumulation_steps") and _has_batches_of_stages(run):
@@ -210,7 +218,7 @@ def values_by_rules(
         rows = run.rows_per_step(world_size)
     steps = length(rows)
     decay, tokens = planned_decay(run, steps), steps * rows * run.max_seq_len
-    weights = [one["weight"] for one in sources or ()]
+    weights = [one.weight for one in sources or ()]
     of_sources = None if None in weights else dict(zip(rows_of, weights, strict=True))
     reads = [(tokens, of_sources)]
     if run.stages is not None:
@@ -223,6 +231,6 @@ def values_by_rules(
         tokens = sum(one.tokens for one in stages)
         steps, decay = schedule.total_steps, schedule.decay_steps
     epochs = mean_epochs(reads, {name: n * run.max_seq_len for name, n in rows_of.items()})
-    work = Workload(parameters, tokens, epochs, steps - decay)
+    work = Workload(parameters, tokens, epochs, max(0, steps - decay))
     known = [name for name in names if sources is not None or name not in BY_EPOCHS]
     return {**suited_values(known, work), **values}, work

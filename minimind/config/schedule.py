@@ -136,11 +136,15 @@ def plan_schedule(
             f"{_named(run, 'warmup_steps', warmup)} is more than the {total} steps of the whole"
             " run; lower it, or train longer"
         )
+    given = _named(run, "decay_steps", decay)
+    if run.decay_steps is None:
+        fraction = run.decay_fraction or DECAY_FRACTION
+        given = f"{_named(run, 'decay_fraction', fraction)}, {decay} steps,"
+    if decay > total:
+        raise UsageError(
+            f"{given} is more than the {total} steps of the whole run; lower it, or train longer"
+        )
     if warmup + decay > total:
-        given = _named(run, "decay_steps", decay)
-        if run.decay_steps is None:
-            fraction = run.decay_fraction or DECAY_FRACTION
-            given = f"{_named(run, 'decay_fraction', fraction)}, {decay} steps,"
         raise UsageError(
             f"{given} and {_named(run, 'warmup_steps', warmup)} are more than the {total} steps of"
             " the whole run; lower one of them, or train longer"

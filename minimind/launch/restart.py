@@ -240,8 +240,9 @@ def added_flags(layout: Layout, choice: Choice, has_checkpoint: bool) -> dict[st
         flags["resume"] = "auto"
     if choice.accumulation != layout.accumulation_steps:
         flags["accumulation_steps"] = choice.accumulation
-        if layout.split_batches:  # --batch_size counts over all processes
-            groups = choice.processes // layout.group_size
+        # It counts over all processes, or "auto" may have decided it by their number.
+        if layout.split_batches or not has_checkpoint:
+            groups = choice.processes // layout.group_size if layout.split_batches else 1
             flags["batch_size"] = layout.micro_batch_rows * groups
     return flags
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.architecture.select import Architecture
-from minimind.checkpoint.directory import read_manifest, step_directory
+from minimind.checkpoint.directory import read_manifest, step_directory, verify
 from minimind.checkpoint.resume import requested_checkpoints
 from minimind.config.checks import given
 from minimind.config.deepspeed.backend_choice import Setup
@@ -24,6 +24,7 @@ from minimind.config.rules import (
     values_by_rules,
 )
 from minimind.config.run_config import RunConfig
+from minimind.data.rows.order import rows_of_sources
 from minimind.errors import CheckpointError, UsageError
 from minimind.report.formats import size
 from minimind.train.build import run_budgets
@@ -33,16 +34,19 @@ def with_auto_values(
     setup: Setup,
     known: RunConfig,
     optimizer: str,
-    sources: Sequence[Mapping[str, Any]] | None,
+    manifest: Mapping[str, Any] | None,
     model: Architecture,
 ) -> RunConfig:
     """Return the run of `setup` with numbers for the flags that are "auto" in `known`.
 
     `known` has what files and text decide. The numbers are those of the checkpoint from which the
     run resumes, else those of the rules, else the plain ones of the flags. What the text decides
-    stays open without `sources`, those of its manifest.
+    stays open without its `manifest`. Raise CheckpointError if the rows of a step of the checkpoint
+    cannot be divided.
     """
-    world_size, decided = setup.launch.world_size, known.open_flags
+    world_size, names = setup.launch.world_size, flags_with_rules(known, optimizer)
+    sources = None if manifest is None else rows_of_sources(known, manifest)
+    left_open: Sequence[str] = ()
     values: dict[str, Any] = {}
     by_rule: dict[str, Any] = {}
     source = source_of_rule = AUTO
@@ -60,12 +64,11 @@ def with_auto_values(
         )
 
     if saved := _checkpoint_to_resume(known):
-        place, manifest = saved
+        place, (values, rows) = saved
         source = f"{AUTO}: as in {place.rpartition('/')[2]}"
-        values, rows = _numbers(known, place, manifest)
         if rows % smallest_step(known, world_size):
             divisors, remedies = _divisors(known, rows, world_size)
-            raise UsageError(
+            raise CheckpointError(
                 f"batch_size = {AUTO}: the {rows} rows of a step in {place} cannot be divided by"
                 f" {divisors}; {remedies}, or give --batch_size with --allow_change batch"
             )
@@ -73,22 +76,22 @@ def with_auto_values(
             values |= batch_values(known, world_size, rows, setup.device)
         if "warmup_steps" in values and sources is None and needs_text(known):
             del values["warmup_steps"]  # the length of the run, which may be shorter, is not known
-            decided = [name for name in decided if name != "warmup_steps"]
+            left_open = ["warmup_steps"]
         elif "warmup_steps" in values:
             shorter, work = by_rules(known.with_values(source, **values), ["warmup_steps"])
             if values["warmup_steps"] > work.steps:  # the run has become shorter
                 del values["warmup_steps"]
-                if "warmup_steps" in flags_with_rules(known, optimizer):
+                if "warmup_steps" in names:
                     by_rule, source_of_rule = shorter, _source_of_rule(work)
     elif sources is None and needs_text(known):
-        return setup.run
-    elif names := flags_with_rules(known, optimizer):
-        if sources is None:
-            decided = [name for name in decided if name not in BY_EPOCHS]
+        left_open = names
+    elif names:
+        left_open = [name for name in names if sources is None and name in BY_EPOCHS]
         by_rule, work = by_rules(known, names)
         source_of_rule = _source_of_rule(work)
     found = {**values, **by_rule}
-    plain = {name: getattr(known, name) for name in decided if name not in found}
+    decided = {*known.open_flags} - {*found} - {*left_open}
+    plain = {name: getattr(known, name) for name in decided}
     run = setup.run.with_values("default", **plain).with_values(source, **values)
     return run.with_values(source_of_rule, **by_rule)
 
@@ -111,18 +114,23 @@ def _divisors(run: RunConfig, rows: int, world_size: int) -> tuple[str, str]:
     return " x ".join(divisors), ", or ".join(remedies)
 
 
-def _checkpoint_to_resume(run: RunConfig) -> tuple[str, dict[str, Any]] | None:
-    """Place and manifest of the checkpoint that --resume asks for; None if there is none.
+def _checkpoint_to_resume(run: RunConfig) -> tuple[str, Numbers] | None:
+    """Place and numbers of the checkpoint that --resume asks for; None if there is none.
 
     It is at --mirror if none here is as new. The resume itself reports a damaged one, and takes the
-    next.
+    next; files are hashed here only where that one has other numbers.
     """
-    found, newest = None, -1
+    here = []
     for path in requested_checkpoints(Path(run.out_dir) / "checkpoints", run.resume):
         with suppress(CheckpointError):
-            found = str(path), read_manifest(path)
-            newest = found[1]["step"]
-            break
+            manifest = read_manifest(path)
+            here.append((path, manifest["step"], _numbers(run, str(path), manifest)))
+    if any(numbers != here[0][2] for _, _, numbers in here):
+        here = [next((one for one in here if verify(one[0]) is None), here[0])]
+    found, newest = None, -1
+    if here:
+        path, newest, numbers = here[0]
+        found = str(path), numbers
     if run.mirror is None or run.resume != "auto":
         return found
     from minimind.checkpoint.remote_run import CHECKPOINTS, RemoteRun, complete
@@ -133,11 +141,15 @@ def _checkpoint_to_resume(run: RunConfig) -> tuple[str, dict[str, Any]] | None:
             break
         with suppress(CheckpointError):
             place = step_directory(Path(CHECKPOINTS), step)
-            return f"{remote.shown}/{place}", remote.manifest(step)
+            shown = f"{remote.shown}/{place}"
+            return shown, _numbers(run, shown, remote.manifest(step))
     return found
 
 
-def _numbers(run: RunConfig, place: str, manifest: dict[str, Any]) -> tuple[dict[str, Any], int]:
+Numbers = tuple[dict[str, Any], int]
+
+
+def _numbers(run: RunConfig, place: str, manifest: dict[str, Any]) -> Numbers:
     """The numbers of a manifest for open flags, and the rows of a step.
 
     Values that no flag can have are left out.

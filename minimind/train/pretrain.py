@@ -134,8 +134,8 @@ def train_resolved(
         progress.lock = lock_out_dir(out_dir)
     prepared = prepare_data(run)
     if resolved.run.open_flags:
-        known, sources = with_prepared(resolved.run, prepared), prepared.manifest["sources"]
-        run = with_auto_values(setup, known, resolved.optimizer, sources, initial.architecture)
+        known, manifest = with_prepared(resolved.run, prepared), prepared.manifest
+        run = with_auto_values(setup, known, resolved.optimizer, manifest, initial.architecture)
         setup = replace(setup, run=run)
         resolved = setup.resolve()
     order, schedule = plan_data_and_schedule(

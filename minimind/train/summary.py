@@ -219,17 +219,18 @@ def with_numbers(
 
     Flags that raw text decides stay open.
     """
-    derived, sources = {}, None
+    derived = {}
     if manifest is not None:
         derived = {"vocab_size": manifest["vocab_size"], **options_of(manifest)}
-        sources = manifest["sources"]
 
     def known(run: RunConfig) -> RunConfig:
         return with_derived_values(with_tokenizer(run), place_of(run), derived)
 
     run = known(resolved.run)
     if run.open_flags:
-        setup = replace(setup, run=with_auto_values(setup, run, resolved.optimizer, sources, model))
+        setup = replace(
+            setup, run=with_auto_values(setup, run, resolved.optimizer, manifest, model)
+        )
         resolved = setup.resolve()
         run = known(resolved.run)
     return setup, resolved, run

@@ -149,6 +149,8 @@ def test_a_file_that_fixes_the_accumulation_allows_the_same_processes_only():
     [
         (LAYOUT, 4, True, {}),
         (LAYOUT, 2, True, {"accumulation_steps": 4}),
+        # Nothing is saved of a batch that "auto" decides by the processes.
+        (LAYOUT, 2, False, {"accumulation_steps": 4, "batch_size": 2}),
         (replace(LAYOUT, resume="none"), 4, True, {"resume": "auto"}),
         (replace(LAYOUT, resume="none"), 4, False, {}),  # there is nothing else to begin from
         (

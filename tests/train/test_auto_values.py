@@ -19,10 +19,11 @@ from minimind.config import rules
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import build_config
+from minimind.config.run_config import RULED
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.runtime.durable_files import fingerprint
 from minimind.train.auto_values import with_auto_values
-from tests.conftest import Launcher
+from tests.conftest import Launcher, sentences
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -37,9 +38,12 @@ def configuration(out_dir: Path) -> dict[str, Any]:
     return yaml.safe_load((out_dir / "config.yaml").read_text())
 
 
+def events(out_dir: Path) -> list[dict[str, Any]]:
+    return list(map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines()))
+
+
 def losses(out_dir: Path) -> list[tuple[int, float, float]]:
-    lines = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
-    return [(e["step"], e["loss"], e["lr"]) for e in lines if e["event"] == "step"]
+    return [(e["step"], e["loss"], e["lr"]) for e in events(out_dir) if e["event"] == "step"]
 
 
 @pytest.fixture
@@ -158,7 +162,7 @@ def test_rows_that_the_micro_batches_cannot_divide_are_refused(places, tmp_path)
         r" accumulation_steps = 3 \(train.*\); drop it, or give --batch_size with"
         r" --allow_change batch$"
     )
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         train(flags, accumulation_steps=3)
     assert train(flags, stop_at_step=5, accumulation_steps=2) == 75
     changed = {"accumulation_steps": 3, "batch_size": 1, "allow_change": "batch"}
@@ -181,7 +185,7 @@ def test_rows_that_the_processes_cannot_divide_are_refused(
     given = {"accumulation_steps": micro_batches} if micro_batches else {}
     run = build_config({**flags, **given}, "--{name}")
     setup = read_setup(run, replace(read_launch({}), world_size=processes))
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         with_auto_values(setup, run, "AdamW", None, MiniMind())
 
 
@@ -383,3 +387,98 @@ def test_a_value_equal_to_the_plain_number_is_shown(places, tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "learning_rate 0.0005" in shown
     assert "batch_size 8" in shown
+
+
+def test_a_damaged_checkpoint_gives_no_numbers(places, tmp_path):
+    """The next one has others, and is the one from which the run resumes."""
+    flags = {**places, "out_dir": str(tmp_path / "out"), "keep_last": 9}
+    assert train(flags, stop_at_step=2) == 75
+    before = configuration(tmp_path / "out")
+    assert train(flags, stop_at_step=4, learning_rate=1e-3, allow_change="lr") == 75
+    damaged = tmp_path / "out" / "checkpoints" / "step_00000004" / "shard-0-of-1.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert train(flags) == 0
+    after = configuration(tmp_path / "out")
+    assert {name: after[name] for name in NAMES} == {name: before[name] for name in NAMES}
+    assert "auto: as in step_00000002" in (tmp_path / "out" / "config.yaml").read_text()
+
+
+@pytest.fixture(scope="module")
+def second(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text with the tokenizer of the other one."""
+    place = tmp_path_factory.mktemp("second")
+    lines = [json.dumps({"text": text}) + "\n" for text in sentences(5, 60)]
+    (place / "text.jsonl").write_text("".join(lines), encoding="utf-8")
+    command = ["prepare", str(place / "text.jsonl"), "--tokenizer", str(prepared / "tokenizer")]
+    assert minimind([*command, "--out", str(place / "data")]) == 0
+    return place / "data"
+
+
+@pytest.mark.parametrize("has_sources", [False, True])
+def test_rows_that_are_left_out_are_no_text_of_the_rules(
+    prepared, second, tmp_path, capsys, has_sources
+):
+    """With the whole text a step has 16 rows, and the warm-up is longer than the run."""
+    flags = {"max_steps": None, "epochs": 2, "cache_dir": str(tmp_path / "cache")}
+    folders = [prepared]
+    if has_sources:
+        folders.append(second)
+        flags["source"] = [f"a={prepared}:1", f"b={second}:1"]
+    else:
+        flags["data_path"] = [str(prepared)]
+    rows = [
+        json.loads((folder / "manifest.json").read_text())["splits"]["train"]["tokens"] // 33
+        for folder in folders
+    ]
+    skipped = tmp_path / "rows.txt"
+    skipped.write_text(f"0:{rows[0] - 10}\n")
+    flags |= {"skip_rows": str(skipped), "out_dir": str(tmp_path / "out")}
+    shown = dry_run(capsys, **flags)
+    assert train({**FLAGS, **flags}) == 0
+    found = configuration(tmp_path / "out")
+    assert {name: str(found[name]) for name in NAMES} == {name: shown[name] for name in NAMES}
+    (end,) = [line for line in events(tmp_path / "out") if line["event"] == "exit"]
+    left, in_step = 10 + sum(rows[1:]), found["batch_size"] * found["accumulation_steps"]
+    assert in_step <= left
+    assert end["step"] == 2 * (left // in_step)
+    assert found["warmup_steps"] == end["step"] * 3 // 10
+    words = []
+    for name, value in {**FLAGS, **flags}.items():
+        each = value if isinstance(value, list) else [value]
+        words += [f"--{name}={one}" for one in each if one is not None]
+    assert minimind(["plan", *words]) == 0
+    assert f"auto: --batch_size {found['batch_size']} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [{}, {"optimizer": "lion"}, {"optimizer": "muon"}])
+@pytest.mark.parametrize("length", [{"epochs": 1}, {"max_steps": 40}])
+def test_a_flag_without_a_rule_is_its_plain_number_before_the_text_is_read(
+    places, tmp_path, capsys, more, length
+):
+    shown = dry_run(capsys, **{**places, "max_steps": None, **more, **length})
+    ruled = {"lion": (), "muon": ("batch_size",), None: rules.RULES}[more.get("optimizer")]
+    opened = {name for name in RULED if shown.get(name) == "auto"}
+    if "epochs" in length:
+        expected = {*ruled, "batch_size"} if ruled else set()
+    else:
+        expected = {"weight_decay"} & {*ruled}  # by the passes over the text
+    assert opened == expected
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
+def test_a_batch_of_the_rule_does_not_depend_on_its_division(
+    places, tmp_path, capsys, accumulation
+):
+    flags = {**places, "max_seq_len": 512, "max_steps": 5000, "accumulation_steps": accumulation}
+    shown = dry_run(capsys, **flags, out_dir=str(tmp_path / "out"))
+    assert int(shown["batch_size"]) * accumulation == 16
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 5}, {"epochs": 1}])
+def test_a_decay_longer_than_the_run_is_refused_by_itself(prepared, tmp_path, length):
+    flags = {**FLAGS, "max_steps": None, **length, "schedule": "wsd", "decay_steps": 5000}
+    flags |= {"data_path": [str(prepared)], "out_dir": str(tmp_path / "out")}
+    with pytest.raises(UsageError, match=r"^decay_steps = 5000 \(.*\) is more than the \d+ steps"):
+        train(flags)

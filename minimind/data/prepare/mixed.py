@@ -88,7 +88,7 @@ def parts_of(sources: Sequence[Source]) -> list[Part]:
 
 
 def described_text(run: RunConfig) -> dict[str, Any] | None:
-    """Vocabulary and sources of the run's text as a manifest has them; reads no shards.
+    """Vocabulary, shards and sources of the run's text as a manifest has them; opens no shard.
 
     None if the text is raw, or a part of it is at a URL or not here.
     """
@@ -97,7 +97,18 @@ def described_text(run: RunConfig) -> dict[str, Any] | None:
         if any(is_url(path) or not Path(path).expanduser().exists() for path in paths):
             return None
         parts = parts_of(sources)
-        return {**parts[0].manifest, "sources": _entries(parts)}
+        splits = {
+            split: {
+                "shards": [
+                    {**shard, "source": number}
+                    for number, part in enumerate(parts)
+                    for shard in part.shards(split)
+                ]
+            }
+            for split in SPLITS
+        }
+        described = {**parts[0].manifest, "splits": splits, "sources": _entries(parts)}
+        return {**described, "fingerprint": tokens_fingerprint(described)}
     folder = Path(run.data_path[0]).expanduser()
     return read_manifest(folder) if not missing_of(folder) else None
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from minimind.config.flags import MOST_LEFT_OUT
+from minimind.config.rules import SourceRows
 from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import read_small
@@ -159,6 +160,13 @@ def count_rows(ranges: Ranges) -> int:
     return sum(stop - first for first, stop in ranges)
 
 
+def left_out_by_source(sizes: Sequence[int], left_out: Ranges) -> list[np.ndarray]:
+    """Numbers within its source of the rows left out, by source."""
+    ends, rows = np.cumsum(sizes), rows_in(left_out)
+    parts = np.split(rows, np.searchsorted(rows, ends[:-1]))
+    return [part - (end - size) for part, end, size in zip(parts, ends, sizes, strict=True)]
+
+
 @dataclass(frozen=True)
 class Mixture:
     """Rows of each source and its weight, relative to the sum of weights.
@@ -195,12 +203,7 @@ class Mixture:
     @cached_property
     def _left_out(self) -> list[np.ndarray]:
         """Numbers within its source of the rows left out, by source."""
-        ends = np.cumsum(self.sizes)
-        rows = rows_in(self.left_out)
-        parts = np.split(rows, np.searchsorted(rows, ends[:-1]))
-        return [
-            part - (end - size) for part, end, size in zip(parts, ends, self.sizes, strict=True)
-        ]
+        return left_out_by_source(self.sizes, self.left_out)
 
     @cached_property
     def kept(self) -> list[int]:
@@ -545,6 +548,20 @@ def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -
             " documents out of the text instead"
         )
     return rows
+
+
+def rows_of_sources(run: RunConfig, manifest: Mapping[str, Any]) -> list[SourceRows]:
+    """Rows of the sources of a manifest, without those of --skip_rows; not of conversations."""
+    row_tokens, sources = run.max_seq_len + 1, manifest["sources"]
+    sizes = [one["tokens"]["train"] // row_tokens for one in sources]
+    left_out: Ranges = ()
+    if run.skip_rows is not None:
+        path, fingerprint = Path(run.skip_rows), manifest["fingerprint"]
+        left_out = read_skip_rows(path, sum(sizes), row_tokens, fingerprint)
+    return [
+        SourceRows(one["name"], size - len(out), one["weight"])
+        for one, size, out in zip(sources, sizes, left_out_by_source(sizes, left_out), strict=True)
+    ]
 
 
 def _rows_of(line: str, row_tokens: int, where: str) -> range | None:
