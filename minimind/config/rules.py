@@ -218,8 +218,8 @@ def values_by_rules(
         rows = run.rows_per_step(world_size)
     steps = length(rows)
     decay, tokens = planned_decay(run, steps), steps * rows * run.max_seq_len
-    weights = [one.weight for one in sources or ()]
-    of_sources = None if None in weights else dict(zip(rows_of, weights, strict=True))
+    weights = {one.name: one.weight for one in sources or () if one.weight is not None}
+    of_sources = weights if len(weights) == len(rows_of) else None
     reads = [(tokens, of_sources)]
     if run.stages is not None:
         from minimind.config.stages import plan_stages
