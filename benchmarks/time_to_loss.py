@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.time_to_loss TEXT.jsonl [TEXT.jsonl ...] --folder DIR
         [--minutes 10] [--search_minutes 2] [--rates 5e-4 1e-3 ...] [--rates_of NAME=5e-4,1e-3 ...]
-        [--seeds 3] [--jobs 2] [--model tiny] [--rows 4] [--pieces CHARACTERS] [--only NAME ...]
+        [--seeds 3] [--jobs 2] [--model tiny] [--rows 4] [--rows_of NAME=8 ...]
+        [--pieces CHARACTERS] [--only NAME ...]
         [--variant NAME=FLAGS ...] [--peer nanochat|minimind PATH] [--reference NAME]
         [--out FILE.json] [--page FILE.html]
 
@@ -14,9 +15,9 @@ code are warm), and its learning rate falls over them. Times to start, to prepar
 are not counted, but that of --embedding_init bigrams is. Tokens are those with a loss: padding is
 none. CPU seconds of the tables are those of the run itself, with its first steps.
 
-A step has --rows, but for this project by default and with its recipe, which take rows and rates by
-their own rules, and for its defaults of before the rules: 8 rows and 5e-4. For the others
---learning_rate is searched at --search_minutes, for the contenders of --rates_of over fewer rates
+A step has --rows, or those of --rows_of. This project takes rows and rates by its own rules by
+default and with its recipe, and 8 rows and 5e-4 with its defaults of before the rules. For the
+others --learning_rate is searched at --search_minutes, for the contenders of --rates_of over fewer rates
 than --rates (not at all with one); a best rate at an end of them is reported. Then every contender
 trains --minutes with each seed. `minimind eval` judges ten points of each run on the held-out
 documents, each document by itself. A variant is the contender with Muon with further flags, which
@@ -78,6 +79,7 @@ class Race:
     rows: int
     variants: Mapping[str, str]  # further flags of the one with Muon, by name
     peers: Mapping[str, Path]  # checkouts of other projects, by contender
+    rows_of: Mapping[str, int]  # by contender, in place of `rows`
 
     @property
     def data(self) -> Path:
@@ -88,7 +90,8 @@ class Race:
         """The command line of a contender, without its folder."""
         racer = {AS_SHIPPED: PADDED}.get(name, MUON if name in self.variants else name)
         command = [sys.executable, "-m", "benchmarks.racers", racer, str(self.data)]
-        command += ["--model", self.model, "--rows", str(self.rows), *more]  # the last one counts
+        rows = self.rows_of.get(name, self.rows)
+        command += ["--model", self.model, "--rows", str(rows), *more]  # the last one counts
         if name in self.peers:
             command += ["--peer", str(self.peers[name])]
         return command + shlex.split(self.variants.get(name, ""))
@@ -355,6 +358,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--rows_of", nargs="+", default=[], metavar="NAME=ROWS")
     parser.add_argument("--pieces", type=int, metavar="CHARACTERS")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--variant", nargs="+", default=[], metavar="NAME=FLAGS")
@@ -378,10 +382,11 @@ def main() -> None:
         parser.error(f"--only {unknown[0]} is no contender; give --peer, or one of {known}")
     if reference not in names:
         parser.error(f"--reference {reference} takes no part; give one of {names}")
-    race = Race(given.folder, given.model, given.rows, variants, peers)
+    rows_of = {name: int(rows) for name, rows in (one.split("=", 1) for one in given.rows_of)}
+    race = Race(given.folder, given.model, given.rows, variants, peers, rows_of)
     prepare(race, given.text, given.pieces)
     by_rule = [name for name in names if name in BY_RULE]
-    pace = race.pace([name for name in names if name not in BY_RULE], {BEFORE: 8})
+    pace = race.pace([name for name in names if name not in BY_RULE], {BEFORE: 8, **rows_of})
     pace |= race.pace_by_rule(by_rule, given.minutes)
     search = searched(race, names, given, pace)
     chosen: dict[str, float | None] = {name: only for name, (only, *_) in given.rates_of.items()}

@@ -519,7 +519,7 @@ def test_a_checkout_of_another_version_ends_with_what_it_lacks(
 
 
 def test_a_race_is_run_again_for_another_checkout(prepared: Path, checkout: Path):
-    race = time_to_loss.Race(prepared.parent, "tiny", 2, {}, {"nanochat": checkout})
+    race = time_to_loss.Race(prepared.parent, "tiny", 2, {}, {"nanochat": checkout}, {})
     first, other = race.key("nanochat"), race.key(racers.MUON)
     assert race.command("nanochat")[-2:] == ["--peer", str(checkout)]
     assert "--peer" not in race.command(racers.MUON)
@@ -547,8 +547,9 @@ def test_what_a_race_found_is_of_one_command_and_data(tmp_path: Path):
     data.mkdir()
     (data / "manifest.json").write_text("{}")
 
-    def keys(rows: int = 2, flags: str = "--qk_norm") -> list[str]:
-        race = time_to_loss.Race(tmp_path, "tiny", rows, {"a b": flags, "a-b": ""}, {})
+    def keys(rows: int = 2, flags: str = "--qk_norm", **rows_of: int) -> list[str]:
+        variants = {"a b": flags, "a-b": ""}
+        race = time_to_loss.Race(tmp_path, "tiny", rows, variants, {}, rows_of)
         rates = [race.key(racers.DEFAULT, "--lr", str(rate)) for rate in (5e-4, 8e-4)]
         return [*rates, race.key(racers.MUON), race.key("a b"), race.key("a-b")]
 
@@ -556,6 +557,8 @@ def test_what_a_race_found_is_of_one_command_and_data(tmp_path: Path):
     assert len({*first}) == 5
     assert keys() == first
     assert not {*keys(rows=4)} & {*first}
+    assert keys(2, **{racers.MUON: 4})[2] == keys(rows=4)[2]
+    assert keys(2, **{racers.MUON: 4})[:2] == first[:2]
     assert [a == b for a, b in zip(keys(flags=""), first, strict=True)][3] is False
     (data / "manifest.json").write_text('{"documents": 2}')
     assert not {*keys()} & {*first}
