@@ -17,12 +17,12 @@ none. CPU seconds of the tables are those of the run itself, with its first step
 
 A step has --rows, or those of --rows_of. This project takes rows and rates by its own rules by
 default and with its recipe, and 8 rows and 5e-4 with its defaults of before the rules. For the
-others --learning_rate is searched at --search_minutes, for the contenders of --rates_of over fewer rates
-than --rates (not at all with one); a best rate at an end of them is reported. Then every contender
-trains --minutes with each seed. `minimind eval` judges ten points of each run on the held-out
-documents, each document by itself. A variant is the contender with Muon with further flags, which
-do not change rows. --pieces cuts the texts at white space: loaders that begin each row with a
-document read little of long ones. What is done is kept in DIR, and not done again while its
+others --learning_rate is searched at --search_minutes, for the contenders of --rates_of over fewer
+rates than --rates (not at all with one); a best rate at an end of them is reported. Then every
+contender trains --minutes with each seed. `minimind eval` judges ten points of each run on the
+held-out documents, each document by itself. A variant is the contender with Muon with further
+flags, which do not change rows. --pieces cuts the texts at white space: loaders that begin each row
+with a document read little of long ones. What is done is kept in DIR, and not done again while its
 command, data and checkout stay the same.
 
 --peer, once per project, adds the contenders of its checkout (benchmarks/peers.py): "MiniMind,
