@@ -26,7 +26,7 @@ from minimind.config.flags import AUTO, is_auto
 from minimind.config.run_config import FLAGS, RULED, RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared
-from minimind.data.rows.order import Order
+from minimind.data.rows.order import Order, count_rows, rows_left_out, sizes_of_sources
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import is_whole, options_of, read_manifest, where_listed
 from minimind.data.tokenizer.load import load_tokenizer
@@ -257,11 +257,10 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     setup, resolved, run = with_numbers(setup, resolved, manifest, model)
     if manifest is not None and not run.stages:
         tokens = manifest["splits"]["train"]["tokens"]
-        n_rows = tokens // row_tokens  # several sources may have a few rows fewer
-        check_enough_rows(run, world_size, tokens, n_rows)
+        sizes, left_out = sizes_of_sources(run, manifest), rows_left_out(run, manifest)
+        check_enough_rows(run, world_size, tokens, sum(sizes) - count_rows(left_out))
         if run.task == "pretrain":
-            sizes = tuple(one["tokens"]["train"] // row_tokens for one in manifest["sources"])
-            plan_mixture(run, manifest["sources"], sizes)
+            plan_mixture(run, manifest["sources"], sizes, left_out)
     if urls := [path for path in run.data_path if is_url(path)]:
         tables.append(f"data: what {' '.join(map(masked, urls))} holds is looked at by the start")
     tables.insert(0, f"flags:\n{flags_table(run)}")

@@ -452,6 +452,15 @@ def test_rows_that_are_left_out_are_no_text_of_the_rules(
     assert f"auto: --batch_size {found['batch_size']} " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("is_dry", [True, False])
+def test_a_step_of_more_rows_than_are_left_is_refused(prepared, tmp_path, is_dry):
+    rows = json.loads((prepared / "manifest.json").read_text())["splits"]["train"]["tokens"] // 33
+    (tmp_path / "rows.txt").write_text(f"0:{rows - 5}\n")
+    flags = {**FLAGS, "data_path": [str(prepared)], "skip_rows": str(tmp_path / "rows.txt")}
+    with pytest.raises(DataError, match="make 4 rows of 33, fewer than the 8 of one step"):
+        train(flags, out_dir=str(tmp_path / "out"), batch_size=8, dry_run=is_dry)
+
+
 @pytest.mark.parametrize("more", [{}, {"optimizer": "lion"}, {"optimizer": "muon"}])
 @pytest.mark.parametrize("length", [{"epochs": 1}, {"max_steps": 40}])
 def test_a_flag_without_a_rule_is_its_plain_number_before_the_text_is_read(

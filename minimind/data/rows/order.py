@@ -550,17 +550,26 @@ def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -
     return rows
 
 
+def sizes_of_sources(run: RunConfig, manifest: Mapping[str, Any]) -> tuple[int, ...]:
+    """Rows of the sources of a manifest of text, of --max_seq_len tokens and one."""
+    return tuple(one["tokens"]["train"] // (run.max_seq_len + 1) for one in manifest["sources"])
+
+
+def rows_left_out(run: RunConfig, manifest: Mapping[str, Any]) -> Ranges:
+    """The rows of --skip_rows of the text of a manifest; those of conversations depend on more."""
+    if run.skip_rows is None or run.task != "pretrain":
+        return ()
+    n_rows, path = sum(sizes_of_sources(run, manifest)), Path(run.skip_rows)
+    return read_skip_rows(path, n_rows, run.max_seq_len + 1, manifest["fingerprint"])
+
+
 def rows_of_sources(run: RunConfig, manifest: Mapping[str, Any]) -> list[SourceRows]:
-    """Rows of the sources of a manifest, without those of --skip_rows; not of conversations."""
-    row_tokens, sources = run.max_seq_len + 1, manifest["sources"]
-    sizes = [one["tokens"]["train"] // row_tokens for one in sources]
-    left_out: Ranges = ()
-    if run.skip_rows is not None:
-        path, fingerprint = Path(run.skip_rows), manifest["fingerprint"]
-        left_out = read_skip_rows(path, sum(sizes), row_tokens, fingerprint)
+    """Rows of the sources of a manifest of text, without those of --skip_rows."""
+    sizes = sizes_of_sources(run, manifest)
+    left_out = left_out_by_source(sizes, rows_left_out(run, manifest))
     return [
         SourceRows(one["name"], size - len(out), one["weight"])
-        for one, size, out in zip(sources, sizes, left_out_by_source(sizes, left_out), strict=True)
+        for one, size, out in zip(manifest["sources"], sizes, left_out, strict=True)
     ]
 
 
