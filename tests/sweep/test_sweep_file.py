@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from minimind.cli.main import main
-from minimind.config.parse import parse_flags
+from minimind.config.parse import parse_flags, words_of
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.sweep.sweep_file import config_of, points, read_sweep
-from minimind.sweep.trial import words_of
 from tests.docs.commands import all_blocks, files_in
 from tests.sweep.made import CONTENT, made_process, sweep_in, write_sweep
 
