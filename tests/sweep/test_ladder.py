@@ -235,10 +235,13 @@ def test_runs_that_are_left_do_not_predict_other_numbers_of_tokens(tmp_path, cap
     assert len(made.starts) == 12
 
 
-def test_a_predicted_run_without_a_loss_has_a_status_of_its_own(tmp_path, capsys, made):
-    made.statuses[LAST] = 6
-    assert train(tmp_path) == 6
-    sentence = f"minimind scaling run: no loss to compare: {LAST} diverged by step 20"
+@pytest.mark.parametrize(("status", "end"), [(6, "diverged by step 20"), (10, "out of memory")])
+def test_a_predicted_run_without_a_loss_has_a_status_of_its_own(
+    tmp_path, capsys, made, status: int, end: str
+):
+    made.statuses[LAST] = status
+    assert train(tmp_path) == status
+    sentence = f"minimind scaling run: no loss to compare: {LAST} {end}"
     assert sentence in capsys.readouterr().err
 
 
