@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from minimind.architecture.shape import Shape, shape_of
-from minimind.config.parse import parse_flags
+from minimind.config.parse import parse_flags, words_of
 from minimind.errors import DataError, UsageError
 
 # Tokens per parameter of the lowest loss for a number of FLOPs, from so many parameters on: 20 by
@@ -51,8 +51,7 @@ class Size:
 
     def shape(self, vocab_size: int | None = None) -> Shape:
         """The shape with a head of its own, as the recipe `strong` has it."""
-        words = [word for name, value in self.flags.items() for word in (f"--{name}", str(value))]
-        shape = _shape(("--no-tie_word_embeddings", *words))
+        shape = _shape(tuple(words_of({"tie_word_embeddings": False, **self.flags})))
         # Set after parsing: the text's own tokenizer may have fewer pieces than the flag allows.
         return replace(shape, vocab_size=vocab_size or self.largest_vocab)
 

@@ -31,7 +31,7 @@ from minimind.config.deepspeed.rules import plain_faults
 from minimind.config.deepspeed.values import Facts, auto_values, offloads
 from minimind.config.flags import ALONE, AUTO
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.parse import parse_flags, unknown_flag
+from minimind.config.parse import parse_flags, unknown_flag, words_of
 from minimind.config.rules import flags_with_rules, largest_micro_batch, needs_text, values_by_rules
 from minimind.config.run_config import (
     DEFAULT_DEEPSPEED_CONFIG,
@@ -42,6 +42,7 @@ from minimind.config.run_config import (
 )
 from minimind.config.schedule import budget_steps
 from minimind.errors import UsageError, fault_error
+from minimind.runtime.urls import masked
 
 HEADROOM = 0.1  # share for the CUDA context, the libraries' own buffers and fragmentation
 OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
@@ -471,18 +472,14 @@ def _config_changes(here: Layout, best: Layout, document: Mapping[str, Any]) -> 
 
 def _command_flags(run: RunConfig) -> str:
     """Return the flags of the command line without those that the advice sets."""
-    words = ["--init_from RUN"] if run.task == "sft" else []
-    for name in FLAGS:
-        value = getattr(run, name)
-        set_here = ("batch_size", "accumulation_steps", "deepspeed_config")
-        if run.sources[name] != f"--{name}" or name in set_here:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            values = value if isinstance(value, tuple) else (value,)
-            words.append(f"--{name} {' '.join(shlex.quote(str(one)) for one in values)}")
-    return " ".join(words)
+    set_here = ("batch_size", "accumulation_steps", "deepspeed_config")
+    given = {
+        name: getattr(run, name)
+        for name in FLAGS
+        if run.sources[name] == f"--{name}" and name not in set_here
+    }
+    words = ["--init_from", "RUN"] if run.task == "sft" else []
+    return shlex.join(map(masked, [*words, *words_of(given)]))
 
 
 def _no_fit(shape: Shape, here: Layout, memory: int) -> str:

@@ -431,6 +431,22 @@ def parse_flags(argv: Sequence[str]) -> RunConfig:
     return build_config(flags, "--{name}", faults)
 
 
+def words_of(given: Mapping[str, Any]) -> list[str]:
+    """The words that `parse_flags` reads as these flags, of values before or after `convert`."""
+    words: list[str] = []
+    for name, value in given.items():
+        if isinstance(FLAGS[name].default, bool):
+            words.append(f"--{name}" if _to_bool(value) else f"--no-{name}")
+            continue
+        values = [*map(str, value)] if isinstance(value, list | tuple) else [str(value)]
+        each = [[one] for one in values] if FLAGS[name].metadata.get("repeats") else [values]
+        for texts in each:
+            # A single value is joined if argparse would read it as a flag.
+            is_joined = len(texts) == 1 and texts[0].startswith("-")
+            words += [f"--{name}={texts[0]}"] if is_joined else [f"--{name}", *texts]
+    return words
+
+
 def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) -> RunConfig:
     """Build a RunConfig from `given` (name: value); `source` is a template such as "--{name}".
 

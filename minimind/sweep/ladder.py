@@ -320,11 +320,13 @@ def run_ladder(
             study.sweep = ladder.model_copy(update={"trials": None})
             if status := trials.run():
                 return status
-            ended = _collected(place, study.rows(), folders[-1:])
+            rows = study.rows()
+            ended = _collected(place, rows, folders[-1:])
             if not ended.used:
                 ((name, reason),) = ended.left_out.items()
                 print(f"{ladder.command}: no loss to compare: {name} {reason}", file=sys.stderr)
-                return NumericError.status
+                (status,) = (row.exit_status for row in rows if row.folder == name)
+                return status or NumericError.status
             require_alike(done.used[0], ended.used[0])
             prediction = replace(prediction, measured=ended.used[0].loss)
             result = replace(result, prediction=prediction)

@@ -30,6 +30,7 @@ from minimind.runtime.heartbeat import is_alive
 from minimind.runtime.process import StopRequest
 from minimind.sweep.study import (
     DATABASE,
+    Row,
     Study,
     Trial,
     best_command,
@@ -125,12 +126,9 @@ class SweepRun:
         what = f"the last {count} trials" if count > 1 else trial.folder
         for failed, _ in self._failed:
             self.study.requeue(failed)
-        print(
-            f"{self.study.sweep.command}: {what} failed; correct what"
-            f" {self.study.place / trial.folder / LOG} says, and run the same command again",
-            file=sys.stderr,
-        )
-        return status if status > 0 else DataError.status
+        remedy = _correction(self.study, trial.folder)
+        print(f"{self.study.sweep.command}: {what} failed; {remedy}", file=sys.stderr)
+        return status
 
     def _start_trials(self) -> None:
         while self._free:
@@ -193,15 +191,21 @@ class SweepRun:
             kind, text = "diverged", "out of memory"
         elif status in (0, NumericError.status):
             kind, text = "diverged", f"diverged by step {steps:,}"
+            status = NumericError.status
         else:
             text = f"status {status}: {job.process.last_line()}"
         if kind == "failed":
+            status = status if status > 0 else DataError.status
             self._failed.append((job.trial, status))
         elif not self._has_failed:
             self._failed.clear()
-        job.trial.finish(kind, text, steps, value)
+        job.trial.finish(kind, text, steps, value, status)
         shown = f"{metric} {formats.figure(value)}, " if math.isfinite(value) else ""
         print(f"{job.trial.folder}: {shown}{text}", flush=True)
+
+
+def _correction(study: Study, folder: str) -> str:
+    return f"correct what {study.place / folder / LOG} says, and run the same command again"
 
 
 def sweep(path: str, place: Path, parallel: int | None) -> int:
@@ -245,9 +249,28 @@ def conclude(study: Study, status: int) -> int:
     if best:
         print(f"best: {best.folder}\n{best_command(sweep, best, place)}")
     elif status == 0:
-        print(f"minimind sweep: no trial finished with a {sweep.metric}", file=sys.stderr)
-        return NumericError.status
+        return _without_result(study, rows)
     return status
+
+
+def _without_result(study: Study, rows: Sequence[Row]) -> int:
+    """Queue the trials that failed, print why there is no best one; return the status of the sweep.
+
+    It is that of the last trial that failed, else of the last that diverged, else of a refusal.
+    """
+    failed = [row for row in rows if row.kind == "failed"]
+    for row in failed:
+        study.requeue(row)
+    last = max(rows, key=lambda row: (bool(row.exit_status), row.kind == "failed", row.folder))
+    if last.kind != "failed":
+        why = f"{last.folder} {last.status}; change flags or dimensions, and give another --out"
+    elif last.exit_status:
+        why = f"{last.folder} failed; {_correction(study, last.folder)}"
+    else:
+        why = f"{last.folder} was {last.status}, and run the same command again"
+    none = f"no trial finished with a {study.sweep.metric}"
+    print(f"{study.sweep.command}: {none}: {why}", file=sys.stderr)
+    return last.exit_status or UsageError.status
 
 
 def _require_own(place: Path) -> None:

@@ -43,6 +43,7 @@ LIBRARIES = ("optuna", "sqlalchemy", "alembic", "sqlite3")
 PREFIX = "trial-"  # prefix of folders
 # Attributes of a study and of its trials.
 CONTENT, FOLDER, PID, STEPS, STATUS = "sweep", "folder", "pid", "steps", "status"
+EXIT_STATUS = "exit_status"
 POINT = "point"  # parameters of a trial of a grid
 
 
@@ -57,6 +58,7 @@ class Row:
     steps: int
     kind: str  # done, pruned, failed or interrupted
     status: str
+    exit_status: int = 0  # also of a trial that was refused without a start
 
 
 @contextmanager
@@ -136,7 +138,7 @@ class Study:
                 interrupted.append((folder, trial.user_attrs.get(PID)))
         return interrupted
 
-    def requeue(self, trial: Trial) -> None:
+    def requeue(self, trial: Trial | Row) -> None:
         """Queue a trial that has ended, to go on from its checkpoint if it has one."""
         self._queue(trial.parameters, trial.folder)
 
@@ -226,12 +228,15 @@ class Trial:
         """Close the record of a trial that was stopped and saved."""
         self._study.tell(self._trial, state=TrialState.FAIL)
 
-    def finish(self, kind: str, status: str, steps: int, value: float = math.nan) -> None:
+    def finish(
+        self, kind: str, status: str, steps: int, value: float = math.nan, exit_status: int = 0
+    ) -> None:
         """Record the end: `done` with a value, `pruned`, `diverged` or `failed`.
 
         Samplers learn from a pruned or diverged trial, and ignore one that failed.
         """
         self._trial.set_user_attr(STATUS, status)
+        self._trial.set_user_attr(EXIT_STATUS, exit_status)
         self._trial.set_user_attr(STEPS, steps)
         states = {"done": TrialState.COMPLETE, "failed": TrialState.FAIL}
         state = states.get(kind, TrialState.PRUNED)
@@ -271,6 +276,7 @@ def _row(folder: str, trial: optuna.trial.FrozenTrial) -> Row:
         steps=trial.user_attrs.get(STEPS, next(reversed(curve), 0)),
         kind=kind,
         status=status or "interrupted",
+        exit_status=trial.user_attrs.get(EXIT_STATUS, 0),
     )
 
 

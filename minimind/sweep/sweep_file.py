@@ -238,11 +238,12 @@ def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConf
 
     source = path.replace("{", "{{").replace("}", "}}") + ": {name}"
     run = build_config(sweep.flags_of(parameters), source)
-    for name in ("stop_at_step", "max_minutes"):  # a --config file may set them
-        if getattr(run, name) is not None:
+    for name in OWNED:  # a --config file may set them; the out_dir of a trial precedes it
+        value = getattr(run, name)
+        if name != "out_dir" and value != FLAGS[name].default:
             raise UsageError(
-                f"{name} = {getattr(run, name)} ({run.sources[name]}) would end every trial before"
-                " its last step; remove it"
+                f"{name} = {value} ({run.sources[name]}) is no setting of a trial: {sweep.command}"
+                " starts, stops and continues trials itself; remove it"
             )
     if run.eval_rows == 0 or (run.val_fraction == 0 and run.val_path is None):
         name = "eval_rows" if run.eval_rows == 0 else "val_fraction"

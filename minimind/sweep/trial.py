@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minimind.config.run_config import FLAGS
+from minimind.config.parse import words_of
 from minimind.runtime.environment import usable_cores
 from minimind.runtime.process import LAUNCHER_PID
 from minimind.runtime.terminal import printable
@@ -21,22 +21,6 @@ from minimind.runtime.urls import masked
 
 LOG = "log.txt"  # file in the folder of a trial with everything its process prints
 TAIL = 4000  # bytes of the log that are searched for the last line
-
-
-def words_of(flags: Mapping[str, Any]) -> list[str]:
-    """The flags as words of a command line."""
-    words: list[str] = []
-    for name, value in flags.items():
-        default = FLAGS[name].default
-        if isinstance(default, bool):
-            is_on = value if isinstance(value, bool) else value.lower() == "true"
-            words.append(f"--{name}" if is_on else f"--no-{name}")
-        elif isinstance(value, list | tuple):
-            words += [f"--{name}", *map(str, value)]
-        else:
-            text = str(value)
-            words += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
-    return words
 
 
 def command_line(flags: Mapping[str, Any]) -> str:

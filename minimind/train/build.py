@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,8 +29,9 @@ from minimind.data.rows.order import (
     Ranges,
     count_rows,
     joined,
-    read_skip_rows,
     rows_in,
+    rows_left_out,
+    sizes_of_sources,
 )
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import options_of
@@ -207,21 +209,58 @@ def plan_data_and_schedule(
     """Return the row order and the schedule; raise DataError if there is too little text."""
     if run.stages:
         return _plan_stages(run, prepared, world_size, model)
-    row_tokens = run.max_seq_len + 1
-    n_rows, left_out = prepared.train.rows(row_tokens), _rows_left_out(run, prepared)
-    n_read = n_rows - count_rows(left_out)
+    sizes = prepared.train.sizes(run.max_seq_len + 1)
+    left_out = rows_left_out(run, sizes, prepared.manifest)
     if isinstance(prepared.train, ConversationShards):
+        n_read = sum(sizes) - count_rows(left_out)
         _check_enough_answers(run, world_size, prepared.train, n_read)
-    rows_per_step = check_enough_rows(run, world_size, len(prepared.train), n_read)
-    sizes = prepared.train.sizes(row_tokens)
-    mixture = plan_mixture(run, prepared.manifest["sources"], sizes, left_out)
-    order = Order(n_rows, rows_per_step, run.seed, mixture=mixture, left_out=left_out)
-    tokens_per_step = rows_per_step * run.max_seq_len
-    budgets = run_budgets(with_prepared(run, prepared), tokens_per_step, model)
-    return order, plan_schedule(run, order.steps_per_epoch, budgets)
+    order = _plan_order(run, world_size, sizes, left_out, prepared.manifest)
+    return order, plan_length(with_prepared(run, prepared), world_size, model, order)
 
 
-def plan_mixture(
+def plan_folder(run: RunConfig, world_size: int, manifest: Mapping[str, Any]) -> Order | None:
+    """Return the row order that the start plans, by the manifest of a prepared folder alone.
+
+    None of conversations, whose rows are known once they are read, and with --stages. Raise
+    TooFewRows if there is too little text.
+    """
+    if run.stages:
+        return None
+    sizes = sizes_of_sources(run, manifest)
+    if run.task == "sft":
+        tokens = manifest["splits"]["train"]["tokens"]
+        _check_enough_rows(run, world_size, tokens, sum(sizes))
+        return None
+    left_out = rows_left_out(run, sizes, manifest)
+    return _plan_order(run, world_size, sizes, left_out, manifest)
+
+
+def _plan_order(
+    run: RunConfig,
+    world_size: int,
+    sizes: tuple[int, ...],
+    left_out: Ranges,
+    manifest: Mapping[str, Any],
+) -> Order:
+    tokens, n_rows = manifest["splits"]["train"]["tokens"], sum(sizes)
+    rows_per_step = _check_enough_rows(run, world_size, tokens, n_rows - count_rows(left_out))
+    mixture = _plan_mixture(run, manifest["sources"], sizes, left_out)
+    return Order(n_rows, rows_per_step, run.seed, mixture=mixture, left_out=left_out)
+
+
+def plan_length(
+    run: RunConfig, world_size: int, model: Architecture, order: Order | None
+) -> Schedule:
+    """Return the schedule of a run without --stages; without `order` as if its text had no end.
+
+    Raise UsageError if its limits, warm-up and decay do not fit.
+    """
+    tokens_per_step = run.rows_per_step(world_size) * run.max_seq_len
+    steps_per_epoch = order.steps_per_epoch if order else sys.maxsize
+    return plan_schedule(run, steps_per_epoch, run_budgets(run, tokens_per_step, model))
+
+
+def _plan_mixture(
     run: RunConfig,
     sources: Sequence[Mapping[str, Any]],
     sizes: tuple[int, ...],
@@ -250,15 +289,6 @@ def plan_mixture(
         ) from error
 
 
-def _rows_left_out(run: RunConfig, prepared: Prepared) -> Ranges:
-    """The rows of --skip_rows, of --max_seq_len tokens and one."""
-    if run.skip_rows is None:
-        return ()
-    row_tokens, fingerprint = run.max_seq_len + 1, prepared.manifest["fingerprint"]
-    n_rows = prepared.train.rows(row_tokens)
-    return read_skip_rows(Path(run.skip_rows), n_rows, row_tokens, fingerprint)
-
-
 def _plan_stages(
     run: RunConfig, prepared: Prepared, world_size: int, model: Architecture
 ) -> tuple[Order, Schedule]:
@@ -269,7 +299,9 @@ def _plan_stages(
     file, stages, schedule = plan_stages(
         run, world_size, run_budgets(with_prepared(run, prepared), 1, model)
     )
-    shards, left_out = prepared.train, _rows_left_out(run, prepared)
+    shards = prepared.train
+    sizes = shards.sizes(run.max_seq_len + 1)
+    left_out = rows_left_out(run, sizes, prepared.manifest)
 
     @cache
     def left_out_of(row_tokens: int) -> Ranges:
@@ -291,8 +323,7 @@ def _plan_stages(
 
     names = [source["name"] for source in prepared.manifest["sources"]]
     order = staged_order(file, stages, names, shards.weights, shards.sizes, left_out_of, run.seed)
-    n_rows = shards.rows(run.max_seq_len + 1)
-    return replace(order, n_rows=n_rows, left_out=left_out), schedule
+    return replace(order, n_rows=sum(sizes), left_out=left_out), schedule
 
 
 def run_budgets(run: RunConfig, tokens_per_step: int, model: Architecture) -> dict[str, int]:
@@ -302,7 +333,7 @@ def run_budgets(run: RunConfig, tokens_per_step: int, model: Architecture) -> di
     return budget_steps(run, tokens_per_step, model.parameters(run), model.flops_per_token(run))
 
 
-def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int) -> int:
+def _check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int) -> int:
     """Return the rows of one step; raise TooFewRows if the text has fewer."""
     micro_batch, rows_per_step = run.micro_batch_rows(world_size), run.rows_per_step(world_size)
     if n_rows < rows_per_step:

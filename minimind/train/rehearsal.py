@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +14,17 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import Launch, read_launch
 from minimind.config.rules import needs_text
 from minimind.config.run_config import RunConfig
-from minimind.config.schedule import run_length
+from minimind.data.rows.order import Order
 from minimind.data.shards.manifest import read_manifest
 from minimind.engine.build import require_accepted, section_faults
 from minimind.runtime.environment import environment_kept
-from minimind.train.build import prepared_folder, run_budgets, with_local_folder
+from minimind.train.build import (
+    plan_folder,
+    plan_length,
+    prepared_folder,
+    run_budgets,
+    with_local_folder,
+)
 from minimind.train.evaluate import read_sample_prompts
 from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
 from minimind.train.optional import require_fitting_stages, require_tasks, traced_steps
@@ -49,7 +54,7 @@ class Rehearsal:
     """A run as it will be, as far as that is known without reading raw text."""
 
     run: RunConfig  # with the numbers that text and rules decide
-    tokens: int | None  # that it trains on; None if raw text decides
+    tokens: int | None  # that it trains on; None if text decides that is not read
     held_out: int | None  # rows; None of raw text
 
 
@@ -64,21 +69,24 @@ def rehearse(run: RunConfig) -> Rehearsal:
         folder = prepared_folder(resolved.run)
         manifest = read_manifest(folder) if folder else None
         _, _, run = with_numbers(setup, resolved, manifest, model)
-    held_out = None
+    held_out = order = None
     if manifest is not None:
+        order = plan_folder(run, launch.world_size, manifest)
         texts = (source["tokens"]["val"] for source in manifest["sources"])
         held_out = sum(tokens // (run.max_seq_len + 1) for tokens in texts)
-    return Rehearsal(run, _tokens(run, launch.world_size, model), held_out)
+    return Rehearsal(run, _tokens(run, launch.world_size, model, order), held_out)
 
 
-def _tokens(run: RunConfig, world_size: int, model: Architecture) -> int | None:
-    """Target tokens of all steps of a run; None if raw text decides their number."""
-    if needs_text(run):
-        return None
+def _tokens(
+    run: RunConfig, world_size: int, model: Architecture, order: Order | None
+) -> int | None:
+    """Target tokens of all steps of a run; None if text decides their number and is not read."""
     if run.stages:
         from minimind.config.stages import plan_stages
 
         _, stages, _ = plan_stages(run, world_size, run_budgets(run, 1, model))
         return sum(stage.tokens for stage in stages)
-    of_step = run.rows_per_step(world_size) * run.max_seq_len
-    return of_step * run_length(run, sys.maxsize, run_budgets(run, of_step, model))
+    if order is None and needs_text(run):
+        return None
+    steps = plan_length(run, world_size, model, order).total_steps
+    return steps * run.rows_per_step(world_size) * run.max_seq_len

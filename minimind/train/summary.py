@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,9 +23,9 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import leaves
 from minimind.config.flags import AUTO, is_auto
 from minimind.config.run_config import FLAGS, RULED, RunConfig
-from minimind.config.schedule import Schedule, plan_schedule
+from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared
-from minimind.data.rows.order import Order, count_rows, rows_left_out, sizes_of_sources
+from minimind.data.rows.order import Order
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import is_whole, options_of, read_manifest, where_listed
 from minimind.data.tokenizer.load import load_tokenizer
@@ -48,9 +47,9 @@ from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import is_url, masked, masked_values, named
 from minimind.train.auto_values import with_auto_values
 from minimind.train.build import (
-    check_enough_rows,
     place_of,
-    plan_mixture,
+    plan_folder,
+    plan_length,
     prepared_folder,
     run_budgets,
     text_names,
@@ -59,7 +58,7 @@ from minimind.train.build import (
 )
 from minimind.train.initial_weights import InitialModel
 from minimind.train.loop import RunContext, log_rejected
-from minimind.train.optional import traced_steps
+from minimind.train.optional import require_traceable, traced_steps
 
 # Flags that have their own line in the start summary, and flags that do not affect training.
 SHOWN_ABOVE = ("model", "data_path", "out_dir", "save_interval", "save_minutes", "deepspeed_config")
@@ -255,12 +254,7 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
             )
         tables.append("\n".join(lines))
     setup, resolved, run = with_numbers(setup, resolved, manifest, model)
-    if manifest is not None and not run.stages:
-        tokens = manifest["splits"]["train"]["tokens"]
-        sizes, left_out = sizes_of_sources(run, manifest), rows_left_out(run, manifest)
-        check_enough_rows(run, world_size, tokens, sum(sizes) - count_rows(left_out))
-        if run.task == "pretrain":
-            plan_mixture(run, manifest["sources"], sizes, left_out)
+    order = None if manifest is None else plan_folder(run, world_size, manifest)
     if urls := [path for path in run.data_path if is_url(path)]:
         tables.append(f"data: what {' '.join(map(masked, urls))} holds is looked at by the start")
     tables.insert(0, f"flags:\n{flags_table(run)}")
@@ -268,7 +262,7 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         tables.append(deepspeed_table(resolved))
     if run.stages:
         tables.append(stages_text(run, world_size, model, manifest))
-    elif resolved.scheduler is None and (length := length_text(run, world_size, model)):
+    elif length := length_text(run, resolved.scheduler, world_size, model, order):
         tables.append(length)
     from minimind.architecture.plan import plan_text
 
@@ -282,22 +276,29 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     return "\n\n".join([*tables, *notices, costs])
 
 
-def length_text(run: RunConfig, world_size: int, model: Architecture) -> str:
-    """Return the steps, tokens and learning rate of the run; empty if its text decides them."""
-    rows = run.rows_per_step(world_size)
-    tokens = rows * run.max_seq_len
-    budgets = run_budgets(run, tokens, model)
-    if not budgets and run.max_steps is None:
+def length_text(
+    run: RunConfig, scheduler: str | None, world_size: int, model: Architecture, order: Order | None
+) -> str:
+    """Return the steps, tokens and learning rate of the run; empty if its text decides them.
+
+    `order` is that of a prepared folder, `scheduler` one of DeepSpeed's. Raise UsageError if the
+    limits, warm-up, decay or --trace_steps of the run do not fit.
+    """
+    limits = (run.max_steps, run.max_tokens, run.max_flops, run.tokens_per_param)
+    if order is None and not any(limits):
         return ""
-    schedule = plan_schedule(run, sys.maxsize, budgets)
-    steps = schedule.total_steps
-    lines = [
-        f"length: {steps:,} steps of {tokens:,} tokens, {steps * tokens:,} tokens",
-        *(f"{name} = {getattr(run, name):g} is {n:,} steps" for name, n in budgets.items()),
-        f"rate: {schedule}",
-    ]
-    if run.epochs is not None:
-        lines.insert(1, f"or {run.epochs} passes over the text, if they are fewer steps")
+    schedule = plan_length(run, world_size, model, order)
+    steps, tokens = schedule.total_steps, run.rows_per_step(world_size) * run.max_seq_len
+    require_traceable(run, steps)
+    lines = [f"length: {steps:,} steps of {tokens:,} tokens, {steps * tokens:,} tokens"]
+    if order is not None:
+        lines.append(f"{count(order.steps_per_epoch, 'step')} an epoch")
+    elif run.epochs is not None:
+        lines.append(f"or {run.epochs} passes over the text, if they are fewer steps")
+    budgets = run_budgets(run, tokens, model)
+    lines += [f"{name} = {getattr(run, name):g} is {n:,} steps" for name, n in budgets.items()]
+    if scheduler is None:
+        lines.append(f"rate: {schedule}")
     return "\n  ".join(lines)
 
 
@@ -309,6 +310,7 @@ def stages_text(
     from minimind.data.rows.stages import staged_order, stages_table
 
     file, stages, schedule = plan_stages(run, world_size, run_budgets(run, 1, model))
+    require_traceable(run, schedule.total_steps)
     table = [stage.facts() for stage in stages]
     if manifest is not None:
         sources = manifest["sources"]

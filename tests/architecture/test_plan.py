@@ -306,6 +306,7 @@ FLAGS = [
     "--model 104m --deepspeed_config fp16 --dtype float16",
     "--model 104m --optimizer muon --config strong --no-doc_mask",
     "--model 26m --optimizer lion --deepspeed_config torch_adamw --data_path 'a b.jsonl' c.txt",
+    "--model tiny --vocab_size 6400 --source a=p/t:1 --source 'b=p u:3' --max_steps 20",
     "--dim 2048 --n_layers 24 --n_heads 16 --max_seq_len 2048 --dtype float32 --ema 0.9",
     "--dim 4096 --n_layers 32 --n_heads 32 --batch_size 1 --deepspeed_config zero2_offload",
 ]
@@ -516,3 +517,9 @@ def test_special_tokens_that_a_tokenizer_has_are_not_added(capsys, tmp_path: Pat
 
 def test_weights_to_start_from_are_left_to_a_dry_run(capsys):
     assert "the command itself with --dry_run" in refused(capsys, "--task sft --init_from out")
+
+
+def test_the_password_of_a_url_is_in_no_command(capsys):
+    out = plan_output(capsys, "--model tiny --data_path https://me:secret@h/t.txt --memory 8GiB")
+    assert "--data_path 'https://***@h/t.txt'" in out
+    assert "secret" not in out

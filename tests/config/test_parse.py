@@ -3,7 +3,7 @@
 import pytest
 
 from minimind.cli.main import main
-from minimind.config.parse import build_config, build_parser, parse_flags, type_name
+from minimind.config.parse import build_config, build_parser, parse_flags, type_name, words_of
 from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
 
@@ -53,6 +53,27 @@ def test_the_seed_documents_line_means_what_it_states():
 def test_hyphens_and_underscores_are_the_same_flag_and_the_last_one_wins():
     run = parse("--batch-size 3 --batch_size=5 --no-use-flash-attn --learning-rate=1e-3")
     assert (run.batch_size, run.use_flash_attn, run.learning_rate) == (5, False, 1e-3)
+
+
+@pytest.mark.parametrize(("on", "text"), [(True, "a b"), (False, "-x"), (True, "--seed=1")])
+def test_the_words_of_every_flag_are_read_as_its_value(on: bool, text: str):
+    given = {}
+    for name, spec in FLAGS.items():
+        several = text if spec.metadata.get("repeats") else "c=d:1"
+        values = {"bool": on, "tuple": ["a=b:2", several]}
+        given[name] = values.get(type_name(spec), text)
+    assert vars(build_parser().parse_args(words_of(given))) == given
+
+
+def test_one_value_of_a_list_may_begin_with_a_dash():
+    assert words_of({"data_path": ["-x"]}) == ["--data_path=-x"]
+    assert parse_flags(words_of({"data_path": ("-x",)})).data_path == ("-x",)
+
+
+def test_folders_that_are_mixed_are_given_one_by_one():
+    words = words_of({"source": ("a=pt:1", "b=pu:3"), "qk_norm": "true", "tf32": "FALSE"})
+    assert words == ["--source", "a=pt:1", "--source", "b=pu:3", "--qk_norm", "--no-tf32"]
+    assert parse_flags(words).source == ("a=pt:1", "b=pu:3")
 
 
 def test_a_flag_beats_the_config_file_which_beats_the_preset_which_beats_the_default(tmp_path):

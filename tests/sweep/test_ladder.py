@@ -235,10 +235,13 @@ def test_runs_that_are_left_do_not_predict_other_numbers_of_tokens(tmp_path, cap
     assert len(made.starts) == 12
 
 
-def test_a_predicted_run_without_a_loss_has_a_status_of_its_own(tmp_path, capsys, made):
-    made.statuses[LAST] = 6
-    assert train(tmp_path) == 6
-    sentence = f"minimind scaling run: no loss to compare: {LAST} diverged by step 20"
+@pytest.mark.parametrize(("status", "end"), [(6, "diverged by step 20"), (10, "out of memory")])
+def test_a_predicted_run_without_a_loss_has_a_status_of_its_own(
+    tmp_path, capsys, made, status: int, end: str
+):
+    made.statuses[LAST] = status
+    assert train(tmp_path) == status
+    sentence = f"minimind scaling run: no loss to compare: {LAST} {end}"
     assert sentence in capsys.readouterr().err
 
 
@@ -361,14 +364,15 @@ def test_sources_that_no_run_can_read_are_named_before_the_first(tmp_path, capsy
         ({"out_dir": "x"}, "flags.out_dir in {} is set for every trial; remove it"),
         ({"max_tokens": "1e6"}, "flags.max_tokens in {} contradicts tokens or tokens_per_param"),
         ({"use_moe": "true"}, "use_moe = True ({}: use_moe), but the law is of our dense decoder"),
-        ({"config": "CONFIG"}, "max_steps = 7 (--config {}) contradicts tokens or tokens_per_par"),
+        ({"config": "max_steps: 7"}, "max_steps = 7 (--config {}) contradicts tokens or tokens_pe"),
+        ({"config": "resume: none"}, "resume = none (--config {}) is no setting of a trial: minim"),
         ({"eval_rows": 0}, "eval_rows = 0 ({}: eval_rows) leaves no val_loss to compare"),
     ],
 )
 def test_flags_that_no_run_can_have_are_named(tmp_path, capsys, flags, sentence):
     config = tmp_path / "base.yaml"
-    config.write_text("max_steps: 7\n")
-    given = {name: str(config) if value == "CONFIG" else value for name, value in flags.items()}
+    config.write_text(str(flags.get("config")))
+    given = {**flags, "config": str(config)} if "config" in flags else flags
     assert train(tmp_path, flags={**CONTENT["flags"], **given}) == 2
     place = config if "config" in flags else tmp_path / "spec.yaml"
     assert sentence.format(place) in capsys.readouterr().err

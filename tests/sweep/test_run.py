@@ -219,6 +219,10 @@ def test_a_trial_whose_folder_is_cut_is_started_and_may_be_tried_again(
     status = run.SweepRun(study, "sweep.yaml", [{}], StopRequest(), process).run()
     assert (status, process.starts) == (0, ["trial-0000"])
     assert [row.status for row in study.rows()] == ["status 3: the last line of trial-0000"]
+    assert run.conclude(study, status) == 3
+    process.statuses = {}
+    assert run.SweepRun(study, "sweep.yaml", [{}], StopRequest(), process).run() == 0
+    assert [row.kind for row in study.rows()] == ["done"]
 
 
 def test_a_database_that_is_none_is_named(tmp_path: Path, capsys: Any):
@@ -301,6 +305,63 @@ def test_three_failures_in_a_row_end_the_sweep_and_are_tried_again(tmp_path: Pat
     status, rows = sweep_in(tmp_path / "out", process, pruner="none")
     assert status == 0
     assert [row.kind for row in rows] == ["done"] * 6
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected", "sentence", "retried"),
+    [
+        ((2, 2), 2, "trial-0001 failed; correct what {log} says, and run the same", [0, 1]),
+        ((3, 6), 3, "trial-0000 failed; correct what {log} says, and run the same", [0]),
+        ((6, 10), 10, "trial-0001 out of memory; change flags or dimensions, and give an", []),
+        ((10, 0), 6, "trial-0001 diverged by step 40; change flags or dimensions, and", []),
+        ((-9, 6), 3, "trial-0000 failed; correct what {log} says, and run the same", [0]),
+    ],
+)
+def test_without_a_finished_trial_the_status_tells_why(
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    corpus: Path,
+    statuses: tuple[int, int],
+    expected: int,
+    sentence: str,
+    retried: list[int],
+):
+    process = made_process(statuses={f"trial-{n:04d}": one for n, one in enumerate(statuses)})
+    monkeypatch.setattr(run, "TrialProcess", process)
+    monkeypatch.setattr(StopRequest, "listen", lambda _: None)
+    out = tmp_path / "out"
+    path = write_sweep(tmp_path, trials=2, flags=flags_of(corpus))
+    words = ["sweep", str(path), "--out", str(out)]
+    assert main(words) == expected
+    sentence = sentence.format(log=out / sentence.split()[0] / "log.txt")
+    assert f"minimind sweep: no trial finished with a val_bpb: {sentence}" in (
+        capsys.readouterr().err
+    )
+    process.starts.clear()
+    assert main(words) == (0 if retried else expected)  # the stand-in ends well as it goes on
+    assert process.starts == [f"trial-{n:04d}" for n in retried]
+
+
+def test_a_sweep_of_refused_trials_has_their_status(tmp_path: Path, capsys: Any):
+    flags = {"max_tokens": "1e4", "eval_interval": 10, "device": "cpu"}
+    changes = {
+        **{"flags": flags, "sampler": "grid", "trials": None},
+        "dimensions": {"learning_rate": ["1e-2"], "batch_size": ["400"]},
+    }
+    path = write_sweep(tmp_path, **{**changes, "flags": {**flags, "max_tokens": "1e8"}})
+    content, out, process = read_sweep(str(path)), tmp_path / "out", made_process()
+    out.mkdir()
+    study = Study(content.model_copy(update={"flags": flags}), out, str(path))
+    for _ in range(2):
+        assert run.SweepRun(study, str(path), [{}], StopRequest(), process).run() == 0
+        assert run.conclude(study, 0) == 2
+        sentence = "no trial finished with a val_bpb: trial-0000 was refused: max_tokens = 10000"
+        assert sentence in capsys.readouterr().err
+    assert process.starts == []
+    study.sweep = content  # as if its file of `config` had been corrected
+    assert run.SweepRun(study, str(path), [{}], StopRequest(), process).run() == 0
+    assert [row.kind for row in study.rows()] == ["done"]
 
 
 def test_a_combination_that_cannot_be_trained_is_refused_without_a_start(tmp_path: Path):

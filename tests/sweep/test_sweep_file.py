@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from minimind.cli.main import main
-from minimind.config.parse import parse_flags
+from minimind.config.parse import parse_flags, words_of
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.sweep.sweep_file import config_of, points, read_sweep
-from minimind.sweep.trial import words_of
 from tests.docs.commands import all_blocks, files_in
 from tests.sweep.made import CONTENT, made_process, sweep_in, write_sweep
 
@@ -118,12 +117,31 @@ def test_a_file_that_is_not_there_or_no_yaml_is_named(capsys: Any, tmp_path: Pat
     assert f"{broken}:" in refused(capsys, broken, "--out", tmp_path / "out")
 
 
-def test_a_max_minutes_of_a_config_file_would_end_every_trial(capsys: Any, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("resume", "none"), ("resume", "out/mine"), ("dry_run", "True")],
+        *[("stop_at_step", "4"), ("max_minutes", "5.0"), ("local_rank", "0")],
+    ],
+)
+def test_a_config_file_has_no_flags_that_the_sweep_sets_itself(
+    capsys: Any, tmp_path: Path, name: str, value: str
+):
     base = tmp_path / "base.yaml"
-    base.write_text("max_minutes: 5\n")
+    base.write_text(f"{name}: {value}\n")
     path = write_sweep(tmp_path, flags={"config": str(base)})
     error = refused(capsys, path, "--out", tmp_path / "out")
-    assert f"max_minutes = 5.0 (--config {base}) would end every trial" in error
+    assert f"{name} = {value} (--config {base}) is no setting of a trial: minimind sw" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_file_may_have_an_out_dir_and_what_is_default_anyway(tmp_path: Path):
+    base = tmp_path / "base.yaml"
+    base.write_text("out_dir: out/mine\nresume: auto\ndry_run: false\n")
+    path = write_sweep(tmp_path, flags={**CONTENT["flags"], "config": str(base)})
+    sweep = read_sweep(str(path))
+    words = words_of({**sweep.flags_of({}), "out_dir": "trial-0000"})
+    assert parse_flags(words).out_dir == "trial-0000"
 
 
 @pytest.mark.parametrize(

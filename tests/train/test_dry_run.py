@@ -76,6 +76,38 @@ def test_a_folder_of_fewer_rows_than_a_step_is_refused_as_at_the_start(folder: P
         dry_run(folder, "--max_seq_len", "100000")
 
 
+LENGTHS = [
+    (["--epochs", "1", "--warmup_steps", "10000"], "warmup_steps = 10000 .* is more than the"),
+    (["--schedule", "wsd", "--decay_steps", "5000"], "decay_steps = 5000 .* is more than the"),
+    (["--trace_steps", "9000:9001"], "trace_steps = 9000:9001 .* after the run's last step"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), LENGTHS)
+def test_what_does_not_fit_the_steps_of_the_folder_is_refused(
+    folder: Path, words: list[str], sentence: str
+):
+    with pytest.raises(UsageError, match=sentence):
+        dry_run(folder, "--max_seq_len", "31", *words)
+
+
+@pytest.mark.parametrize("left_out", [0, 100])
+def test_the_length_is_that_of_the_rows_of_the_folder(folder: Path, tmp_path: Path, left_out: int):
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    rows = manifest["splits"]["train"]["tokens"] // 32 - left_out
+    words = ["--max_seq_len", "31", "--batch_size", "4", "--epochs", "3"]
+    if left_out:
+        (tmp_path / "rows.txt").write_text(f"0:{left_out - 1}\n")
+        words += ["--skip_rows", str(tmp_path / "rows.txt")]
+    steps = rows // 4
+    out = dry_run(folder, *words)
+    assert f"length: {3 * steps:,} steps of 124 tokens, {3 * steps * 124:,} tokens\n" in out
+    assert f"\n  {steps:,} steps an epoch\n  rate: cosine, " in out
+    assert f"length: {steps + 1:,} steps of" in dry_run(
+        folder, *words, "--max_steps", str(steps + 1)
+    )
+
+
 def test_a_folder_beside_other_text_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(UsageError, match="must be the only path"):
         dry_run(folder, str(tmp_path / "t.jsonl"))

@@ -45,6 +45,7 @@ def rehearsed(**flags: Any) -> Rehearsal:
         {"tokens_per_param": 0.1, "split_batches": True, "batch_size": 4},
         {"max_flops": 1e8, "accumulation_steps": 2},
         {"max_steps": 3, "batch_size": 2},
+        {"epochs": 2, "batch_size": 16, "max_seq_len": 255},
         {"max_tokens": 2000.0, "stages": "STAGES", "batch_size": 4},
     ],
 )
@@ -107,5 +108,7 @@ def test_what_the_start_refuses_is_refused(folder: Path, tmp_path: Path):
         rehearsed(**flags, batch_size=40)
     with pytest.raises(UsageError, match=r"vocab_size = 700 .* has 600; drop one of the two"):
         rehearsed(**flags, vocab_size=700)
+    with pytest.raises(UsageError, match=r"warmup_steps = 100000 .* more than the .* of the whole"):
+        rehearsed(**{**flags, "max_tokens": None, "epochs": 1}, warmup_steps=100_000)
     with pytest.raises(DataError, match="fewer than the 100000 of one step"):
         rehearsed(**{**flags, "max_tokens": 1e9}, batch_size=100_000)

@@ -551,22 +551,24 @@ def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -
 
 
 def sizes_of_sources(run: RunConfig, manifest: Mapping[str, Any]) -> tuple[int, ...]:
-    """Rows of the sources of a manifest of text, of --max_seq_len tokens and one."""
+    """Rows that the tokens of each source of a manifest make, of --max_seq_len tokens and one."""
     return tuple(one["tokens"]["train"] // (run.max_seq_len + 1) for one in manifest["sources"])
 
 
-def rows_left_out(run: RunConfig, manifest: Mapping[str, Any]) -> Ranges:
-    """The rows of --skip_rows of the text of a manifest; those of conversations depend on more."""
-    if run.skip_rows is None or run.task != "pretrain":
+def rows_left_out(run: RunConfig, sizes: Sequence[int], manifest: Mapping[str, Any]) -> Ranges:
+    """The rows of --skip_rows; `sizes` has the number of rows of each source."""
+    if run.skip_rows is None:
         return ()
-    n_rows, path = sum(sizes_of_sources(run, manifest)), Path(run.skip_rows)
-    return read_skip_rows(path, n_rows, run.max_seq_len + 1, manifest["fingerprint"])
+    path, row_tokens = Path(run.skip_rows), run.max_seq_len + 1
+    return read_skip_rows(path, sum(sizes), row_tokens, manifest["fingerprint"])
 
 
 def rows_of_sources(run: RunConfig, manifest: Mapping[str, Any]) -> list[SourceRows]:
-    """Rows of the sources of a manifest of text, without those of --skip_rows."""
-    sizes = sizes_of_sources(run, manifest)
-    left_out = left_out_by_source(sizes, rows_left_out(run, manifest))
+    """Rows of the sources of a manifest, without those of --skip_rows if it is of text."""
+    sizes, ranges = sizes_of_sources(run, manifest), ()
+    if run.task == "pretrain":  # rows of conversations are numbered once they are packed
+        ranges = rows_left_out(run, sizes, manifest)
+    left_out = left_out_by_source(sizes, ranges)
     return [
         SourceRows(one["name"], size - len(out), one["weight"])
         for one, size, out in zip(manifest["sources"], sizes, left_out, strict=True)
