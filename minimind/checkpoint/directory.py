@@ -59,6 +59,14 @@ class Rejected:
         return f"{'UNREADABLE' if self.is_unreadable else 'DAMAGED'}: {self.file} {self.reason}"
 
 
+class AllDamaged(CheckpointError):
+    """Every checkpoint that could be used is damaged."""
+
+    def __init__(self, message: str, rejected: Sequence[Rejected] = ()) -> None:
+        super().__init__(message)
+        self.rejected = rejected
+
+
 def rejected(path: Path, file: str, error: CheckpointError) -> Rejected:
     """Build a Rejected from an error in `file`."""
     return Rejected(path, file, str(error), isinstance(error, Unreadable))
@@ -347,7 +355,7 @@ def newest_valid(
 ) -> tuple[Path | None, list[Rejected]]:
     """Return the first of `checkpoints` that passes `check`, and the rejected ones before it.
 
-    None if there are none. Raise CheckpointError if all are damaged (never start silently at step
+    None if there are none. Raise AllDamaged if all are damaged (never start silently at step
     0), and Unreadable for one that cannot be read, since it may be intact.
     """
     rejected = []
@@ -367,8 +375,8 @@ def newest_valid(
             which = f"no checkpoint in {checkpoints[0].parent} can"
         else:
             which = f"{checkpoints[0]} cannot"
-        raise CheckpointError(
-            f"{which} be used ({reasons}); restore one, or start afresh in another folder"
+        raise AllDamaged(
+            f"{which} be used ({reasons}); restore one, or start afresh in another folder", rejected
         )
     return None, []
 

@@ -621,6 +621,9 @@ class Mirror:
                 shutil.rmtree(tmp)
             events.append(_rejection(url, bad))
         if events and is_needed:
+            here = (_rejection(str(step_directory(self._root, n)), damaged[n]) for n in damaged)
+            for name, fields in (*here, *events):
+                self.logger.event(name, **fields)
             reasons = "; ".join(f"{e['path']}: {e['file']} {e['reason']}" for _, e in events)
             raise CheckpointError(
                 f"no checkpoint can be used ({reasons}), and {self._root} has none; restore one, or"

@@ -15,11 +15,13 @@ from scipy.optimize import minimize
 
 Term = Literal["both", "parameters", "tokens"]
 
+CONSTANTS = {"parameters": ("A", "alpha"), "tokens": ("B", "beta")}  # of each term
 HUBER = 1e-3  # threshold for log L, as in the paper
 EXPONENTS = np.geomspace(0.05, 2.0, 14)  # exponents of the starts
 BOUNDS = (0.01, 4.0)  # bounds of alpha and beta
 STARTS = 6  # points of the grid at which the fit of the runs begins
 LEAST = 1e-9  # nats of a term that a start has none of
+NOTHING = 1e-6  # nats, below which E and terms at the mean size make no difference
 RESAMPLES = 400
 LEVEL = 0.95
 PRECISION = {"maxiter": 2000, "maxfun": 20000, "ftol": 1e-13, "gtol": 1e-9}
@@ -71,6 +73,7 @@ class Fit:
     resampled: Law  # its fields are arrays (resamples,)
     residuals: np.ndarray  # (runs,), of log L
     noise: np.ndarray  # (resamples,), of log L: that of one more run
+    at_bound: list[str]  # constants that end at a bound of the search: the runs leave them open
 
     def interval(self, value_of: Callable[[Law], np.ndarray | float]) -> tuple[float, float]:
         """The ends of the interval of LEVEL of a figure of the law."""
@@ -81,12 +84,6 @@ class Fit:
         """The loss of one more run, and the ends of its interval: that of the law and of a run."""
         losses = self.resampled.loss(parameters, tokens) * np.exp(self.noise)
         return (float(self.law.loss(parameters, tokens)), *self.interval(lambda _: losses))
-
-    @property
-    def at_bound(self) -> list[str]:
-        """Exponents that the runs do not determine: the fit ends at a bound of its search."""
-        values = {"alpha": self.law.alpha, "beta": self.law.beta}
-        return [k for k, v in values.items() if np.isclose(v, BOUNDS, rtol=1e-3).any()]
 
 
 class _Problem:
@@ -160,11 +157,20 @@ class _Problem:
         """log L of the runs, (..., runs)."""
         return np.logaddexp.reduce(self._parts(theta), axis=-2)
 
+    def at_bound(self, theta: np.ndarray) -> list[str]:
+        """Constants of a solution at a bound: E and factors of next to nothing, and exponents."""
+        found = ["E"] * bool(theta[0] < np.log(NOTHING))
+        for n, name in enumerate(self.names):
+            factor, exponent = CONSTANTS[name]
+            found += [factor] * bool(theta[1 + 2 * n] < np.log(NOTHING))
+            found += [exponent] * bool(np.isclose(theta[2 + 2 * n], BOUNDS, rtol=1e-3).any())
+        return found
+
     def law(self, theta: np.ndarray) -> Law:
         """The law of solutions (..., constants) in parameters and tokens."""
         values: dict[str, Any] = {"A": np.nan, "alpha": np.nan, "B": np.nan, "beta": np.nan}
         for n, name in enumerate(self.names):
-            factor, exponent = ("A", "alpha") if name == "parameters" else ("B", "beta")
+            factor, exponent = CONSTANTS[name]
             log, power = theta[..., 1 + 2 * n], theta[..., 2 + 2 * n]
             values |= {factor: np.exp(log + power * self.centers[n]), exponent: power}
         return Law(np.exp(theta[..., 0]), **values)
@@ -200,4 +206,6 @@ def fit(
     noise = spread * random.standard_normal((resamples, len(residuals)))
     resampled = np.stack([problem.fit(one, 1, best) for one in predicted + noise])
     noise = spread[:, 0] * random.standard_normal(resamples)
-    return Fit(term, problem.law(best), problem.law(resampled), residuals, noise)
+    return Fit(
+        term, problem.law(best), problem.law(resampled), residuals, noise, problem.at_bound(best)
+    )

@@ -55,8 +55,9 @@ def prepared_folder(run: RunConfig) -> Path | None:
             " texts with `minimind prepare --source`"
         )
     if folders and run.val_path is not None:
+        place = place_of(run) if is_mixed(run) else folders[0]  # not the mixture in the cache
         raise UsageError(
-            f"val_path = {masked(run.val_path)} ({run.sources['val_path']}): {folders[0]} is"
+            f"val_path = {masked(run.val_path)} ({run.sources['val_path']}): {place} is"
             " prepared and has its held-out text; drop it, or give it to `minimind prepare`"
         )
     return Path(folders[0]).expanduser() if folders else None
@@ -75,7 +76,10 @@ def text_names(run: RunConfig) -> tuple[str, ...]:
 
 def place_of(run: RunConfig) -> str:
     """The flag and the names of the text, in messages and as a source of values."""
-    return f"{'--source' if is_mixed(run) else '--data_path'} {' '.join(text_names(run))}"
+    flag = "--data_path"
+    if is_mixed(run):
+        flag = "--source" if run.source else f"--stages {run.stages}:"
+    return f"{flag} {' '.join(text_names(run))}"
 
 
 def is_mixed(run: RunConfig) -> bool:

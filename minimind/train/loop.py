@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minimind.checkpoint.directory import TrainState, is_due, published_checkpoints, step_of
+from minimind.checkpoint.directory import (
+    AllDamaged,
+    Rejected,
+    TrainState,
+    is_due,
+    published_checkpoints,
+    step_of,
+)
 from minimind.checkpoint.resume import Resumed, resume
 from minimind.checkpoint.saver import Saver
 from minimind.config.flags import CHANGEABLE, VAL_LOSS
@@ -185,11 +193,21 @@ def sum_requests(
     return stop, failed, overdue, must_go_back
 
 
-def log_rejected(logger: RunLogger, resumed: Resumed) -> None:
+def log_rejected(logger: RunLogger, rejected: Sequence[Rejected]) -> None:
     """Log the checkpoints that could not be used."""
-    for bad in resumed.rejected:
+    for bad in rejected:
         logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
         logger.print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}")
+
+
+@contextmanager
+def damage_logged(logger: RunLogger) -> Iterator[None]:
+    """Log the checkpoints of AllDamaged; of another end of the block the caller logs them."""
+    try:
+        yield
+    except AllDamaged as error:
+        log_rejected(logger, error.rejected)
+        raise
 
 
 def stop_reason(context: RunContext) -> str:
@@ -464,19 +482,14 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
     steps = range(order.origin.step, start + 1)
     context.mirror.fetch(steps)
     require_rollback(context, steps, detector.rollbacks, what)
-    with context.logger.pausing("checkpoint"):
+    # All checkpoints from the origin of its order are of this run.
+    changeable = frozenset(CHANGEABLE)
+    identity = saver.facts["identity"]
+    with context.logger.pausing("checkpoint"), damage_logged(context.logger):
         resumed = resume(
-            context.engine,
-            saver.ranks,
-            saver.root,
-            "auto",
-            saver.facts["identity"],
-            frozenset(
-                CHANGEABLE
-            ),  # of this run, as are all checkpoints from the origin of its order
-            steps=steps,
+            context.engine, saver.ranks, saver.root, "auto", identity, changeable, steps=steps
         )
-    log_rejected(context.logger, resumed)
+    log_rejected(context.logger, resumed.rejected)
     context.mirror.go_back(resumed.state.step)
     if trackers := context.logger.trackers:
         trackers.go_back(resumed.state.step)

@@ -53,7 +53,7 @@ from minimind.train.build import (
 from minimind.train.evaluate import build_samples, held_out_of
 from minimind.train.failures import SkippedSteps, report_out_of_memory
 from minimind.train.initial_weights import InitialModel
-from minimind.train.loop import GO_BACK, RunContext, go_back, register_cleanup, train
+from minimind.train.loop import GO_BACK, RunContext, damage_logged, go_back, register_cleanup, train
 from minimind.train.optional import (
     build_corruption_check,
     build_mirror,
@@ -251,7 +251,8 @@ def build_context(
     mirror = build_mirror(run, ranks, logger)
     cleanup.callback(mirror.close)
     mirror.restore(run_identity)
-    resumed = resume(engine, ranks, root, run.resume, run_identity, run.allowed_changes())
+    with damage_logged(logger):
+        resumed = resume(engine, ranks, root, run.resume, run_identity, run.allowed_changes())
     if resumed.path:
         order = resume_order(order, resumed)
     require_length(run, resumed.state.step, schedule, order)

@@ -406,7 +406,7 @@ def log_run_start(
 ) -> None:
     """Log the run's start; raise StorageError if no checkpoint would fit."""
     run, logger = context.run, context.logger
-    log_rejected(logger, resumed)
+    log_rejected(logger, resumed.rejected)
     state = resumed.state
     has_steps = state.step < (total := context.schedule.total_steps)
     capacity = context.saver.require_capacity(total) if has_steps else "no step is left"

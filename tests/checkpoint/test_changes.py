@@ -70,6 +70,18 @@ def test_nothing_changed_continues_bit_for_bit(stopped: Path, run: Path, flags: 
         assert [steps(run)[step][n] for n in names] == [line[n] for n in names]
 
 
+def test_damaged_checkpoints_are_events_although_none_is_left(run: Path, flags: dict[str, Any]):
+    (only,) = published_checkpoints(run / "checkpoints")
+    (only / "shard-0-of-1.safetensors").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"step_00000005 cannot be used \(step_00000005: shar"
+    ):
+        train(flags, out_dir=str(run))
+    (found,) = events(run, "checkpoint_rejected")
+    assert (found["path"], found["file"]) == (str(only), "shard-0-of-1.safetensors")
+    assert minimind(["report", str(run)]) == 0
+
+
 def test_a_start_that_saves_nothing_deletes_nothing(
     stopped: Path, flags: dict[str, Any], tmp_path: Path
 ):

@@ -141,6 +141,8 @@ def test_damaged_checkpoints_are_skipped_and_never_a_silent_step_0(
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"step_00000003: shard-0-of-1\.safetensors"):
             train(flags, out_dir=str(tmp_path / "c"))
+    names = [Path(one["path"]).name for one in events(tmp_path / "c", "checkpoint_rejected")]
+    assert names == ["step_00000003", "step_00000002"] * 2
 
 
 @pytest.mark.long

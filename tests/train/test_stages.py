@@ -15,7 +15,7 @@ import yaml
 import minimind.train as training
 from minimind.cli.main import main
 from minimind.data.prepare.prepared import open_prepared
-from minimind.errors import CheckpointError, DataError, UsageError
+from minimind.errors import CheckpointError, DataError, TooFewRows, UsageError
 from minimind.recovery.step_rows import documents_of, read_run, rows_at, steps_reading
 from tests.checkpoint.test_changes import BASE, events, steps
 from tests.conftest import sentences
@@ -274,6 +274,16 @@ def test_a_source_of_a_folder_of_several_is_read_alone_or_weighted_anew(
         train(given, source=[f"c={place}/mixed:5"], out_dir=str(tmp_path / "other"))
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_stage_whose_step_has_more_rows_than_the_text(place: Path, tmp_path: Path, dry_run: bool):
+    path = file_of(tmp_path, place, [{"until": 0.5}, {"name": "wide", "batch_size": 99_999}])
+    given = flags(place, stages=path, max_tokens=1e10, dry_run=dry_run)
+    with pytest.raises(
+        TooFewRows, match=r"stage wide: the text has [\d,]+ rows of 33 tokens, fewer"
+    ):
+        train(given, out_dir=str(tmp_path / "run"))
+
+
 def test_folders_that_cannot_be_mixed(place: Path, tmp_path: Path):
     given = flags(place, max_steps=3, max_tokens=None, out_dir=str(tmp_path / "run"))
     other = ["prepare", f"{place}/b.jsonl", "--out", f"{tmp_path}/B"]
@@ -289,12 +299,18 @@ def test_folders_that_cannot_be_mixed(place: Path, tmp_path: Path):
     refused = (
         ([f"a={place}/A:1", f"b={place}/B"], "source b has no weight and others have"),
         ([f"a={place}/A:1", f"a={place}/B:2"], "source a is given twice"),
+        ([f"a={place}/A:1", f"b={place}/B/../A:2"], "source b: .*/A is the text of source a, too"),
         ([f"a={place}/a.jsonl:1"], r"source a: .*/a\.jsonl is no folder of `minimind prepare`"),
         (["a"], "--source a: is not NAME=PATH or NAME=PATH:WEIGHT"),
     )
     for sources, message in refused:
         with pytest.raises(UsageError, match=message):
             train(given, source=sources)
+    with pytest.raises(UsageError, match=r": --source a=.*/A:1 is prepared and has its held-out"):
+        train(given, source=[f"a={place}/A:1"], val_path=f"{place}/a.jsonl")
+    staged = flags(place, stages=file_of(tmp_path, place), val_path=f"{place}/a.jsonl")
+    with pytest.raises(UsageError, match=r": --stages .*\.yaml: a=.*/A b=.*/B is prepared and has"):
+        train(staged, out_dir=str(tmp_path / "run"))
     with pytest.raises(UsageError, match=r"source = .* and data_path = .* both name the text"):
         train(given, source=[f"a={place}/A:1"], data_path=f"{place}/B")
     with pytest.raises(UsageError, match=r"has sources, and data_path = .* names other text"):

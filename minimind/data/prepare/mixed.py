@@ -79,11 +79,19 @@ def mixed_folder(sources: Sequence[Source], cache_dir: Path) -> Path:
 def parts_of(sources: Sequence[Source]) -> list[Part]:
     """The folders of some sources; of a folder of several the source of the same name.
 
-    Raise UsageError for another folder, and for folders that were prepared with other options.
+    Raise UsageError for another folder, for folders that were prepared with other options, and for
+    one text that is two sources.
     """
     parts = [Part.of(source) for source in sources]
-    for part in parts[1:]:
+    seen: dict[tuple[Path, int], str] = {}
+    for part in parts:
         _require_alike(parts[0], part)
+        name = seen.setdefault((part.folder, part.number), part.source.name)
+        if name != part.source.name:
+            raise UsageError(
+                f"source {part.source.name}: {part.folder} is the text of source {name}, too; drop"
+                " one of the two"
+            )
     return parts
 
 
@@ -163,7 +171,7 @@ class Part:
 
 
 def _require_alike(first: Part, other: Part) -> None:
-    """Raise UsageError if two folders cannot be mixed, or are one source twice."""
+    """Raise UsageError if two folders were prepared with another tokenizer or other options."""
     names = first.source.name, other.source.name
     if first.manifest["tokenizer"] != other.manifest["tokenizer"]:
         raise UsageError(

@@ -21,7 +21,7 @@ from minimind.config.parse import suggest
 from minimind.config.run_config import RunConfig
 from minimind.config.stages import Stage, StagesFile
 from minimind.data.rows.order import Mixture, Order, Origin, Ranges, unpermute
-from minimind.errors import DataError, UsageError
+from minimind.errors import DataError, TooFewRows, UsageError
 
 
 @dataclass(frozen=True)
@@ -302,6 +302,12 @@ def _mixed(
             f"{where}: {error} (of the sources {', '.join(names)}, counted from 0); leave fewer"
             " rows out"
         ) from error
+    if (n_rows := sum(mixture.kept)) < per_step:
+        raise TooFewRows(
+            f"{where}: the text has {n_rows:,} rows of {row_tokens} tokens, fewer than the"
+            f" {per_step:,} of one step; add text, or lower batch_size, --accumulation_steps or"
+            " max_seq_len"
+        )
     kept = sum(mixture.kept[number] for number in read) // per_step * per_step
     mixture = replace(mixture, epoch_rows=min(stage_rows, max(kept, per_step)))
     for number in read:

@@ -23,7 +23,7 @@ from minimind.data.rows.stages import (
     staged_order,
     stages_table,
 )
-from minimind.errors import DataError, UsageError
+from minimind.errors import DataError, TooFewRows, UsageError
 
 TOKENS = (33 * 210, 33 * 37, 33 * 9)  # of the sources a, b and c
 SEED = 3
@@ -239,6 +239,15 @@ def test_a_cap_counts_rows_over_all_stages(tmp_path: Path):
     order_of(tmp_path, stages, 6, max_epochs={"c": 4})  # 24 + 12 reads of 9 rows
     with pytest.raises(UsageError, match=r"source c is read 4 times, more than max_epochs = 3\.99"):
         order_of(tmp_path, stages, 6, max_epochs={"c": 3.99})
+
+
+def test_a_stage_whose_step_has_more_rows_than_the_text(tmp_path: Path):
+    tokens, stage = (33 * 20, 33 * 4, 33), {"weights": {"b": 1}}
+    order_of(tmp_path, [{**stage, "batch_size": 25}], 8, tokens=tokens)
+    with pytest.raises(TooFewRows, match=r"stage-1: the text has 25 rows of 33 .* the 26 of one"):
+        order_of(tmp_path, [{**stage, "batch_size": 26}], 8, tokens=tokens)
+    with pytest.raises(TooFewRows, match=r"stage-1: the text has 21 rows of 33 .* the 22 of one"):
+        order_of(tmp_path, [{**stage, "batch_size": 22}], 8, tokens=tokens, left_out=((0, 4),))
 
 
 def test_a_source_without_a_row_of_the_length(tmp_path: Path):
