@@ -547,8 +547,8 @@ def test_what_a_race_found_is_of_one_command_and_data(tmp_path: Path):
     data.mkdir()
     (data / "manifest.json").write_text("{}")
 
-    def keys(rows: int = 2, flags: str = "--qk_norm", **rows_of: int) -> list[str]:
-        variants = {"a b": flags, "a-b": ""}
+    def keys(rows: int = 2, flags: str = "--qk_norm", of_muon: int | None = None) -> list[str]:
+        variants, rows_of = {"a b": flags, "a-b": ""}, {racers.MUON: of_muon or rows}
         race = time_to_loss.Race(tmp_path, "tiny", rows, variants, {}, rows_of)
         rates = [race.key(racers.DEFAULT, "--lr", str(rate)) for rate in (5e-4, 8e-4)]
         return [*rates, race.key(racers.MUON), race.key("a b"), race.key("a-b")]
@@ -557,8 +557,8 @@ def test_what_a_race_found_is_of_one_command_and_data(tmp_path: Path):
     assert len({*first}) == 5
     assert keys() == first
     assert not {*keys(rows=4)} & {*first}
-    assert keys(2, **{racers.MUON: 4})[2] == keys(rows=4)[2]
-    assert keys(2, **{racers.MUON: 4})[:2] == first[:2]
+    assert keys(of_muon=4)[2] == keys(rows=4)[2]
+    assert keys(of_muon=4)[:2] == first[:2]
     assert [a == b for a, b in zip(keys(flags=""), first, strict=True)][3] is False
     (data / "manifest.json").write_text('{"documents": 2}')
     assert not {*keys()} & {*first}
