@@ -71,6 +71,7 @@ from minimind.train.summary import (
     log_run_start,
     log_start_event,
     mfu_per_speed,
+    plan_run,
     setting_of,
 )
 from minimind.train.what_next import what_next
@@ -102,7 +103,8 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
         require_own(out_dir, tokenizer, run.config)
         if launch.rank == 0:
             require_place_of_mirror(run, is_start=False)
-            print(dry_run_text(setup, resolved, initial.architecture))
+            model = initial.architecture
+            print(dry_run_text(plan_run(setup, resolved, model), model))
         return 0
     require_writable(out_dir, tokenizer, run.config)
     if launch.rank == 0:

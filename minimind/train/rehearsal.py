@@ -14,21 +14,13 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import Launch, read_launch
 from minimind.config.rules import needs_text
 from minimind.config.run_config import RunConfig
-from minimind.data.rows.order import Order
-from minimind.data.shards.manifest import read_manifest
 from minimind.engine.build import require_accepted, section_faults
 from minimind.runtime.environment import environment_kept
-from minimind.train.build import (
-    plan_folder,
-    plan_length,
-    prepared_folder,
-    run_budgets,
-    with_local_folder,
-)
+from minimind.train.build import plan_length, run_budgets, with_local_folder
 from minimind.train.evaluate import read_sample_prompts
 from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
 from minimind.train.optional import require_fitting_stages, require_tasks, traced_steps
-from minimind.train.summary import dry_run_text, with_numbers
+from minimind.train.summary import Planned, dry_run_text, plan_run
 
 
 def checked(run: RunConfig, launch: Launch) -> tuple[Setup, ResolvedConfig, InitialModel]:
@@ -65,22 +57,18 @@ def rehearse(run: RunConfig) -> Rehearsal:
     with environment_kept(), ExitStack() as cleanup:
         setup, resolved, initial = checked(with_local_folder(run, cleanup), launch)
         model = initial.architecture
-        dry_run_text(setup, resolved, model)
-        folder = prepared_folder(resolved.run)
-        manifest = read_manifest(folder) if folder else None
-        _, _, run = with_numbers(setup, resolved, manifest, model)
-    held_out = order = None
-    if manifest is not None:
-        order = plan_folder(run, launch.world_size, manifest)
-        texts = (source["tokens"]["val"] for source in manifest["sources"])
+        planned = plan_run(setup, resolved, model)
+        dry_run_text(planned, model)
+    run, held_out = planned.run, None
+    if planned.manifest is not None:
+        texts = (source["tokens"]["val"] for source in planned.manifest["sources"])
         held_out = sum(tokens // (run.max_seq_len + 1) for tokens in texts)
-    return Rehearsal(run, _tokens(run, launch.world_size, model, order), held_out)
+    return Rehearsal(run, _tokens(planned, model), held_out)
 
 
-def _tokens(
-    run: RunConfig, world_size: int, model: Architecture, order: Order | None
-) -> int | None:
+def _tokens(planned: Planned, model: Architecture) -> int | None:
     """Target tokens of all steps of a run; None if text decides their number and is not read."""
+    run, order, world_size = planned.run, planned.order, planned.setup.launch.world_size
     if run.stages:
         from minimind.config.stages import plan_stages
 

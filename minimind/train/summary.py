@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from minimind.config.deepspeed.backend_choice import Setup, dry_run_notices
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import leaves
 from minimind.config.flags import AUTO, is_auto
+from minimind.config.rules import needs_text
 from minimind.config.run_config import FLAGS, RULED, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared
@@ -211,15 +212,26 @@ def labelled_lines(label: str, pieces: Iterable[str]) -> list[str]:
     return [f"{'' if number else label:<{LABEL}}{line}" for number, line in enumerate(lines)]
 
 
-def with_numbers(
-    setup: Setup, resolved: ResolvedConfig, manifest: dict[str, Any] | None, model: Architecture
-) -> tuple[Setup, ResolvedConfig, RunConfig]:
-    """Return the settings, and the run with what its prepared text and the rules decide.
+@dataclass(frozen=True)
+class Planned:
+    """A run as its start decides it, as far as that is known without reading tokens.
 
-    Flags that raw text decides stay open.
+    Flags that raw text decides are open.
     """
-    derived = {}
-    if manifest is not None:
+
+    setup: Setup
+    resolved: ResolvedConfig
+    run: RunConfig  # with what the prepared text and the rules decide
+    manifest: dict[str, Any] | None  # of the prepared text
+    order: Order | None  # None where the rows are not known, and with --stages
+
+
+def plan_run(setup: Setup, resolved: ResolvedConfig, model: Architecture) -> Planned:
+    """Decide what the manifest of a prepared folder decides; raise what the start would raise."""
+    manifest, derived = None, {}
+    if folder := prepared_folder(resolved.run):
+        manifest = read_manifest(folder)
+        _require_usable(folder, manifest, resolved.run.tokenizer)
         derived = {"vocab_size": manifest["vocab_size"], **options_of(manifest)}
 
     def known(run: RunConfig) -> RunConfig:
@@ -232,37 +244,31 @@ def with_numbers(
         )
         resolved = setup.resolve()
         run = known(resolved.run)
-    return setup, resolved, run
+    order = None if manifest is None else plan_folder(run, setup.launch.world_size, manifest)
+    return Planned(setup, resolved, run, manifest, order)
 
 
-def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) -> str:
-    """Return the settings and the estimated cost of the run; raise what its start would raise.
-
-    Of a prepared folder the manifest and the sizes of the shards are read, no tokens.
-    """
-    world_size, tables = setup.launch.world_size, []
-    manifest: dict[str, Any] | None = None
-    row_tokens = resolved.run.max_seq_len + 1
-    if folder := prepared_folder(resolved.run):
-        manifest = read_manifest(folder)
-        _require_usable(folder, manifest, resolved.run.tokenizer)
-        lines = [f"data: {' '.join(text_names(resolved.run))}"]
+def dry_run_text(planned: Planned, model: Architecture) -> str:
+    """Return the settings and the estimated cost of the run; raise what its start would raise."""
+    setup, resolved, run = planned.setup, planned.resolved, planned.run
+    world_size, manifest, tables = setup.launch.world_size, planned.manifest, []
+    tables.append(f"flags:\n{flags_table(run)}")
+    if manifest is not None:
+        row_tokens = run.max_seq_len + 1
+        lines = [f"data: {' '.join(text_names(run))}"]
         for split, part in manifest["splits"].items():
             lines.append(
                 f"{split:<6} {part['tokens']:>14,} tokens, {part['documents']:,} documents, about"
                 f" {part['tokens'] // row_tokens:,} rows of {row_tokens}"
             )
         tables.append("\n".join(lines))
-    setup, resolved, run = with_numbers(setup, resolved, manifest, model)
-    order = None if manifest is None else plan_folder(run, world_size, manifest)
     if urls := [path for path in run.data_path if is_url(path)]:
         tables.append(f"data: what {' '.join(map(masked, urls))} holds is looked at by the start")
-    tables.insert(0, f"flags:\n{flags_table(run)}")
     if resolved.config:
         tables.append(deepspeed_table(resolved))
     if run.stages:
         tables.append(stages_text(run, world_size, model, manifest))
-    elif length := length_text(run, resolved.scheduler, world_size, model, order):
+    elif length := length_text(planned, model):
         tables.append(length)
     from minimind.architecture.plan import plan_text
 
@@ -276,16 +282,13 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     return "\n\n".join([*tables, *notices, costs])
 
 
-def length_text(
-    run: RunConfig, scheduler: str | None, world_size: int, model: Architecture, order: Order | None
-) -> str:
-    """Return the steps, tokens and learning rate of the run; empty if its text decides them.
+def length_text(planned: Planned, model: Architecture) -> str:
+    """Return the steps, tokens and learning rate of the run; empty if raw text decides them.
 
-    `order` is that of a prepared folder, `scheduler` one of DeepSpeed's. Raise UsageError if the
-    limits, warm-up, decay or --trace_steps of the run do not fit.
+    Raise UsageError if the limits, warm-up, decay or --trace_steps of the run do not fit.
     """
-    limits = (run.max_steps, run.max_tokens, run.max_flops, run.tokens_per_param)
-    if order is None and not any(limits):
+    run, order, world_size = planned.run, planned.order, planned.setup.launch.world_size
+    if order is None and needs_text(replace(run, epochs=None)):
         return ""
     schedule = plan_length(run, world_size, model, order)
     steps, tokens = schedule.total_steps, run.rows_per_step(world_size) * run.max_seq_len
@@ -297,7 +300,7 @@ def length_text(
         lines.append(f"or {run.epochs} passes over the text, if they are fewer steps")
     budgets = run_budgets(run, tokens, model)
     lines += [f"{name} = {getattr(run, name):g} is {n:,} steps" for name, n in budgets.items()]
-    if scheduler is None:
+    if planned.resolved.scheduler is None:  # else it is DeepSpeed's
         lines.append(f"rate: {schedule}")
     return "\n  ".join(lines)
 

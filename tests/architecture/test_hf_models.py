@@ -31,7 +31,7 @@ from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import next_token_loss
 from minimind.train.initial_weights import read_initial
-from minimind.train.summary import dry_run_text
+from minimind.train.summary import dry_run_text, plan_run
 from tests.conftest import ROOT, Launcher, sentences
 from tests.distributed.conftest import config_of_stage
 
@@ -268,7 +268,8 @@ def test_flops_and_parameters_are_counted_as_ours(tied, text, tmp_path):
     given = ["--model", f"hf:{tmp_path}", "--data_path", str(text / "data"), "--max_seq_len", "32"]
     initial = read_initial(parse_flags([*given, "--deepspeed_config", "none"]))
     setup = read_setup(initial.run, read_launch({}))
-    out = dry_run_text(setup, setup.resolve(), initial.architecture)
+    planned = plan_run(setup, setup.resolve(), initial.architecture)
+    out = dry_run_text(planned, initial.architecture)
     assert f"parameters  {random_model(report).num_parameters():,}: llama of transformers" in out
     assert "rope_theta" not in out
 

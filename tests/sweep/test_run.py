@@ -339,7 +339,7 @@ def test_without_a_finished_trial_the_status_tells_why(
         capsys.readouterr().err
     )
     process.starts.clear()
-    assert main(words) == (0 if retried else expected)  # the stand-in ends well as it goes on
+    assert main(words) == (0 if retried else expected)  # the second start of the stand-in ends well
     assert process.starts == [f"trial-{n:04d}" for n in retried]
 
 

@@ -14,7 +14,7 @@ from minimind.config.deepspeed.backend_choice import ELSEWHERE, Setup, dry_run_n
 from minimind.config.launcher_env import planned_launch, read_launch
 from minimind.config.parse import parse_flags
 from minimind.errors import DataError, UsageError
-from minimind.train.summary import dry_run_text
+from minimind.train.summary import dry_run_text, plan_run
 from tests.conftest import sentences
 
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 def dry_run(folder: Path, *words: str) -> str:
     given = ["--deepspeed_config", "none", "--data_path", str(folder), *words]
     setup = read_setup(parse_flags(given), read_launch({}))
-    return dry_run_text(setup, setup.resolve(), MiniMind())
+    return dry_run_text(plan_run(setup, setup.resolve(), MiniMind()), MiniMind())
 
 
 def test_the_table_reports_what_the_folder_holds(folder: Path):
@@ -174,7 +174,7 @@ def test_the_number_of_processes_is_that_of_the_launch(tmp_path: Path):
 
 def test_the_text_of_a_url_is_left_to_the_start():
     setup = setup_of("--model tiny --dry_run --data_path https://user:secret@localhost:1/t.jsonl")
-    out = dry_run_text(setup, setup.resolve(), MiniMind())
+    out = dry_run_text(plan_run(setup, setup.resolve(), MiniMind()), MiniMind())
     assert "localhost:1/t.jsonl holds is looked at by the start" in out
     assert "secret" not in out.split("data: ")[1]
 
@@ -186,7 +186,7 @@ def test_a_scheduler_of_deepspeeds_has_no_invented_length(
     given = ["--deepspeed_config", "warmup_cosine", "--device", "cpu", "--max_seq_len", "31"]
     given += ["--data_path", str(folder if has_text else tmp_path / "t.jsonl")]
     setup = read_setup(parse_flags(given), read_launch({}))
-    out = dry_run_text(setup, setup.resolve(), MiniMind())
+    out = dry_run_text(plan_run(setup, setup.resolve(), MiniMind()), MiniMind())
     found = {words[0]: words[1] for words in map(str.split, out.splitlines()) if len(words) > 1}
     assert found["scheduler.params.total_num_steps"] == '"auto"'
     assert found["accumulation_steps"] == ("1" if has_text else "auto")
