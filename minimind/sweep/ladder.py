@@ -23,7 +23,7 @@ from minimind.errors import DataError, NumericError, UsageError, fault_error
 from minimind.report import formats
 from minimind.runtime.checked_json import shown
 from minimind.runtime.terminal import aligned
-from minimind.sweep.run import opened
+from minimind.sweep.run import opened, without_result
 from minimind.sweep.scaling import (
     ALIKE,
     NEAR,
@@ -37,7 +37,7 @@ from minimind.sweep.scaling import (
     require_alike,
     term_of,
 )
-from minimind.sweep.study import PREFIX, Row
+from minimind.sweep.study import PREFIX, Row, best_of
 from minimind.sweep.sweep_file import Checked, Dimension, Sweep, config_of, flag_faults, read_fields
 from minimind.train.inputs import require_inputs
 from minimind.train.rehearsal import rehearse
@@ -307,7 +307,10 @@ def run_ladder(
         print(plan_text(ladder, points, folders), flush=True)
         if status := trials.run():
             return status
-        done = _collected(place, study.rows(), folders[: ladder.trials])
+        fitted = [row for row in study.rows() if row.folder in folders[: ladder.trials]]
+        if not best_of(fitted):
+            return without_result(study, fitted)
+        done = _collected(place, fitted)
         result = answer(done, flops, tokens)
         if ladder.predict:
             vocabulary = done.used[0].run.vocab_size  # of raw text, which is known now
@@ -320,22 +323,20 @@ def run_ladder(
             study.sweep = ladder.model_copy(update={"trials": None})
             if status := trials.run():
                 return status
-            rows = study.rows()
-            ended = _collected(place, rows, folders[-1:])
+            (row,) = (row for row in study.rows() if row.folder == folders[-1])
+            ended = _collected(place, [row])
             if not ended.used:
                 ((name, reason),) = ended.left_out.items()
                 print(f"{ladder.command}: no loss to compare: {name} {reason}", file=sys.stderr)
-                (status,) = (row.exit_status for row in rows if row.folder == name)
-                return status or NumericError.status
+                return row.exit_status or NumericError.status
             require_alike(done.used[0], ended.used[0])
             prediction = replace(prediction, measured=ended.used[0].loss)
             result = replace(result, prediction=prediction)
         return result
 
 
-def _collected(place: Path, rows: Sequence[Row], folders: Sequence[str]) -> Points:
+def _collected(place: Path, rows: Sequence[Row]) -> Points:
     """The points of these trials that are done, with the ends of the others as reasons."""
-    rows = [row for row in rows if row.folder in folders]
     points = collect([place / row.folder for row in rows if row.kind == "done"])
     ended = {row.folder: row.status for row in rows if row.kind != "done"}
     return Points(points.used, points.left_out | ended)

@@ -249,11 +249,11 @@ def conclude(study: Study, status: int) -> int:
     if best:
         print(f"best: {best.folder}\n{best_command(sweep, best, place)}")
     elif status == 0:
-        return _without_result(study, rows)
+        return without_result(study, rows)
     return status
 
 
-def _without_result(study: Study, rows: Sequence[Row]) -> int:
+def without_result(study: Study, rows: Sequence[Row]) -> int:
     """Queue the trials that failed, print why there is no best one; return the status of the sweep.
 
     It is that of the last trial that failed, else of the last that diverged, else of a refusal.

@@ -25,7 +25,7 @@ from minimind.config.flags import AUTO, is_auto
 from minimind.config.rules import needs_text
 from minimind.config.run_config import FLAGS, RULED, RunConfig
 from minimind.config.schedule import Schedule
-from minimind.data.prepare.prepared import Prepared, is_prepared
+from minimind.data.prepare.prepared import Prepared, is_prepared, open_prepared
 from minimind.data.rows.order import Order
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import is_whole, options_of, read_manifest, where_listed
@@ -49,6 +49,7 @@ from minimind.runtime.urls import is_url, masked, masked_values, named
 from minimind.train.auto_values import with_auto_values
 from minimind.train.build import (
     place_of,
+    plan_data_and_schedule,
     plan_folder,
     plan_length,
     prepared_folder,
@@ -267,7 +268,7 @@ def dry_run_text(planned: Planned, model: Architecture) -> str:
     if resolved.config:
         tables.append(deepspeed_table(resolved))
     if run.stages:
-        tables.append(stages_text(run, world_size, model, manifest))
+        tables.append(stages_text(run, world_size, model))
     elif length := length_text(planned, model):
         tables.append(length)
     from minimind.architecture.plan import plan_text
@@ -305,29 +306,18 @@ def length_text(planned: Planned, model: Architecture) -> str:
     return "\n  ".join(lines)
 
 
-def stages_text(
-    run: RunConfig, world_size: int, model: Architecture, manifest: dict[str, Any] | None
-) -> str:
-    """Return what the stages read; the epochs if the manifest of the text is known."""
+def stages_text(run: RunConfig, world_size: int, model: Architecture) -> str:
+    """Return what the stages read; the epochs if the text is prepared."""
     from minimind.config.stages import plan_stages, stage_text
-    from minimind.data.rows.stages import staged_order, stages_table
 
-    file, stages, schedule = plan_stages(run, world_size, run_budgets(run, 1, model))
+    if folder := prepared_folder(run):
+        prepared = open_prepared(folder, run.tokenizer)
+        order, schedule = plan_data_and_schedule(run, prepared, world_size, model)
+        table = stages_read(run, order, prepared)
+    else:
+        _, stages, schedule = plan_stages(run, world_size, run_budgets(run, 1, model))
+        table = [stage.facts() for stage in stages]
     require_traceable(run, schedule.total_steps)
-    table = [stage.facts() for stage in stages]
-    if manifest is not None:
-        sources = manifest["sources"]
-        names, weights = ([one[key] for one in sources] for key in ("name", "weight"))
-        order = staged_order(
-            file,
-            stages,
-            names,
-            None if None in weights else tuple(weights),
-            lambda row_tokens: tuple(one["tokens"]["train"] // row_tokens for one in sources),
-            lambda row_tokens: (),  # --skip_rows is read by the start
-            run.seed,
-        )
-        table = stages_table(order, names)
     return "\n  ".join(["stages:", *map(stage_text, table), f"rate: {schedule}"])
 
 
@@ -485,7 +475,7 @@ def _logged_rows(context: RunContext, prepared: Prepared) -> dict[str, Any]:
     orders = orders_json(order, context.engine.parallel.data_size, run.accumulation_steps)
     return {
         **logged_order(order, row_tokens, prepared, orders),
-        "stages": stages_read(context, prepared),
+        "stages": stages_read(context.run, context.batches.order, prepared),
     }
 
 
@@ -585,7 +575,7 @@ def balance_of(context: RunContext, prepared: Prepared) -> Balance:
     row_tokens, train = context.run.max_seq_len + 1, prepared.train
     if isinstance(train, ConversationShards):
         return conversation_balance(prepared, train, row_tokens)
-    if table := stages_read(context, prepared):
+    if table := stages_read(context.run, context.batches.order, prepared):
         trained = sum(stage["tokens"] for stage in table)
         held_out = len(prepared.val)
         return StagedBalance(len(train) + held_out, held_out, trained, tuple(table))
@@ -673,13 +663,12 @@ def _steps(context: RunContext, balance: Balance) -> list[str]:
     return labelled_lines("stages", _series(list(map(stage_text, balance.stages))))
 
 
-def stages_read(context: RunContext, prepared: Prepared) -> list[dict[str, Any]]:
+def stages_read(run: RunConfig, order: Order, prepared: Prepared) -> list[dict[str, Any]]:
     """What the stages of a run read; empty without --stages."""
-    if not context.run.stages:
+    if not run.stages:
         return []
     from minimind.data.rows.stages import StagedOrder, stages_table
 
-    order = context.batches.order
     assert isinstance(order, StagedOrder)
     return stages_table(order, [source["name"] for source in prepared.manifest["sources"]])
 

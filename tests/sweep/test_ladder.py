@@ -226,6 +226,18 @@ def test_a_run_that_diverges_is_left_out(tmp_path, capsys, made):
     assert "within the interval" in text
 
 
+@pytest.mark.parametrize(("status", "end"), [(6, "diverged by step 20"), (10, "out of memory")])
+def test_without_a_run_that_ends_well_the_status_tells_why(
+    tmp_path, capsys, made, status: int, end: str
+):
+    made.statuses.update(dict.fromkeys(FITTED, status))
+    for _ in range(2):
+        assert train(tmp_path) == status
+        sentence = f"minimind scaling run: no trial finished with a val_loss: {FITTED[-1]} {end};"
+        assert sentence in capsys.readouterr().err
+    assert sorted(made.starts) == FITTED
+
+
 def test_runs_that_are_left_do_not_predict_other_numbers_of_tokens(tmp_path, capsys, made):
     sizes = [{"dim": dim} for dim in (128, 192, 256, 320)]
     made.statuses.update({f"trial-{n:04d}": 6 for n in range(12) if n % 3})

@@ -14,6 +14,7 @@ import yaml
 
 import minimind.train as training
 from minimind.cli.main import main
+from minimind.config.stages import stage_text
 from minimind.data.prepare.prepared import open_prepared
 from minimind.errors import CheckpointError, DataError, TooFewRows, UsageError
 from minimind.recovery.step_rows import documents_of, read_run, rows_at, steps_reading
@@ -170,10 +171,17 @@ def test_rows_of_other_lengths_are_left_out_where_they_overlap(
         for start in own.tolist():
             assert not ((starts < start + stretch.row_tokens) & (start < starts + 33)).any()
     capsys.readouterr()
+    assert train(given, dry_run=True) == 0
+    printed = capsys.readouterr().out
+    (start_event,) = events(tmp_path / "run", "run_start")
+    assert start_event["stages"] != events(whole, "run_start")[0]["stages"]
+    for stage in start_event["stages"]:
+        assert stage_text(stage) in printed
     assert main(["data", "at", str(whole), "--step", "2", "--rows"]) == 0
     (tmp_path / "skip.txt").write_text(capsys.readouterr().out)
-    with pytest.raises(UsageError, match=r"has rows of 17 tokens .* reads rows of 33"):
-        train(given, out_dir=str(tmp_path / "other"))
+    for dry_run in (True, False):
+        with pytest.raises(UsageError, match=r"has rows of 17 tokens .* reads rows of 33"):
+            train(given, out_dir=str(tmp_path / "other"), dry_run=dry_run)
     assert main(["data", "at", str(whole), "--steps", "5:8", "--rows"]) == 2
     assert "rows of another length, in a part of them" in capsys.readouterr().err
 
