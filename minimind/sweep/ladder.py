@@ -38,9 +38,9 @@ from minimind.sweep.scaling import (
     term_of,
 )
 from minimind.sweep.study import PREFIX, Row, best_of
-from minimind.sweep.sweep_file import Checked, Dimension, Sweep, config_of, flag_faults, read_fields
+from minimind.sweep.sweep_file import Checked, Dimension, Sweep, flag_faults, read_fields, rehearsed
 from minimind.train.inputs import require_inputs
-from minimind.train.rehearsal import rehearse
+from minimind.train.rehearsal import Rehearsal, rehearse
 
 LENGTHS = ("max_tokens", "tokens_per_param", "max_steps", "epochs", "max_flops")
 BY_TOKENS = "contradicts tokens or tokens_per_param, which end every run; remove it"
@@ -180,7 +180,7 @@ def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[flo
     for parameters in ladder.grid():
         name = ", ".join(parameters.values())
         try:
-            points.append(_planned(name, config_of(ladder, parameters, path)))
+            points.append(_planned(name, *rehearsed(ladder, parameters, path)))
         except (UsageError, DataError) as error:
             raise type(error)(f"{path}: {name}: {error}") from error
     for n, one in enumerate(points):
@@ -238,14 +238,13 @@ def _budget_for(tokens: float, one: Point) -> str:
     for budget in (f"{tokens:.3g}", f"{math.ceil(tokens)}"):
         with suppress(UsageError):  # less than a step
             run = one.run.with_values("tokens", max_tokens=float(budget), tokens_per_param=None)
-            if _is_near(_planned(one.name, run).tokens, tokens):
+            if _is_near(_planned(one.name, run, rehearse(run)).tokens, tokens):
                 return f"give it tokens: {budget}"
     return ""
 
 
-def _planned(name: str, run: RunConfig) -> Point:
+def _planned(name: str, run: RunConfig, rehearsal: Rehearsal) -> Point:
     """The point of a run that is not trained: tokens are those of its whole steps."""
-    rehearsal = rehearse(run)
     known = rehearsal.run
     shape = shape_of(known)
     settings = {name: getattr(known, name) for name in FLAGS if name not in ("seed", *LENGTHS)}
@@ -315,7 +314,7 @@ def run_ladder(
         if ladder.predict:
             vocabulary = done.used[0].run.vocab_size  # of raw text, which is known now
             last = points[-1].run.with_values("the other runs", vocab_size=vocabulary)
-            one = _planned(points[-1].name, last)
+            one = _planned(points[-1].name, last, rehearse(last))
             _require_predictable(one, done, path)
             loss = result.fit.prediction(one.parameters, one.tokens)
             prediction = Prediction(one.name, one.parameters, one.tokens, loss)

@@ -39,7 +39,7 @@ from minimind.sweep.study import (
     recording,
     table_text,
 )
-from minimind.sweep.sweep_file import Sweep, config_of, first_config, read_sweep
+from minimind.sweep.sweep_file import Sweep, first_config, read_sweep, rehearsed
 from minimind.sweep.trial import LOG, TrialProcess, Validations, environments_of
 from minimind.train.inputs import require_inputs
 
@@ -136,7 +136,7 @@ class SweepRun:
             if trial is None:
                 return
             try:
-                config_of(self.study.sweep, trial.parameters, self.path)
+                rehearsed(self.study.sweep, trial.parameters, self.path)
             except (UsageError, TooFewRows) as error:  # of dimensions, which no range excludes
                 trial.finish("failed", f"refused: {error}", 0)
                 print(f"{trial.folder}: refused: {error}", flush=True)

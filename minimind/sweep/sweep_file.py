@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from math import prod
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
@@ -26,6 +26,9 @@ from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import DataError, RunError, UsageError, fault_error
 from minimind.runtime.checked_json import describe_fault
 from minimind.runtime.urls import masked_values
+
+if TYPE_CHECKING:
+    from minimind.train.rehearsal import Rehearsal
 
 # Flags that a sweep sets for its trials, or that would end one before its last step.
 OWNED = ("out_dir", "resume", "dry_run", "stop_at_step", "max_minutes", "local_rank")
@@ -228,10 +231,13 @@ def points(name: str, dimension: list[str] | Range) -> list[Any]:
     return [min(low + n * step, high) for n in range(count)]
 
 
-def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConfig:
-    """The settings of a trial; raise what its start would raise before its long work.
+def rehearsed(
+    sweep: Sweep, parameters: Mapping[str, Any], path: str
+) -> tuple[RunConfig, Rehearsal]:
+    """The settings of a trial, and what its start decides.
 
-    A combination that cannot be trained is a UsageError, or TooFewRows.
+    Raise what the start would raise before its long work. A combination that cannot be trained is
+    a UsageError, or TooFewRows.
     """
     from minimind.train.build import place_of  # torch
     from minimind.train.rehearsal import rehearse
@@ -252,12 +258,13 @@ def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConf
             " it"
         )
     sweep.require_suited(run, parameters)
-    if rehearse(run).held_out == 0:
+    rehearsal = rehearse(run)
+    if rehearsal.held_out == 0:
         raise UsageError(
             f"{place_of(run)} holds no row of {run.max_seq_len} tokens out, and so has no"
             f" {sweep.metric} to compare trials by; prepare it again with a larger --val_fraction"
         )
-    return run
+    return run, rehearsal
 
 
 def first_config(sweep: Sweep, path: str) -> RunConfig:
@@ -273,7 +280,8 @@ def first_config(sweep: Sweep, path: str) -> RunConfig:
     first: RunError | None = None
     for values in islice(product(*ends), MAX_CORNERS):
         try:
-            return config_of(sweep, dict(zip(sweep.dimensions, values, strict=True)), path)
+            run, _ = rehearsed(sweep, dict(zip(sweep.dimensions, values, strict=True)), path)
+            return run
         except (UsageError, DataError) as error:
             first = first or error
     raise first or UsageError(f"{path}: has no combination of values; give each dimension some")

@@ -11,7 +11,7 @@ import pytest
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags, words_of
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.sweep.sweep_file import config_of, points, read_sweep
+from minimind.sweep.sweep_file import points, read_sweep, rehearsed
 from tests.docs.commands import all_blocks, files_in
 from tests.sweep.made import CONTENT, made_process, sweep_in, write_sweep
 
@@ -205,7 +205,7 @@ def test_the_words_of_a_trial_are_its_settings(tmp_path: Path):
     sweep = read_sweep(str(write_sweep(tmp_path, flags=flags)))
     parameters = {"learning_rate": 0.1 + 0.2, "batch_size": "8"}
     found = parse_flags(words_of({**sweep.flags, **parameters}))
-    assert found == config_of(sweep, parameters, "sweep.yaml")
+    assert found == rehearsed(sweep, parameters, "sweep.yaml")[0]
     assert found.learning_rate == 0.1 + 0.2
 
 
@@ -215,10 +215,10 @@ def test_auto_is_a_choice_as_in_a_command(tmp_path: Path):
     sweep = read_sweep(str(path))
     first, *others = sweep.grid()
     assert (first, len(others)) == ({"batch_size": "auto", "beta2": "auto"}, 3)
-    run = config_of(sweep, first, str(path))
+    run, _ = rehearsed(sweep, first, str(path))
     assert ("batch_size" in run.open_flags, run.sources["beta2"]) == (True, "default")
     assert parse_flags(words_of(sweep.flags_of(first))) == run
-    assert config_of(sweep, others[-1], str(path)).batch_size == 8
+    assert rehearsed(sweep, others[-1], str(path))[0].batch_size == 8
 
 
 def test_the_file_of_the_docs_is_accepted(tmp_path: Path):
