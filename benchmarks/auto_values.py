@@ -77,7 +77,8 @@ def data_of(case: Case, text: Path, folder: Path) -> Path:
             held_out.append(lines.pop())
             size += len(held_out[-1].encode())
         (place / "held_out.jsonl").write_text("".join(held_out), encoding="utf-8")
-        (place / "train.jsonl").write_text("".join(lines), encoding="utf-8")
+        kept = [line for line in lines if line not in held_out]  # a text may repeat documents
+        (place / "train.jsonl").write_text("".join(kept), encoding="utf-8")
         tokenize(place / "train.jsonl", place, whole, "--vocab_size", str(vocab))
     if case.epochs == 1:
         return whole

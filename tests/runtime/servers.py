@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tests.runtime.hub_server import Hub
@@ -40,7 +41,7 @@ class ObjectStore:
         self.url = f"http://{self.host}:{self.port}"
         self.client.create_bucket(Bucket=BUCKET)
 
-    @property
+    @cached_property
     def client(self) -> Any:
         """A boto3 client of the server itself."""
         import boto3
@@ -104,7 +105,6 @@ class FaultyProxy:
         self._draw = random.Random(seed)
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(0.2)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.is_down = False  # new connections are reset
@@ -120,15 +120,15 @@ class FaultyProxy:
     def close(self) -> None:
         """Stop accepting."""
         self._is_closed = True
+        socket.create_connection(("127.0.0.1", self.port)).close()  # which ends the wait for one
         self._accepting.join()
         self._listener.close()
 
     def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                client, _ = self._listener.accept()
-            except TimeoutError:
-                continue
+        while True:
+            client, _ = self._listener.accept()
+            if self._is_closed:
+                return client.close()
             if self.is_down:
                 _reset(client)
             else:
