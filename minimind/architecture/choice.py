@@ -219,8 +219,8 @@ class Measured:
 _H100, _RACE = "recipe-parts-2026-11-27-h100.json", "time_to_loss-2026-11-27-cpu.json"
 MEASURED = (
     Measured("verse and Bible", 3.1e6, 1.2e6, 2.205, 3.07, _H100),
-    Measured("verse and Bible", 8.0e6, 1.2e6, 2.168, 3.07, _H100),
-    Measured("verse and Bible", 28e6, 3.3e6, 1.951, 3.07, _H100),
+    Measured("verse and Bible", 9.3e6, 1.2e6, 2.168, 3.07, _H100),
+    Measured("verse and Bible", 26.7e6, 3.3e6, 1.951, 3.07, _H100),
     Measured("Python", 3.1e6, 1.2e6, 1.639, 1.82, _H100),
     Measured("verse and Bible", 3.1e6, 2.2e6, 2.089, 3.07, _RACE),
     Measured("Python", 3.1e6, 1.6e6, 1.599, 1.82, "docs/measurements.md"),

@@ -34,7 +34,7 @@ def is_traced() -> bool:
 def recompute_if_compiled(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return function(*inputs), a cheap function: recomputed if compiled for a CPU.
 
-    The saving was measured on a CPU only (`benchmarks/units.py`, docs/measurements.md).
+    The saving was measured on a CPU only (`benchmarks/units.py`, benchmarks/README.md).
     """
     if is_compiled() and inputs[0].device.type == "cpu":
         return recompute(function, *inputs)
