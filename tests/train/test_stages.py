@@ -430,7 +430,7 @@ def test_the_epochs_of_the_rules_are_those_of_the_sources_that_are_read(
     given["out_dir"] = str(tmp_path / "out")
     assert train(given, dry_run=True) == 0
     (found,) = re.findall(r"^  weight_decay +([\d.]+)", capsys.readouterr().out, re.M)
-    assert float(found) == pytest.approx(0.1 * max(1.0, epochs) ** 1.2, rel=0.02)
+    assert float(found) == pytest.approx(0.1 * max(1.0, epochs) ** 0.9, rel=0.02)
 
 
 def test_the_epochs_of_the_rules_are_those_of_weighted_sources(
