@@ -71,6 +71,7 @@ class Ladder(Spec, Sweep):
     max_failures: ClassVar[int] = 1
     free: ClassVar[tuple[str, ...]] = ("sizes", "tokens", "tokens_per_param", "predict")
     changes: ClassVar[str] = "sizes, tokens, tokens_per_param and predict may change"
+    other_runs: ClassVar[str] = "change sizes, or change flags and give another --out"
     dimensions: dict[str, Dimension] = Field(exclude=True)
     trials: int | None = Field(exclude=True)
     runs: list[tuple[str, str]] = Field(exclude=True)  # choices of each run

@@ -233,7 +233,10 @@ def test_without_a_run_that_ends_well_the_status_tells_why(
     made.statuses.update(dict.fromkeys(FITTED, status))
     for _ in range(2):
         assert train(tmp_path) == status
-        sentence = f"minimind scaling run: no trial finished with a val_loss: {FITTED[-1]} {end};"
+        sentence = (
+            f"minimind scaling run: no trial finished with a val_loss: {FITTED[-1]} {end}; change"
+            " sizes, or change flags and give another --out\n"
+        )
         assert sentence in capsys.readouterr().err
     assert sorted(made.starts) == FITTED
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -155,16 +155,21 @@ def open_text(
     nothing of it. Then the bytes of its tokens are compared with the bytes of its text.
     """
     prepared = open_prepared(directory, tokenizer_path)
-    if isinstance(prepared.train, ConversationShards):
-        raise DataError(
-            f"{directory}: holds conversations, as --task sft prepares them; give text, or --task"
-            " sft and the files of the conversations"
-        )
+    require_text(directory, prepared.manifest)
     sources = prepared.manifest["sources"]
     if not prepared.tokenizer.is_lossless and not any("text_loss" in source for source in sources):
         _add_early_losses(prepared)
         require_kept(sources, prepared.tokenizer, allow_lossy)
     return prepared
+
+
+def require_text(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise DataError for a folder of conversations."""
+    if CONVERSATIONS in manifest["options"]:
+        raise DataError(
+            f"{directory}: holds conversations, as --task sft prepares them; give text, or --task"
+            " sft and the files of the conversations"
+        )
 
 
 def _add_early_losses(prepared: Prepared) -> None:
