@@ -327,7 +327,11 @@ def run_ladder(
             ended = _collected(place, [row])
             if not ended.used:
                 ((name, reason),) = ended.left_out.items()
-                print(f"{ladder.command}: no loss to compare: {name} {reason}", file=sys.stderr)
+                print(
+                    f"{ladder.command}: no loss to compare: {name} {reason}; change predict, or"
+                    " change flags and give another --out",
+                    file=sys.stderr,
+                )
                 return row.exit_status or NumericError.status
             require_alike(done.used[0], ended.used[0])
             prediction = replace(prediction, measured=ended.used[0].loss)

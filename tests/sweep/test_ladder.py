@@ -256,7 +256,10 @@ def test_a_predicted_run_without_a_loss_has_a_status_of_its_own(
 ):
     made.statuses[LAST] = status
     assert train(tmp_path) == status
-    sentence = f"minimind scaling run: no loss to compare: {LAST} {end}"
+    sentence = (
+        f"minimind scaling run: no loss to compare: {LAST} {end}; change predict, or change flags"
+        " and give another --out\n"
+    )
     assert sentence in capsys.readouterr().err
 
 
