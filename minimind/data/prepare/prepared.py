@@ -121,16 +121,12 @@ def open_prepared(
     manifest = read_manifest(directory)
     require_untouched(directory, manifest)
     tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
-    problem = f"is not the tokenizer of {directory}"
     if tokenizer.fingerprint != manifest["tokenizer"]:
-        raise DataError(f"{tokenizer.path}: {problem}; restore that one, or prepare the text again")
-    if tokenizer_path is not None:
-        given = load_tokenizer(tokenizer_path)
-        if given.fingerprint != manifest["tokenizer"]:
-            raise DataError(
-                f"{tokenizer_path}: {problem}; leave out --tokenizer, or prepare the text"
-                " again with it"
-            )
+        raise DataError(
+            f"{tokenizer.path}: is not the tokenizer of {directory}; restore that one, or prepare"
+            " the text again"
+        )
+    require_tokenizer(directory, manifest, tokenizer_path)
     if CONVERSATIONS in manifest["options"]:
         shards_class = partial(ConversationShards, eos_id=manifest["eos_id"])
     else:
@@ -139,6 +135,15 @@ def open_prepared(
     before = [given["path"] for source in manifest["sources"] for given in source["inputs"]]
     renamed = dict(zip(before, names, strict=True)) if names else {}
     return Prepared(directory, tokenizer, train, val, manifest, renamed)
+
+
+def require_tokenizer(directory: Path, manifest: Mapping[str, Any], path: str | None) -> None:
+    """Raise DataError if the --tokenizer at `path` is not the folder's."""
+    if path is not None and load_tokenizer(path).fingerprint != manifest["tokenizer"]:
+        raise DataError(
+            f"{path}: is not the tokenizer of {directory}; leave out --tokenizer, or prepare the"
+            " text again with it"
+        )
 
 
 def holds_conversations(directory: Path) -> bool:
