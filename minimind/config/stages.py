@@ -51,6 +51,14 @@ class StagesFile:
     max_epochs: Mapping[str, float]  # by name of the source
     decay_from: str | None  # stage with which the decay of wsd begins
 
+    def require_sources(self, names: Sequence[str]) -> None:
+        """Raise UsageError for a weight or a cap of a source that is not in `names`."""
+        weighted = [name for stage in self.stages for name in stage.weights or ()]
+        for name in [*weighted, *self.max_epochs]:
+            if name not in names:
+                hint = suggest(name, names, f"the sources are {', '.join(names)}")
+                raise UsageError(f"--stages {self.path}: {name} is no source of the text; {hint}")
+
 
 @dataclass(frozen=True)
 class Stage:

@@ -71,6 +71,7 @@ class Ladder(Spec, Sweep):
     max_failures: ClassVar[int] = 1
     free: ClassVar[tuple[str, ...]] = ("sizes", "tokens", "tokens_per_param", "predict")
     changes: ClassVar[str] = "sizes, tokens, tokens_per_param and predict may change"
+    other_runs: ClassVar[str] = "change sizes, or change flags and give another --out"
     dimensions: dict[str, Dimension] = Field(exclude=True)
     trials: int | None = Field(exclude=True)
     runs: list[tuple[str, str]] = Field(exclude=True)  # choices of each run
@@ -326,7 +327,11 @@ def run_ladder(
             ended = _collected(place, [row])
             if not ended.used:
                 ((name, reason),) = ended.left_out.items()
-                print(f"{ladder.command}: no loss to compare: {name} {reason}", file=sys.stderr)
+                print(
+                    f"{ladder.command}: no loss to compare: {name} {reason}; change predict, or"
+                    " change flags and give another --out",
+                    file=sys.stderr,
+                )
                 return row.exit_status or NumericError.status
             require_alike(done.used[0], ended.used[0])
             prediction = replace(prediction, measured=ended.used[0].loss)

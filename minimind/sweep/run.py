@@ -263,7 +263,7 @@ def without_result(study: Study, rows: Sequence[Row]) -> int:
         study.requeue(row)
     last = max(rows, key=lambda row: (bool(row.exit_status), row.kind == "failed", row.folder))
     if last.kind != "failed":
-        why = f"{last.folder} {last.status}; change flags or dimensions, and give another --out"
+        why = f"{last.folder} {last.status}; {study.sweep.other_runs}"
     elif last.exit_status:
         why = f"{last.folder} failed; {_correction(study, last.folder)}"
     else:

@@ -70,6 +70,7 @@ class Sweep(Checked):
     max_failures: ClassVar[int] = 3  # trials in a row that may fail before the sweep ends
     free: ClassVar[tuple[str, ...]] = ()  # fields that may change in a folder; trials may grow
     changes: ClassVar[str] = "only trials may grow"
+    other_runs: ClassVar[str] = "change flags or dimensions, and give another --out"
 
     flags: dict[str, Any]
     dimensions: dict[str, Dimension] = Field(min_length=1)

@@ -45,6 +45,8 @@ from minimind.runtime.urls import is_url, masked, named
 if TYPE_CHECKING:
     from minimind.data.text.inputs import Source
 
+RAW_TEXT = "data"  # name of the source that raw text is
+
 
 def prepared_folder(run: RunConfig) -> Path | None:
     """Return the prepared folder in --data_path; raise UsageError if it is not all of the text."""
@@ -137,7 +139,7 @@ def prepare_data(run: RunConfig) -> Prepared:
         )
     policy = (run.on_bad_data == "skip", run.max_bad_fraction, run.allow_lossy_tokenizer)
     with local_text_of(run) as (paths, val_path):
-        sources = (Source("data", paths),)
+        sources = (Source(RAW_TEXT, paths),)
         request = PrepareRequest(sources, run.tokenizer, run.vocab_size, options, *policy)
         request = replace(request, val_path=val_path)
         return prepare_for_run(request, Path(run.cache_dir).expanduser())
@@ -225,16 +227,11 @@ def plan_data_and_schedule(
 def plan_folder(run: RunConfig, world_size: int, manifest: Mapping[str, Any]) -> Order | None:
     """Return the row order that the start plans, by the manifest of a prepared folder alone.
 
-    None of conversations, whose rows are known once they are read, and with --stages. Raise
-    TooFewRows if there is too little text.
+    None with --stages. Raise TooFewRows if there is too little text.
     """
     if run.stages:
         return None
     sizes = sizes_of_sources(run, manifest)
-    if run.task == "sft":
-        tokens = manifest["splits"]["train"]["tokens"]
-        _check_enough_rows(run, world_size, tokens, sum(sizes))
-        return None
     left_out = rows_left_out(run, sizes, manifest)
     return _plan_order(run, world_size, sizes, left_out, manifest)
 

@@ -30,6 +30,7 @@ from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.device import device_kind
 from minimind.runtime.process import StopRequest
+from minimind.train.build import RAW_TEXT, prepared_folder
 
 if TYPE_CHECKING:
     from minimind.checkpoint.mirror import Mirror
@@ -143,8 +144,10 @@ def require_fitting_stages(run: RunConfig, world_size: int) -> None:
     """
     if run.stages is None:
         return
-    from minimind.config.stages import plan_stages, require_stages
+    from minimind.config.stages import plan_stages, read_stages, require_stages
 
+    if prepared_folder(run) is None:
+        read_stages(run.stages).require_sources((RAW_TEXT,))
     if run.tokens_per_param is not None:
         require_stages(run, {})
         return

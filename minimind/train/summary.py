@@ -25,15 +25,19 @@ from minimind.config.flags import AUTO, is_auto
 from minimind.config.rules import needs_text
 from minimind.config.run_config import FLAGS, RULED, RunConfig
 from minimind.config.schedule import Schedule
-from minimind.data.prepare.prepared import Prepared, is_prepared, open_prepared
+from minimind.data.prepare.prepared import (
+    Prepared,
+    is_prepared,
+    open_prepared,
+    require_text,
+    require_tokenizer,
+)
 from minimind.data.rows.order import Order
 from minimind.data.shards.conversation_shards import ConversationShards
-from minimind.data.shards.manifest import is_whole, options_of, read_manifest, where_listed
-from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.shards.manifest import options_of, read_manifest, require_whole, where_listed
 from minimind.data.tokenizer.lossless import loss_lines
 from minimind.engine.build import Engine
 from minimind.engine.optimizers import iteration_dtype, mup_line
-from minimind.errors import DataError
 from minimind.recovery.token_balance import (
     ConversationBalance,
     StagedBalance,
@@ -322,19 +326,11 @@ def stages_text(run: RunConfig, world_size: int, model: Architecture) -> str:
 
 
 def _require_usable(folder: Path, manifest: dict[str, Any], tokenizer: str | None) -> None:
-    """Raise DataError if a shard is cut or missing, or `tokenizer` is not the folder's."""
+    """Raise DataError for a cut shard, conversations, or a `tokenizer` that is not the folder's."""
     for split in manifest["splits"].values():
-        for shard in split["shards"]:
-            if not is_whole(folder, shard):
-                raise DataError(
-                    f"{folder / shard['name']}: is missing or cut; put it back, or prepare the"
-                    " text again"
-                )
-    if tokenizer is not None and load_tokenizer(tokenizer).fingerprint != manifest["tokenizer"]:
-        raise DataError(
-            f"{tokenizer}: is not the tokenizer of {folder}; leave out"
-            " --tokenizer, or prepare the text again with it"
-        )
+        require_whole(folder, split["shards"])
+    require_text(folder, manifest)
+    require_tokenizer(folder, manifest, tokenizer)
 
 
 def setting_of(engine: Engine, schedule: Schedule) -> Setting:

@@ -233,7 +233,10 @@ def test_without_a_run_that_ends_well_the_status_tells_why(
     made.statuses.update(dict.fromkeys(FITTED, status))
     for _ in range(2):
         assert train(tmp_path) == status
-        sentence = f"minimind scaling run: no trial finished with a val_loss: {FITTED[-1]} {end};"
+        sentence = (
+            f"minimind scaling run: no trial finished with a val_loss: {FITTED[-1]} {end}; change"
+            " sizes, or change flags and give another --out\n"
+        )
         assert sentence in capsys.readouterr().err
     assert sorted(made.starts) == FITTED
 
@@ -253,7 +256,10 @@ def test_a_predicted_run_without_a_loss_has_a_status_of_its_own(
 ):
     made.statuses[LAST] = status
     assert train(tmp_path) == status
-    sentence = f"minimind scaling run: no loss to compare: {LAST} {end}"
+    sentence = (
+        f"minimind scaling run: no loss to compare: {LAST} {end}; change predict, or change flags"
+        " and give another --out\n"
+    )
     assert sentence in capsys.readouterr().err
 
 

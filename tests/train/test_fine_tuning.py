@@ -516,9 +516,12 @@ def test_a_folder_of_conversations_is_no_data_path(
     folder = prepared_by(tuned)
     with pytest.raises(UsageError, match="is prepared; give the files of conversations"):
         train({**base, "data_path": folder}, out_dir=str(tmp_path / "out"))
-    given = {**BASE, "data_path": folder, "max_steps": 2}
-    with pytest.raises(DataError, match="holds conversations, as --task sft prepares them"):
-        train({**given, "vocab_size": 605}, out_dir=str(tmp_path / "out"))
+    given = {**BASE, "data_path": folder, "max_steps": 2, "vocab_size": 605}
+    (tmp_path / "stages.yaml").write_text("stages: [{}]")
+    stages = str(tmp_path / "stages.yaml")
+    for changes in ({}, {"dry_run": True}, {"dry_run": True, "stages": stages}):
+        with pytest.raises(DataError, match="holds conversations, as --task sft prepares them"):
+            train({**given, **changes}, out_dir=str(tmp_path / "out"))
 
 
 def test_a_table_is_trained_on_and_resumed_as_lines_are(base: dict[str, Any], tmp_path: Path):

@@ -336,6 +336,20 @@ def test_a_changed_shard_is_refused(place: Path, tmp_path: Path):
         train(given, source=[f"b={tmp_path}/B:1"], out_dir=str(tmp_path / "run"))
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-00000.idx"])
+def test_a_file_that_a_source_lost_is_named_in_its_own_folder(
+    place: Path, tmp_path: Path, name: str, dry_run: bool
+):
+    shutil.copytree(place / "B", tmp_path / "B")
+    given = flags(place, source=[f"b={tmp_path}/B:1"], max_steps=3, max_tokens=None)
+    given |= {"out_dir": str(tmp_path / "run"), "dry_run": dry_run}
+    assert train({**given, "dry_run": True}) == 0  # which leaves the mixture in the cache
+    (tmp_path / "B" / name).unlink()
+    with pytest.raises(DataError, match=rf"^{tmp_path}/B/{name}: is missing or cut; put it back"):
+        train(given)
+
+
 def test_stages_of_plain_text_change_its_row_length(place: Path, tmp_path: Path):
     stages = [{"until": 0.5, "max_seq_len": 8}, {}]
     path = file_of(tmp_path, place, stages, sources={})
@@ -394,6 +408,16 @@ def test_mistakes_are_usage_errors_before_anything_is_written(place: Path, tmp_p
         with pytest.raises(UsageError, match=message) as raised:
             train(flags(place, stages=path), out_dir=str(tmp_path / "run"))
         assert raised.value.status == 2
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_weights_of_sources_are_refused_before_raw_text_is_read(
+    place: Path, tmp_path: Path, dry_run: bool
+):
+    given = flags(place, stages=file_of(tmp_path, place, sources={}), dry_run=dry_run)
+    (tmp_path / "bad.jsonl").write_text('{"text": "one"}\nno JSON, where the text is read\n')
+    with pytest.raises(UsageError, match="a is no source of the text; the sources are data"):
+        train(given, data_path=str(tmp_path / "bad.jsonl"), out_dir=str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

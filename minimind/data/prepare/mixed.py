@@ -25,6 +25,7 @@ from minimind.data.shards.manifest import (
     index_name,
     read_manifest,
     require_untouched,
+    require_whole,
     seal,
 )
 from minimind.data.text.inputs import Source, join_sources, name_of, parse_source
@@ -61,9 +62,11 @@ def sources_of(run: RunConfig) -> tuple[Source, ...]:
 def mixed_folder(sources: Sequence[Source], cache_dir: Path) -> Path:
     """Return the folder of links to the shards of `sources`, one prepared folder each.
 
-    Raise as `parts_of`, and DataError for a shard that was changed.
+    Raise as `parts_of`, and DataError for a shard that is missing, cut or changed.
     """
     parts = parts_of(sources)
+    for part in parts:  # also of a mixture in the cache, whose links lead to these files
+        require_whole(part.folder, (shard for split in SPLITS for shard in part.shards(split)))
     names = [[*part.key(), part.manifest["sha256"]] for part in parts]
     directory = cache_dir / f"mixed-{fingerprint([FORMAT_VERSION, names])}"
 

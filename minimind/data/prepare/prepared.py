@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -121,16 +121,12 @@ def open_prepared(
     manifest = read_manifest(directory)
     require_untouched(directory, manifest)
     tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
-    problem = f"is not the tokenizer of {directory}"
     if tokenizer.fingerprint != manifest["tokenizer"]:
-        raise DataError(f"{tokenizer.path}: {problem}; restore that one, or prepare the text again")
-    if tokenizer_path is not None:
-        given = load_tokenizer(tokenizer_path)
-        if given.fingerprint != manifest["tokenizer"]:
-            raise DataError(
-                f"{tokenizer_path}: {problem}; leave out --tokenizer, or prepare the text"
-                " again with it"
-            )
+        raise DataError(
+            f"{tokenizer.path}: is not the tokenizer of {directory}; restore that one, or prepare"
+            " the text again"
+        )
+    require_tokenizer(directory, manifest, tokenizer_path)
     if CONVERSATIONS in manifest["options"]:
         shards_class = partial(ConversationShards, eos_id=manifest["eos_id"])
     else:
@@ -139,6 +135,15 @@ def open_prepared(
     before = [given["path"] for source in manifest["sources"] for given in source["inputs"]]
     renamed = dict(zip(before, names, strict=True)) if names else {}
     return Prepared(directory, tokenizer, train, val, manifest, renamed)
+
+
+def require_tokenizer(directory: Path, manifest: Mapping[str, Any], path: str | None) -> None:
+    """Raise DataError if the --tokenizer at `path` is not the folder's."""
+    if path is not None and load_tokenizer(path).fingerprint != manifest["tokenizer"]:
+        raise DataError(
+            f"{path}: is not the tokenizer of {directory}; leave out --tokenizer, or prepare the"
+            " text again with it"
+        )
 
 
 def holds_conversations(directory: Path) -> bool:
@@ -155,16 +160,21 @@ def open_text(
     nothing of it. Then the bytes of its tokens are compared with the bytes of its text.
     """
     prepared = open_prepared(directory, tokenizer_path)
-    if isinstance(prepared.train, ConversationShards):
-        raise DataError(
-            f"{directory}: holds conversations, as --task sft prepares them; give text, or --task"
-            " sft and the files of the conversations"
-        )
+    require_text(directory, prepared.manifest)
     sources = prepared.manifest["sources"]
     if not prepared.tokenizer.is_lossless and not any("text_loss" in source for source in sources):
         _add_early_losses(prepared)
         require_kept(sources, prepared.tokenizer, allow_lossy)
     return prepared
+
+
+def require_text(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise DataError for a folder of conversations."""
+    if CONVERSATIONS in manifest["options"]:
+        raise DataError(
+            f"{directory}: holds conversations, as --task sft prepares them; give text, or --task"
+            " sft and the files of the conversations"
+        )
 
 
 def _add_early_losses(prepared: Prepared) -> None:

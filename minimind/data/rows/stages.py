@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from minimind.config.parse import suggest
 from minimind.config.run_config import RunConfig
 from minimind.config.stages import Stage, StagesFile
 from minimind.data.rows.order import Mixture, Order, Origin, Ranges, unpermute
@@ -245,12 +244,8 @@ def staged_order(
     tokens. Raise UsageError for a source that the text does not have, or one that is read more
     often than `max_epochs` lets it.
     """
+    file.require_sources(names)
     where = f"--stages {file.path}"
-    named = [name for stage in file.stages for name in stage.weights or ()]
-    for name in [*named, *file.max_epochs]:
-        if name not in names:
-            hint = suggest(name, names, f"the sources are {', '.join(names)}")
-            raise UsageError(f"{where}: {name} is no source of the text; {hint}")
     parts: list[Order] = []
     begun: dict[int, Counter[int]] = {}  # reads of each source, by row length
     epochs = rows = 0

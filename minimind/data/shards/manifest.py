@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -145,9 +145,21 @@ def index_name(shard: dict[str, Any]) -> str:
 
 def is_whole(directory: Path, shard: dict[str, Any]) -> bool:
     """Whether both files of a shard have their recorded sizes."""
+    return not _cut_files(directory, shard)
+
+
+def require_whole(directory: Path, shards: Iterable[dict[str, Any]]) -> None:
+    """Raise DataError for a file of `shards` that is missing or cut."""
+    for shard in shards:
+        for path in _cut_files(directory, shard):
+            raise DataError(f"{path}: is missing or cut; put it back, or prepare the text again")
+
+
+def _cut_files(directory: Path, shard: dict[str, Any]) -> list[Path]:
+    """The files of a shard that are missing or do not have their recorded size."""
     sizes = {shard["name"]: shard["bytes"], index_name(shard): 8 * shard["documents"]}
     paths = ((directory / name, size) for name, size in sizes.items())
-    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+    return [path for path, size in paths if not path.is_file() or path.stat().st_size != size]
 
 
 def where_listed(rejected: dict[str, Any]) -> str:
