@@ -4,11 +4,12 @@
         [--only CASE ...] [--out FILE.json]
 
 Cases are sizes, texts and epochs that the rules were fitted on (benchmarks/default_rules.py), and
-others that they were not; NAME is kjv, poems or python. Every run reads the same number of tokens
-on one thread. A sweep moves one number at a time away from that of the rule: rate, rows and, with
-several epochs, weight decay. Printed are held-out bits per byte of the rule and of the best, and
-the share of the CPU time of the defaults of before in which the rule reaches their value. What is
-done in DIR is not done again.
+others that they were not; NAME is kjv, poems, python (of examples/stdlib_corpus.py) or headers (the
+C headers of Python, a document each). Every run reads the same number of tokens on one thread. A
+sweep moves one number at a time away from that of the rule: rate, rows and, with several epochs,
+weight decay. Printed are held-out bits per byte of the rule and of the best, and the share of the
+CPU time of the defaults of before in which the rule reaches their value. What is done in DIR is not
+done again.
 """
 
 from __future__ import annotations
