@@ -2,8 +2,9 @@
 
 They hold for AdamW from random weights, that of the batch for Muon, too; where they do not, "auto"
 stands for the plain number of the flag. The exponents of batch and rate are those of Li et al.
-(2025), arXiv 2503.04715; the rest is fitted to the runs of benchmarks/default_rules.py, Muon's
-batch to those of docs/measurements.md.
+(2025), arXiv 2503.04715; the rest is fitted to the runs of benchmarks/default_rules.py. The decay
+of several passes is fitted to those of benchmarks/auto_values.py, too, and Muon's batch to those of
+docs/measurements.md.
 """
 
 from __future__ import annotations

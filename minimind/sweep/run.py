@@ -96,8 +96,8 @@ class SweepRun:
         The latter once `max_failures` trials in a row have failed.
         """
         for folder, pid in self.study.resume():
-            is_wanted = self.study.wants(folder)
-            print(f"{folder}: was interrupted{', and goes on' if is_wanted else ''}", flush=True)
+            then = ", and goes on" if self.study.wants(folder) else ""
+            print(f"{folder}: was interrupted{then}", flush=True)
             _wait_for_end(pid)
         while True:
             if self.stop.reason or self._has_failed:
