@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from queue import Queue
@@ -120,17 +119,20 @@ def test_a_sum_over_ranks_takes_few_messages_and_has_the_same_bits_on_all(
     ranks: int, messages: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Threads are the ranks. A ring would take 2 W (W - 1) messages, one after the other."""
-    boxes: defaultdict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
+    boxes: dict[tuple[int, int], Queue[torch.Tensor]] = {}
     sent: list[int] = []
     me = threading.local()
 
+    def box(sender: int, receiver: int) -> Queue[torch.Tensor]:
+        return boxes.setdefault((sender, receiver), Queue())  # one for both, whoever is first
+
     def send(values: torch.Tensor, to: int, group: Any) -> Any:
         sent.append(to)
-        boxes[me.rank, to].put(values.clone())
+        box(me.rank, to).put(values.clone())
         return SimpleNamespace(wait=lambda: None)
 
     def recv(values: torch.Tensor, source: int, group: Any) -> None:
-        values.copy_(boxes[source, me.rank].get(timeout=60))
+        values.copy_(box(source, me.rank).get(timeout=60))
 
     for name, call in (("send", send), ("isend", send), ("recv", recv)):
         monkeypatch.setattr(dist, name, call)
