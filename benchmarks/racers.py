@@ -145,8 +145,7 @@ def this_project(args: argparse.Namespace, clock: Clock, flags: str = "") -> Non
     from minimind.train import initial_weights, loop
     from minimind.train.bigrams import start_as_bigrams
 
-    line = f"--model {args.model} --seed {args.seed} --device cpu"
-    line += f" --batch_size {args.rows}" if args.rows else ""
+    line = f"--model {args.model} --seed {args.seed} --batch_size {args.rows} --device cpu"
     line += f" --data_path {args.data} --out_dir {args.out} --max_steps {args.steps} --resume none"
     part = args.steps // args.points
     line += f" --eval_rows 0 --keep_last {args.points} --save_minutes 0 --save_interval {part}"
@@ -230,7 +229,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--points", type=int, default=10)
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--rows", type=int, default=16, help="0: by this project's rule")
+    parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--peer", type=Path, help="checkout of the project")
     parser.add_argument("--judge", action="store_true")
     args, args.flags = parser.parse_known_args()

@@ -15,15 +15,15 @@ code are warm), and its learning rate falls over them. Times to start, to prepar
 are not counted, but that of --embedding_init bigrams is. Tokens are those with a loss: padding is
 none. CPU seconds of the tables are those of the run itself, with its first steps.
 
-A step has --rows, or those of --rows_of. This project takes rows and rates by its own rules by
-default and with its recipe, and 8 rows and 5e-4 with its defaults of before the rules. For the
-others --learning_rate is searched at --search_minutes, for the contenders of --rates_of over fewer
-rates than --rates (not at all with one); a best rate at an end of them is reported. Then every
-contender trains --minutes with each seed. `minimind eval` judges ten points of each run on the
-held-out documents, each document by itself. A variant is the contender with Muon with further
-flags, which do not change rows. --pieces cuts the texts at white space: loaders that begin each row
-with a document read little of long ones. What is done is kept in DIR, and not done again while its
-command, data and checkout stay the same.
+A step has --rows, or those of --rows_of. This project takes rates by its own rules by default and
+with its recipe, and the rows of its rule for the tokens that fit; with its defaults of before the
+rules 8 rows and 5e-4. For the others --learning_rate is searched at --search_minutes, for the
+contenders of --rates_of over fewer rates than --rates (not at all with one); a best rate at an end
+of them is reported. Then every contender trains --minutes with each seed. `minimind eval` judges
+ten points of each run on the held-out documents, each document by itself. A variant is the
+contender with Muon with further flags, which do not change rows. --pieces cuts the texts at white
+space: loaders that begin each row with a document read little of long ones. What is done is kept in
+DIR, and not done again while its command, data and checkout stay the same.
 
 --peer, once per project, adds the contenders of its checkout (benchmarks/peers.py): "MiniMind,
 padded" and "MiniMind, packed", or "nanochat", whose rate is a multiple of those of its script, 1 to
@@ -166,15 +166,12 @@ class Race:
         """Train and judge one run, unless that was done; return its curve."""
         steps = steps_in(minutes, pace)
         flags = ["--steps", str(steps), "--points", str(POINTS), "--seed", str(seed), "--judge"]
-        flags += ["--rows", "0"] if name in BY_RULE else []
+        flags += ["--rows", str(pace["rows"])] if name in BY_RULE else []
         flags += [] if rate is None else ["--lr", str(rate)]
         place = self.folder / "runs" / f"{self.key(name, *flags)}.json"
         if place.exists():
             return {**json.loads(place.read_text()), "minutes": minutes}
         marks = self.train(name, *flags)
-        length = parse_flags(["--model", self.model]).max_seq_len
-        if name in BY_RULE and marks[-1]["tokens"] != steps * pace["rows"] * length:
-            raise SystemExit(f"{name} did not take {pace['rows']} rows per step")
         wall = marks[-1]["seconds"]  # with whatever else ran
         curve = [{**mark, "seconds": pace["start"] + mark["step"] * pace["step"]} for mark in marks]
         found = {"name": name, "rate": rate, "seed": seed, "minutes": minutes, "wall": wall}
