@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -92,13 +94,23 @@ def plots(charts: Sequence[Chart], is_single: bool) -> str:
     )
     return (
         "<noscript><p>The charts need JavaScript.</p></noscript>"
-        f'<div class="charts{" single" * is_single}">{figures}</div>'
+        f'<div id="charts" class="charts{" single" * is_single}">{figures}</div>'
     )
 
 
 def figures(charts: Sequence[Chart]) -> str:
-    """A JSON object: plotly figures by key."""
-    pairs = ",".join(f'"{chart.key}":{chart.figure.to_json()}' for chart in charts)
+    """A JSON object: plotly figures by key.
+
+    Each trace gets a `uid`, the same in every drawing of a chart: the letters of its name, as its
+    figures change ("3 checkpoints"), and a count. Plotly writes it into a CSS selector.
+    """
+    for chart in charts:
+        counts: Counter[str] = Counter()
+        for trace in chart.figure.data:
+            word = re.sub(r"s\b|[^a-z]+", "-", (trace.name or "").lower()).strip("-")
+            counts[word] += 1
+            trace.uid = f"trace-{word}-{counts[word]}"
+    pairs = ",".join(f'"{chart.key}":{chart.figure.to_json(remove_uids=False)}' for chart in charts)
     return f"{{{pairs}}}"
 
 

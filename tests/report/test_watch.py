@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -22,7 +23,15 @@ from minimind.report import watch
 from minimind.report.history import History
 from minimind.report.watch import LiveReport, Server
 from tests.browser import opened
-from tests.report.made import Drawn, crashed_and_resumed, end, run_start, step_line, write_run
+from tests.report.made import (
+    Drawn,
+    crashed_and_resumed,
+    end,
+    evaluation,
+    run_start,
+    step_line,
+    write_run,
+)
 
 
 @contextmanager
@@ -299,6 +308,52 @@ def test_the_command_says_where_and_what_it_waits_for_and_ends_on_ctrl_c(
     output = capsys.readouterr().out
     assert "http://127.0.0.1:" in output
     assert "later holds no metrics.jsonl yet" in output
+
+
+NAMES = ("50% (best), 3.3", "#a .b > c", 'it\'s "<b>" & $x$', "\u8bd7 1", "\\", "{x}:[y]")
+
+
+@pytest.mark.parametrize("names", [("run",), NAMES], ids=["one run", "runs"])
+def test_ids_and_selectors_have_letters_digits_and_dashes(tmp_path, names):
+    places = [write_run(tmp_path / name, crashed_and_resumed()) for name in names]
+    report = LiveReport(places)
+
+    def identities(message: bytes) -> dict[str, list[str]]:
+        charts = json.loads(message.decode().split("data: ")[1])["charts"]
+        return {key: [one["uid"] for one in chart["data"]] for key, chart in charts.items()}
+
+    before = identities(report.refresh()[1])
+    for key, uids in before.items():
+        assert re.fullmatch("[a-z][a-z0-9_]*", key)
+        assert all(re.fullmatch("trace-[a-z-]*-[0-9]+", uid) for uid in uids)
+        assert len({*uids}) == len(uids)
+    for place in places:  # other shares of clipped lines, more checkpoints
+        saved = {"event": "checkpoint_saved", "time": 1.0, "step": 41, "path": "p"}
+        append(place, *(step_line(n, clipped=n % 2 > 0) for n in range(41, 60)), saved)
+    until(lambda: report.refresh()[0] == 2)
+    assert identities(report.message) == before
+
+
+@pytest.mark.parametrize("names", [("run",), NAMES], ids=["one run", "runs"])
+def test_a_browser_draws_every_chart_of_a_live_page(tmp_path, names):
+    places = [write_run(tmp_path / name, crashed_and_resumed()) for name in names]
+    drawn = """[...document.querySelectorAll(".plot")].map(plot =>
+        [plot.closest("figure").id, plot.querySelectorAll(".trace").length > 0])"""
+    steps = "document.querySelector('#loss .plot').calcdata.flat().map(point => point.x || 0)"
+    with serving(*places) as server, opened(server.url) as page:
+        page.evaluate("window.lossPlot = document.querySelector('#loss .plot')")
+        expect(page.locator("#live")).to_contain_text("No run is going on.")
+        charts = page.evaluate(drawn)
+        assert len(charts) >= 5
+        assert all(has_traces for _, has_traces in charts)
+        assert page.evaluate("lossPlot.isConnected")  # not drawn anew
+        for place in places:
+            append(place, run_start(40, total_steps=90))
+            append(place, *(step_line(n, clipped=n % 2 > 0) for n in range(41, 60)))
+            append(place, evaluation(59, 4.0))
+        until(lambda: max(page.evaluate(steps)) == 59)
+        assert page.evaluate(drawn) == charts
+        assert page.evaluate("lossPlot.isConnected")
 
 
 def test_a_browser_follows_the_run_keeps_its_view_and_finds_the_server_again(tmp_path):
