@@ -15,13 +15,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]  # the checkout, or site-packages
-if not __package__:  # run as a script: import the package from there, installed or not
-    sys.path[0:1] = [] if str(PROJECT) in sys.path else [str(PROJECT)]
+if not __package__:  # run as a script: the package is that of this folder, whichever is installed
+    sys.path.insert(0, str(PROJECT))
+    import_module("minimind")
+    del sys.path[0]
 from minimind.errors import RendezvousError, RunError, UsageError
 from minimind.runtime.environment import (
     GPU_VARIABLES,

@@ -39,7 +39,14 @@ done
 trap 'stop Ctrl-C' INT
 trap leave EXIT
 
-here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+# The folder of the script itself, not of a link to it; readlink -f is GNU's.
+unset CDPATH
+script=${BASH_SOURCE[0]}
+while [[ -L $script ]]; do
+  folder=$(dirname -- "$script") script=$(readlink -- "$script")
+  [[ $script == /* ]] || script=$folder/$script
+done
+here=$(cd -- "$(dirname -- "$script")" && pwd)
 root=$(dirname -- "$(dirname -- "$here")") # the checkout, or site-packages
 worker=$root/train_pretrain.py
 [[ -e $worker ]] || worker=$here/train_pretrain.py

@@ -6,8 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
+if not __package__:  # run as a script: the package is that of this folder, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    import_module("minimind")
+    del sys.path[0]
 from minimind.config.launcher_env import set_allocator_defaults
 from minimind.config.parse import parse_flags
 from minimind.runtime.environment import rank_of, require_environment

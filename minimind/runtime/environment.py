@@ -12,6 +12,7 @@ import re
 import resource
 import socket
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +80,11 @@ def environment_kept() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def module_path() -> dict[str, str]:
+    """Variables by which `python -m` imports what this process does, whichever folder it is in."""
+    return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
 
 
 def usable_cores() -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.parse import words_of
-from minimind.runtime.environment import usable_cores
+from minimind.runtime.environment import module_path, usable_cores
 from minimind.runtime.process import LAUNCHER_PID
 from minimind.runtime.terminal import printable
 from minimind.runtime.urls import masked
@@ -36,7 +36,7 @@ class TrialProcess:
         self.folder.mkdir(parents=True, exist_ok=True)
         words = [sys.executable, "-m", "minimind.cli.main", "train", *words_of(flags)]
         # A run ends soon after the process of that variable.
-        variables = {**os.environ, **environment, LAUNCHER_PID: str(os.getpid())}
+        variables = {**os.environ, **module_path(), **environment, LAUNCHER_PID: str(os.getpid())}
         with open(self.folder / LOG, "ab") as log:
             self._process = subprocess.Popen(
                 words, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log
