@@ -50,6 +50,25 @@ RESTARTS = {  # variable: (allowed values, default); minimind/launch/restart.py 
     "RESTART_WAIT": (range(1, 301), 5),  # seconds before the first restart
 }
 OTHER_VERSIONS = ("ipex_config", "use_xpu", "tp_config")  # keys that Accelerate 1.15 has not
+PER_HOST = "start the script on each host with its MACHINE_RANK"
+# Fields that name what this script does not do, and what to do instead of writing them.
+UNREAD = {
+    "mpirun_config": PER_HOST,
+    "fsdp_config": "write DEEPSPEED, with a ZeRO stage for what it does",
+    "megatron_lm_config": "write DEEPSPEED, with a ZeRO stage for what it does",
+    "deepspeed_hostfile": PER_HOST,
+    "deepspeed_exclusion_filter": "name the GPUs of each host in its CUDA_VISIBLE_DEVICES",
+    "deepspeed_inclusion_filter": "name the GPUs of each host in its CUDA_VISIBLE_DEVICES",
+}
+# Fields that change nothing in a run; those with a value that asks for something are named.
+WITHOUT_EFFECT = (
+    *("debug", "main_training_function", "fp8_config", "downcast_bf16"),
+    *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
+    *("command_file", "commands"),
+    *("zero3_init_flag", "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names"),
+    *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
+)
+NOTHING_ASKED = ("", "no", "none", "false", "main", "standard", "[]", "{}")
 DEEPSPEED_FIELDS = (  # `accelerate launch` ignores others silently
     "deepspeed_config_file",
     "zero3_init_flag",
@@ -142,14 +161,19 @@ def refuse_unread(document: Mapping[str, Any], path: str) -> None:
     for backend in backends:
         if fault := compiled_by(str(backend or "no")):
             raise UsageError(f"{path}: {fault}")
-    if document.get("mpirun_config"):
-        raise UsageError(
-            f"{path}: mpirun_config is not read; remove it, and start the script on each host with"
-            " its MACHINE_RANK"
-        )
+    asked = asked_fields(document)
+    for name, remedy in UNREAD.items():
+        if name in asked:
+            raise UsageError(f"{path}: {name} is not read; remove it, and {remedy}")
     parallelism = document.get("parallelism_config")
     if isinstance(parallelism, Mapping) and (fault := divided_by(parallelism)):
         raise UsageError(f"{path}: {fault}")
+
+
+def asked_fields(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the YAML, and of its deepspeed_config, with a value that asks for something."""
+    given = {**document, **(document.get("deepspeed_config") or {})}
+    return {name: v for name, v in given.items() if str(v).lower() not in NOTHING_ASKED}
 
 
 def refuse_unknown(names: Iterable[Any], known: Sequence[str], path: str, where: str) -> None:
@@ -198,6 +222,12 @@ def plan(settings: LaunchSettings, gpus: int) -> dict[str, Any]:
     if machines > 1 and missing:
         raise UsageError(
             f"NUM_MACHINES is {machines}, which needs {missing}; set each on every host"
+        )
+    launcher = asked_fields(settings.document).get("deepspeed_multinode_launcher")
+    if machines > 1 and launcher:
+        raise UsageError(
+            f"{settings.path}: deepspeed_multinode_launcher is {launcher}, which is not started;"
+            f" write standard, and {PER_HOST}"
         )
     kept = {key: value for key, value in settings.document.items() if key not in ANSWERED}
     if kept.get("mixed_precision") is False:  # how YAML reads a bare no
@@ -324,6 +354,8 @@ def main(target: str, device: str) -> dict[str, Any]:
     if launched["machine_rank"] == 0:  # the other hosts connect to it
         launched["main_process_port"] = free_port(launched["main_process_port"])
     Path(target).write_text(yaml.safe_dump(launched), encoding="utf-8")
+    if idle := [name for name in asked_fields(settings.document) if name in WITHOUT_EFFECT]:
+        settings.overridden.append(f"no effect here: {', '.join(idle)} of {path}")
     for message in settings.overridden:
         print(f"run_accelerate.sh: {message}", file=sys.stderr)
     if not os.environ.get("OMP_NUM_THREADS"):

@@ -376,6 +376,78 @@ def test_a_number_or_type_that_cannot_be_is_reported_with_its_giver(document, en
     assert "; " in str(caught.value)
 
 
+# A value of each field that `accelerate launch` reads under this script, and what it becomes there.
+OBEYED: dict[str, tuple[Any, Any]] = {
+    "compute_environment": ("LOCAL_MACHINE", "LOCAL_MACHINE"),
+    "distributed_type": ("MULTI_GPU", "MULTI_GPU"),
+    "mixed_precision": ("fp16", "fp16"),
+    "fp16": (True, True),
+    "use_cpu": (True, False),  # exported
+    "num_processes": (4, 4),
+    "machine_rank": (0, 0),
+    "num_machines": (1, 1),
+    "main_process_ip": ("10.0.0.1", "10.0.0.1"),
+    "main_process_port": (29511, 29511),
+    "rdzv_backend": ("c10d", "c10d"),
+    "same_network": (False, False),
+    "enable_cpu_affinity": (True, True),
+    "gpu_ids": ("0,1", None),  # exported
+}
+OBEYED_BLOCK: dict[str, Any] = {
+    "deepspeed_config_file": "a.json",
+    "zero_stage": 3,
+    "offload_optimizer_device": "cpu",
+    "offload_param_device": "cpu",
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "zero3_save_16bit_model": True,
+}
+COMPILES_OR_DIVIDES = {
+    "dynamo_backend": "INDUCTOR",
+    "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+    "parallelism_config": {"parallelism_config_tp_size": 2},
+}
+
+
+def test_every_field_of_accelerate_is_obeyed_refused_or_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    names, block = {*fields()}, {*DEEPSPEED_FIELDS, *DROPPED}
+    known = [*OBEYED, *OBEYED_BLOCK, *COMPILES_OR_DIVIDES, *launch.UNREAD, *launch.WITHOUT_EFFECT]
+    assert sorted(known) == sorted((names | block) - {"deepspeed_config"})
+    for name, (value, launched) in OBEYED.items():
+        assert planned({**DEEPSPEED, name: value}, 4).get(name) == launched, name
+    assert planned({**DEEPSPEED, "deepspeed_config": OBEYED_BLOCK})["deepspeed_config"] == (
+        OBEYED_BLOCK
+    )
+
+    def document(name: str, value: Any) -> dict[str, Any]:
+        inside = name in block
+        return {**DEEPSPEED, **({"deepspeed_config": {name: value}} if inside else {name: value})}
+
+    for name in launch.UNREAD:
+        for nothing in (None, "", {}):
+            planned(document(name, nothing))
+        with pytest.raises(UsageError, match=f"^a.yaml: {name} is not read; remove it, and "):
+            planned(document(name, {"a": 1} if name.endswith("_config") else "a"))
+    for name, value in COMPILES_OR_DIVIDES.items():
+        with pytest.raises(UsageError, match="remove it"):
+            planned(document(name, value))
+    with pytest.raises(UsageError, match="launcher is pdsh, which is not started; write standard"):
+        planned(document("deepspeed_multinode_launcher", "pdsh"), **HOSTS)
+    asked = {name: "asked" for name in launch.WITHOUT_EFFECT if name not in block}
+    inside = {name: "asked" for name in launch.WITHOUT_EFFECT if name in block}
+    path = tmp_path / "a.yaml"
+    monkeypatch.setenv("CONFIG_FILE", str(path))
+    path.write_text(yaml.safe_dump({**DEEPSPEED, **asked, "deepspeed_config": inside}))
+    launch.main(str(tmp_path / "launch.yaml"), "cpu")
+    idle = ", ".join(sorted([*asked]) + sorted(inside))
+    assert f"run_accelerate.sh: no effect here: {idle} of {path}\n" in capsys.readouterr().err
+    monkeypatch.setenv("CONFIG_FILE", str(SHIPPED))
+    launch.main(str(tmp_path / "launch.yaml"), "cpu")
+    assert "no effect" not in capsys.readouterr().err
+
+
 LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-8a1b-11)
 GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-8a1c-22)
 """
