@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +38,7 @@ from minimind.runtime.environment import (
     usable_cores,
     visible_gpu_names,
 )
+from minimind.runtime.heartbeat import Worker, registered_workers, this_worker
 from minimind.runtime.terminal import one_line, phase
 
 # Device files of the drivers of GPUs that CUDA_VISIBLE_DEVICES names (NVIDIA, its Jetsons, AMD,
@@ -45,6 +50,7 @@ PRECISIONS = ("no", "bf16", "fp16")
 # Fields of the YAML that Accelerate does not get: they are exported, or ask for nothing here.
 ANSWERED = ("gpu_ids", "dynamo_backend", "dynamo_config", "parallelism_config")
 TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
+SCRATCH, OWNER = "minimind-launch-", "owner"  # prefix of the script's folder, and a file there
 RESTARTS = {  # variable: (allowed values, default); minimind/launch/restart.py reads them
     "MAX_RESTARTS": (range(10_001), 0),
     "RESTART_WAIT": (range(1, 301), 5),  # seconds before the first restart
@@ -298,6 +304,23 @@ def free_port(port: int) -> int:
         raise RendezvousError(f"MAIN_PORT={port}: {error.strerror}; choose another") from error
 
 
+def take(scratch: Path) -> None:
+    """Record that the script above this process has the folder, and remove those of killed ones.
+
+    The workers of a killed script use its folder until they have ended.
+    """
+    if not scratch.name.startswith(SCRATCH):
+        return
+    (scratch / OWNER).write_text(json.dumps(asdict(this_worker(0, os.getppid()))))
+    for other in scratch.parent.glob(f"{SCRATCH}*"):
+        with suppress(OSError, ValueError, TypeError):  # of another user, or not recorded yet
+            script = Worker(**json.loads((other / OWNER).read_text()))
+            launches = [path for path in other.iterdir() if path.is_dir()]
+            users = [script, *(one for here in launches for one in registered_workers(here))]
+            if script.is_here() and all(one.state() == "gone" for one in users):
+                shutil.rmtree(other)
+
+
 def require_installed(environ: Mapping[str, str]) -> None:
     """Raise UsageError if this Python does not have Accelerate."""
     if find_spec("accelerate") and find_spec("yaml"):
@@ -325,6 +348,7 @@ def main(target: str, device: str) -> dict[str, Any]:
     from minimind.config.parse import load_yaml
     from minimind.config.run_config import CONFIGS
 
+    take(Path(target).parents[1])
     path = os.environ.get("CONFIG_FILE") or str(CONFIGS / "accelerate_config.yaml")
     settings = LaunchSettings(load_yaml(path, "CONFIG_FILE"), path, os.environ)
     exports: dict[str, Any] = {"MINIMIND_CONFIG_FILE": path}

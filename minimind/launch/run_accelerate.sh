@@ -84,7 +84,8 @@ for word in "$@"; do
   previous=$word
 done
 
-if ! scratch=$(mktemp -d 2>/dev/null); then
+# plan.py records there whose it is, and removes those of scripts that were killed.
+if ! scratch=$(mktemp -d "${TMPDIR:-/tmp}/minimind-launch-XXXXXXXX" 2>/dev/null); then
   scratch=''
   echo "run_accelerate.sh: error[E_STORAGE] rank=0 step=0: no folder can be made in" \
     "$(printf '%q' "${TMPDIR:-/tmp}") (TMPDIR); free some space, or name another there" >&2

@@ -35,6 +35,9 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str]) -> int:
     # Read when torch is imported: silences messages of the profiler of --trace_steps.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # Likewise: its warnings of a lost connection are stacks of C++; the error says what was lost.
+    if "--debug" not in argv and "TORCH_DISTRIBUTED_DEBUG" not in os.environ:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     set_allocator_defaults(os.environ)
     progress = Progress(rank=rank_of(os.environ))
     ending = Ending(progress, debug="--debug" in argv)

@@ -6,6 +6,8 @@ rounding. Below, without any training: what run_accelerate.sh makes of a YAML an
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -27,6 +29,7 @@ from minimind.errors import RendezvousError, UsageError
 from minimind.launch import plan as launch
 from minimind.launch.plan import DEEPSPEED_FIELDS, LaunchSettings, count_gpus, fields, plan
 from minimind.runtime.environment import GPU_VARIABLES
+from minimind.runtime.heartbeat import this_worker
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32
 from tests.forking import free_port
@@ -374,6 +377,38 @@ def test_a_number_or_type_that_cannot_be_is_reported_with_its_giver(document, en
         planned(document, **environ)
     assert report in str(caught.value)
     assert "; " in str(caught.value)
+
+
+def test_the_folders_of_killed_scripts_are_removed_by_the_next_start(tmp_path: Path):
+    """Not those of scripts or workers that run, of other machines, or that tell nothing."""
+    with subprocess.Popen(["sleep", "60"]) as gone:
+        dead = this_worker(0, gone.pid)
+        gone.kill()
+    alive = this_worker(1)
+    owners = {
+        "minimind-launch-dead": dead,
+        "minimind-launch-alive": alive,
+        "minimind-launch-later": dataclasses.replace(alive, started="1"),  # its PID is another's
+        "minimind-launch-host": dataclasses.replace(dead, host="elsewhere"),
+        "minimind-launch-container": dataclasses.replace(dead, place="another"),
+        "minimind-launch-worker": dead,
+        "minimind-launch-torn": "{",
+        "minimind-launch-new": None,
+        "other-dead": dead,
+    }
+    for name, owner in owners.items():
+        (tmp_path / name / "0").mkdir(parents=True)
+        if owner:
+            text = owner if isinstance(owner, str) else json.dumps(dataclasses.asdict(owner))
+            (tmp_path / name / "owner").write_text(text)
+    worker = tmp_path / "minimind-launch-worker" / "0" / "worker-1"
+    worker.write_text(f"1 {alive.pid} {alive.started}\n")
+    mine = tmp_path / "minimind-launch-mine"
+    mine.mkdir()
+    launch.take(mine)
+    assert json.loads((mine / "owner").read_text())["pid"] == os.getppid()
+    left = {*owners, mine.name} - {"minimind-launch-dead", "minimind-launch-later"}
+    assert {path.name for path in tmp_path.iterdir()} == left
 
 
 # A value of each field that `accelerate launch` reads under this script, and what it becomes there.
