@@ -348,7 +348,7 @@ def main(target: str, device: str) -> dict[str, Any]:
     from minimind.config.parse import load_yaml
     from minimind.config.run_config import CONFIGS
 
-    take(Path(target).parents[1])
+    take(Path(target).parent.parent)
     path = os.environ.get("CONFIG_FILE") or str(CONFIGS / "accelerate_config.yaml")
     settings = LaunchSettings(load_yaml(path, "CONFIG_FILE"), path, os.environ)
     exports: dict[str, Any] = {"MINIMIND_CONFIG_FILE": path}
