@@ -161,6 +161,11 @@ def refuse_unread(document: Mapping[str, Any], path: str) -> None:
         raise UsageError(
             f"{path}: mixed_precision is {precision}; write one of {', '.join(PRECISIONS)}"
         )
+    if document.get("fp16") and precision not in (None, "fp16"):
+        raise UsageError(
+            f"{path}: fp16 is {document['fp16']}, which Accelerate ignores as mixed_precision is"
+            f" {precision}; remove fp16, or write mixed_precision: fp16"
+        )
     dynamo = document.get("dynamo_config")
     backends = [document.get("dynamo_backend")]
     backends += [dynamo.get("dynamo_backend")] if isinstance(dynamo, Mapping) else []

@@ -341,6 +341,10 @@ HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": 
                     ({"compute_environment": value}, f"compute_environment is {value}; write LOCAL")
                     for value in ("AMAZON_SAGEMAKER", "MY_CLUSTER", None)
                 ),
+                (
+                    {"fp16": True, "mixed_precision": "bf16"},
+                    "fp16 is True, which Accelerate ignores as mixed_precision is bf16; remove",
+                ),
                 ({"dynamo_backend": "inductor"}, "dynamo_backend = inductor compiles the model"),
                 ({"dynamo_config": {"dynamo_backend": "EAGER"}}, "dynamo_backend = EAGER compiles"),
                 ({"mpirun_config": {"mpirun_hostfile": "hosts"}}, "mpirun_config is not read; re"),
