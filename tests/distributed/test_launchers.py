@@ -473,7 +473,7 @@ def test_every_field_of_accelerate_is_obeyed_refused_or_named(
         with pytest.raises(UsageError, match="remove it"):
             planned(document(name, value))
     with pytest.raises(UsageError, match="launcher is pdsh, which is not started; write standard"):
-        planned(document("deepspeed_multinode_launcher", "pdsh"), **HOSTS)
+        planned(document("deepspeed_multinode_launcher", "pdsh"), 0, **HOSTS)
     asked = {name: "asked" for name in launch.WITHOUT_EFFECT if name not in block}
     inside = {name: "asked" for name in launch.WITHOUT_EFFECT if name in block}
     path = tmp_path / "a.yaml"
