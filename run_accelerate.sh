@@ -14,4 +14,10 @@
 # torchrun's 1.
 # Works from any directory. docs/launching.md: several hosts, Slurm, other launchers. Where the
 # package is installed without a checkout, `minimind launch` starts the same script.
-exec bash "$(dirname -- "${BASH_SOURCE[0]}")/minimind/launch/run_accelerate.sh" "$@"
+# The folder of the script itself, not of a link to it; readlink -f is GNU's.
+script=${BASH_SOURCE[0]}
+while [[ -L $script ]]; do
+  folder=$(dirname -- "$script") script=$(readlink -- "$script")
+  [[ $script == /* ]] || script=$folder/$script
+done
+exec bash "$(dirname -- "$script")/minimind/launch/run_accelerate.sh" "$@"

@@ -4,6 +4,7 @@
 import os
 import sys
 
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # under PYTHONSAFEPATH as well
 from minimind.launch.train_pretrain import run
 from minimind.runtime.environment import rank_of
 

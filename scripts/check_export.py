@@ -17,8 +17,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
+if not __package__:  # run as a script: the package is that of this checkout, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import_module("minimind")
+    del sys.path[0]
 import torch
 from safetensors.torch import save_file
 

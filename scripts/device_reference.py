@@ -9,10 +9,16 @@ constants that refuse it.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
+if not __package__:  # run as a script: the package is that of this checkout, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import_module("minimind")
+    del sys.path[0]
 from minimind.config.flags import ALONE
 from minimind.runtime.device import KINDS
 from minimind.runtime.hardware import MIN_BF16_CAPABILITY, dotted

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # run as a script: the package is that of this checkout, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import_module("minimind")
+    del sys.path[0]
 from minimind.cli import main as cli
 from minimind.config.arguments import EXAMPLE, Number, count_of_bytes, non_empty_path, size_in_bytes
 from minimind.config.parse import COMMANDS, TABLES, type_name

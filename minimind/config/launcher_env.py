@@ -74,8 +74,9 @@ ACCELERATE = re.compile(r"(.*/)?accelerate(-launch|[./]commands[./].+)?")
 # Settings of torch's allocators; torch 2.9 deprecates the others, which have precedence.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-READ_BY_US = tuple(
-    f"ACCELERATE_{part}_" for part in ("DEEPSPEED", "CONFIG", "USE", "GRADIENT", "MIXED", "DYNAMO")
+READ_BY_US = (
+    *(f"ACCELERATE_{n}_" for n in ("DEEPSPEED", "CONFIG", "USE", "GRADIENT", "MIXED", "DYNAMO")),
+    *("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "MPI_LOCAL"),  # of tasks, by MPI
 )
 
 
@@ -288,8 +289,8 @@ def set_allocator_defaults(environ: MutableMapping[str, str]) -> None:
 
 def configure_libraries(device: str) -> None:
     """Set the environment variables, log levels and warnings of Accelerate and DeepSpeed."""
-    # Already read by read_launch(). Some of these would override our arguments, and Accelerate
-    # raises if ACCELERATE_CONFIG_DS_FIELDS is set.
+    # Already read by read_launch(). Some would override our arguments. Accelerate raises if
+    # ACCELERATE_CONFIG_DS_FIELDS is set, and both libraries if MPI counts other ranks than torch.
     for name in [n for n in os.environ if n.startswith(READ_BY_US)]:
         del os.environ[name]
     # Read at import; without them both libraries may select a GPU in a CPU run.

@@ -15,13 +15,15 @@ import sys
 import threading
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-if not __package__:  # run as a script: import the package from this checkout or installation
-    project = str(Path(__file__).resolve().parents[2])
-    sys.path[0:1] = [] if project in sys.path else [project]
+if not __package__:  # run as a script: the package is that of this folder, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    import_module("minimind")
+    del sys.path[0]
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
 from minimind.runtime.environment import allow_connections
 from minimind.runtime.heartbeat import Worker, describe_end, folder, record_end

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]  # the checkout, or site-packages
-if not __package__:  # run as a script: import the package from there, installed or not
-    sys.path[0:1] = [] if str(PROJECT) in sys.path else [str(PROJECT)]
+if not __package__:  # run as a script: the package is that of this folder, whichever is installed
+    sys.path.insert(0, str(PROJECT))
+    import_module("minimind")
+    del sys.path[0]
 from minimind.errors import RendezvousError, RunError, UsageError
 from minimind.runtime.environment import (
     GPU_VARIABLES,
@@ -31,6 +38,7 @@ from minimind.runtime.environment import (
     usable_cores,
     visible_gpu_names,
 )
+from minimind.runtime.heartbeat import Worker, registered_workers, this_worker
 from minimind.runtime.terminal import one_line, phase
 
 # Device files of the drivers of GPUs that CUDA_VISIBLE_DEVICES names (NVIDIA, its Jetsons, AMD,
@@ -42,11 +50,31 @@ PRECISIONS = ("no", "bf16", "fp16")
 # Fields of the YAML that Accelerate does not get: they are exported, or ask for nothing here.
 ANSWERED = ("gpu_ids", "dynamo_backend", "dynamo_config", "parallelism_config")
 TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
+SCRATCH, OWNER = "minimind-launch-", "owner"  # prefix of the script's folder, and a file there
 RESTARTS = {  # variable: (allowed values, default); minimind/launch/restart.py reads them
     "MAX_RESTARTS": (range(10_001), 0),
     "RESTART_WAIT": (range(1, 301), 5),  # seconds before the first restart
 }
 OTHER_VERSIONS = ("ipex_config", "use_xpu", "tp_config")  # keys that Accelerate 1.15 has not
+PER_HOST = "start the script on each host with its MACHINE_RANK"
+# Fields that name what this script does not do, and what to do instead of writing them.
+UNREAD = {
+    "mpirun_config": PER_HOST,
+    "fsdp_config": "write DEEPSPEED, with a ZeRO stage for what it does",
+    "megatron_lm_config": "write DEEPSPEED, with a ZeRO stage for what it does",
+    "deepspeed_hostfile": PER_HOST,
+    "deepspeed_exclusion_filter": "name the GPUs of each host in its CUDA_VISIBLE_DEVICES",
+    "deepspeed_inclusion_filter": "name the GPUs of each host in its CUDA_VISIBLE_DEVICES",
+}
+# Fields that change nothing in a run; those with a value that asks for something are named.
+WITHOUT_EFFECT = (
+    *("debug", "main_training_function", "fp8_config", "downcast_bf16"),
+    *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
+    *("command_file", "commands"),
+    *("zero3_init_flag", "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names"),
+    *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
+)
+NOTHING_ASKED = ("", "no", "none", "false", "main", "standard", "[]", "{}")
 DEEPSPEED_FIELDS = (  # `accelerate launch` ignores others silently
     "deepspeed_config_file",
     "zero3_init_flag",
@@ -133,20 +161,30 @@ def refuse_unread(document: Mapping[str, Any], path: str) -> None:
         raise UsageError(
             f"{path}: mixed_precision is {precision}; write one of {', '.join(PRECISIONS)}"
         )
+    if document.get("fp16") and precision not in (None, "fp16"):
+        raise UsageError(
+            f"{path}: fp16 is {document['fp16']}, which Accelerate ignores as mixed_precision is"
+            f" {precision}; remove fp16, or write mixed_precision: fp16"
+        )
     dynamo = document.get("dynamo_config")
     backends = [document.get("dynamo_backend")]
     backends += [dynamo.get("dynamo_backend")] if isinstance(dynamo, Mapping) else []
     for backend in backends:
         if fault := compiled_by(str(backend or "no")):
             raise UsageError(f"{path}: {fault}")
-    if document.get("mpirun_config"):
-        raise UsageError(
-            f"{path}: mpirun_config is not read; remove it, and start the script on each host with"
-            " its MACHINE_RANK"
-        )
+    asked = asked_fields(document)
+    for name, remedy in UNREAD.items():
+        if name in asked:
+            raise UsageError(f"{path}: {name} is not read; remove it, and {remedy}")
     parallelism = document.get("parallelism_config")
     if isinstance(parallelism, Mapping) and (fault := divided_by(parallelism)):
         raise UsageError(f"{path}: {fault}")
+
+
+def asked_fields(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the YAML, and of its deepspeed_config, with a value that asks for something."""
+    given = {**document, **(document.get("deepspeed_config") or {})}
+    return {name: v for name, v in given.items() if str(v).lower() not in NOTHING_ASKED}
 
 
 def refuse_unknown(names: Iterable[Any], known: Sequence[str], path: str, where: str) -> None:
@@ -195,6 +233,12 @@ def plan(settings: LaunchSettings, gpus: int) -> dict[str, Any]:
     if machines > 1 and missing:
         raise UsageError(
             f"NUM_MACHINES is {machines}, which needs {missing}; set each on every host"
+        )
+    launcher = asked_fields(settings.document).get("deepspeed_multinode_launcher")
+    if machines > 1 and launcher:
+        raise UsageError(
+            f"{settings.path}: deepspeed_multinode_launcher is {launcher}, which is not started;"
+            f" write standard, and {PER_HOST}"
         )
     kept = {key: value for key, value in settings.document.items() if key not in ANSWERED}
     if kept.get("mixed_precision") is False:  # how YAML reads a bare no
@@ -265,6 +309,23 @@ def free_port(port: int) -> int:
         raise RendezvousError(f"MAIN_PORT={port}: {error.strerror}; choose another") from error
 
 
+def take(scratch: Path) -> None:
+    """Record that the script above this process has the folder, and remove those of killed ones.
+
+    The workers of a killed script use its folder until they have ended.
+    """
+    if not scratch.name.startswith(SCRATCH):
+        return
+    (scratch / OWNER).write_text(json.dumps(asdict(this_worker(0, os.getppid()))))
+    for other in scratch.parent.glob(f"{SCRATCH}*"):
+        with suppress(OSError, ValueError, TypeError):  # of another user, or not recorded yet
+            script = Worker(**json.loads((other / OWNER).read_text()))
+            launches = [path for path in other.iterdir() if path.is_dir()]
+            users = [script, *(one for here in launches for one in registered_workers(here))]
+            if script.is_here() and all(one.state() == "gone" for one in users):
+                shutil.rmtree(other)
+
+
 def require_installed(environ: Mapping[str, str]) -> None:
     """Raise UsageError if this Python does not have Accelerate."""
     if find_spec("accelerate") and find_spec("yaml"):
@@ -292,6 +353,7 @@ def main(target: str, device: str) -> dict[str, Any]:
     from minimind.config.parse import load_yaml
     from minimind.config.run_config import CONFIGS
 
+    take(Path(target).parent.parent)
     path = os.environ.get("CONFIG_FILE") or str(CONFIGS / "accelerate_config.yaml")
     settings = LaunchSettings(load_yaml(path, "CONFIG_FILE"), path, os.environ)
     exports: dict[str, Any] = {"MINIMIND_CONFIG_FILE": path}
@@ -321,6 +383,8 @@ def main(target: str, device: str) -> dict[str, Any]:
     if launched["machine_rank"] == 0:  # the other hosts connect to it
         launched["main_process_port"] = free_port(launched["main_process_port"])
     Path(target).write_text(yaml.safe_dump(launched), encoding="utf-8")
+    if idle := [name for name in asked_fields(settings.document) if name in WITHOUT_EFFECT]:
+        settings.overridden.append(f"no effect here: {', '.join(idle)} of {path}")
     for message in settings.overridden:
         print(f"run_accelerate.sh: {message}", file=sys.stderr)
     if not os.environ.get("OMP_NUM_THREADS"):

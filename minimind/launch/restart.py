@@ -17,10 +17,15 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+if not __package__:  # run as a script: the package is that of this folder, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    import_module("minimind")
+    del sys.path[0]
 from minimind.checkpoint.directory import published_checkpoints
 from minimind.config.parse import load_yaml
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
@@ -32,6 +37,10 @@ from minimind.runtime.terminal import one_line
 FOLDER = ".restarts"  # folder in out_dir
 DECISION, STOP = "decision", "stopped"
 POLL = 0.5  # seconds
+LONGEST_WAIT = 300  # seconds
+SETTLE = 6  # times RESTART_WAIT: how long to wait for one more host
+NAME = "run_accelerate.sh"
+AGAIN = "run the same command again"
 
 
 @dataclass(frozen=True)
@@ -134,16 +143,6 @@ def own_address(main_ip: str, port: int) -> str:
             f"MAIN_IP = {main_ip}: {error.strerror}, so no address of this host is known for a"
             " restart; run the same command again"
         ) from error
-
-
-if not __package__:  # run as a script: import the package from this checkout or installation
-    project = str(Path(__file__).resolve().parents[2])
-    sys.path[0:1] = [] if project in sys.path else [project]
-
-LONGEST_WAIT = 300  # seconds
-SETTLE = 6  # times RESTART_WAIT: how long to wait for one more host
-NAME = "run_accelerate.sh"
-AGAIN = "run the same command again"
 
 
 @dataclass(frozen=True)

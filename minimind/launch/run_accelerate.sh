@@ -39,7 +39,14 @@ done
 trap 'stop Ctrl-C' INT
 trap leave EXIT
 
-here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+# The folder of the script itself, not of a link to it; readlink -f is GNU's.
+unset CDPATH
+script=${BASH_SOURCE[0]}
+while [[ -L $script ]]; do
+  folder=$(dirname -- "$script") script=$(readlink -- "$script")
+  [[ $script == /* ]] || script=$folder/$script
+done
+here=$(cd -- "$(dirname -- "$script")" && pwd)
 root=$(dirname -- "$(dirname -- "$here")") # the checkout, or site-packages
 worker=$root/train_pretrain.py
 [[ -e $worker ]] || worker=$here/train_pretrain.py
@@ -77,7 +84,8 @@ for word in "$@"; do
   previous=$word
 done
 
-if ! scratch=$(mktemp -d 2>/dev/null); then
+# plan.py records there whose it is, and removes those of scripts that were killed.
+if ! scratch=$(mktemp -d "${TMPDIR:-/tmp}/minimind-launch-XXXXXXXX" 2>/dev/null); then
   scratch=''
   echo "run_accelerate.sh: error[E_STORAGE] rank=0 step=0: no folder can be made in" \
     "$(printf '%q' "${TMPDIR:-/tmp}") (TMPDIR); free some space, or name another there" >&2

@@ -6,8 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
+if not __package__:  # run as a script: the package is that of this folder, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    import_module("minimind")
+    del sys.path[0]
 from minimind.config.launcher_env import set_allocator_defaults
 from minimind.config.parse import parse_flags
 from minimind.runtime.environment import rank_of, require_environment
@@ -29,6 +35,9 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str]) -> int:
     # Read when torch is imported: silences messages of the profiler of --trace_steps.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # Likewise: its warnings of a lost connection are stacks of C++; the error says what was lost.
+    if "--debug" not in argv and "TORCH_DISTRIBUTED_DEBUG" not in os.environ:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     set_allocator_defaults(os.environ)
     progress = Progress(rank=rank_of(os.environ))
     ending = Ending(progress, debug="--debug" in argv)

@@ -12,6 +12,7 @@ import re
 import resource
 import socket
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,8 +30,31 @@ RANGES = {
     **dict.fromkeys((SCRIPT_PID, LAUNCHER_PID), COUNT),
 }
 CHOICES = {"TORCH_DISTRIBUTED_DEBUG": ("OFF", "INFO", "DETAIL")}
-# Accelerate uses these if WORLD_SIZE is unset.
-MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+# Launchers that start tasks without torch's variables: those with the number of tasks, of which the
+# first that is set counts; those with the number of a task, and with its number on its host. Some
+# launchers also set those of the last two rows.
+SLURM, STEP_SIZE, PMIX = "Slurm (srun)", "SLURM_STEP_NUM_TASKS", ("PMIX_RANK", "PMIX_NAMESPACE")
+TASKS = {
+    SLURM: ((STEP_SIZE, "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_PROCID", "SLURM_LOCALID")),
+    "Flux": (("FLUX_JOB_SIZE",), ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID")),
+    "LSF (jsrun)": (("JSM_NAMESPACE_SIZE",), ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK")),
+    "Open MPI (mpirun)": (
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ),
+    "MVAPICH (mpirun)": (
+        ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPIRUN_NPROCS"),
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPIRUN_RANK"),
+    ),
+    "PALS (mpiexec)": (("PALS_SIZE", "PALS_LOCAL_SIZE"), ("PALS_RANKID", "PALS_LOCAL_RANKID")),
+    "Intel MPI or MPICH (mpiexec)": (
+        ("PMI_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        ("PMI_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    ),
+    "PMIx": ((), ("PMIX_RANK",)),
+}
+# From here on the ids of steps that srun did not start: the batch script, the shell of salloc.
+SPECIAL_STEPS = 0xFFFF_FFF0
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 HIDDEN = ("", "-1", "NoDevFiles")  # their values that hide every GPU
 # NCCL runs only with one of them; without, its variables may be meant for other hosts.
@@ -56,6 +80,11 @@ def environment_kept() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def module_path() -> dict[str, str]:
+    """Variables by which `python -m` imports what this process does, whichever folder it is in."""
+    return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
 
 
 def usable_cores() -> int:
@@ -104,17 +133,63 @@ def require_environment(environ: Mapping[str, str]) -> None:
                 f"{name} is {environ[name]!r} in the environment, not one of {', '.join(choices)};"
                 " unset it"
             )
-    for name in MPI_SIZES if "WORLD_SIZE" not in environ else ():
-        if environ.get(name, "1") != "1":
-            raise RendezvousError(
-                f"{name} is {environ[name]!r} in the environment, and runs are not started by MPI;"
-                " unset it, or use run_accelerate.sh (docs/launching.md)"
-            )
+    _require_torchs_variables(environ)
     if not environ.get("MASTER_ADDR", "localhost").strip():
         raise RendezvousError("MASTER_ADDR is empty in the environment; unset it")
     _require_ranks(environ)
     _require_interfaces(environ)
     _require_temporary_folder(environ)
+
+
+def _require_torchs_variables(environ: Mapping[str, str]) -> None:
+    """Raise RendezvousError in one of several tasks of a launcher that sets none for torch.
+
+    Each would train alone, on its part of the batch. WORLD_SIZE=1 says that this is meant.
+    """
+    needed = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+    missing = [name for name in needed if name not in environ]
+    if not missing or environ.get("WORLD_SIZE") == "1":
+        return
+    launcher, told = _launcher_of_tasks(environ)
+    if not launcher:
+        return
+    sizes, ranks = TASKS[launcher]
+    size = next((name for name in told if name in sizes and "LOCAL" not in name), "")
+    theirs: dict[str, str] = dict(zip(needed, (size, *ranks), strict=False))
+    exports = [f"{ours}=${theirs[ours]}" if theirs.get(ours) in told else ours for ours in missing]
+    values = ", ".join(f"{name} is {environ[name]!r}" for name in told)
+    raise RendezvousError(
+        f"this process is one of several tasks of {launcher} ({values} in the environment), without"
+        f" {' and '.join(missing)}; start run_accelerate.sh as the only task of each host"
+        f" (docs/launching.md), export {' '.join(exports)} MASTER_ADDR MASTER_PORT in every task,"
+        " or WORLD_SIZE=1 to train alone in each"
+    )
+
+
+def _launcher_of_tasks(environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The launcher of which this process is one of several tasks, and the variables that say so.
+
+    Empty if there is none: also for one task, and in a job's own shell or script.
+    """
+    given = {name: value.strip() for name, value in environ.items() if value.strip()}
+    is_shell = STEP_SIZE in given  # of salloc: a task of its own
+    if not _is_in_step(given):  # the numbers are those of the job
+        given = {name: value for name, value in given.items() if name not in TASKS[SLURM][0]}
+    is_counted = is_shell or any(name in given for sizes, _ in TASKS.values() for name in sizes)
+    for launcher, (sizes, ranks) in TASKS.items():
+        told = [*[name for name in sizes if name in given][:1], *(n for n in ranks if n in given)]
+        if any(given[name] != ("1" if name in sizes else "0") for name in told):
+            return launcher, told
+    # PMIx has no variable with the number of tasks: there may be several.
+    told = [name for name in PMIX if name in given]
+    return ("PMIx", told) if told and not is_counted else ("", [])
+
+
+def _is_in_step(given: Mapping[str, str]) -> bool:
+    """Whether Slurm's variables are those of a task that srun started."""
+    if step := given.get("SLURM_STEP_ID", given.get("SLURM_STEPID", "")):
+        return step.isdecimal() and int(step) < SPECIAL_STEPS
+    return STEP_SIZE in given
 
 
 def require_numbers(environ: Mapping[str, str], names: Iterable[str]) -> None:

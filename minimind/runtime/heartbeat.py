@@ -69,9 +69,10 @@ class Worker:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def this_worker(rank: int) -> Worker:
-    """This process."""
-    return Worker(rank, socket.gethostname(), os.getpid(), _look(os.getpid())[1])
+def this_worker(rank: int, pid: int | None = None) -> Worker:
+    """This process, or another one of this host."""
+    pid = pid or os.getpid()
+    return Worker(rank, socket.gethostname(), pid, _look(pid)[1])
 
 
 def _look(pid: int) -> tuple[str, str]:
@@ -148,9 +149,9 @@ def _write_atomically(path: Path, text: str) -> None:
     os.replace(draft, path)
 
 
-def registered_workers() -> list[Worker]:
-    """Workers registered on this host."""
-    here, workers = folder(), []
+def registered_workers(here: Path | None = None) -> list[Worker]:
+    """Workers registered on this host, in the folder of this launch or of another one."""
+    here, workers = here or folder(), []
     for path in here.glob("worker-*") if here else ():
         with suppress(FileNotFoundError):  # the script is gone
             rank, pid, *started = path.read_text(encoding="ascii").split()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from minimind.errors import (
     UsageError,
 )
 from minimind.report import formats
-from minimind.runtime.heartbeat import is_alive
+from minimind.runtime.heartbeat import describe_end, is_alive
 from minimind.runtime.process import StopRequest
 from minimind.sweep.study import (
     DATABASE,
@@ -40,7 +39,7 @@ from minimind.sweep.study import (
     table_text,
 )
 from minimind.sweep.sweep_file import Sweep, first_config, read_sweep, rehearsed
-from minimind.sweep.trial import LOG, TrialProcess, Validations, environments_of
+from minimind.sweep.trial import LOG, RESULTS, TrialProcess, Validations, environments_of, signal_of
 from minimind.train.inputs import require_inputs
 
 LOCK = ".lock"  # the file of lock_out_dir
@@ -89,18 +88,21 @@ class SweepRun:
         self._free = list(environments)
         self._running: list[_Running] = []
         self._failed: list[tuple[Trial, int]] = []  # the last trials, as far as they failed
+        self._reached: dict[str, int] = {}  # step at which a trial last ended without a result
+        self._stuck: tuple[str, int] | None = None  # why no trial is started any more, and status
 
     def run(self) -> int:
         """Run until all trials have ended; return 0, 75 if stopped, or a trial's status.
 
-        The latter once `max_failures` trials in a row have failed.
+        The latter once `max_failures` trials in a row have failed, or one has ended again without
+        a result and without a step more.
         """
         for folder, pid in self.study.resume():
             then = ", and goes on" if self.study.wants(folder) else ""
             print(f"{folder}: was interrupted{then}", flush=True)
             _wait_for_end(pid)
         while True:
-            if self.stop.reason or self._has_failed:
+            if self.stop.reason or self._has_failed or self._stuck:
                 for job in self._running:
                     self._ask_to_stop(job)
             else:
@@ -114,6 +116,10 @@ class SweepRun:
             end = f"stopped on {self.stop.reason}; run the same command again to go on"
             print(f"{self.study.sweep.command}: {end}", file=sys.stderr)
             return PREEMPTED
+        if self._stuck:
+            why, status = self._stuck
+            print(f"{self.study.sweep.command}: {why}", file=sys.stderr)
+            return status
         return self._failure() if self._has_failed else 0
 
     @property
@@ -173,35 +179,51 @@ class SweepRun:
 
     def _finish(self, job: _Running, status: int) -> None:
         metric, steps, value = self.study.sweep.metric, job.validations.step, job.validations.last
-        if job.is_stopped and status == -signal.SIGTERM:  # it did not listen to signals yet
-            status = PREEMPTED
-        if not job.is_pruned and (status == PREEMPTED or (status and self.stop.reason)):
-            self.study.requeue(job.trial)  # first, as in Study.resume
-            job.trial.interrupt()
-            print(f"{job.trial.folder}: stopped at step {steps:,}", flush=True)
+        kind = RESULTS.get(status)
+        if job.is_pruned and kind is None:  # it may not have listened to signals yet
+            kind, text, status = "pruned", f"pruned at step {steps:,}", PREEMPTED
+        elif kind is None or (status and self.stop.reason):
+            self._interrupt(job, status)
             return
-        kind = "failed"
-        if status == 0 and math.isfinite(value):
-            kind, text = "done", "done"
+        elif status == 0 and math.isfinite(value):
+            text = "done"
         elif status == 0 and not job.validations.count:
+            kind, status = "failed", DataError.status
             text = "no validation is recorded; hold out text with val_fraction"
-        elif status == PREEMPTED:
-            kind, text = "pruned", f"pruned at step {steps:,}"
         elif status == MemoryFull.status:
-            kind, text = "diverged", "out of memory"
+            text = "out of memory"
         elif status in (0, NumericError.status):
-            kind, text = "diverged", f"diverged by step {steps:,}"
-            status = NumericError.status
+            kind, status = "diverged", NumericError.status
+            text = f"diverged by step {steps:,}"
         else:
             text = f"status {status}: {job.process.last_line()}"
         if kind == "failed":
-            status = status if status > 0 else DataError.status
             self._failed.append((job.trial, status))
         elif not self._has_failed:
             self._failed.clear()
         job.trial.finish(kind, text, steps, value, status)
         shown = f"{metric} {formats.figure(value)}, " if math.isfinite(value) else ""
         print(f"{job.trial.folder}: {shown}{text}", flush=True)
+
+    def _interrupt(self, job: _Running, status: int) -> None:
+        """Queue a trial again that ended without a result, once at each step that it reaches."""
+        folder, steps = job.trial.folder, job.validations.step
+        self.study.requeue(job.trial)  # first, as in Study.resume
+        job.trial.interrupt()
+        if job.is_stopped or status == PREEMPTED:
+            how = "stopped"
+        elif number := signal_of(status):
+            how, status = describe_end(-number)
+        else:
+            how = f"ended with status {status} ({job.process.last_line()})"
+        print(f"{folder}: {how} at step {steps:,}", flush=True)
+        if job.is_stopped:
+            return
+        if steps <= self._reached.get(folder, -1):
+            remedy = f"see {self.study.place / folder / LOG}, and run the same command again"
+            again = f"{folder} {how} at step {steps:,}, as before, which says nothing of its flags"
+            self._stuck = self._stuck or (f"{again}; {remedy}", status)
+        self._reached[folder] = steps
 
 
 def _correction(study: Study, folder: str) -> str:

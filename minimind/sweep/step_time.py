@@ -28,6 +28,7 @@ from minimind.engine.optimizers import run_groups
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
 from minimind.runtime.device import device_kind
+from minimind.runtime.environment import module_path
 
 SECONDS = 2.0  # of a run, after its first step
 MOST_STEPS = 32
@@ -60,7 +61,7 @@ def measured_steps(
 
     The processes end when the iterator is closed.
     """
-    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environ = {**os.environ, **module_path(), "OMP_NUM_THREADS": str(threads)}
     words = [sys.executable, "-m", __name__, json.dumps([device, *runs])]
     with ExitStack() as running:
         started = []

@@ -14,11 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.parse import words_of
-from minimind.runtime.environment import usable_cores
+from minimind.errors import DataError, MemoryFull, NumericError, RunError, UsageError
+from minimind.runtime.environment import module_path, usable_cores
 from minimind.runtime.process import LAUNCHER_PID
 from minimind.runtime.terminal import printable
 from minimind.runtime.urls import masked
 
+# What the end of a trial says of its flags, by exit status: with them it would end so again. Any
+# other end, as by a signal or for a disk, a peer or a lock, says nothing, and it is queued again.
+RESULTS = {
+    0: "done",
+    UsageError.status: "failed",
+    DataError.status: "failed",
+    NumericError.status: "diverged",
+    MemoryFull.status: "diverged",
+    RunError.status: "failed",  # internal: the program came upon these flags
+}
 LOG = "log.txt"  # file in the folder of a trial with everything its process prints
 TAIL = 4000  # bytes of the log that are searched for the last line
 
@@ -36,7 +47,7 @@ class TrialProcess:
         self.folder.mkdir(parents=True, exist_ok=True)
         words = [sys.executable, "-m", "minimind.cli.main", "train", *words_of(flags)]
         # A run ends soon after the process of that variable.
-        variables = {**os.environ, **environment, LAUNCHER_PID: str(os.getpid())}
+        variables = {**os.environ, **module_path(), **environment, LAUNCHER_PID: str(os.getpid())}
         with open(self.folder / LOG, "ab") as log:
             self._process = subprocess.Popen(
                 words, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -56,6 +67,12 @@ class TrialProcess:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
             lines = log.read().decode(errors="replace").split("\n")
         return printable(next((line.strip() for line in reversed(lines) if line.strip()), ""))
+
+
+def signal_of(status: int) -> int:
+    """The signal that ended a process, also one below a shell; 0 if none did."""
+    number = -status if status < 0 else status - 128
+    return number if number in {*signal.Signals} else 0
 
 
 def environments_of(gpus: Sequence[str], parallel: int) -> list[dict[str, str]]:

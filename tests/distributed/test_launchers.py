@@ -6,6 +6,8 @@ rounding. Below, without any training: what run_accelerate.sh makes of a YAML an
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -27,6 +29,7 @@ from minimind.errors import RendezvousError, UsageError
 from minimind.launch import plan as launch
 from minimind.launch.plan import DEEPSPEED_FIELDS, LaunchSettings, count_gpus, fields, plan
 from minimind.runtime.environment import GPU_VARIABLES
+from minimind.runtime.heartbeat import this_worker
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32
 from tests.forking import free_port
@@ -338,6 +341,10 @@ HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": 
                     ({"compute_environment": value}, f"compute_environment is {value}; write LOCAL")
                     for value in ("AMAZON_SAGEMAKER", "MY_CLUSTER", None)
                 ),
+                (
+                    {"fp16": True, "mixed_precision": "bf16"},
+                    "fp16 is True, which Accelerate ignores as mixed_precision is bf16; remove",
+                ),
                 ({"dynamo_backend": "inductor"}, "dynamo_backend = inductor compiles the model"),
                 ({"dynamo_config": {"dynamo_backend": "EAGER"}}, "dynamo_backend = EAGER compiles"),
                 ({"mpirun_config": {"mpirun_hostfile": "hosts"}}, "mpirun_config is not read; re"),
@@ -374,6 +381,110 @@ def test_a_number_or_type_that_cannot_be_is_reported_with_its_giver(document, en
         planned(document, **environ)
     assert report in str(caught.value)
     assert "; " in str(caught.value)
+
+
+def test_the_folders_of_killed_scripts_are_removed_by_the_next_start(tmp_path: Path):
+    """Not those of scripts or workers that run, of other machines, or that tell nothing."""
+    with subprocess.Popen(["sleep", "60"]) as gone:
+        dead = this_worker(0, gone.pid)
+        gone.kill()
+    alive = this_worker(1)
+    owners = {
+        "minimind-launch-dead": dead,
+        "minimind-launch-alive": alive,
+        "minimind-launch-later": dataclasses.replace(alive, started="1"),  # its PID is another's
+        "minimind-launch-host": dataclasses.replace(dead, host="elsewhere"),
+        "minimind-launch-container": dataclasses.replace(dead, place="another"),
+        "minimind-launch-worker": dead,
+        "minimind-launch-torn": "{",
+        "minimind-launch-new": None,
+        "other-dead": dead,
+    }
+    for name, owner in owners.items():
+        (tmp_path / name / "0").mkdir(parents=True)
+        if owner:
+            text = owner if isinstance(owner, str) else json.dumps(dataclasses.asdict(owner))
+            (tmp_path / name / "owner").write_text(text)
+    worker = tmp_path / "minimind-launch-worker" / "0" / "worker-1"
+    worker.write_text(f"1 {alive.pid} {alive.started}\n")
+    mine = tmp_path / "minimind-launch-mine"
+    mine.mkdir()
+    launch.take(mine)
+    assert json.loads((mine / "owner").read_text())["pid"] == os.getppid()
+    left = {*owners, mine.name} - {"minimind-launch-dead", "minimind-launch-later"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+# A value of each field that `accelerate launch` reads under this script, and what it becomes there.
+OBEYED: dict[str, tuple[Any, Any]] = {
+    "compute_environment": ("LOCAL_MACHINE", "LOCAL_MACHINE"),
+    "distributed_type": ("MULTI_GPU", "MULTI_GPU"),
+    "mixed_precision": ("fp16", "fp16"),
+    "fp16": (True, True),
+    "use_cpu": (True, False),  # exported
+    "num_processes": (4, 4),
+    "machine_rank": (0, 0),
+    "num_machines": (1, 1),
+    "main_process_ip": ("10.0.0.1", "10.0.0.1"),
+    "main_process_port": (29511, 29511),
+    "rdzv_backend": ("c10d", "c10d"),
+    "same_network": (False, False),
+    "enable_cpu_affinity": (True, True),
+    "gpu_ids": ("0,1", None),  # exported
+}
+OBEYED_BLOCK: dict[str, Any] = {
+    "deepspeed_config_file": "a.json",
+    "zero_stage": 3,
+    "offload_optimizer_device": "cpu",
+    "offload_param_device": "cpu",
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "zero3_save_16bit_model": True,
+}
+COMPILES_OR_DIVIDES = {
+    "dynamo_backend": "INDUCTOR",
+    "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+    "parallelism_config": {"parallelism_config_tp_size": 2},
+}
+
+
+def test_every_field_of_accelerate_is_obeyed_refused_or_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    names, block = {*fields()}, {*DEEPSPEED_FIELDS, *DROPPED}
+    known = [*OBEYED, *OBEYED_BLOCK, *COMPILES_OR_DIVIDES, *launch.UNREAD, *launch.WITHOUT_EFFECT]
+    assert sorted(known) == sorted((names | block) - {"deepspeed_config"})
+    for name, (value, launched) in OBEYED.items():
+        assert planned({**DEEPSPEED, name: value}, 4).get(name) == launched, name
+    assert planned({**DEEPSPEED, "deepspeed_config": OBEYED_BLOCK})["deepspeed_config"] == (
+        OBEYED_BLOCK
+    )
+
+    def document(name: str, value: Any) -> dict[str, Any]:
+        inside = name in block
+        return {**DEEPSPEED, **({"deepspeed_config": {name: value}} if inside else {name: value})}
+
+    for name in launch.UNREAD:
+        for nothing in (None, "", {}):
+            planned(document(name, nothing))
+        with pytest.raises(UsageError, match=f"^a.yaml: {name} is not read; remove it, and "):
+            planned(document(name, {"a": 1} if name.endswith("_config") else "a"))
+    for name, value in COMPILES_OR_DIVIDES.items():
+        with pytest.raises(UsageError, match="remove it"):
+            planned(document(name, value))
+    with pytest.raises(UsageError, match="launcher is pdsh, which is not started; write standard"):
+        planned(document("deepspeed_multinode_launcher", "pdsh"), 0, **HOSTS)
+    asked = {name: "asked" for name in launch.WITHOUT_EFFECT if name not in block}
+    inside = {name: "asked" for name in launch.WITHOUT_EFFECT if name in block}
+    path = tmp_path / "a.yaml"
+    monkeypatch.setenv("CONFIG_FILE", str(path))
+    path.write_text(yaml.safe_dump({**DEEPSPEED, **asked, "deepspeed_config": inside}))
+    launch.main(str(tmp_path / "launch.yaml"), "cpu")
+    idle = ", ".join(sorted([*asked]) + sorted(inside))
+    assert f"run_accelerate.sh: no effect here: {idle} of {path}\n" in capsys.readouterr().err
+    monkeypatch.setenv("CONFIG_FILE", str(SHIPPED))
+    launch.main(str(tmp_path / "launch.yaml"), "cpu")
+    assert "no effect" not in capsys.readouterr().err
 
 
 LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-8a1b-11)

@@ -118,6 +118,16 @@ def test_the_flag_names_which_device_the_two_libraries_take(monkeypatch):
     assert os.environ["DS_ACCELERATOR"] == os.environ["ACCELERATE_TORCH_DEVICE"] == "cpu"
 
 
+def test_the_ranks_are_torchs_where_the_launcher_is_itself_a_task_of_mpi(monkeypatch):
+    """Accelerate took the size of MPI; DeepSpeed ended where the local rank was another."""
+    task = ("OMPI_COMM_WORLD_LOCAL_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
+    for name in (*task, "LOCAL_RANK", "DS_ACCELERATOR", "ACCELERATE_TORCH_DEVICE"):
+        monkeypatch.setenv(name, "2")
+    configure_libraries("cpu")
+    assert not {*task} & {*os.environ}
+    assert os.environ["LOCAL_RANK"] == "2"
+
+
 @pytest.mark.parametrize(("model", "needs"), [(MiniMindForCausalLM, False), (WithIdleHead, True)])
 def test_ddp_searches_for_unused_parameters_only_where_there_are_some(model, needs, monkeypatch):
     engine = engine_of(model(TINY), monkeypatch, "--accumulation_steps 2")

@@ -49,8 +49,6 @@ def test_a_number_that_is_none_is_reported_by_name_and_value(name: str, value: s
         ({"NCCL_SOCKET_IFNAME": "=l"}, "NCCL_SOCKET_IFNAME is '=l'"),
         ({"NCCL_SOCKET_IFNAME": "nope,more"}, "NCCL_SOCKET_IFNAME is 'nope,more'"),
         ({"TORCH_DISTRIBUTED_DEBUG": "bogus"}, "TORCH_DISTRIBUTED_DEBUG is 'bogus' .* OFF, INFO"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is '2' .*not started by MPI; unset it"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is '2'"),
         ({"RANK": "9" * 5000}, "RANK is '9"),
         ({"TMPDIR": ""}, "TMPDIR is ''"),
         ({"TMPDIR": "/nonexistent"}, "TMPDIR is '/nonexistent' .*not a folder"),
@@ -91,6 +89,90 @@ def test_what_launchers_and_libraries_take_passes(
     require_environment(environ)
 
 
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_NNODES": "2"}
+STEP = {**JOB, "SLURM_STEP_ID": "0", "SLURM_STEPID": "0"}
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+OMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+FLUX = {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0", "FLUX_TASK_LOCAL_ID": "0"}
+JSRUN = {"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_LOCAL_RANK": "0"}
+PMIX = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-node7-81@1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "report"),
+    [
+        (
+            {**JOB, **SRUN},
+            r"Slurm \(srun\) \(SLURM_STEP_NUM_TASKS is '2', SLURM_PROCID is '0'.*"
+            r" without WORLD_SIZE and RANK and LOCAL_RANK; .* WORLD_SIZE=\$SLURM_STEP_NUM_TASKS"
+            r" RANK=\$SLURM_PROCID LOCAL_RANK=\$SLURM_LOCALID MASTER_ADDR",
+        ),
+        ({**STEP, "SLURM_PROCID": "1"}, r"Slurm .*SLURM_NTASKS is '2'.*=\$SLURM_NTASKS"),
+        ({"SLURM_STEPID": "4", "SLURM_NPROCS": "2"}, "Slurm .*SLURM_NPROCS is '2'"),
+        ({**JOB, "SLURM_PROCID": "1"}, r"Slurm .*SLURM_PROCID is '1'.* export WORLD_SIZE RANK="),
+        ({**STEP, **SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "1"}, "Slurm"),
+        ({**SRUN, "WORLD_SIZE": "2", **MEETING}, "Slurm .* without RANK and LOCAL_RANK; "),
+        ({**SRUN, "WORLD_SIZE": "2", "RANK": "1"}, "Slurm .* without LOCAL_RANK; "),
+        ({**SRUN, "RANK": "0", "LOCAL_RANK": "0"}, "Slurm .* without WORLD_SIZE; "),
+        ({**SRUN, **PMIX}, "Slurm"),
+        (OMPI, "Open MPI .*OMPI_COMM_WORLD_SIZE is '2'"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "Open MPI .*OMPI_COMM_WORLD_RANK is '1'"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "Open MPI .* export WORLD_SIZE RANK LOCAL_RANK "),
+        ({**OMPI, **PMIX}, "Open MPI"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", **OMPI}, "Open MPI"),
+        (HYDRA, "Intel MPI or MPICH .*PMI_SIZE is '2'"),
+        ({"PMI_RANK": "1"}, "Intel MPI"),
+        ({"PMI_SIZE": "two"}, "Intel MPI .*PMI_SIZE is 'two'"),
+        ({"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"}, "Intel MPI"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, "MVAPICH"),
+        ({"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "2"}, r"PALS \(mpiexec\)"),
+        ({**FLUX, "PMI_RANK": "0", "PMI_SIZE": "2"}, "Flux .*FLUX_JOB_SIZE is '2'"),
+        ({"FLUX_TASK_RANK": "1"}, "Flux"),
+        ({**JSRUN, **OMPI, **PMIX}, r"LSF \(jsrun\) .*JSM_NAMESPACE_SIZE is '2'"),
+        ({"JSM_NAMESPACE_RANK": "1"}, "LSF"),
+        (PMIX, "PMIx .*PMIX_RANK is '0', PMIX_NAMESPACE is 'prterun.*; .* export WORLD_SIZE RANK="),
+        ({"PMIX_NAMESPACE": "a"}, "PMIx"),
+        ({**JOB, **PMIX}, "PMIx"),
+        ({**PMIX, "PMIX_RANK": "1"}, "PMIx"),
+    ],
+)
+def test_one_of_several_tasks_without_the_variables_of_torch_names_its_launcher(
+    environ: dict[str, str], report: str
+):
+    with pytest.raises(RendezvousError, match=f"^this process is one of several tasks of {report}"):
+        require_environment(environ)
+    require_environment({**environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+
+
+ONE = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        JOB,  # the shell of salloc
+        {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},  # sbatch's script
+        {**JOB, **SRUN, "SLURM_STEP_ID": "4294967291"},
+        {**JOB, "SLURM_PROCID": "0", "SLURM_STEP_ID": "batch"},
+        {**JOB, **ONE, "SLURM_STEP_ID": "4294967290", **PMIX},  # salloc's, as a step of its own
+        {**STEP, **ONE},
+        {**STEP, **ONE, **PMIX},
+        {**OMPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_UNIVERSE_SIZE": "8", **PMIX},
+        {**HYDRA, "PMI_SIZE": "1"},
+        {**FLUX, "FLUX_JOB_SIZE": "1"},
+        {**JSRUN, "JSM_NAMESPACE_SIZE": "1", **PMIX},
+        {"LSB_DJOB_NUMPROC": "2", "LSB_MAX_NUM_PROCESSORS": "2", "LSB_HOSTS": "a a"},
+        {"PBS_NP": "2", "PBS_TASKNUM": "1", "PBS_NODENUM": "0", "NSLOTS": "2"},
+        {"SLURM_STEP_NUM_TASKS": "", "PMIX_RANK": ""},
+        {**STEP, **SRUN, **OMPI, **TWO},  # a worker of a launcher that is a task
+        {**STEP, **SRUN, "WORLD_SIZE": "1"},
+    ],
+)
+def test_one_task_and_a_shell_of_several_and_a_launcher_in_each_pass(environ: dict[str, str]):
+    require_environment(environ)
+
+
 def test_an_interface_for_nccl_is_no_matter_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment, "GPU_DRIVERS", (Path("/nowhere"),))
     require_environment({"NCCL_SOCKET_IFNAME": "ib0"})
@@ -109,6 +191,7 @@ def test_a_port_without_an_address_is_that_of_this_host():
         ({"RANK": ""}, 9, "error[E_RENDEZVOUS] rank=0 step=0: RANK is '' in the environment"),
         ({"MINIMIND_SCRIPT_PID": "abc"}, 9, "MINIMIND_SCRIPT_PID is 'abc'"),
         ({"TMPDIR": "/nonexistent"}, 5, "error[E_STORAGE] rank=0 step=0: TMPDIR is"),
+        (SRUN, 9, "is one of several tasks of Slurm (srun) (SLURM_STEP_NUM_TASKS is '2'"),
     ],
 )
 def test_the_script_ends_in_one_line_before_it_imports_torch(

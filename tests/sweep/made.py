@@ -41,6 +41,7 @@ class MadeProcess:
     pid = NO_PROCESS
     kill_at: int | None = None  # looks until the sweep is killed
     statuses: Mapping[str, int] = {}  # by folder: ends with it at step 20
+    refuses: Mapping[str, int] = {}  # by folder: ends with it at each start
     stop_status = 75  # -15: it is stopped before it listens to signals
     stops_itself: Sequence[str] = ()  # folders: ends with 75 at step 20, once
     starts: ClassVar[list[str]] = []  # folders in the order of their starts
@@ -72,6 +73,8 @@ class MadeProcess:
             cls.kill_at -= 1
             if cls.kill_at < 0:
                 raise Killed
+        if refused := cls.refuses.get(self.place.name):
+            self._end(refused)
         if self.status is None and self.step < STEPS:
             self.step += INTERVAL
             value = 1 + self.distance + 1 / self.step

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -113,6 +114,36 @@ def test_twelve_trials_killed_twice_and_stopped_once(corpus: Path, tmp_path: Pat
     text = check_finished(start(path, out), out, 12)
     assert "pruned at step" in text
     assert max(len(events(out / f"trial-{n:04d}", "run_start")) for n in range(12)) == 2
+
+
+def trial_of(sweep: subprocess.Popen[str]) -> psutil.Process:
+    (trial,) = psutil.Process(sweep.pid).children()
+    return trial
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_a_trial_that_is_killed_or_suspended_alone_is_not_lost(corpus: Path, tmp_path: Path):
+    path, out = write(tmp_path, corpus, trials=2, steps=300), tmp_path / "out"
+    first = start(path, out)
+    wait_for_checkpoint(out / "trial-0000")
+    trial_of(first).kill()
+    wait_for_checkpoint(out / "trial-0001")
+    suspended = trial_of(first)
+    suspended.suspend()
+    first.kill()
+    first.communicate()
+    try:
+        text, errors = start(path, out).communicate(timeout=PATIENCE)
+        again = start(path, out)
+    finally:
+        suspended.kill()
+    assert "trial-0001: was interrupted, and goes on\n" in text
+    assert f"is in use by process {suspended.pid} on " in errors
+    assert "as before, which says nothing of its flags" in errors
+    check_finished(again, out, 2)
+    starts = [len(events(out / f"trial-{n:04d}", "run_start")) for n in range(2)]
+    assert starts == [2, 2]
 
 
 @pytest.mark.launch

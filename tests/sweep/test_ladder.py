@@ -209,6 +209,18 @@ def test_a_run_that_fails_ends_the_command_and_is_tried_again(tmp_path, capsys, 
     assert made.starts == [*FITTED[:3], *FITTED[2:], LAST]
 
 
+def test_a_killed_run_is_started_again_and_no_result_of_its_flags(tmp_path, capsys, made):
+    made.statuses["trial-0002"] = -9
+    assert train(tmp_path) == 7
+    error = capsys.readouterr().err
+    assert "minimind scaling run: trial-0002 died: killed by SIGKILL" in error
+    assert "correct" not in error
+    assert made.starts == [*FITTED[:3], "trial-0002"]
+    made.statuses.clear()
+    assert train(tmp_path) == 0
+    assert made.starts[4:] == [*FITTED[2:], LAST]
+
+
 def test_a_failure_ends_the_command_although_a_run_beside_it_ends_well(tmp_path, made):
     made.statuses["trial-0002"] = 3
     assert train(tmp_path, "--parallel", "2") == 3

@@ -295,11 +295,56 @@ def test_how_a_trial_ended_is_recorded(tmp_path: Path, status: int, kind: str, t
     assert {row.kind for row in rows if row.folder != "trial-0001"} == {"done"}
 
 
+BY_NO_FLAG = [1, 4, 5, 7, 8, 9, 11, 75, 130, 137, 143, -1, -2, -6, -9, -11, -15]
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("status", BY_NO_FLAG)
+def test_an_end_that_says_nothing_of_the_flags_is_no_result(tmp_path: Path, status: int):
+    process = made_process(statuses={"trial-0001": status})
+    found, rows = sweep_in(tmp_path / "out", process, pruner="none", trials=3)
+    assert (found, [row.kind for row in rows]) == (0, ["done"] * 3)
+    assert process.starts == ["trial-0000", "trial-0001", "trial-0001", "trial-0002"]
+
+
+@pytest.mark.parametrize(
+    ("status", "expected", "how"),
+    [
+        (8, 8, "ended with status 8 (the last line of trial-0001)"),
+        (1, 1, "ended with status 1 ("),
+        (-9, 7, "died: killed by SIGKILL, perhaps for lack of memory"),
+        (137, 7, "died: killed by SIGKILL, perhaps for lack of memory"),
+        (-11, 7, "died: crashed by SIGSEGV"),
+        (-15, 75, "was stopped by SIGTERM while it started"),
+        (75, 75, "stopped"),
+    ],
+)
+def test_an_end_without_a_result_that_comes_again_ends_the_sweep(
+    tmp_path: Path, capsys: Any, status: int, expected: int, how: str
+):
+    process = made_process(refuses={"trial-0001": status})
+    found, rows = sweep_in(tmp_path / "out", process, pruner="none", trials=3, parallel=2)
+    assert (found, rows[1].kind) == (expected, "interrupted")
+    assert process.starts.count("trial-0001") == 2
+    error = capsys.readouterr().err
+    assert f"minimind sweep: trial-0001 {how}" in error
+    assert f" at step 0, as before, which says nothing of its flags; see {tmp_path}" in error
+    process.refuses = {}
+    found, rows = sweep_in(tmp_path / "out", process, pruner="none", trials=3, parallel=2)
+    assert (found, [row.kind for row in rows]) == (0, ["done"] * 3)
+
+
+def test_a_pruned_trial_is_pruned_however_it_ends(tmp_path: Path):
+    process = made_process(stop_status=-9)
+    status, rows = sweep_in(tmp_path / "out", process, trials=12, sampler="random")
+    assert (status, {row.kind for row in rows}) == (0, {"done", "pruned"})
+
+
 def test_three_failures_in_a_row_end_the_sweep_and_are_tried_again(tmp_path: Path, capsys: Any):
     names = [f"trial-{n:04d}" for n in (1, 2, 3)]
-    process = made_process(statuses=dict.fromkeys(names, 5))
+    process = made_process(statuses=dict.fromkeys(names, 3))
     status, rows = sweep_in(tmp_path / "out", process, pruner="none")
-    assert (status, len(rows)) == (5, 4)
+    assert (status, len(rows)) == (3, 4)
     assert f"{tmp_path / 'out' / 'trial-0003' / 'log.txt'}" in capsys.readouterr().err
     process.statuses = {}
     status, rows = sweep_in(tmp_path / "out", process, pruner="none")
@@ -314,7 +359,7 @@ def test_three_failures_in_a_row_end_the_sweep_and_are_tried_again(tmp_path: Pat
         ((3, 6), 3, "trial-0000 failed; correct what {log} says, and run the same", [0]),
         ((6, 10), 10, "trial-0001 out of memory; change flags or dimensions, and give an", []),
         ((10, 0), 6, "trial-0001 diverged by step 40; change flags or dimensions, and", []),
-        ((-9, 6), 3, "trial-0000 failed; correct what {log} says, and run the same", [0]),
+        ((70, 6), 70, "trial-0000 failed; correct what {log} says, and run the same", [0]),
     ],
 )
 def test_without_a_finished_trial_the_status_tells_why(

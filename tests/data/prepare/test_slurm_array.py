@@ -37,11 +37,13 @@ def submit(folder: Path, *words: str, shares: str = "3") -> subprocess.Completed
     stub = folder / "sbatch"
     stub.write_text(SBATCH)
     stub.chmod(0o755)
+    (folder / "minimind.py").write_text("raise SystemExit('another checkout')")
     given = {"SHARES": shares, "PYTHON": sys.executable, "CALLS": str(folder / "calls")}
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", str(ROOT / "scripts" / "prepare.sbatch"), *words],
-        env={**os.environ, **given, "PATH": path, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **given, "PATH": path, "PYTHONPATH": str(folder)},
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=240,
