@@ -235,14 +235,19 @@ def rules_of_run(out_dir: Path) -> Rules | None:
     return Rules.of(read_record(path)) if path.exists() else None
 
 
-def good_step(log: EventLog) -> tuple[int | None, bool]:
+def good_step(log: EventLog, newest: int) -> tuple[int | None, bool]:
     """The last step known to be good, or at which the last start began, and whether it is certain.
 
-    It is not where a line that cannot be read follows the last check that passed.
+    It is not where a line that cannot be read follows the last check that passed, or where the log
+    does not reach to the `newest` checkpoint.
     """
-    good, is_back, unread = None, False, 0
-    for event in log.events("run_start", "verified", "rolled_back"):
+    good, is_back, unread, reached = None, False, 0, 0
+    for event in log.events("run_start", "verified", "rolled_back", "checkpoint_saved"):
         name = event["event"]
+        if name in ("run_start", "checkpoint_saved"):
+            reached = event["step"]
+        if name == "checkpoint_saved":
+            continue
         if name == "rolled_back" and not is_count(event.get("to")):
             log.unread += 1
             continue
@@ -253,4 +258,4 @@ def good_step(log: EventLog) -> tuple[int | None, bool]:
         elif name == "verified" and event.get("passed") is True:
             good, unread = event["step"], log.unread
         is_back = name == "rolled_back"
-    return good, log.unread == unread and not log.is_torn
+    return good, log.unread == unread and not log.is_torn and reached >= newest

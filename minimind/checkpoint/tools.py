@@ -131,7 +131,7 @@ def _with_fates(
         rules = rules_of_run(out_dir)
         if rules is None:
             return listings
-        good = _good_of(out_dir, rules, tell)
+        good = _good_of(root, rules, tell)
     except CheckpointError as error:
         tell(f"{error}; what the run keeps is unknown")
         return listings
@@ -265,7 +265,7 @@ def prune(
     rules = _rules_of_prune(root.parent, given)
     with lock_out_dir(root.parent if root.name == "checkpoints" else root):
         try:
-            good = _good_of(root.parent, rules, tell)
+            good = _good_of(root, rules, tell)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; nothing is deleted: give --keep N") from error
         paths = published_checkpoints(root)
@@ -316,17 +316,16 @@ def _rules_of_prune(out_dir: Path, given: Mapping[str, int]) -> Rules:
     return replace(rules, **given)
 
 
-def _good_of(out_dir: Path, rules: Rules, tell: Callable[[str], None]) -> int | None:
+def _good_of(root: Path, rules: Rules, tell: Callable[[str], None]) -> int | None:
     """The last step known to be good, if it counts; raise CheckpointError if that is uncertain."""
     if not rules.verifies:
         return None
-    log = EventLog(out_dir / "metrics.jsonl")
-    good, is_certain = good_step(log)
+    log = EventLog(beside(root).parent / "metrics.jsonl")
+    newest = max(map(step_of, published_checkpoints(root)), default=0)
+    good, is_certain = good_step(log, newest)
     if not is_certain:
-        what = log.warning() or f"the last line of {log.path} is cut"
-        raise CheckpointError(
-            f"{what}, and it may be the last check of --verify_interval that passed"
-        )
+        what = log.warning() or f"{log.path} is cut, missing, or ends before step {newest}"
+        raise CheckpointError(f"{what}: the last check of --verify_interval may be lost with that")
     if warning := log.warning():
         tell(warning)
     return good

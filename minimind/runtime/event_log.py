@@ -51,7 +51,7 @@ class EventLog:
             file.seek(self._offset)
             self.is_torn = False
             while raw := file.readline(MAX_BYTES):
-                size = len(raw)
+                size, is_blank = len(raw), not raw.strip()
                 event = parse_event(raw)
                 while len(raw) == MAX_BYTES and not raw.endswith(b"\n"):  # one that is too long
                     raw = file.readline(MAX_BYTES)
@@ -63,7 +63,7 @@ class EventLog:
                 self._offset += size
                 if event is not None:  # whole, also where its newline is still to come
                     yield event
-                elif raw.strip():
+                elif not is_blank:
                     self.unread += 1
 
     def events(self, *names: str) -> Iterator[dict[str, Any]]:

@@ -177,7 +177,7 @@ def test_verify_list_and_prune_name_a_loss_in_doubt(run_dir, capsys):
 
 def test_the_last_good_step_follows_starts_checks_and_rollbacks(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert good_step(EventLog(path)) == (None, True)
+    assert good_step(EventLog(path), 0) == (None, True)
     metrics = Metrics(path)
     for event, fields, good in (
         ("run_start", {"step": 0}, 0),
@@ -191,7 +191,7 @@ def test_the_last_good_step_follows_starts_checks_and_rollbacks(tmp_path):
         ("run_start", {"step": 70}, 70),
     ):
         metrics.write(event, **fields)
-        assert good_step(EventLog(path)) == (good, True)
+        assert good_step(EventLog(path), 0) == (good, True)
     metrics.close()
 
 
