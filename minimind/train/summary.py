@@ -557,6 +557,11 @@ def data_notes(context: RunContext, prepared: Prepared) -> list[str]:
             f"warning  no row of {documents:,} documents is held out, so the run is not validated;"
             f" {way_out}"
         )
+    if not prepared.train.has_sums:
+        notes.append(
+            f"note     {prepared.directory} has no sums of blocks, as an earlier version wrote it:"
+            " damage that leaves a file its time is not seen; prepare the text again to have them"
+        )
     if not is_folder:
         from minimind.data.text.inputs import left_out_of
 
