@@ -74,7 +74,7 @@ class CheckedBlocks:
         for block in new.tolist():
             begin = block * BLOCK_BYTES
             content = self._content[begin : begin + BLOCK_BYTES]
-            if zlib.crc32(content) != self._sums[block]:
+            if zlib.crc32(content.data) != self._sums[block]:
                 last_byte = begin + len(content) - 1
                 raise changed(
                     self._path,
