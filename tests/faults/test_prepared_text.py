@@ -18,10 +18,12 @@ import minimind.train as training
 from minimind.cli.main import main
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.prepared import Prepared, open_text
+from minimind.data.prepare.remote import local_text
 from minimind.data.shards.block_sums import BLOCK_BYTES
 from minimind.data.shards.manifest import SUMS_NAME, require_document_ends, seal
 from minimind.data.text.inputs import Source
 from minimind.errors import DataError
+from minimind.runtime.object_cache import open_cache, record_path
 from tests.conftest import SMALL, sentences
 
 train: Any = training  # a package that is called like a function
@@ -167,3 +169,17 @@ def test_a_folder_without_sums_keeps_its_fingerprint_and_trains(
         for path in (tmp_path / "with" / "metrics.jsonl", tmp_path / "without" / "metrics.jsonl")
     )
     assert [loss for loss in one if loss][:3] == [loss for loss in other if loss]
+
+
+def test_fetched_text_that_decays_is_not_tokenized_anew(text: Path, tmp_path: Path):
+    with open_cache(str(tmp_path), None) as cache:
+        (path,) = map(Path, local_text([f"file://{text}"], cache))
+    asked = PrepareRequest((Source("text", (str(path),)),), vocab_size=520, progress=False)
+    prepare_for_run(asked, tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"a", b"e", 1))
+    record = json.loads(record_path(path).read_bytes())
+    status = path.stat()  # as if no write had been seen
+    now = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    record_path(path).write_text(json.dumps({**record, "state": now}))
+    with pytest.raises(DataError, match=r"was changed after it was fetched; delete .*t\.jsonl to"):
+        prepare_for_run(asked, tmp_path)

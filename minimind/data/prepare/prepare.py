@@ -47,6 +47,7 @@ from minimind.runtime.durable_files import (
     sync_directory,
     write_whole,
 )
+from minimind.runtime.object_cache import fetched_sha256
 from minimind.runtime.terminal import phase
 
 
@@ -171,11 +172,20 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
 
 
 def _content(path: Path) -> list[str]:
-    """The format of an input and the hashes of its files."""
+    """The format of an input and the hashes of its files.
+
+    Raise DataError for a file of the cache that is not as it was fetched.
+    """
     try:
-        return [kind_of(path), *(sha256_of(file) for file in files_of(path))]
+        hashes = {file: sha256_of(file) for file in files_of(path)}
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check it") from error
+    for file, found in hashes.items():
+        if fetched_sha256(file) not in (None, found):
+            raise DataError(
+                f"{file}: was changed after it was fetched; delete {file} to fetch it again"
+            )
+    return [kind_of(path), *hashes.values()]
 
 
 def tokenizer_of(request: PrepareRequest, plan: Plan, trained: Path, remedy: str) -> AnyTokenizer:
