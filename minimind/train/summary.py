@@ -405,7 +405,7 @@ def log_run_start(
     logger.event("token_balance", step=state.step, **asdict(balance))
     _log_changes(context, resumed, layout(run, context.engine))
     own = (initial.architecture.start_summary_line(), initial.line(), initial.template_line)
-    notes = [*filter(None, own), *_config_notes(run), *data_notes(context, prepared), *notes]
+    notes = [*filter(None, own), *config_notes(run), *data_notes(context, prepared), *notes]
     if (traced := traced_steps(run)) and traced[1] <= state.step:
         notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
     logger.print(startup_summary(context, prepared, resumed, balance, capacity, notes))
@@ -539,7 +539,7 @@ def startup_summary(
     return "\n".join([*lines, *kept, f"{'more':<{LABEL}}{more}", *note_lines])
 
 
-def _config_notes(run: RunConfig) -> list[str]:
+def config_notes(run: RunConfig) -> list[str]:
     """Tell a run's config.yaml that was given with --config and is not as the run wrote it."""
     path = Path(run.config or "")
     fault = record_fault(path) if path.is_file() else ""

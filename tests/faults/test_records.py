@@ -10,6 +10,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from minimind.report.summary import Summary
 from minimind.runtime.checked_json import MAX_BYTES
 from minimind.runtime.event_log import EventLog
 from minimind.sweep.trial import Validations
+from minimind.train.summary import config_notes
 from tests.conftest import SMALL, Trained
 from tests.faults import tiny
 
@@ -293,3 +295,12 @@ def test_list_doctor_and_report_name_the_damage(kept_run: Path, tmp_path: Path, 
         assert "config.yaml is cut, damaged or edited" in said.out + said.err, words
         if words != ["checkpoint", "list"]:
             assert "1 line of" in said.out + said.err, words
+
+
+def test_a_start_warns_of_a_config_that_is_not_as_its_run_wrote_it(kept_run: Path, tmp_path: Path):
+    config = tmp_path / "config.yaml"
+    run: Any = SimpleNamespace(config=str(config))
+    whole = (kept_run / "config.yaml").read_bytes()
+    for content, count in ((whole, 0), (whole[:-80], 1), (b"dim: 64\n", 0), (b"", 1)):
+        config.write_bytes(content)
+        assert len(config_notes(run)) == count
