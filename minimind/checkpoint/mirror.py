@@ -50,6 +50,7 @@ from minimind.checkpoint.retention import (
     saved_in,
     saved_of,
     saved_with,
+    with_doubts,
 )
 from minimind.config.flags import MIRROR_WAIT_S
 from minimind.config.run_config import RunConfig
@@ -109,6 +110,7 @@ class Uploads:
         self._must_set_aside = False
         self._stale: Waiting | None = None  # the upload of such a later one
         self._is_over = False
+        self._own: set[int] = set()  # steps that were uploaded by this process
         self._validated: set[int] = set()  # steps whose validations are there as they are here
         self._doubted: set[int] = set()  # steps in doubt that were reported
         self._copied: set[Path] = set()  # copied files of RUN_FILES
@@ -214,6 +216,7 @@ class Uploads:
             self._copy_run_files()
             size = self.remote.upload(job.path, lambda: self._require_current(job))
             seconds = time.perf_counter() - started
+            self._own.add(step)
             url = f"{self.remote.shown}/{CHECKPOINTS}/{job.path.name}"
             fields = {"step": step, "url": url, "bytes": size, "seconds": seconds}
             self.events.append(("checkpoint_mirrored", fields))
@@ -293,6 +296,10 @@ class Uploads:
             for step, names in files.items()
             if MANIFEST in names
         }
+        # The file here of one of our own may be gone, with what the rules have deleted here.
+        for saved in with_doubts([*found.values()], self._rules):
+            if saved.step not in self._own:
+                found[saved.step] = saved
         for saved in found.values() if self._rules.keep_best else ():
             if saved.doubt and saved.step not in self._doubted:
                 self._doubted.add(saved.step)
@@ -303,7 +310,8 @@ class Uploads:
     def _find_missing(self, there: dict[int, Saved], good: int | None) -> None:
         """Look for checkpoints that are only here, which the rules would keep there, too."""
         root = self._out_dir / CHECKPOINTS
-        both = {saved.step: saved for saved in saved_in(root)} | there
+        here = with_doubts(saved_in(root), self._rules)
+        both = {saved.step: saved for saved in here} | there
         reasons = kept([*both.values()], self._rules, good)
         steps = [step for step in sorted(reasons) if reasons[step] and step not in there]
         with self._changed:

@@ -34,7 +34,8 @@ from minimind.engine.state import AVERAGE, MASTER, ZeroState
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import require_listed
 from minimind.runtime.collectives import Ranks, lost_peers, on_rank_0, run_on_all_ranks
-from minimind.runtime.durable_files import newest_acknowledged, sync_directory
+from minimind.runtime.durable_files import sync_directory
+from minimind.runtime.event_log import EventLog
 from minimind.runtime.terminal import phase
 
 
@@ -115,11 +116,22 @@ def _require_nothing_lost(root: Path) -> None:
         raise CheckpointError(
             f"{root} has only checkpoints that were set aside (last: {aside[-1].name}){remedy}"
         )
-    step = newest_acknowledged(root.parent / "metrics.jsonl")
+    step = newest_acknowledged(EventLog(root.parent / "metrics.jsonl"))
     if step is not None:
         raise CheckpointError(
             f"{root} holds no checkpoint, and metrics.jsonl has one at step {step}{remedy}"
         )
+
+
+def newest_acknowledged(log: EventLog) -> int | None:
+    """Step of the last `checkpoint_saved` event since the run started at step 0."""
+    newest = None
+    for event in log.events("run_start", "checkpoint_saved"):
+        if event["event"] == "checkpoint_saved":
+            newest = event["step"]
+        elif event.get("resume_from") is None:
+            newest = None
+    return newest
 
 
 def _set_aside_others(root: Path, resumed: Path, rejected: set[Path]) -> None:

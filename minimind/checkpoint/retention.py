@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from minimind.checkpoint.directory import delete, published_checkpoints, step_directory, step_of
 from minimind.config.flags import VAL_LOSS
-from minimind.config.parse import load_yaml
-from minimind.config.run_config import REACH, RunConfig
-from minimind.errors import CheckpointError, UsageError
+from minimind.config.run_config import REACH
+from minimind.config.run_record import NAME, read_record
+from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import (
     ClosedJson,
     Count,
@@ -28,15 +28,12 @@ from minimind.runtime.checked_json import (
     read_object,
     validate,
 )
-from minimind.runtime.durable_files import fingerprint, read_events, sync_directory, write_whole
+from minimind.runtime.durable_files import fingerprint, sync_directory, write_whole
+from minimind.runtime.event_log import EventLog, is_count
 
 VALIDATION = "validation.json"
 STAYS = "the checkpoint stays while --keep_best is in force, since its loss may be among the lowest"
 NO_CHECKSUM = "has no checksum, as an earlier version wrote it"
-RULED = (
-    *("keep_last", "keep_every", "keep_best", "keep_best_by", "save_interval"),
-    *("verify_interval", "spike_guard"),
-)  # flags
 
 
 @dataclass(frozen=True)
@@ -50,9 +47,11 @@ class Rules:
     interval: int = 1  # steps between saves
     verifies: bool = False
     keep_best_by: str = VAL_LOSS
+    compared_every: int = 0  # steps between the values that `keep_best` compares
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Rules:
+        by = settings["keep_best_by"]
         return cls(
             settings["keep_last"],
             settings["keep_every"],
@@ -60,7 +59,8 @@ class Rules:
             REACH if settings["spike_guard"] else 0,
             settings["save_interval"],
             settings["verify_interval"] > 0,
-            settings["keep_best_by"],
+            by,
+            settings["eval_interval" if by == VAL_LOSS else "eval_tasks_interval"],
         )
 
     def flags(self) -> str:
@@ -87,6 +87,7 @@ class Saved:
     val_loss: float | None = None  # or a score, negative if higher is better
     doubt: str = ""  # why the loss is not proven, or not known
     by: str = VAL_LOSS  # or the name of the score
+    is_null: bool = False  # the loss was recorded, and was not finite
 
 
 def kept(listed: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[int, list[str]]:
@@ -120,6 +121,22 @@ def kept(listed: Sequence[Saved], rules: Rules, good: int | None = None) -> dict
     return reasons
 
 
+def with_doubts(listed: Sequence[Saved], rules: Rules) -> list[Saved]:
+    """Doubt those whose value for `keep_best` is unknown; that of the newest is still to come."""
+    newest, every = max((saved.step for saved in listed), default=0), rules.compared_every
+    found = []
+    for saved in listed:
+        doubt = saved.doubt
+        if doubt or saved.step == newest:
+            pass
+        elif saved.by != rules.keep_best_by and saved.val_loss is not None:
+            doubt = f"has {saved.by}, and --keep_best_by compares {rules.keep_best_by}"
+        elif saved.val_loss is None and not saved.is_null and every and not saved.step % every:
+            doubt = f"is missing, and the run evaluates every {every:,} steps"
+        found.append(replace(saved, doubt=doubt))
+    return found
+
+
 def fate(listed: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[int, str]:
     """Why each checkpoint is kept, by step, and whether the next save ends that."""
     now = kept(listed, rules, good)
@@ -137,7 +154,7 @@ def prune(root: Path, rules: Rules, good: int | None = None) -> list[str]:
     Assumes that `resume` has set damaged ones aside. Return a sentence for each one whose loss is
     in doubt, if a rule compares losses.
     """
-    saved = saved_in(root)
+    saved = with_doubts(saved_in(root), rules)
     reasons = kept(saved, rules, good)
     for path in published_checkpoints(root):
         if not reasons.get(step_of(path), True):
@@ -206,30 +223,39 @@ def saved_with(step: int, text: bytes) -> Saved:
         return Saved(step, loss, NO_CHECKSUM, by)
     if sha256 != fingerprint(found):
         return Saved(step, doubt="does not match its own sha256")
-    return Saved(step, loss, by=by)
+    return Saved(step, loss, by=by, is_null=loss is None)
 
 
 def rules_of_run(out_dir: Path) -> Rules | None:
-    """The rules of the last start of a run, from its config.yaml; None if it cannot be read."""
-    defaults = {name: getattr(RunConfig, name) for name in RULED}
-    try:
-        given = load_yaml(str(out_dir / "config.yaml"), "the run's")
-        settings = {name: type(defaults[name])(given.get(name, defaults[name])) for name in RULED}
-        return Rules.of(settings)
-    except (UsageError, TypeError, ValueError):
-        return None
+    """The rules of the last start of a run, from its config.yaml; None if there is none.
+
+    Raise CheckpointError if it is not whole.
+    """
+    path = out_dir / NAME
+    return Rules.of(read_record(path)) if path.exists() else None
 
 
-def good_step(out_dir: Path) -> int | None:
-    """The last step known to be good, from metrics.jsonl, or at which the last start began."""
-    good, is_back = None, False
-    for event in read_events(out_dir / "metrics.jsonl", "run_start", "verified", "rolled_back"):
+def good_step(log: EventLog, newest: int) -> tuple[int | None, bool]:
+    """The last step known to be good, or at which the last start began, and whether it is certain.
+
+    It is not where a line that cannot be read follows the last check that passed, or where the log
+    does not reach to the `newest` checkpoint.
+    """
+    good, is_back, unread, reached = None, False, 0, 0
+    for event in log.events("run_start", "verified", "rolled_back", "checkpoint_saved"):
         name = event["event"]
+        if name in ("run_start", "checkpoint_saved"):
+            reached = event["step"]
+        if name == "checkpoint_saved":
+            continue
+        if name == "rolled_back" and not is_count(event.get("to")):
+            log.unread += 1
+            continue
         if name == "rolled_back":
             good = None if good is None else min(good, event["to"])
         elif name == "run_start" and not is_back:
             good = event["step"]
-        elif name == "verified" and event["passed"]:
-            good = event["step"]
+        elif name == "verified" and event.get("passed") is True:
+            good, unread = event["step"], log.unread
         is_back = name == "rolled_back"
-    return good
+    return good, log.unread == unread and not log.is_torn and reached >= newest

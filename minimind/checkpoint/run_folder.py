@@ -18,6 +18,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags, output_paths
 from minimind.config.flags import BY_TASK, SHAPE
 from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.run_record import HEAD, OF_EVERY_VERSION, with_sum
 from minimind.errors import LockedError, StorageError, UsageError
 from minimind.runtime.durable_files import require_regular, storing, write_whole
 from minimind.runtime.urls import masked_values, named
@@ -32,8 +33,6 @@ START_FLAGS = (
     "dry_run",
     "verbose",
 )  # flags of a single start
-HEAD = "# The flags of this run; --config reads them back. The comment is the source."
-OF_EVERY_VERSION = HEAD.partition(";")[0].encode()  # how config.yaml begins
 EVENT = re.compile(rb'\{"event": ?"\w+", ?"time": ?\d')  # how metrics.jsonl begins
 METRICS = "metrics.jsonl"
 REPLACED = {"config.yaml", "ds_config.resolved.json", "tokenizer", "rejected.jsonl", "report.html"}
@@ -204,7 +203,7 @@ def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
         value = list(value) if isinstance(value, tuple) else value
         text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True)
         lines.append(f"{name}: {text.removesuffix(END).strip()}  # {sources[name]}")
-    write_whole(out_dir / "config.yaml", ("\n".join(lines) + "\n").encode())
+    write_whole(out_dir / "config.yaml", with_sum("\n".join(lines) + "\n"))
     write_whole(
         out_dir / "ds_config.resolved.json",
         json.dumps(masked_values(resolved.config), indent=2).encode(),

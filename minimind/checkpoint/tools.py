@@ -6,7 +6,7 @@ Needs neither DeepSpeed nor a GPU nor the number of processes that trained.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,13 @@ from minimind.checkpoint.retention import (
     kept,
     rules_of_run,
     saved_of,
+    with_doubts,
 )
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.config.flags import VAL_LOSS
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.durable_files import storing
+from minimind.runtime.event_log import EventLog
 
 DTYPES = ("float32", "bfloat16", "float16")
 ONE = re.compile(r"(?:rejected-|abandoned-)?step_\d{8,}.*")
@@ -102,27 +104,39 @@ def directories(place: str) -> list[Path]:
     return checkpoints
 
 
-def list_checkpoints(place: str, is_verifying: bool) -> list[Listing]:
-    """List published checkpoints, newest first, then those set aside and unfinished ones."""
+def list_checkpoints(
+    place: str, is_verifying: bool, tell: Callable[[str], None] = print
+) -> list[Listing]:
+    """List published checkpoints, newest first, then those set aside and unfinished ones.
+
+    `tell` gets a sentence for each file of the run that is damaged.
+    """
     if is_one(Path(place)):
         listings = [_listed(Path(place), is_verifying)]
     else:
         root = folder_of(place)
         listings = [_listed(path, is_verifying) for path in published_checkpoints(root)]
-        listings = _with_fates(root, listings)
+        listings = _with_fates(root, listings, tell)
         listings += [look_at(path, "set aside, never chosen") for path in leftovers(root)]
         listings += [look_at(path, "unfinished") for path in unfinished(root)]
     return [entry for entry in listings if entry is not None]
 
 
-def _with_fates(root: Path, listings: list[Listing | None]) -> list[Listing | None]:
+def _with_fates(
+    root: Path, listings: list[Listing | None], tell: Callable[[str], None]
+) -> list[Listing | None]:
     """Add why the run keeps each checkpoint, if its config.yaml is there."""
     out_dir = beside(root).parent
-    rules, good = rules_of_run(out_dir), good_step(out_dir)
-    if rules is None:
+    try:
+        rules = rules_of_run(out_dir)
+        if rules is None:
+            return listings
+        good = _good_of(root, rules, tell)
+    except CheckpointError as error:
+        tell(f"{error}; what the run keeps is unknown")
         return listings
     found = [saved_of(Path(entry.path)) for entry in listings if entry]
-    fates = fate(found, rules, good if rules.verifies else None)
+    fates = fate(with_doubts(found, rules), rules, good)
     return [entry and replace(entry, kept=fates[step_of(Path(entry.path))]) for entry in listings]
 
 
@@ -235,24 +249,31 @@ class Pruned:
     damage: str = ""
 
 
-def prune(place: str, given: Mapping[str, int], is_dry: bool) -> Iterator[Pruned]:
+def prune(
+    place: str, given: Mapping[str, int], is_dry: bool, tell: Callable[[str], None] = print
+) -> Iterator[Pruned]:
     """Delete the checkpoints that the rules do not keep; yield each, and those that stay instead.
 
     The rules are those of the run, replaced by those `given`. Unfinished checkpoints and those that
     were set aside are deleted too. A damaged one among the newest and one that is being read stay.
-    Raise LockedError while a run writes there.
+    Raise LockedError while a run writes there, and CheckpointError, before anything is deleted, if
+    damage of the run's files leaves open what a rule keeps. `tell` gets other damage.
     """
     if is_one(Path(place)):
         raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")
     root = beside(folder_of(place))
     rules = _rules_of_prune(root.parent, given)
     with lock_out_dir(root.parent if root.name == "checkpoints" else root):
+        try:
+            good = _good_of(root, rules, tell)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; nothing is deleted: give --keep N") from error
         paths = published_checkpoints(root)
         damages = {path: bad for path in paths if (bad := verify(path))}
         newest_valid(paths, damages.get)  # raises if all are damaged, so that nothing is deleted
         valid = [path for path in paths if path not in damages]
-        saved = [saved_of(path) for path in valid]
-        reasons = kept(saved, rules, good_step(root.parent) if rules.verifies else None)
+        saved = with_doubts([saved_of(path) for path in valid], rules)
+        reasons = kept(saved, rules, good)
         stay = {path for path in valid if reasons[step_of(path)]}
         for path, one in zip(valid, saved, strict=True):
             if reasons[one.step] == ["unproven"]:
@@ -277,10 +298,34 @@ def prune(place: str, given: Mapping[str, int], is_dry: bool) -> Iterator[Pruned
 
 def _rules_of_prune(out_dir: Path, given: Mapping[str, int]) -> Rules:
     """The rules of a run with some replaced; what a run goes back to is kept unless --keep says."""
-    rules = rules_of_run(out_dir)
+    whole = {"keep_last", "keep_every", "keep_best"}
+    try:
+        rules = rules_of_run(out_dir)
+    except CheckpointError as error:
+        if {*given} < whole:
+            raise CheckpointError(
+                f"{error}; nothing is deleted: restore it, or give --keep, --keep_every and"
+                " --keep_best"
+            ) from error
+        rules = None
     if rules is None and "keep_last" not in given:
         raise UsageError(f"{out_dir} has no config.yaml with the rules of its run; give --keep")
     rules = rules or Rules(1)
     if "keep_last" in given:
         rules = replace(rules, reach=0, verifies=False)
     return replace(rules, **given)
+
+
+def _good_of(root: Path, rules: Rules, tell: Callable[[str], None]) -> int | None:
+    """The last step known to be good, if it counts; raise CheckpointError if that is uncertain."""
+    if not rules.verifies:
+        return None
+    log = EventLog(beside(root).parent / "metrics.jsonl")
+    newest = max(map(step_of, published_checkpoints(root)), default=0)
+    good, is_certain = good_step(log, newest)
+    if not is_certain:
+        what = log.warning() or f"{log.path} is cut, missing, or ends before step {newest}"
+        raise CheckpointError(f"{what}: the last check of --verify_interval may be lost with that")
+    if warning := log.warning():
+        tell(warning)
+    return good

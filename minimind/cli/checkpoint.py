@@ -29,13 +29,17 @@ def run_list(args: argparse.Namespace) -> int:
     """Print one line per checkpoint."""
     place = place_of(args.place, args.checkpoint)
     with storing(place, REMEDY):
-        checkpoints = list_checkpoints(place, args.verify)
+        checkpoints = list_checkpoints(place, args.verify, _tell)
     if args.json:
         print(json.dumps([asdict(listing) for listing in checkpoints], indent=1))
     else:
         rows = [COLUMNS, *map(_row, checkpoints)]
         print(aligned(rows, SIDES) if checkpoints else f"{place}: no checkpoint yet")
     return 0
+
+
+def _tell(damage: str) -> None:
+    print(f"note: {damage}", file=sys.stderr)
 
 
 def _row(listing: Listing) -> tuple[str, ...]:
@@ -126,7 +130,7 @@ def run_prune(args: argparse.Namespace) -> int:
     named = {"keep_last": args.keep, "keep_every": args.keep_every, "keep_best": args.keep_best}
     given = {name: number for name, number in named.items() if number is not None}
     with storing(place, REMEDY):
-        for pruned in prune(place, given, args.dry_run):
+        for pruned in prune(place, given, args.dry_run, _tell):
             if pruned.stays:
                 print(f"{pruned.path} stays, but {pruned.stays}")
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from minimind.data.prepare.prepare import PrepareRequest
     from minimind.data.prepare.prepared import Prepared
     from minimind.recovery.documents import Documents, Place, Placed
-    from minimind.recovery.step_rows import Row
+    from minimind.recovery.step_rows import Row, RunLog
     from minimind.runtime.object_cache import ObjectCache
 
 
@@ -399,7 +400,7 @@ def _place(text: str) -> tuple[str, int]:
 
 def run_at(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print the rows of a step, or the documents of steps with a high loss."""
-    from minimind.recovery.step_rows import documents_of, read_run, rows_at
+    from minimind.recovery.step_rows import documents_of, rows_at
 
     if (args.step is None) == (args.steps is None):
         given = "both were given" if args.step else "neither was given"
@@ -412,7 +413,7 @@ def run_at(args: argparse.Namespace, cache: ObjectCache) -> int:
         return _run_suspects(args, cache)
     if args.top is not None:
         raise UsageError("--top lists documents of --steps A:B; drop it, or give --steps")
-    stretch = read_run(args.run).at(args.step)
+    stretch = _read_run(args.run).at(args.step)
     documents = documents_of(stretch, args.data, cache)
     rows = rows_at(stretch, documents, args.step, args.rank)
     numbers = {part.document for row in rows for part in row.parts}
@@ -435,14 +436,23 @@ def run_at(args: argparse.Namespace, cache: ObjectCache) -> int:
     return 0
 
 
+def _read_run(run_dir: Path) -> RunLog:
+    """The log of a run; damage of its records is named on standard error."""
+    from minimind.recovery.step_rows import read_run
+
+    log = read_run(run_dir)
+    for warning in log.run.warnings:
+        print(f"note: {warning}", file=sys.stderr)
+    return log
+
+
 def _run_rows(args: argparse.Namespace) -> int:
     """Print the rows of steps, as a file for --skip_rows."""
     from minimind.data.rows.order import skip_rows_text
-    from minimind.recovery.step_rows import read_run
 
     if args.text or args.json or args.top is not None or args.rank is not None:
         raise UsageError("--rows prints row numbers alone; drop --text, --json, --top and --rank")
-    log, steps = read_run(args.run), args.steps or range(args.step, args.step + 1)
+    log, steps = _read_run(args.run), args.steps or range(args.step, args.step + 1)
     stretches = [log.at(step) for step in steps]
     if len(kinds := {(one.data["fingerprint"], one.row_tokens) for one in stretches}) > 1:
         raise UsageError(
@@ -460,9 +470,9 @@ def _run_rows(args: argparse.Namespace) -> int:
 def _run_suspects(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print the documents whose steps have a high loss more often than expected."""
     from minimind.recovery.documents import place_json
-    from minimind.recovery.step_rows import documents_of, read_run, suspects
+    from minimind.recovery.step_rows import documents_of, suspects
 
-    log = read_run(args.run)
+    log = _read_run(args.run)
     texts = log.texts(args.steps)
     if len(texts) > 1:
         raise UsageError(
@@ -495,11 +505,11 @@ def _run_suspects(args: argparse.Namespace, cache: ObjectCache) -> int:
 def run_where(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print the steps that read a document, for each text that the run read."""
     from minimind.recovery.documents import place_json
-    from minimind.recovery.step_rows import documents_of, read_run, steps_reading
+    from minimind.recovery.step_rows import documents_of, steps_reading
     from minimind.runtime.urls import named
 
     file, line = args.place
-    log = read_run(args.run)
+    log = _read_run(args.run)
     texts = [stretches[-1] for stretches in log.texts()] or [log.at(1)]
     unknown, places = None, []
     for stretch in texts:

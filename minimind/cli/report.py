@@ -100,6 +100,8 @@ def run_doctor(args: argparse.Namespace) -> int:
 
     place = args.place.parent if args.place.name == "metrics.jsonl" else args.place
     (run,) = read_runs([place])
+    for warning in run.warnings:
+        print(f"note: {warning}", file=sys.stderr)
     findings, placed = diagnose(run, time.time()), placement(run)
     if args.json:
         found = [{"kind": one.kind, "text": one.text} for one in findings]

@@ -22,6 +22,7 @@ from minimind.checkpoint.directory import NAME as STEP
 from minimind.checkpoint.directory import read_manifest
 from minimind.checkpoint.retention import saved_of
 from minimind.config.parse import load_yaml
+from minimind.config.run_record import record_fault
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.interop.gguf import NAME as GGUF_NAME
@@ -29,7 +30,8 @@ from minimind.interop.tensor_sources import TRAINED
 from minimind.interop.weights import CHECKPOINT, OURS, Weights
 from minimind.interop.write_folder import PRODUCER
 from minimind.report.history import Run, number, read_configuration, read_runs
-from minimind.runtime.durable_files import read_events, storing
+from minimind.runtime.durable_files import storing
+from minimind.runtime.event_log import EventLog
 from minimind.runtime.terminal import printable
 from minimind.runtime.urls import BEGINS, HUB_PREFIX, ON_THE_HUB, named
 
@@ -180,6 +182,7 @@ def _training(weights: Weights) -> tuple[Rows, dict[str, Any]]:
         rows["weights"] = f"a moving average of those that were trained (--ema {records.ema})"
     rows |= records.losses(weights.which)
     rows |= _settings(identity)
+    rows["left out"] = "; ".join(records.faults)
     versions = _mapping(manifest.get("versions"))
     rows["software"] = ", ".join(f"{name} {version}" for name, version in versions.items())
     return {name: value for name, value in rows.items() if value}, records.flags
@@ -226,6 +229,7 @@ class _Records:
     val_loss: float | None  # loss in the checkpoint, of the weights that are trained
     ema: Any
     flags: dict[str, Any]
+    faults: tuple[str, ...] = ()  # damage of the run's files
 
     @classmethod
     def of(cls, checkpoint: Path, step: int) -> _Records:
@@ -238,10 +242,15 @@ class _Records:
         balance: dict[str, Any] = {}
         if run is not None:
             with storing(str(metrics), "correct its permissions"):
-                for event in read_events(metrics, "token_balance"):
-                    balance = event if number(event.get("step")) <= step else balance
+                for event in EventLog(metrics).events("token_balance"):
+                    balance = event if event["step"] <= step else balance
         values: dict[str, Any] = {}
+        faults = []
+        if run is not None and run.unread_lines:
+            faults.append(f"{run.unread_lines:,} damaged lines of metrics.jsonl")
         if config.is_file():
+            if fault := record_fault(config):
+                faults.append(f"config.yaml {fault}")
             with suppress(UsageError):  # edited by hand: the weights are exported all the same
                 values = load_yaml(str(config), "the run's")
         sources = read_configuration(folder).flags
@@ -259,6 +268,7 @@ class _Records:
                 if name not in HOST_FLAGS
                 and not sources.get(name, ("", ""))[1].startswith(NOT_GIVEN)
             },
+            faults=tuple(faults),
         )
 
     def text(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from array import array
 from collections import defaultdict
@@ -15,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from minimind.config.run_record import NAME, record_fault
 from minimind.errors import PREEMPTED, UsageError
 from minimind.runtime.durable_files import storing
+from minimind.runtime.event_log import EventLog, left_out
 
 PHASES = ("data", "forward", "backward", "optimizer")
 PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "score", "verify", "trace", "gc")
@@ -149,56 +150,39 @@ class History:
     """The starts in `run_dir`/metrics.jsonl, read on from where the last `read` ended."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self._path = run_dir, run_dir / "metrics.jsonl"
-        self._begin(None)
-
-    def _begin(self, file_id: tuple[int, int] | None) -> None:
+        self.run_dir, self.log = run_dir, EventLog(run_dir / "metrics.jsonl")
         self.starts: list[Start] = []
-        self.unread_lines = 0
-        self._file_id, self._offset = file_id, 0
+
+    @property
+    def unread_lines(self) -> int:
+        return self.log.unread
 
     @property
     def exists(self) -> bool:
-        return self._path.is_file()
+        return self.log.path.is_file()
 
     def read(self) -> bool:
         """Add the lines that were appended; return whether there were any, or the file is another.
 
         Raise StorageError.
         """
-        before = self._file_id, self._offset
-        if not self.exists:
-            self._begin(None)
-            return before != (None, 0)
-        with storing(str(self._path), "correct its permissions"), open(self._path, "rb") as file:
-            status = os.fstat(file.fileno())
-            file_id = status.st_dev, status.st_ino
-            if file_id != self._file_id or status.st_size < self._offset:  # the run began anew
-                self._begin(file_id)
-            file.seek(self._offset)
-            for raw in file:
-                try:
-                    line = json.loads(raw)
-                except (ValueError, RecursionError):
-                    line = None
-                if isinstance(line, dict):  # whole, also where its newline is still to come
-                    _add_line(self.starts, line)
-                elif not raw.endswith(b"\n"):  # a partial last line may still be written
-                    break
-                elif raw.strip():
-                    self.unread_lines += 1
-                self._offset += len(raw)
+        before = self.log.position
+        with storing(str(self.log.path), "correct its permissions"):
+            if self.log.begins_anew():
+                self.starts = []
+            for event in self.log.new():
+                _add_line(self.starts, event)
         cutoff = math.inf
         for start in reversed(self.starts):
             start.cutoff, cutoff = cutoff, min(cutoff, start.first_step)
-        return before != (self._file_id, self._offset)
+        return before != self.log.position
 
 
 def _add_line(starts: list[Start], line: dict[str, Any]) -> None:
-    name = line.get("event")
+    name = line["event"]
     if name == "run_start":
         starts.append(Start(line, is_implied=False))
-    elif not isinstance(name, str) or name not in {"step", *ENDS, *KEPT_EVENTS}:
+    elif name not in {"step", *ENDS, *KEPT_EVENTS}:
         return
     elif not starts or starts[-1].end is not None or _follows_missing_start(starts[-1], line):
         starts.append(Start())
@@ -243,6 +227,19 @@ class Run:
     run_dir: Path
     starts: list[Start]
     unread_lines: int
+
+    @property
+    def warnings(self) -> list[str]:
+        """What of the records is damaged, a sentence for each file."""
+        lines = left_out(self.unread_lines, self.run_dir / "metrics.jsonl")
+        fault = self.config_fault
+        return [*filter(None, (lines, fault and f"{self.run_dir / NAME} {fault}"))]
+
+    @property
+    def config_fault(self) -> str:
+        """Why config.yaml is not as the run wrote it; empty if it is, or is missing."""
+        config = self.run_dir / NAME
+        return record_fault(config) if config.exists() else ""
 
     def column(self, name: str) -> np.ndarray:
         """float64 (kept lines,)."""
@@ -379,7 +376,7 @@ class Configuration:
 def read_configuration(run_dir: Path) -> Configuration:
     """Read both files; a missing or malformed one is empty."""
     texts = []
-    for path in (run_dir / "config.yaml", run_dir / "ds_config.resolved.json"):
+    for path in (run_dir / NAME, run_dir / "ds_config.resolved.json"):
         with storing(str(path), "correct its permissions"):
             texts.append(path.read_text("utf-8", "replace") if path.is_file() else "")
     lines = re.sub(r"\n +", " ", texts[0]).splitlines()  # long values are wrapped

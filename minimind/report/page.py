@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
+from minimind.config.run_record import NAME
 from minimind.report import formats
 from minimind.report.formats import PALETTE
 from minimind.report.history import (
@@ -70,6 +71,9 @@ def render_parts(
     charts = Charts(runs, [one.grad_clip for one in configurations], now).draw()
     lines = sum(run.unread_lines for run in runs)
     unread = f" {formats.count(lines, 'line')} could not be read." if lines else ""
+    unread += "".join(
+        f" {escape(run.name)}: {NAME} {fault}." for run in runs if (fault := run.config_fault)
+    )
     paths = ", ".join(f"<code>{escape(str(run.run_dir))}</code>" for run in runs)
     is_single = len(runs) == 1
     body = [

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from minimind.config.run_record import NAME
 from minimind.report import formats
 from minimind.report.history import PAUSES, PHASES, Run, number, values_by_rank
 from minimind.report.placement import placement
@@ -232,7 +233,9 @@ class Summary:
             ),
         }
         if unread := self.run.unread_lines:
-            lines["unread"] = f"{formats.count(unread, 'line')} of metrics.jsonl"
+            lines["unread"] = f"{formats.count(unread, 'line')} of metrics.jsonl, left out"
+        if self.run.config_fault:
+            lines["config"] = f"{NAME} {self.run.config_fault}"
         curve = sparkline(smoothed_loss(self.run), BLOCKS if has_blocks else ASCII_BLOCKS)
         shown = [f"  {name:<12}{value}" for name, value in lines.items() if value]
         text = "\n".join([str(self.run.run_dir), *shown, *([f"  {curve}"] if curve else [])])

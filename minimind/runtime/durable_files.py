@@ -1,4 +1,4 @@
-"""Durable and atomic writes, bounded reads, hashes, and metrics.jsonl."""
+"""Durable and atomic writes, bounded reads, hashes, and the writer of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -196,28 +196,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_events(path: Path, *names: str) -> Iterator[dict[str, Any]]:
-    """Yield the events of these names in metrics.jsonl; none if there is no such file."""
-    if not path.exists():
-        return
-    marks = [f'"{name}"'.encode() for name in names]
-    with open(path, "rb") as file:
-        for raw in file:
-            if any(mark in raw for mark in marks):
-                with suppress(ValueError):  # a line torn by a crash
-                    line = json.loads(raw)
-                    if line["event"] in names:
-                        yield line
-
-
-def newest_acknowledged(path: Path) -> int | None:
-    """Step of the last `checkpoint_saved` event since the run started at step 0."""
-    newest = None
-    for line in read_events(path, "run_start", "checkpoint_saved"):
-        if line["event"] == "checkpoint_saved":
-            newest = line["step"]
-        elif line["resume_from"] is None:
-            newest = None
-    return newest

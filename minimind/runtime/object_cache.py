@@ -431,6 +431,12 @@ def _read_record(target: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
+def fetched_sha256(target: Path) -> str | None:
+    """The sha256 of a file when it was fetched into the cache; None for any other file."""
+    record = _read_record(target)
+    return record.get("sha256") if "state" in record else None
+
+
 def _record(remote: RemoteObject, target: Path, sha256: str) -> None:
     """Record that the file is verified as it is now."""
     facts = {"url": masked(remote.url), "etag": remote.etag, "size": remote.size}

@@ -196,7 +196,7 @@ def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[flo
     used = best_of_each_budget(planned, {})  # the law takes the better of equal budgets
     names = {one.name for one in used}
     reason = "has the parameters and tokens of another run, of which the better one counts"
-    fitted = Points(used, {one.name: reason for one in planned if one.name not in names})
+    fitted = Points(used, {one.name: reason for one in planned if one.name not in names}, [])
     term_of(fitted, flops, tokens)
     if ladder.predict:
         _require_predictable(points[-1], fitted, path)
@@ -343,4 +343,4 @@ def _collected(place: Path, rows: Sequence[Row]) -> Points:
     """The points of these trials that are done, with the ends of the others as reasons."""
     points = collect([place / row.folder for row in rows if row.kind == "done"])
     ended = {row.folder: row.status for row in rows if row.kind != "done"}
-    return Points(points.used, points.left_out | ended)
+    return Points(points.used, points.left_out | ended, points.warnings)

@@ -62,6 +62,7 @@ class Points:
 
     used: list[Point]
     left_out: dict[str, str]
+    warnings: list[str]  # damage of their records
 
 
 def collect(places: Sequence[Path]) -> Points:
@@ -69,8 +70,9 @@ def collect(places: Sequence[Path]) -> Points:
 
     Raise UsageError for a place without runs, a run given twice, and runs of different text.
     """
-    used, left_out = [], {}
+    used, left_out, warnings = [], {}, []
     for run in read_runs(_run_dirs(places)):
+        warnings += run.warnings
         point = _point(run)
         if isinstance(point, str):
             left_out[run.name] = point
@@ -79,7 +81,7 @@ def collect(places: Sequence[Path]) -> Points:
     for one in used[1:]:
         require_alike(used[0], one)
     kept = best_of_each_budget(used, left_out)
-    return Points(sorted(kept, key=lambda one: (one.parameters, one.tokens)), left_out)
+    return Points(sorted(kept, key=lambda one: (one.parameters, one.tokens)), left_out, warnings)
 
 
 def _run_dirs(places: Iterable[Path]) -> list[Path]:
@@ -120,6 +122,8 @@ def _point(run: Run) -> Point | str:
         reason = "begins with trained weights (--init_from)"
     elif not config.is_file():
         reason = "has no config.yaml"
+    elif fault := run.config_fault:
+        reason = f"its config.yaml {fault}"
     return reason or _of_finished(run, evals[-1])
 
 
@@ -308,6 +312,7 @@ def answer(points: Points, flops: Sequence[float], tokens: Sequence[float]) -> A
     costs = [one.flops_per_token / one.parameters for one in used if one.flops_per_token]
     is_known = len(costs) == len(used)
     cost = float(np.exp(np.mean(np.log(costs)))) if is_known else COST
+    notes += points.warnings
     notes += [
         f"{name} ends at a bound of the search: the runs do not determine it"
         for name in fitted.at_bound

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -15,7 +14,9 @@ from typing import Any
 
 from minimind.config.parse import words_of
 from minimind.errors import DataError, MemoryFull, NumericError, RunError, UsageError
+from minimind.report.history import number
 from minimind.runtime.environment import module_path, usable_cores
+from minimind.runtime.event_log import EventLog
 from minimind.runtime.process import LAUNCHER_PID
 from minimind.runtime.terminal import printable
 from minimind.runtime.urls import masked
@@ -88,37 +89,18 @@ class Validations:
     """The `eval` events of a metrics.jsonl, read as the run appends them."""
 
     def __init__(self, run_dir: Path, metric: str) -> None:
-        self._path, self._metric = run_dir / "metrics.jsonl", metric
-        self._position = 0
+        self._log, self._metric = EventLog(run_dir / "metrics.jsonl"), metric
         self.count = 0
         self.step = 0  # step of the newest step line or validation
         self.last = math.nan  # the newest value; NaN if there is none, or none that is finite
 
     def read_new(self) -> list[tuple[int, float]]:
         """Step and value of the validations since the last call; NaN for one that is not finite."""
-        if not self._path.is_file():
-            return []
-        with open(self._path, "rb") as file:
-            file.seek(self._position)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]  # the last line may still be written
-        self._position += len(whole)
         values = []
-        for raw in whole.splitlines():
-            if b'"eval"' in raw or b'"step"' in raw:
-                values += self._read(raw)
-        return values
-
-    def _read(self, raw: bytes) -> list[tuple[int, float]]:
-        try:
-            event = json.loads(raw)
-        except ValueError:  # torn by a crash
-            return []
-        if event.get("event") in ("step", "eval"):
+        for event in self._log.events("step", "eval"):
             self.step = event["step"]
-        if event.get("event") != "eval":
-            return []
-        self.count += 1
-        value = event.get(self._metric)
-        self.last = math.nan if value is None else float(value)
-        return [(self.step, self.last)]
+            if event["event"] == "eval":
+                self.count += 1
+                self.last = number(event.get(self._metric))
+                values.append((self.step, self.last))
+        return values

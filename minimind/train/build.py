@@ -34,7 +34,7 @@ from minimind.data.rows.order import (
     sizes_of_sources,
 )
 from minimind.data.shards.conversation_shards import ConversationShards
-from minimind.data.shards.manifest import options_of
+from minimind.data.shards.manifest import options_of, require_document_ends
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, TooFewRows, UsageError
@@ -117,7 +117,16 @@ def with_local_folder(run: RunConfig, cleanup: ExitStack) -> RunConfig:
 
 @phase("reading the text")
 def prepare_data(run: RunConfig) -> Prepared:
-    """Return the run's token shards: a prepared folder, or raw text prepared in the cache."""
+    """Return the run's token shards: a prepared folder, or raw text prepared in the cache.
+
+    Raise DataError for a file that is damaged, as far as that shows without reading all tokens.
+    """
+    prepared = _open_data(run)
+    require_document_ends(prepared.directory, prepared.manifest)
+    return prepared
+
+
+def _open_data(run: RunConfig) -> Prepared:
     if folder := prepared_folder(run):
         return open_text(folder, run.tokenizer, run.allow_lossy_tokenizer)
     from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run

@@ -34,7 +34,8 @@ from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.errors import StorageError, UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.report.verdict import Verdicts
-from minimind.runtime.durable_files import read_events, storing
+from minimind.runtime.durable_files import storing
+from minimind.runtime.event_log import EventLog
 from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
 from minimind.runtime.terminal import phase
@@ -340,7 +341,10 @@ def log_floors(context: RunContext, prepared: Prepared, step: int) -> None:
     if context.run.task != "pretrain" or not rows:
         return
     of_text = {"text": prepared.manifest["fingerprint"], "rows": rows}
-    before = [*read_events(Path(context.run.out_dir) / "metrics.jsonl", "floors")]
+    log = EventLog(Path(context.run.out_dir) / "metrics.jsonl")
+    before = [*log.events("floors")]
+    if warning := log.warning():
+        context.logger.print(f"warning  {warning}")
     if before and before[-1]["step"] <= step and before[-1].items() >= of_text.items():
         return
     from minimind.train.floors import floors

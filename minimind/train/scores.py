@@ -19,7 +19,7 @@ from minimind.inference.own_tasks import HeldOutText
 from minimind.inference.questions import Questions
 from minimind.inference.scores import Shares, StoppedError, fields_of
 from minimind.runtime.collectives import lost_peers, on_rank_0
-from minimind.runtime.durable_files import read_events
+from minimind.runtime.event_log import EventLog
 from minimind.runtime.process import StopRequest
 
 
@@ -96,7 +96,7 @@ class Scores:
 
         def looked_up() -> bool:
             lacks = True
-            for event in read_events(self.metrics, "run_start", "scores"):
+            for event in EventLog(self.metrics).events("run_start", "scores"):
                 if event["event"] == "run_start":
                     lacks |= event["step"] < step
                 elif event["step"] == step:

@@ -24,6 +24,7 @@ from minimind.config.deepspeed.values import leaves
 from minimind.config.flags import AUTO, is_auto
 from minimind.config.rules import needs_text
 from minimind.config.run_config import FLAGS, RULED, RunConfig
+from minimind.config.run_record import record_fault
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import (
     Prepared,
@@ -404,7 +405,7 @@ def log_run_start(
     logger.event("token_balance", step=state.step, **asdict(balance))
     _log_changes(context, resumed, layout(run, context.engine))
     own = (initial.architecture.start_summary_line(), initial.line(), initial.template_line)
-    notes = [*filter(None, own), *data_notes(context, prepared), *notes]
+    notes = [*filter(None, own), *config_notes(run), *data_notes(context, prepared), *notes]
     if (traced := traced_steps(run)) and traced[1] <= state.step:
         notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
     logger.print(startup_summary(context, prepared, resumed, balance, capacity, notes))
@@ -538,6 +539,13 @@ def startup_summary(
     return "\n".join([*lines, *kept, f"{'more':<{LABEL}}{more}", *note_lines])
 
 
+def config_notes(run: RunConfig) -> list[str]:
+    """Tell a run's config.yaml that was given with --config and is not as the run wrote it."""
+    path = Path(run.config or "")
+    fault = record_fault(path) if path.is_file() else ""
+    return [f"warning  --config {path} {fault}; flags that it lacks are defaults"] if fault else []
+
+
 def data_notes(context: RunContext, prepared: Prepared) -> list[str]:
     """What of the text is not read, not validated, or lost by the tokenizer."""
     notes = [f"lossy    {line}" for line in loss_lines(prepared.manifest["sources"])]
@@ -556,6 +564,11 @@ def data_notes(context: RunContext, prepared: Prepared) -> list[str]:
         notes.append(
             f"warning  no row of {documents:,} documents is held out, so the run is not validated;"
             f" {way_out}"
+        )
+    if not prepared.train.has_sums:
+        notes.append(
+            f"note     {prepared.directory} has no sums of blocks, as an earlier version wrote it:"
+            " damage that leaves a file its time is not seen; prepare the text again to have them"
         )
     if not is_folder:
         from minimind.data.text.inputs import left_out_of

@@ -26,8 +26,11 @@ from minimind.checkpoint.retention import (
 )
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
+from minimind.config.run_config import FLAGS
+from minimind.config.run_record import ALWAYS, with_sum
 from minimind.runtime.checked_json import Unreadable
 from minimind.runtime.durable_files import Metrics
+from minimind.runtime.event_log import EventLog
 from tests.checkpoint.test_directory import saved
 from tests.faults import tiny
 
@@ -173,8 +176,9 @@ def test_verify_list_and_prune_name_a_loss_in_doubt(run_dir, capsys):
 
 
 def test_the_last_good_step_follows_starts_checks_and_rollbacks(tmp_path):
-    assert good_step(tmp_path) is None
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+    path = tmp_path / "metrics.jsonl"
+    assert good_step(EventLog(path), 0) == (None, True)
+    metrics = Metrics(path)
     for event, fields, good in (
         ("run_start", {"step": 0}, 0),
         ("verified", {"step": 30, "passed": True}, 30),
@@ -187,7 +191,7 @@ def test_the_last_good_step_follows_starts_checks_and_rollbacks(tmp_path):
         ("run_start", {"step": 70}, 70),
     ):
         metrics.write(event, **fields)
-        assert good_step(tmp_path) == good
+        assert good_step(EventLog(path), 0) == (good, True)
     metrics.close()
 
 
@@ -202,8 +206,10 @@ def run_dir(tmp_path: Path, tokenizer: bytes) -> Path:
     out_dir = tiny.new_run(tmp_path / "run", tokenizer, steps=(2, 4, 6, 8))
     for step, loss in ((2, 3.5), (4, 3.25), (6, 3.75)):
         record_validation(out_dir / "checkpoints" / f"step_{step:08d}", loss)
-    text = "keep_last: 1  # --keep_last\nkeep_best: 1\nsave_interval: 2\n"
-    (out_dir / "config.yaml").write_text(text)
+    values = {name: FLAGS[name].default for name in ALWAYS}
+    values |= {"keep_last": 1, "keep_best": 1, "save_interval": 2, "eval_interval": 2}
+    text = "".join(f"{name}: {value}  # --{name}\n" for name, value in values.items())
+    (out_dir / "config.yaml").write_bytes(with_sum(text))
     return out_dir
 
 
@@ -212,7 +218,7 @@ def steps(out_dir: Path) -> list[int]:
 
 
 def test_list_says_why_each_is_kept(run_dir, capsys):
-    assert rules_of_run(run_dir) == Rules(1, keep_best=1, interval=2)
+    assert rules_of_run(run_dir) == Rules(1, keep_best=1, interval=2, compared_every=2)
     assert main(["checkpoint", "list", str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     column = lines[0].index("kept")

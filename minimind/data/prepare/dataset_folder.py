@@ -18,7 +18,7 @@ from minimind.data.prepare.prepared import Prepared, is_prepared, open_prepared
 from minimind.data.prepare.ray_tasks import encode_with_ray
 from minimind.data.prepare.work_units import TEXT, Plan, described, differences, read_described
 from minimind.data.prepare.workers import encode_plan
-from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME
+from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME, SUMS_NAME, TOKENIZER_NAME
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import TOKENIZER_FILES, write_tokenizer
 from minimind.errors import UsageError
@@ -34,9 +34,16 @@ from minimind.runtime.output_folder import NewFolder
 
 SHARDS = ("*-[0-9]*.bin", "*-[0-9]*.idx")
 OF_TOKENIZER = tuple(f"{TOKENIZER_NAME}/{name}" for name in TOKENIZER_FILES)
-OWN = (MANIFEST_NAME, PLAN_NAME, "rejected.jsonl", *OF_TOKENIZER, *SHARDS)
+OWN = (MANIFEST_NAME, PLAN_NAME, SUMS_NAME, "rejected.jsonl", *OF_TOKENIZER, *SHARDS)
 # What a draft has, also after a kill.
-OF_DRAFT = (MANIFEST_NAME, PLAN_NAME, "rejected.jsonl", TOKENIZER_NAME, f"{TOKENIZER_NAME}-*")
+OF_DRAFT = (
+    MANIFEST_NAME,
+    PLAN_NAME,
+    SUMS_NAME,
+    "rejected.jsonl",
+    TOKENIZER_NAME,
+    f"{TOKENIZER_NAME}-*",
+)
 OF_DRAFT += ("*-[0-9]*.*", "*.tmp-*")
 WAIT = "give another --out, or wait until it is done"
 SAME_SHARES = "give all shares the same, or another --out, or delete it to start again"

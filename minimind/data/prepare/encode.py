@@ -193,7 +193,7 @@ class UnitReader:
             os.fsync(self._rejections.fileno())
 
 
-MARKER_VERSION = 4  # increase when the content of a marker, or of files that merge reads, changes
+MARKER_VERSION = 5  # increase when the content of a marker, or of files that merge reads, changes
 LARGE_BYTES = 2**23  # bytes of one document
 PREFETCH_BATCHES = 6  # short documents are read slower than they are encoded
 MAX_IGNORED, KEY_CHARACTERS = 20, 40  # keys of conversations that are named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections import Counter
@@ -18,6 +19,7 @@ from minimind.data.shards.manifest import (
     PLAN_NAME,
     REJECTED_NAME,
     SPLITS,
+    SUMS_NAME,
     TOKENIZER_NAME,
     index_name,
     read_manifest,
@@ -35,6 +37,8 @@ from minimind.runtime.durable_files import (
 )
 from minimind.runtime.urls import named
 
+OF_MERGE = (REJECTED_NAME, PLAN_NAME, SUMS_NAME)  # beside shards and tokenizer
+
 
 def merge(work: Work, max_bad_fraction: float, allow_lossy: bool) -> dict[str, Any]:
     """Write and return the manifest of the encoded units.
@@ -51,6 +55,8 @@ def merge(work: Work, max_bad_fraction: float, allow_lossy: bool) -> dict[str, A
             f" {missing[0]}; run the --shard I/N that are missing (unit % N == I), then --merge"
         )
     manifest = _manifest(work, markers)
+    shards = [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
+    sums = b"".join(base64.b64decode(shard.pop("sums")) for shard in shards)
     rejected, documents = manifest["rejected"]["count"], manifest["documents"]
     if rejected and work.is_strict:
         raise refusal(manifest["rejected"]["first"])
@@ -67,7 +73,8 @@ def merge(work: Work, max_bad_fraction: float, allow_lossy: bool) -> dict[str, A
     if rejected:
         _join_rejected(work, markers)
     work.tokenizer.save(work.directory / TOKENIZER_NAME)
-    kept = [path for path in work.directory.iterdir() if path.name in (REJECTED_NAME, PLAN_NAME)]
+    write_whole(work.directory / SUMS_NAME, sums)
+    kept = [path for path in work.directory.iterdir() if path.name in OF_MERGE]
     kept += (work.directory / TOKENIZER_NAME / name for name in work.tokenizer.exported)
     manifest["files"] = {
         str(path.relative_to(work.directory)): sha256_of(path) for path in sorted(kept)

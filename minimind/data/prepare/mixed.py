@@ -16,11 +16,13 @@ from minimind.data.prepare.merge import tokens_fingerprint
 from minimind.data.prepare.prepare import REMEDY, build_once
 from minimind.data.prepare.prepared import CONVERSATIONS, missing_of
 from minimind.data.prepare.work_units import Input, Options, Plan, Unit, read_described
+from minimind.data.shards.block_sums import read_sums
 from minimind.data.shards.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     PLAN_NAME,
     SPLITS,
+    SUMS_NAME,
     TOKENIZER_NAME,
     index_name,
     read_manifest,
@@ -203,11 +205,13 @@ def _write(draft: Path, parts: Sequence[Part]) -> None:
     inputs: list[Input] = []
     held_out: list[str] = []
     shards: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+    sums: dict[str, list[bytes]] = {split: [] for split in SPLITS}
     for number, part in enumerate(parts):
         plan = Plan.from_json(read_described(part.folder))
         inputs += [replace(one, source=number) for one in plan.inputs if one.source == part.number]
         held_out += plan.held_out
         own = [unit for unit in plan.units if unit.source == part.number]
+        of_part = read_sums(part.folder, part.manifest)
         numbers = {unit.number: at for at, unit in enumerate(own, len(units))}
         units += [replace(unit, number=numbers[unit.number], source=number) for unit in own]
         for split in SPLITS:
@@ -217,6 +221,7 @@ def _write(draft: Path, parts: Sequence[Part]) -> None:
                 for of in (index_name, lambda one: one["name"]):
                     (draft / of(link)).symlink_to((part.folder / of(shard)).resolve())
                 shards[split].append(link)
+                sums[split] += [of_part[shard["name"]].tobytes()] if of_part else []
     first = parts[0].manifest
     sources, options = tuple(part.source for part in parts), Options(**first["options"])
     plan = Plan(sources, tuple(inputs), options, tuple(units), tuple(held_out))
@@ -225,6 +230,9 @@ def _write(draft: Path, parts: Sequence[Part]) -> None:
     files = [name for name in first["files"] if name.startswith(f"{TOKENIZER_NAME}/")]
     for name in files:
         write_whole(draft / name, (parts[0].folder / name).read_bytes())
+    if all(SUMS_NAME in part.manifest["files"] for part in parts):
+        files.append(SUMS_NAME)
+        write_whole(draft / SUMS_NAME, b"".join(one for split in SPLITS for one in sums[split]))
     manifest = {
         **{key: first[key] for key in ("format_version", "tokenizer", "vocab_size", "eos_id")},
         **{key: first[key] for key in ("dtype", "options")},

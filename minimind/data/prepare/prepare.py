@@ -32,7 +32,7 @@ from minimind.data.prepare.merge import clear, merge, no_training_documents, req
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_prepared
 from minimind.data.prepare.work_units import Options, Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
-from minimind.data.shards.manifest import FORMAT_VERSION, PLAN_NAME, TOKENIZER_NAME
+from minimind.data.shards.manifest import FORMAT_VERSION, PLAN_NAME, TOKENIZER_NAME, require_hash
 from minimind.data.text.inputs import Source, kind_of, require_records
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.lossless import require_kept
@@ -47,6 +47,7 @@ from minimind.runtime.durable_files import (
     sync_directory,
     write_whole,
 )
+from minimind.runtime.object_cache import fetched_sha256
 from minimind.runtime.terminal import phase
 
 
@@ -98,6 +99,7 @@ SAMPLED_BYTES = 2**30  # bytes of input to train a tokenizer on
 # Increase when files in a cache may hold what is refused now: conversations, or text that a
 # tokenizer loses.
 CACHE_VERSION = 2
+TOKENIZER_SUM = f"{MODEL_NAME}.sha256"  # of a tokenizer that was trained; early ones have none
 
 
 @dataclass(frozen=True)
@@ -170,15 +172,28 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
 
 
 def _content(path: Path) -> list[str]:
-    """The format of an input and the hashes of its files."""
+    """The format of an input and the hashes of its files.
+
+    Raise DataError for a file of the cache that is not as it was fetched.
+    """
     try:
-        return [kind_of(path), *(sha256_of(file) for file in files_of(path))]
+        hashes = {file: sha256_of(file) for file in files_of(path)}
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check it") from error
+    for file, found in hashes.items():
+        if fetched_sha256(file) not in (None, found):
+            raise DataError(
+                f"{file}: was changed after it was fetched; delete {file} to fetch it again"
+            )
+    return [kind_of(path), *hashes.values()]
 
 
 def tokenizer_of(request: PrepareRequest, plan: Plan, trained: Path, remedy: str) -> AnyTokenizer:
-    """Load the given tokenizer, or train one into `trained` unless it exists."""
+    """Load the given tokenizer, or train one into `trained` unless it exists.
+
+    Raise DataError for a trained one that is not as it was written: with it the text would be
+    tokenized anew, and differently.
+    """
     if request.tokenizer_path is not None:
         return load_tokenizer(request.tokenizer_path)
     texts = _training_texts(plan, request)
@@ -186,8 +201,12 @@ def tokenizer_of(request: PrepareRequest, plan: Plan, trained: Path, remedy: str
     def build(draft: Path) -> None:
         with phase("training the tokenizer", on_any_rank=request.progress):
             train_tokenizer(texts, request.vocab_size, draft / MODEL_NAME)
+        write_whole(draft / TOKENIZER_SUM, sha256_of(draft / MODEL_NAME).encode())
 
     build_once(trained, build, remedy)
+    recorded = trained / TOKENIZER_SUM
+    if recorded.exists():
+        require_hash(trained / MODEL_NAME, recorded.read_text("ascii", "replace"))
     return load_tokenizer(trained)
 
 

@@ -72,6 +72,8 @@ class ConversationShards(TokenShards):
 
     def targets(self, row_tokens: int) -> int:
         """Number of tokens in all rows that are targets; reads the whole split."""
+        for shard, tokens in enumerate(self._maps):
+            self._check(shard, np.zeros(1, dtype=np.int64), len(tokens))
         whole = sum(int(np.count_nonzero(tokens >= TARGET)) for tokens in self._maps)
         gaps = self.packing(row_tokens).gaps
         return whole - sum(int(self.with_targets(a, b - a)[1].sum()) for a, b in gaps)

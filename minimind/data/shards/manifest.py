@@ -18,8 +18,10 @@ MANIFEST_NAME = "manifest.json"
 PLAN_NAME = "plan.json"
 TOKENIZER_NAME = "tokenizer"
 REJECTED_NAME = "rejected.jsonl"
+SUMS_NAME = "sums.bin"
 FORMAT_VERSION = 2  # increment when the same text would give other files
 SPLITS = ("train", "val")
+SMALL_BYTES = 2**26  # of all document ends, which a start hashes: tens of milliseconds
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 
 
@@ -196,22 +198,67 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def require_untouched(directory: Path, manifest: dict[str, Any]) -> None:
-    """Raise DataError if a shard was modified after its manifest was written.
+def changed(path: Path, what: str) -> DataError:
+    """The error for a file of which `what` was written when the text was prepared."""
+    path = path.resolve()  # of a mixture, the file of the folder that it links to
+    folder = path.parent.parent if path.parent.name == TOKENIZER_NAME else path.parent
+    return DataError(
+        f"{path}: was changed after it was prepared: {what} that were written; put back what it"
+        f" was, or delete {folder} to build it again"
+    )
 
-    Only shards with a newer time are hashed, so that a start does not read all of a large text.
+
+def require_untouched(directory: Path, manifest: dict[str, Any]) -> None:
+    """Raise DataError if a file was modified after its manifest was written.
+
+    Of shards only those with a newer time are hashed, so that a start does not read all of a large
+    text; their blocks have sums. Document ends are hashed when they are read.
     """
+    for name, digest in manifest["files"].items():
+        if name == SUMS_NAME:  # hashed when it is read
+            continue
+        try:
+            require_hash(directory / name, digest)
+        except DataError as error:
+            if not name.startswith(f"{TOKENIZER_NAME}/"):
+                raise
+            raise DataError(
+                f"{directory / name}: is not the tokenizer of {directory}; restore that one, or"
+                " prepare the text again"
+            ) from error
     written = (directory / MANIFEST_NAME).stat().st_mtime_ns
-    for split in manifest["splits"].values():
-        for shard in split["shards"]:
-            path = directory / shard["name"]
-            if not path.is_file() or path.stat().st_mtime_ns <= written:
-                continue
-            if sha256_of(path) != shard["sha256"]:
-                raise DataError(
-                    f"{path}: was changed after it was prepared; put back what it was, or delete"
-                    f" {directory} to build it again"
-                )
+    for shard in _shards(manifest):
+        path = directory / shard["name"]
+        if path.is_file() and path.stat().st_mtime_ns > written:
+            require_hash(path, shard["sha256"])
+
+
+def require_document_ends(directory: Path, manifest: dict[str, Any]) -> None:
+    """Raise DataError if document ends are damaged; large ones are only hashed when they are read.
+
+    For the start of a run, which may read them late, or never.
+    """
+    shards = _shards(manifest)
+    if sum(8 * shard["documents"] for shard in shards) <= SMALL_BYTES:
+        for shard in shards:
+            require_hash(directory / index_name(shard), shard["index_sha256"])
+
+
+def _shards(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    return [shard for split in manifest["splits"].values() for shard in split["shards"]]
+
+
+def require_hash(path: Path, digest: str) -> None:
+    """Raise DataError for a file with another sha256."""
+    try:
+        is_same = sha256_of(path) == digest
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); put it back, or delete"
+            f" {path.resolve().parent} to build it again"
+        ) from error
+    if not is_same:
+        raise changed(path, "its bytes are not those")
 
 
 def _require_matching_shards(manifest: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ their sizes. A row is `row_tokens` consecutive tokens, also across shards.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from minimind.data.shards.manifest import read_manifest
+from minimind.data.shards.block_sums import CheckedBlocks, SumWriter, read_sums
+from minimind.data.shards.manifest import changed, read_manifest
 from minimind.errors import DataError
 
 INDEX_DTYPE = np.dtype("<u8")
@@ -32,6 +34,7 @@ class ShardWriter:
         self._dtypes = [dtype, INDEX_DTYPE]
         self._files: list[BinaryIO] = []
         self._digests = [hashlib.sha256(), hashlib.sha256()]
+        self._sums = SumWriter()  # of the tokens
         self.tokens = 0
         self.documents = 0
 
@@ -48,6 +51,8 @@ class ShardWriter:
             content = numbers.astype(dtype).tobytes()
             file.write(content)
             digest.update(content)
+            if dtype is self._dtypes[0]:
+                self._sums.add(content)
         self.tokens, self.documents = int(ends[-1]), self.documents + len(lengths)
 
     def close(self) -> None:
@@ -55,7 +60,10 @@ class ShardWriter:
             file.close()
 
     def finish(self) -> dict[str, Any] | None:
-        """Make the files durable; return the manifest entry, or None without documents."""
+        """Make the files durable; return the manifest entry, or None without documents.
+
+        With the entry are the `sums` of the blocks of tokens, in base64, which have their own file.
+        """
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
@@ -69,6 +77,7 @@ class ShardWriter:
             "bytes": self.tokens * self._dtypes[0].itemsize,
             "sha256": self._digests[0].hexdigest(),
             "index_sha256": self._digests[1].hexdigest(),
+            "sums": base64.b64encode(self._sums.finish()).decode(),
         }
 
 
@@ -84,6 +93,13 @@ class TokenShards:
         self._states = [_opened(*pair, dtype) for pair in zip(self._paths, shards, strict=True)]
         # Plain arrays: np.memmap adds overhead to every slice.
         self._maps = [np.asarray(np.memmap(path, dtype=dtype, mode="r")) for path in self._paths]
+        self._index_hashes = [shard["index_sha256"] for shard in shards]
+        sums = read_sums(directory, manifest)
+        self.has_sums = bool(sums)
+        self._blocks = [
+            CheckedBlocks(path, tokens.view(np.uint8), sums[path.name]) if sums else None
+            for path, tokens in zip(self._paths, self._maps, strict=True)
+        ]
         sizes = [shard["tokens"] for shard in shards]
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)  # starts of the shards, and the end
         sources = manifest["sources"]
@@ -153,21 +169,12 @@ class TokenShards:
         return np.cumsum(self._tokens, dtype=np.int64)
 
     def document_ends(self) -> np.ndarray:
-        """Cumulative token counts of the documents, int64."""
+        """Cumulative token counts of the documents, int64; raise DataError for a damaged file."""
         ends = [np.zeros(0, dtype=np.int64)]
-        for path, start, stop in zip(self._paths, self._starts, self._starts[1:], strict=False):
-            index = path.with_suffix(".idx")
-            shard_ends = start + _read_index(index)
-            if (
-                not len(shard_ends)
-                or shard_ends[-1] != stop
-                or (np.diff(shard_ends, prepend=start) < 0).any()
-            ):
-                raise DataError(
-                    f"{index}: does not say where the documents of {path.name} end; delete"
-                    f" {path.parent} to build it again"
-                )
-            ends.append(shard_ends)
+        for path, sha256, start in zip(
+            self._paths, self._index_hashes, self._starts[:-1], strict=True
+        ):
+            ends.append(start + _read_index(path.with_suffix(".idx"), sha256))
         return np.concatenate(ends)
 
     def stretch(self, start: int, length: int) -> np.ndarray:
@@ -200,6 +207,7 @@ class TokenShards:
         source = self._begin_of_shard[shard]
         ahead = (source - begin) % row_tokens  # tokens of a row that began in the shard before
         whole = (len(tokens) - ahead) // row_tokens
+        self._check(shard, starts - begin, row_tokens)
         table = tokens[ahead : ahead + whole * row_tokens].reshape(whole, row_tokens)
         result[into] = table[(starts - begin - ahead) // row_tokens]
 
@@ -210,9 +218,19 @@ class TokenShards:
         while filled < len(row):
             offset = start + filled - int(self._starts[shard])
             part = self._maps[shard][offset : offset + len(row) - filled]
+            self._check(shard, np.array([offset]), len(part))
             row[filled : filled + len(part)] = part
             filled += len(part)
             shard += 1
+
+    def _check(self, shard: int, starts: np.ndarray, length: int) -> None:
+        """Raise DataError unless `length` tokens of a shard from each of `starts` are as written.
+
+        A folder without sums is not checked.
+        """
+        if (blocks := self._blocks[shard]) is not None:
+            size = self._maps[shard].itemsize
+            blocks.check(starts * size, length * size)
 
     def _raise_unknown_id(self, starts: np.ndarray, rows: np.ndarray) -> NoReturn:
         row, column = np.argwhere(rows >= self._vocab_size)[0].tolist()
@@ -226,12 +244,15 @@ class TokenShards:
         )
 
 
-def _read_index(path: Path) -> np.ndarray:
+def _read_index(path: Path, sha256: str) -> np.ndarray:
     try:
-        return np.fromfile(path, dtype=INDEX_DTYPE).astype(np.int64)
+        content = path.read_bytes()
     except OSError as error:
         remedy = f"delete {path.parent} to build it again"
         raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise changed(path, "its bytes are not those")
+    return np.frombuffer(content, dtype=INDEX_DTYPE).astype(np.int64)
 
 
 def _state(path: Path) -> tuple[int, int, int]:

@@ -1,0 +1,66 @@
+"""config.yaml of a run: a run writes it with a sum, and whoever reads it learns of damage.
+
+What lacks lines would read as defaults, by which `minimind checkpoint prune` might delete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from minimind.config.parse import load_yaml
+from minimind.config.run_config import FLAGS
+from minimind.errors import CheckpointError, UsageError
+from minimind.runtime.checked_json import shown
+from minimind.runtime.durable_files import read_small
+
+NAME = "config.yaml"
+HEAD = "# The flags of this run; --config reads them back. The comment is the source."
+OF_EVERY_VERSION = HEAD.partition(";")[0].encode()  # how the file begins
+LAST = b"# sha256 of the lines above: "
+ALWAYS = (
+    *("keep_last", "keep_every", "keep_best", "keep_best_by", "save_interval"),
+    *("verify_interval", "spike_guard", "eval_interval", "eval_tasks_interval"),
+)  # flags that decide what is deleted; every run writes them
+
+
+def with_sum(text: str) -> bytes:
+    """The content of the file: `text` with its sum as the last line."""
+    content = text.encode()
+    return content + LAST + hashlib.sha256(content).hexdigest().encode() + b"\n"
+
+
+def record_fault(path: Path) -> str:
+    """Why a run's config.yaml is not as the run wrote it; empty if it is, or is by another hand."""
+    try:
+        content = read_small(path)
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    text, found, digest = content.rpartition(LAST)
+    if found and digest == hashlib.sha256(text).hexdigest().encode() + b"\n":
+        return ""
+    if found or content.startswith(OF_EVERY_VERSION) or not content.strip():
+        return "is cut, damaged or edited: its last line is not the sha256 of the others"
+    return ""
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a run's config.yaml; raise CheckpointError if it is not whole.
+
+    One by another hand has no sum, and has to have all of `ALWAYS`.
+    """
+    if fault := record_fault(path):
+        raise CheckpointError(f"{path} {fault}")
+    try:
+        values = load_yaml(str(path), "the run's")
+    except UsageError as error:
+        raise CheckpointError(str(error).partition(";")[0]) from error
+    for name in ALWAYS:
+        default = FLAGS[name].default
+        if name not in values:
+            raise CheckpointError(f"{path} has no {name}, which every run writes")
+        value, least = values[name], FLAGS[name].metadata.get("at_least")
+        if type(value) is not type(default) or (least is not None and value < least):
+            raise CheckpointError(f"{path} has {name}: {shown(value)}, which no run writes")
+    return values
