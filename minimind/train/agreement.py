@@ -49,6 +49,7 @@ KEYS_MAY_DIFFER = re.compile(
     r".*nvme_path"  # a disk of the host
     r"|(tensorboard|wandb|comet|csv_monitor)\..*"  # read by rank 0 alone
 )
+SHOWN_OF_DIGEST = 12  # hexadecimal digits
 # Variables that change what is computed: kernels, their precision and the order of their sums.
 # OMP_NUM_THREADS and its like may differ: cores are those of a host, as its CPU is.
 NUMBERS = re.compile(
@@ -149,7 +150,7 @@ def _versions() -> dict[str, Told]:
     if found["torch"] != torch.__version__:
         build = f"{build}, {torch.__version__}"
     code = fingerprint([sha256_of(path) for path in sorted(PACKAGE.rglob("*.py"))])
-    origins = {"torch": build, "minimind": f"code {code[:12]}"}
+    origins = {"torch": build, "minimind": f"code {_brief(code)}"}
     return {
         f"version of {name}": Told([version, origins.get(name)], "")
         for name, version in found.items()
@@ -191,21 +192,27 @@ def _files(given: RunConfig, prepared: Prepared) -> dict[str, Told]:
     """Digests of small files that are no text."""
     found = {}
     if given.chat_template:
-        content = fingerprint(prepared.tokenizer.chat_template)
+        content = _brief(fingerprint(prepared.tokenizer.chat_template))
         found["--chat_template"] = Told(content, given.chat_template)
     if given.sample_prompts:
-        content = fingerprint(read_sample_prompts(given))
+        content = _brief(fingerprint(read_sample_prompts(given)))
         found["--sample_prompts"] = Told(content, given.sample_prompts)
     return found
 
 
+def _brief(digest: str) -> str:
+    return digest[:SHOWN_OF_DIGEST]
+
+
 def _text(given: RunConfig, prepared: Prepared, order: Order) -> dict[str, Told]:
     """Digests of the text, and of what is read of it."""
-    pieces = {"--tokenizer": Told(prepared.tokenizer.fingerprint, given.tokenizer or "trained")}
+    pieces = {
+        "--tokenizer": Told(_brief(prepared.tokenizer.fingerprint), given.tokenizer or "trained")
+    }
     text = {
-        place_of(given).split()[0]: Told(prepared.manifest["fingerprint"], place_of(given)),
-        "--skip_rows": Told(fingerprint(order.left_out), given.skip_rows or "none"),
-        "--stages": Told(fingerprint(order.stages_json()), given.stages or "none"),
+        place_of(given).split()[0]: Told(_brief(prepared.manifest["fingerprint"]), place_of(given)),
+        "--skip_rows": Told(_brief(fingerprint(order.left_out)), given.skip_rows or "none"),
+        "--stages": Told(_brief(fingerprint(order.stages_json())), given.stages or "none"),
         "the mixture of sources": Told(order.mixture_json()),
     }
     # A tokenizer that is trained on the text is another one because of it.
