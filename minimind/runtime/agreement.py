@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minimind.runtime.durable_files import fingerprint
+from minimind.runtime.secret_keys import without_secret
 from minimind.runtime.urls import masked_values
 
 LONGEST = 200  # characters of a value that are shown
@@ -41,9 +42,12 @@ class Told:
     value: Any
     origin: str = ""
 
-    def shown(self) -> str:
-        """The value with what must not be shown left out, and its origin."""
-        value = masked_values(self.value)
+    def shown(self, name: str) -> str:
+        """The value with what must not be shown left out, and its origin.
+
+        `name` begins with the key of the value.
+        """
+        value = masked_values(without_secret(name.split()[0], self.value))
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         text = "none" if value is None else text
         text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
@@ -101,7 +105,7 @@ def first_difference(store: Store, rank: int, world_size: int, kinds: Kinds) -> 
 def _sent(kinds: Kinds) -> dict[str, dict[str, tuple[str, str]]]:
     """Of each value a digest, and the text that may be shown."""
     return {
-        kind: {name: (fingerprint(one.value), one.shown()) for name, one in values.items()}
+        kind: {name: (fingerprint(one.value), one.shown(name)) for name, one in values.items()}
         for kind, values in kinds.items()
     }
 

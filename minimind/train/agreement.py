@@ -230,7 +230,7 @@ def _decided(resolved: ResolvedConfig, model: Architecture, schedule: Schedule) 
     found |= {f"{name} of the model": Told(value) for name, value in model.identity(run).items()}
     found |= {f"{name} of the schedule": Told(value) for name, value in vars(schedule).items()}
     return found | {
-        f"DeepSpeed's {key}": Told(value, resolved.sources[key])
+        f"{key} for DeepSpeed": Told(value, resolved.sources[key])
         for key, value in leaves(resolved.config).items()
         if not KEYS_MAY_DIFFER.fullmatch(key)
     }

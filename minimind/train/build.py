@@ -40,7 +40,7 @@ from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, TooFewRows, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
-from minimind.runtime.urls import is_url, masked, named
+from minimind.runtime.urls import is_url, masked, masked_values, named
 
 if TYPE_CHECKING:
     from minimind.data.text.inputs import Source
@@ -476,8 +476,9 @@ def _batches_of(run: RunConfig, engine: Engine, prepared: Prepared, order: Order
 
 def sidecar_files(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
     """Small files beside the tensors: enough to generate text from a checkpoint alone."""
+    config, model = engine.resolved.config, json.loads(engine.model.config.to_json_string())
     return {
-        "ds_config.resolved.json": json.dumps(engine.resolved.config, indent=2).encode(),
-        "config.json": engine.model.config.to_json_string().encode(),
+        "ds_config.resolved.json": json.dumps(masked_values(config), indent=2).encode(),
+        "config.json": json.dumps(masked_values(model), indent=2, sort_keys=True).encode() + b"\n",
         **prepared.tokenizer.files(),
     }

@@ -93,7 +93,7 @@ def test_a_flag_of_one_rank_is_named_or_may_differ_for_a_reason(name: str):
     error = error_of(found[0], GIVEN)
     assert (type(error), error.cause_rank) == (UsageError, 0)
     assert str(error).startswith(f"--{name} is not the same on all ranks: rank 0 ({HOST}) has ")
-    assert f", rank 1 ({HOST}) has {Told(another(name), f'--{name}').shown()}; " in str(error)
+    assert f", rank 1 ({HOST}) has {Told(another(name), f'--{name}').shown(name)}; " in str(error)
 
 
 def test_flags_that_may_differ_are_flags_with_a_reason():
