@@ -117,7 +117,7 @@ def _without_value(match: re.Match[str]) -> str:
     name, value = match["name"].rpartition(".")[2], match["value"]
     sign = match["sign"].strip()
     is_word = sign == "is" or (sign == ":" and value[0] not in "\"'")  # `unknown token: ...`
-    is_prose = is_word and name.lower() == "token"
+    is_prose = is_word and name.lower() == "token" and match[0][0] not in "\"'"
     is_prose |= not sign and not match[0].startswith("--")
     if not is_secret(name) or is_prose or value in _OPEN:
         return match[0]
