@@ -249,6 +249,9 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
     for section, (module, name) in MODELS.items():
         if section not in config:
             continue
+        if not isinstance(config[section], Mapping):
+            faults.append(f"{path}: {section} is not an object; write {{...}}")
+            continue
         try:
             getattr(import_module(module), name)(**deepcopy(config[section]))
         except ValidationError as error:

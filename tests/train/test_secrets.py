@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from minimind.config.deepspeed.values import leaves
 from minimind.config.launcher_env import configure_libraries
 from minimind.config.parse import build_config, parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.engine.build import section_faults
 from minimind.engine.deepspeed_backend import configuration
 from minimind.errors import RunError, UsageError
 from minimind.report.history import read_configuration
@@ -103,16 +105,21 @@ def test_no_message_about_a_wrong_place_has_the_value(
     path = tmp_path / "flags.yaml"
     path.write_text(yaml.safe_dump({name: CANARY}))
     document = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
-    run = parse_flags(["--device", "cpu"])
+    run, sections = parse_flags(["--device", "cpu"]), partial(section_faults, device="cpu")
     attempts = [
         lambda: parse_flags(["--config", str(path)]),
         lambda: parse_flags([f"--{name}", CANARY]),
         lambda: parse_flags([f"--{name}={CANARY}"]),
         lambda: build_config({name: CANARY}, "train()"),
-        lambda: resolve(document | {name: CANARY}, "ds.json", run, 1, "cpu"),
-        lambda: resolve(document | {"comet": {name: {"a": CANARY}}}, "ds.json", run, 1, "cpu"),
-        lambda: resolve(document | {"wandb": [{name: CANARY}]}, "ds.json", run, 1, "cpu"),
-        lambda: resolve(document | {"zero_optimization": {name: CANARY}}, "d", run, 1, "cpu"),
+        *(
+            partial(resolve, document | more, "ds.json", run, 1, "cpu", sections=sections)
+            for more in (
+                {name: CANARY},
+                {"comet": {name: {"a": CANARY}}},
+                {"wandb": [{name: CANARY}]},
+                {"zero_optimization": {"stage": 1, name: CANARY}},
+            )
+        ),
     ]
     for attempt in attempts:
         with pytest.raises(RunError) as caught:
