@@ -152,7 +152,8 @@ def test_another_version_is_named(library: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_text_is_an_error_of_data():
-    for other in ({"text": "b"}, {"pieces": "b"}, {"left_out": ((3, 4),)}):
+    others: list[dict[str, Any]] = [{"text": "b"}, {"pieces": "b"}, {"left_out": ((3, 4),)}]
+    for other in others:
         error = refused(told(), told(**other))
         assert isinstance(error, DataError)
         assert " is different: rank 0 " in str(error)
