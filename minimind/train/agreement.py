@@ -22,7 +22,7 @@ from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime.agreement import Difference, Told, first_difference
-from minimind.runtime.collectives import collective_backend, lost_peers, meeting_store, rendezvous
+from minimind.runtime.collectives import collective_backend, meeting_store, rendezvous
 from minimind.runtime.durable_files import fingerprint, sha256_of
 from minimind.runtime.environment import allow_connections
 from minimind.train.build import place_of
@@ -56,7 +56,7 @@ NUMBERS = re.compile(
     r"NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|CUBLAS(?!_LOG|LT_LOG).*"
     r"|(ROCBLAS|HIPBLAS|HIPBLASLT|MIOPEN)_(?!LOG|LAYER).*|HSA_OVERRIDE_GFX_VERSION"
     r"|CUDNN_(?!LOG|FRONTEND_LOG).*|TORCH_(BLAS|CUDNN|ROCM|LINALG|NCCL_USE|COMPILE).*"
-    r"|DISABLE_ADDMM_(CUDA|HIP)_LT|PYTORCH_(TUNABLEOP|MIOPEN|JIT|NO_).*|PYTORCH_ENABLE_MPS_FALLBACK"
+    r"|DISABLE_ADDMM_(CUDA|HIP)_LT|PYTORCH_(TUNABLEOP|MIOPEN|JIT).*|PYTORCH_ENABLE_MPS_FALLBACK"
     r"|ATEN_CPU_CAPABILITY|MKL_(CBWR|ENABLE_INSTRUCTIONS|DEBUG_CPU_TYPE)|OPENBLAS_CORETYPE"
     r"|(ONEDNN|DNNL)_(DEFAULT_FPMATH_MODE|MAX_CPU_ISA|CPU_ISA_HINTS)"
     r"|TORCHDYNAMO_DISABLE|TORCHDYNAMO_SUPPRESS_ERRORS|TRITON_(F32_DEFAULT|INTERPRET|ALLOW).*"
@@ -86,7 +86,7 @@ def require_agreement(
     set_rendezvous_defaults(os.environ)
     allow_connections(launch.world_size)
     kinds = all_told(given, setup, resolved, model, prepared, order, schedule, os.environ)
-    with rendezvous(), lost_peers():
+    with rendezvous():
         store = meeting_store(os.environ, timeout)
         found = first_difference(store, launch.rank, launch.world_size, kinds)
     if found:
@@ -146,15 +146,11 @@ def error_of(found: Difference, given: RunConfig) -> RunError:
 def _versions() -> dict[str, Told]:
     found = versions() | {"numpy": np.__version__}
     del found["python"]  # its patch level changes no number
-    build = torch.version.cuda or torch.version.hip or "CPU"
-    if found["torch"] != torch.__version__:
-        build = f"{build}, {torch.__version__}"
+    build = torch.version.cuda or torch.version.hip or "no GPU"
     code = fingerprint([sha256_of(path) for path in sorted(PACKAGE.rglob("*.py"))])
-    origins = {"torch": build, "minimind": f"code {_brief(code)}"}
-    return {
-        f"version of {name}": Told([version, origins.get(name)], "")
-        for name, version in found.items()
-    }
+    found["torch"] += f", imported {torch.__version__}, built for {build}"
+    found["minimind"] += f", code {_brief(code)}"
+    return {f"version of {name}": Told(version) for name, version in found.items()}
 
 
 def flags_told(run: RunConfig) -> dict[str, Told]:
