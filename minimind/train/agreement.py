@@ -110,7 +110,8 @@ def all_told(
     return {
         "version": _versions(),
         "flag": flags_told(given),
-        "launcher": {
+        "launcher": {"WORLD_SIZE in the environment": Told(launch.world_size)}
+        | {
             f"{field} of the launcher": Told(value, launch.source)
             for value, field in (*launch.flags.values(), *launch.deepspeed.values())
         },

@@ -44,7 +44,7 @@ def compared(*ranks: Mapping[str, Mapping[str, Told]]) -> list[Difference | None
 
 def told(given: RunConfig = GIVEN, decided: RunConfig | None = None, **other: Any) -> Any:
     """All that a rank compares, of a run with these flags."""
-    setup = read_setup(given, Launch(world_size=2))
+    setup = read_setup(given, other.pop("launch", Launch(world_size=2)))
     resolved = setup.resolve()
     resolved = resolved if decided is None else replace(resolved, run=decided)
     setup = replace(setup, **{name: other.pop(name) for name in ("document",) if name in other})
@@ -121,6 +121,15 @@ def test_a_variable_that_changes_numbers_is_named(name: str):
     assert isinstance(error, UsageError)
     assert f"{name} in the environment is not the same on all ranks: " in str(error)
     assert f"rank 0 ({HOST}) has none, rank 1 ({HOST}) has '1'; give the same on all" in str(error)
+
+
+def test_what_the_launcher_of_a_rank_says_is_named():
+    yaml = Launch(world_size=2, flags={"grad_clip": ("0.5", "gradient_clipping")}, source="a.yaml")
+    error = refused(told(), told(launch=yaml))
+    assert str(error).startswith("gradient_clipping of the launcher is not the same on all ranks")
+    assert "has 0.5 (a.yaml); give the same on all" in str(error)
+    error = refused(told(), told(launch=Launch(world_size=3)))
+    assert str(error).startswith("WORLD_SIZE in the environment is not the same on all ranks")
 
 
 NVME = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/a"}}}
