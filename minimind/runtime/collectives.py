@@ -144,7 +144,7 @@ def meeting_store(environ: MutableMapping[str, str], timeout: timedelta) -> Pref
         wait_for_workers=False,
         multi_tenant=True,  # that of the group is on the same port
     )
-    return PrefixStore(f"meeting/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return PrefixStore("meeting", store)
 
 
 def collective_backend(device: str, dist_timeout: int) -> tuple[str, timedelta]:
