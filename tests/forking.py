@@ -46,16 +46,27 @@ class Nursery:
         return int(stdout.readline())
 
     def fork(
-        self, module: str, argv: list[str], stops: list[str], out: Path, err: Path
+        self,
+        module: str,
+        argv: list[str],
+        stops: list[str],
+        out: Path,
+        err: Path,
+        of_last: tuple[list[str], dict[str, str]] = ([], {}),
     ) -> list[int]:
-        """The pids of as many ranks of `python -m module` as there are `stops`."""
+        """The pids of as many ranks of `python -m module` as there are `stops`.
+
+        The last one has words and variables of its own.
+        """
         world, port, pids = len(stops), str(free_port()), []
         for rank, stop in enumerate(stops):
             environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)}
             environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
             environ |= {"LOCAL_WORLD_SIZE": str(world)}  # a run in this process has set it to 1
-            request: dict[str, Any] = {"module": module, "argv": argv, "stop": stop}
-            request |= {"environ": environ if world > 1 else {}, "out": str(out), "err": str(err)}
+            words, variables = of_last if rank == world - 1 else ([], {})
+            request: dict[str, Any] = {"module": module, "argv": [*argv, *words], "stop": stop}
+            request |= {"environ": environ | variables if world > 1 else {}}
+            request |= {"out": str(out), "err": str(err)}
             pids.append(self.ask(**request))
         return pids
 
@@ -77,14 +88,20 @@ class Nursery:
         return [statuses[pid] for pid in pids], time.monotonic() - first
 
     def run(
-        self, module: str, argv: list[str], place: Path, processes: int = 2, seconds: float = SILENT
+        self,
+        module: str,
+        argv: list[str],
+        place: Path,
+        processes: int = 2,
+        seconds: float = SILENT,
+        of_last: tuple[list[str], dict[str, str]] = ([], {}),
     ) -> tuple[list[int], str, str]:
         """Exit statuses of ranks, and all they printed, which is also in files at `place`."""
         place.parent.mkdir(parents=True, exist_ok=True)
         out, err = place.with_suffix(".out.txt"), place.with_suffix(".err.txt")
         out.unlink(missing_ok=True)
         err.unlink(missing_ok=True)
-        pids = self.fork(module, argv, [""] * processes, out, err)
+        pids = self.fork(module, argv, [""] * processes, out, err, of_last)
         try:
             statuses, _ = self.wait(pids, seconds)
         except BaseException:

@@ -65,7 +65,7 @@ def identity(
     }
     for group, values in order.stages_json().items():
         groups[group] |= values
-    return groups
+    return masked_values(groups)
 
 
 def _template(run: RunConfig, prepared: Prepared) -> dict[str, Any]:

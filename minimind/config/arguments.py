@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from minimind.config.flags import DEVICES, PlaceFlags
 from minimind.errors import UsageError
+from minimind.runtime.secret_keys import HIDDEN_VALUE, secrets_in
 
 EXAMPLE = "example:"
 # What every template has besides its variables.
@@ -277,6 +278,8 @@ def template_variables(text: str | None) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict) or not all(map(str.isidentifier, found)):
         raise ValueError('is no JSON object of names such as {"enable_thinking": false}')
+    if HIDDEN_VALUE in [*secrets_in(found)]:
+        raise ValueError(f"has {HIDDEN_VALUE} for a value that is secret and was not recorded")
     if reserved := FIXED_VARIABLES & found.keys():
         raise ValueError(f"has {min(reserved)}, which every template has")
     return found

@@ -22,6 +22,7 @@ from minimind.config.parse import load_yaml
 from minimind.config.run_config import CONFIGS
 from minimind.errors import RendezvousError, UsageError
 from minimind.runtime.environment import rank_of, require_environment
+from minimind.runtime.urls import masked_text
 
 # Variable -> (field of the Accelerate YAML's deepspeed_config, key of the DeepSpeed JSON).
 YAML_FIELDS = {
@@ -287,6 +288,12 @@ def set_allocator_defaults(environ: MutableMapping[str, str]) -> None:
     environ.setdefault(HUGE_PAGES, "1")
 
 
+def _mask(record: logging.LogRecord) -> bool:
+    """Mask a line of a log; a filter, which lets every line pass."""
+    record.msg, record.args = masked_text(record.getMessage()), ()
+    return True
+
+
 def configure_libraries(device: str) -> None:
     """Set the environment variables, log levels and warnings of Accelerate and DeepSpeed."""
     # Already read by read_launch(). Some would override our arguments. Accelerate raises if
@@ -300,5 +307,6 @@ def configure_libraries(device: str) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = device
     for name in ("DeepSpeed", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).addFilter(_mask)  # DeepSpeed logs its whole configuration
     # DeepSpeed 0.19.8 still calls the old names of two collectives; torch 2.13 warns each time.
     warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated", FutureWarning)

@@ -238,7 +238,7 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
                 )
         return frozenset(names)
 
-    def with_values(self, source: str, **values: Any) -> RunConfig:
+    def with_values(self, source: str, /, **values: Any) -> RunConfig:
         """Return a copy with these values and `source` as their source."""
         return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
 

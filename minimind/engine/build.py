@@ -38,6 +38,7 @@ from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.runtime.collectives import collective_backend, lost_peers, own_store, rendezvous
 from minimind.runtime.device import CUDA, set_numerics
 from minimind.runtime.environment import allow_connections
+from minimind.runtime.secret_keys import without_secret, without_those_of
 from minimind.runtime.terminal import first_lines, phase
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def _refusals(resolved: ResolvedConfig) -> Iterator[None]:
     try:
         yield
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
-        message = first_lines(error, None)
+        message = without_those_of(first_lines(error, None), resolved.config)
         remedy = rules.remedy_for(resolved.config, message)
         raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {message}; {remedy}") from error
     except OSError as error:
@@ -137,6 +138,7 @@ def _refusals(resolved: ResolvedConfig) -> Iterator[None]:
     except Exception as error:  # a tracker raises its own types; others are raised again
         if not (message := rules.tracker_refusal(error)):
             raise
+        message = without_those_of(message, resolved.config)
         raise UsageError(f"{resolved.path}: {message}") from error
 
 
@@ -247,6 +249,9 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
     for section, (module, name) in MODELS.items():
         if section not in config:
             continue
+        if not isinstance(config[section], Mapping):
+            faults.append(f"{path}: {section} is not an object; write {{...}}")
+            continue
         try:
             getattr(import_module(module), name)(**deepcopy(config[section]))
         except ValidationError as error:
@@ -276,7 +281,8 @@ def require_accepted(resolved: ResolvedConfig, device: str) -> None:
     items = leaves(resolved.config).items()
     for key, value in sorted(items, key=lambda item: item[0] in rules.SELECTORS):
         if not _refusal(rules.without(resolved.config, key)):
-            raise UsageError(f"{refuses} {key} = {json.dumps(value)}: {reason}; remove {key}")
+            shown = json.dumps(without_secret(key, value))
+            raise UsageError(f"{refuses} {key} = {shown}: {reason}; remove {key}")
     raise UsageError(f"{refuses} it: {reason}; {rules.remedy_for(resolved.config, reason)}")
 
 
@@ -301,5 +307,5 @@ def _refusal(config: Mapping[str, Any]) -> str:
             factory = getattr(lr_schedules, config["scheduler"]["type"])
             factory(optimizer, **config["scheduler"].get("params", {}))
     except Exception as error:  # its parsers raise many types
-        return first_lines(error, None)
+        return without_those_of(first_lines(error, None), config)
     return ""

@@ -36,6 +36,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.checked_json import read_object
 from minimind.runtime.durable_files import read_small
 from minimind.runtime.panics import panics_caught
+from minimind.runtime.urls import masked_values
 
 TEXTS = (
     *("Hello, world!", " leading and  double spaces\n\n\ttab\r\n", "0123456789 3.14", "naïve café"),
@@ -51,7 +52,7 @@ def transformers_files(
     config: PretrainedConfig, tokenizer: AnyTokenizer, dtype: str
 ) -> tuple[Files, str | None]:
     """The small files of a model of transformers, and a note if AutoTokenizer reads other ids."""
-    values = json.loads(config.to_json_string())
+    values = masked_values(json.loads(config.to_json_string()))
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     positions = getattr(config, "max_position_embeddings", None)  # also of configs that rename it
     return config_and_tokenizer_files(values | special_ids(tokenizer), tokenizer, dtype, positions)

@@ -33,7 +33,7 @@ from minimind.report.history import Run, number, read_configuration, read_runs
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 from minimind.runtime.terminal import printable
-from minimind.runtime.urls import BEGINS, HUB_PREFIX, ON_THE_HUB, named
+from minimind.runtime.urls import BEGINS, HUB_PREFIX, ON_THE_HUB, masked_values, named
 
 NAME = "README.md"
 LICENSE = "# license: the Hub asks for one, such as apache-2.0; this line is where it is written\n"
@@ -264,7 +264,7 @@ class _Records:
             ema=values.get("ema"),
             flags={
                 str(name): _published(value)
-                for name, value in values.items()
+                for name, value in masked_values(values).items()
                 if name not in HOST_FLAGS
                 and not sources.get(name, ("", ""))[1].startswith(NOT_GIVEN)
             },

@@ -18,6 +18,8 @@ from minimind.config.run_record import NAME, record_fault
 from minimind.errors import PREEMPTED, UsageError
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog, left_out
+from minimind.runtime.secret_keys import without_secret
+from minimind.runtime.urls import masked, masked_values
 
 PHASES = ("data", "forward", "backward", "optimizer")
 PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "score", "verify", "trace", "gc")
@@ -385,12 +387,14 @@ def read_configuration(run_dir: Path) -> Configuration:
         value = match["value"].strip()
         if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1].replace("''", "'")
+        value = masked(str(without_secret(match["name"], value)))
         flags[match["name"]] = (value[:MAX_CHARACTERS], (match["source"] or "").strip())
     try:
         content = json.loads(texts[1])
     except (ValueError, RecursionError):
         content = None
-    return Configuration(flags, _flatten(content) if isinstance(content, dict) else {})
+    is_object = isinstance(content, dict)
+    return Configuration(flags, _flatten(masked_values(content)) if is_object else {})
 
 
 def _flatten(content: dict[str, Any], prefix: str = "", depth: int = 0) -> dict[str, str]:

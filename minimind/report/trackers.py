@@ -22,7 +22,7 @@ from minimind.config.run_config import RunConfig
 from minimind.engine.build import open_tracker
 from minimind.report.formats import score_values
 from minimind.runtime.durable_files import write_whole
-from minimind.runtime.urls import masked_text
+from minimind.runtime.urls import masked, masked_text
 
 FILE = "trackers.json"  # in out_dir: a resumed run continues under this run id
 NOT_PLOTTED = ("step", "rows", "stage")  # of an event
@@ -151,6 +151,8 @@ def open_trackers(run: RunConfig, step: int, config: Mapping[str, Any]) -> Track
     """Open the trackers of a run that starts or resumes at `step` (rank 0 only)."""
     out_dir = Path(run.out_dir)
     names = run.trackers()
+    # wandb and others store the command line, which was parsed.
+    sys.argv[1:] = map(masked, sys.argv[1:])
     run_id = _run_id(out_dir / FILE, is_new=step == 0) if "wandb" in names else ""
     openers = {name: _opener(name, run, run_id, config) for name in names}
     return Trackers([Tracker(name, opener, step) for name, opener in openers.items()])

@@ -129,6 +129,24 @@ def _confirmed_port(store: PrefixStore, rank: int, timeout: timedelta) -> str:
     raise RendezvousError("not all ranks started in time; check the launcher")
 
 
+def meeting_store(environ: MutableMapping[str, str], timeout: timedelta) -> PrefixStore:
+    """A store of all ranks of the environment, before they have a process group.
+
+    Rank 0 holds it where no launcher does, and must keep it until the group is there: another rank
+    that connects to that of the group takes the same port.
+    """
+    own_store(environ, timeout)
+    store = TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=environ["RANK"] == "0" and environ.get(AGENT_STORE) != "True",
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,  # that of the group is on the same port
+    )
+    return PrefixStore("meeting", store)
+
+
 def collective_backend(device: str, dist_timeout: int) -> tuple[str, timedelta]:
     """Return the backend of a device, `nccl` or `gloo` for one, and its timeout.
 

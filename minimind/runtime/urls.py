@@ -1,4 +1,6 @@
-"""What may be shown of URLs: no passwords, and no queries, which have signatures and tokens.
+"""What may be shown: of URLs no passwords, and no queries, which have signatures and tokens.
+
+Of other values what `secret_keys` leaves.
 
 A URL that is known to be one is taken apart; in other text it ends at its closing quote or with
 its word, and what looks like a parameter is left out as well.
@@ -12,6 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from minimind.errors import UsageError
+from minimind.runtime.secret_keys import without_secret, without_secrets_in_text
 
 SCHEMES = ("s3", "gs", "hf", "http", "https", "file")  # schemes that can be read
 HIDDEN = "?***"  # stands for a query, its like or a fragment
@@ -126,11 +129,12 @@ def masked(text: str) -> str:
     """
     if BEGINS.match(text):
         return _masked_url(text)
+    text = without_secrets_in_text(text, may_be_path=True)
     return masked_text(text) if IN_TEXT.search(text) else text
 
 
 def masked_text(text: str) -> str:
-    """`text` without the passwords, parameters and fragments of the URLs in it."""
+    """`text` without passwords, parameters and fragments of URLs, and values of secret names."""
 
     def of_match(match: re.Match[str]) -> str:
         quote = match["quote"] or ""
@@ -138,13 +142,13 @@ def masked_text(text: str) -> str:
 
     shown = IN_TEXT.sub(of_match, text)
     parameter = PARAMETER if IN_TEXT.search(text) else SECRET_PARAMETER
-    return parameter.sub(HIDDEN, shown)
+    return without_secrets_in_text(parameter.sub(HIDDEN, shown))
 
 
 def masked_values(value: Any) -> Any:
-    """JSON values with every text in them masked."""
+    """JSON values with every text in them masked, and hidden where its name is that of a secret."""
     if isinstance(value, dict):
-        return {name: masked_values(inner) for name, inner in value.items()}
+        return {name: masked_values(without_secret(name, inner)) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(masked_values, value))
     return masked(value) if isinstance(value, str) else value

@@ -18,7 +18,7 @@ from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
 from minimind.config.arguments import template_variables
 from minimind.config.flags import DEFAULT_DATA, MOST_LEFT_OUT
-from minimind.config.run_config import RULED, RunConfig
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
 from minimind.data.rows.batches import Batches, StagedBatches
@@ -40,7 +40,7 @@ from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, TooFewRows, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
-from minimind.runtime.urls import is_url, masked, named
+from minimind.runtime.urls import is_url, masked, masked_values, named
 
 if TYPE_CHECKING:
     from minimind.data.text.inputs import Source
@@ -428,14 +428,11 @@ def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) 
         )
 
 
-def require_same_files(engine: Engine, run: RunConfig, prepared: Prepared, order: Order) -> None:
-    """Raise the same error on every rank if hosts see different out_dirs, text or stages.
-
-    Those that see other checkpoints in out_dir have other numbers of "auto".
+def require_shared_folder(engine: Engine, out_dir: Path) -> None:
+    """Raise the same StorageError on every rank if hosts see different folders as out_dir.
 
     Rank 0 creates a probe file that the others must see.
     """
-    out_dir = Path(run.out_dir)
     probe = out_dir / f".probe-{engine.from_rank_0(secrets.token_hex(8))}"
     problem = None
     if engine.rank == 0:
@@ -447,34 +444,13 @@ def require_same_files(engine: Engine, run: RunConfig, prepared: Prepared, order
             )
     if problem := engine.from_rank_0(problem):
         raise StorageError(problem, cause_rank=0)
-    text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint, order.left_out
-    text = (*text, order.stages_json())
-    numbers = {name: getattr(run, name) for name in (*RULED, "accumulation_steps")}
-    views = engine.gather((socket.gethostname(), probe.exists(), text, numbers))
+    views = engine.gather((socket.gethostname(), probe.exists()))
     if engine.rank == 0:
         probe.unlink(missing_ok=True)
-    first_host = views[0][0]
-    if hosts := sorted({host for host, sees_probe, *_ in views if not sees_probe}):
+    if hosts := sorted({host for host, sees_probe in views if not sees_probe}):
         raise StorageError(
-            f"out_dir {out_dir} is a different folder on {', '.join(hosts)} than on {first_host};"
+            f"out_dir {out_dir} is a different folder on {', '.join(hosts)} than on {views[0][0]};"
             " give one on a file system that all hosts share",
-            cause_rank=0,
-        )
-    if hosts := sorted({host for host, _, theirs, _ in views if theirs != views[0][2]}):
-        raise DataError(
-            f"--data_path, --tokenizer, --skip_rows or --stages is different on {', '.join(hosts)}"
-            f" than on {first_host}; give all hosts the same files",
-            cause_rank=0,
-        )
-    first = views[0][3]
-    for host, _, _, theirs in views:
-        if theirs == first:
-            continue
-        name = next(name for name in first if theirs[name] != first[name])
-        raise StorageError(
-            f"out_dir {out_dir}: {name} = {theirs[name]} on {host} and {first[name]} on"
-            f" {first_host}, which see other checkpoints there or have other versions of this"
-            " package; give a folder on a file system that all hosts share",
             cause_rank=0,
         )
 
@@ -509,8 +485,9 @@ def _batches_of(run: RunConfig, engine: Engine, prepared: Prepared, order: Order
 
 def sidecar_files(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
     """Small files beside the tensors: enough to generate text from a checkpoint alone."""
+    config, model = engine.resolved.config, json.loads(engine.model.config.to_json_string())
     return {
-        "ds_config.resolved.json": json.dumps(engine.resolved.config, indent=2).encode(),
-        "config.json": engine.model.config.to_json_string().encode(),
+        "ds_config.resolved.json": json.dumps(masked_values(config), indent=2).encode(),
+        "config.json": json.dumps(masked_values(model), indent=2, sort_keys=True).encode() + b"\n",
         **prepared.tokenizer.files(),
     }

@@ -39,13 +39,14 @@ from minimind.runtime.event_log import EventLog
 from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
 from minimind.runtime.terminal import phase
+from minimind.train.agreement import require_agreement
 from minimind.train.auto_values import with_auto_values
 from minimind.train.build import (
     build_batches,
     plan_data_and_schedule,
     prepare_data,
     require_length,
-    require_same_files,
+    require_shared_folder,
     resume_order,
     sidecar_files,
     with_local_folder,
@@ -92,7 +93,7 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     """Check a run whose prepared folder is here, and train; `cleanup` closes what is opened."""
     # 1. The launcher, the model and the backend decide what flags leave open. Every mistake is
     # reported before the long work.
-    launch = read_launch(os.environ)
+    given, launch = run, read_launch(os.environ)
     if run.dry_run:
         launch = planned_launch(launch, os.environ)
     setup, resolved, initial = checked(run, launch)
@@ -110,7 +111,7 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     require_writable(out_dir, tokenizer, run.config)
     if launch.rank == 0:
         require_place_of_mirror(run, is_start=True)
-    return train_resolved(setup, resolved, initial, progress, cleanup)
+    return train_resolved(given, setup, resolved, initial, progress, cleanup)
 
 
 def keeps_tokenizer(run: RunConfig) -> bool:
@@ -122,13 +123,17 @@ def keeps_tokenizer(run: RunConfig) -> bool:
 
 
 def train_resolved(
+    given: RunConfig,
     setup: Setup,
     resolved: ResolvedConfig,
     initial: InitialModel,
     progress: Progress,
     cleanup: ExitStack,
 ) -> int:
-    """Prepare the data, build the engine, train; `cleanup` closes what is opened."""
+    """Prepare the data, build the engine, train; `cleanup` closes what is opened.
+
+    `given` has the flags as parsed.
+    """
     run, is_rank_0 = setup.run, setup.launch.rank == 0
     out_dir = Path(run.out_dir)
     # 3. The text, which decides the vocabulary and the schedule.
@@ -152,12 +157,15 @@ def train_resolved(
     if is_rank_0 and not is_locked:
         progress.lock = lock_out_dir(out_dir)
     progress.out_dir = out_dir
-    # 5. The engine, with its process group.
+    # 5. The engine, with its process group, of ranks that train the same run.
     cleanup.enter_context(report_out_of_memory(setup, resolved))
+    model = initial.architecture
+    store = require_agreement(given, setup, resolved, model, prepared, order, schedule)
     engine = build_engine(resolved, initial.build(run, prepared), setup.device)
+    del store
     cleanup.callback(engine.release)
     engine.introduce(progress.peers)
-    require_same_files(engine, run, prepared, order)
+    require_shared_folder(engine, out_dir)
     # 6. The log, the state that is resumed, and the objects of the loop.
     with storing(str(out_dir), "correct its permissions, or give another --out_dir"):
         mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size, order)

@@ -83,6 +83,9 @@ def test_wandb_and_tensorboard_hold_what_metrics_jsonl_holds_over_a_resume(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("WANDB_MODE", "offline")
+    secret = "https://place/a.jsonl?X-Amz-Signature=c4n4ry"
+    words = ["--chat_template_kwargs", '{"api_key": "c4n4ry"}', "--data_path", secret]
+    monkeypatch.setattr("sys.argv", ["train_pretrain.py", *words, f"--val_path={secret}"])
     requested = flags(trained, report_to="wandb,tensorboard", out_dir=str(tmp_path / "run"))
     assert train(requested, stop_at_step=3) == 75
     own_id = json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
@@ -93,6 +96,9 @@ def test_wandb_and_tensorboard_hold_what_metrics_jsonl_holds_over_a_resume(
     assert {"eval/val_loss", "eval/b/val_bpb", "sample/0"} <= expected[6].keys()
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert [path.name for path in files] == [f"run-{own_id}.wandb"] * 2
+    assert b"--chat_template_kwargs" in files[0].read_bytes()  # wandb stores the command line
+    everything = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in everything if b"c4n4ry" in path.read_bytes()]
     history = [record for path in files for record in wandb_history(path)]
     assert [values.pop("step") for _, values in history] == [step for step, _ in history]
     assert dict(history) == expected

@@ -37,6 +37,7 @@ from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.durable_files import read_small_text
+from minimind.runtime.secret_keys import HIDDEN_VALUE, is_secret
 from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import masked_values
 
@@ -175,6 +176,12 @@ def resolve(
         run = apply_launch(run, launch, faults)
     from_yaml = apply_yaml_fields(config, path, launch, faults) if launch else {}
     faults += deepspeed_schema.faults(config, path)
+    faults += [
+        f'{path}: {key} is "{HIDDEN_VALUE}", as a run writes it in place of a secret; write the'
+        f" secret there, or remove the key and set what its library reads"
+        for key, value in leaves(config).items()
+        if value == HIDDEN_VALUE and is_secret(key)
+    ]
     blocks = {key: get(config, key) for key in OBJECTS}
     wrong_types = [
         f"{path}: {key} is {json.dumps(value)}, not an object; write {{...}}"

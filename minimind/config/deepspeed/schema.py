@@ -13,7 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from minimind.runtime.secret_keys import without_secret
 from minimind.runtime.terminal import shorten_line
+from minimind.runtime.urls import masked_values
 
 VERSION = "0.19.8"
 AUTO = "auto"
@@ -359,15 +361,16 @@ def _wrong(name: str, value: Any, kind: str) -> list[str]:
     """Fault of a value of the wrong type or outside its choices; else empty."""
     if isinstance(value, str) and value == AUTO:
         return []
+    shown = _shown(without_secret(name, value))
     kinds = kind.split("|")
     if not any(_FITS[kind][1](value) for kind in kinds):
         is_object = kinds[0] == "object"
         words = " or ".join(_FITS[kind][0] for kind in (kinds[:1] if is_object else kinds))
         advice = "write {...}" if is_object else "write one"
-        return [f"{name} is {_shown(value)}, not {words}; {advice}"]
+        return [f"{name} is {shown}, not {words}; {advice}"]
     choices = CHOICES.get(name)
     if choices and isinstance(value, str) and value not in choices:
-        return [f"{name} is {_shown(value)}, not one of {', '.join(choices)}; write one"]
+        return [f"{name} is {shown}, not one of {', '.join(choices)}; write one"]
     return []
 
 
@@ -392,7 +395,8 @@ _FITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _shown(value: Any) -> str:
-    return shorten_line(json.dumps(value, ensure_ascii=False, default=str, skipkeys=True), 60)
+    shown = masked_values(value)
+    return shorten_line(json.dumps(shown, ensure_ascii=False, default=str, skipkeys=True), 60)
 
 
 # DeepSpeed's pydantic models of sections.
@@ -415,5 +419,6 @@ def format_model_fault(section: str, fault: Any) -> str:
     key = ".".join(map(str, (section, *fault["loc"])))
     if fault["type"] == "extra_forbidden":
         return f"{key} is no key of DeepSpeed's"
-    given = f" is {fault['input']!r}" if fault["loc"] else ""
+    shown = masked_values(without_secret(key, fault["input"]))
+    given = f" is {shown!r}" if fault["loc"] else ""
     return f"{key}{given}: {fault['msg']}"

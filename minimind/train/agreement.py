@@ -1,0 +1,233 @@
+"""That all ranks train one run: versions, flags, files, environment and text are alike on all."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from minimind.architecture.select import Architecture
+from minimind.checkpoint.identity import versions
+from minimind.config.deepspeed.backend_choice import Setup
+from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.deepspeed.values import leaves
+from minimind.config.launcher_env import set_rendezvous_defaults
+from minimind.config.run_config import FLAGS, PACKAGE, RULED, RunConfig
+from minimind.config.schedule import Schedule
+from minimind.data.prepare.prepared import Prepared
+from minimind.data.rows.order import Order
+from minimind.errors import DataError, RunError, StorageError, UsageError
+from minimind.runtime.agreement import Difference, Told, first_difference
+from minimind.runtime.collectives import collective_backend, meeting_store, rendezvous
+from minimind.runtime.durable_files import fingerprint, sha256_of
+from minimind.runtime.environment import allow_connections
+from minimind.train.build import place_of
+from minimind.train.evaluate import read_sample_prompts
+
+# Flags that need not be alike on all ranks, and why.
+_BY_CONTENT = "a place, which hosts may mount elsewhere: what is read there is compared"
+_BY_RANK_0 = "read by rank 0 alone"
+MAY_DIFFER = {
+    **dict.fromkeys(("data_path", "val_path", "source", "tokenizer", "skip_rows"), _BY_CONTENT),
+    **dict.fromkeys(("stages", "chat_template", "sample_prompts", "config"), _BY_CONTENT),
+    "deepspeed_config": "the values of the file are compared",
+    "out_dir": "a place, which hosts may mount elsewhere: all must see a file of rank 0 there",
+    **dict.fromkeys(("report_to", "wandb_project", "wandb_run_name"), _BY_RANK_0),
+    "peak_tflops": _BY_RANK_0,
+    **dict.fromkeys(("cache_dir", "max_cache_gib"), "a disk of the host"),
+    "num_workers": "threads of the host; rows and their order do not depend on them",
+    "local_rank": "another one for every rank of a host",
+    **dict.fromkeys(("debug", "verbose"), "what is printed"),
+    "dry_run": "ends before the ranks meet",
+}
+# Likewise of the keys of a DeepSpeed file.
+KEYS_MAY_DIFFER = re.compile(
+    r".*nvme_path"  # a disk of the host
+    r"|(tensorboard|wandb|comet|csv_monitor)\..*"  # read by rank 0 alone
+)
+SHOWN_OF_DIGEST = 12  # hexadecimal digits
+# Variables that change what is computed: kernels, their precision and the order of their sums.
+# OMP_NUM_THREADS and its like may differ: cores are those of a host, as its CPU is.
+NUMBERS = re.compile(
+    r"NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|CUBLAS(?!_LOG|LT_LOG).*"
+    r"|(ROCBLAS|HIPBLAS|HIPBLASLT|MIOPEN)_(?!LOG|LAYER).*|HSA_OVERRIDE_GFX_VERSION"
+    r"|CUDNN_(?!LOG|FRONTEND_LOG).*|TORCH_(BLAS|CUDNN|ROCM|LINALG|NCCL_USE|COMPILE).*"
+    r"|DISABLE_ADDMM_(CUDA|HIP)_LT|PYTORCH_(TUNABLEOP|MIOPEN|JIT).*|PYTORCH_ENABLE_MPS_FALLBACK"
+    r"|ATEN_CPU_CAPABILITY|MKL_(CBWR|ENABLE_INSTRUCTIONS|DEBUG_CPU_TYPE)|OPENBLAS_CORETYPE"
+    r"|(ONEDNN|DNNL)_(DEFAULT_FPMATH_MODE|MAX_CPU_ISA|CPU_ISA_HINTS)"
+    r"|TORCHDYNAMO_DISABLE|TORCHDYNAMO_SUPPRESS_ERRORS|TRITON_(F32_DEFAULT|INTERPRET|ALLOW).*"
+    r"|TORCHINDUCTOR_(?!CACHE|COMPILE_THREADS|WORKER|LOG|TRACE|PROFILE|BENCHMARK).*"
+    r"|NCCL_(ALGO|PROTO|NTHREADS|(MIN|MAX)_N?CHANNELS|(MIN|MAX)_CTAS|NVLS_ENABLE|CROSS_NIC)"
+    r"|DS_(SDMA_.*|ALLOW_DEPRECATED_FP)|USE_MKL_GEMM"
+)
+
+
+def require_agreement(
+    given: RunConfig,
+    setup: Setup,
+    resolved: ResolvedConfig,
+    model: Architecture,
+    prepared: Prepared,
+    order: Order,
+    schedule: Schedule,
+) -> Any:
+    """Raise the same error on every rank if one trains another run than rank 0; collective.
+
+    `given` has the flags as parsed. Return what must be kept until the process group is there.
+    """
+    launch = setup.launch
+    if launch.world_size == 1:
+        return None
+    timeout = collective_backend(setup.device, given.dist_timeout)[1]
+    set_rendezvous_defaults(os.environ)
+    allow_connections(launch.world_size)
+    kinds = all_told(given, setup, resolved, model, prepared, order, schedule, os.environ)
+    with rendezvous():
+        store = meeting_store(os.environ, timeout)
+        found = first_difference(store, launch.rank, launch.world_size, kinds)
+    if found:
+        raise error_of(found, given)
+    return store
+
+
+def all_told(
+    given: RunConfig,
+    setup: Setup,
+    resolved: ResolvedConfig,
+    model: Architecture,
+    prepared: Prepared,
+    order: Order,
+    schedule: Schedule,
+    environ: Mapping[str, str],
+) -> dict[str, dict[str, Told]]:
+    """All that must be alike, by name and by kind; what decides others comes first."""
+    launch, decided = setup.launch, _decided(resolved, model, schedule)
+    of_rules = (*RULED, "accumulation_steps")
+    return {
+        "version": _versions(),
+        "flag": flags_told(given),
+        "launcher": {"WORLD_SIZE in the environment": Told(launch.world_size)}
+        | {
+            f"{field} of the launcher": Told(value, launch.source)
+            for value, field in (*launch.flags.values(), *launch.deepspeed.values())
+        },
+        "DeepSpeed": _deepspeed(setup),
+        "environment": _environment(environ),
+        "file": _files(given, prepared),
+        "text": _text(given, prepared, order),
+        "rules": {name: one for name, one in decided.items() if name in of_rules},
+        "decided": decided,
+    }
+
+
+def error_of(found: Difference, given: RunConfig) -> RunError:
+    """The error that names a difference."""
+    if found.kind == "text":
+        return DataError(
+            f"{found.name} is different: {found}; give all ranks the same text", cause_rank=0
+        )
+    if found.kind == "rules":
+        return StorageError(
+            f"out_dir {given.out_dir}: {found.name} is decided by other checkpoints there: {found};"
+            " give a folder on a file system that all hosts share",
+            cause_rank=0,
+        )
+    remedies = {
+        "version": "install the same on all hosts",
+        "decided": "make the hosts alike in what decides it, or give a value",
+    }
+    remedy = remedies.get(found.kind, "give the same on all")
+    return UsageError(f"{found.name} is not the same on all ranks: {found}; {remedy}", cause_rank=0)
+
+
+def _versions() -> dict[str, Told]:
+    found = versions() | {"numpy": np.__version__}
+    del found["python"]  # its patch level changes no number
+    build = torch.version.cuda or torch.version.hip or "no GPU"
+    code = fingerprint([sha256_of(path) for path in sorted(PACKAGE.rglob("*.py"))])
+    found["torch"] += f", imported {torch.__version__}, built for {build}"
+    found["minimind"] += f", code {_brief(code)}"
+    return {f"version of {name}": Told(version) for name, version in found.items()}
+
+
+def flags_told(run: RunConfig) -> dict[str, Told]:
+    """The flags that must be alike, as parsed."""
+    return {
+        f"--{name}": Told(getattr(run, name), run.sources[name])
+        for name in FLAGS
+        if name not in MAY_DIFFER
+    }
+
+
+def _deepspeed(setup: Setup) -> dict[str, Told]:
+    """Whether DeepSpeed trains, and the values of its file."""
+    values = leaves(setup.document)
+    return {
+        "--deepspeed_config": Told(setup.backend, setup.path),
+        "--device": Told(setup.device),
+    } | {
+        f"{key} of --deepspeed_config": Told(value, setup.path)
+        for key, value in values.items()
+        if not KEYS_MAY_DIFFER.fullmatch(key)
+    }
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, Told]:
+    """The variables that change what is computed."""
+    return {
+        f"{name} in the environment": Told(ascii(value))
+        for name, value in sorted(environ.items())
+        if NUMBERS.fullmatch(name)
+    }
+
+
+def _files(given: RunConfig, prepared: Prepared) -> dict[str, Told]:
+    """Digests of small files that are no text."""
+    found = {}
+    if given.chat_template:
+        content = _brief(fingerprint(prepared.tokenizer.chat_template))
+        found["--chat_template"] = Told(content, given.chat_template)
+    if given.sample_prompts:
+        content = _brief(fingerprint(read_sample_prompts(given)))
+        found["--sample_prompts"] = Told(content, given.sample_prompts)
+    return found
+
+
+def _brief(digest: str) -> str:
+    return digest[:SHOWN_OF_DIGEST]
+
+
+def _text(given: RunConfig, prepared: Prepared, order: Order) -> dict[str, Told]:
+    """Digests of the text, and of what is read of it."""
+    pieces = {
+        "--tokenizer": Told(_brief(prepared.tokenizer.fingerprint), given.tokenizer or "trained")
+    }
+    text = {
+        place_of(given).split()[0]: Told(_brief(prepared.manifest["fingerprint"]), place_of(given)),
+        "--skip_rows": Told(_brief(fingerprint(order.left_out)), given.skip_rows or "none"),
+        "--stages": Told(_brief(fingerprint(order.stages_json())), given.stages or "none"),
+        "the mixture of sources": Told(order.mixture_json()),
+    }
+    # A tokenizer that is trained on the text is another one because of it.
+    return pieces | text if given.tokenizer else text | pieces
+
+
+def _decided(resolved: ResolvedConfig, model: Architecture, schedule: Schedule) -> dict[str, Told]:
+    """What the start has decided by rules, the host, the text or a checkpoint."""
+    run = resolved.run
+    found = {
+        name: Told(getattr(run, name), run.sources[name])
+        for name in FLAGS
+        if name not in MAY_DIFFER
+    }
+    found |= {f"{name} of the model": Told(value) for name, value in model.identity(run).items()}
+    found |= {f"{name} of the schedule": Told(value) for name, value in vars(schedule).items()}
+    return found | {
+        f"{key} for DeepSpeed": Told(value, resolved.sources[key])
+        for key, value in leaves(resolved.config).items()
+        if not KEYS_MAY_DIFFER.fullmatch(key)
+    }
