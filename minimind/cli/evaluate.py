@@ -74,7 +74,7 @@ def add_parser(subs: Any) -> None:
     add("--batch_size", type=at_least(1), default=8, help="windows per batch")
     text = "tokens of a window (default: the positions of the model, or the longest conversation)"
     add("--max_seq_len", type=at_least(1), help=text)
-    text = "windows per source, up to the end of the last document (default: all)"
+    text = "windows per source, spread over its text (default: all)"
     add("--max_rows", type=at_least(1), help=text)
     text = "evaluate each document separately; off: packed rows"
     add("--doc_mask", action=argparse.BooleanOptionalAction, help=text)

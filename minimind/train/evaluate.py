@@ -63,7 +63,7 @@ class HeldOutRows:
 def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOutRows:
     """Return the rows that every evaluation reads."""
     row_tokens = run.max_seq_len + 1
-    rows = held_out_rows(prepared.val, run.eval_rows, row_tokens)
+    rows = held_out_rows(prepared.val, run.eval_rows, row_tokens, prepared.train.weights)
     names = tuple(source["name"] for source in prepared.manifest["sources"])
     sizes = prepared.bytes_per_id("val")
     return HeldOutRows(prepared.val, rows, row_tokens, sizes, names, prepared.train.weights)
