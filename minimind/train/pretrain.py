@@ -50,7 +50,7 @@ from minimind.train.build import (
     with_local_folder,
     with_prepared,
 )
-from minimind.train.evaluate import build_samples, held_out_of
+from minimind.train.evaluate import EVAL_ROWS, build_samples, held_out_of
 from minimind.train.failures import SkippedSteps, report_out_of_memory
 from minimind.train.initial_weights import InitialModel
 from minimind.train.loop import GO_BACK, RunContext, damage_logged, go_back, register_cleanup, train
@@ -271,12 +271,14 @@ def build_context(
     saver.good = resumed.state.step if run.verify_interval else None
     mirror.begin(resumed)
     batches = build_batches(run, engine, prepared, order)
+    held_out = held_out_of(run, prepared, order, schedule.total_steps)
+    held_out.begin_with(resumed.manifest.get(EVAL_ROWS, 0))
     context = RunContext(
         run=run,
         schedule=schedule,
         engine=engine,
         batches=batches,
-        held_out=held_out_of(run, prepared),
+        held_out=held_out,
         samples=build_samples(run, prepared.tokenizer),
         scores=build_scores(run, prepared, progress.stop),
         saver=saver,

@@ -201,7 +201,7 @@ def test_table_without_json(trained: Trained, capsys: pytest.CaptureFixture[str]
     assert main(["eval", "--checkpoint", str(trained.run), "--data", str(trained.mixed)]) == 0
     path, head, *rows = capsys.readouterr().out.splitlines()
     assert path.endswith("step_00000006")
-    assert head.split() == ["source", "loss", "perplexity", "bits/byte", "tokens"]
+    assert head.split() == ["source", "loss", "+-", "perplexity", "bits/byte", "tokens"]
     assert [row.split()[0] for row in rows] == ["a", "b", "all"]
 
 

@@ -22,22 +22,27 @@ ROW = 5
 class Rows:
     """Held-out rows of consecutive numbers, standing in for token shards."""
 
+    def sizes(self, row_tokens):
+        return (9,)
+
     def read_rows(self, indices, row_tokens):
         return np.asarray(indices)[:, None] * row_tokens + np.arange(row_tokens)
 
 
 class Ranks:
-    """An engine whose loss is the sum of the targets; keeps what each rank added."""
+    """An engine whose loss is the sum of the targets; keeps what each rank added last."""
 
     def __init__(self, rank, world_size, group_size=1):
         self.rank, self.parallel = rank, ParallelLayout(world_size, sequence=group_size)
         self.data_rank = self.parallel.data_rank(rank)
         self.sums, self.passes = [], 0
 
-    def loss_of(self, rows):
+    def loss_of(self, rows, by_row):
+        assert by_row
         self.passes += 1
-        kept = rows[:, 1:][rows[:, 1:] != PADDING]
-        return kept.sum().float(), torch.tensor(kept.numel())
+        targets = rows[:, 1:]
+        is_kept = targets != PADDING
+        return (targets * is_kept).sum(1).float(), is_kept.sum(1)
 
     def sum_over_ranks(self, sums):
         self.sums = sums
@@ -52,11 +57,12 @@ def test_every_row_counts_once_whatever_the_number_of_ranks(world_size, group_si
     ranks = [Ranks(rank, world_size, group_size) for rank in range(world_size)]
     for rank in ranks:
         evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
-    loss, tokens, text_bytes = (
+    loss, tokens, text_bytes, rows, *squares = (
         sum(column) for column in zip(*(r.sums for r in ranks), strict=True)
     )
-    expected = sum(row * ROW + k for row in range(n_rows) for k in range(1, ROW))
-    assert (loss, tokens, text_bytes) == (expected, n_rows * 4, n_rows * 4 * 3)
+    losses = np.array([sum(row * ROW + k for k in range(1, ROW)) for row in range(n_rows)])
+    assert (loss, tokens, text_bytes, rows) == (losses.sum(), n_rows * 4, n_rows * 4 * 3, n_rows)
+    assert squares == [losses @ losses, 4 * losses.sum(), 16 * n_rows]
     assert len({r.passes for r in ranks}) == 1  # a forward pass is collective under ZeRO-3
 
 
@@ -82,8 +88,7 @@ def test_the_sums_of_all_batches_are_read_at_once():
     with counted() as reads:
         evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
     assert rank.passes == 5
-    own = rank.passes  # the mask in `loss_of` above
-    assert reads["minimind: _sum_loss"] - own == 2  # losses and counts
+    assert reads["minimind: _sum_loss"] == 2  # losses and counts
 
 
 def test_perplexity_and_bits_per_byte_follow_from_the_sums():
@@ -116,12 +121,17 @@ def test_each_source_has_its_own_figures_and_they_add_up(world_size):
     assert len({r.passes for r in ranks}) == 1
     sums = np.sum(flat, axis=0)
     own = [[row * ROW + k for row in part for k in range(1, ROW)] for part in ((0, 2, 3), rows[3:])]
-    assert sums.tolist() == [sum(own[0]), 12, 36, sum(own[1]), 16, 48]
+    assert sums.reshape(2, 7)[:, :4].tolist() == [
+        [sum(own[0]), 12, 36, 3],
+        [sum(own[1]), 16, 48, 4],
+    ]
     if world_size == 1:
         assert list(found["by_source"]) == ["a", "b"]
         assert found["by_source"]["b"]["val_loss"] == sum(own[1]) / 16
         assert found["by_source"]["a"]["tokens"] == 12
-        assert (found["tokens"], found["val_loss"]) == (28, sum(map(sum, own)) / 28)
+        whole = (5 * sum(own[0]) / 12 + 6 * sum(own[1]) / 16) / 11  # by their held-out rows
+        assert (found["tokens"], found["rows"]) == (28, 7)
+        assert found["val_loss"] == pytest.approx(whole, rel=1e-12)
 
 
 def test_a_mixture_counts_its_sources_by_their_weights():
