@@ -58,7 +58,7 @@ class LossSums:
     def residual(self) -> float:
         """Squares of what the loss of each row differs from the mean of its tokens, summed."""
         spread = self.loss_loss - 2 * self.mean * self.loss_tokens
-        return max(0.0, spread + self.mean**2 * self.tokens_tokens)
+        return max(spread + self.mean**2 * self.tokens_tokens, 0.0)  # NaN stays
 
     @property
     def mean(self) -> float:

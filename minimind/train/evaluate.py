@@ -65,9 +65,14 @@ class HeldOutRows:
         if self.reads is not None:
             self.reads = min(max(reads, FIRST_EVAL_ROWS, len(self.by_source())), len(self.rows))
 
-    def by_source(self, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    @property
+    def in_force(self) -> np.ndarray:
+        """The rows that the last evaluation read, or the first one will read."""
+        return self.rows[: self.reads]
+
+    def by_source(self, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Row indices of each source that has any, of all rows or of some."""
-        chosen = self.rows[rows]
+        chosen = self.rows if rows is None else rows
         if len(self.sources) == 1:
             return {self.sources[0]: chosen}
         source = np.searchsorted(self._ends, chosen, side="right")
@@ -174,7 +179,7 @@ def evaluate(
     its number of held-out rows. Collective: under ZeRO-3 a forward pass is, so every rank runs the
     same number of them, the last ones perhaps on ignored rows.
     """
-    by_source = _sums(engine, held_out, slice(0, held_out.reads), batch_rows)
+    by_source = _sums(engine, held_out, held_out.in_force, batch_rows)
     while True:
         total = mixture(by_source, held_out)
         error = standard_error([*by_source.values()], held_out.shares(by_source))
@@ -182,8 +187,8 @@ def evaluate(
         if is_enough or not (grows and held_out.may_grow):
             break
         assert held_out.reads is not None
-        more = slice(held_out.reads, min(2 * held_out.reads, len(held_out.rows)))
-        held_out.reads = more.stop
+        before, held_out.reads = held_out.reads, min(2 * held_out.reads, len(held_out.rows))
+        more = held_out.rows[before : held_out.reads]
         for name, sums in _sums(engine, held_out, more, batch_rows).items():
             by_source[name] = by_source[name] + sums if name in by_source else sums
     found = _event(total, [*by_source.values()], error)
@@ -216,7 +221,7 @@ def mixture(by_source: Mapping[str, LossSums], held_out: HeldOutRows) -> LossSum
 
 
 def _sums(
-    engine: Engine, held_out: HeldOutRows, rows: slice, batch_rows: int
+    engine: Engine, held_out: HeldOutRows, rows: np.ndarray, batch_rows: int
 ) -> dict[str, LossSums]:
     """Loss sums of each source over some of the rows (collective)."""
     rows_of = held_out.by_source(rows)

@@ -40,7 +40,7 @@ def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
         known, stretches = own[np.diff(own, prepend=~own[:1]) != 0], len(own)
     sums: dict[str, dict[str, LossSums]] = {}
     seen: list[np.ndarray] = []
-    by_source = held_out.by_source()
+    by_source = held_out.by_source(held_out.in_force)
     most = max(1, MOST_HELD_OUT // (held_out.row_tokens * len(by_source)))  # rows of a source
     for source, indices in by_source.items():
         rows = held_out.shards.read_rows(indices[:most], held_out.row_tokens)

@@ -198,6 +198,8 @@ def train_to_end(
         context, resumed = go_back(context)
         log_start_event(context, prepared, resumed, initial)
         state, status, reason = train(context, resumed.state)
+    if context.engine.rank == 0 and status == 0:  # validations may have come to read more rows
+        log_floors(context, prepared, state.step)
     finish(context, state, status, reason)
     return status
 
@@ -337,8 +339,8 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
 
 
 def log_floors(context: RunContext, prepared: Prepared, step: int) -> None:
-    """Log the floors of the held-out text once per text; conversations have none."""
-    rows = len(context.held_out.rows)
+    """Log the floors of the rows that are validated once per text; conversations have none."""
+    rows = len(context.held_out.in_force)
     if context.run.task != "pretrain" or not rows:
         return
     of_text = {"text": prepared.manifest["fingerprint"], "rows": rows}
