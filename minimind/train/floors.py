@@ -43,7 +43,7 @@ def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
     by_source = held_out.by_source(held_out.in_force)
     most = max(1, MOST_HELD_OUT // (held_out.row_tokens * len(by_source)))  # rows of a source
     for source, indices in by_source.items():
-        rows = held_out.shards.read_rows(indices[:most], held_out.row_tokens)
+        rows = held_out.shards.read_rows(np.sort(indices[:most]), held_out.row_tokens)
         of_id = held_out.bytes_per_id[held_out.sources.index(source)]
         text_bytes, count = float(of_id[rows[:, 1:]].sum()), float(rows[:, 1:].size)
         text = "".join(prepared.tokenizer.decode(row.tolist()) for row in rows).encode()

@@ -345,7 +345,13 @@ def test_a_resumed_run_reads_as_many_rows_as_one_that_was_not_stopped(
     for name, value in (("FIRST_EVAL_ROWS", 2), ("EVAL_TIME", 10.0)):
         monkeypatch.setattr(f"minimind.train.evaluate.{name}", value)
     flags = {**SMALL, "data_path": str(trained.mixed), "cache_dir": str(trained.cache)}
-    flags |= {"deepspeed_config": "none", "max_steps": 8, "eval_interval": 2, "dtype": "float32"}
+    flags |= {
+        "eval_rows": "auto",
+        "deepspeed_config": "none",
+        "max_steps": 8,
+        "eval_interval": 2,
+        "dtype": "float32",
+    }
 
     def evals(name: str, *stops: int, **more: Any) -> list[dict[str, Any]]:
         out = {"out_dir": str(tmp_path / name)}
@@ -354,6 +360,8 @@ def test_a_resumed_run_reads_as_many_rows_as_one_that_was_not_stopped(
         assert train(flags, **out, **more) == 0
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         found = [line for line in map(json.loads, lines) if line["event"] == "eval"]
+        floors = [line["rows"] for line in map(json.loads, lines) if line["event"] == "floors"]
+        assert floors[-1] == found[-1]["rows"]  # also if the first validation was to read fewer
         return [{k: v for k, v in event.items() if k not in ("time", "t")} for event in found]
 
     whole = evals("whole")
