@@ -252,8 +252,8 @@ def _sum_loss(
         text_bytes += float(bytes_per_id[targets[targets >= 0]].sum())
     if not engine.parallel.is_first(engine.rank):
         return LossSums(0.0, 0.0, 0.0)
-    of_rows = torch.cat(losses).tolist(), torch.cat(counts).tolist()
-    return LossSums.of_rows(*np.array(of_rows, dtype=float), text_bytes)
+    of_rows, tokens = np.array([torch.cat(losses).tolist(), torch.cat(counts).tolist()])
+    return LossSums.of_rows(of_rows, tokens, text_bytes)
 
 
 MAX_NEW_TOKENS = 64

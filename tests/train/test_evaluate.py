@@ -28,7 +28,7 @@ ROW = 5
 class Rows:
     """Held-out rows of consecutive numbers, standing in for token shards."""
 
-    def sizes(self, row_tokens):
+    def sizes(self, row_tokens) -> tuple[int, ...]:
         return (9,)
 
     def read_rows(self, indices, row_tokens):
@@ -110,7 +110,7 @@ def test_perplexity_and_bits_per_byte_follow_from_the_sums():
 class Mixed(Rows):
     """The same of two sources of 5 and 6 rows."""
 
-    def sizes(self, row_tokens):
+    def sizes(self, row_tokens) -> tuple[int, ...]:
         return (5, 6)
 
 
@@ -219,7 +219,7 @@ def test_the_standard_error_is_that_of_a_mean_of_rows():
     tokens = draw.integers(20, 200, size=(4000, 50)).astype(float)
     many = tokens * draw.normal(3, 0.5, tokens.shape) + 10 * draw.normal(size=tokens.shape)
     found = [
-        standard_error([LossSums.of_rows(*pair, 1.0)], [1.0])
+        standard_error([LossSums.of_rows(*pair, 1.0)], [1.0]) or 0.0
         for pair in zip(many[:500], tokens[:500], strict=True)
     ]
     spread = np.std(many.sum(1) / tokens.sum(1), ddof=1)
