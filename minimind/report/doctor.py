@@ -442,8 +442,8 @@ def _crashes(case: Case) -> Iterator[Finding]:
 def _validation(case: Case) -> Iterator[Finding]:
     evals = case.run.events("eval")
     tokens = number(evals[-1].get("tokens")) if evals else math.nan
-    rows = case.flags.get("eval_rows") or f"the {number(evals[-1].get('rows')):,.0f} of auto"
     if tokens < 500 and case.flags.get("task") != "sft":
+        rows = case.flags.get("eval_rows") or f"the {number(evals[-1].get('rows')):,.0f} of auto"
         yield Finding(
             "small_validation",
             f"validation reads {tokens:,.0f} tokens: its loss is off by about"
