@@ -266,7 +266,7 @@ class Trained:
 SMALL: dict[str, Any] = {
     **{"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64},
     **{"batch_size": 4, "max_steps": 6, "log_interval": 2, "eval_interval": 3},
-    **{"device": "cpu", "learning_rate": 5e-3},
+    **{"device": "cpu", "learning_rate": 5e-3, "eval_rows": 64},
 }
 
 

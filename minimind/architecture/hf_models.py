@@ -43,8 +43,8 @@ from minimind.runtime.terminal import first_lines
 def model_of(config: PretrainedConfig) -> Any:
     """Build the model of a configuration, ours or transformers', with random fp32 weights.
 
-    Either has `forward(input_ids=, shift_labels=, loss_chunk_size=, document_starts=)`, which
-    returns loss_sum and targets.
+    Either has `forward(input_ids=, shift_labels=, loss_chunk_size=, loss_by_row=,
+    document_starts=)`, which returns loss_sum and targets.
     """
     if isinstance(config, MiniMindConfig):
         return MiniMindForCausalLM(config)
@@ -84,6 +84,7 @@ def with_sums(model: PreTrainedModel) -> PreTrainedModel:
         self: Any,
         *args: Any,
         loss_chunk_size: int | None = None,
+        loss_by_row: bool = False,
         document_starts: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -93,7 +94,7 @@ def with_sums(model: PreTrainedModel) -> PreTrainedModel:
             return model_class.forward(self, *args, **kwargs)
         targets_BT = kwargs.pop("shift_labels")
         logits = model_class.forward(self, *args, use_cache=False, **kwargs).logits
-        loss_sum, targets = next_token_loss(logits, targets_BT)
+        loss_sum, targets = next_token_loss(logits, targets_BT, by_row=loss_by_row)
         return MiniMindOutput(loss_sum=loss_sum, targets=targets)
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:

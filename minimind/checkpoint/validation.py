@@ -61,6 +61,7 @@ class Manifest(CheckedJson):
     tokens: Count
     world_size: Size
     identity: dict[str, dict[str, Any]]
+    eval_rows: Count = 0
     files: Annotated[list[FileEntry], FailFast()]
 
 

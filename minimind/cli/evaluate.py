@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 COLUMNS = {  # columns of the table: name and format by field
     "loss": ("loss", ".4f"),
+    "loss_se": ("+-", ".4f"),
     "perplexity": ("perplexity", ",.2f"),
     "bits_per_byte": ("bits/byte", ".4f"),
     "tokens": ("tokens", ","),
@@ -74,7 +75,7 @@ def add_parser(subs: Any) -> None:
     add("--batch_size", type=at_least(1), default=8, help="windows per batch")
     text = "tokens of a window (default: the positions of the model, or the longest conversation)"
     add("--max_seq_len", type=at_least(1), help=text)
-    text = "windows per source, up to the end of the last document (default: all)"
+    text = "windows per source, spread over its text (default: all)"
     add("--max_rows", type=at_least(1), help=text)
     text = "evaluate each document separately; off: packed rows"
     add("--doc_mask", action=argparse.BooleanOptionalAction, help=text)
@@ -412,7 +413,8 @@ def _print_results(
     columns = {key: COLUMNS[key] for key in COLUMNS if key in total}
     rows = [["source", *(name for name, _ in columns.values())]]
     for name, one in [*figures.items(), *([("all", total)] if len(sums) > 1 else [])]:
-        rows.append([name, *(f"{one[key]:{form}}" for key, (_, form) in columns.items())])
+        cells = ((one[key], form) for key, (_, form) in columns.items())
+        rows.append([name, *("" if value is None else f"{value:{form}}" for value, form in cells)])
     print(f"{path}\n{aligned(rows, '<>')}")
     if total.get("bytes_of") == "tokens":
         print("bits/byte: over the bytes of the tokens; those of the text are not known here")

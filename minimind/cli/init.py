@@ -28,8 +28,8 @@ from minimind.config.arguments import (
     positive,
     utf8,
 )
-from minimind.config.flags import DEVICES
-from minimind.config.run_config import CONFIGS, FLAGS, LAUNCH, RunConfig
+from minimind.config.flags import DEVICES, EVAL_TIME, FIRST_EVAL_ROWS
+from minimind.config.run_config import CONFIGS, FLAGS, LAUNCH
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime.durable_files import storing, write_whole
 from minimind.runtime.terminal import aligned, phase, printable, shorten_line
@@ -53,7 +53,7 @@ SAMPLE_BYTES, PARTS = 2**20, 16  # of the text, in places that are spread over i
 # Imports, tokenizer, first step and samples of a small text; on a GPU compiling too.
 START_SECONDS = {"cpu": 30.0}
 SLOWEST_START = 4.0  # 115 s with ten processes on each core
-MOST_EVALUATIONS, OF_EVALUATIONS = 10, 0.05  # of a run, and their share of its time at most
+MOST_EVALUATIONS = 10  # of a run
 PREPARED_PER_SECOND = 2e6  # bytes of text per process, assumed
 # A step of `strong` over one of AdamW, a measured step over the estimate (docs/measurements.md).
 OF_ESTIMATE = 1.2 * 1.3
@@ -539,9 +539,9 @@ def yaml_text(
     held_out = text.held_out
     bytes_per_token = text.bytes * (1 - held_out) / choice.text_tokens
     every = max(1, steps // MOST_EVALUATIONS)
-    # A forward takes a third of a step, per token.
-    tokens_of_one = RunConfig.eval_rows * choice.shape.max_seq_len / 3
-    affordable = int(OF_EVALUATIONS * choice.tokens / tokens_of_one)
+    # Of the rows of the first. A forward takes a third of a step, per token.
+    tokens_of_one = FIRST_EVAL_ROWS * choice.shape.max_seq_len / 3
+    affordable = int(EVAL_TIME * choice.tokens / tokens_of_one)
     evaluations = max(2, min(MOST_EVALUATIONS, affordable))
     recipe = (CONFIGS / "recipes" / "strong.yaml").read_text(encoding="utf-8")
     if choice.tokens < 500_000:

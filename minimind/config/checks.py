@@ -376,7 +376,7 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         lambda run: (
             run.keep_best
             and run.keep_best_by == VAL_LOSS
-            and not (run.eval_rows and (run.val_fraction or run.val_path))
+            and (run.eval_rows == 0 or not (run.val_fraction or run.val_path))
         ),
         "{keep_best} has no validation to compare; give --eval_rows and --val_fraction",
     ),
@@ -384,7 +384,7 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         lambda run: (
             run.keep_best
             and run.keep_best_by == VAL_LOSS
-            and run.eval_rows
+            and run.eval_rows != 0
             and (run.val_fraction or run.val_path)
             and _rarely(run, run.eval_interval)
         ),

@@ -129,7 +129,7 @@ flash_attn | --use_flash_attn | the default
 """,
     "nanoGPT": """
 out_dir log_interval eval_interval | --out_dir, --log_interval, --eval_interval |
-eval_iters | --eval_rows | in rows; the same rows every time
+eval_iters | --eval_rows | in rows, the same ones every time
 always_save_checkpoint | --save_interval N | with `--keep_last`; ignores the validation loss
 init_from=resume | --resume auto | the default
 init_from=gpt2 | --model hf:DIR | with `--init_from DIR`, a directory that `save_pretrained` wrote; [models of transformers](models.md)

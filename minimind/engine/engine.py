@@ -178,8 +178,13 @@ class Engine(Ranks):
         return ModelInputs.of_text(rows)
 
     @torch.no_grad()
-    def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return summed loss and target count of rows (B, T + 1); leaves the model in eval mode."""
+    def loss_of(
+        self, rows: torch.Tensor, by_row: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return summed loss and target count of rows (B, T + 1), or those of each row, (B,).
+
+        Leaves the model in eval mode.
+        """
         self.backend.forward.eval()
         if self.kind.pins and rows.is_cpu:  # from other memory a copy waits for what is queued
             rows = rows.pin_memory()
@@ -187,7 +192,7 @@ class Engine(Ranks):
         inputs = ModelInputs.of_marked(rows, has_starts=self.counts_targets)
         # Uncompiled: batches of other shapes than in training would trigger recompilation.
         with lost_peers(), uncompiled(self.model):
-            loss = compute_loss(self.backend.forward, inputs, self.eval_chunk_size)
+            loss = compute_loss(self.backend.forward, inputs, self.eval_chunk_size, by_row)
             if self.sequence:
                 for local in (loss.loss_sum, loss.tokens):
                     dist.all_reduce(local, group=self.sequence.group)

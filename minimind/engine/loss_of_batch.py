@@ -40,7 +40,7 @@ def eval_chunk_positions(run: RunConfig, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """Summed cross-entropy, number of targets and routing of one micro-batch."""
+    """Summed cross-entropy and number of targets of a micro-batch, or of its rows; routing."""
 
     loss_sum: torch.Tensor
     tokens: torch.Tensor
@@ -89,15 +89,19 @@ class ModelInputs:
         return cls(token_ids(rows)[:, :-1], targets[:, 1:], starts)
 
 
-def compute_loss(forward: Any, inputs: ModelInputs, loss_chunk_size: int = 0) -> MicroBatchLoss:
-    """Compute the loss with `forward`, the model wrapped by its backend.
+def compute_loss(
+    forward: Any, inputs: ModelInputs, loss_chunk_size: int = 0, by_row: bool = False
+) -> MicroBatchLoss:
+    """Compute the loss with `forward`, the model wrapped by its backend; `by_row`: of each row.
 
     Logits are computed for `loss_chunk_size` positions at a time; 0: for all. The loss is part of
     the model, so that it is compiled with the model.
     """
-    starts = {} if inputs.starts is None else {"document_starts": inputs.starts}
+    more: dict[str, Any] = {"loss_by_row": True} if by_row else {}
+    if inputs.starts is not None:
+        more["document_starts"] = inputs.starts
     out = forward(
-        input_ids=inputs.ids, shift_labels=inputs.targets, loss_chunk_size=loss_chunk_size, **starts
+        input_ids=inputs.ids, shift_labels=inputs.targets, loss_chunk_size=loss_chunk_size, **more
     )
     routing = None if out.aux_loss is None else Routing(out.aux_loss, out.expert_load)
     return MicroBatchLoss(out.loss_sum, out.targets, routing)

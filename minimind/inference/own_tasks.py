@@ -23,7 +23,7 @@ from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.engine.loss_of_batch import PADDING
 from minimind.errors import UsageError
 from minimind.inference.generate import Sampling, continue_ids
-from minimind.inference.score import row_losses
+from minimind.inference.score import LossSums, row_losses, standard_error
 from minimind.inference.scores import Score, Shares, share_right
 
 CHOICES = 4
@@ -191,12 +191,9 @@ def repeated_share(tokens: Sequence[int]) -> float:
 
 def _ratio(losses: np.ndarray, sizes: np.ndarray) -> Score:
     """Bits per byte over some windows, with the standard error of a ratio of two sums."""
-    bits, whole, number = losses / math.log(2), max(1.0, float(sizes.sum())), len(losses)
-    value, error = float(bits.sum()) / whole, None
-    if number > 1:
-        spread = float(np.square(bits - value * sizes).sum()) / (number - 1)
-        error = math.sqrt(number * spread) / whole
-    return Score(value, None, error, number, higher_is_better=False)
+    sums = LossSums.of_rows(losses / math.log(2), sizes.astype(float), 0.0)
+    error = standard_error([sums], [1.0])
+    return Score(sums.mean, None, error, len(losses), higher_is_better=False)
 
 
 Question = tuple[list[np.ndarray], int]  # a row for each choice, and the number of the right one

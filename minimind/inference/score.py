@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import reduce
 from operator import add
 from typing import Any
@@ -25,19 +25,40 @@ from minimind.runtime.device import widened
 
 @dataclass(frozen=True)
 class LossSums:
-    """Summed loss in nats, and the number of tokens and bytes of text in the sum."""
+    """Summed loss in nats, and the number of tokens and bytes of text in the sum.
+
+    With the number of rows, and sums over the rows of the squares of their losses and tokens and of
+    their product, it has a standard error.
+    """
 
     loss: float
     tokens: float
     text_bytes: float
+    rows: float = 0.0
+    loss_loss: float = 0.0
+    loss_tokens: float = 0.0
+    tokens_tokens: float = 0.0
+
+    @classmethod
+    def of_rows(cls, losses: np.ndarray, tokens: np.ndarray, text_bytes: float) -> LossSums:
+        """The sums over rows (N,) of these losses and tokens; rows without tokens do not count."""
+        columns = (losses, tokens)
+        sums = (losses @ losses, losses @ tokens, tokens @ tokens)
+        rows = np.count_nonzero(tokens)
+        return cls(*map(float, (*map(np.sum, columns), text_bytes, rows, *sums)))
 
     def __add__(self, other: LossSums) -> LossSums:
-        return LossSums(
-            self.loss + other.loss, self.tokens + other.tokens, self.text_bytes + other.text_bytes
-        )
+        return LossSums(*map(add, astuple(self), astuple(other)))
 
     def scaled(self, factor: float) -> LossSums:
+        """The sums of so many times the tokens, from the same rows, without a standard error."""
         return LossSums(self.loss * factor, self.tokens * factor, self.text_bytes * factor)
+
+    @property
+    def residual(self) -> float:
+        """Squares of what the loss of each row differs from the mean of its tokens, summed."""
+        spread = self.loss_loss - 2 * self.mean * self.loss_tokens
+        return max(spread + self.mean**2 * self.tokens_tokens, 0.0)  # NaN stays
 
     @property
     def mean(self) -> float:
@@ -55,13 +76,31 @@ class LossSums:
         return self.loss / math.log(2) / max(1.0, self.text_bytes)
 
     def event(self) -> dict[str, float]:
-        """The fields of an `eval` event in metrics.jsonl."""
+        """The fields of an `eval` event in metrics.jsonl, without those of a standard error."""
         return {
             "val_loss": self.mean,
             "val_ppl": self.perplexity,
             "val_bpb": self.bits_per_byte,
             "tokens": round(self.tokens),
         }
+
+
+def standard_error(parts: Sequence[LossSums], shares: Sequence[float]) -> float | None:
+    """Standard error of the mean loss of sources that count by `shares`, from their rows' spread.
+
+    A mean is a ratio of two sums over rows: its error is that of Cochran (1977), 6.13, for rows of
+    any number of tokens, drawn from a text without end. A source of one row is taken to spread as
+    the rows of the others do. None if no source has two rows.
+    """
+    freedom = sum(max(0.0, part.rows - 1) for part in parts)
+    if not freedom:
+        return None
+    usual, variance = sum(part.residual for part in parts) / freedom, 0.0
+    for part, share in zip(parts, shares, strict=True):
+        if part.rows:
+            squared = part.residual / (part.rows - 1) if part.rows > 1 else usual
+            variance += part.rows * squared * (share / sum(shares) / part.tokens) ** 2
+    return math.sqrt(variance)
 
 
 @dataclass(frozen=True)
@@ -98,7 +137,8 @@ def part_of_conversations(
 def figures_of(sums: Sequence[LossSums], parts: Sequence[Part]) -> dict[str, Any]:
     """The fields of `minimind eval --json`: of conversations if the parts hold some."""
     total = reduce(add, sums)
-    means = {"loss": total.mean, "perplexity": total.perplexity}
+    error = standard_error(sums, [one.tokens for one in sums])
+    means = {"loss": total.mean, "loss_se": error, "perplexity": total.perplexity}
     rows = [part.windows for part in parts]
     packings = [split.packing for split in rows if isinstance(split, ConversationRows)]
     if packings:
@@ -164,23 +204,26 @@ def score(
     bytes_of = torch.from_numpy(piece_bytes).to(accelerator.device)
     loader = DataLoader(texts, batch_size=min(batch_rows, len(texts)), collate_fn=_batch)
     names = [name for part in parts for name in part.names]
-    sums = torch.zeros(len(names), 3, dtype=torch.float64)
+    sums = torch.zeros(len(names), 7, dtype=torch.float64)
     counted = 0
     for rows, sources in accelerator.prepare_data_loader(loader):
         row_sums = _row_sums(model, rows, has_starts, bytes_of)
         sources, row_sums = accelerator.gather_for_metrics((sources, row_sums))
-        sums.index_add_(0, sources.cpu(), row_sums.cpu().double())
+        row_sums = row_sums.cpu().double()
+        losses, tokens, _ = row_sums.T
+        squares = (torch.ones_like(losses), losses**2, losses * tokens, tokens**2)
+        sums.index_add_(0, sources.cpu(), torch.column_stack((row_sums, *squares)))
         counted += len(sources)
     assert counted == len(texts), f"gathered {counted} windows of {len(texts)}"
     exact_bytes = [
         pair for part in parts for pair in zip(part.text_bytes, part.mean_bytes, strict=True)
     ]
     results: dict[str, LossSums] = {}
-    for name, (exact, mean), (loss, tokens, text_bytes) in zip(
+    for name, (exact, mean), (loss, tokens, text_bytes, *spread) in zip(
         names, exact_bytes, sums.tolist(), strict=True
     ):
         estimate = text_bytes if mean is None else mean * tokens
-        part = LossSums(loss, tokens, float(estimate if exact is None else exact))
+        part = LossSums(loss, tokens, float(estimate if exact is None else exact), *spread)
         if tokens:  # the splits of a source share its name
             results[name] = results[name] + part if name in results else part
     return results

@@ -40,9 +40,11 @@ IGNORED = -100  # target without loss, as in transformers
 
 
 def next_token_loss(
-    logits: Tensor, targets: Tensor, ignore_index: int = IGNORED
+    logits: Tensor, targets: Tensor, ignore_index: int = IGNORED, by_row: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy in nats (fp32 scalar) and the number of targets (int64).
+
+    With `by_row` both are (B,), of each row.
 
     logits (B, T, V) at position t predict targets (B, T) at position t, already shifted. A sum, not
     a mean: a mean of means is wrong if counts differ, and only the caller knows over which
@@ -53,10 +55,15 @@ def next_token_loss(
             f"targets of shape {tuple(targets.shape)} do not fit"
             f" logits of shape {tuple(logits.shape)}: each position needs one target."
         )
-    loss_sum = F.cross_entropy(
-        logits.float().flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction="sum"
+    loss = F.cross_entropy(
+        logits.float().flatten(0, -2),
+        targets.flatten(),
+        ignore_index=ignore_index,
+        reduction="none" if by_row else "sum",
     )
-    return loss_sum, (targets != ignore_index).sum()
+    if by_row:
+        return loss.view_as(targets).sum(-1), (targets != ignore_index).sum(-1)
+    return loss, (targets != ignore_index).sum()
 
 
 def mean_with_nan_grads(loss_sum: Tensor, count: Tensor, also: Tensor | None = None) -> Tensor:
@@ -296,6 +303,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         loss_chunk_size: int | None = None,
+        loss_by_row: bool = False,
         **kwargs: Any,
     ) -> MiniMindOutput:
         """Return logits (B, T, V), or those of the positions logits_to_keep: the last ones, if not
@@ -308,7 +316,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         returned. The other arguments are those of MiniMindModel.
 
         With loss_chunk_size, return loss_sum and targets of shift_labels (of this rank's positions
-        with `sequence`) instead of loss and logits: all logits at once if 0, else so many.
+        with `sequence`) instead of loss and logits: all logits at once if 0, else so many. With
+        loss_by_row both are of each row, (B,).
         """
         # Not a parameter: transformers' Trainer waits for every parameter that is named a label.
         shift_labels = kwargs.pop("shift_labels", None)
@@ -324,7 +333,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         if loss_chunk_size is not None:
             assert shift_labels is not None
             own_BT = shift_labels if self.sequence is None else self.sequence.part(shift_labels, 1)
-            loss_sum, targets = self._chunked_loss(x_BTE, own_BT, loss_chunk_size)
+            loss_sum, targets = self._chunked_loss(x_BTE, own_BT, loss_chunk_size, loss_by_row)
             return MiniMindOutput(loss_sum=loss_sum, targets=targets, **shared)
         last = logits_to_keep
         kept = last if isinstance(last, Tensor) else slice(-last, None)  # all if 0
@@ -340,7 +349,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         return MiniMindOutput(loss=loss, logits=logits, **shared)
 
     def _chunked_loss(
-        self, x_BTE: Tensor, targets_BT: Tensor, positions: int
+        self, x_BTE: Tensor, targets_BT: Tensor, positions: int, by_row: bool
     ) -> tuple[Tensor, Tensor]:
         """Return loss_sum and targets from the logits of `positions` positions at a time; 0: all.
 
@@ -348,17 +357,20 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         or more per token for E V multiplications.
         """
         if not positions:
-            return next_token_loss(self.lm_head(x_BTE), targets_BT)
+            return next_token_loss(self.lm_head(x_BTE), targets_BT, by_row=by_row)
 
-        def chunk_loss(x_NE: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-            return next_token_loss(self.lm_head(x_NE), targets_N)
+        def chunk_loss(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return next_token_loss(self.lm_head(x), targets, by_row=by_row)
 
-        parts = zip(
-            x_BTE.flatten(0, 1).split(positions), targets_BT.flatten().split(positions), strict=True
-        )
+        if by_row:  # so many positions of all rows together
+            positions = max(1, positions // len(targets_BT))
+            parts = zip(x_BTE.split(positions, 1), targets_BT.split(positions, 1), strict=True)
+        else:
+            x_NE, targets_N = x_BTE.flatten(0, 1), targets_BT.flatten()
+            parts = zip(x_NE.split(positions), targets_N.split(positions), strict=True)
         recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         sums = [recompute(chunk_loss, *part) for part in parts]
-        loss_sum, targets = (torch.stack(values).sum() for values in zip(*sums, strict=True))
+        loss_sum, targets = (torch.stack(values).sum(0) for values in zip(*sums, strict=True))
         return loss_sum, targets
 
 

@@ -443,12 +443,13 @@ def _validation(case: Case) -> Iterator[Finding]:
     evals = case.run.events("eval")
     tokens = number(evals[-1].get("tokens")) if evals else math.nan
     if tokens < 500 and case.flags.get("task") != "sft":
+        rows = case.flags.get("eval_rows") or f"the {number(evals[-1].get('rows')):,.0f} of auto"
         yield Finding(
             "small_validation",
             f"validation reads {tokens:,.0f} tokens: its loss is off by about"
             f" {2.5 / math.sqrt(max(tokens, 1)):.2f} by chance; a larger --val_fraction than"
             f" {case.flag('val_fraction')}, for which a prepared folder is prepared anew, or more"
-            f" --eval_rows than {case.flag('eval_rows')}",
+            f" --eval_rows than {rows}",
         )
 
 

@@ -114,7 +114,7 @@ class Setting:
     save_interval: int = 0
     save_minutes: float = 0.0
     eval_interval: int = 0
-    eval_rows: int = 0
+    eval_rows: int = 0  # also of auto
     sample_interval: int = 0
     eval_tasks_interval: int = 0
     eval_tasks_limit: int = 0
@@ -321,6 +321,8 @@ def _pauses(period: Period, setting: Setting) -> Iterator[Verdict]:
             remedies.insert(0, "--async_save")
         if name == "evaluate" and setting.eval_rows > 1:
             remedies.append(f"--eval_rows below {setting.eval_rows:,}")
+        if name == "evaluate" and not setting.eval_rows:
+            remedies.append("a number of your own for --eval_rows")
         if name == "score" and setting.eval_tasks_limit > 1:
             remedies.append(f"--eval_tasks_limit below {setting.eval_tasks_limit:,}")
         share = _share(

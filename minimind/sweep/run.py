@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from minimind.checkpoint.run_folder import lock_out_dir
+from minimind.config.flags import FIRST_EVAL_ROWS
 from minimind.config.run_config import RunConfig
 from minimind.errors import (
     PREEMPTED,
@@ -141,15 +142,17 @@ class SweepRun:
             trial = self.study.next_trial()
             if trial is None:
                 return
+            flags = self.study.sweep.flags_of(trial.parameters)
             try:
-                rehearsed(self.study.sweep, trial.parameters, self.path)
+                run, _ = rehearsed(self.study.sweep, trial.parameters, self.path)
+                if run.eval_rows is None:  # of auto, trials would be compared on different rows
+                    flags["eval_rows"] = FIRST_EVAL_ROWS
             except (UsageError, TooFewRows) as error:  # of dimensions, which no range excludes
                 trial.finish("failed", f"refused: {error}", 0)
                 print(f"{trial.folder}: refused: {error}", flush=True)
                 continue
             except RunError:  # of files, which may be put back: the trial ends with it
                 pass
-            flags = self.study.sweep.flags_of(trial.parameters)
             out_dir = self.study.place / trial.folder
             environment = self._free.pop(0)
             process = self.start({**flags, "out_dir": str(out_dir)}, environment)

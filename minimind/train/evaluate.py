@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -11,40 +11,85 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from minimind.config.flags import EVAL_ERROR, EVAL_TIME, FIRST_EVAL_ROWS
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import held_out_rows
+from minimind.data.rows.order import Order
 from minimind.data.shards.token_shards import TokenShards
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.engine.build import Engine
 from minimind.engine.loss_of_batch import PADDING, uncompiled
 from minimind.errors import UsageError
-from minimind.inference.score import LossSums
+from minimind.inference.score import LossSums, standard_error
 from minimind.report.run_logger import RunLogger
 
 if TYPE_CHECKING:
     from minimind.inference.generate import Sampling
 
 
-@dataclass(frozen=True)
+EVAL_ROWS = "eval_rows"  # field of a manifest: rows of the last validation, with --eval_rows auto
+
+
+@dataclass
 class HeldOutRows:
-    """Rows that an evaluation reads, and the bytes of text that a token stands for, by source."""
+    """Rows that an evaluation reads, and the bytes of text that a token stands for, by source.
+
+    An evaluation reads the first `reads` of the rows (None: all), which are spread over the text as
+    all of them are. It reads more, and so do all after it, while its standard error is too large.
+    """
 
     shards: TokenShards
-    rows: np.ndarray  # (N,) row indices
+    rows: np.ndarray  # (N,) row indices, the most that an evaluation reads
     row_tokens: int
     bytes_per_id: Sequence[np.ndarray]  # of each source, (vocabulary,)
     sources: tuple[str, ...] = ("data",)
     weights: tuple[float, ...] | None = None  # of the sources in training; None: by size
+    reads: int | None = None
 
-    def by_source(self) -> dict[str, np.ndarray]:
-        """Row indices of each source that has any."""
+    @property
+    def total(self) -> int:
+        """Rows of the held-out text."""
+        return sum(self.shards.sizes(self.row_tokens))
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether an evaluation may read more rows than the one before."""
+        return self.reads is not None and self.reads < len(self.rows)
+
+    def begin_with(self, reads: int) -> None:
+        """Let the next evaluation read so many rows, those of a checkpoint, or FIRST_EVAL_ROWS.
+
+        It reads all if their number is fixed, and one of each source at least.
+        """
+        if self.reads is not None:
+            self.reads = min(max(reads, FIRST_EVAL_ROWS, len(self.by_source())), len(self.rows))
+
+    @property
+    def in_force(self) -> np.ndarray:
+        """The rows that the last evaluation read, or the first one will read."""
+        return self.rows[: self.reads]
+
+    def by_source(self, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Row indices of each source that has any, of all rows or of some."""
+        chosen = self.rows if rows is None else rows
         if len(self.sources) == 1:
-            return {self.sources[0]: self.rows}
-        ends = np.cumsum(self.shards.sizes(self.row_tokens))
-        source = np.searchsorted(ends, self.rows, side="right")
-        rows = {name: self.rows[source == n] for n, name in enumerate(self.sources)}
-        return {name: indices for name, indices in rows.items() if len(indices)}
+            return {self.sources[0]: chosen}
+        source = np.searchsorted(self._ends, chosen, side="right")
+        found = {name: chosen[source == n] for n, name in enumerate(self.sources)}
+        return {name: indices for name, indices in found.items() if len(indices)}
+
+    def shares(self, sources: Iterable[str]) -> list[float]:
+        """What the sources count in training; without weights by their held-out rows."""
+        if len(self.sources) == 1:
+            return [1.0]
+        weights = self.weights or np.diff(self._ends, prepend=0).tolist()
+        share = dict(zip(self.sources, weights, strict=True))
+        return [share[name] for name in sources]
+
+    @property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.shards.sizes(self.row_tokens))
 
     @property
     def unvalidated(self) -> list[str]:
@@ -60,13 +105,31 @@ class HeldOutRows:
         return batch
 
 
-def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOutRows:
-    """Return the rows that every evaluation reads."""
-    row_tokens = run.max_seq_len + 1
-    rows = held_out_rows(prepared.val, run.eval_rows, row_tokens)
+def held_out_of(run: RunConfig, prepared: Prepared, order: Order, steps: int) -> HeldOutRows:
+    """Return the rows that evaluations read in a run of so many steps."""
+    row_tokens, weights = run.max_seq_len + 1, prepared.train.weights
+    number, reads = run.eval_rows, None
+    if number is None:
+        number, reads = (
+            affordable_rows(run, order.tokens_of(steps, run.max_seq_len), steps),
+            FIRST_EVAL_ROWS,
+        )
+    rows = held_out_rows(prepared.val, number, row_tokens, weights)
     names = tuple(source["name"] for source in prepared.manifest["sources"])
     sizes = prepared.bytes_per_id("val")
-    return HeldOutRows(prepared.val, rows, row_tokens, sizes, names, prepared.train.weights)
+    return HeldOutRows(prepared.val, rows, row_tokens, sizes, names, weights, reads)
+
+
+def affordable_rows(run: RunConfig, train_tokens: int, steps: int) -> int:
+    """Rows of each validation with which all of them take at most EVAL_TIME of the training.
+
+    Counted, not timed: a result must not depend on the load of a machine. Validating a row, by a
+    forward pass alone, takes a third of the time of training on it.
+    """
+    evaluations = -(-steps // run.eval_interval)  # the last step is always validated
+    passes = 1 if run.ema is None else 2
+    rows = EVAL_TIME * 3 * train_tokens / run.max_seq_len / (evaluations * passes)
+    return max(1, int(rows))
 
 
 def log_evaluation(
@@ -76,15 +139,17 @@ def log_evaluation(
     results = evaluate(engine, held_out, batch_rows)
     if average := engine.average:
         with average.in_force():
-            of_average = evaluate(engine, held_out, batch_rows)
+            of_average = evaluate(engine, held_out, batch_rows, grows=False)
         results |= {f"ema_{name}": of_average[name] for name in ("val_loss", "val_bpb")}
     logger.event("eval", step=step, **results)
     by_source = results.get("by_source", {})
     parts = [("", results), *((f" of {name}", part) for name, part in by_source.items())]
+    of_all = f" of {held_out.total:,}"
     logger.print(
         "\n".join(
-            f"step {step}: validation loss{name} {part['val_loss']:.4f},"
-            f" perplexity {part['val_ppl']:.1f}, {part['val_bpb']:.3f} bits per byte"
+            f"step {step}: validation loss{name} {part['val_loss']:.4f}{_error(part)}"
+            f" ({part['rows']:,} rows{of_all * (part is results)}), perplexity"
+            f" {part['val_ppl']:.1f}, {part['val_bpb']:.3f} bits per byte"
             for name, part in parts
         )
     )
@@ -96,45 +161,80 @@ def log_evaluation(
     return results
 
 
-def evaluate(engine: Engine, held_out: HeldOutRows, batch_rows: int) -> dict[str, Any]:
+def _error(part: Mapping[str, Any]) -> str:
+    error = part["val_loss_se"]
+    return "" if error is None else f" +- {error:.4f}"
+
+
+def evaluate(
+    engine: Engine, held_out: HeldOutRows, batch_rows: int, grows: bool = True
+) -> dict[str, Any]:
     """Return the fields of an `eval` event, with `by_source` if there are several sources, and
     `unvalidated`, the names of those without a held-out row.
+
+    While the standard error is not below EVAL_ERROR of the loss, it reads twice the rows, unless
+    `grows` is False or there are no more.
 
     With weights the total is that of the mixture: a source counts by its weight in training, not by
     its number of held-out rows. Collective: under ZeRO-3 a forward pass is, so every rank runs the
     same number of them, the last ones perhaps on ignored rows.
     """
-    rows_of = held_out.by_source()
-    local = [_sum_loss(engine, held_out, name, rows, batch_rows) for name, rows in rows_of.items()]
-    flat = engine.sum_over_ranks([number for sums in local for number in sums])
-    sums = [LossSums(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
+    by_source = _sums(engine, held_out, held_out.in_force, batch_rows)
+    while True:
+        total = mixture(by_source, held_out)
+        error = standard_error([*by_source.values()], held_out.shares(by_source))
+        is_enough = error is not None and error < EVAL_ERROR * total.mean
+        if is_enough or not (grows and held_out.may_grow):
+            break
+        assert held_out.reads is not None
+        before, held_out.reads = held_out.reads, min(2 * held_out.reads, len(held_out.rows))
+        more = held_out.rows[before : held_out.reads]
+        for name, sums in _sums(engine, held_out, more, batch_rows).items():
+            by_source[name] = by_source[name] + sums if name in by_source else sums
+    found = _event(total, [*by_source.values()], error)
     if len(held_out.sources) == 1:
-        return sums[0].event()
-    by_source = dict(zip(rows_of, sums, strict=True))
-    events = {name: part.event() for name, part in by_source.items()}
-    found = {**mixture(by_source, held_out).event(), "by_source": events}
+        return found
+    found["by_source"] = {
+        name: _event(sums, [sums], standard_error([sums], [1.0]))
+        for name, sums in by_source.items()
+    }
     if unvalidated := held_out.unvalidated:
         found["unvalidated"] = unvalidated
     return found
 
 
+def _event(total: LossSums, parts: Sequence[LossSums], error: float | None) -> dict[str, Any]:
+    return {**total.event(), "val_loss_se": error, "rows": round(sum(part.rows for part in parts))}
+
+
 def mixture(by_source: Mapping[str, LossSums], held_out: HeldOutRows) -> LossSums:
-    """Sum over all held-out tokens, with each source scaled to its weight in training."""
+    """Sum over all held-out tokens, with each source scaled to what it counts in training."""
     total = reduce(add, by_source.values())
-    if held_out.weights is None:
+    if len(held_out.sources) == 1:
         return total
-    weight = dict(zip(held_out.sources, held_out.weights, strict=True))
-    tokens_per_weight = total.tokens / sum(weight[name] for name in by_source)
+    shares = held_out.shares(by_source)
     scaled = (
-        sums.scaled(weight[name] * tokens_per_weight / max(1.0, sums.tokens))
-        for name, sums in by_source.items()
+        sums.scaled(share / sum(shares) * total.tokens / max(1.0, sums.tokens))
+        for share, sums in zip(shares, by_source.values(), strict=True)
     )
     return reduce(add, scaled)
 
 
+def _sums(
+    engine: Engine, held_out: HeldOutRows, rows: np.ndarray, batch_rows: int
+) -> dict[str, LossSums]:
+    """Loss sums of each source over some of the rows (collective)."""
+    rows_of = held_out.by_source(rows)
+    local = [_sum_loss(engine, held_out, name, rows, batch_rows) for name, rows in rows_of.items()]
+    flat = engine.sum_over_ranks([number for sums in local for number in astuple(sums)])
+    width = len(flat) // max(1, len(rows_of))
+    sums = [LossSums(*flat[at : at + width]) for at in range(0, len(flat), width)]
+    return dict(zip(rows_of, sums, strict=True))
+
+
 def _sum_loss(
     engine: Engine, held_out: HeldOutRows, source: str, rows: np.ndarray, batch_rows: int
-) -> list[float]:
+) -> LossSums:
     """Loss, tokens and bytes summed over this rank's share of the rows of a source.
 
     The device is read at the end, so that it computes a batch while the next one is made. Of ranks
@@ -145,14 +245,15 @@ def _sum_loss(
     for start in range(0, len(rows), batch_rows * engine.parallel.data_size):
         first = start + engine.data_rank * batch_rows
         batch = held_out.batch(rows[first : first + batch_rows], batch_rows)
-        loss, count = engine.loss_of(torch.from_numpy(batch))
+        loss, count = engine.loss_of(torch.from_numpy(batch), by_row=True)
         losses.append(loss)
         counts.append(count)
         targets = batch[:, 1:]
         text_bytes += float(bytes_per_id[targets[targets >= 0]].sum())
     if not engine.parallel.is_first(engine.rank):
-        return [0.0, 0.0, 0.0]
-    return [sum(torch.stack(losses).tolist()), sum(torch.stack(counts).tolist()), text_bytes]
+        return LossSums(0.0, 0.0, 0.0)
+    of_rows, tokens = np.array([torch.cat(losses).tolist(), torch.cat(counts).tolist()])
+    return LossSums.of_rows(of_rows, tokens, text_bytes)
 
 
 MAX_NEW_TOKENS = 64

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from minimind.data.prepare.prepared import Prepared
+from minimind.data.rows.batches import spread
 from minimind.inference.score import LossSums
 from minimind.train.evaluate import HeldOutRows, mixture
 
 MOST_TRAINED, MOST_HELD_OUT = 2**22, 2**20  # tokens
+PIECES, SHORTEST_PIECE = 64, 2048  # of a source of which not all is read; tokens
 STRETCH = 32  # tokens in a row that tell a copy of a text from the same phrase
 
 
@@ -29,7 +31,7 @@ def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
     `repeated` is the share of the training text, in stretches of STRETCH tokens, that occurred in
     it before; `seen` that of the held-out text which occurs in the training text.
     """
-    parts = _training_tokens(prepared)
+    parts = training_tokens(prepared)
     tokens = np.concatenate(parts)
     model = NGrams(tokens, prepared.tokenizer.vocab_size)
     known, stretches = np.empty(0, np.uint64), 0
@@ -40,10 +42,10 @@ def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
         known, stretches = own[np.diff(own, prepend=~own[:1]) != 0], len(own)
     sums: dict[str, dict[str, LossSums]] = {}
     seen: list[np.ndarray] = []
-    by_source = held_out.by_source()
+    by_source = held_out.by_source(held_out.in_force)
     most = max(1, MOST_HELD_OUT // (held_out.row_tokens * len(by_source)))  # rows of a source
     for source, indices in by_source.items():
-        rows = held_out.shards.read_rows(indices[:most], held_out.row_tokens)
+        rows = held_out.shards.read_rows(np.sort(indices[:most]), held_out.row_tokens)
         of_id = held_out.bytes_per_id[held_out.sources.index(source)]
         text_bytes, count = float(of_id[rows[:, 1:]].sum()), float(rows[:, 1:].size)
         text = "".join(prepared.tokenizer.decode(row.tolist()) for row in rows).encode()
@@ -63,12 +65,18 @@ def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
     }
 
 
-def _training_tokens(prepared: Prepared) -> list[np.ndarray]:
-    """The first tokens of each source, int64, together at most MOST_TRAINED."""
+def training_tokens(prepared: Prepared) -> list[np.ndarray]:
+    """Tokens of each source, int64, at most MOST_TRAINED in all: of a longer one, pieces of it."""
     ends, begin, parts = prepared.train.source_ends().tolist(), 0, []
     for end in ends:
-        length = min(end - begin, MOST_TRAINED // len(ends))
-        parts.append(np.asarray(prepared.train.stretch(begin, length), dtype=np.int64))
+        length, most = end - begin, MOST_TRAINED // len(ends)
+        piece, starts = length, [0]
+        if length > most:
+            piece = min(most, max(SHORTEST_PIECE, most // PIECES))
+            starts = piece * np.sort(spread(length // piece, most // piece))
+        for start in starts:
+            stretch = prepared.train.stretch(begin + int(start), piece)
+            parts.append(np.asarray(stretch, dtype=np.int64))
         begin = end
     return parts
 

@@ -40,7 +40,7 @@ from minimind.runtime.durable_files import mebibytes, storing
 from minimind.runtime.process import Progress, StopRequest
 from minimind.runtime.terminal import shorten_line
 from minimind.train.build import build_batches
-from minimind.train.evaluate import HeldOutRows, Samples, draw, log_evaluation
+from minimind.train.evaluate import EVAL_ROWS, HeldOutRows, Samples, draw, evaluate, log_evaluation
 from minimind.train.failures import SkippedSteps
 from minimind.train.optional import NoMirror, NoSpikeGuard
 
@@ -329,6 +329,11 @@ def catch_up(context: RunContext, state: TrainState) -> bool:
     by_loss = run.keep_best and run.keep_best_by == VAL_LOSS
     if by_loss and state.step and is_evaluated and saver.lacks_validation(state.step):
         run_evaluation(context, state)
+    elif context.held_out.may_grow and 0 < state.step < last and is_evaluated:
+        # The checkpoint was saved before the validation of its step, which may have read more rows.
+        with context.logger.pausing("evaluate"):
+            rows = run.micro_batch_rows(context.engine.world_size)
+            evaluate(context.engine, context.held_out, rows)
     if (scores := context.scores) and state.step:
         by_score = run.keep_best and not by_loss and saver.lacks_validation(state.step)
         if scores.lacks(context.engine, state.step) or by_score:  # a stop cuts them off, too
@@ -377,7 +382,10 @@ def start_save(context: RunContext, state: TrainState) -> None:
         poll_save(context, wait=True)
         run_on_all_ranks(context.engine, partial(check_data_unchanged, context))
         order = context.batches.order.start_json()
-        context.saver.begin(state, {"order": order, **context.spikes.state()})
+        facts = {"order": order, **context.spikes.state()}
+        if (reads := context.held_out.reads) is not None:
+            facts[EVAL_ROWS] = reads
+        context.saver.begin(state, facts)
         if not context.saver.in_background:
             poll_save(context, wait=True)
 
@@ -494,6 +502,7 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
     if trackers := context.logger.trackers:
         trackers.go_back(resumed.state.step)
     assert resumed.path is not None  # the newest of `good` that is not damaged
+    context.held_out.begin_with(resumed.manifest.get(EVAL_ROWS, 0))
     after = order.jumping(start, last + 1)
     positions = [order.positions(start).start, order.positions(last).stop]
     file = write_rows(context, guard, order.rows_for(start, 0, 1, last + 1 - start), last + 1)

@@ -52,7 +52,7 @@ from minimind.train.build import (
     with_local_folder,
     with_prepared,
 )
-from minimind.train.evaluate import build_samples, held_out_of
+from minimind.train.evaluate import EVAL_ROWS, build_samples, held_out_of
 from minimind.train.failures import SkippedSteps, report_out_of_memory
 from minimind.train.initial_weights import InitialModel
 from minimind.train.loop import GO_BACK, RunContext, damage_logged, go_back, register_cleanup, train
@@ -207,6 +207,8 @@ def train_to_end(
         context, resumed = go_back(context)
         log_start_event(context, prepared, resumed, initial)
         state, status, reason = train(context, resumed.state)
+    if context.engine.rank == 0 and status == 0:  # validations may have come to read more rows
+        log_floors(context, prepared, state.step)
     finish(context, state, status, reason)
     return status
 
@@ -280,12 +282,14 @@ def build_context(
     saver.good = resumed.state.step if run.verify_interval else None
     mirror.begin(resumed)
     batches = build_batches(run, engine, prepared, order)
+    held_out = held_out_of(run, prepared, order, schedule.total_steps)
+    held_out.begin_with(resumed.manifest.get(EVAL_ROWS, 0))
     context = RunContext(
         run=run,
         schedule=schedule,
         engine=engine,
         batches=batches,
-        held_out=held_out_of(run, prepared),
+        held_out=held_out,
         samples=build_samples(run, prepared.tokenizer),
         scores=build_scores(run, prepared, progress.stop),
         saver=saver,
@@ -344,8 +348,8 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
 
 
 def log_floors(context: RunContext, prepared: Prepared, step: int) -> None:
-    """Log the floors of the held-out text once per text; conversations have none."""
-    rows = len(context.held_out.rows)
+    """Log the floors of the rows that are validated once per text; conversations have none."""
+    rows = len(context.held_out.in_force)
     if context.run.task != "pretrain" or not rows:
         return
     of_text = {"text": prepared.manifest["fingerprint"], "rows": rows}

@@ -555,7 +555,7 @@ def data_notes(context: RunContext, prepared: Prepared) -> list[str]:
             " other sources"
         )
     is_folder = is_prepared(context.run.data_path[0])
-    is_validated = context.run.eval_rows and (context.run.val_fraction or context.run.val_path)
+    is_validated = context.run.eval_rows != 0 and (context.run.val_fraction or context.run.val_path)
     if is_validated and not len(context.held_out.rows):
         documents = sum(source["documents"] for source in prepared.manifest["sources"])
         way_out = "raise --val_fraction, or give --val_path or more documents (a .txt file is one)"
@@ -651,11 +651,17 @@ def _data(context: RunContext, prepared: Prepared) -> list[str]:
     run, rejected = context.run, prepared.manifest["rejected"]
     first, *others = text_names(run)
     more = f" and {len(others)} more" if others else ""
+    held_out = context.held_out
+    number = f"{len(held_out.rows):,}"
+    if held_out.may_grow:
+        number = f"{held_out.reads:,} to {number}"
+    if len(held_out.rows) < held_out.total:
+        number = f"{number} of the {held_out.total:,}"
     items = [
         f"{shorten(first, COLUMNS - LABEL - len(more) - 1)}{more}",
         f"{len(prepared.train):,} tokens in {count(context.batches.order.n_rows, 'row')} of"
         f" {run.max_seq_len + 1}",
-        f"{len(context.held_out.rows):,} held out for validation",
+        f"{number} held out for validation",
     ]
     if rejected["count"]:
         bad = count(rejected["count"], "bad document")

@@ -126,7 +126,8 @@ def test_bytes_per_text_are_exact_if_known(
     ask = ("--checkpoint", trained.run, "--cache_dir", trained.cache, "--data")
     plain = evaluate(capsys, *ask, trained.mixed)
     few = evaluate(capsys, *ask, trained.texts["a"], "--max_rows", "1")
-    assert few["bytes"] == len(texts_of(trained.texts["a"])[0].encode())
+    every = evaluate(capsys, *ask, trained.texts["a"], "--max_rows", 10**6)
+    assert every["bytes"] == sum(len(text.encode()) for text in texts_of(trained.texts["a"]))
     older = tmp_path / "older"
     shutil.copytree(trained.mixed, older)
     manifest = read_manifest(older)
@@ -200,7 +201,7 @@ def test_table_without_json(trained: Trained, capsys: pytest.CaptureFixture[str]
     assert main(["eval", "--checkpoint", str(trained.run), "--data", str(trained.mixed)]) == 0
     path, head, *rows = capsys.readouterr().out.splitlines()
     assert path.endswith("step_00000006")
-    assert head.split() == ["source", "loss", "perplexity", "bits/byte", "tokens"]
+    assert head.split() == ["source", "loss", "+-", "perplexity", "bits/byte", "tokens"]
     assert [row.split()[0] for row in rows] == ["a", "b", "all"]
 
 

@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimind.model.decoder import IGNORED, mean_with_nan_grads, next_token_loss
+from minimind.engine.loss_of_batch import ModelInputs, compute_loss
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import (
+    IGNORED,
+    MiniMindForCausalLM,
+    mean_with_nan_grads,
+    next_token_loss,
+)
 
 B, T, V = 3, 7, 50
 
@@ -98,3 +105,21 @@ def test_no_gradient_of_a_loss_that_is_not_finite_is_finite(value: float, is_in_
     mean_with_nan_grads(loss, count, None if is_in_the_loss else torch.tensor(value)).backward()
     assert weights.grad is not None
     assert not torch.isfinite(weights.grad).any()
+
+
+@pytest.mark.parametrize("positions", [0, 2, 6, 7, 100])
+def test_losses_of_rows_are_those_of_each_row_alone(positions: int):
+    """At once, and so many positions of all rows at a time."""
+    model = MiniMindForCausalLM(
+        MiniMindConfig(vocab_size=V, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, max_seq_len=T)
+    ).eval()
+    rows = torch.randint(V, (B, T + 1), generator=torch.manual_seed(2))
+    rows[1, 4:] = ~rows[1, 4:]
+    with torch.no_grad():
+        inputs = ModelInputs.of_marked(rows, has_starts=False)
+        found = compute_loss(model, inputs, positions, by_row=True)
+        alone = [
+            compute_loss(model, ModelInputs.of_marked(row[None], has_starts=False)) for row in rows
+        ]
+    torch.testing.assert_close(found.loss_sum, torch.stack([one.loss_sum for one in alone]))
+    assert found.tokens.tolist() == [int(one.tokens) for one in alone] == [T, 3, T]

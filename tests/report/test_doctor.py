@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from minimind.report.doctor import diagnose
 from minimind.report.history import read_runs
 from minimind.report.placement import REFERENCES, band, placement
 from minimind.train.evaluate import HeldOutRows
-from minimind.train.floors import NGrams, floors
+from minimind.train.floors import NGrams, floors, training_tokens
 from tests.conftest import ROOT, SMALL, Trained, sentences
 from tests.report.made import NOW, end, evaluation, made_run, run_start, step_line
 
@@ -479,6 +480,29 @@ def test_floors_read_so_much_text(trained: Trained, monkeypatch, limit: str):
     else:
         assert found["trained"] == 3 * row_tokens * 2
     assert found["bits"] != whole["bits"]
+
+
+def test_floors_follow_from_all_of_a_long_text(trained: Trained, monkeypatch):
+    """Each third of a source is read alike; its first tokens may be of another kind."""
+
+    class Sorted:
+        def source_ends(self) -> np.ndarray:
+            return np.array([400_000, 2_000_000])
+
+        def stretch(self, begin: int, length: int) -> np.ndarray:
+            return np.arange(begin, begin + length)
+
+    prepared: Any = SimpleNamespace(train=Sorted())
+    monkeypatch.setattr("minimind.train.floors.MOST_TRAINED", 2**18)
+    parts = training_tokens(prepared)
+    tokens = np.concatenate(parts)
+    assert len(parts) == 2 * 64
+    assert len({*tokens.tolist()}) == len(tokens) == 2**18
+    for begin, size in ((0, 400_000), (400_000, 1_600_000)):
+        own = tokens[(tokens >= begin) & (tokens < begin + size)]
+        assert len(own) == 2**17
+        thirds = np.bincount((own - begin) * 3 // size) / len(own)
+        assert thirds == pytest.approx([1 / 3] * 3, abs=0.04)
 
 
 def test_a_run_is_placed_among_floors(trained: Trained, capsys):

@@ -640,6 +640,7 @@ def test_eval_rows_are_as_long_as_the_longest_conversation(
     assert max(widths) > longest
     for name in ("loss", "perplexity"):
         assert longer.pop(name) == pytest.approx(found.pop(name), rel=1e-6)
+    assert longer.pop("loss_se") > 0 < found.pop("loss_se")  # from other rows
     assert longer == found
 
 
@@ -649,7 +650,7 @@ def test_eval_prints_a_table_of_conversations(
     words = ["--checkpoint", tuned, "--data", place / "talk.jsonl", "--cache_dir", tmp_path]
     assert minimind(["eval", "--task", "sft", *map(str, words), "--max_seq_len", "40"]) == 0
     _, heading, line, note = capsys.readouterr().out.splitlines()
-    assert heading.split() == ["source", "loss", "perplexity", "targets", "conversations"]
+    assert heading.split() == ["source", "loss", "+-", "perplexity", "targets", "conversations"]
     assert line.startswith(str(place / "talk.jsonl"))
     assert "conversations are cut after an answer" in note
 

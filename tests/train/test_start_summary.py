@@ -76,7 +76,7 @@ def stand_in(line: str, backend: str) -> tuple[Any, Any]:
         schedule=schedule,
         engine=engine,
         batches=SimpleNamespace(order=order, tokens_per_step=1_024),
-        held_out=SimpleNamespace(rows=range(15)),
+        held_out=SimpleNamespace(rows=range(15), reads=15, may_grow=True, total=2_151),
     )
     prepared = SimpleNamespace(
         train=range(277_519),

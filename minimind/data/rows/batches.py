@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,7 +55,7 @@ def windows_of(
     """Windows of at most `length` targets over all documents, grouped by source.
 
     `apart`: windows end at documents; otherwise a source is one sequence, like packed rows. `most`
-    limits the windows of a source; the document that reaches it is completed.
+    limits the windows of a source, which are then spread over it.
     """
     source_ends = shards.source_ends()
     ends = np.unique(shards.document_ends() if apart else source_ends)
@@ -70,8 +71,10 @@ def windows_of(
     windows = Windows(shards, starts, lengths, number == 0, sources, eos_id)
     if most is None:
         return windows
-    reached = first if apart else np.arange(len(starts))
-    kept = reached - np.searchsorted(sources, sources) < most
+    counts = np.bincount(sources, minlength=len(source_ends))
+    begins = np.cumsum(counts) - counts
+    pairs = zip(begins, counts.tolist(), strict=True)
+    kept = np.concatenate([begin + np.sort(spread(count, most)) for begin, count in pairs])
     return Windows(shards, starts[kept], lengths[kept], (number == 0)[kept], sources[kept], eos_id)
 
 
@@ -240,17 +243,44 @@ class StagedBatches(Batches):
             part.close()
 
 
-def held_out_rows(shards: TokenShards, n: int, row_tokens: int) -> np.ndarray:
-    """Indices of `n` rows (or all, if fewer), spread over all sources.
+def held_out_rows(
+    shards: TokenShards, n: int, row_tokens: int, weights: Sequence[float] | None = None
+) -> np.ndarray:
+    """Indices of `n` rows (or all, if fewer): the first of a fixed order that is spread everywhere.
 
-    A source with rows has at least one, also if that makes more than `n`.
+    The order depends on the numbers of rows and the weights alone. Sources share any number of rows
+    by `weights` (None: by their rows), and each one's are spread over it. A source with rows has at
+    least one, also if that makes more than `n`.
     """
     sizes = shards.sizes(row_tokens)
-    total = sum(sizes)
-    if len(sizes) == 1 or total <= n:
-        return np.arange(min(n, total))
-    spread = np.linspace(0, total - 1, n).astype(np.int64)
-    first = np.cumsum([0, *sizes])
-    reached = np.searchsorted(first, spread, side="right") - 1
-    missed = [first[at] for at, size in enumerate(sizes) if n and size and at not in reached]
-    return np.sort(np.append(spread, np.array(missed, dtype=np.int64)))
+    if not n:
+        return np.empty(0, dtype=np.int64)
+    first = np.cumsum([0, *sizes[:-1]])
+    rows = [begin + spread(size, n) for begin, size in zip(first, sizes, strict=True)]
+    turns = [
+        np.append(0.0, np.arange(1, size) + 0.5)[: min(size, n)] / weight
+        for size, weight in zip(sizes, weights or [max(1, size) for size in sizes], strict=True)
+    ]
+    order = np.argsort(np.concatenate(turns), kind="stable")
+    return np.concatenate(rows)[order[: max(n, np.count_nonzero(sizes))]]
+
+
+def spread(total: int, n: int) -> np.ndarray:
+    """The first `n` of a fixed order of all places below `total`, int64; all, if fewer.
+
+    As many places as one takes, they are even over the whole: each is a step of about the golden
+    ratio after the last, around the end. Of the steps near it one is chosen whose ratio to `total`
+    has small partial quotients, which bound the unevenness (Niederreiter 1992, chapter 3).
+    """
+
+    def unevenness(step: int) -> tuple[int, int]:
+        quotients, a, b = [], total, step
+        while b:
+            quotients.append(a // b)
+            a, b = b, a % b
+        return max(quotients), abs(step - golden)
+
+    golden, near = round(total * (math.sqrt(5) - 1) / 2), min(32, total // 16 + 2)
+    steps = range(max(1, golden - near), min(total, golden + near) + 1)
+    step = min((one for one in steps if math.gcd(one, total) == 1), key=unevenness, default=1)
+    return (np.arange(min(n, total)) * step + total // 2) % max(1, total)

@@ -349,6 +349,10 @@ class Order:
         """Complete steps per epoch."""
         return self.rows_per_epoch // self.rows_per_step
 
+    def tokens_of(self, steps: int, row_tokens: int) -> int:
+        """Targets of a run of so many steps, with so many in a row."""
+        return steps * self.rows_per_step * row_tokens
+
     def of(self, step: int) -> Order:
         """The order that has a step: that of its stage in a run with several."""
         return self

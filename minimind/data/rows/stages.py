@@ -134,6 +134,10 @@ class StagedOrder(Order):
         """Rows of the text, of --max_seq_len."""
         return self.n_rows
 
+    def tokens_of(self, steps: int, row_tokens: int) -> int:
+        """Targets of all stages, each of its own steps and rows."""
+        return sum(stage.tokens for stage in self.stages)
+
     def number_at(self, step: int) -> int:
         """Number of the stage of a step, from 0; the last one after its end."""
         return min(bisect(self._ends, step), len(self.stages) - 1)

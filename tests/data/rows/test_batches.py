@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minimind.data.rows import batches as batches_module
-from minimind.data.rows.batches import ROWS_AT_ONCE, TOKENS_AT_ONCE, Batches, held_out_rows
+from minimind.data.rows.batches import ROWS_AT_ONCE, TOKENS_AT_ONCE, Batches, held_out_rows, spread
 from minimind.data.rows.order import Order, Origin
 from minimind.data.shards.token_shards import TokenShards
 from minimind.runtime.device import CUDA
@@ -157,12 +157,51 @@ def test_every_source_with_held_out_rows_has_one(sizes: tuple[int, ...], n: int)
     assert set(used.tolist()) == ({at for at, size in enumerate(sizes) if size} if n else set())
     assert min(n, sum(sizes)) <= len(rows) <= n + len(sizes)
     assert len(set(rows.tolist())) == len(rows)
-    assert rows.tolist() == sorted(rows.tolist())
+    for fewer in range(min(n, 40)):
+        few = held_out_rows(Sizes(), fewer, ROW).tolist()  # type: ignore[arg-type] (a stand-in)
+        assert few == rows[: len(few)].tolist()
 
 
-def test_held_out_rows_are_the_first_ones(shards):
-    assert held_out_rows(shards, 3, ROW).tolist() == [0, 1, 2]
-    assert len(held_out_rows(shards, 1000, ROW)) == 100
+def unevenness(places: np.ndarray, total: int) -> float:
+    """Places too many or too few between the begin and any point (the star discrepancy)."""
+    at, number = (np.sort(places) + 0.5) / total, np.arange(len(places))
+    return float(
+        max(abs(number + 1 - len(places) * at).max(), abs(number - len(places) * at).max())
+    )
+
+
+@pytest.mark.parametrize("total", [1, 2, 7, 64, 97, 1000, 1024, 20_341, 10**6])
+def test_any_number_of_places_is_spread_over_all(total: int):
+    whole = spread(total, total)
+    assert sorted(whole.tolist()) == list(range(total))
+    for n in {n for n in (*range(1, 70), 100, 255, 256, 512, 4097) if n <= total}:
+        places = spread(total, n)
+        assert places.tolist() == whole[:n].tolist()
+        assert unevenness(places, total) < 4  # of n shuffled places it is about 0.9 sqrt(n)
+        for period in (2, 3, 5):  # text that alternates
+            counts = np.bincount(places % period, minlength=period)
+            assert n < 32 or total < 1000 or np.ptp(counts) <= 3 + n // 16
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 3.0, 4.0)])
+def test_sources_share_the_rows_by_weight_and_each_is_spread(weights: tuple[float, ...] | None):
+    sizes = (4000, 2000, 2000)
+
+    class Sizes:
+        def sizes(self, row_tokens: int) -> tuple[int, ...]:
+            return sizes
+
+    shares = np.array(weights or sizes) / sum(weights or sizes)
+    for n in (16, 64, 512):
+        rows = held_out_rows(Sizes(), n, ROW, weights)  # type: ignore[arg-type] (a stand-in)
+        for begin, size, share in zip((0, 4000, 6000), sizes, shares, strict=True):
+            own = rows[(rows >= begin) & (rows < begin + size)] - begin
+            assert abs(len(own) - n * share) <= 2
+            assert unevenness(own, size) < 4
+
+
+def test_held_out_rows_are_all_that_there_are(shards):
+    assert sorted(held_out_rows(shards, 1000, ROW).tolist()) == list(range(100))
 
 
 def test_the_thread_that_reads_ahead_uses_the_gpu_of_its_rank(shards, monkeypatch):

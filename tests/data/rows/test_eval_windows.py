@@ -27,16 +27,21 @@ def test_every_token_is_predicted_once_from_the_one_before(tmp_path, length, apa
         assert not apart or not inner & begins  # no document reads of the one before
 
 
-def test_of_a_source_so_many_windows_are_enough_and_its_last_document_is_whole(tmp_path):
+def test_of_a_source_so_many_windows_are_read_spread_over_it(tmp_path):
     shards = write(tmp_path, np.arange(40), "<u2", 20, pieces=2)  # documents of 10 tokens
     shards = [{**shard, "source": n} for n, shard in enumerate(shards)]
     describe(tmp_path, "<u2", shards, weights=(None, None))
     read = TokenShards(tmp_path, "train")
-    windows = windows_of(read, 4, EOS, most=1)
-    assert windows.starts.tolist() == [0, 4, 8, 20, 24, 28]
-    assert windows.sources.tolist() == [0, 0, 0, 1, 1, 1]
-    assert len(windows_of(read, 4, EOS, most=4)) == 12
-    assert windows_of(read, 4, EOS, apart=False, most=2).starts.tolist() == [0, 4, 20, 24]
+    windows = windows_of(read, 4, EOS, most=2)  # of six in each source
+    assert windows.starts.tolist() == [8, 10, 28, 30]
+    assert windows.lengths.tolist() == [2, 4, 2, 4]
+    assert windows.sources.tolist() == [0, 0, 1, 1]
+    assert [windows.tokens(n)[0] for n in range(4)] == [7, EOS, 27, EOS]
+    for most in (1, 3, 6, 9):
+        assert (
+            np.bincount(windows_of(read, 4, EOS, most=most).sources).tolist() == [min(6, most)] * 2
+        )
+    assert windows_of(read, 4, EOS, apart=False, most=2).starts.tolist() == [0, 8, 20, 28]
 
 
 def test_an_index_that_does_not_fit_its_tokens_is_reported(tmp_path):
