@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import resources
-from typing import Any, TypeVar
+from ipaddress import IPv6Address
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -30,16 +31,12 @@ from minimind.inference.generate import Text
 from minimind.runtime.terminal import print_traceback
 from minimind.serve.answers import Answer, ChatAnswer, CompletionAnswer, ServedModel
 from minimind.serve.batching import Queued, QueueFull, Scheduler
+from minimind.serve.bodies import BODY_ENDS, JSON_KIND, Bodies, Gone
 from minimind.serve.protocol import ChatRequest, CompletionRequest, Refusal, parse
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 RETRY = {"Retry-After": "1"}
-JSON_KIND = "application/json"
-# Content types of a body. `curl -d` sends the second one by default.
-ACCEPTED = re.compile(
-    rf"\s*({JSON_KIND}|application/x-www-form-urlencoded)\s*(;\s*charset=\"?utf-?8\"?\s*)?", re.I
-)
 LAST_WORD = 1.0  # seconds to tell a client that does not read, or still sends, of an error
 ANSWERS_END = 3  # seconds that answers have to end after a signal
 HEAD_ENDS = 30.0  # seconds that a connection has to send the head of a request
@@ -50,8 +47,9 @@ MOST_CONNECTIONS = 1000  # open at once; files of a process are often limited to
 class Limits:
     """Bounds of requests, and who may ask.
 
-    `requests`: read, waiting or answered at once. `hosts`: names by which the server may be
-    reached, None for any. `origins`: of pages, besides its own, that may ask; "*" for all.
+    `requests`: waiting or answered at once; as many beside them may have bodies that arrive.
+    `hosts`: names by which the server may be reached, None for any. `origins`: of pages, besides
+    its own, that may ask; "*" for all.
     """
 
     requests: int
@@ -246,12 +244,12 @@ def _name_of(host: str) -> str:
 class _Post:
     """An endpoint that reads its body itself: Starlette takes a function to want a request."""
 
-    def __init__(self, answer: Callable[[Receive, Send, Headers], Awaitable[None]]) -> None:
+    def __init__(self, answer: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._answer(receive, send, Headers(scope=scope))
+            await self._answer(scope, receive, send)
         except Refusal as refusal:
             if refusal.status == 413:
                 return await _refuse_while_sent(refusal, receive, send)
@@ -275,18 +273,12 @@ async def _refuse_while_sent(refusal: Refusal, receive: Receive, send: Send) -> 
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class _Gone(Exception):
-    """The client has gone."""
-
-
-Result = TypeVar("Result")
-
-
 class _Endpoints:
     def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
         self._served, self._scheduler, self._limits = served, scheduler, limits
         self._page, self._page_headers = load_page()
-        self._reading = 0  # requests that are read, wait, or are answered
+        self._bodies = Bodies(limits.requests, limits.max_body, min(BODY_ENDS, limits.timeout))
+        self._answering = 0  # requests that wait or are answered, once their bodies are there
         # Parsing and tokenizing megabytes would hold up the streams of others.
         self._preparing = ThreadPoolExecutor(1, "prepare")
 
@@ -295,7 +287,8 @@ class _Endpoints:
 
     async def health(self, _: HttpRequest) -> Response:
         running, waiting = self._scheduler.counts
-        return JSONResponse({"status": "ok", "running": running, "waiting": waiting}, headers=PLAIN)
+        counts = {"arriving": self._bodies.count, "running": running, "waiting": waiting}
+        return JSONResponse({"status": "ok", **counts}, headers=PLAIN)
 
     async def models(self, _: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]}, headers=PLAIN)
@@ -317,33 +310,31 @@ class _Endpoints:
             **sizes,
         }
 
-    async def chat(self, receive: Receive, send: Send, headers: Headers) -> None:
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         def read(body: bytes) -> Answer:
             return ChatAnswer(self._served, parse(body, ChatRequest))
 
-        await self._answer(receive, send, headers, read)
+        await self._answer(scope, receive, send, read)
 
-    async def complete(self, receive: Receive, send: Send, headers: Headers) -> None:
+    async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
         def read(body: bytes) -> Answer:
             return CompletionAnswer(self._served, parse(body, CompletionRequest))
 
-        await self._answer(receive, send, headers, read)
+        await self._answer(scope, receive, send, read)
 
     async def _answer(
-        self, receive: Receive, send: Send, headers: Headers, read: Callable[[bytes], Answer]
+        self, scope: Scope, receive: Receive, send: Send, read: Callable[[bytes], Answer]
     ) -> None:
         """Answer a request within its time, unless its client goes; raise Refusal."""
-        if self._reading >= self._limits.requests:
+        try:
+            body = await self._bodies.read(_client(scope), receive, Headers(scope=scope))
+        except Gone:
+            return
+        if self._answering >= self._limits.requests:
             raise _busy()
-        self._reading += 1
+        self._answering += 1
         end = asyncio.get_running_loop().time() + self._limits.timeout
         try:
-            try:
-                async with asyncio.timeout_at(end):
-                    body = await self._body(receive, headers)
-            except TimeoutError:
-                reason = f"the body did not arrive within {self._limits.timeout:g} s; send it again"
-                raise Refusal(408, reason, "timeout", headers={"Connection": "close"}) from None
             loop = asyncio.get_running_loop()
             answer = await loop.run_in_executor(self._preparing, read, body)
             del body
@@ -359,42 +350,23 @@ class _Endpoints:
                 raise
             finally:
                 self._scheduler.cut(work.texts)
-        except _Gone:
+        except Gone:
             return
         finally:
-            self._reading -= 1
+            self._answering -= 1
 
-    async def _body(self, receive: Receive, headers: Headers) -> bytes:
-        """The body of a request; raise Refusal for more than the limit, _Gone for half of one."""
-        most = self._limits.max_body
-        too_large = Refusal(
-            413,
-            f"the body has more than {most:,} bytes, the limit here; send less, or start the"
-            " server with a larger --max_body",
-            "body_too_large",
-            headers={"Connection": "close"},
-        )
-        kind = headers.get("content-type", JSON_KIND)
-        if (
-            not ACCEPTED.fullmatch(kind)
-            or headers.get("content-encoding", "identity") != "identity"
-        ):
-            reason = f"the body is not plain JSON by its headers; send Content-Type: {JSON_KIND}"
-            raise Refusal(415, reason, "unsupported_media_type")
-        size = headers.get("content-length", "")
-        if size.isdecimal() and (len(size) > 18 or int(size) > most):
-            raise too_large
-        parts, read, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _Gone
-            parts.append(message.get("body", b""))
-            read += len(parts[-1])
-            more = message.get("more_body", False)
-            if read > most:
-                raise too_large
-        return b"".join(parts)
+
+def _client(scope: Scope) -> str:
+    """Who asks: an address, or the network of one of IPv6, as a host has all of its own.
+
+    Of a proxy on this machine it is what X-Forwarded-For says, which may be no address.
+    """
+    host = (scope.get("client") or ("",))[0]
+    try:
+        address = IPv6Address(host)
+    except ValueError:
+        return host
+    return str(address.ipv4_mapped or int(address) >> 64)
 
 
 def _busy() -> Refusal:
@@ -402,7 +374,7 @@ def _busy() -> Refusal:
 
 
 async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
-    """Wait for the work; cancel it, and raise _Gone, when the client goes."""
+    """Wait for the work; cancel it, and raise Gone, when the client goes."""
 
     async def goes() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -412,7 +384,7 @@ async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
-            raise _Gone
+            raise Gone
         tasks[0].result()
     finally:
         for task in tasks:
@@ -458,7 +430,7 @@ class _Work:
         for _ in self.texts:
             number, _ = await self._events.get()
             self._require_no_error(self.texts[number])
-        await self._start("application/json")
+        await self._start(JSON_KIND)
         await self._put(json.dumps(self._answer.whole(self.texts)).encode(), is_last=True)
 
     def _require_no_error(self, text: Queued) -> None:
