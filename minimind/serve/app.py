@@ -8,7 +8,6 @@ import hmac
 import json
 import re
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -32,7 +31,10 @@ from minimind.runtime.terminal import print_traceback
 from minimind.serve.answers import Answer, ChatAnswer, CompletionAnswer, ServedModel
 from minimind.serve.batching import Queued, QueueFull, Scheduler
 from minimind.serve.bodies import BODY_ENDS, JSON_KIND, Bodies, Gone
-from minimind.serve.protocol import ChatRequest, CompletionRequest, Refusal, parse
+from minimind.serve.protocol import Refusal, busy
+from minimind.serve.readers import Readers
+from minimind.serve.reading import CHAT as CHAT_KIND
+from minimind.serve.reading import TEXT as TEXT_KIND
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
@@ -47,12 +49,11 @@ MOST_CONNECTIONS = 1000  # open at once; files of a process are often limited to
 class Limits:
     """Bounds of requests, and who may ask.
 
-    `requests`: waiting or answered at once; as many beside them may have bodies that arrive.
-    `hosts`: names by which the server may be reached, None for any. `origins`: of pages, besides
-    its own, that may ask; "*" for all.
+    `bodies`: that arrive at once. `hosts`: names by which the server may be reached, None for any.
+    `origins`: of pages, besides its own, that may ask; "*" for all.
     """
 
-    requests: int
+    bodies: int
     max_body: int
     timeout: float
     api_key: str | None = None
@@ -60,9 +61,11 @@ class Limits:
     origins: frozenset[str] = frozenset()
 
 
-def build_app(served: ServedModel, scheduler: Scheduler, limits: Limits) -> ASGIApp:
-    """The application; the caller closes the scheduler."""
-    endpoints = _Endpoints(served, scheduler, limits)
+def build_app(
+    served: ServedModel, scheduler: Scheduler, readers: Readers, limits: Limits
+) -> ASGIApp:
+    """The application; the caller closes the scheduler and the readers."""
+    endpoints = _Endpoints(served, scheduler, readers, limits)
     routes = [
         Route("/", endpoints.page),
         Route("/health", endpoints.health),
@@ -274,21 +277,29 @@ async def _refuse_while_sent(refusal: Refusal, receive: Receive, send: Send) -> 
 
 
 class _Endpoints:
-    def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
+    def __init__(
+        self, served: ServedModel, scheduler: Scheduler, readers: Readers, limits: Limits
+    ) -> None:
         self._served, self._scheduler, self._limits = served, scheduler, limits
+        self._readers = readers
         self._page, self._page_headers = load_page()
-        self._bodies = Bodies(limits.requests, limits.max_body, min(BODY_ENDS, limits.timeout))
-        self._answering = 0  # requests that wait or are answered, once their bodies are there
-        # Parsing and tokenizing megabytes would hold up the streams of others.
-        self._preparing = ThreadPoolExecutor(1, "prepare")
+        self._bodies = Bodies(limits.bodies, limits.max_body, min(BODY_ENDS, limits.timeout))
 
     async def page(self, _: HttpRequest) -> Response:
         return HTMLResponse(self._page, headers=self._page_headers)
 
     async def health(self, _: HttpRequest) -> Response:
         running, waiting = self._scheduler.counts
-        counts = {"arriving": self._bodies.count, "running": running, "waiting": waiting}
-        return JSONResponse({"status": "ok", **counts}, headers=PLAIN)
+        return JSONResponse(
+            {
+                "status": "ok",
+                "arriving": self._bodies.count,
+                "reading": self._readers.count,
+                "running": running,
+                "waiting": waiting,
+            },
+            headers=PLAIN,
+        )
 
     async def models(self, _: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]}, headers=PLAIN)
@@ -311,37 +322,26 @@ class _Endpoints:
         }
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        def read(body: bytes) -> Answer:
-            return ChatAnswer(self._served, parse(body, ChatRequest))
-
-        await self._answer(scope, receive, send, read)
+        await self._answer(scope, receive, send, CHAT_KIND, ChatAnswer)
 
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        def read(body: bytes) -> Answer:
-            return CompletionAnswer(self._served, parse(body, CompletionRequest))
-
-        await self._answer(scope, receive, send, read)
+        await self._answer(scope, receive, send, TEXT_KIND, CompletionAnswer)
 
     async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, read: Callable[[bytes], Answer]
+        self, scope: Scope, receive: Receive, send: Send, kind: bytes, answer: type[Answer]
     ) -> None:
         """Answer a request within its time, unless its client goes; raise Refusal."""
-        try:
-            body = await self._bodies.read(_client(scope), receive, Headers(scope=scope))
-        except Gone:
-            return
-        if self._answering >= self._limits.requests:
-            raise _busy()
-        self._answering += 1
-        end = asyncio.get_running_loop().time() + self._limits.timeout
-        try:
-            loop = asyncio.get_running_loop()
-            answer = await loop.run_in_executor(self._preparing, read, body)
-            del body
-            work = _Work(answer, self._scheduler, send)
+        client, work = _client(scope), _Work(self._scheduler, send)
+        with suppress(Gone):
+            body = await self._bodies.read(client, receive, Headers(scope=scope))
+
+            async def read_and_run() -> None:
+                read = await self._readers.read(client, kind, body)
+                await work.run(answer(self._served, read))
+
             try:
-                async with asyncio.timeout_at(end):
-                    await _unless_gone(work.run(), receive)
+                async with asyncio.timeout(self._limits.timeout):
+                    await _unless_gone(read_and_run(), receive)
             except TimeoutError:
                 reason = f"no answer within the {self._limits.timeout:g} s of --timeout"
                 await work.refuse(Refusal(503, f"{reason}; ask later", "timeout", headers=RETRY))
@@ -350,10 +350,6 @@ class _Endpoints:
                 raise
             finally:
                 self._scheduler.cut(work.texts)
-        except Gone:
-            return
-        finally:
-            self._answering -= 1
 
 
 def _client(scope: Scope) -> str:
@@ -367,10 +363,6 @@ def _client(scope: Scope) -> str:
     except ValueError:
         return host
     return str(address.ipv4_mapped or int(address) >> 64)
-
-
-def _busy() -> Refusal:
-    return Refusal(429, "the server is busy; ask again in a moment", "queue_full", headers=RETRY)
 
 
 async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
@@ -395,15 +387,15 @@ async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
 class _Work:
     """The texts of one answer on their way from the scheduler's thread to the client."""
 
-    def __init__(self, answer: Answer, scheduler: Scheduler, send: Send) -> None:
-        self._answer, self._scheduler, self._send = answer, scheduler, send
+    _answer: Answer
+
+    def __init__(self, scheduler: Scheduler, send: Send) -> None:
+        self._scheduler, self._send = scheduler, send
+        self.texts: list[Queued] = []
         self._loop = asyncio.get_running_loop()
         # Number of a text, what it goes on with, and how many likelihoods it has; None: its end.
         self._events: asyncio.Queue[tuple[int, tuple[str, int] | None]] = asyncio.Queue()
         self._has_begun = False
-        self.texts = answer.texts()
-        for number, text in enumerate(self.texts):
-            self._connect(number, text, bool(answer.request.stream))
 
     def _connect(self, number: int, text: Queued, is_stream: bool) -> None:
         def put(event: tuple[str, int] | None) -> None:
@@ -419,28 +411,29 @@ class _Work:
         text.on_end = end
         text.on_text = go_on if is_stream else None
 
-    async def run(self) -> None:
+    async def run(self, answer: Answer) -> None:
         """Wait for the texts, and send them whole or as they come; raise Refusal."""
+        self._answer, self.texts = answer, answer.texts()
+        for number, text in enumerate(self.texts):
+            self._connect(number, text, answer.settings.stream)
         try:
             self._scheduler.submit(self.texts)
         except QueueFull:
-            raise _busy() from None
-        if self._answer.request.stream:
+            raise busy() from None
+        if answer.settings.stream:
             return await self._stream()
         for _ in self.texts:
             number, _ = await self._events.get()
             self._require_no_error(self.texts[number])
         await self._start(JSON_KIND)
-        await self._put(json.dumps(self._answer.whole(self.texts)).encode(), is_last=True)
+        await self._put(json.dumps(answer.whole(self.texts)).encode(), is_last=True)
 
     def _require_no_error(self, text: Queued) -> None:
         if text.error is not None:
             raise _told(text.error)
 
     async def _stream(self) -> None:
-        answer, has_usage = self._answer, False
-        if answer.request.stream_options:
-            has_usage = bool(answer.request.stream_options.include_usage)
+        answer, has_usage = self._answer, self._answer.settings.has_usage
         more: dict[str, Any] = {"usage": None} if has_usage else {}
         streams = [answer.stream(number, text) for number, text in enumerate(self.texts)]
         left = len(streams)

@@ -24,7 +24,6 @@ import torch
 from minimind.cli.main import main
 from minimind.inference.load_model import load_model
 from minimind.serve import app
-from minimind.serve.app import build_app
 from minimind.serve.batching import Group, Scheduler
 from tests.cli.test_lm_eval import log_likelihoods, questions
 from tests.conftest import ROOT
@@ -35,7 +34,7 @@ LONG = {"messages": ASKED, "max_tokens": 900, "temperature": 1.5, "seed": 1}
 
 
 def app_of(server: InProcess) -> Any:
-    return build_app(server.served, server.scheduler, server.limits)
+    return server.app
 
 
 @pytest.fixture
@@ -169,7 +168,7 @@ def test_a_full_queue_and_a_timeout(server: InProcess, listening: Callable[[Any]
     scheduler = Scheduler(server.scheduler._model, 2, 3)
     small = replace(server, scheduler=scheduler)
     url, hasty = (
-        f"http://localhost:{listening(app_of(small.limited(timeout=seconds, requests=99)))}"
+        f"http://localhost:{listening(app_of(small.limited(timeout=seconds)))}"
         for seconds in (60.0, 1.0)
     )
     with closing(scheduler), ThreadPoolExecutor(5) as pool:
@@ -196,7 +195,7 @@ def test_a_full_queue_and_a_timeout(server: InProcess, listening: Callable[[Any]
 
 @pytest.mark.usefixtures("slow")
 def test_a_stream_that_nobody_reads_ends(server: InProcess, listening: Callable[[Any], int]):
-    small = server.limited(timeout=1.0, requests=1)
+    small = server.limited(timeout=1.0)
     port = listening(app_of(small))
 
     def wait() -> None:
@@ -252,7 +251,7 @@ def test_a_body_that_does_not_arrive(
 
 def test_slow_bodies_shut_nobody_out(server: InProcess, listening: Callable[[Any], int]):
     """However many a client sends, there is a place for the next; the oldest leave theirs."""
-    few = server.limited(requests=8)
+    few = server.limited(bodies=8)
     port = listening(app_of(few))
     short = {"prompt": "a", "max_tokens": 2}
     url = f"http://localhost:{port}"
