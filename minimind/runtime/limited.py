@@ -90,7 +90,7 @@ class LimitedServer:
     def __init__(self, file: str, given: Any, seconds: float, most_bytes: int) -> None:
         self._command = [sys.executable, "-P", __file__, file]
         self._start = {"path": sys.path, "given": given, "seconds": seconds, "bytes": most_bytes}
-        self._lock = Lock()
+        self._lock, self._is_closed = Lock(), False
         self.loaded = self._load()
 
     def _load(self) -> Any:
@@ -111,25 +111,30 @@ class LimitedServer:
             answer = _answer(self._control, self._process.pid, self._start["bytes"])
             return json.loads(answer[1:])
         except BaseException:
-            self.close()
+            self._end()
             raise
 
     def worker(self, nice: int = 0) -> Worker:
         """A new process that answers one request at a time; `nice` lowers its priority."""
         with self._lock:
             for is_again in (False, True):
-                with suppress(ConnectionError):
+                with suppress(OSError):
                     self._control.sendall(bytes([nice]))
                     pid, files, _, _ = socket.recv_fds(self._control, 8, 1)
                     if files:
                         return Worker(socket.socket(fileno=files[0]), *struct.unpack("!q", pid))
-                if not is_again:  # something has killed it
-                    self.close()
+                if not (is_again or self._is_closed):  # something has killed it
+                    self._end()
                     self._load()
         raise RuntimeError(f"{self._command} ends at once")
 
     def close(self) -> None:
         """End it and its workers."""
+        with self._lock:
+            self._is_closed = True
+            self._end()
+
+    def _end(self) -> None:
         self._control.close()
         with suppress(ProcessLookupError, PermissionError):  # macOS: all have ended
             os.killpg(self._process.pid, signal.SIGKILL)

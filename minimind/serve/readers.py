@@ -21,7 +21,7 @@ from minimind.serve.protocol import Refusal, busy
 LOAD_SECONDS, LOAD_BYTES = 30.0, 2**31  # for a tokenizer and a template
 MOST_BYTES = 2**30  # for a request
 # Of the processor. Ordinary requests take milliseconds; others are read anew where none waits.
-QUICK_SECONDS, MOST_SECONDS = 0.1, 5.0
+QUICK_SECONDS, MOST_SECONDS = 0.1, 3.0
 MOST_SLOW = 16  # requests that wait to be read anew
 NICE = 10  # of their process
 
@@ -168,11 +168,15 @@ class Lane:
                 self._taken = {one: n for one, n in self._taken.items() if n > self._now}
 
     def _answer(self, request: bytes) -> bytes:
-        if self._worker.is_spent:
-            self._worker.close()
-            self._worker = self._server.worker(self._nice)
         try:
             return self._worker.ask(request, self._seconds, MOST_BYTES)
         except ConnectionError:  # something has killed it while nothing was asked
-            self._worker = self._server.worker(self._nice)
+            self._renew()
             return self._worker.ask(request, self._seconds, MOST_BYTES)
+        finally:
+            if self._worker.is_spent and not self._is_closed:
+                self._renew()
+
+    def _renew(self) -> None:
+        self._worker.close()
+        self._worker = self._server.worker(self._nice)
