@@ -279,6 +279,8 @@ def _serve(file: str, control: socket.socket) -> None:
                 theirs.close()
                 os.nice(nice[0])
                 _work(answer, ours)
+            except ConnectionError:  # who asked has ended
+                pass
             except BaseException as error:
                 sys.excepthook(type(error), error, error.__traceback__)
             finally:  # it is no copy of this loop

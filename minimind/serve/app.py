@@ -7,6 +7,7 @@ import base64
 import hmac
 import json
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ MOST_CONNECTIONS = 1000  # open at once; files of a process are often limited to
 class Limits:
     """Bounds of requests, and who may ask.
 
-    `bodies`: that arrive at once. `hosts`: names by which the server may be reached, None for any.
-    `origins`: of pages, besides its own, that may ask; "*" for all.
+    `bodies`: as many of `max_body` bytes may arrive at once. `hosts`: names by which the server may
+    be reached, None for any. `origins`: of pages, besides its own, that may ask; "*" for all.
     """
 
     bodies: int
@@ -93,19 +94,33 @@ def http_server(app: ASGIApp, answers_end: int = ANSWERS_END) -> uvicorn.Server:
 
 
 class Connection(H11Protocol):
-    """Ends where the head of a request takes too long, and at once where too many are open.
+    """Ends where the head of a request takes too long, or for a new one where too many are open.
 
     Uvicorn bounds neither: its own time for idle connections begins with the first response.
     """
 
     _late: asyncio.TimerHandle | None = None
+    _made = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (uvicorn narrows the type of asyncio too)
         super().connection_made(transport)
+        self._made = self.loop.time()
         if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self._await_head()
+            self._end_one()
+        self._await_head()
+
+    def _end_one(self) -> None:
+        """End the oldest connection, of the client with the most of them, that only waits."""
+        own: Any = self.connections
+        waiting: list[Connection] = [one for one in own if one is not self and one.only_waits]
+        many = Counter(_address(one.client) for one in waiting)
+        oldest = max(waiting or [self], key=lambda one: (many[_address(one.client)], -one._made))
+        oldest.transport.abort()
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether nothing is answered on it: it is idle, or its head or body arrives."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -331,7 +346,7 @@ class _Endpoints:
         self, scope: Scope, receive: Receive, send: Send, kind: bytes, answer: type[Answer]
     ) -> None:
         """Answer a request within its time, unless its client goes; raise Refusal."""
-        client, work = _client(scope), _Work(self._scheduler, send)
+        client, work = _address(scope.get("client")), _Work(self._scheduler, send)
         with suppress(Gone):
             body = await self._bodies.read(client, receive, Headers(scope=scope))
 
@@ -352,12 +367,12 @@ class _Endpoints:
                 self._scheduler.cut(work.texts)
 
 
-def _client(scope: Scope) -> str:
+def _address(client: tuple[str, int] | None) -> str:
     """Who asks: an address, or the network of one of IPv6, as a host has all of its own.
 
     Of a proxy on this machine it is what X-Forwarded-For says, which may be no address.
     """
-    host = (scope.get("client") or ("",))[0]
+    host = client[0] if client else ""
     try:
         address = IPv6Address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The bodies of requests while they arrive: how large, how slow, and how many they may be."""
+"""The bodies of requests while they arrive: how large and how slow they may be."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ class Gone(Exception):
 
 
 class Bodies:
-    """The bodies that arrive, at most `most_at_once` of at most `most_bytes` each.
+    """The bodies that arrive, each of at most `most_bytes`, and together of as much as `most_full`.
 
-    A client that sends slowly holds the place of no other: where there is none left, the body that
-    arrives for the longest, of the client that sends the most of them, is ended for a new one.
+    A client that sends slowly holds the place of no other: it takes none but for what it has sent,
+    and where that is too much, the largest body of the client that has sent the most is ended.
     """
 
-    def __init__(self, most_at_once: int, most_bytes: int, seconds: float) -> None:
-        self._most_at_once, self._most_bytes, self._seconds = most_at_once, most_bytes, seconds
-        self._arriving: dict[asyncio.Timeout, str] = {}  # the client of each, the oldest first
+    def __init__(self, most_full: int, most_bytes: int, seconds: float) -> None:
+        self._most_full, self._most_bytes, self._seconds = most_full, most_bytes, seconds
+        # The client of each, and the bytes that are there.
+        self._arriving: dict[asyncio.Timeout, tuple[str, int]] = {}
 
     @property
     def count(self) -> int:
@@ -48,24 +49,25 @@ class Bodies:
         late = asyncio.timeout(self._seconds)
         try:
             async with late:
-                self._arriving[late] = client
-                if len(self._arriving) > self._most_at_once:
-                    self._end_one()
-                return await self._received(receive)
+                return await self._received(late, client, receive)
         except TimeoutError:
             reason = f"the body did not arrive within {self._seconds:g} s"
             if late not in self._arriving:
-                reason = f"the body arrived slowly, and {self._most_at_once} others arrive"
+                reason = "the body arrived slowly, and too much of others did"
             close = {"Connection": "close"}
             raise Refusal(408, f"{reason}; send it again", "timeout", headers=close) from None
         finally:
             self._arriving.pop(late, None)
 
     def _end_one(self) -> None:
-        ((client, _),) = Counter(self._arriving.values()).most_common(1)
-        oldest = next(late for late, own in self._arriving.items() if own == client)
-        del self._arriving[oldest]
-        oldest.reschedule(asyncio.get_running_loop().time())
+        sizes = Counter[str]()
+        for client, size in self._arriving.values():
+            sizes[client] += size
+        ((most, _),) = sizes.most_common(1)
+        own = {late: size for late, (client, size) in self._arriving.items() if client == most}
+        largest = max(own, key=own.__getitem__)
+        del self._arriving[largest]
+        largest.reschedule(asyncio.get_running_loop().time())
 
     def _require_accepted(self, headers: Headers) -> None:
         kind = headers.get("content-type", JSON_KIND)
@@ -79,8 +81,10 @@ class Bodies:
         if size.isdecimal() and (len(size) > 18 or int(size) > self._most_bytes):
             raise self._too_large()
 
-    async def _received(self, receive: Receive) -> bytes:
+    async def _received(self, late: asyncio.Timeout, client: str, receive: Receive) -> bytes:
         parts, read, more = [], 0, True
+        most_in_all = self._most_full * self._most_bytes
+        self._arriving[late] = client, 0
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -90,6 +94,10 @@ class Bodies:
             more = message.get("more_body", False)
             if read > self._most_bytes:
                 raise self._too_large()
+            if late in self._arriving:  # it is not ended
+                self._arriving[late] = client, read
+            while sum(size for _, size in self._arriving.values()) > most_in_all:
+                self._end_one()
         return b"".join(parts)
 
     def _too_large(self) -> Refusal:

@@ -250,24 +250,27 @@ def test_a_body_that_does_not_arrive(
 
 
 def test_slow_bodies_shut_nobody_out(server: InProcess, listening: Callable[[Any], int]):
-    """However many a client sends, there is a place for the next; the oldest leave theirs."""
-    few = server.limited(bodies=8)
+    """However much a client sends, there is a place for the next; its largest leave theirs."""
+    few = server.limited(bodies=8, max_body=1000)
+    large = HALF.replace(b"99", b"999") + b" " * 899
     port = listening(app_of(few))
     short = {"prompt": "a", "max_tokens": 2}
     url = f"http://localhost:{port}"
     with ExitStack() as stack:
 
-        def opened(host: str) -> socket.socket:
+        def opened(host: str, sent: bytes) -> socket.socket:
             connection = socket.create_connection(("127.0.0.1", port), 20, (host, 0))
             stack.enter_context(connection)
-            connection.sendall(HALF)
+            connection.sendall(sent)
             return connection
 
-        first = opened("127.0.0.2")
+        first = opened("127.0.0.2", HALF)
         until(lambda: httpx.get(f"{url}/health").json()["arriving"] == 1)
-        slow = [opened("127.0.0.1") for _ in range(30)]
-        until(lambda: httpx.get(f"{url}/health").json()["arriving"] == 8)
-        assert [*map(status_of, slow[:22])] == [408] * 22
+        slow = [opened("127.0.0.1", HALF) for _ in range(100)]
+        until(lambda: httpx.get(f"{url}/health").json()["arriving"] == 101)
+        slow += [opened("127.0.0.1", large) for _ in range(10)]
+        until(lambda: httpx.get(f"{url}/health").json()["arriving"] == 109)
+        assert [*map(status_of, slow[100:102])] == [408] * 2
         assert httpx.post(f"{url}/v1/completions", json=short, timeout=5).is_success
         body = json.dumps(short).encode()
         first.sendall(body[1:] + b" " * (99 - len(body)))
@@ -296,8 +299,8 @@ def test_idle_connections_end_and_are_bounded(
             pass
         served = stack.enter_context(connected(whole))
         assert served.recv(4096).startswith(b"HTTP/1.1 200")
-        with connected() as more:
-            assert ends(more)
+        more = stack.enter_context(connected(whole))  # for which the oldest ends
+        assert more.recv(4096).startswith(b"HTTP/1.1 200")
         for connection in (idle, slow, half):
             assert ends(connection)
     assert httpx.get(f"http://localhost:{port}/health").is_success
