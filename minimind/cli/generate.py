@@ -25,7 +25,7 @@ from minimind.config.arguments import (
     non_empty_path,
 )
 from minimind.errors import DataError, RunError, StorageError, UsageError
-from minimind.inference.prompts import read_prompts, read_text, strip_prompt
+from minimind.inference.prompts import encode_prompt, read_prompts, read_text, strip_prompt
 from minimind.runtime.durable_files import printing, require_writable, storing, write_whole
 from minimind.runtime.terminal import for_stdout, phase
 
@@ -132,8 +132,6 @@ class _Generator:
 
     def check(self, prompt: str, number: int) -> RunError | None:
         """The error that a prompt causes, if any."""
-        from minimind.inference.generate import encode_prompt
-
         try:
             max_positions = self.model.config.max_position_embeddings
             encode_prompt(prompt, number, self.tokenizer, max_positions)

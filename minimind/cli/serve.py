@@ -30,6 +30,7 @@ from minimind.runtime.urls import HUB_PREFIX
 
 if TYPE_CHECKING:
     from minimind.serve.answers import ServedModel
+    from minimind.serve.readers import Readers
 
 KEY = "MINIMIND_API_KEY"
 
@@ -90,7 +91,7 @@ def run_serve(args: argparse.Namespace) -> int:
         from minimind.serve.batching import Scheduler
 
         with phase("loading the model"):
-            model, served = load(args)
+            model, served, readers = load(args)
         is_local = is_loopback(listening.getsockname()[0])
         if not (is_local or key):
             text = "anybody who reaches this address may ask, as there is no --api_key"
@@ -106,7 +107,7 @@ def run_serve(args: argparse.Namespace) -> int:
         )
         scheduler = Scheduler(model, args.max_batch, args.max_queue, args.batch_invariant)
         try:
-            server = http_server(build_app(served, scheduler, limits))
+            server = http_server(build_app(served, scheduler, readers, limits))
             print(f"{address(listening)}: {served.name}; Ctrl-C ends", flush=True)
             # Uvicorn ends on a signal, and then raises it again for the handler that was before.
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -114,18 +115,19 @@ def run_serve(args: argparse.Namespace) -> int:
             server.run(sockets=[listening])
         finally:
             scheduler.close()
+            readers.close()
     return 0
 
 
-def load(args: argparse.Namespace) -> tuple[Any, ServedModel]:
-    """The model on its device, and what its requests are read with."""
-    from minimind.data.chat.template import ChatTemplate
-    from minimind.inference.chat import template_of
+def load(args: argparse.Namespace) -> tuple[Any, ServedModel, Readers]:
+    """The model on its device, what its answers are written with, and what reads requests."""
+    from minimind.inference.chat import source_of
     from minimind.inference.generate import Sampling
     from minimind.inference.load_model import is_exported, load_model
     from minimind.inference.stored_template import place_without_template
     from minimind.serve.answers import ServedModel
     from minimind.serve.batching import require_cache
+    from minimind.serve.readers import Readers
 
     device = device_of(args)
     checkpoint, exported = args.checkpoint, args.model
@@ -138,19 +140,30 @@ def load(args: argparse.Namespace) -> tuple[Any, ServedModel]:
     model, tokenizer, path = load_model(checkpoint, exported, args.tokenizer, args.weights)
     model = model.to(device)
     require_cache(model)
-    variables, template = args.chat_template_kwargs, None
+    variables, source, called = args.chat_template_kwargs, None, ""
     is_base = place_without_template(checkpoint, exported, args.tokenizer) is not None
     if is_base and variables and args.chat_template is None:
         raise UsageError("--chat_template_kwargs needs a chat template; drop it, or give one")
     if args.chat_template is not None or not is_base:
-        found = template_of(tokenizer, args.chat_template, path, variables=variables)
-        # Errors name the template to clients: not by a path of this machine.
-        template = ChatTemplate(found.source, tokenizer, variables=variables or {})
+        source, called = source_of(tokenizer, args.chat_template, path, variables)
     place = str(checkpoint or exported).removeprefix(HUB_PREFIX)
     name = Path(place).name or Path.cwd().name
-    most = args.max_tokens or model.config.max_position_embeddings
+    positions = model.config.max_position_embeddings
+    most = min(args.max_tokens or positions, positions)
+    given = {
+        "tokenizer": str(tokenizer.path),
+        "template": source,
+        "called": called,
+        "variables": variables or {},
+        "name": name,
+        "positions": positions,
+        "most_tokens": most,
+        "most_texts": args.max_queue,
+    }
+    readers = Readers(given, args.max_batch + args.max_queue)
     defaults = Sampling(**ANSWER), Sampling(**TEXT)
-    return model, ServedModel(name, model, tokenizer, template, *defaults, most, args.max_queue)
+    served = ServedModel(name, model, tokenizer, readers.template, *defaults, most)
+    return model, served, readers
 
 
 def api_key(args: argparse.Namespace) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -25,7 +25,7 @@ from minimind.data.chat.conversations import (
     require_content,
     tools_of,
 )
-from minimind.data.chat.template import ChatTemplate, own_template, require_read
+from minimind.data.chat.template import ChatTemplate, asks_for_thought, own_template, require_read
 from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -47,12 +47,19 @@ def template_of(
     variables: Mapping[str, Any] | None = None,
 ) -> ChatTemplate:
     """The template in a file, or the tokenizer's own; UsageError if there is none."""
+    source, name = source_of(tokenizer, path, place, variables)
+    return ChatTemplate(source, tokenizer, name, today, variables or {})
+
+
+def source_of(
+    tokenizer: AnyTokenizer, path: str | None, place: Path, variables: Iterable[str] | None
+) -> tuple[str, str]:
+    """The source of a template and its name in messages; see `template_of`."""
     template = own_template(tokenizer) if path is None else read_template(path)
     if template is None:
         raise no_template(place)
-    source, name = template
-    require_read(variables or (), source, name)
-    return ChatTemplate(source, tokenizer, name, today, variables or {})
+    require_read(variables or (), *template)
+    return template
 
 
 def read_tools(path: Path) -> list[Any]:
@@ -94,16 +101,14 @@ class WithoutThoughts:
             self._show(self._held)
 
 
-def asks_for_thought(template: ChatTemplate, conversation: Conversation) -> bool:
-    """Whether the prompt of a conversation ends within a thought."""
-    return template.render(conversation, True).rstrip().endswith(OPEN)
-
-
 @dataclass(frozen=True)
 class AnswerReading:
-    """How the text of an answer is read: `is_thought` if its prompt ends within a thought."""
+    """How the text of an answer is read: `is_thought` if its prompt ends within a thought.
 
-    template: ChatTemplate
+    `keys_of_thoughts` are the template's.
+    """
+
+    keys_of_thoughts: Collection[str]
     is_thought: bool
     has_tools: bool
 
@@ -140,7 +145,7 @@ class AnswerReading:
         if not (self.is_thought or begun.startswith(OPEN)):
             return "", text
         thoughts, _, content = begun.removeprefix(OPEN).partition(CLOSE)
-        if thoughts.strip() and THOUGHTS[0] not in self.template.keys_of_thoughts:
+        if thoughts.strip() and THOUGHTS[0] not in self.keys_of_thoughts:
             return "", text
         return thoughts, content.lstrip("\n")
 
@@ -185,7 +190,7 @@ class Chat:
         turns = [*self.messages, self._message(TOOL if self.called else USER, text)]
         try:
             messages, ids = self._fitting(turns)
-            is_thought = asks_for_thought(self.template, self._conversation(messages))
+            is_thought = asks_for_thought(self.template.render(self._conversation(messages), True))
         except DocumentError as error:  # an error of an answer or of the template
             raise UsageError(f"{error}; begin another conversation") from error
         self.asked += 1
@@ -204,7 +209,7 @@ class Chat:
             without.end()
         answer = result.texts[0]
         self.forgotten += len(self.messages) + 1 - len(messages)
-        reading = AnswerReading(self.template, is_thought, bool(self.tools))
+        reading = AnswerReading(self.template.keys_of_thoughts, is_thought, bool(self.tools))
         self.messages = [*messages, reading.message(answer)]
         return answer
 

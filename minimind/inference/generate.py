@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from minimind.data.tokenizer.load import AnyTokenizer
-from minimind.errors import DataError, NumericError, UsageError
+from minimind.errors import NumericError
+from minimind.inference.prompts import encode_prompt
 from minimind.runtime.device import widened
 
 
@@ -161,25 +162,6 @@ class Text:
         if self.on_text and len(text) > self.shown:
             self.on_text(text[self.shown :])
             self.shown = len(text)
-
-
-def encode_prompt(
-    prompt: str, number: int, tokenizer: AnyTokenizer, max_positions: int
-) -> list[int]:
-    """Token ids of a prompt; an empty one starts a new document.
-
-    Raise DataError if it is not Unicode, UsageError if it leaves no position for a new token.
-    """
-    try:
-        ids = [*tokenizer.encode(prompt)] or [tokenizer.eos_id]
-    except DataError as error:
-        raise DataError(f"prompt {number}: {error}") from error
-    if len(ids) >= max_positions:
-        raise UsageError(
-            f"prompt {number} has {len(ids)} tokens and the model {max_positions} positions;"
-            " shorten it"
-        )
-    return ids
 
 
 def generate_texts(

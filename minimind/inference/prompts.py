@@ -1,10 +1,11 @@
-"""Read prompts from a file: one per line, or the `prompt` field of JSON lines."""
+"""Prompts: of a file, one per line or the `prompt` field of JSON lines; and their token ids."""
 
 from __future__ import annotations
 
 import json
 
-from minimind.errors import DataError
+from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import read_small_text
 from minimind.runtime.file_kinds import kind_of_content
 
@@ -51,3 +52,22 @@ def _parse_line(line: str, where: str) -> str:
     if not isinstance(prompt, str):
         raise DataError(f'{where}: has no "prompt" that is a string; write {{"prompt": "..."}}')
     return prompt
+
+
+def encode_prompt(
+    prompt: str, number: int, tokenizer: AnyTokenizer, max_positions: int
+) -> list[int]:
+    """Token ids of a prompt; an empty one starts a new document.
+
+    Raise DataError if it is not Unicode, UsageError if it leaves no position for a new token.
+    """
+    try:
+        ids = [*tokenizer.encode(prompt)] or [tokenizer.eos_id]
+    except DataError as error:
+        raise DataError(f"prompt {number}: {error}") from error
+    if len(ids) >= max_positions:
+        raise UsageError(
+            f"prompt {number} has {len(ids)} tokens and the model {max_positions} positions;"
+            " shorten it"
+        )
+    return ids

@@ -1,20 +1,29 @@
-"""Try what a stranger's file asks for in a process with limits of time and memory.
+"""Do what a stranger's file asks for in a process with limits of time and memory.
 
 What a library does cannot be stopped within a process: C code ends when it ends, and signals wait
-for it. As a program, `limited.py FILE` runs the function `main` of a module that is loaded by its
-path; neither imports more than it needs, so that it starts at once.
+for it. `tried_within` starts a process for one request; `LimitedServer` starts one that loads what
+requests need, and forks for them. As a program, `limited.py FILE` runs the function `main` of a
+module that is loaded by its path, and `limited.py FILE FD` calls its function `load`. It imports no
+more than it needs, so that it starts at once.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
+from threading import Lock
 from typing import Any
 
 PATIENCE = 60  # seconds, on a host that gives the process hardly any time
@@ -29,8 +38,7 @@ def tried_within(file: str, request: Any, seconds: float, most_bytes: int) -> st
     calls may raise: an error of a limited process is not reported.
     """
     command = [sys.executable, "-P", __file__, file]
-    # macOS refuses a limit below the addresses that a process has from the start, hundreds of GiB.
-    is_watched = sys.platform == "darwin"
+    is_watched = _is_watched()
     given = {"request": request, "seconds": seconds, "bytes": None if is_watched else most_bytes}
     deadline = time.monotonic() + PATIENCE
     content: bytes | None = json.dumps(given).encode()
@@ -66,16 +74,248 @@ def _resident(pid: int) -> int:
     return 0
 
 
-def _main() -> None:
-    spec = spec_from_file_location("limited", sys.argv[1])
+class Exceeded(Exception):
+    """A request takes more time or memory than it may."""
+
+
+class LimitedServer:
+    """A process that has loaded what requests need, and forks workers that answer them.
+
+    `file` is a module with a function `load(given)`, which returns a value and a function that
+    answers a request, bytes to bytes; RuntimeError is raised for what they raise. `given` and the
+    value, which is `loaded`, are JSON. Exceeded is raised where loading takes more than `seconds`
+    of the processor, or `most_bytes` of memory.
+    """
+
+    def __init__(self, file: str, given: Any, seconds: float, most_bytes: int) -> None:
+        self._command = [sys.executable, "-P", __file__, file]
+        self._start = {"path": sys.path, "given": given, "seconds": seconds, "bytes": most_bytes}
+        self._lock, self._is_closed = Lock(), False
+        self.loaded = self._load()
+
+    def _load(self) -> Any:
+        self._control, theirs = socket.socketpair()
+        # Libraries start no threads, which a fork would not have.
+        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [*self._command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **alone, "TOKENIZERS_PARALLELISM": "false"},
+                start_new_session=True,  # see `tried_within`
+            )
+        try:
+            _send(self._control, json.dumps(self._start).encode())
+            answer = _answer(self._control, self._process.pid, self._start["bytes"])
+            return json.loads(answer[1:])
+        except BaseException:
+            self._end()
+            raise
+
+    def worker(self, nice: int = 0) -> Worker:
+        """A new process that answers one request at a time; `nice` lowers its priority."""
+        with self._lock:
+            for is_again in (False, True):
+                with suppress(OSError):
+                    self._control.sendall(bytes([nice]))
+                    pid, files, _, _ = socket.recv_fds(self._control, 8, 1)
+                    if files:
+                        return Worker(socket.socket(fileno=files[0]), *struct.unpack("!q", pid))
+                if not (is_again or self._is_closed):  # something has killed it
+                    self._end()
+                    self._load()
+        raise RuntimeError(f"{self._command} ends at once")
+
+    def close(self) -> None:
+        """End it and its workers."""
+        with self._lock:
+            self._is_closed = True
+            self._end()
+
+    def _end(self) -> None:
+        self._control.close()
+        with suppress(ProcessLookupError, PermissionError):  # macOS: all have ended
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class Worker:
+    """A fork of a `LimitedServer`."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection, self._pid = connection, pid
+        self.is_spent = False  # it answers no more
+
+    def ask(self, request: bytes, seconds: float, most_bytes: int) -> bytes:
+        """The answer to a request.
+
+        Raise Exceeded where it takes more than `seconds` of the processor or `most_bytes` of
+        memory, and BrokenPipeError where the worker has ended before: nothing was begun.
+        """
+        try:
+            _send(self._connection, struct.pack("!dQ", seconds, most_bytes) + request)
+            answer = _answer(self._connection, self._pid, most_bytes)
+        except BaseException:
+            self.is_spent = True
+            raise
+        self.is_spent = answer[:1] == LAST
+        return answer[1:]
+
+    def close(self) -> None:
+        """Let it end, once it has answered what it was asked."""
+        self._connection.close()
+
+
+ANSWERED, LAST, FAILED = b"a", b"l", b"f"  # the first byte of an answer
+
+
+def _is_watched() -> bool:
+    """Whether memory is looked at from outside.
+
+    macOS refuses a limit below the addresses that a process has from the start, hundreds of GiB.
+    """
+    return sys.platform == "darwin"
+
+
+def _answer(connection: socket.socket, pid: int, most_bytes: int) -> bytes:
+    """What a process sends; raise Exceeded where it ends instead, RuntimeError for its error."""
+    connection.settimeout(LOOK if _is_watched() else None)
+    while True:
+        try:
+            connection.recv(1, socket.MSG_PEEK)
+            break
+        except TimeoutError:
+            if _resident(pid) > most_bytes:
+                os.kill(pid, signal.SIGKILL)
+        except ConnectionResetError:
+            break
+    connection.settimeout(None)
+    answer = None
+    with suppress(ConnectionResetError):
+        answer = _receive(connection)
+    if answer is None:
+        raise Exceeded
+    if answer[:1] == FAILED:
+        raise RuntimeError(answer[1:].decode())
+    return answer
+
+
+def _send(connection: socket.socket, content: bytes) -> None:
+    connection.sendall(struct.pack("!Q", len(content)))
+    connection.sendall(content)
+
+
+def _receive(connection: socket.socket) -> bytes | None:
+    """The next content; None where the other side has ended."""
+    head = _received(connection, 8)
+    return None if head is None else _received(connection, *struct.unpack("!Q", head))
+
+
+def _received(connection: socket.socket, size: int) -> bytes | None:
+    content = bytearray()
+    while len(content) < size:
+        part = connection.recv(min(size - len(content), 2**20))
+        if not part:
+            return None
+        content += part
+    return bytes(content)
+
+
+def _limit(seconds: float, most_bytes: int) -> None:
+    """Limit the time of the processor, that of a busy host, and memory in addition to its own."""
+    if not _is_watched():
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (_addresses() + most_bytes, hard))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+
+
+def _addresses() -> int:
+    """Bytes of addresses that this process has; 0 where they are not limited."""
+    if _is_watched():
+        return 0
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _computed(compute: Callable[[], bytes]) -> bytes:
+    """What is answered; the process ends where memory is missing, as it does at a limit."""
+    try:
+        return ANSWERED + compute()
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    except Exception:  # whatever it is, who asks raises it
+        import traceback
+
+        return FAILED + traceback.format_exc().encode()
+    finally:
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+
+
+def _serve(file: str, control: socket.socket) -> None:
+    """Load, and fork a worker for each byte that comes, which is its niceness."""
+    start = json.loads(_receive(control) or b"{}")
+    sys.path[:] = start["path"]
+    module = _module(file)
+    _limit(start["seconds"], start["bytes"])
+    answer: Callable[[bytes], bytes] = bytes
+
+    def load() -> bytes:
+        nonlocal answer
+        value, answer = module.load(start["given"])
+        return json.dumps(value).encode()
+
+    _send(control, _computed(load))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers are not waited for
+    gc.freeze()  # memory that is shared until somebody writes it
+    while nice := control.recv(1):
+        ours, theirs = socket.socketpair()
+        if not (pid := os.fork()):
+            try:
+                control.close()
+                theirs.close()
+                os.nice(nice[0])
+                _work(answer, ours)
+            except ConnectionError:  # who asked has ended
+                pass
+            except BaseException as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+            finally:  # it is no copy of this loop
+                os._exit(0)
+        ours.close()
+        with theirs:
+            socket.send_fds(control, [struct.pack("!q", pid)], [theirs.fileno()])
+
+
+def _work(compute: Callable[[bytes], bytes], connection: socket.socket) -> None:
+    """Answer requests, until there are no more, or until too much memory is left from them."""
+    begun = _addresses()
+    while request := _receive(connection):
+        seconds, most_bytes = struct.unpack("!dQ", request[:16])
+        _limit(seconds, most_bytes)
+        answer = _computed(partial(compute, request[16:]))
+        if answer[:1] == ANSWERED and _addresses() - begun > most_bytes // 4:
+            answer = LAST + answer[1:]
+        _send(connection, answer)
+
+
+def _module(file: str) -> Any:
+    spec = spec_from_file_location("limited", file)
     assert spec is not None
     assert spec.loader is not None
-    module = module_from_spec(spec)
+    module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def _main() -> None:
+    module = _module(sys.argv[1])
     given = json.load(sys.stdin)
-    for limit, value in ((resource.RLIMIT_AS, given["bytes"]), (resource.RLIMIT_CORE, 0)):
-        if value is not None:
-            resource.setrlimit(limit, (value, value))
+    if given["bytes"] is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (given["bytes"], given["bytes"]))
     signal.setitimer(signal.ITIMER_PROF, given["seconds"])  # CPU time
     try:
         sys.stdout.write(module.main(given["request"]) or "")
@@ -84,4 +324,8 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if len(sys.argv) == 3:
+        _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+    else:
+        _main()

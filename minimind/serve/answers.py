@@ -1,4 +1,4 @@
-"""What a request becomes: texts for the scheduler, and the objects of OpenAI that they fill."""
+"""What a request that was read becomes: texts for the scheduler, and OpenAI's objects."""
 
 from __future__ import annotations
 
@@ -10,33 +10,21 @@ from typing import Any
 from uuid import uuid4
 
 from minimind.data.chat.conversations import ASSISTANT, CALLS, THOUGHTS, Message
-from minimind.data.chat.template import ChatTemplate
-from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.vocabulary import BYTE
-from minimind.errors import DataError, UsageError
-from minimind.inference.chat import AnswerReading, asks_for_thought
-from minimind.inference.generate import CONTEXT, Sampling, encode_prompt
-from minimind.runtime.checked_json import shown
+from minimind.inference.chat import AnswerReading
+from minimind.inference.generate import CONTEXT, Sampling
 from minimind.serve.batching import Likelihood, Queued
-from minimind.serve.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    Refusal,
-    Request,
-    call_form,
-    conversation_of_request,
-    written_calls,
-)
+from minimind.serve.protocol import GIVEN, Settings, no_such_model, written_calls
 
 Json = dict[str, Any]
 
 
 class ServedModel:
-    """The model that is served, and what its requests are read with.
+    """The model that is served, and what its answers are written with.
 
-    `answers` and `texts` are the settings of requests that give none, `most_tokens` the bound of
-    an answer, and `most_texts` that of the texts of a request.
+    `template` is what `Readers` tells of one. `answers` and `texts` are the settings of
+    requests that give none, and `most_tokens` the bound of an answer.
     """
 
     def __init__(
@@ -44,21 +32,18 @@ class ServedModel:
         name: str,
         model: Any,
         tokenizer: AnyTokenizer,
-        template: ChatTemplate | None,
+        template: Json | None,
         answers: Sampling,
         texts: Sampling,
         most_tokens: int,
-        most_texts: int,
     ) -> None:
         self.name, self.tokenizer, self.template = name, tokenizer, template
         self.created = int(time.time())
         self.answers, self.texts = answers, texts
         self.positions: int = model.config.max_position_embeddings
-        self.most_tokens = min(most_tokens, self.positions)
-        self.most_texts = most_texts
-        self.call_form = call_form(template) if template else None
+        self.most_tokens = most_tokens
         self.ends = frozenset((tokenizer.eos_id,))
-        self.ends_of_turns = self.ends.union(template.ends_of_turns if template else ())
+        self.ends_of_turns = self.ends.union(template["ends_of_turns"] if template else ())
         names = {i: name for name, i in tokenizer.special_tokens().items()}
         self._pieces = [(names.get(i), one) for i, one in enumerate(tokenizer.pieces())]
 
@@ -82,53 +67,64 @@ class ServedModel:
         name, content = self.token(token)
         return self._pieces[token][1].kind == BYTE or name.encode() != content
 
-    def sampling(self, request: Request, default: Sampling) -> Sampling:
-        """The settings of a request; raise Refusal for more tokens than the bound."""
-        most_new = request.most_new
-        if most_new is not None and most_new > self.most_tokens:
-            reason = f"is {most_new}, more than the {self.most_tokens} tokens that an answer here"
-            raise Refusal(400, f"max_tokens {reason} may have; ask for fewer", param="max_tokens")
+    def sampling(self, settings: Settings, default: Sampling) -> Sampling:
+        """How the answers to a request are drawn."""
+        most_new = settings.most_new
         if most_new is None:
             most_new = min(default.max_new_tokens, self.most_tokens)
-        given = {name: getattr(request, name) for name in GIVEN}
+        given = {name: getattr(settings, name) for name in GIVEN}
         given = {name: value for name, value in given.items() if value is not None}
         if "top_k" in given:
             given["top_k"] = max(0, given["top_k"])  # -1 keeps all tokens in vLLM
         given.setdefault("seed", uuid4().int >> 64)
-        return replace(default, max_new_tokens=most_new, stop=request.stops, **given)
+        return replace(default, max_new_tokens=most_new, stop=tuple(settings.stop), **given)
 
-    def require_name(self, name: str | None) -> None:
+    def require_name(self, name: str) -> None:
         """Raise Refusal for the name of another model."""
-        if name and name != self.name:
-            reason = f"the model {name[:100]!a} is not served here; ask for {self.name}"
-            raise Refusal(404, reason, "model_not_found", "model")
-
-
-GIVEN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+        if name != self.name:
+            raise no_such_model(name, self.name)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, their text where the request gave one, and the number that seeds the text."""
+    """Token ids, the number that seeds the text, and their own text, where it is echoed."""
 
     ids: list[int]
     number: int
-    text: str | None = None
+    text: str = ""
 
 
 class Answer(ABC):
-    """An answer to a request, whole or as chunks of a stream; its texts are those of `prompts`."""
+    """An answer to a request, whole or as chunks of a stream; its texts are those of `prompts`.
 
+    `read` is what `Reader` makes of the request.
+    """
+
+    name: str
     chunk_name: str
-    top: int | None
+    prefix: str
     is_prompt_scored = False
 
-    def __init__(self, served: ServedModel, request: Request, prefix: str, name: str) -> None:
-        self.served, self.request = served, request
-        self.id, self.created, self.name = f"{prefix}-{uuid4().hex}", int(time.time()), name
-        self.prompts: list[Prompt] = []
-        self.sampling = served.answers
-        self.ends = served.ends
+    def __init__(self, served: ServedModel, read: Json) -> None:
+        self.served, self.settings = served, Settings(**read["settings"])
+        self.id, self.created = f"{self.prefix}-{uuid4().hex}", int(time.time())
+        self.top, choices = self.settings.top, self.settings.choices
+        self.sampling = served.sampling(self.settings, self.default)
+        self.prompts = [
+            Prompt(ids, number * choices + choice, text)
+            for number, (ids, text) in enumerate(read["prompts"])
+            for choice in range(1, choices + 1)
+        ]
+
+    @property
+    @abstractmethod
+    def default(self) -> Sampling:
+        """Settings of a request that gives none."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end its texts."""
+        return self.served.ends
 
     def texts(self) -> list[Queued]:
         """Texts for the scheduler; the caller sets what they call."""
@@ -158,7 +154,7 @@ class Answer(ABC):
 
     def usage(self, texts: Sequence[Queued]) -> Json:
         """Tokens of the prompts, and of the texts with those that end them."""
-        choices = self.request.n or 1
+        choices = self.settings.choices
         asked = sum(len(text.prompt) for text in texts[::choices])
         new = sum(text.drawn for text in texts)
         return {"prompt_tokens": asked, "completion_tokens": new, "total_tokens": asked + new}
@@ -202,38 +198,21 @@ def _ignored(_: Queued) -> None:
 class ChatAnswer(Answer):
     """An answer of /v1/chat/completions."""
 
-    chunk_name = "chat.completion.chunk"
+    name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, served: ServedModel, request: ChatRequest) -> None:
-        super().__init__(served, request, "chatcmpl", "chat.completion")
-        served.require_name(request.model)
-        template = served.template
-        if template is None or served.call_form is None:
-            raise Refusal(
-                400,
-                f"{served.name} has no chat template; ask /v1/completions to continue a text, or"
-                " serve a model that was fine-tuned with --task sft, or give --chat_template",
-                "no_chat_template",
-            )
-        self.sampling = served.sampling(request, served.answers)
-        self.ends, self.top = served.ends_of_turns, request.top
-        try:
-            conversation = conversation_of_request(request, template, served.call_form)
-            ids = template.prompt(conversation)
-            is_thought = asks_for_thought(template, conversation)
-        except (DocumentError, UsageError, DataError) as error:
-            remedy = f"; {error.remedy}" if isinstance(error, DocumentError) else ""
-            raise Refusal(400, f"{error}{remedy}", "invalid_value", "messages") from None
-        if len(ids) >= served.positions:
-            raise Refusal(
-                400,
-                f"the conversation has {len(ids)} tokens and the model {served.positions}"
-                " positions; shorten it",
-                "context_length_exceeded",
-                "messages",
-            )
-        self.prompts = [Prompt(ids, number) for number in range(1, 1 + (request.n or 1))]
-        self.reading = AnswerReading(template, is_thought, bool(conversation.tools))
+    def __init__(self, served: ServedModel, read: Json) -> None:
+        super().__init__(served, read)
+        assert served.template is not None
+        keys = served.template["keys_of_thoughts"]
+        self.reading = AnswerReading(keys, read["is_thought"], read["has_tools"])
+
+    @property
+    def default(self) -> Sampling:
+        return self.served.answers
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return self.served.ends_of_turns
 
     def parts(self, text: Queued) -> tuple[Message, list[Json], str]:
         """The turn of a text, its calls in OpenAI's form, and why it ended."""
@@ -316,50 +295,20 @@ class _ChatStream(ChoiceStream):
 class CompletionAnswer(Answer):
     """An answer of /v1/completions."""
 
-    chunk_name = "text_completion"
+    name, chunk_name, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, served: ServedModel, request: CompletionRequest) -> None:
-        super().__init__(served, request, "cmpl", "text_completion")
-        served.require_name(request.model)
-        self.sampling = served.sampling(request, served.texts)
-        self.top, self.echo = request.logprobs, bool(request.echo)
+    def __init__(self, served: ServedModel, read: Json) -> None:
+        super().__init__(served, read)
+        self.echo = self.settings.echo
         self.is_prompt_scored = self.echo and self.top is not None
-        choices = request.n or 1
-        for number, prompt in enumerate(request.prompts(served.most_texts)):
-            text = prompt if isinstance(prompt, str) else None
-            ids = self._ids(prompt, number + 1)
-            numbers = range(number * choices + 1, (number + 1) * choices + 1)
-            self.prompts += [Prompt(ids, own, text) for own in numbers]
 
-    def _ids(self, prompt: str | list[int], number: int) -> list[int]:
-        served = self.served
-        # A text that is not continued needs no position after it.
-        room = served.positions + (self.sampling.max_new_tokens == 0)
-        if isinstance(prompt, str):
-            try:
-                return encode_prompt(prompt, number, served.tokenizer, room)
-            except UsageError as error:
-                raise Refusal(400, str(error), "context_length_exceeded", "prompt") from None
-            except DataError as error:
-                raise Refusal(400, str(error), "invalid_value", "prompt") from None
-        size = served.tokenizer.vocab_size
-        if (wrong := next((i for i in prompt if not 0 <= i < size), None)) is not None:
-            reason = f"prompt {number} has the id {shown(wrong)}, and ids are below"
-            reason += f" {size}; send ids of this model's tokenizer"
-            raise Refusal(400, reason, "invalid_value", "prompt")
-        if len(prompt) >= room:
-            reason = f"prompt {number} has {len(prompt)} tokens and the model {served.positions}"
-            raise Refusal(
-                400, f"{reason} positions; shorten it", "context_length_exceeded", "prompt"
-            )
-        return prompt
+    @property
+    def default(self) -> Sampling:
+        return self.served.texts
 
     def echoed(self, index: int) -> str:
         """What the text begins with."""
-        prompt = self.prompts[index]
-        if not self.echo:
-            return ""
-        return self.served.tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text
+        return self.prompts[index].text if self.echo else ""
 
     def offsets(self, index: int, text: Queued) -> Offsets:
         """Count offsets for the tokens of a text that have likelihoods."""

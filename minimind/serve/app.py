@@ -7,13 +7,14 @@ import base64
 import hmac
 import json
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import resources
-from typing import Any, TypeVar
+from ipaddress import IPv6Address
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -30,16 +31,15 @@ from minimind.inference.generate import Text
 from minimind.runtime.terminal import print_traceback
 from minimind.serve.answers import Answer, ChatAnswer, CompletionAnswer, ServedModel
 from minimind.serve.batching import Queued, QueueFull, Scheduler
-from minimind.serve.protocol import ChatRequest, CompletionRequest, Refusal, parse
+from minimind.serve.bodies import BODY_ENDS, JSON_KIND, Bodies, Gone
+from minimind.serve.protocol import Refusal, busy
+from minimind.serve.readers import Readers
+from minimind.serve.reading import CHAT as CHAT_KIND
+from minimind.serve.reading import TEXT as TEXT_KIND
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 RETRY = {"Retry-After": "1"}
-JSON_KIND = "application/json"
-# Content types of a body. `curl -d` sends the second one by default.
-ACCEPTED = re.compile(
-    rf"\s*({JSON_KIND}|application/x-www-form-urlencoded)\s*(;\s*charset=\"?utf-?8\"?\s*)?", re.I
-)
 LAST_WORD = 1.0  # seconds to tell a client that does not read, or still sends, of an error
 ANSWERS_END = 3  # seconds that answers have to end after a signal
 HEAD_ENDS = 30.0  # seconds that a connection has to send the head of a request
@@ -50,11 +50,11 @@ MOST_CONNECTIONS = 1000  # open at once; files of a process are often limited to
 class Limits:
     """Bounds of requests, and who may ask.
 
-    `requests`: read, waiting or answered at once. `hosts`: names by which the server may be
-    reached, None for any. `origins`: of pages, besides its own, that may ask; "*" for all.
+    `bodies`: as many of `max_body` bytes may arrive at once. `hosts`: names by which the server may
+    be reached, None for any. `origins`: of pages, besides its own, that may ask; "*" for all.
     """
 
-    requests: int
+    bodies: int
     max_body: int
     timeout: float
     api_key: str | None = None
@@ -62,9 +62,11 @@ class Limits:
     origins: frozenset[str] = frozenset()
 
 
-def build_app(served: ServedModel, scheduler: Scheduler, limits: Limits) -> ASGIApp:
-    """The application; the caller closes the scheduler."""
-    endpoints = _Endpoints(served, scheduler, limits)
+def build_app(
+    served: ServedModel, scheduler: Scheduler, readers: Readers, limits: Limits
+) -> ASGIApp:
+    """The application; the caller closes the scheduler and the readers."""
+    endpoints = _Endpoints(served, scheduler, readers, limits)
     routes = [
         Route("/", endpoints.page),
         Route("/health", endpoints.health),
@@ -92,19 +94,33 @@ def http_server(app: ASGIApp, answers_end: int = ANSWERS_END) -> uvicorn.Server:
 
 
 class Connection(H11Protocol):
-    """Ends where the head of a request takes too long, and at once where too many are open.
+    """Ends where the head of a request takes too long, or for a new one where too many are open.
 
     Uvicorn bounds neither: its own time for idle connections begins with the first response.
     """
 
     _late: asyncio.TimerHandle | None = None
+    _made = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (uvicorn narrows the type of asyncio too)
         super().connection_made(transport)
+        self._made = self.loop.time()
         if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self._await_head()
+            self._end_one()
+        self._await_head()
+
+    def _end_one(self) -> None:
+        """End the oldest connection, of the client with the most of them, that only waits."""
+        own: Any = self.connections
+        waiting: list[Connection] = [one for one in own if one is not self and one.only_waits]
+        many = Counter(_address(one.client) for one in waiting)
+        oldest = max(waiting or [self], key=lambda one: (many[_address(one.client)], -one._made))
+        oldest.transport.abort()
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether nothing is answered on it: it is idle, or its head or body arrives."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -246,12 +262,12 @@ def _name_of(host: str) -> str:
 class _Post:
     """An endpoint that reads its body itself: Starlette takes a function to want a request."""
 
-    def __init__(self, answer: Callable[[Receive, Send, Headers], Awaitable[None]]) -> None:
+    def __init__(self, answer: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._answer(receive, send, Headers(scope=scope))
+            await self._answer(scope, receive, send)
         except Refusal as refusal:
             if refusal.status == 413:
                 return await _refuse_while_sent(refusal, receive, send)
@@ -275,27 +291,30 @@ async def _refuse_while_sent(refusal: Refusal, receive: Receive, send: Send) -> 
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class _Gone(Exception):
-    """The client has gone."""
-
-
-Result = TypeVar("Result")
-
-
 class _Endpoints:
-    def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
+    def __init__(
+        self, served: ServedModel, scheduler: Scheduler, readers: Readers, limits: Limits
+    ) -> None:
         self._served, self._scheduler, self._limits = served, scheduler, limits
+        self._readers = readers
         self._page, self._page_headers = load_page()
-        self._reading = 0  # requests that are read, wait, or are answered
-        # Parsing and tokenizing megabytes would hold up the streams of others.
-        self._preparing = ThreadPoolExecutor(1, "prepare")
+        self._bodies = Bodies(limits.bodies, limits.max_body, min(BODY_ENDS, limits.timeout))
 
     async def page(self, _: HttpRequest) -> Response:
         return HTMLResponse(self._page, headers=self._page_headers)
 
     async def health(self, _: HttpRequest) -> Response:
         running, waiting = self._scheduler.counts
-        return JSONResponse({"status": "ok", "running": running, "waiting": waiting}, headers=PLAIN)
+        return JSONResponse(
+            {
+                "status": "ok",
+                "arriving": self._bodies.count,
+                "reading": self._readers.count,
+                "running": running,
+                "waiting": waiting,
+            },
+            headers=PLAIN,
+        )
 
     async def models(self, _: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]}, headers=PLAIN)
@@ -317,40 +336,27 @@ class _Endpoints:
             **sizes,
         }
 
-    async def chat(self, receive: Receive, send: Send, headers: Headers) -> None:
-        def read(body: bytes) -> Answer:
-            return ChatAnswer(self._served, parse(body, ChatRequest))
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(scope, receive, send, CHAT_KIND, ChatAnswer)
 
-        await self._answer(receive, send, headers, read)
-
-    async def complete(self, receive: Receive, send: Send, headers: Headers) -> None:
-        def read(body: bytes) -> Answer:
-            return CompletionAnswer(self._served, parse(body, CompletionRequest))
-
-        await self._answer(receive, send, headers, read)
+    async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(scope, receive, send, TEXT_KIND, CompletionAnswer)
 
     async def _answer(
-        self, receive: Receive, send: Send, headers: Headers, read: Callable[[bytes], Answer]
+        self, scope: Scope, receive: Receive, send: Send, kind: bytes, answer: type[Answer]
     ) -> None:
         """Answer a request within its time, unless its client goes; raise Refusal."""
-        if self._reading >= self._limits.requests:
-            raise _busy()
-        self._reading += 1
-        end = asyncio.get_running_loop().time() + self._limits.timeout
-        try:
+        client, work = _address(scope.get("client")), _Work(self._scheduler, send)
+        with suppress(Gone):
+            body = await self._bodies.read(client, receive, Headers(scope=scope))
+
+            async def read_and_run() -> None:
+                read = await self._readers.read(client, kind, body)
+                await work.run(answer(self._served, read))
+
             try:
-                async with asyncio.timeout_at(end):
-                    body = await self._body(receive, headers)
-            except TimeoutError:
-                reason = f"the body did not arrive within {self._limits.timeout:g} s; send it again"
-                raise Refusal(408, reason, "timeout", headers={"Connection": "close"}) from None
-            loop = asyncio.get_running_loop()
-            answer = await loop.run_in_executor(self._preparing, read, body)
-            del body
-            work = _Work(answer, self._scheduler, send)
-            try:
-                async with asyncio.timeout_at(end):
-                    await _unless_gone(work.run(), receive)
+                async with asyncio.timeout(self._limits.timeout):
+                    await _unless_gone(read_and_run(), receive)
             except TimeoutError:
                 reason = f"no answer within the {self._limits.timeout:g} s of --timeout"
                 await work.refuse(Refusal(503, f"{reason}; ask later", "timeout", headers=RETRY))
@@ -359,50 +365,23 @@ class _Endpoints:
                 raise
             finally:
                 self._scheduler.cut(work.texts)
-        except _Gone:
-            return
-        finally:
-            self._reading -= 1
-
-    async def _body(self, receive: Receive, headers: Headers) -> bytes:
-        """The body of a request; raise Refusal for more than the limit, _Gone for half of one."""
-        most = self._limits.max_body
-        too_large = Refusal(
-            413,
-            f"the body has more than {most:,} bytes, the limit here; send less, or start the"
-            " server with a larger --max_body",
-            "body_too_large",
-            headers={"Connection": "close"},
-        )
-        kind = headers.get("content-type", JSON_KIND)
-        if (
-            not ACCEPTED.fullmatch(kind)
-            or headers.get("content-encoding", "identity") != "identity"
-        ):
-            reason = f"the body is not plain JSON by its headers; send Content-Type: {JSON_KIND}"
-            raise Refusal(415, reason, "unsupported_media_type")
-        size = headers.get("content-length", "")
-        if size.isdecimal() and (len(size) > 18 or int(size) > most):
-            raise too_large
-        parts, read, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _Gone
-            parts.append(message.get("body", b""))
-            read += len(parts[-1])
-            more = message.get("more_body", False)
-            if read > most:
-                raise too_large
-        return b"".join(parts)
 
 
-def _busy() -> Refusal:
-    return Refusal(429, "the server is busy; ask again in a moment", "queue_full", headers=RETRY)
+def _address(client: tuple[str, int] | None) -> str:
+    """Who asks: an address, or the network of one of IPv6, as a host has all of its own.
+
+    Of a proxy on this machine it is what X-Forwarded-For says, which may be no address.
+    """
+    host = client[0] if client else ""
+    try:
+        address = IPv6Address(host)
+    except ValueError:
+        return host
+    return str(address.ipv4_mapped or int(address) >> 64)
 
 
 async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
-    """Wait for the work; cancel it, and raise _Gone, when the client goes."""
+    """Wait for the work; cancel it, and raise Gone, when the client goes."""
 
     async def goes() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -412,7 +391,7 @@ async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
-            raise _Gone
+            raise Gone
         tasks[0].result()
     finally:
         for task in tasks:
@@ -423,15 +402,15 @@ async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
 class _Work:
     """The texts of one answer on their way from the scheduler's thread to the client."""
 
-    def __init__(self, answer: Answer, scheduler: Scheduler, send: Send) -> None:
-        self._answer, self._scheduler, self._send = answer, scheduler, send
+    _answer: Answer
+
+    def __init__(self, scheduler: Scheduler, send: Send) -> None:
+        self._scheduler, self._send = scheduler, send
+        self.texts: list[Queued] = []
         self._loop = asyncio.get_running_loop()
         # Number of a text, what it goes on with, and how many likelihoods it has; None: its end.
         self._events: asyncio.Queue[tuple[int, tuple[str, int] | None]] = asyncio.Queue()
         self._has_begun = False
-        self.texts = answer.texts()
-        for number, text in enumerate(self.texts):
-            self._connect(number, text, bool(answer.request.stream))
 
     def _connect(self, number: int, text: Queued, is_stream: bool) -> None:
         def put(event: tuple[str, int] | None) -> None:
@@ -447,28 +426,29 @@ class _Work:
         text.on_end = end
         text.on_text = go_on if is_stream else None
 
-    async def run(self) -> None:
+    async def run(self, answer: Answer) -> None:
         """Wait for the texts, and send them whole or as they come; raise Refusal."""
+        self._answer, self.texts = answer, answer.texts()
+        for number, text in enumerate(self.texts):
+            self._connect(number, text, answer.settings.stream)
         try:
             self._scheduler.submit(self.texts)
         except QueueFull:
-            raise _busy() from None
-        if self._answer.request.stream:
+            raise busy() from None
+        if answer.settings.stream:
             return await self._stream()
         for _ in self.texts:
             number, _ = await self._events.get()
             self._require_no_error(self.texts[number])
-        await self._start("application/json")
-        await self._put(json.dumps(self._answer.whole(self.texts)).encode(), is_last=True)
+        await self._start(JSON_KIND)
+        await self._put(json.dumps(answer.whole(self.texts)).encode(), is_last=True)
 
     def _require_no_error(self, text: Queued) -> None:
         if text.error is not None:
             raise _told(text.error)
 
     async def _stream(self) -> None:
-        answer, has_usage = self._answer, False
-        if answer.request.stream_options:
-            has_usage = bool(answer.request.stream_options.include_usage)
+        answer, has_usage = self._answer, self._answer.settings.has_usage
         more: dict[str, Any] = {"usage": None} if has_usage else {}
         streams = [answer.stream(number, text) for number, text in enumerate(self.texts)]
         left = len(streams)

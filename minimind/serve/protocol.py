@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -36,7 +37,29 @@ from minimind.runtime.checked_json import ClosedJson, describe_fault, is_deeper
 
 MAX_DEPTH = 32  # of JSON; schemas of tools nest
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 8, 32, 20
+GIVEN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
 LONGEST_STOP = 200  # characters
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a request is answered; the names of `Sampling` are None where it gives none.
+
+    `top`: most likely tokens to report with each; None without log-probabilities.
+    """
+
+    most_new: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: list[str]
+    choices: int
+    stream: bool
+    has_usage: bool
+    top: int | None
+    echo: bool = False
 
 
 class Refusal(Exception):
@@ -60,6 +83,18 @@ class Refusal(Exception):
         kind = kinds.get(self.status, kind)
         fields = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": fields}
+
+
+def busy() -> Refusal:
+    """The refusal of a request for which there is no place."""
+    reason = "the server is busy; ask again in a moment"
+    return Refusal(429, reason, "queue_full", headers={"Retry-After": "1"})
+
+
+def no_such_model(name: str, own: str) -> Refusal:
+    """The refusal of a request for another model than our own."""
+    reason = f"the model {name[:100]!a} is not served here; ask for {own}"
+    return Refusal(404, reason, "model_not_found", "model")
 
 
 def _refuse(param: str, reason: str) -> NoReturn:
@@ -110,14 +145,33 @@ class Request(ClosedJson):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stops(self) -> list[str]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
             _refuse("stop", "is neither a text nor a list of texts; each has a character or more")
         if len(stops) > MOST_STOPS or any(len(one) > LONGEST_STOP for one in stops):
             reason = f"has more than {MOST_STOPS} texts, or one of more than {LONGEST_STOP}"
             _refuse("stop", f"{reason} characters; give fewer, or shorter ones")
-        return tuple(stops)
+        return stops
+
+    def settings(self) -> dict[str, Any]:
+        """The values of `Settings`."""
+        options = self.stream_options
+        given = {name: getattr(self, name) for name in GIVEN}
+        return {
+            **given,
+            "most_new": self.most_new,
+            "stop": self.stops,
+            "choices": self.n or 1,
+            "stream": bool(self.stream),
+            "has_usage": bool(options and options.include_usage),
+            "top": self.top,
+        }
+
+    @property
+    def top(self) -> int | None:
+        """Most likely tokens to report with each; None without log-probabilities."""
+        return None
 
     def require_supported(self) -> None:
         """Refuse what would change the answer."""
@@ -150,7 +204,6 @@ class ChatRequest(Request):
 
     @property
     def top(self) -> int | None:
-        """Most likely tokens to report with each; None without log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def require_supported(self) -> None:
@@ -178,6 +231,13 @@ class CompletionRequest(Request):
     echo: bool | None = None
     suffix: str | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "echo": bool(self.echo)}
 
     def prompts(self, most: int) -> list[str | list[int]]:
         """The texts, or lists of ids, of `prompt`."""

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import uvicorn
 
 from minimind.cli.generate import ANSWER, TEXT
-from minimind.data.chat.template import SPECIAL_TOKENS, ChatTemplate
+from minimind.data.chat.template import SPECIAL_TOKENS
 from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
@@ -26,12 +27,13 @@ from minimind.inference.load_model import load_model
 from minimind.serve.answers import ServedModel
 from minimind.serve.app import Limits, build_app, http_server
 from minimind.serve.batching import Scheduler
+from minimind.serve.readers import Readers
 from tests.cli.test_lm_eval import write_llama
 from tests.conftest import ROOT, Trained
 
 THOUGHTS_AND_TOOLS = ROOT / "configs" / "templates" / "thoughts_and_tools.jinja"
 POSITIONS = 1024
-LIMITS = Limits(requests=80, max_body=2**16, timeout=60.0, hosts=frozenset({"localhost"}))
+LIMITS = Limits(bodies=80, max_body=2**16, timeout=60.0, hosts=frozenset({"localhost"}))
 
 
 @pytest.fixture(scope="session")
@@ -45,13 +47,18 @@ def chat_model(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return place
 
 
-def served_model(model: Any, tokenizer: Any, source: str | None, **more: Any) -> ServedModel:
-    """A model as `minimind serve` serves it by default; `source`: of its template."""
-    template = None if source is None else ChatTemplate(source, tokenizer)
-    options = {"most_tokens": POSITIONS, "most_texts": 64, **more}
-    return ServedModel(
-        "tiny", model, tokenizer, template, Sampling(**ANSWER), Sampling(**TEXT), **options
-    )
+def readers_of(tokenizer: Path, source: str | None, **more: Any) -> Readers:
+    """What reads requests of a model; `source`: of its template."""
+    names = {"name": "tiny", "called": "the template of a test", "variables": {}}
+    bounds = {"positions": POSITIONS, "most_tokens": POSITIONS, "most_texts": 64}
+    given = {"tokenizer": str(tokenizer), "template": source, **names, **bounds}
+    return Readers({**given, **more}, 80)
+
+
+def served_model(model: Any, tokenizer: Any, template: Any, name: str = "tiny") -> ServedModel:
+    """A model as `minimind serve` serves it by default; `template`: what its readers tell."""
+    defaults = Sampling(**ANSWER), Sampling(**TEXT)
+    return ServedModel(name, model, tokenizer, template, *defaults, POSITIONS)
 
 
 @dataclass
@@ -60,10 +67,15 @@ class InProcess:
 
     served: ServedModel
     scheduler: Scheduler
+    readers: Readers
     limits: Limits
 
+    @property
+    def app(self) -> Any:
+        return build_app(self.served, self.scheduler, self.readers, self.limits)
+
     def ask(self, method: str, path: str, app: Any = None, **options: Any) -> httpx.Response:
-        app = app or build_app(self.served, self.scheduler, self.limits)
+        app = app or self.app
 
         async def ask() -> httpx.Response:
             transport = httpx.ASGITransport(app)
@@ -105,11 +117,21 @@ class InProcess:
 @pytest.fixture(scope="session")
 def server(chat_model: Path) -> Iterator[InProcess]:
     model, tokenizer, _ = load_model(None, str(chat_model))
-    scheduler = Scheduler(model, 8, 64)
-    yield InProcess(
-        served_model(model, tokenizer, THOUGHTS_AND_TOOLS.read_text()), scheduler, LIMITS
-    )
-    scheduler.close()
+    with (
+        closing(Scheduler(model, 8, 64)) as scheduler,
+        closing(readers_of(tokenizer.path, THOUGHTS_AND_TOOLS.read_text())) as readers,
+    ):
+        served = served_model(model, tokenizer, readers.template)
+        yield InProcess(served, scheduler, readers, LIMITS)
+
+
+@pytest.fixture(scope="session")
+def base(server: InProcess) -> Iterator[InProcess]:
+    """The same model without a chat template."""
+    tokenizer = server.served.tokenizer
+    with closing(readers_of(tokenizer.path, None, name="base")) as readers:
+        served = served_model(server.scheduler._model, tokenizer, None, "base")
+        yield replace(server, served=served, readers=readers)
 
 
 @pytest.fixture

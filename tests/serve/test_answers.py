@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from minimind.cli.main import main
+from minimind.data.chat.template import ChatTemplate
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.inference.load_model import load_model
-from minimind.serve.answers import Offsets, ServedModel
+from minimind.serve.answers import Offsets
 from minimind.serve.batching import Group, Scheduler
 from minimind.serve.protocol import ChatRequest, conversation_of_request
 from tests.data.tokenizer.test_lossless import written
-from tests.serve.conftest import POSITIONS, InProcess, served_model
+from tests.serve.conftest import POSITIONS, THOUGHTS_AND_TOOLS, InProcess, served_model
 
 SETTINGS = [
     {"temperature": 0},
@@ -302,23 +303,18 @@ def test_a_call_goes_back_as_it_was_written(server: InProcess, play: Played):
     call_id = message["tool_calls"][0]["id"]
     answered = {"role": "tool", "content": "rain", "tool_call_id": call_id}
     request = ChatRequest(messages=[*asked, message, answered], tools=TOOLS)
-    assert server.served.template is not None
-    conversation = conversation_of_request(request, server.served.template, (True, False))
-    text = server.served.template.render(conversation, True)
+    template = ChatTemplate(THOUGHTS_AND_TOOLS.read_text(), server.served.tokenizer)
+    conversation = conversation_of_request(request, template, (True, False))
+    text = template.render(conversation, True)
     assert CALL in text
     assert text.endswith("<|tool|>rain<|end|><|assistant|>")
     none = ChatRequest(messages=asked, tools=TOOLS, tool_choice="none")
-    assert not conversation_of_request(none, server.served.template, (True, False)).tools
+    assert not conversation_of_request(none, template, (True, False)).tools
 
 
-def test_a_base_model_completes_and_does_not_chat(server: InProcess):
-    served = server.served
-    base = ServedModel(
-        "base", ANY_MODEL, served.tokenizer, None, served.answers, served.texts, POSITIONS, 8,
-    )  # fmt: skip
-    other = replace(server, served=base)
-    assert other.complete("ab", seed=1)["choices"][0]["text"]
-    response = other.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+def test_a_base_model_completes_and_does_not_chat(base: InProcess):
+    assert base.complete("ab", seed=1)["choices"][0]["text"]
+    response = base.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "no_chat_template"
     assert "ask /v1/completions" in response.json()["error"]["message"]

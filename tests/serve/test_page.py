@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from minimind.inference.load_model import load_model
 from minimind.report.formats import PALETTE
-from minimind.serve.app import build_app, load_page
+from minimind.serve.app import load_page
 from tests.browser import opened
-from tests.serve.conftest import InProcess, served_model
+from tests.serve.conftest import InProcess
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -25,7 +23,7 @@ def url(server: InProcess, listening: Callable[[Any], int]) -> str:
 
 
 def address(listening: Callable[[Any], int], server: InProcess) -> str:
-    app = build_app(server.served, server.scheduler, server.limits)
+    app = server.app
     return f"http://localhost:{listening(app)}/"
 
 
@@ -179,11 +177,8 @@ def test_a_key_is_asked_for(server: InProcess, listening: Callable[[Any], int]):
 
 
 def test_a_model_without_chat_template_continues_a_text(
-    server: InProcess, chat_model: Path, listening: Callable[[Any], int]
+    base: InProcess, listening: Callable[[Any], int]
 ):
-    model, tokenizer, _ = load_model(None, str(chat_model))
-    plain = served_model(model, tokenizer, None)
-    base = InProcess(plain, server.scheduler, server.limits)
     with opened(address(listening, base)) as page:
         text = page.get_by_label("Text to continue")
         page.evaluate("document.getElementById('max_tokens').value = '5'")

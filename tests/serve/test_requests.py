@@ -155,7 +155,8 @@ def test_paths_and_methods_that_are_none(server: InProcess):
     assert [one["id"] for one in server.ask("GET", "/v1/models").json()["data"]] == ["tiny"]
     assert server.ask("GET", "/v1/models/tiny").json()["id"] == "tiny"
     health = server.ask("GET", "/health").json()
-    assert health == {"status": "ok", "running": 0, "waiting": 0}
+    counts = {"arriving": 0, "reading": 0, "running": 0, "waiting": 0}
+    assert health == {"status": "ok", **counts}
 
 
 def test_the_page_runs_its_own_script_alone(server: InProcess):

@@ -24,7 +24,6 @@ import torch
 from minimind.cli.main import main
 from minimind.inference.load_model import load_model
 from minimind.serve import app
-from minimind.serve.app import build_app
 from minimind.serve.batching import Group, Scheduler
 from tests.cli.test_lm_eval import log_likelihoods, questions
 from tests.conftest import ROOT
@@ -35,7 +34,7 @@ LONG = {"messages": ASKED, "max_tokens": 900, "temperature": 1.5, "seed": 1}
 
 
 def app_of(server: InProcess) -> Any:
-    return build_app(server.served, server.scheduler, server.limits)
+    return server.app
 
 
 @pytest.fixture
@@ -169,7 +168,7 @@ def test_a_full_queue_and_a_timeout(server: InProcess, listening: Callable[[Any]
     scheduler = Scheduler(server.scheduler._model, 2, 3)
     small = replace(server, scheduler=scheduler)
     url, hasty = (
-        f"http://localhost:{listening(app_of(small.limited(timeout=seconds, requests=99)))}"
+        f"http://localhost:{listening(app_of(small.limited(timeout=seconds)))}"
         for seconds in (60.0, 1.0)
     )
     with closing(scheduler), ThreadPoolExecutor(5) as pool:
@@ -196,7 +195,7 @@ def test_a_full_queue_and_a_timeout(server: InProcess, listening: Callable[[Any]
 
 @pytest.mark.usefixtures("slow")
 def test_a_stream_that_nobody_reads_ends(server: InProcess, listening: Callable[[Any], int]):
-    small = server.limited(timeout=1.0, requests=1)
+    small = server.limited(timeout=1.0)
     port = listening(app_of(small))
 
     def wait() -> None:
@@ -208,12 +207,74 @@ def test_a_stream_that_nobody_reads_ends(server: InProcess, listening: Callable[
     assert httpx.post(f"http://localhost:{port}/v1/completions", json=short).is_success
 
 
-def test_a_body_that_does_not_arrive(server: InProcess, listening: Callable[[Any], int]):
-    port = listening(app_of(server.limited(timeout=0.3)))
-    half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(half)
-        assert connection.recv(99).startswith(b"HTTP/1.1 408")
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+HALF = HEAD + b"Content-Length: 99\r\n\r\n{"
+NEVER_WHOLE = [
+    HALF,
+    HEAD + b"Content-Length: 99\r\nExpect: 100-continue\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+    HEAD.replace(b"/v1/completions", b"/v1/chat/completions") + b"Content-Length: 99\r\n\r\n",
+]
+
+
+def status_of(connection: socket.socket) -> int:
+    """The status of the next response; 0 where the connection ends without one."""
+    with connection.makefile("rb") as lines:
+        for line in lines:
+            if line.startswith(b"HTTP/1.1 ") and b" 100 " not in line:
+                return int(line.split()[1])
+    return 0
+
+
+def test_a_body_that_does_not_arrive(
+    server: InProcess, listening: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch
+):
+    """A byte now and then is not enough; the time of an answer does not hold for a body."""
+    monkeypatch.setattr(app, "BODY_ENDS", 0.5)
+    port = listening(app_of(server))
+    with ExitStack() as stack:
+        found = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            for _ in NEVER_WHOLE
+        ]
+        for connection, sent in zip(found, NEVER_WHOLE, strict=True):
+            connection.sendall(sent)
+        health = f"http://localhost:{port}/health"
+        until(lambda: httpx.get(health).json()["arriving"] == len(found))
+        for _ in range(4):
+            time.sleep(0.05)
+            found[0].sendall(b" ")
+        assert [*map(status_of, found)] == [408] * len(found)
+    assert httpx.get(health).json()["arriving"] == 0
+
+
+def test_slow_bodies_shut_nobody_out(server: InProcess, listening: Callable[[Any], int]):
+    """However much a client sends, there is a place for the next; its largest leave theirs."""
+    few = server.limited(bodies=8, max_body=1000)
+    large = HALF.replace(b"99", b"999") + b" " * 899
+    port = listening(app_of(few))
+    short = {"prompt": "a", "max_tokens": 2}
+    url = f"http://localhost:{port}"
+    with ExitStack() as stack:
+
+        def opened(host: str, sent: bytes) -> socket.socket:
+            connection = socket.create_connection(("127.0.0.1", port), 20, (host, 0))
+            stack.enter_context(connection)
+            connection.sendall(sent)
+            return connection
+
+        first = opened("127.0.0.2", HALF)
+        until(lambda: httpx.get(f"{url}/health").json()["arriving"] == 1)
+        slow = [opened("127.0.0.1", HALF) for _ in range(100)]
+        until(lambda: httpx.get(f"{url}/health").json()["arriving"] == 101)
+        slow += [opened("127.0.0.1", large) for _ in range(10)]
+        until(lambda: httpx.get(f"{url}/health").json()["arriving"] == 109)
+        assert [*map(status_of, slow[100:102])] == [408] * 2
+        assert httpx.post(f"{url}/v1/completions", json=short, timeout=5).is_success
+        body = json.dumps(short).encode()
+        first.sendall(body[1:] + b" " * (99 - len(body)))
+        assert status_of(first) == 200
 
 
 def test_idle_connections_end_and_are_bounded(
@@ -238,8 +299,8 @@ def test_idle_connections_end_and_are_bounded(
             pass
         served = stack.enter_context(connected(whole))
         assert served.recv(4096).startswith(b"HTTP/1.1 200")
-        with connected() as more:
-            assert ends(more)
+        more = stack.enter_context(connected(whole))  # for which the oldest ends
+        assert more.recv(4096).startswith(b"HTTP/1.1 200")
         for connection in (idle, slow, half):
             assert ends(connection)
     assert httpx.get(f"http://localhost:{port}/health").is_success

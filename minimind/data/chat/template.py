@@ -244,6 +244,11 @@ def named_tokens(tokenizer: AnyTokenizer) -> dict[str, str]:
     return known | tokenizer.token_names
 
 
+def asks_for_thought(prompt: str) -> bool:
+    """Whether the text of a prompt ends within a thought."""
+    return prompt.rstrip().endswith("<think>")
+
+
 def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
     """Source of a tokenizer's chat template, and its name in messages; None without one.
 
@@ -327,9 +332,16 @@ class ChatTemplate:
 
     def prompt(self, messages: Iterable[Message]) -> list[int]:
         """Return the ids after which the assistant writes its next turn."""
+        return self.ids(self.asked(messages))
+
+    def asked(self, messages: Iterable[Message]) -> str:
+        """Return the text after which the assistant writes its next turn."""
         messages = as_conversation(messages)
         self._require_no_special(messages)
-        text = self.render(messages, add_generation_prompt=True)
+        return self.render(messages, add_generation_prompt=True)
+
+    def ids(self, text: str) -> list[int]:
+        """Return the ids of a text that the template has written."""
         return self._ids_and_targets([(text, [])], threads=1)[0][0].tolist()
 
     def encode(self, messages: Sequence[Message], train_on: TrainOn = "assistant") -> Encoded:
@@ -646,8 +658,7 @@ class ChatTemplate:
         tokenizer = self._tokenizer
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             return
-        ((ids, _),) = self._ids_and_targets([(text, [])], threads=1)
-        if ids.tolist() != tokenizer.encode_with_special(text):
+        if self.ids(text) != tokenizer.encode_with_special(text):
             raise UsageError(
                 f"{tokenizer.path}: encodes text beside a special token of {self.name} otherwise"
                 " than by itself, as by a space that it adds or drops; give another tokenizer"
