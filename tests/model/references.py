@@ -14,7 +14,6 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
-
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from minimind.model.configuration import MiniMindConfig
