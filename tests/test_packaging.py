@@ -14,6 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.conftest import ROOT, sentences
@@ -146,19 +148,54 @@ def test_an_installed_wheel_launches_two_processes(installed: Path, tmp_path: Pa
     assert (tmp_path / "launch" / "checkpoints" / "step_00000001").is_dir()
 
 
-def test_every_lower_bound_is_a_version_that_make_versions_runs():
+def pins(name: str) -> dict[str, Version]:
+    """The versions of a constraints file by normalized name."""
+    lines = (ROOT / name).read_text().splitlines()
+    return {
+        canonicalize_name(package): Version(version)
+        for package, version in (line.split("==") for line in lines if not line.startswith("#"))
+    }
+
+
+def bounds(operator: str) -> dict[str, Version]:
+    """The bounds of this kind in pyproject.toml, of a run and of what users install besides."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = table["optional-dependencies"]
-    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
-    oldest = dict(line.split("==") for line in lines if not line.startswith("#"))
-    bounds = dict(
-        requirement.split(">=")
-        for part in (table["dependencies"], *(extras[name] for name in PRODUCT_EXTRAS))
-        for requirement in part
-        if ">=" in requirement
-    )
-    # Libraries of s3fs, of which pip would try every release.
-    assert oldest.keys() - bounds.keys() == {"aiobotocore", "botocore", "boto3"}
-    assert {name: Version(bound) for name, bound in bounds.items()} == {
-        name: Version(oldest[name]) for name in bounds
+    parts = (table["dependencies"], *(extras[name] for name in PRODUCT_EXTRAS))
+    requirements = [Requirement(text) for part in parts for text in part]
+    return {
+        canonicalize_name(one.name): Version(bound.version)
+        for one in requirements
+        for bound in one.specifier
+        if bound.operator == operator
     }
+
+
+def test_every_lower_bound_is_a_version_that_make_versions_runs():
+    oldest, lower = pins("constraints-oldest.txt"), bounds(">=")
+    # Libraries of s3fs, of which pip would try every release.
+    assert oldest.keys() - lower.keys() == {"aiobotocore", "botocore", "boto3"}
+    assert lower == {name: oldest[name] for name in lower}
+
+
+def test_every_upper_bound_is_the_release_after_the_newest_that_make_versions_runs():
+    newest, upper = pins("constraints-newest.txt"), bounds("<")
+    assert upper.keys() == bounds(">=").keys()
+    assert {**pins("constraints.txt"), **newest}.keys() == newest.keys()
+    for name, bound in upper.items():
+        *series, last = newest[name].release[: len(bound.release)]
+        assert (*series, last + 1) == bound.release, name
+    assert all(newest[name] == version for name, version in bounds("==").items())
+
+
+@pytest.mark.parametrize("name", ["oldest", "newest"])
+def test_make_versions_installs_each_set_once_and_runs_the_tests_in_process(name: str):
+    words = ["make", "--dry-run", "--always-make", "versions"]
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # of a make that runs the tests
+    env = {key: value for key, value in os.environ.items() if key not in outer}
+    shown = subprocess.check_output(words, cwd=ROOT, text=True, env=env)
+    install = f"build/{name}/bin/python -m pip install --quiet --constraint constraints-{name}.txt"
+    assert shown.count(f"{install} --editable '.[dev]'\n") == 1
+    assert (
+        shown.count(f'build/{name}/bin/python -m pytest -n 2 --dist loadfile -m "not launch') == 1
+    )

@@ -29,9 +29,10 @@ from minimind.config.arguments import (
     utf8,
 )
 from minimind.config.flags import DEVICES
-from minimind.config.run_config import CONFIGS, FLAGS, LAUNCH, RunConfig
+from minimind.config.run_config import CONFIGS, FLAGS, RunConfig
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime.durable_files import storing, write_whole
+from minimind.runtime.installed import LAUNCH
 from minimind.runtime.terminal import aligned, phase, printable, shorten_line
 from minimind.runtime.urls import HUB_PREFIX, begins_as_url, masked
 
