@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,37 @@ print(DEFAULT_DEEPSPEED_CONFIG)
 assert minimind.train({"model": "tiny", "vocab_size": 600, "max_seq_len": 32}, max_steps=1,
     data_path=["text.txt"], batch_size=2, device="cpu", eval_rows=0, out_dir="run") == 0
 """
+# In one process, as each would import torch anew.
+COMMANDS = """
+import minimind
+from minimind.cli.main import main
+assert minimind.train(config="sft", chat_template="thoughts_and_tools", init_from="run",
+    data_path=["talk.jsonl"], max_steps=1, batch_size=2, device="cpu", out_dir="tuned") == 0
+few = ["--max_new_tokens", "4", "--seed", "0"]
+for words in (
+    ["generate", "--checkpoint", "run", "--prompt", "Once", *few],
+    ["chat", "--checkpoint", "tuned", "--once", "Hello", *few],
+    *(["export", "--checkpoint", "run", "--format", form, "--out", form] for form in FORMS),
+    ["generate", "--model", "minimind", "--prompt", "Once", *few],
+    ["export", "--checkpoint", "minimind", "--format", "llama", "--out", "again"],
+):
+    assert main(words) == 0, words
+"""
+READ = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+texts = set()
+for form in (*FORMS, "again"):
+    options = {"trust_remote_code": form == "minimind"}
+    model = AutoModelForCausalLM.from_pretrained(form, **options)
+    tokenizer = AutoTokenizer.from_pretrained(form, **options)
+    given = tokenizer("Once", return_tensors="pt")
+    ids = model.generate(**given, max_new_tokens=4, do_sample=False)
+    texts.add(tokenizer.decode(ids[0]))
+assert len(texts) == 1, texts
+assert "minimind" not in sys.modules
+"""
+FORMS = ("minimind", "llama")
 SHAPE = "--model tiny --vocab_size 600 --max_seq_len 32 --max_steps 1 --batch_size 2 --eval_rows 0"
 FLAGS = [*SHAPE.split(), "--device", "cpu", "--data_path", "text.txt"]
 
@@ -97,12 +129,18 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = [sys.executable, "-m", *command.split()]
         subprocess.run(words, check=True, capture_output=True, timeout=120)
     (site,) = venv.glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    torch = find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    (site / "dependencies.pth").write_text(str(Path(torch.origin).parents[1]))
     return venv / "bin"
 
 
 def run_installed(installed: Path, folder: Path, *command: str) -> str:
-    """Standard output of a command of the fresh environment, run where there is no checkout."""
+    """Standard output of a command of the fresh environment, run where there is no checkout.
+
+    Nothing that it calls is deprecated in the libraries.
+    """
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(installed / command[0]), *command[1:]],
@@ -113,11 +151,12 @@ def run_installed(installed: Path, folder: Path, *command: str) -> str:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "deprecated" not in done.stderr
     return done.stdout
 
 
 @pytest.mark.long  # above, the wheel has every module and file
-def test_an_installed_wheel_plans_and_trains_without_a_checkout(installed: Path, tmp_path: Path):
+def test_an_installed_wheel_plans_trains_and_exports(installed: Path, tmp_path: Path):
     (tmp_path / "text.txt").write_text("\n\n".join(sentences(3, 80)))
     site = installed.parent / "lib"
     out = run_installed(installed, tmp_path, "python", "-c", TRAIN)
@@ -127,13 +166,22 @@ def test_an_installed_wheel_plans_and_trains_without_a_checkout(installed: Path,
     assert run_installed(installed, tmp_path, "minimind", "--version").startswith("minimind-deep")
     words = ("minimind", "plan", "--model", "104m", "--memory", "24GiB")
     plan = run_installed(installed, tmp_path, *words)
-    assert "NUM_PROCESSES=1 minimind launch \\\n" in plan
+    assert f"NUM_PROCESSES=1 {installed / 'minimind'} launch \\\n" in plan
     assert "run_accelerate.sh" not in plan
     for command in ("train", "launch"):
         shown = run_installed(installed, tmp_path, "minimind", command, "--help")
         assert shown.startswith(f"usage: minimind {command} [--flag value ...]")
-    run_installed(installed, tmp_path, "minimind", "train", *FLAGS, "--out_dir", "train")
+    out = run_installed(installed, tmp_path, "minimind", "train", *FLAGS, "--out_dir", "train")
     assert (tmp_path / "train" / "checkpoints" / "step_00000001").is_dir()
+    _, _, advice = out.partition("; next\n")
+    for line in filter(lambda line: "minimind" in line, advice.splitlines()):
+        assert f" {installed / 'minimind'} " in line
+    assert f"{installed / 'minimind'} launch --config sft" in advice
+    given = f"FORMS = {FORMS}"
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Once"}]
+    (tmp_path / "talk.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 20)
+    run_installed(installed, tmp_path, "python", "-c", given + COMMANDS)
+    run_installed(installed, tmp_path, "python", "-c", given + READ)
 
 
 @pytest.mark.long
