@@ -38,7 +38,7 @@ from benchmarks.stages import PHASES, STAGES
 from minimind.cli.main import main as minimind
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
-from tests.conftest import ROOT
+from tests.conftest import ROOT, sentences
 
 PLACE: dict[str, Any] = {
     "env": {**os.environ, "OMP_NUM_THREADS": "1"},
@@ -211,6 +211,18 @@ def test_every_contender_of_a_race_compiles_again(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="seen"):
         throughput.main()
     assert len({*caches}) == len(caches) >= 6
+
+
+@pytest.mark.long
+def test_every_contender_takes_a_step(tmp_path: Path):
+    """The command of docs/measurements.md at its smallest: the Trainer compares its flags too."""
+    texts = [json.dumps({"text": text}) for text in sentences(3, 2000)]
+    (tmp_path / "text.jsonl").write_text("\n".join(texts))
+    words = f"{tmp_path / 'text.jsonl'} --model tiny --rows 1 --rounds 1 --warm 1"
+    command = [sys.executable, "-m", "benchmarks.throughput", *words.split()]
+    done = subprocess.run([*command, "--out", tmp_path / "of.json"], **PLACE, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {*json.loads((tmp_path / "of.json").read_text())["table"]} == {*throughput.installed()}
 
 
 @pytest.mark.parametrize("bf16", [True, False])
