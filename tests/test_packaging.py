@@ -19,6 +19,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from minimind.config.run_config import TEMPLATES, files_by_name
+from minimind.data.prepare.chat_tokenizer import read_template
+from minimind.errors import UsageError
 from tests.conftest import ROOT, sentences
 
 # What a wheel is built from.
@@ -117,6 +120,36 @@ def test_every_package_of_the_checkout_is_listed():
     found = {file.parent.relative_to(ROOT) for file in files if file.is_file()}
     inside = {Path("minimind") / path if path.parts[0] == "configs" else path for path in found}
     assert sorted(".".join(path.parts) for path in inside) == ast.literal_eval(listed)
+
+
+def test_messages_name_shipped_files_as_the_flags_do():
+    """A wheel has no configs/ where its commands run."""
+    for path in (ROOT / "minimind").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        holders = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        docstrings = {
+            ast.get_docstring(node, clean=False)
+            for node in ast.walk(tree)
+            if isinstance(node, holders)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert "configs/" not in node.value or node.value in docstrings, path
+
+
+def test_a_shipped_template_is_read_by_its_name_whatever_lies_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shipped = files_by_name(TEMPLATES)
+    assert shipped.keys() == {"thoughts_and_tools"}
+    monkeypatch.chdir(tmp_path)
+    Path("thoughts_and_tools").write_text("{{ messages[0].content }}")
+    source, name = read_template("thoughts_and_tools")
+    assert source == Path(shipped["thoughts_and_tools"]).read_text(encoding="utf-8")
+    assert name == "--chat_template thoughts_and_tools"
+    assert read_template("./thoughts_and_tools")[0] == "{{ messages[0].content }}"
+    with pytest.raises(UsageError, match=r"Jinja template, or thoughts_and_tools$"):
+        read_template("thoughts")
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from minimind.errors import RendezvousError, StorageError
+from minimind.runtime.installed import LAUNCH
 from minimind.runtime.process import LAUNCHER_PID, SCRIPT_PID
 
 COUNT, INDEX = range(1, 2**31), range(2**31)
@@ -108,7 +109,7 @@ def require_environment(environ: Mapping[str, str]) -> None:
         if environ.get(name, "1") != "1":
             raise RendezvousError(
                 f"{name} is {environ[name]!r} in the environment, and runs are not started by MPI;"
-                " unset it, or use run_accelerate.sh (docs/launching.md)"
+                f" unset it, or use {LAUNCH} (docs/launching.md)"
             )
     if not environ.get("MASTER_ADDR", "localhost").strip():
         raise RendezvousError("MASTER_ADDR is empty in the environment; unset it")
