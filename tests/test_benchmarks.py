@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    contenders,
     gpu,
     mup_transfer,
     overhead,
@@ -36,9 +37,11 @@ from benchmarks.gpu import NAMES
 from benchmarks.overhead import KINDS, interval
 from benchmarks.stages import PHASES, STAGES
 from minimind.cli.main import main as minimind
+from minimind.config.parse import parse_flags
+from minimind.data.rows.batches import Batches
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
-from tests.conftest import ROOT, sentences
+from tests.conftest import ROOT
 
 PLACE: dict[str, Any] = {
     "env": {**os.environ, "OMP_NUM_THREADS": "1"},
@@ -213,16 +216,18 @@ def test_every_contender_of_a_race_compiles_again(tmp_path, monkeypatch):
     assert len({*caches}) == len(caches) >= 6
 
 
-@pytest.mark.long
-def test_every_contender_takes_a_step(tmp_path: Path):
-    """The command of docs/measurements.md at its smallest: the Trainer compares its flags too."""
-    texts = [json.dumps({"text": text}) for text in sentences(3, 2000)]
-    (tmp_path / "text.jsonl").write_text("\n".join(texts))
-    words = f"{tmp_path / 'text.jsonl'} --model tiny --rows 1 --rounds 1 --warm 1"
-    command = [sys.executable, "-m", "benchmarks.throughput", *words.split()]
-    done = subprocess.run([*command, "--out", tmp_path / "of.json"], **PLACE, timeout=900)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert {*json.loads((tmp_path / "of.json").read_text())["table"]} == {*throughput.installed()}
+def test_our_contender_trains_with_the_numbers_of_the_others(tmp_path, monkeypatch):
+    """The Trainer refuses a DeepSpeed file whose numbers are not its own."""
+    argv: list[str] = []
+    monkeypatch.setattr("minimind.launch.train_pretrain.main", argv.extend)
+    monkeypatch.setattr(contenders.os, "_exit", lambda code: None)
+    monkeypatch.setattr(Batches, "at", Batches.at)
+    contenders.this_project(SimpleNamespace(), "tiny", 1, tmp_path)
+    run = parse_flags(argv)
+    assert run.learning_rate == contenders.LEARNING_RATE
+    assert run.weight_decay == contenders.DECAY
+    assert run.grad_clip == contenders.CLIP
+    assert (run.beta1, run.beta2) == contenders.BETAS
 
 
 @pytest.mark.parametrize("bf16", [True, False])

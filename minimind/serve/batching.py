@@ -299,7 +299,9 @@ def require_cache(model: Any) -> None:
     with torch.inference_mode():
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
         found = model(input_ids=ids, use_cache=True)
-    keeps = any(isinstance(value, Cache) for value in found.values())
+    caches = [value for value in found.values() if isinstance(value, Cache)]
+    layers = [layer for cache in caches for layer in getattr(cache, "layers", ())]
+    keeps = any(getattr(layer, "keys", None) is not None for layer in layers)
     if not keeps or cache_name(model) is None:
         raise UsageError(
             f"{type(model).__name__} keeps no keys and values, without which it is not served; use"
