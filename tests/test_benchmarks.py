@@ -224,6 +224,9 @@ def test_our_contender_trains_with_the_numbers_of_the_others(tmp_path, monkeypat
     monkeypatch.setattr(Batches, "at", Batches.at)
     contenders.this_project(SimpleNamespace(), "tiny", 1, tmp_path)
     run = parse_flags(argv)
+    # What is not given is a rule's, by the text and the model.
+    assert run.is_explicit("learning_rate")
+    assert run.is_explicit("weight_decay")
     assert run.learning_rate == contenders.LEARNING_RATE
     assert run.weight_decay == contenders.DECAY
     assert run.grad_clip == contenders.CLIP
