@@ -222,7 +222,8 @@ def test_our_contender_trains_with_the_numbers_of_the_others(tmp_path, monkeypat
     monkeypatch.setattr("minimind.launch.train_pretrain.main", argv.extend)
     monkeypatch.setattr(contenders.os, "_exit", lambda code: None)
     monkeypatch.setattr(Batches, "at", Batches.at)
-    contenders.this_project(SimpleNamespace(), "tiny", 1, tmp_path)
+    gate: Any = None  # no step is taken
+    contenders.this_project(gate, "tiny", 1, tmp_path)
     run = parse_flags(argv)
     # What is not given is a rule's, by the text and the model.
     assert run.is_explicit("learning_rate")
