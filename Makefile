@@ -15,6 +15,7 @@ DEVICE ?= cuda
 # make train chooses the device itself unless DEVICE is given.
 ON_DEVICE := $(if $(filter command environment,$(origin DEVICE)),--device $(DEVICE))
 OLDEST := build/oldest
+NEWEST := build/newest
 EXAMPLES := $(VENV)/.examples
 IN_PROCESS := -m pytest -n 2 --dist loadfile -m "not launch and not gpu"
 # make gpu PYTHON=python3 runs in the environment of that interpreter, and installs nothing.
@@ -27,7 +28,7 @@ ENVIRONMENT := $(READY)
 endif
 
 .NOTPARALLEL:
-.PHONY: help setup train test test-all oldest versions check-python gpu gpu-bench check check-export fix smoke matrix elastic faults examples docs clean
+.PHONY: help setup train test test-all oldest newest versions check-python gpu gpu-bench check check-export fix smoke matrix elastic faults examples docs clean
 
 help: ## this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { print $$1 "\t" $$2 }' $(MAKEFILE_LIST)
@@ -61,15 +62,18 @@ test: $(READY) ## everything that fits in minutes on two cores
 test-all: $(READY) oldest ## the long runs too, and the in-process tests with the oldest versions
 	$(BIN)/python -m pytest --long -rs
 
-$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
+$(OLDEST)/.ready $(NEWEST)/.ready: build/%/.ready: pyproject.toml constraints-%.txt
+	$(PYTHON) -m venv build/$*
+	build/$*/bin/python -m pip install --quiet --constraint constraints-$*.txt --editable '.[dev]'
 	@touch $@
 
 oldest: $(OLDEST)/.ready ## the in-process tests with the oldest versions that pyproject.toml allows
 	$(OLDEST)/bin/python $(IN_PROCESS)
 
-versions: oldest $(READY) ## the in-process tests with the oldest versions, and with those of constraints.txt
+newest: $(NEWEST)/.ready ## the in-process tests with the newest versions that pyproject.toml allows
+	$(NEWEST)/bin/python $(IN_PROCESS)
+
+versions: oldest newest $(READY) ## the in-process tests with the oldest versions, the newest, and those of constraints.txt
 	$(BIN)/python $(IN_PROCESS)
 
 check-python:

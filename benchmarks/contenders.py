@@ -89,8 +89,8 @@ def this_project(
     Batches.at = at
     out_dir = folder / f"out-{os.getpid()}"
     defaults = f"--model {shape} --batch_size {rows} --max_steps 100000 --device cpu --resume none"
-    defaults += f" --learning_rate {LEARNING_RATE} --eval_rows 0 --save_interval 100000"
-    defaults += " --save_minutes 0"
+    defaults += f" --learning_rate {LEARNING_RATE} --weight_decay {DECAY} --eval_rows 0"
+    defaults += " --save_interval 100000 --save_minutes 0"
     defaults += f" --data_path {folder / 'text.jsonl'} --cache_dir {folder / 'cache'}"
     os._exit(main([*defaults.split(), "--out_dir", str(out_dir), *flags.split(), *more]))
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    contenders,
     gpu,
     mup_transfer,
     overhead,
@@ -36,6 +37,8 @@ from benchmarks.gpu import NAMES
 from benchmarks.overhead import KINDS, interval
 from benchmarks.stages import PHASES, STAGES
 from minimind.cli.main import main as minimind
+from minimind.config.parse import parse_flags
+from minimind.data.rows.batches import Batches
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from tests.conftest import ROOT
@@ -211,6 +214,24 @@ def test_every_contender_of_a_race_compiles_again(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="seen"):
         throughput.main()
     assert len({*caches}) == len(caches) >= 6
+
+
+def test_our_contender_trains_with_the_numbers_of_the_others(tmp_path, monkeypatch):
+    """The Trainer refuses a DeepSpeed file whose numbers are not its own."""
+    argv: list[str] = []
+    monkeypatch.setattr("minimind.launch.train_pretrain.main", argv.extend)
+    monkeypatch.setattr(contenders.os, "_exit", lambda code: None)
+    monkeypatch.setattr(Batches, "at", Batches.at)
+    gate: Any = None  # no step is taken
+    contenders.this_project(gate, "tiny", 1, tmp_path)
+    run = parse_flags(argv)
+    # What is not given is a rule's, by the text and the model.
+    assert run.is_explicit("learning_rate")
+    assert run.is_explicit("weight_decay")
+    assert run.learning_rate == contenders.LEARNING_RATE
+    assert run.weight_decay == contenders.DECAY
+    assert run.grad_clip == contenders.CLIP
+    assert (run.beta1, run.beta2) == contenders.BETAS
 
 
 @pytest.mark.parametrize("bf16", [True, False])

@@ -44,10 +44,13 @@ def test_an_interpreter_without_the_packages_is_refused_in_one_sentence(
     assert done.returncode == 2
     sentence, *rest = done.stderr.splitlines()
     assert sentence.startswith(
-        f"{python} cannot run this: torch>=2.11 is missing, accelerate==1.15.0"
+        f"{python} cannot run this: torch>=2.11,<2.15 is missing, accelerate==1.15.0"
     )
-    assert "transformers>=5.17 is missing" in sentence
-    assert f"; install with {python} -m pip install 'torch>=2.11' accelerate==1.15.0 " in sentence
+    assert "transformers>=5.17,<5.25 is missing" in sentence
+    assert (
+        f"; install with {python} -m pip install 'torch>=2.11,<2.15' accelerate==1.15.0 "
+        in sentence
+    )
     assert len(rest) == 1  # make's own
     assert {path.name for path in checkout.iterdir()} == before  # no .venv, no out
     assert done.stdout == ""
@@ -75,7 +78,7 @@ def test_make_train_takes_the_device_that_is_given_and_else_chooses(checkout: Pa
 
 def test_this_interpreter_has_all_of_pyproject_toml():
     assert main([]) == ""
-    assert {"torch>=2.11", "transformers>=5.17"} <= set(requirements())
+    assert {"torch>=2.11,<2.15", "transformers>=5.17,<5.25"} <= set(requirements())
 
 
 def test_a_version_below_its_bound_is_named_with_the_bound():
@@ -97,6 +100,8 @@ def test_a_version_below_its_bound_is_named_with_the_bound():
         ("2.11.0a0+git12", ">=2.11", False),  # which sorts before 2.11
         ("2.12.0a0+nv25.11", ">=2.11", True),  # of a container
         ("2.10.1", ">=2.11", False),
+        ("2.14.1+cu130", ">=2.11,<2.15", True),
+        ("2.15.0", ">=2.11,<2.15", False),
         ("1.15.1", "==1.15.0", False),
     ],
 )

@@ -33,15 +33,10 @@ from minimind.config.flags import ALONE, AUTO
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.parse import parse_flags, unknown_flag, words_of
 from minimind.config.rules import flags_with_rules, largest_micro_batch, needs_text, values_by_rules
-from minimind.config.run_config import (
-    DEFAULT_DEEPSPEED_CONFIG,
-    FLAGS,
-    LAUNCH,
-    RunConfig,
-    deepspeed_files,
-)
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig, deepspeed_files
 from minimind.config.schedule import budget_steps
 from minimind.errors import UsageError, fault_error
+from minimind.runtime.installed import LAUNCH
 from minimind.runtime.urls import masked
 
 HEADROOM = 0.1  # share for the CUDA context, the libraries' own buffers and fragmentation
@@ -359,7 +354,7 @@ def _advice(
     has more to it than a stage; the file of an installed package is not to be edited.
     """
     shape, gpus, memory = shape_of(run), here.world_size, machine.memory or 0
-    shipped = {file.resolve(): name for name, file in deepspeed_files().items()}.get(
+    shipped = {Path(file).resolve(): name for name, file in deepspeed_files().items()}.get(
         Path(path).resolve()
     )
     is_replaceable = path == "none" or shipped in (*FILES.values(), "torch_adamw")

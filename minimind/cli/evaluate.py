@@ -84,7 +84,7 @@ def add_parser(subs: Any) -> None:
     add("--task", choices=("pretrain", "sft"), default="pretrain", help=text)
     text = "with --task sft: the targets, as in training (default: assistant)"
     add("--train_on", choices=("assistant", "last", "all"), help=text)
-    text = "with --task sft: Jinja template instead of the stored one"
+    text = "with --task sft: Jinja template, or name of a shipped one, instead of the stored one"
     add("--chat_template", metavar="FILE", help=text)
     text = "with --task sft: variables of the template as a JSON object, as in training"
     add("--chat_template_kwargs", type=json_variables, metavar="JSON", help=text)

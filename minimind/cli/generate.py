@@ -312,7 +312,7 @@ def add_chat_parser(subs: Any) -> None:
         "--chat_template",
         type=non_empty,
         metavar="FILE",
-        help="Jinja template instead of the stored one",
+        help="Jinja template, or name of a shipped one, instead of the stored one",
     )
     add_sampling(parser, **ANSWER, what="answer")
 

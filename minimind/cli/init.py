@@ -29,9 +29,10 @@ from minimind.config.arguments import (
     utf8,
 )
 from minimind.config.flags import DEVICES, EVAL_TIME, FIRST_EVAL_ROWS
-from minimind.config.run_config import CONFIGS, FLAGS, LAUNCH
+from minimind.config.run_config import CONFIGS, FLAGS
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime.durable_files import storing, write_whole
+from minimind.runtime.installed import LAUNCH
 from minimind.runtime.terminal import aligned, phase, printable, shorten_line
 from minimind.runtime.urls import HUB_PREFIX, begins_as_url, masked
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from minimind.config.arguments import at_least, port, positive
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import storing
+from minimind.runtime.installed import install_extra
 
 if TYPE_CHECKING:
     from minimind.sweep.scaling import Answer
@@ -148,8 +149,8 @@ def run_scaling(args: argparse.Namespace) -> int:
     for package in ("scipy", "optuna") if trains else ("scipy",):
         if find_spec(package) is None:
             raise UsageError(
-                f"minimind scaling needs the package {package}, which is not installed; pip install"
-                f" {package}"
+                f"minimind scaling needs the package {package}, which is not installed;"
+                f" {install_extra('sweep')}"
             )
     from minimind.report.page import GENERATOR, write_page
     from minimind.sweep.scaling import answer, as_object, as_text, collect, render

@@ -25,6 +25,7 @@ from minimind.config.arguments import (
     positive,
 )
 from minimind.errors import RendezvousError, UsageError
+from minimind.runtime.installed import install_extra
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import HUB_PREFIX
 
@@ -61,7 +62,7 @@ def add_parser(subs: Any) -> None:
     add("--max_tokens", type=at_least(1), help=text)
     text = "most bytes of a request's body"
     add("--max_body", type=count_of_bytes, default="1MiB", metavar="SIZE", help=text)
-    text = "Jinja template instead of the stored one"
+    text = "Jinja template, or name of a shipped one, instead of the stored one"
     add("--chat_template", type=non_empty, metavar="FILE", help=text)
     text = 'variables of the template as a JSON object, such as {"enable_thinking": false}'
     add("--chat_template_kwargs", type=json_variables, metavar="JSON", help=text)
@@ -84,8 +85,8 @@ def run_serve(args: argparse.Namespace) -> int:
         for package in ("starlette", "uvicorn"):
             if find_spec(package) is None:
                 raise UsageError(
-                    f"minimind serve needs the package {package}, which is not installed; pip"
-                    " install starlette uvicorn"
+                    f"minimind serve needs the package {package}, which is not installed;"
+                    f" {install_extra('serve')}"
                 )
         from minimind.serve.app import Limits, build_app, http_server
         from minimind.serve.batching import Scheduler

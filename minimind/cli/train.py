@@ -18,6 +18,7 @@ from minimind.config.arguments import at_least, non_empty_path
 from minimind.config.parse import build_parser
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import storing
+from minimind.runtime.installed import install_extra
 
 
 def add_parsers(subs: Any) -> None:
@@ -107,7 +108,8 @@ def run_sweep(args: argparse.Namespace) -> int:
     """Run or continue a sweep; print its trials and write its page."""
     if find_spec("optuna") is None:
         raise UsageError(
-            "minimind sweep needs the package optuna, which is not installed; pip install optuna"
+            "minimind sweep needs the package optuna, which is not installed;"
+            f" {install_extra('sweep')}"
         )
     from minimind.sweep.run import sweep
 

@@ -185,8 +185,9 @@ class PlaceFlags:
         choices=("assistant", "last", "all"),
     )
     chat_template: str | None = flag(
-        "with --task sft: file of a Jinja chat template, as in tokenizer_config.json (default: one"
-        " special token before each turn, and one after)",
+        "with --task sft: file of a Jinja chat template, as in tokenizer_config.json, or the name"
+        " of a shipped one: thoughts_and_tools (default: one special token before each turn, and"
+        " one after)",
         None,
         "data",
     )
@@ -328,8 +329,8 @@ class PlaceFlags:
         choices=("auto", "full", "chunked"),
     )
     deepspeed_config: str | None = flag(
-        "DeepSpeed JSON, its 'auto' values filled from these flags, or the name of one of"
-        " configs/deepspeed, such as zero1; none: train without DeepSpeed (default: the file of"
+        "DeepSpeed JSON, its 'auto' values filled from these flags, or the name of a shipped one,"
+        " such as zero1; none: train without DeepSpeed (default: the file of"
         " `accelerate launch`)",
         None,
         "engine",
@@ -371,7 +372,7 @@ class PlaceFlags:
     )
     debug: bool = flag("show tracebacks and the launcher's own log", False, "engine")
     config: str | None = flag(
-        "recipe (configs/recipes/*.yaml) or YAML file of flag names and values; the command line"
+        "recipe (strong, sft) or YAML file of flag names and values; the command line"
         " takes precedence",
         None,
         "engine",
@@ -425,7 +426,7 @@ class ModelFlags:
     """Flags of the model."""
 
     model: str | None = flag(
-        "preset (configs/models/*.yaml) or YAML file, overridden by the shape flags; or hf:DIR,"
+        "preset (such as tiny) or YAML file, overridden by the shape flags; or hf:DIR,"
         " the model that transformers builds from DIR/config.json (or from hf:USER/MODEL of the"
         " Hub), randomly initialized unless --init_from is given",
         None,

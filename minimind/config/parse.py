@@ -466,8 +466,8 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
                 continue
             try:
                 values[name], sources[name] = convert(name, layer[name], where), where
-                if name == "deepspeed_config" and (file := deepspeed_files().get(values[name])):
-                    values[name] = values[name] if os.path.exists(values[name]) else str(file)
+                if name == "deepspeed_config":
+                    values[name] = deepspeed_files().get(values[name], values[name])
             except UsageError as error:
                 all_faults.append(str(error))
                 invalid.add(name)

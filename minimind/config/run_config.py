@@ -22,13 +22,10 @@ from minimind.config.flags import (
 )
 from minimind.config.optimizers import OPTIMIZERS, READ_BY
 from minimind.errors import UsageError
+from minimind.runtime.installed import DISTRIBUTION_NAME, PACKAGE, PROJECT
 from minimind.runtime.urls import HUB_PREFIX
 
-DISTRIBUTION = f"minimind-deepspeed {__version__}"  # what --version prints
-PACKAGE = Path(__file__).resolve().parents[1]
-PROJECT = PACKAGE.parent  # the checkout, or site-packages
-# The command that starts a run, in messages.
-LAUNCH = "bash run_accelerate.sh" if (PROJECT / "run_accelerate.sh").exists() else "minimind launch"
+DISTRIBUTION = f"{DISTRIBUTION_NAME} {__version__}"  # what --version prints
 # A wheel has the folder inside the package (pyproject.toml).
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PROJECT) / "configs"
 SPIKE_FACTOR, SPIKE_WINDOW, MAX_ROLLBACKS = 8.0, 128, 3  # of --spike_guard, if not given
@@ -36,17 +33,20 @@ PATIENCE = 8  # spikes in a row until the run goes back
 MARGIN = 8  # steps before the first of them whose rows are left out, too
 REACH = MARGIN + PATIENCE + 1  # steps from the newest checkpoint to one that is surely before them
 DEFAULT_DEEPSPEED_CONFIG, RECIPES = CONFIGS / "ds_config.json", CONFIGS / "recipes"
+TEMPLATES = CONFIGS / "templates"
 
 
 def files_by_name(folder: Path) -> dict[str, str]:
-    """Paths of the YAML files in a folder, by name without suffix."""
-    return {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
+    """Paths of the shipped files in a folder, by the names that flags take: without suffix.
+
+    Such a name stands for the shipped file, whatever lies in the current directory.
+    """
+    return {path.stem: str(path) for path in sorted(folder.glob("*.*"))}
 
 
-def deepspeed_files() -> dict[str, Path]:
+def deepspeed_files() -> dict[str, str]:
     """The shipped DeepSpeed files by the names that --deepspeed_config takes."""
-    files = {path.stem: path for path in sorted((CONFIGS / "deepspeed").glob("*.json"))}
-    return {**files, "zero2": DEFAULT_DEEPSPEED_CONFIG}
+    return {**files_by_name(CONFIGS / "deepspeed"), "zero2": str(DEFAULT_DEEPSPEED_CONFIG)}
 
 
 @dataclass(frozen=True)

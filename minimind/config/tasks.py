@@ -12,6 +12,7 @@ from minimind.config.flags import VAL_LOSS
 from minimind.config.parse import suggest
 from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
+from minimind.runtime.installed import install_extra
 
 AVERAGE = "average"  # of (value - chance) / (1 - chance), over tasks with a chance
 CHAT = ":chat"  # behind a name: asked in the model's chat template
@@ -76,7 +77,8 @@ def read_tasks(texts: Iterable[str], by: str) -> list[AskedTask]:
             near = suggest(one.name, [*OWN_TASKS], f"those are {', '.join(OWN_TASKS)}")
             raise UsageError(
                 f"{by}: {item} is no task that needs nothing else ({near}), and those of lm-eval"
-                f" need the package {LM_EVAL}, which is not installed; pip install '.[eval]'"
+                f" need the package {LM_EVAL}, which is not installed;"
+                f" {install_extra('eval')}"
             )
         found[one.name] = one
     return [*found.values()]

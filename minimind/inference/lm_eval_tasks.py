@@ -19,6 +19,7 @@ from minimind.data.tokenizer.vocabulary import JSON_NAME, write_tokenizer
 from minimind.errors import UsageError
 from minimind.inference.scores import Score, Shares, standard_error
 from minimind.runtime.durable_files import printing
+from minimind.runtime.installed import install_extra
 
 if TYPE_CHECKING:
     from minimind.data.tokenizer.load import AnyTokenizer
@@ -129,7 +130,7 @@ def manager_of(names: Sequence[str], folder: str | None, by: str, way_out: str) 
         manager = _task_manager(folder, True)
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"{by} needs the package {LM_EVAL}, which is not installed; pip install '.[eval]'"
+            f"{by} needs the package {LM_EVAL}, which is not installed; {install_extra('eval')}"
         ) from error
     known = {*manager.all_tasks}
     if unknown := [name for name in names if name not in known]:

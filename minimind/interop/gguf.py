@@ -29,6 +29,7 @@ from minimind.interop.write_folder import PRODUCER, new_folder
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import effective_theta, rotary_frequencies
 from minimind.runtime.durable_files import sync_file
+from minimind.runtime.installed import install_extra
 from minimind.runtime.output_folder import NewFolder
 
 NAME = "model.gguf"
@@ -43,7 +44,7 @@ def require_gguf() -> None:
         import gguf  # noqa: F401 (only to see whether it is installed)
     except ModuleNotFoundError as error:
         raise UsageError(
-            "--format gguf needs the package gguf, which is not installed; pip install gguf"
+            f"--format gguf needs the package gguf, which is not installed; {install_extra('gguf')}"
         ) from error
 
 

@@ -59,6 +59,7 @@ from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.checked_json import ELSEWHERE, read_foreign_object, require_listed, shown
 from minimind.runtime.file_kinds import ADAPTER_WEIGHTS, base_of_adapter
 from minimind.runtime.hub import local_model
+from minimind.runtime.installed import install_packages
 from minimind.runtime.locks import ReadLock
 from minimind.runtime.terminal import first_lines
 
@@ -270,8 +271,8 @@ def _merged(path: Path, place: str) -> Weights:
         import peft  # pyright: ignore[reportMissingImports] (optional)
     except ImportError as error:
         raise UsageError(
-            f"{path}: holds a LoRA adapter of {place}, which the package peft merges; pip install"
-            " peft"
+            f"{path}: holds a LoRA adapter of {place}, which the package peft merges;"
+            f" {install_packages('peft')}"
         ) from error
     base = local_model(place)
     with readable(base / CONFIG, REPLACE):

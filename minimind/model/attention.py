@@ -319,7 +319,7 @@ def cache_sizes(cache: Cache, length: int) -> tuple[int | Tensor, int]:
     wrong = next((kind for kind in kinds if kind not in EXACT), None if kinds else type(cache))
     if wrong:
         raise ValueError(
-            f"past_key_values has a {wrong.__name__}, which MiniMind does not support: give a"
+            f"the cache has a {wrong.__name__}, which MiniMind does not support: give a"
             " DynamicCache or a StaticCache."
         )
     past, keys = cache.get_seq_length(), cache.get_mask_sizes(length, 0)[0]
@@ -328,7 +328,7 @@ def cache_sizes(cache: Cache, length: int) -> tuple[int | Tensor, int]:
     past = int(past)
     if past + length > keys:
         raise ValueError(
-            f"past_key_values has room for {keys} positions and holds {past}, so that {length}"
+            f"the cache has room for {keys} positions and holds {past}, so that {length}"
             " more do not fit: make it longer."
         )
     return past, keys

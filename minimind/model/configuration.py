@@ -26,7 +26,7 @@ class MiniMindConfig(PretrainedConfig):
     no_rope_layer_interval = 0
 
     model_type = "minimind"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {
         "dim": "hidden_size",
         "n_layers": "num_hidden_layers",

@@ -90,7 +90,7 @@ class MiniMindPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}  # noqa: RUF012 (declared mutable by the base class)
     _no_split_modules = {"Block"}  # noqa: RUF012 (likewise)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012 (likewise)
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012 (likewise)
     # DDP broadcasts buffers, and NCCL refuses complex numbers (gloo does not).
     _ddp_params_and_buffers_to_ignore: ClassVar[list[str]] = ["model.pos_cis", "model.pos_reals"]
 
@@ -175,6 +175,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
         output_hidden_states: bool | None = None,
         document_starts: Tensor | None = None,
         sequence: SequenceGroup | None = None,
+        cache: Cache | None = None,
     ) -> MiniMindModelOutput:
         """Return final hidden states (B, T, E), and the routing of experts while training.
 
@@ -182,7 +183,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
         padding, which may be on the left; positions skip padding unless position_ids are given.
         Of four dimensions, (B, 1, T, S), it is complete: boolean, or added to scores. Keys are
         cached if use_cache is True, by default where the configuration says so, in evaluation and
-        without doc_mask; never while gradients are checkpointed. document_starts (B, T) is True
+        without doc_mask; never while gradients are checkpointed. `cache` is what transformers calls
+        past_key_values since 5.24; give it by one of the names. document_starts (B, T) is True
         where attention and positions restart, whatever doc_mask is; embeddings alone do not show
         documents. With `sequence` the result is of this rank's positions.
 
@@ -196,21 +198,24 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 " give attn_implementation='eager' to from_pretrained, or call"
                 " set_attn_implementation('eager')."
             )
+        if cache is None:
+            cache = past_key_values
+        elif past_key_values is not None:
+            raise ValueError("cache and past_key_values are two names of one argument: give one.")
         recomputes = self.training and any(
             getattr(block, "gradient_checkpointing", False) for block in self.layers
         )
-        if recomputes and past_key_values is not None:
+        if recomputes and cache is not None:
             raise ValueError(
-                "past_key_values cannot be used while gradients are checkpointed: the backward"
-                " pass would fill them twice; call eval(), or leave them out."
+                "a cache cannot be used while gradients are checkpointed: the backward pass would"
+                " fill it twice; call eval(), or leave it out."
             )
         if use_cache is None:
             use_cache = self.config.use_cache and not (self.training or self.config.doc_mask)
-        if use_cache and past_key_values is None and not recomputes:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None and not recomputes:
+            cache = DynamicCache(config=self.config)
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
         rows, length = given.shape[:2]
-        cache = past_key_values
         past, keys = (0, length) if cache is None else cache_sizes(cache, length)
         padding_BS = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask
         if padding_BS is not None and not is_traced() and padding_BS.shape != (rows, past + length):
@@ -304,6 +309,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         loss_chunk_size: int | None = None,
         loss_by_row: bool = False,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> MiniMindOutput:
         """Return logits (B, T, V), or those of the positions logits_to_keep: the last ones, if not
@@ -326,6 +332,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         out = self.model(
             *(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache),
             return_dict=True,
+            cache=cache,
             **kwargs,
         )
         shared = {name: out[name] for name in out if name != "last_hidden_state"}

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
+from minimind.runtime.installed import install_extra, install_packages
 from minimind.runtime.terminal import shorten_line
 from minimind.runtime.urls import HIDDEN, has_credentials, masked, masked_text
 
@@ -35,27 +36,26 @@ READ_TIMEOUT_S = 30  # without a byte
 
 @dataclass(frozen=True)
 class Scheme:
-    """The library of a scheme, how it is installed and where it finds credentials."""
+    """The library of a scheme, where it finds credentials, and its package if no extra has it."""
 
     module: str
-    install: str
     credentials: str
+    package: str | None = None
+
+    def install(self) -> str:
+        """The command that installs it."""
+        return install_packages(self.package) if self.package else install_extra("remote")
 
 
 AWS = Scheme(
     "s3fs",
-    "pip install s3fs",
     "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads"
     " public buckets without them",
 )
-GOOGLE = Scheme("gcsfs", "pip install gcsfs", "check GOOGLE_APPLICATION_CREDENTIALS")
-HUB = Scheme(
-    "huggingface_hub",
-    "pip install fsspec huggingface_hub",
-    "check HF_TOKEN, or run `hf auth login`",
-)
-WEB = Scheme("aiohttp", "pip install fsspec aiohttp", "use a URL that needs none")
-LOCAL = Scheme("fsspec", "pip install fsspec", "correct its permissions")
+GOOGLE = Scheme("gcsfs", "check GOOGLE_APPLICATION_CREDENTIALS", "gcsfs")
+HUB = Scheme("huggingface_hub", "check HF_TOKEN, or run `hf auth login`")
+WEB = Scheme("aiohttp", "use a URL that needs none")
+LOCAL = Scheme("fsspec", "correct its permissions")
 LIBRARY_OF = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "file": LOCAL}
 
 # Names, since the libraries are optional: errors of botocore, aiohttp, httpx and requests that say
@@ -112,7 +112,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         import_module(scheme.module)
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"{masked(url)}: is read with {scheme.module}, which is not installed; {scheme.install}"
+            f"{masked(url)}: is read with {scheme.module}, which is not installed;"
+            f" {scheme.install()}"
         ) from error
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme is AWS:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from minimind.errors import NumericError, UsageError
@@ -89,6 +89,9 @@ class Group:
         self._model = model
         self._device = next(model.parameters()).device
         self._takes_positions = "position_ids" in signature(model.forward).parameters
+        name = cache_name(model)
+        assert name is not None  # by require_cache
+        self._cache_name = name
         self.texts = [text]
         self._cache: Any = DynamicCache(config=model.config)
         ids = text.prompt
@@ -148,14 +151,13 @@ class Group:
         """Logits (B, T, V) after these tokens, or of the last position; T differs from 1 once."""
         ids_BT = torch.tensor(rows, device=self._device)
         self._mask_BS = torch.cat([self._mask_BS, torch.ones_like(ids_BT)], 1)
-        more = {}
+        more: dict[str, Any] = {self._cache_name: self._cache}
         if self._takes_positions:
             positions_BS = (self._mask_BS.cumsum(-1) - 1).clamp(min=0)
             more["position_ids"] = positions_BS[:, -ids_BT.shape[1] :]
         return self._model(
             input_ids=ids_BT,
             attention_mask=self._mask_BS,
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=last,
             **more,
@@ -286,12 +288,21 @@ class Scheduler:
             group.step()
 
 
+def cache_name(model: Any) -> str | None:
+    """The argument of its forward() that takes keys and values; transformers 5.24 renamed it."""
+    taken = signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in taken), None)
+
+
 def require_cache(model: Any) -> None:
     """Raise UsageError for a model that has no keys and values to keep between tokens."""
     with torch.inference_mode():
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
         found = model(input_ids=ids, use_cache=True)
-    if getattr(found, "past_key_values", None) is None:
+    caches = [value for value in found.values() if isinstance(value, Cache)]
+    layers = [layer for cache in caches for layer in getattr(cache, "layers", ())]
+    keeps = any(getattr(layer, "keys", None) is not None for layer in layers)
+    if not keeps or cache_name(model) is None:
         raise UsageError(
             f"{type(model).__name__} keeps no keys and values, without which it is not served; use"
             " minimind generate"

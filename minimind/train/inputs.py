@@ -11,7 +11,7 @@ from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.deepspeed.resolve import read_deepspeed_json
 from minimind.config.flags import DEFAULT_DATA
 from minimind.config.parse import config_file, no_such_file
-from minimind.config.run_config import LAUNCH, RunConfig
+from minimind.config.run_config import RunConfig
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME
 from minimind.data.text.documents import ReadOptions, Records, Rejection
 from minimind.data.text.inputs import (
@@ -26,6 +26,7 @@ from minimind.data.text.inputs import (
 )
 from minimind.data.text.readers import read_segment
 from minimind.errors import CheckpointError, UsageError
+from minimind.runtime.installed import LAUNCH
 from minimind.runtime.urls import is_url, require_path
 
 LOOKED_AT = 1000  # files; the first record of more takes seconds on a network

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-from pathlib import Path
 
-from minimind.config.run_config import LAUNCH, RunConfig
+from minimind.config.run_config import RunConfig
+from minimind.runtime.installed import LAUNCH, minimind_command
 from minimind.runtime.terminal import aligned
-
-
-def minimind_command(python: str) -> str:
-    """The installed `minimind` of an interpreter, else `PYTHON -m minimind`; quoted for a shell."""
-    script = Path(python).parent / "minimind"
-    path = script if script.exists() else Path(python)
-    near = os.path.relpath(path)
-    command = shlex.quote(str(path) if near.startswith("..") else near)
-    return command if path == script else f"{command} -m minimind"
 
 
 def what_next(run: RunConfig) -> str:

@@ -28,10 +28,11 @@ from minimind.architecture.shape import flops_per_token
 from minimind.cli.main import main
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
-from minimind.config.run_config import LAUNCH, deepspeed_files
+from minimind.config.run_config import deepspeed_files
 from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
+from minimind.runtime.installed import LAUNCH
 from tests.conftest import ROOT, sentences
 
 train: Any = training  # a package that is called like a function
@@ -398,16 +399,18 @@ def test_a_larger_batch_is_shown_where_that_of_the_run_is_only_the_default(capsy
     assert "tokens/s by" not in plan_output(capsys, "--model 0.4b --gpus 8 --memory 80GiB")
 
 
-def test_short_names_are_files_unless_there_is_such_a_file(
+def test_short_names_are_the_shipped_files_whatever_lies_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name, path in deepspeed_files().items():
-        assert parse_flags(["--deepspeed_config", name]).deepspeed_config == str(path)
-        assert read_deepspeed_json(str(path))
+        assert parse_flags(["--deepspeed_config", name]).deepspeed_config == path
+        assert read_deepspeed_json(path)
     assert {"zero0", "zero1", "zero2", "zero3", "muon"} <= deepspeed_files().keys()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "zero1").write_text("{}")
-    assert parse_flags(["--deepspeed_config", "zero1"]).deepspeed_config == "zero1"
+    shipped = deepspeed_files()["zero1"]
+    assert parse_flags(["--deepspeed_config", "zero1"]).deepspeed_config == shipped
+    assert parse_flags(["--deepspeed_config", "./zero1"]).deepspeed_config == "./zero1"
 
 
 def test_stage_0_is_no_choice_in_float16(capsys):

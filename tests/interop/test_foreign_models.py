@@ -582,8 +582,10 @@ def test_without_peft_it_is_named(saved, tmp_path, capsys, monkeypatch):
     (folder / "adapter_config.json").write_text(json.dumps(about))
     save_file({"x": torch.zeros(2)}, folder / "adapter_model.safetensors")
     assert run("import", "--from", "llama", folder, "--out", tmp_path / "out") == 2
-    words = f"{folder}: holds a LoRA adapter of {base}, which the package peft merges; pip install"
-    assert words in capsys.readouterr().err
+    words = f"{folder}: holds a LoRA adapter of {base}, which the package peft merges; "
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.rstrip().endswith("-m pip install peft")
 
 
 # --- mutations ----------------------------------------------------------------------------------

@@ -14,9 +14,13 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
+
+# The argument of this transformers with cached keys and values, and the output.
+CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 
 
 def build(seed: int = 0, **changes: Any) -> Any:

@@ -206,13 +206,20 @@ def test_both_attentions_agree_with_left_padding_and_cache(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])  # since transformers 5.24, before
 @pytest.mark.parametrize("pieces", [(6, 5), (6, 1, 1, 3), (1,) * T])
 def test_cached_pieces_give_the_logits_of_the_whole(
-    model: MiniMindForCausalLM, ids_BT: Tensor, pieces: tuple[int, ...]
+    model: MiniMindForCausalLM, ids_BT: Tensor, pieces: tuple[int, ...], name: str
 ):
-    cache = DynamicCache(config=model.config)
-    logits = [model(ids, past_key_values=cache).logits for ids in ids_BT.split(pieces, dim=1)]
+    given: Any = {name: DynamicCache(config=model.config)}
+    logits = [model(ids, **given).logits for ids in ids_BT.split(pieces, dim=1)]
     torch.testing.assert_close(torch.cat(logits, 1), model(ids_BT).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_is_given_by_one_of_its_names(model: MiniMindForCausalLM, ids_BT: Tensor):
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(ValueError, match="cache and past_key_values are two names of one"):
+        model(ids_BT, cache=cache, past_key_values=cache)
 
 
 @torch.no_grad()

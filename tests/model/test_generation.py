@@ -9,7 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, Stat
 
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
-from tests.model.references import as_reference
+from tests.model.references import CACHE, as_reference
 
 V, NEW, PAD = 97, 200, 3
 LENGTHS = (13, 4, 9)
@@ -92,7 +92,7 @@ def test_a_cache_of_ones_own_may_be_longer_than_what_is_generated(
 ):
     model = build(use_flash_attn=use_flash_attn)
     cache = StaticCache(config=model.config, max_cache_len=room)
-    found = greedy(model, batch, new=60, past_key_values=cache)
+    found = greedy(model, batch, new=60, **{CACHE: cache})
     assert torch.equal(found, expected[:, :60])
 
 
@@ -152,9 +152,9 @@ def refused(kind: str, config: MiniMindConfig) -> Any:
     ],
 )
 def test_a_cache_that_forgets_or_rounds_is_refused(kind: str, model: Any, batch: dict[str, Tensor]):
-    report = f"past_key_values has a {kind}, which MiniMind does not support: give a"
+    report = f"the cache has a {kind}, which MiniMind does not support: give a"
     with pytest.raises(ValueError, match=report):
-        greedy(model, batch, 4, past_key_values=refused(kind, model.config))
+        greedy(model, batch, 4, **{CACHE: refused(kind, model.config)})
 
 
 def test_a_cache_that_is_full_is_refused(model: Any, prompts: list[Tensor]):

@@ -53,7 +53,7 @@ def test_credentials_in_a_url_are_refused():
 
 def test_a_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(UsageError, match="is not installed; pip install s3fs"):
+    with pytest.raises(UsageError, match=r"is not installed; .* install -e '\.\[remote\]'"):
         open_filesystem("s3://bucket/key")
 
 

@@ -13,13 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache, LlamaConfig, MambaConfig
+from transformers.utils import generic
 
+from minimind.architecture.hf_models import model_of
 from minimind.cli.main import main
 from minimind.data.chat.template import ChatTemplate
 from minimind.data.tokenizer.load import load_tokenizer
+from minimind.errors import UsageError
 from minimind.inference.load_model import load_model
+from minimind.model.configuration import MiniMindConfig
 from minimind.serve.answers import Offsets
-from minimind.serve.batching import Group, Scheduler
+from minimind.serve.batching import Group, Scheduler, cache_name, require_cache
 from minimind.serve.protocol import ChatRequest, conversation_of_request
 from tests.data.tokenizer.test_lossless import written
 from tests.serve.conftest import POSITIONS, THOUGHTS_AND_TOOLS, InProcess, served_model
@@ -58,6 +63,30 @@ def test_a_completion_is_that_of_generate(
     expected = capsys.readouterr().out.removesuffix("\n")
     answer = server.complete("春眠 ab", max_tokens=30, echo=True, **settings)
     assert answer["choices"][0]["text"] == expected
+
+
+SIZE: dict[str, Any] = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2}
+SIZE |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("kind", [MiniMindConfig, LlamaConfig])
+def test_a_cache_is_named_as_the_installed_transformers_names_it(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+):
+    notices: list[str] = []
+    monkeypatch.setattr(generic.logger, "warning_once", notices.append)
+    model = model_of(kind(**SIZE, num_attention_heads=4)).eval()
+    require_cache(model)
+    cache = DynamicCache(config=model.config)
+    given: Any = {cache_name(model): cache, "use_cache": True}
+    model(input_ids=torch.tensor([[5, 6, 7]]), **given)
+    assert cache.get_seq_length() == 3
+    assert notices == []
+
+
+def test_a_recurrent_model_is_not_served():
+    with pytest.raises(UsageError, match="MambaForCausalLM keeps no keys and values, without"):
+        require_cache(model_of(MambaConfig(**SIZE, state_size=4)).eval())
 
 
 def test_neighbours_change_nothing(server: InProcess):

@@ -179,7 +179,9 @@ def test_losses_that_do_not_compare_are_refused(flags, grid, tmp_path, capsys):
 
 def test_without_scipy_the_command_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(report, "find_spec", lambda name: None)
-    assert "the package scipy, which is not installed; pip install scipy" in refused(capsys, "out")
+    error = refused(capsys, "out")
+    assert "the package scipy, which is not installed; " in error
+    assert "-m pip install -e '.[sweep]'" in error
 
 
 def test_the_text_has_the_runs_the_constants_and_the_budgets(grid, capsys):

@@ -180,7 +180,8 @@ def test_without_optuna_the_command_says_what_to_install(
 ):
     monkeypatch.setattr("minimind.cli.train.find_spec", lambda name: None)
     error = refused(capsys, write_sweep(tmp_path), "--out", tmp_path / "out")
-    assert "the package optuna, which is not installed; pip install optuna" in error
+    assert "the package optuna, which is not installed; " in error
+    assert "-m pip install -e '.[sweep]'" in error
 
 
 @pytest.mark.parametrize(

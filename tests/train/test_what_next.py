@@ -9,7 +9,7 @@ import pytest
 
 from minimind.cli.main import build_parser
 from minimind.config.parse import parse_flags
-from minimind.train.what_next import minimind_command, what_next
+from minimind.train.what_next import what_next
 
 DEEP = "/tmp/my runs/it's"
 
@@ -46,16 +46,3 @@ def test_what_comes_next_fits_the_run_and_can_be_typed(
         assert args.checkpoint == DEEP
         assert label != "export" or args.format == form
         assert label != "measure" or args.task == ("sft" if "sft" in flags else "pretrain")
-
-
-def test_a_python_without_the_script_runs_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    folder = tmp_path / "its own" / "bin"
-    folder.mkdir(parents=True)
-    python = folder / "python3"
-    assert minimind_command(str(python)) == f"'{python}' -m minimind"
-    (folder / "minimind").touch()
-    assert minimind_command(str(python)) == f"'{folder / 'minimind'}'"
-    monkeypatch.chdir(tmp_path)
-    assert minimind_command(str(python)) == "'its own/bin/minimind'"

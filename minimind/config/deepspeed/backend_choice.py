@@ -30,7 +30,7 @@ from minimind.config.deepspeed.schema import optimizer_name
 from minimind.config.deepspeed.values import AUTO, DEEPSPEED_ADAM, apply_launch, get, offloads, put
 from minimind.config.flags import ALONE
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, LAUNCH, RunConfig
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.device import CUDA, HOST, Accelerator, accelerator, device_kind
@@ -42,6 +42,7 @@ from minimind.runtime.hardware import (
     invisible_gpus_fault,
     list_gpus,
 )
+from minimind.runtime.installed import LAUNCH
 
 WITHOUT_ADAM = 'write "torch_adam": true in optimizer.params: torch\'s needs no compiler'
 KINDS = {"Adam": "adam", "AdamW": "adam", "Lion": "lion", "Lamb": "lamb"}

@@ -36,6 +36,7 @@ from minimind.config.deepspeed.values import (
 )
 from minimind.config.optimizers import ADAM_TYPES, FLAG_OF_TYPE, OPTIMIZERS, READ_BY, RESUMABLE
 from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, RunConfig
+from minimind.runtime.installed import install_packages
 from minimind.runtime.terminal import first_lines
 
 # Parameters of DeepSpeed's Muon that torch's does not have, with their only accepted values.
@@ -62,11 +63,11 @@ def adopt_optimizer(
         return run
     elif run.optimizer != name:
         written = json.dumps(config.pop("optimizer")["type"])
-        file = "muon.json" if run.muon else "torch_adamw.json, which has no such block"
+        shipped = "muon" if run.muon else "torch_adamw, which has no such block"
         faults.append(
             f"{path}: optimizer.type is {written} but {run.sources['optimizer']} says optimizer ="
-            f" {run.optimizer}; {given(run, 'optimizer').drop}, or take --deepspeed_config none, or"
-            f" configs/deepspeed/{file}"
+            f" {run.optimizer}; {given(run, 'optimizer').drop}, or take --deepspeed_config none or"
+            f" {shipped}"
         )
         return run
     if not OPTIMIZERS[name].keeps_block:
@@ -626,7 +627,7 @@ def _packages(f: Facts) -> Iterator[str]:
         if f[f"{block}.enabled"] is True and find_spec(package) is None:
             yield (
                 f"{block}.enabled is true and the package {package} is not installed; remove the"
-                f" block, or pip install {package}"
+                f" block, or {install_packages(package)}"
             )
 
 

@@ -575,7 +575,7 @@ class ChatTemplate:
         return DocumentError(
             f"{what}, which {self.name} does not write",
             f"{remedy}, or give a template that writes it, such as"
-            " configs/templates/thoughts_and_tools.jinja (--chat_template)",
+            " --chat_template thoughts_and_tools",
         )
 
     @cached_property

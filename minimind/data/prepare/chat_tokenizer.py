@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
+from minimind.config.run_config import TEMPLATES, files_by_name
 from minimind.data.chat.template import (
     DEFAULT_TEMPLATE,
     named_tokens,
@@ -22,19 +23,21 @@ from minimind.runtime.file_kinds import kind_of_file
 
 
 def read_template(path: str) -> tuple[str, str]:
-    """Source and name in messages of --chat_template `path`.
+    """Source and name in messages of --chat_template `path`, a file or the name of a shipped one.
 
     Raise UsageError if it cannot be read, or takes too much time or memory.
     """
-    name = f"--chat_template {path}"
+    name, shipped = f"--chat_template {path}", files_by_name(TEMPLATES)
+    file = Path(shipped.get(path, path)).expanduser()
     try:
-        source = read_small_text(Path(path).expanduser())
+        source = read_small_text(file)
     except (OSError, UnicodeDecodeError) as error:
-        kind = kind_of_file(Path(path).expanduser())
+        kind = kind_of_file(file)
         reason = f"it is {kind}" if kind else "it is not UTF-8"
         reason = error.strerror if isinstance(error, OSError) else reason
         raise UsageError(
-            f"{name}: cannot be read ({reason}); name a file with a Jinja template"
+            f"{name}: cannot be read ({reason}); name a file with a Jinja template, or"
+            f" {', '.join(shipped)}"
         ) from error
     require_bounded(source, name)
     return source, name

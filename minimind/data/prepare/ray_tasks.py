@@ -26,6 +26,7 @@ from minimind.data.prepare.workers import load_work, progress_bar
 from minimind.data.shards.manifest import PLAN_NAME
 from minimind.errors import DataError, RendezvousError, RunError, StorageError, UsageError
 from minimind.runtime.environment import usable_cores
+from minimind.runtime.installed import install_extra
 
 LOCAL = "local"  # a Ray that is started for the command
 ADDRESS = re.compile(r"auto|(ray://)?(\[[0-9a-fA-F:]+\]|[^\s/:\[\]]+):[0-9]{1,5}")
@@ -81,7 +82,9 @@ def _imported() -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise UsageError("--ray needs Ray, which is not installed; pip install ray") from error
+        raise UsageError(
+            f"--ray needs Ray, which is not installed; {install_extra('ray')}"
+        ) from error
     return ray
 
 

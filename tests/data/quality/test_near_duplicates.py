@@ -117,5 +117,5 @@ def test_characters_of_chinese_and_japanese_are_words():
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datatrove", None)
-    with pytest.raises(module.UsageError, match=r"pip install 'minimind-deepspeed\[quality\]'"):
+    with pytest.raises(module.UsageError, match=r"pip install -e '\.\[quality\]'"):
         module.require_datatrove("--minhash")

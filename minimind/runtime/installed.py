@@ -1,0 +1,48 @@
+"""How this installation is called and extended, as commands for messages."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+PROJECT = PACKAGE.parent  # the checkout, or site-packages
+DISTRIBUTION_NAME = "minimind-deepspeed"
+
+
+def minimind_command(python: str) -> str:
+    """The installed `minimind` of an interpreter, else `PYTHON -m minimind`; quoted for a shell."""
+    script = Path(python).parent / "minimind"
+    return _near(script) if script.exists() else f"{_near(Path(python))} -m minimind"
+
+
+def install_packages(*packages: str) -> str:
+    """The command that installs packages for this interpreter."""
+    return f"{_near(Path(sys.executable))} -m pip install {shlex.join(packages)}"
+
+
+def install_extra(extra: str) -> str:
+    """The command that adds an extra of pyproject.toml to this installation.
+
+    In a checkout it keeps the editable installation, which a plain one would replace by a copy.
+    """
+    if (PROJECT / "pyproject.toml").is_file():
+        folder = "." if Path.cwd() == PROJECT else str(PROJECT)
+        return install_packages("-e", f"{folder}[{extra}]")
+    return install_packages(f"{DISTRIBUTION_NAME}[{extra}]")
+
+
+def _near(path: Path) -> str:
+    """A path for a shell: relative below the current directory, else absolute."""
+    near = os.path.relpath(path)
+    return shlex.quote(str(path) if near.startswith("..") else near)
+
+
+# The command that starts a run.
+LAUNCH = (
+    "bash run_accelerate.sh"
+    if (PROJECT / "run_accelerate.sh").exists()
+    else f"{minimind_command(sys.executable)} launch"
+)
