@@ -102,14 +102,14 @@ def run_doctor(args: argparse.Namespace) -> int:
     (run,) = read_runs([place])
     findings, placed = diagnose(run, time.time()), placement(run)
     if args.json:
-        found = [{"kind": one.kind, "text": one.text} for one in findings]
+        found = [{"kind": one.kind, "sure": one.sure, "text": one.text} for one in findings]
         print(json.dumps({"findings": found, "placement": placed}, ensure_ascii=False))
     else:
-        lines = [f"{one.kind}: {one.text}" for one in findings] or ["nothing stands out"]
+        lines = [f"{one.kind} ({one.sure}): {one.text}" for one in findings] or ["nothing stands out"]
         columns = get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         wrap = TextWrapper(columns, "  ", "    ", break_long_words=False, break_on_hyphens=False)
         print("\n".join([str(place), *(wrap.fill(line) for line in [*lines, placed] if line)]))
-    return 1 if findings else 0
+    return int(any(one.counts for one in findings))
 
 
 def run_report(args: argparse.Namespace) -> None:
