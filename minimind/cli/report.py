@@ -105,7 +105,9 @@ def run_doctor(args: argparse.Namespace) -> int:
         found = [{"kind": one.kind, "sure": one.sure, "text": one.text} for one in findings]
         print(json.dumps({"findings": found, "placement": placed}, ensure_ascii=False))
     else:
-        lines = [f"{one.kind} ({one.sure}): {one.text}" for one in findings] or ["nothing stands out"]
+        lines = [f"{one.kind} ({one.sure}): {one.text}" for one in findings] or [
+            "nothing stands out"
+        ]
         columns = get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         wrap = TextWrapper(columns, "  ", "    ", break_long_words=False, break_on_hyphens=False)
         print("\n".join([str(place), *(wrap.fill(line) for line in [*lines, placed] if line)]))

@@ -39,7 +39,7 @@ KEPT = (
 )
 LOOPS = "train longer, or look for copies in the text (`minimind data filter`)"
 COPIES = "`minimind data filter` drops copies and near-copies"
-INSPECT = "look at the text (`minimind data inspect`)"
+INSPECT = "look at the text (`minimind data inspect DIR`)"
 PAUSE_FLAGS = {
     "evaluate": "eval_interval",
     "checkpoint": "save_interval",
@@ -368,7 +368,7 @@ def _tokenizer(case: Case) -> Iterator[Found]:
         text = f"a token is {size:.2f} bytes of the text, with a vocabulary of"
         text += f" {case.vocabulary:,.0f}: the tokenizer is of another language or kind of text,"
         text += " so that rows hold little text and most of the vocabulary is not used"
-        advice = "a tokenizer of this text (drop --tokenizer, or `minimind tokenizer train`)"
+        advice = "a tokenizer of this text (without --tokenizer one is trained)"
         yield "tokenizer", text, advice, _sure(size, 1.4, 1.2)
 
 
@@ -407,7 +407,12 @@ def _word_order(case: Case) -> Iterator[Found]:
         text = f"a word tells {max(0.0, bits):.2f} bits of the next one, and in any language at"
         text += " least 0.3: the order of words is lost (or the text is lists), so that there is"
         text += " nothing but frequencies to learn"
-        yield "word_order", text, f"{INSPECT}, and at what prepared it", _sure(bits, 0.2, 0.1 if pairs >= 3000 else 0.0)
+        yield (
+            "word_order",
+            text,
+            f"{INSPECT}, and at what prepared it",
+            _sure(bits, 0.2, 0.1 if pairs >= 3000 else 0.0),
+        )
 
 
 def _stall(case: Case) -> tuple[float, float]:
@@ -689,7 +694,7 @@ def _crashes(case: Case) -> Iterator[Found]:
         if lost:
             text += f", and {formats.count(lost, 'step')} had to be computed again"
             advice += f", and save more often (--save_interval below {case.flag('save_interval')})"
-        yield "crashes", text, advice, CERTAIN
+        yield "crashes", f"{text}: the cause is still there", advice, CERTAIN
     elif kinds[-1] == "failed":
         end = last.end or {}
         reason = str(end.get("reason") or "no reason is recorded").rstrip(".")

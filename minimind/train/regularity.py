@@ -14,7 +14,7 @@ PIECE, SHORTEST = 192, 64  # bytes that are judged together, and the fewest
 FEWEST = 20  # pieces
 CHANCE = 0.92  # bits of a byte after another, over those of a byte alone, from which it is chance
 FREQUENT, LEAST = 500, 10  # words that are looked at, and how often each occurs
-NEAR = 64  # pairs of words among which an order of chance exchanges their second words
+NEAR = 16  # pairs of words among which an order of chance exchanges their second words
 ORDERS = 4  # of chance
 # A word after blanks, a character of a script that has none, or what is neither.
 WORD = re.compile(r"(\s*)(?:([^\W\u2e80-\uffff]+)|([\u3040-\u9fff\uac00-\ud7af]))|\S")

@@ -29,7 +29,16 @@ from minimind.report.placement import REFERENCES, band, placement
 from minimind.train.evaluate import HeldOutRows
 from minimind.train.floors import NGrams, floors
 from tests.conftest import ROOT, SMALL, Trained, sentences
-from tests.report.made import NOW, end, evaluation, made_run, run_start, step_line
+from tests.report.made import (
+    NOW,
+    end,
+    evaluation,
+    made_run,
+    recorded_run,
+    run_start,
+    step_line,
+    write_run,
+)
 
 SMALLER: dict[str, Any] = {
     **SMALL,
@@ -334,6 +343,39 @@ MADE = {
 }
 
 
+RECORDED = {
+    one["name"]: one
+    for one in map(json.loads, (Path(__file__).parent / "recorded_runs.jsonl").open())
+}
+HEALTHY_ONES = [name for name, one in RECORDED.items() if not one["sick"]]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_runs_are_judged_rightly(tmp_path, name: str):
+    """What ails a sick one is named alone, with more than a chance; of a healthy one nothing."""
+    run = read_runs([recorded_run(tmp_path, RECORDED[name])])[0]
+    found = diagnose(run, run.starts[-1].last_time)
+    sick = RECORDED[name]["sick"]
+    assert [(one.kind, one.counts) for one in found] == ([(sick, True)] if sick else [])
+
+
+@pytest.mark.parametrize("name", HEALTHY_ONES)
+def test_a_healthy_run_is_left_in_peace_while_it_goes_on(tmp_path, name: str):
+    whole = (recorded_run(tmp_path / "whole", RECORDED[name]) / "metrics.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    for share in (0.1, 0.3, 0.5, 0.8):
+        place = tmp_path / str(share)
+        recorded_run(place, RECORDED[name])
+        write_run(place, lines[: int(share * len(lines))])
+        run = read_runs([place])[0]
+        assert diagnose(run, run.starts[-1].last_time) == []
+
+
+def test_there_are_healthy_runs_of_every_size():
+    assert len(HEALTHY_ONES) >= 20
+    assert {RECORDED[name]["flags"]["batch_size"] for name in HEALTHY_ONES} >= {"4", "64"}
+
+
 def test_waiting_for_the_first_rows_alone_is_healthy(tmp_path):
     lines = changed(healthy(20), data_ms=lambda n: 9000.0 if n == 1 else 1.0)
     assert diagnose(made_run(tmp_path, lines), NOW) == []
@@ -378,11 +420,11 @@ def test_how_a_run_ended_is_a_sentence(tmp_path):
         " begins anew, as nothing was saved",
         "the last start ended at step 200 of 200 with exit status 4 (E_CHECKPOINT): of another run;"
         " all 200 steps are trained and saved",
-        "3 of 3 starts ended in an error or without a word: mend what the first error of the log"
-        " names",
+        "3 of 3 starts ended in an error or without a word: the cause is still there; mend what the"
+        " first error of the log names",
         "3 of 4 starts ended in an error or without a word, and 8 steps had to be computed again:"
-        " mend what the first error of the log names, and save more often (--save_interval below"
-        " ?)",
+        " the cause is still there; mend what the first error of the log names, and save more often"
+        " (--save_interval below ?)",
     ]
 
 
