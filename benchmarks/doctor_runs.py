@@ -6,13 +6,14 @@
 
 The texts are English and Chinese, python (of examples/stdlib_corpus.py) and headers (the C headers
 of Python, a document each). A line of the result is a run: its flags and events, without text,
-times and paths. `sick` is what is wrong with it, by the kind of the finding that has to name it, and
-empty for a healthy one. What is done in DIR is not done again.
+times and paths. `sick` is what is wrong with it, by the kind of the finding that has to name it,
+and empty for a healthy one. What is done in DIR is not done again.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import shlex
 import shutil
@@ -22,13 +23,8 @@ from typing import Any
 
 from benchmarks.record import arguments
 from minimind.cli.main import main as minimind
-from minimind.config.parse import parse_flags
-from minimind.engine.build import leave_process_group
-from minimind.errors import NumericError
+from minimind.launch.train_pretrain import main as train_pretrain
 from minimind.report.history import read_configuration
-from minimind.runtime.process import Progress
-from minimind.train.inputs import require_inputs
-from minimind.train.pretrain import pretrain
 
 SMALL = (
     "--dim 64 --n_layers 2 --n_heads 4 --n_kv_heads 2 --max_seq_len 128"
@@ -123,27 +119,35 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "8 rows": ("", "python", "--seed 1"),
     "16 rows of headers": ("", "headers", "--batch_size 16"),
     "16 rows of poems": ("", "poems", "--batch_size 16 --seed 2"),
-    "32 rows": ("", "kjv", "--batch_size 32 --max_steps 160"),
+    "32 rows": ("", "kjv", "--batch_size 32 --max_steps 80 --log_interval 2"),
     "64 rows of poems": ("", "poems", "--batch_size 64 --max_steps 80 --log_interval 2"),
-    "64 rows of headers": ("", "headers", "--batch_size 64 --max_steps 80 --log_interval 2"),
+    "64 rows of headers": (
+        "",
+        "headers",
+        "--batch_size 64 --max_steps 60 --max_seq_len 64 --log_interval 2",
+    ),
     "muon": ("", "kjv", "--optimizer muon --muon_lr 0.01"),
     "lion": ("", "kjv", "--optimizer lion --learning_rate 5e-4"),
     "strong": ("", "poems", "--config strong"),
     "wsd": ("", "python", "--schedule wsd"),
     "linear to zero": ("", "headers", "--schedule linear --min_lr_ratio 0"),
-    "long rows": ("", "kjv", "--max_seq_len 256 --batch_size 8"),
-    "short rows": ("", "poems", "--max_seq_len 64 --batch_size 32"),
-    "experts": ("", "kjv", "--use_moe --ema 0.98"),
+    "long rows": ("", "kjv", "--max_seq_len 256 --batch_size 4"),
+    "short rows": ("", "poems", "--max_seq_len 64 --batch_size 16"),
+    "experts": ("", "kjv", "--use_moe --ema 0.98 --max_steps 120"),
     "little text": ("", "kjv-few", "--batch_size 8 --max_steps 200 --vocab_size 600"),
     "bfloat16": ("", "poems", "--dtype bfloat16 --batch_size 8"),
     "stopped early": ("", "kjv", "--stop_at_step 120"),
-    "fine-tuning on other text": ("", "python", "--init_from {16 rows of headers}"),
+    "fine-tuning on other text": ("", "python", "--init_from {4 rows of headers} --max_steps 160"),
     "conversations": (
         "",
         "talk",
-        "--config sft --init_from {8 rows} --batch_size 8 --max_steps 150",
+        "--config sft --init_from {8 rows} --batch_size 8 --max_steps 120",
     ),
-    "more of the same text": ("", "kjv", "--init_from {32 rows} --learning_rate 3e-4 --seed 5"),
+    "more of the same text": (
+        "",
+        "kjv",
+        "--init_from {4 rows} --learning_rate 3e-4 --seed 5 --max_steps 160",
+    ),
     "two sources": ("", "", "--source kjv={prepared-kjv}:1 --source headers={prepared-headers}:1"),
     "stages": ("", "", "--stages {stages}"),
     "one rollback": (
@@ -194,8 +198,13 @@ def places_of(folder: Path) -> dict[str, str]:
 
     places = {path.stem: str(path) for path in folder.glob("*.jsonl")}
     for name in ("kjv", "poems"):
-        places[f"{name}-tokenizer"] = str(prepare(name, folder, "--vocab_size", "2048") / "tokenizer")
-    sources = {name: prepare(name, folder, "--tokenizer", places["kjv-tokenizer"]) for name in ("kjv", "headers")}
+        places[f"{name}-tokenizer"] = str(
+            prepare(name, folder, "--vocab_size", "2048") / "tokenizer"
+        )
+    sources = {
+        name: prepare(name, folder, "--tokenizer", places["kjv-tokenizer"])
+        for name in ("kjv", "headers")
+    }
     places |= {f"prepared-{name}": str(place) for name, place in sources.items()}
     weights = [{"kjv": 3, "headers": 1}, {"kjv": 1, "headers": 3}]
     stages = [{"weights": weights[0], "until": "50%"}, {"weights": weights[1]}]
@@ -203,7 +212,12 @@ def places_of(folder: Path) -> dict[str, str]:
     (folder / "stages.yaml").write_text(json.dumps(content))
     write_talk(folder / "talk.jsonl")
     runs = {name: str(folder / "runs" / name) for name in RUNS}
-    return {**places, **runs, "stages": str(folder / "stages.yaml"), "talk": str(folder / "talk.jsonl")}
+    return {
+        **places,
+        **runs,
+        "stages": str(folder / "stages.yaml"),
+        "talk": str(folder / "talk.jsonl"),
+    }
 
 
 def train(name: str, folder: Path, places: dict[str, str]) -> Path:
@@ -223,14 +237,10 @@ def train(name: str, folder: Path, places: dict[str, str]) -> Path:
         if "--tokenizer" not in flags and "--init_from" not in flags:
             words += ["--vocab_size", "2048"]
     words += [word.format_map(places) for word in shlex.split(flags)]
-    run = parse_flags(words)
-    require_inputs(run)
-    try:
-        pretrain(run, Progress(rank=0))
-    except NumericError as error:  # which a sick run may end with
-        print(f"{name}: {error}")
-    finally:
-        leave_process_group()
+    # Each in a process of its own, which has imported torch.
+    worker = multiprocessing.get_context("fork").Process(target=train_pretrain, args=(words,))
+    worker.start()
+    worker.join()
     return out
 
 
@@ -279,10 +289,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = {name: Path(path) for name, _, path in (one.partition("=") for one in args.texts)}
     write_texts(given, folder)
     places = places_of(folder)
-    found = []
-    for name in args.only:
-        try: found.append(compact(train(name, folder, places), name, folder))
-        except BaseException as e: print("FAILED", e, flush=True)
+    found = [compact(train(name, folder, places), name, folder) for name in args.only]
     if args.out:
         args.out.write_text("".join(json.dumps(one) + "\n" for one in found), encoding="utf-8")
 

@@ -180,7 +180,8 @@ class Case:
             return math.nan, math.nan
         step = number(early[-1]["step"])
         near = np.argsort(np.abs(self.step - step), kind="stable")[: self.width]
-        return number(early[-1]["val_loss"]) - _median(self.loss[near]), self.error(len(near))
+        noise = math.hypot(self.error(len(near)), number(early[-1].get("val_loss_se"), 0.0))
+        return number(early[-1]["val_loss"]) - _median(self.loss[near]), noise
 
 
 def diagnose(run: Run, now: float) -> list[Finding]:
@@ -238,7 +239,7 @@ def _diverged(case: Case) -> Iterator[Found]:
         text = f"the run stopped at numbers that are not finite ({end.get('reason')})"
         yield "diverged", f"{text}: it diverged", advice, CERTAIN
     elif end.get("status") == NumericError.status:
-        yield from _spikes(case, str(end.get("reason") or "no reason is recorded"))
+        yield from _spikes(case, str(end.get("reason") or "no reason is recorded").split(";")[0])
     elif case.end > 2 * uniform:
         text = f"the loss is {case.end:,.2f} at the end, and a model that knows nothing has"
         text += f" {uniform:.2f} (ln {case.vocabulary:,.0f}): it diverged"
@@ -336,14 +337,17 @@ def _other_text(case: Case) -> Iterator[Found]:
     trigram = case.floors.get("trigram", math.nan)
     is_known = number(case.of_text.get("trained"), 0.0) >= 20_000
     ratio = trigram / least if least and is_known else math.nan
+    # A text that repeats itself, as a log does, is one that compressors know better as well.
+    own, unigram = number(case.of_text.get("own_unigram")), case.floors.get("unigram", math.nan)
+    is_unlike = ratio > 1.4 and unigram > 1.25 * own
     gap, noise = case.gap
-    is_apart = gap > max(0.7, 8 * noise)
-    if not (ratio > 1.4 or is_apart):
+    is_apart = gap > max(1.0, 8 * noise)
+    if not (is_unlike or is_apart):
         return
     parts = []
     if is_apart:
         parts.append(f"validation is {gap:.2f} nats above training within the first pass")
-    if ratio > 1.4:
+    if is_unlike:
         parts.append(
             f"a trigram of the training text needs {trigram:.2f} bits per byte for the held-out"
             f" text, where a compressor that has read nothing needs {least:.2f}"
@@ -354,7 +358,7 @@ def _other_text(case: Case) -> Iterator[Found]:
     advice = f"text like that of --data_path in place of --val_path {path}, or --val_fraction 0.01"
     if not path or path == "None":
         advice = "a larger --val_fraction, so that it has text of every kind"
-    sure = CERTAIN if (is_apart and ratio > 1.4) or gap > 3 else LIKELY
+    sure = CERTAIN if (is_apart and is_unlike) or gap > 3 or unigram > 2.5 * own else LIKELY
     yield "other_text", text, advice, sure
 
 

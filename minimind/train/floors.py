@@ -30,8 +30,8 @@ def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
 
     `repeated` is the share of the training text, in stretches of STRETCH tokens, that occurred in
     it before; `seen` that of the held-out text which occurs in the training text. The rest is of
-    the training text: what `regularity` finds in it, the bytes of a token and the tokens of a
-    document.
+    the training text: what `regularity` finds in it, its bits per byte by its own unigram, the
+    bytes of a token and the tokens of a document.
     """
     parts = _training_tokens(prepared)
     tokens = np.concatenate(parts)
@@ -64,12 +64,12 @@ def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
         "repeated": 1 - len(known) / stretches if stretches else None,
         "seen": float(np.concatenate(seen).mean()) if seen else None,
         "trained": len(tokens),
-        **_of_training_text(prepared),
+        **_of_training_text(prepared, model.counts),
     }
 
 
-def _of_training_text(prepared: Prepared) -> dict[str, float | None]:
-    """What stretches of it, spread over all of it, are like."""
+def _of_training_text(prepared: Prepared, counts: np.ndarray) -> dict[str, float | None]:
+    """What stretches of it, spread over all of it, are like; `counts` are those of its tokens."""
     shards, texts, read = prepared.train, list[str](), 0
     count = min(SAMPLES, max(1, len(shards) // SAMPLE))
     for start in np.linspace(0, max(0, len(shards) - SAMPLE), count).astype(int).tolist():
@@ -79,11 +79,15 @@ def _of_training_text(prepared: Prepared) -> dict[str, float | None]:
         texts += [prepared.tokenizer.decode(one.tolist()) for one in documents if len(one)]
     bits, pairs = word_order(texts)
     documents = prepared.manifest["splits"]["train"]["documents"]
+    bytes_per_token = sum(len(text.encode()) for text in texts) / max(1, read)
+    share = counts[counts > 0] / max(1, counts.sum())
+    entropy = float(-(share * np.log2(share)).sum())  # bits of a token
     return {
         "chance": share_of_chance(texts),
         "word_order": bits,
         "word_pairs": pairs,
-        "bytes_per_token": sum(len(text.encode()) for text in texts) / max(1, read),
+        "own_unigram": entropy / bytes_per_token if bytes_per_token else None,
+        "bytes_per_token": bytes_per_token,
         "document_tokens": len(shards) / max(1, documents),
     }
 

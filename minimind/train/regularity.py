@@ -23,9 +23,9 @@ WORD = re.compile(r"(\s*)(?:([^\W\u2e80-\uffff]+)|([\u3040-\u9fff\uac00-\ud7af])
 def share_of_chance(texts: Sequence[str]) -> float | None:
     """The share of pieces whose bytes follow from nothing, as digits drawn by chance; None of few.
 
-    A piece is one of those if a byte costs as much after the one before it, by the pairs of bytes of
-    all texts, as by the frequencies of the piece alone. In text of any language it costs 0.65 to
-    0.85 times that.
+    A piece is one of those if a byte costs as much after the one before it, by the pairs of bytes
+    of all texts, as by the frequencies of the piece alone. In text of any language it costs 0.65
+    to 0.85 times that.
     """
     raw = [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
     single = np.bincount(np.concatenate([np.empty(0, np.int64), *raw]), minlength=256)

@@ -345,7 +345,9 @@ MADE = {
 
 RECORDED = {
     one["name"]: one
-    for one in map(json.loads, (Path(__file__).parent / "recorded_runs.jsonl").open())
+    for one in map(
+        json.loads, (Path(__file__).parent / "recorded_runs.jsonl").read_text("utf-8").splitlines()
+    )
 }
 HEALTHY_ONES = [name for name, one in RECORDED.items() if not one["sick"]]
 
@@ -426,6 +428,57 @@ def test_how_a_run_ended_is_a_sentence(tmp_path):
         " the cause is still there; mend what the first error of the log names, and save more often"
         " (--save_interval below ?)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("rise", "validation", "expected"),
+    [
+        (0.0, (4.65, 4.03, 3.77, 3.66), []),
+        (2.5, (4.65, 4.03, 3.77, 5.4), [("diverged", "certain")]),
+        (2.5, (4.65, 4.03, 3.77, 3.66), []),  # what is read at the end is harder
+        (2.5, (), [("diverged", "likely")]),
+        (1.5, (), [("diverged", "possible")]),
+        (0.5, (), []),
+    ],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rise_counts_beyond_noise_and_with_the_validation(
+    tmp_path, capsys, seed: int, rise: float, validation: tuple[float, ...], expected: list[Any]
+):
+    """Lines of steps of few rows, which vary by half a nat."""
+    noise = np.random.default_rng(seed).normal(0, 0.5, 201)
+    whole = [line for line in healthy() if line["event"] != "eval"]
+    lines = changed(whole, loss=lambda n: curve(n) + noise[n] + rise * (n > 160))
+    found = [evaluation(50 * n, loss, tokens=4096) for n, loss in enumerate(validation, 1)]
+    run = made_run(tmp_path, [*lines[:-1], *found, lines[-1]])
+    assert [(one.kind, one.sure) for one in diagnose(run, NOW)] == expected
+    assert main(["doctor", str(tmp_path)]) == any(sure != "possible" for _, sure in expected)
+    said = f"diverged ({expected[0][1]}): " if expected else "nothing stands out"
+    assert said in capsys.readouterr().out
+
+
+def test_a_run_that_went_back_until_it_stopped_is_told_so(tmp_path):
+    """Its numbers are finite, and it has the guard already."""
+    lines = healthy()[:80]
+    reason = "loss or gradient norm are high for 8 steps, 72 to 79, after 2 rollbacks; the last"
+    back = [
+        {"event": "rolled_back", "time": NOW, "step": 79, "to": 60},
+        run_start(60),
+        *(step_line(n, loss=curve(n)) for n in range(61, 80)),
+    ]
+    (tmp_path / "config.yaml").write_text(
+        "spike_guard: true  # --spike_guard\ngrad_clip: 1.0  # default\n"
+    )
+    stop = {**end(79, 6, "E_NONFINITE", reason), "time": NOW}
+    (found,) = diagnose(made_run(tmp_path, [*lines, *back, *back, stop]), NOW)
+    assert (found.kind, found.sure) == ("spikes", "certain")
+    assert "with 2 rollbacks" in found.seen
+    assert "--spike_guard" not in found.text
+    assert "not finite" not in found.text
+    skipped = {"event": "step_skipped", "time": NOW, "step": 70}
+    (other,) = diagnose(made_run(tmp_path / "b", [*lines, skipped, stop]), NOW)
+    assert other.kind == "diverged"
+    assert "numbers that are not finite" in other.seen
 
 
 def test_a_rise_without_a_warmup_is_named(tmp_path):
