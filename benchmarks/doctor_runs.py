@@ -32,10 +32,16 @@ SMALL = (
     " --device cpu --dtype float32 --deepspeed_config none --num_workers 0"
 )
 MOST = 1_500_000  # characters of a text
-KEPT = ("step", "loss", "lr", "grad_norm", "clipped", "skipped", "tokens")  # of a line
+KEPT = ("step", "loss", "lr", "grad_norm")  # of a line
 FACTS = (  # of a start
     *("step", "resume_from", "init_from", "world_size", "parameters", "tokens_per_step", "order"),
     *("rows_per_epoch", "total_steps", "stages", "dtype", "device"),
+)
+FLAGS = (  # of the configuration
+    *("task", "optimizer", "learning_rate", "min_lr_ratio", "warmup_steps", "schedule"),
+    *("weight_decay", "grad_clip", "muon_lr", "muon_scaling", "spike_guard", "batch_size"),
+    *("vocab_size", "max_seq_len", "use_moe", "aux_loss_alpha", "val_fraction", "val_path"),
+    *("eval_rows", "eval_interval", "save_interval", "num_workers"),
 )
 EVENTS = ("floors", "eval", "rolled_back", "exit", "checkpoint_saved", "step_skipped")
 OF_PLACES = ("text", "rows", "path", "positions")  # fields of events that are of no use
@@ -87,8 +93,8 @@ RUNS: dict[str, tuple[str, str, str]] = {
     # Sick.
     "another language to validate": ("other_text", "kjv", "--val_path {poems}"),
     "poems, validated on English": ("other_text", "poems", "--val_path {kjv}"),
-    "half hexadecimal": ("noise", "kjv-hex", ""),
-    "half of poems hexadecimal": ("noise", "poems-hex", ""),
+    "half hexadecimal": ("chance", "kjv-hex", ""),
+    "half of poems hexadecimal": ("chance", "poems-hex", ""),
     "words in any order": ("word_order", "kjv-mixed", ""),
     "characters in any order": ("word_order", "poems-mixed", ""),
     "an English tokenizer for Chinese": ("tokenizer", "poems", "--tokenizer {kjv-tokenizer}"),
@@ -96,8 +102,8 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "rows of 8 tokens": ("short_rows", "kjv", "--max_seq_len 8 --batch_size 64"),
     "a warm-up of all steps": ("long_warmup", "kjv", "--warmup_steps 240"),
     "a warm-up of all steps, 400": ("long_warmup", "python", "--warmup_steps 400 --max_steps 400"),
-    "lion x 60": ("high_rate", "kjv", "--optimizer lion --learning_rate 0.018"),
-    "lion x 20": ("high_rate", "python", "--optimizer lion --learning_rate 0.006"),
+    "lion x 36": ("high_rate", "kjv", "--optimizer lion --learning_rate 0.018"),
+    "lion x 60": ("high_rate", "python", "--optimizer lion --learning_rate 0.03"),
     "weight decay 100": ("weight_decay", "kjv", "--weight_decay 100"),
     "weight decay 30": ("weight_decay", "headers", "--weight_decay 30"),
     "spikes again and again": (
@@ -105,6 +111,12 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "kjv",
         f"{LIMITS} --learning_rate 0.3 --schedule constant --spike_window 16 --spike_factor 1"
         " --max_steps 400 --grad_clip 0",
+    ),
+    "spikes, with limits by default": (
+        "spikes",
+        "kjv",
+        "--spike_guard --save_interval 20 --learning_rate 0.02 --spike_window 16"
+        " --spike_factor 1.5 --seed 4 --grad_clip 0",
     ),
     # Healthy.
     "4 rows": ("", "kjv", "--batch_size 4 --max_steps 400"),
@@ -137,25 +149,23 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "little text": ("", "kjv-few", "--batch_size 8 --max_steps 200 --vocab_size 600"),
     "bfloat16": ("", "poems", "--dtype bfloat16 --batch_size 8"),
     "stopped early": ("", "kjv", "--stop_at_step 120"),
-    "fine-tuning on other text": ("", "python", "--init_from {4 rows of headers} --max_steps 160"),
+    "fine-tuning on other text": (
+        "",
+        "python",
+        "--init_from '{4 rows of headers}' --max_steps 160",
+    ),
     "conversations": (
         "",
         "talk",
-        "--config sft --init_from {8 rows} --batch_size 8 --max_steps 120",
+        "--config sft --init_from '{8 rows}' --batch_size 8 --max_steps 120",
     ),
     "more of the same text": (
         "",
         "kjv",
-        "--init_from {4 rows} --learning_rate 3e-4 --seed 5 --max_steps 160",
+        "--init_from '{4 rows}' --learning_rate 3e-4 --seed 5 --max_steps 160",
     ),
     "two sources": ("", "", "--source kjv={prepared-kjv}:1 --source headers={prepared-headers}:1"),
     "stages": ("", "", "--stages {stages}"),
-    "one rollback": (
-        "",
-        "kjv",
-        "--spike_guard --save_interval 20 --learning_rate 0.02 --spike_window 16"
-        " --spike_factor 1.5 --seed 4 --grad_clip 0",
-    ),
 }
 
 
@@ -255,15 +265,15 @@ def compact(out: Path, name: str, folder: Path) -> dict[str, Any]:
             if line.get("init_from"):
                 events[-1]["init_from"] = "another run"
         elif kind == "step":
-            if not events or "steps" not in events[-1]:
-                events.append({"steps": {key: [] for key in KEPT}})
+            if not events or "lines" not in events[-1]:
+                events.append({"lines": {key: [] for key in KEPT}})
             for key in KEPT:
-                events[-1]["steps"][key].append(_short(line.get(key)))
+                events[-1]["lines"][key].append(_short(line.get(key)))
         elif kind in EVENTS:
             kept = {key: v for key, v in line.items() if key != "time" and key not in OF_PLACES}
             events.append(_short(kept))
-    flags = {key: value for key, (value, _) in read_configuration(out).flags.items()}
-    flags = {key: value for key, value in flags.items() if str(folder) not in value}
+    known = read_configuration(out).flags
+    flags = {key: known[key][0] for key in FLAGS if key in known}
     found = {"name": name, "sick": RUNS[name][0], "flags": flags, "events": events}
     return json.loads(json.dumps(found).replace(f"{folder}/", ""))
 

@@ -82,8 +82,8 @@ def _add_doctor(subs: Any) -> None:
         "doctor",
         help="what stands out in a run, and what to do about it",
         description="Read the metrics of a run and say in plain sentences what stands out: what was"
-        " seen, why it matters, which flag to change. The status is 1 if anything stands out, and 0"
-        " if nothing does.",
+        " seen, why it matters, which flag to change, and how sure that is. The status is 1 if"
+        " anything is certain or likely, else 0.",
         example="minimind doctor out",
     )
     add = parser.add_argument
@@ -93,7 +93,7 @@ def _add_doctor(subs: Any) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Print what stands out in a run; return 1 if anything does."""
+    """Print what stands out in a run; return 1 if anything is more than possible."""
     from minimind.report.doctor import diagnose
     from minimind.report.history import read_runs
     from minimind.report.placement import placement

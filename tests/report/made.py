@@ -101,7 +101,7 @@ def recorded_run(place: Path, recorded: dict[str, Any]) -> Path:
     """The out_dir of a run whose figures benchmarks/doctor_runs.py has recorded."""
     lines, at = list[dict[str, Any] | str](), NOW
     for event in recorded["events"]:
-        columns = event.get("steps")
+        columns = event.get("lines")
         rows = zip(*columns.values(), strict=True) if columns else [()]
         for row in rows:
             at += 1
