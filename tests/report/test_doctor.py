@@ -481,6 +481,15 @@ def test_a_run_that_went_back_until_it_stopped_is_told_so(tmp_path):
     assert "numbers that are not finite" in other.seen
 
 
+def test_a_run_that_went_back_and_went_on_is_left_in_peace(tmp_path):
+    back = [{"event": "rolled_back", "time": NOW, "step": 79, "to": 60}, run_start(60)]
+    risen = [step_line(n, loss=curve(n) + 2.0) for n in range(71, 80)]
+    lines = healthy()
+    run = made_run(tmp_path, [*lines[:71], *risen, *back, *lines[61:]])
+    assert [kind for kind, _ in run.outcomes(NOW)] == ["rolled back", "done"]
+    assert diagnose(run, NOW) == []
+
+
 def test_a_rise_without_a_warmup_is_named(tmp_path):
     def loss(n: int) -> float:
         return curve(n) + max(0.0, 2 - abs(n - 15) / 3)
