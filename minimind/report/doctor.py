@@ -293,11 +293,14 @@ def _rise(case: Case, advice: str) -> Iterator[Found]:
 
 
 def _weight_decay(case: Case) -> Iterator[Found]:
-    """A decay that takes away within a few steps what an update adds."""
+    """A decay that takes away within a few steps what an update adds.
+
+    The most that the rule of passes gives is 0.94; with less it is the rate that is too high.
+    """
     decay = number_of(case.flags.get("weight_decay"))
     rate = number_of(case.flags.get("muon_lr")) if case.flag("optimizer") == "muon" else case.peak
     memory = 1 / (rate * decay) if rate > 0 and decay > 0 else math.inf  # steps
-    if memory > min(40.0, case.total_steps / 4) or case.lines < 5:
+    if not decay > 2 or memory > min(40.0, case.total_steps / 4) or case.lines < 5:
         return
     trigram = case.floors.get("trigram", math.nan)
     if case.bits < trigram:  # it learns in spite of it
