@@ -83,8 +83,8 @@ def _add_doctor(subs: Any) -> None:
         "doctor",
         help="what stands out in a run, and what to do about it",
         description="Read the metrics of a run and say in plain sentences what stands out: what was"
-        " seen, why it matters, which flag to change. The status is 1 if anything stands out, and 0"
-        " if nothing does.",
+        " seen, why it matters, which flag to change, and how sure that is. The status is 1 if"
+        " anything is certain or likely, else 0.",
         example="minimind doctor out",
     )
     add = parser.add_argument
@@ -94,7 +94,7 @@ def _add_doctor(subs: Any) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Print what stands out in a run; return 1 if anything does."""
+    """Print what stands out in a run; return 1 if anything is more than possible."""
     from minimind.report.doctor import diagnose
     from minimind.report.history import read_runs
     from minimind.report.placement import placement
@@ -105,14 +105,16 @@ def run_doctor(args: argparse.Namespace) -> int:
         print(f"note: {warning}", file=sys.stderr)
     findings, placed = diagnose(run, time.time()), placement(run)
     if args.json:
-        found = [{"kind": one.kind, "text": one.text} for one in findings]
+        found = [{"kind": one.kind, "sure": one.sure, "text": one.text} for one in findings]
         print(json.dumps({"findings": found, "placement": placed}, ensure_ascii=False))
     else:
-        lines = [f"{one.kind}: {one.text}" for one in findings] or ["nothing stands out"]
+        lines = [f"{one.kind} ({one.sure}): {one.text}" for one in findings] or [
+            "nothing stands out"
+        ]
         columns = get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         wrap = TextWrapper(columns, "  ", "    ", break_long_words=False, break_on_hyphens=False)
         print("\n".join([str(place), *(wrap.fill(line) for line in [*lines, placed] if line)]))
-    return 1 if findings else 0
+    return int(any(one.counts for one in findings))
 
 
 def run_report(args: argparse.Namespace) -> None:

@@ -1,7 +1,8 @@
 """What stands out in a run, in plain sentences: what was seen, why it matters, what to do.
 
-Each sentence is that of one rule of `RULES`. A rule that lacks its figures, or has too few of them,
-is silent.
+A rule of `RULES` yields a kind, what is seen, advice and how sure it is. It looks at the training
+loss, at the validation and at the floors of the text, as far as the run has them; one that lacks
+its figures, or has too few of them, is silent. What a loss varies by chance is taken from the run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,14 +25,48 @@ from minimind.report.placement import floors_of, last_bits
 
 FEW = 20  # lines below which the shape of a curve says nothing
 BALANCED = 100  # steps that experts may take to share the tokens
+LION = 5.0  # rates of Lion are 3 to 10 times lower than those of AdamW (Chen et al. 2023)
+
+CERTAIN, LIKELY, POSSIBLE = "certain", "likely", "possible"
+Found = tuple[str, str, str, str]  # a kind, what is seen and why it matters, what to do, how sure
+
+LOOK = "a lower --learning_rate, or look at their rows (nonfinite_rows.jsonl)"
+PRECISION = {"float16": "--dtype bfloat16", "bfloat16": f"--dtype float32, {LOOK}"}
+MIX = "mix the sources of both stages with weights"
+KEPT = (
+    "look at what your own code keeps (losses as tensors, lists), or save with --save_interval and"
+    " restart"
+)
+LOOPS = "train longer, or look for copies in the text (`minimind data filter`)"
+COPIES = "`minimind data filter` drops copies and near-copies"
+INSPECT = "look at the text (`minimind data inspect DIR`)"
+PAUSE_FLAGS = {
+    "evaluate": "eval_interval",
+    "checkpoint": "save_interval",
+    "sample": "sample_interval",
+    "score": "eval_tasks_interval",
+    "verify": "verify_interval",
+}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A kind, by which it is known to programs, and its sentences."""
+    """A kind, by which it is known to programs, its sentences, and how sure it is."""
 
     kind: str
-    text: str
+    seen: str
+    advice: str
+    sure: str
+
+    @property
+    def text(self) -> str:
+        """What is seen and what to do."""
+        return f"{self.seen}; {self.advice}"
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is more than possible."""
+        return self.sure != POSSIBLE
 
 
 class Case:
@@ -46,12 +82,16 @@ class Case:
         self.lines = len(self.loss)
         self.total_steps = number(run.fact("total_steps"), 0.0)
         self.vocabulary = number_of(self.flags.get("vocab_size"))
-        stages = run.fact("stages")
-        self.stages: list[Any] = stages if isinstance(stages, list) else []
-        is_tuned = self.flags.get("task") == "sft" or run.fact("init_from") is not None
-        self.is_fresh = not is_tuned and not self.stages and len(self.step) > 0
+        stages, order = run.fact("stages"), run.fact("order")
+        self.stages: list[dict[str, Any]] = [
+            one for one in (stages if isinstance(stages, list) else []) if isinstance(one, dict)
+        ]
+        self.order: dict[str, Any] = order if isinstance(order, dict) else {}
+        self.is_tuned = self.flags.get("task") == "sft" or run.fact("init_from") is not None
+        self.is_fresh = not self.is_tuned and not self.stages and len(self.step) > 0
         self.is_fresh &= bool(self.lines and self.step[0] <= max(50.0, 0.05 * self.step[-1]))
         self.floors, self.bits = floors_of(run), last_bits(run)[1]
+        self.evals = [e for e in run.events("eval") if math.isfinite(number(e.get("val_loss")))]
         floors = run.events("floors")
         self.of_text = floors[-1] if floors else {}
 
@@ -59,17 +99,56 @@ class Case:
         """Its value in text, or a question mark."""
         return self.flags.get(name, "?")
 
+    def is_on(self, name: str) -> bool:
+        return self.flags.get(name) == "true"
+
+    def late(self, name: str, part: int) -> float:
+        """The median of a column over the last part of its lines; NaN of fewer than five."""
+        values = self.run.column(name)
+        values = values[len(values) - max(1, len(values) // part) :]
+        return _median(values) if np.isfinite(values).sum() >= 5 else math.nan
+
+    @cached_property
+    def width(self) -> int:
+        """Lines of the windows whose medians are compared."""
+        return max(3, self.lines // 10)
+
     @property
     def end(self) -> float:
         """The usual loss of the last tenth of the lines."""
-        return _median(self.loss[-max(3, self.lines // 10) :])
+        return _median(self.loss[-self.width :])
+
+    @cached_property
+    def noise(self) -> float:
+        """The standard deviation of the loss of one line around its course, by differences.
+
+        The median of differences of neighbouring lines is that of a normal distribution times
+        0.6745 and the root of two; a fall of the loss and a few spikes hardly move it. The first
+        lines, in which the loss falls fast, are left out where there are enough others.
+        """
+        steps = np.abs(np.diff(self.loss[self.lines // 4 :] if self.lines >= FEW else self.loss))
+        usual = _median(steps)
+        return usual / (0.6745 * math.sqrt(2)) if math.isfinite(usual) else 0.0
+
+    def error(self, lines: int) -> float:
+        """The standard error of the median of so many lines."""
+        return 1.2533 * self.noise / math.sqrt(max(1, lines))
+
+    @property
+    def rows_read(self) -> float:
+        return self.run.last_step * number(self.order.get("rows_per_step"))
 
     @property
     def epochs(self) -> float:
         """How often the text was read; NaN where that is unknown."""
-        order, rows = self.run.fact("order"), number(self.run.fact("rows_per_epoch"))
-        a_step = number(order.get("rows_per_step")) if isinstance(order, dict) else math.nan
-        return self.run.last_step * a_step / rows if rows > 0 else math.nan
+        rows = number(self.run.fact("rows_per_epoch"))
+        return self.rows_read / rows if rows > 0 else math.nan
+
+    @property
+    def peak(self) -> float:
+        """The highest learning rate; the first step may have no line of its own."""
+        highest = float(np.nanmax(self.lr)) if np.isfinite(self.lr).any() else math.nan
+        return float(np.fmax(highest, number_of(self.flags.get("learning_rate"))))
 
     @property
     def excess_of_rate(self) -> float:
@@ -80,11 +159,29 @@ class Case:
             return muon / OPTIMIZERS["muon"].defaults["muon_lr"]
         tokens = self.total_steps * number(self.run.fact("tokens_per_step"), 0.0)
         parameters = number(self.run.fact("parameters"))
-        if optimizer not in ("adamw", "muon") or not (tokens and math.isfinite(parameters)):
+        if optimizer not in ("adamw", "muon", "lion") or not (tokens and parameters > 0):
             return math.nan
         suited = learning_rate(Workload(int(parameters), int(tokens), 1.0, int(self.total_steps)))
+        suited /= LION if optimizer == "lion" else 1.0
         highest = float(np.nanmax(self.lr)) if np.isfinite(self.lr).any() else math.nan
         return (muon if optimizer == "muon" else highest) / suited
+
+    @cached_property
+    def gap(self) -> tuple[float, float]:
+        """Nats by which validation is above training in the first pass, and the noise of that.
+
+        NaN where no validation is in it. A text is not known by heart after one reading, so that a
+        gap is one of the texts.
+        """
+        rows = number(self.run.fact("rows_per_epoch"))
+        first = rows / number(self.order.get("rows_per_step")) if rows > 0 else math.nan  # steps
+        early = [e for e in self.evals if number(e["step"]) <= first]
+        if not early or self.stages or not self.lines:
+            return math.nan, math.nan
+        step = number(early[-1]["step"])
+        near = np.argsort(np.abs(self.step - step), kind="stable")[: self.width]
+        noise = math.hypot(self.error(len(near)), number(early[-1].get("val_loss_se"), 0.0))
+        return number(early[-1]["val_loss"]) - _median(self.loss[near]), noise
 
 
 def diagnose(run: Run, now: float) -> list[Finding]:
@@ -94,7 +191,7 @@ def diagnose(run: Run, now: float) -> list[Finding]:
         return found
     for rule, explained in RULES.items():
         if not explained & {one.kind for one in found}:
-            found += rule(case)
+            found += [Finding(*one) for one in rule(case)]
     return found
 
 
@@ -117,36 +214,212 @@ def _medians(values: np.ndarray) -> np.ndarray:
     return np.array([_median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))])
 
 
-def _diverged(case: Case) -> Iterator[Finding]:
+def _sure(value: float, likely: float, certain: float) -> str:
+    """How sure a value makes, from the values on that make it likely and certain.
+
+    Either may be the larger one.
+    """
+    if likely > certain:
+        value, likely, certain = -value, -likely, -certain
+    return CERTAIN if value >= certain else LIKELY if value >= likely else POSSIBLE
+
+
+def _diverged(case: Case) -> Iterator[Found]:
     lost = np.flatnonzero(~np.isfinite(case.loss))
     end = case.run.starts[-1].end or {}
-    advice = (
-        f"--learning_rate far below {case.flag('learning_rate')}, --spike_guard, or --grad_clip 1"
-    )
+    advice = f"--learning_rate far below {case.flag('learning_rate')}"
+    advice += "" if case.is_on("spike_guard") else ", --spike_guard"
+    advice += ", or --grad_clip 1" if case.flag("grad_clip") not in ("1.0", "1") else ""
+    uniform = math.log(max(case.vocabulary, 2))
     if len(lost):
         text = f"the loss is not a number at {len(lost):,} of {case.lines:,} lines, first at step"
-        yield Finding(
-            "diverged", f"{text} {case.step[lost[0]]:,.0f}: nothing is learnt from there; {advice}"
-        )
-    elif end.get("status") == NumericError.status:
+        text += f" {case.step[lost[0]]:,.0f}: nothing is learnt from there"
+        yield "diverged", text, advice, CERTAIN
+    elif end.get("status") == NumericError.status and case.run.steps_of("step_skipped"):
         text = f"the run stopped at numbers that are not finite ({end.get('reason')})"
-        yield Finding("diverged", f"{text}: it diverged; {advice}")
-    elif case.end > 2 * math.log(max(case.vocabulary, 2)):
-        uniform = math.log(case.vocabulary)
-        yield Finding(
-            "diverged",
-            f"the loss is {case.end:,.2f} at the end, and a model that knows nothing has"
-            f" {uniform:.2f} (ln {case.vocabulary:,.0f}): it diverged; {advice}",
-        )
+        yield "diverged", f"{text}: it diverged", advice, CERTAIN
+    elif end.get("status") == NumericError.status:
+        yield from _spikes(case, str(end.get("reason") or "no reason is recorded").split(";")[0])
+    elif case.end > 2 * uniform:
+        text = f"the loss is {case.end:,.2f} at the end, and a model that knows nothing has"
+        text += f" {uniform:.2f} (ln {case.vocabulary:,.0f}): it diverged"
+        yield "diverged", text, advice, CERTAIN
     elif case.lines >= FEW and not case.stages:
-        at = int(np.nanargmin(case.smooth))
-        best = float(case.smooth[at])
-        if case.end - best > max(0.5, 0.15 * best):
-            text = f"the loss rose from {best:.2f} at step {case.step[at]:,.0f}"
-            yield Finding(
-                "diverged",
-                f"{text} to {case.end:.2f} at the end: what was learnt is lost; {advice}",
-            )
+        yield from _rise(case, advice)
+
+
+def _spikes(case: Case, reason: str) -> Iterator[Found]:
+    back = sum(kind == "rolled back" for kind, _ in case.outcomes)
+    times = formats.count(back, "rollback") if back else "no checkpoint to go back to"
+    text = f"loss or gradient norm stayed far above what they had been, with {times}, and the run"
+    text += f" stopped ({reason}): the numbers are finite, and the updates too large"
+    advice = f"--learning_rate below {case.flag('learning_rate')}"
+    clip = number_of(case.flags.get("grad_clip"))
+    advice += ", --grad_clip 1" if not 0 < clip <= 1 else f", --grad_clip below {clip:g}"
+    yield "spikes", text, f"{advice}, or look at the rows of rolled_back-*.txt", CERTAIN
+
+
+def _rise(case: Case, advice: str) -> Iterator[Found]:
+    """A loss whose end is above its least window, beyond noise, and a validation that agrees.
+
+    The least of many windows is low by chance: by about the root of twice the logarithm of their
+    number, in standard errors.
+    """
+    width, error = case.width, case.error(case.width)
+    begins = range(0, case.lines - width, max(1, width // 2))
+    windows = np.array([_median(case.loss[n : n + width]) for n in begins])
+    if not np.isfinite(windows).any():
+        return
+    at = int(np.nanargmin(windows))
+    best, start = float(windows[at]), float(case.smooth[0])
+    by_chance = error * math.sqrt(2 * math.log(len(windows) + 1))
+    rise = case.end - best
+    excess = (rise - by_chance) / max(error * math.sqrt(2), 1e-9)  # standard errors
+    if excess < 4 or rise < max(0.3, 0.15 * (start - best)):
+        return
+    begin, step = begins[at], float(case.step[begins[at] + width // 2])
+    losses = [number(e["val_loss"]) for e in case.evals]
+    later = [number(e["val_loss"]) for e in case.evals if number(e["step"]) > case.step[begin]]
+    text = f"the loss rose from {best:.2f} at step {step:,.0f} to {case.end:.2f} at the end"
+    if len(losses) > 1 and later:
+        lifted = later[-1] - min(losses)
+        if lifted < 0.25 * rise:  # training read text that is harder, or a few rows by chance
+            return
+        text += f", and validation from {min(losses):.2f} to {later[-1]:.2f}"
+        sure = CERTAIN if excess >= 8 else LIKELY
+    else:
+        sure = _sure(excess, 8, 24)
+    yield "diverged", f"{text}: what was learnt is lost", advice, sure
+
+
+def _weight_decay(case: Case) -> Iterator[Found]:
+    """A decay that takes away within a few steps what an update adds.
+
+    The most that the rule of passes gives is 0.94; with less it is the rate that is too high.
+    """
+    decay = number_of(case.flags.get("weight_decay"))
+    rate = number_of(case.flags.get("muon_lr")) if case.flag("optimizer") == "muon" else case.peak
+    memory = 1 / (rate * decay) if rate > 0 and decay > 0 else math.inf  # steps
+    if not decay > 2 or memory > min(40.0, case.total_steps / 4) or case.lines < 5:
+        return
+    trigram = case.floors.get("trigram", math.nan)
+    if case.bits < trigram:  # it learns in spite of it
+        return
+    text = f"--weight_decay {decay:g} at a rate of {rate:.2g} makes weights forget in {memory:.1f}"
+    text += " steps: they stay near zero, and the model knows frequencies at most"
+    if math.isfinite(case.bits) and math.isfinite(trigram):
+        text += f" (validation {case.bits:.3f} bits per byte, a trigram {trigram:.3f})"
+    sure = _sure(memory, 20, 8)
+    yield "weight_decay", text, "--weight_decay 0.1, or --weight_decay auto", sure
+
+
+def _long_warmup(case: Case) -> Iterator[Found]:
+    """A rate that rises in most of the steps."""
+    warmup = number_of(case.flags.get("warmup_steps"))
+    share = warmup / case.total_steps if case.total_steps else 0.0
+    known = np.isfinite(case.lr)
+    if known.sum() >= 5 and case.run.last_step >= 0.9 * case.total_steps:  # as it was
+        highest = float(case.lr[known].max())
+        rising = case.step[known][case.lr[known] >= 0.99 * highest]
+        is_risen = case.lr[known][0] < 0.5 * highest
+        share = float(rising[0]) / case.total_steps if is_risen else 0.0
+    if case.total_steps < 20 or not share >= 0.5:
+        return
+    text = f"the learning rate rises during {formats.percent(min(share, 1.0))} of the"
+    text += f" {case.total_steps:,.0f} steps: most are taken below the rate that suits, and"
+    text += " none or few while it falls, which is when a loss falls most"
+    advice = f"--warmup_steps {max(1, case.total_steps / 10):.0f}, or --warmup_steps auto"
+    yield "long_warmup", text, advice, _sure(share, 0.5, 0.8)
+
+
+def _other_text(case: Case) -> Iterator[Found]:
+    """Held-out text of another kind than the training text."""
+    if case.flags.get("task") == "sft":
+        return
+    least = min((case.floors[n] for n in ("zlib", "xz", "zstd") if n in case.floors), default=0.0)
+    trigram = case.floors.get("trigram", math.nan)
+    is_known = number(case.of_text.get("trained"), 0.0) >= 20_000
+    ratio = trigram / least if least and is_known else math.nan
+    # A text that repeats itself, as a log does, is one that compressors know better as well.
+    own, unigram = number(case.of_text.get("own_unigram")), case.floors.get("unigram", math.nan)
+    is_unlike = ratio > 1.4 and unigram > 1.25 * own
+    gap, noise = case.gap
+    is_apart = gap > max(1.0, 8 * noise)
+    if not (is_unlike or is_apart):
+        return
+    parts = []
+    if is_apart:
+        parts.append(f"validation is {gap:.2f} nats above training within the first pass")
+    if is_unlike:
+        parts.append(
+            f"a trigram of the training text needs {trigram:.2f} bits per byte for the held-out"
+            f" text, where a compressor that has read nothing needs {least:.2f}"
+        )
+    text = f"{' and '.join(parts)}: the held-out text is of another kind (language, subject, form)"
+    text += " than what the model reads, and says nothing of how well that is learnt"
+    path = case.flags.get("val_path")
+    advice = f"text like that of --data_path in place of --val_path {path}, or --val_fraction 0.01"
+    if not path or path == "None":
+        advice = "a larger --val_fraction, so that it has text of every kind"
+    sure = CERTAIN if (is_apart and is_unlike) or gap > 3 or unigram > 2.5 * own else LIKELY
+    yield "other_text", text, advice, sure
+
+
+def _tokenizer(case: Case) -> Iterator[Found]:
+    """A vocabulary of which the text uses single bytes."""
+    size = number(case.of_text.get("bytes_per_token"))
+    if not math.isfinite(size) and case.evals:
+        last = case.evals[-1]
+        size = number(last["val_loss"]) / max(1e-9, number(last.get("val_bpb")) * math.log(2))
+    if case.vocabulary >= 1000 and size < 1.4 and case.flags.get("task") != "sft":
+        text = f"a token is {size:.2f} bytes of the text, with a vocabulary of"
+        text += f" {case.vocabulary:,.0f}: the tokenizer is of another language or kind of text,"
+        text += " so that rows hold little text and most of the vocabulary is not used"
+        advice = "a tokenizer of this text (without --tokenizer one is trained)"
+        yield "tokenizer", text, advice, _sure(size, 1.4, 1.2)
+
+
+def _short_rows(case: Case) -> Iterator[Found]:
+    """Rows that are far shorter than the documents."""
+    row = number(case.order.get("row_tokens")) - 1
+    document = number(case.of_text.get("document_tokens"))
+    if case.stages or case.flags.get("task") == "sft" or not row <= 32:
+        return
+    if document >= 8 * row or (math.isnan(document) and row <= 16):
+        text = f"a row is {row:.0f} tokens"
+        text += f" and a document {document:,.0f}" if math.isfinite(document) else ""
+        text += f": the model sees {row / 2:.0f} tokens before a token on average, and learns"
+        text += " nothing of what is further away"
+        sure = _sure(row, 32, 16) if math.isfinite(document) else LIKELY
+        yield "short_rows", text, "--max_seq_len 256 with fewer rows in a step", sure
+
+
+def _chance(case: Case) -> Iterator[Found]:
+    """Text that nothing can predict."""
+    share = number(case.of_text.get("chance"))
+    if share >= 0.2:
+        text = f"{formats.percent(share)} of the training text is as if drawn by chance"
+        text += " (hexadecimal or base64 digits, tables of numbers, noise): no model can tell what"
+        text += " comes next in it, and it takes that share of the training"
+        if case.bits > min(case.floors.values(), default=math.inf):
+            name = min(case.floors, key=lambda one: case.floors[one])
+            text += f"; validation is {case.bits:.3f} bits per byte, and {name} needs"
+            text += f" {case.floors[name]:.3f}"
+        yield "chance", text, f"{INSPECT}, and leave such documents out", _sure(share, 0.2, 0.3)
+
+
+def _word_order(case: Case) -> Iterator[Found]:
+    bits, pairs = (number(case.of_text.get(name)) for name in ("word_order", "word_pairs"))
+    if pairs >= 1000 and bits < (0.2 if pairs >= 3000 else 0.1):
+        text = f"a word tells {max(0.0, bits):.2f} bits of the next one, and in any language at"
+        text += " least 0.3: the order of words is lost (or the text is lists), so that there is"
+        text += " nothing but frequencies to learn"
+        yield (
+            "word_order",
+            text,
+            f"{INSPECT}, and at what prepared it",
+            _sure(bits, 0.2, 0.1 if pairs >= 3000 else 0.0),
+        )
 
 
 def _stall(case: Case) -> tuple[float, float]:
@@ -160,7 +433,7 @@ def _stall(case: Case) -> tuple[float, float]:
     return before - after, after - case.end
 
 
-def _high_rate(case: Case) -> Iterator[Finding]:
+def _high_rate(case: Case) -> Iterator[Found]:
     if not case.is_fresh or case.lines < FEW or not np.isfinite(case.smooth).all():
         return
     rate = f"--learning_rate {case.flag('learning_rate')}"
@@ -171,27 +444,27 @@ def _high_rate(case: Case) -> Iterator[Finding]:
     steady, decaying = _stall(case)
     excess = case.excess_of_rate
     times = f", {excess:,.0f} times what is usual," if excess >= 3 else ""
-    advice = f"{rate}{times} is too high: a tenth of it, or --learning_rate auto"
-    if most > start + 1.0:
+    lower = "--learning_rate auto" if case.flag("optimizer") == "adamw" else "the default"
+    advice = f"{rate}{times} is too high: a tenth of it, or {lower}"
+    trigram = case.floors.get("trigram", math.inf)
+    if most - start > 1.0 + 6 * case.error(3):
         at = case.step[int(np.argmax(case.smooth))]
-        text = f"the loss rises from {start:.2f} to {most:.2f} at step {at:,.0f}"
-        yield Finding(
-            "high_rate", f"{text}: updates are larger than the model can follow; {advice}"
+        text = (
+            f"the loss rises from {start:.2f} to {most:.2f} at step {at:,.0f}: updates are larger"
         )
-    elif excess >= 10 and decaying > 0.25 and steady < 1.5 * decaying:
+        yield "high_rate", f"{text} than the model can follow", advice, CERTAIN
+    elif excess >= 10 and decaying > 0.25 + 4 * case.error(case.width) and steady < 1.5 * decaying:
         text = f"the loss falls by {steady:.2f} at a high rate, and by {decaying:.2f} as that falls"
-        yield Finding("high_rate", f"{text}: most steps only shake the weights; {advice}")
-    elif (
-        excess >= 10
-        and case.run.last_step >= 50
-        and case.bits > case.floors.get("trigram", math.inf)
-    ):
+        text += ": most steps only shake the weights"
+        yield "high_rate", text, advice, _sure(excess, 10, 30)
+    elif excess >= 10 and case.run.last_step >= 50 and case.bits > trigram:
         text = f"validation ends at {case.bits:.3f} bits per byte, and a trigram reaches"
-        text += f" {case.floors['trigram']:.3f}"
-        yield Finding("high_rate", f"{text}: the model does not settle; {advice}")
+        text += f" {trigram:.3f}: the model does not settle"
+        sure = CERTAIN if case.bits > case.floors.get("unigram", math.inf) else LIKELY
+        yield "high_rate", text, advice, sure
 
 
-def _low_rate(case: Case) -> Iterator[Finding]:
+def _low_rate(case: Case) -> Iterator[Found]:
     warmup = number_of(case.flags.get("warmup_steps"))
     enough = max(30.0, 2 * warmup, min(500.0, case.total_steps / 2))  # steps
     if not case.is_fresh or case.lines < 10 or not case.run.last_step >= enough:
@@ -201,111 +474,112 @@ def _low_rate(case: Case) -> Iterator[Finding]:
     is_new = start > 0.9 * uniform
     if not fall < (0.5 if is_new else 0.03 * start):
         return
-    seen = f"the loss went from {start:.3f} to {case.end:.3f} in {case.run.last_step:,.0f} steps"
-    part = max(3, case.lines // 4)
-    noise = float(np.std(case.loss[-part:])) / math.sqrt(part)
+    text = f"the loss went from {start:.3f} to {case.end:.3f} in {case.run.last_step:,.0f} steps"
     rate = f"--learning_rate {case.flag('learning_rate')}"
-    if fall < 4 * noise:
+    if fall < 4 * case.error(max(3, case.lines // 4)):
         chance = f", and a model that knows nothing has {uniform:.3f} (ln {case.vocabulary:,.0f})"
-        text = (
-            f"{seen}{chance if is_new else ''}: nothing is learnt; look at the text and at {rate}"
-        )
-        yield Finding("nothing_learnt", f"{text}, --learning_rate auto")
+        text += f"{chance if is_new else ''}: nothing is learnt"
+        advice = f"look at the text and at {rate}, --learning_rate auto"
+        yield "nothing_learnt", text, advice, CERTAIN if is_new else LIKELY
         return
-    norm = _median(case.norm)
-    yield Finding(
-        "low_rate",
-        f"{seen}, about evenly, at gradient norms of {norm:.2f}: {rate} is too low for so few"
-        " steps; 10 to 100 times it, or --learning_rate auto",
-    )
+    text += f", about evenly, at gradient norms of {_median(case.norm):.2f}: {rate} is too low for"
+    advice = "10 to 100 times it, or --learning_rate auto"
+    yield "low_rate", f"{text} so few steps", advice, CERTAIN if is_new else LIKELY
 
 
-def _repeats(case: Case) -> Iterator[Finding]:
-    evals = [e for e in case.run.events("eval") if math.isfinite(number(e.get("val_loss")))]
-    if len(evals) < 3 or not case.epochs >= 2:
+def _warmup(case: Case) -> Iterator[Found]:
+    warmup = number_of(case.flags.get("warmup_steps"))
+    if not case.is_fresh or case.lines < 2 * FEW or not warmup < 0.02 * case.total_steps:
         return
-    losses = [number(e["val_loss"]) for e in evals]
+    early = case.smooth[: case.lines // 5]
+    low = np.minimum.accumulate(early)
+    at = int((early - low).argmax())
+    rise = float(early[at] - low[at])
+    if rise > 1.0 + 6 * case.error(3) and case.end < low[at]:
+        text = f"the loss rises by {rise:.2f} at step {case.step[at]:,.0f} and falls again: the"
+        advice = f"--warmup_steps {case.total_steps * 0.05:.0f} in place of {warmup:.0f}"
+        yield "warmup", f"{text} first updates are too large", advice, LIKELY
+
+
+def _idle_rate(case: Case) -> Iterator[Found]:
+    if case.lines < FEW or not np.isfinite(case.lr).all() or not case.lr.max() > 0:
+        return
+    after = case.lr[int(case.lr.argmax()) :]  # the warm-up
+    share = float((after < 0.05 * case.peak).sum()) / case.lines
+    if share > 0.3:
+        schedule, advice = case.flag("schedule"), "a --min_lr_ratio of 0.1"
+        if schedule == "inverse_sqrt":  # falls the more slowly, the longer the warm-up
+            advice += f", or --warmup_steps {max(1, case.total_steps / 20):.0f}"
+        text = f"the learning rate is below a twentieth of its peak in {formats.percent(share)} of"
+        text += f" the steps (--schedule {schedule}): these hardly train"
+        yield "idle_rate", text, advice, _sure(share, 0.3, 0.4)
+
+
+def _repeats(case: Case) -> Iterator[Found]:
+    if len(case.evals) < 3 or not case.epochs >= 2:
+        return
+    losses = [number(e["val_loss"]) for e in case.evals]
     least, last = min(losses), losses[-1]
-    is_rising = last > 1.02 * least and last - least > 0.03
+    noise = number(case.evals[-1].get("val_loss_se"), 0.0)
+    is_rising = last > 1.02 * least and last - least > max(0.03, noise)
     if is_rising and last - case.end > 0.2 and losses.index(least) < len(losses) - 2:
-        at = number(evals[losses.index(least)]["step"])
-        yield Finding(
-            "repeats",
-            f"validation rose from {least:.3f} at step {at:,.0f} to {last:.3f} while training"
-            f" fell to {case.end:.3f}, after {case.epochs:.1f} passes over the text: it is"
-            f" learnt by heart; --max_steps {at:.0f}, more text, a smaller model, or more"
-            f" --weight_decay (it is {case.flag('weight_decay')}), and --keep_best 1",
-        )
+        at = number(case.evals[losses.index(least)]["step"])
+        text = f"validation rose from {least:.3f} at step {at:,.0f} to {last:.3f} while training"
+        text += f" fell to {case.end:.3f}, after {case.epochs:.1f} passes over the text: it is"
+        advice = f"--max_steps {at:.0f}, more text, a smaller model, or more --weight_decay (it is"
+        advice += f" {case.flag('weight_decay')}), and --keep_best 1"
+        sure = CERTAIN if last > 1.05 * least and last - least > 3 * noise else LIKELY
+        yield "repeats", f"{text} learnt by heart", advice, sure
 
 
-def _many_epochs(case: Case) -> Iterator[Finding]:
+def _many_epochs(case: Case) -> Iterator[Found]:
     """Sources whose weight makes them be read far more often than the others."""
-    order = case.run.fact("order")
-    mixture = order.get("mixture") if isinstance(order, dict) else None
+    mixture = case.order.get("mixture")
     if not isinstance(mixture, dict) or case.stages:
         return
     sizes, weights = (np.array(mixture.get(n), float) for n in ("sizes", "weights"))
-    rows = case.run.last_step * number(order.get("rows_per_step"), 0.0)
-    read = rows * weights / weights.sum() / np.maximum(sizes, 1)
+    read = case.rows_read * weights / weights.sum() / np.maximum(sizes, 1)
     most = int(np.argmax(read))
     others = np.delete(read, most)
     if len(others) and read[most] >= 8 and read[most] > 8 * np.median(others):
-        yield Finding(
-            "source_weight",
-            f"source {most + 1} is read {read[most]:.0f} times and the others"
-            f" {np.median(others):.1f}"
-            " times: it is learnt by heart at the cost of the rest; a smaller weight for it, or"
-            " more of its text",
-        )
+        text = f"source {most + 1} is read {read[most]:.0f} times and the others"
+        text += f" {np.median(others):.1f} times: it is learnt by heart at the cost of the rest"
+        yield "source_weight", text, "a smaller weight for it, or more of its text", LIKELY
 
 
-def _copies(case: Case) -> Iterator[Finding]:
+def _copies(case: Case) -> Iterator[Found]:
     repeated, seen = (number(case.of_text.get(name)) for name in ("repeated", "seen"))
-    remedy = "`minimind data filter` drops copies and near-copies"
     if repeated > 0.4:
-        yield Finding(
-            "copies",
-            f"{formats.percent(repeated)} of the training text is a copy of other parts of it: an"
-            f" epoch reads the same text again and again; {remedy}",
-        )
+        text = f"{formats.percent(repeated)} of the training text is a copy of other parts of it"
+        yield "copies", f"{text}: an epoch reads the same text again and again", COPIES, CERTAIN
     if seen > 0.3:
-        yield Finding(
-            "leak",
-            f"{formats.percent(seen)} of the held-out text occurs word for word in the training"
-            f" text: validation says little of new text; {remedy}, or give --val_path",
-        )
+        text = f"{formats.percent(seen)} of the held-out text occurs word for word in the training"
+        text += " text: validation says little of new text"
+        yield "leak", text, f"{COPIES}, or give --val_path", CERTAIN
 
 
-def _order(case: Case) -> Iterator[Finding]:
+def _order(case: Case) -> Iterator[Found]:
     for stage in case.stages[1:]:
-        steps = stage.get("steps") if isinstance(stage, dict) else None
-        border = number(steps[0]) if isinstance(steps, list) and steps else math.nan
-        before = case.loss[(case.step < border)][-10:]
-        after = case.loss[(case.step >= border)][:3]  # a model soon learns the new kind
-        if min(len(before), len(after)) >= 3 and _median(after) - _median(before) > 1.0:
-            yield Finding(
-                "order",
-                f"the loss jumps from {_median(before):.2f} to {_median(after):.2f} at step"
-                f" {border:,.0f}, where stage {stage.get('name')} begins: it reads text of another"
-                " kind at once; mix the sources of both stages with weights",
-            )
+        border = number((stage.get("steps") or [None])[0])
+        before = case.loss[case.step < border][-10:]
+        after = case.loss[case.step >= border][:3]  # a model soon learns the new kind
+        jump = _median(after) - _median(before)
+        if min(len(before), len(after)) >= 3 and jump > 1.0 + 3 * case.error(3):
+            text = f"the loss jumps from {_median(before):.2f} to {_median(after):.2f} at step"
+            text += f" {border:,.0f}, where stage {stage.get('name')} begins: it reads text of"
+            yield "order", f"{text} another kind at once", MIX, LIKELY
 
 
-def _experts(case: Case) -> Iterator[Finding]:
-    if case.run.last_step < BALANCED:
-        return
-    least = case.run.column("expert_least")
-    if np.isfinite(least).sum() >= 5 and (usual := _median(least[-len(least) // 3 :])) < 0.02:
-        most = _median(case.run.column("expert_most")[-len(least) // 3 :])
-        yield Finding(
-            "dead_experts",
-            f"an expert gets {usual:.3f} of an even share of the tokens and another {most:.2f}: its"
-            f" weights are carried and not trained; a larger --aux_loss_alpha than"
-            f" {case.flag('aux_loss_alpha')}, or fewer --n_routed_experts",
-        )
+def _experts(case: Case) -> Iterator[Found]:
+    least, most = (case.late(f"expert_{which}", 3) for which in ("least", "most"))
+    if case.run.last_step >= BALANCED and least < 0.02:
+        text = f"an expert gets {least:.3f} of an even share of the tokens and another {most:.2f}:"
+        text += " its weights are carried and not trained"
+        advice = f"a larger --aux_loss_alpha than {case.flag('aux_loss_alpha')}, or fewer"
+        yield "dead_experts", text, f"{advice} --n_routed_experts", CERTAIN
 
 
-def _memory(case: Case) -> Iterator[Finding]:
+def _memory(case: Case) -> Iterator[Found]:
     """Memory that grows on and on, not in a few jumps as caches and evaluations do."""
     memory = case.run.column("memory_mib")
     kept = memory[len(memory) // 4 :]
@@ -314,18 +588,13 @@ def _memory(case: Case) -> Iterator[Finding]:
     points = np.array([part.mean() for part in np.array_split(kept, 10)])
     growth, rises = float(points[-1] - points[0]), np.diff(points)
     if growth > max(32.0, 0.05 * points[0]) and (rises > 0.25 * growth / 9).sum() >= 8:
-        steps = float(case.step[-1] - case.step[len(memory) // 4])
-        slope = growth / max(1.0, steps) * 1000
-        yield Finding(
-            "memory",
-            f"memory grows by {formats.memory(slope)} in 1,000 steps, evenly, to"
-            f" {formats.memory(float(memory[-1]))}: a longer run ends out of memory; look at what"
-            " your own code keeps (losses as tensors, lists), or save with --save_interval and"
-            " restart",
-        )
+        slope = growth / max(1.0, float(case.step[-1] - case.step[len(memory) // 4])) * 1000
+        text = f"memory grows by {formats.memory(slope)} in 1,000 steps, evenly, to"
+        text += f" {formats.memory(float(memory[-1]))}: a longer run ends out of memory"
+        yield "memory", text, KEPT, LIKELY
 
 
-def _waits(case: Case) -> Iterator[Finding]:
+def _waits(case: Case) -> Iterator[Found]:
     starts = case.run.starts
     spent = {
         name: sum(start.milliseconds()[name] for start in starts) for name in (*PHASES, *PAUSES)
@@ -333,75 +602,88 @@ def _waits(case: Case) -> Iterator[Finding]:
     stepping = sum(spent[name] for name in PHASES)
     waiting = case.run.column("data_ms") > 0.2 * case.run.column("step_ms")
     if spent["data"] > max(0.2 * stepping, 1000.0) and waiting.sum() >= 5:
-        yield Finding(
-            "data_waits",
-            f"steps wait for rows for {formats.percent(spent['data'] / stepping)} of their time:"
-            f" the device idles; --num_workers above {case.flag('num_workers')}, or a faster disk",
-        )
-    flags = {
-        "evaluate": "eval_interval",
-        "checkpoint": "save_interval",
-        "sample": "sample_interval",
-        "score": "eval_tasks_interval",
-        "verify": "verify_interval",
-    }
-    for name, flag in flags.items():
+        text = f"steps wait for rows for {formats.percent(spent['data'] / stepping)} of their time:"
+        advice = f"--num_workers above {case.flag('num_workers')}, or a faster disk"
+        yield "data_waits", f"{text} the device idles", advice, CERTAIN
+    for name, flag in PAUSE_FLAGS.items():
         paused = case.run.column(f"{name}_ms") > 0
         if spent[name] > 1.5 * stepping and paused.sum() >= 5:
             share = formats.percent(spent[name] / sum(spent.values()))
-            yield Finding(
-                f"{name}_pauses",
+            text = (
                 f"{share} of the time went into the pauses of --{flag} {case.flag(flag)}: the run"
-                f" could take a fraction of it; a larger --{flag}",
             )
+            text += " could take a fraction of it"
+            yield f"{name}_pauses", text, f"a larger --{flag}", CERTAIN
 
 
-def _clipping(case: Case) -> Iterator[Finding]:
+def _clipping(case: Case) -> Iterator[Found]:
     clip, late = number_of(case.flags.get("grad_clip")), case.norm[case.lines // 2 :]
     if case.lines < FEW or not clip > 0 or not np.isfinite(late).any():
         return
     share, usual = float((late > clip).mean()), _median(late)
     if share > 0.95 and usual > 8 * clip:
-        yield Finding(
-            "clipping",
-            f"{formats.percent(share)} of the later updates are clipped, at gradient norms of"
-            f" {usual:.3g} and --grad_clip {clip:g}: only the direction of a gradient counts;"
-            f" --grad_clip {float(f'{2 * usual:.1g}'):g}",
-        )
+        text = f"{formats.percent(share)} of the later updates are clipped, at gradient norms of"
+        text += f" {usual:.3g} and --grad_clip {clip:g}: only the direction of a gradient counts"
+        yield "clipping", text, f"--grad_clip {float(f'{2 * usual:.1g}'):g}", LIKELY
 
 
-def _precision(case: Case) -> Iterator[Finding]:
+def _precision(case: Case) -> Iterator[Found]:
     counted = case.run.column("skipped")
     skipped = max(float(np.nanmax(counted, initial=0.0)), len(case.run.steps_of("step_skipped")))
     dtype = str(case.run.fact("dtype"))
     if skipped > (max(20.0, 0.05 * case.run.last_step) if dtype == "float16" else 0):
-        look = "a lower --learning_rate, or look at their rows (nonfinite_rows.jsonl)"
-        advice = {"float16": "--dtype bfloat16", "bfloat16": f"--dtype float32, {look}"}
-        yield Finding(
-            "precision",
-            f"{formats.count(int(skipped), 'step')} of {case.run.last_step:,.0f} skipped, as"
-            f" gradients were not finite in {dtype}: these rows taught nothing;"
-            f" {advice.get(dtype, look)}",
-        )
+        text = f"{formats.count(int(skipped), 'step')} of {case.run.last_step:,.0f} skipped, as"
+        text += f" gradients were not finite in {dtype}: these rows taught nothing"
+        yield "precision", text, PRECISION.get(dtype, LOOK), CERTAIN
 
 
-def _warmup(case: Case) -> Iterator[Finding]:
-    warmup = number_of(case.flags.get("warmup_steps"))
-    if not case.is_fresh or case.lines < 2 * FEW or not warmup < 0.02 * case.total_steps:
-        return
-    early = case.smooth[: case.lines // 5]
-    low = np.minimum.accumulate(early)
-    rise = early - low
-    if rise.max() > 1.0 and case.end < low[int(rise.argmax())]:
-        yield Finding(
-            "warmup",
-            f"the loss rises by {rise.max():.2f} at step {case.step[int(rise.argmax())]:,.0f} and"
-            f" falls again: the first updates are too large; --warmup_steps"
-            f" {case.total_steps * 0.05:.0f} in place of {warmup:.0f}",
-        )
+def _above_floors(case: Case) -> Iterator[Found]:
+    unigram, trigram = (case.floors.get(name, math.nan) for name in ("unigram", "trigram"))
+    advice = "more steps, a larger model, or --learning_rate auto"
+    text = f"validation is {case.bits:.3f} bits per byte, and"
+    if case.run.last_step >= 300 and case.bits > unigram:
+        text += f" counting single tokens gives {unigram:.3f}: the model knows less than their"
+        sure = _sure(case.bits / unigram, 1.0, 1.1)
+        yield "above_unigram", f"{text} frequencies", advice, sure
+    elif case.run.last_step >= 300 and case.epochs >= 2 and case.bits > 1.25 * trigram:
+        text += f" a trigram of the training text has {trigram:.3f}: the model makes little of its"
+        yield "above_trigram", f"{text} context", advice, LIKELY
 
 
-def _crashes(case: Case) -> Iterator[Finding]:
+def _vocabulary(case: Case) -> Iterator[Found]:
+    tokens = number(case.run.fact("rows_per_epoch")) * number(case.order.get("row_tokens"))
+    if case.is_fresh and tokens < 10 * case.vocabulary:
+        fewer = max(FLAGS["vocab_size"].metadata["at_least"], int(tokens / 50))
+        text = f"the text has {tokens:,.0f} tokens for a vocabulary of {case.vocabulary:,.0f}: most"
+        text += " pieces occur a few times only and are not learnt"
+        less = f"--vocab_size {fewer} or " if fewer < case.vocabulary else ""
+        yield "vocabulary", text, f"{less}more text", _sure(tokens / case.vocabulary, 10, 5)
+
+
+def _validation(case: Case) -> Iterator[Found]:
+    last = case.evals[-1] if case.evals else {}
+    tokens = number(last.get("tokens"))
+    if tokens < 500 and case.flags.get("task") != "sft":
+        noise = number(last.get("val_loss_se"), 2.5 / math.sqrt(max(tokens, 1)))
+        text = f"validation reads {tokens:,.0f} tokens: its loss is off by about {noise:.2f} by"
+        rows = case.flags.get("eval_rows") or f"the {number(last.get('rows')):,.0f} of auto"
+        advice = f"a larger --val_fraction than {case.flag('val_fraction')}, for which a prepared"
+        advice += f" folder is prepared anew, or more --eval_rows than {rows}"
+        yield "small_validation", f"{text} chance", advice, CERTAIN
+
+
+def _samples(case: Case) -> Iterator[Found]:
+    samples = case.run.events("sample")
+    last = [e for e in samples if number(e["step"]) == number(samples[-1]["step"])]
+    words = (str(event.get("text") or "").split() for event in last)
+    grams = [[*zip(w, w[1:], w[2:], strict=False)] for w in words]
+    shares = [1 - len({*one}) / len(one) for one in grams if len(one) >= 20]
+    if shares and min(shares) > 0.6:
+        text = f"of every last sample {formats.percent(min(shares))} or more repeats what it says:"
+        yield "repeating_samples", f"{text} the model is caught in a loop", LOOPS, LIKELY
+
+
+def _crashes(case: Case) -> Iterator[Found]:
     kinds, last = [kind for kind, _ in case.outcomes], case.run.starts[-1]
     bad = sum(kind in ("crashed", "failed", "silent") for kind in kinds)
     saved = [number(event["step"]) for event in case.run.events("checkpoint_saved")]
@@ -420,125 +702,49 @@ def _crashes(case: Case) -> Iterator[Finding]:
         if lost:
             text += f", and {formats.count(lost, 'step')} had to be computed again"
             advice += f", and save more often (--save_interval below {case.flag('save_interval')})"
-        yield Finding("crashes", f"{text}: {advice}")
+        yield "crashes", f"{text}: the cause is still there", advice, CERTAIN
     elif kinds[-1] == "failed":
         end = last.end or {}
         reason = str(end.get("reason") or "no reason is recorded").rstrip(".")
         which = "the run" if len(kinds) == 1 else "the last start"
-        yield Finding(
-            "failed",
-            f"{which} ended {at} with exit status {end.get('status')} ({end.get('code')}):"
-            f" {reason}; {again if is_whole else f'once that is mended, {again}'}",
-        )
+        text = f"{which} ended {at} with exit status {end.get('status')} ({end.get('code')}):"
+        advice = again if is_whole else f"once that is mended, {again}"
+        yield "failed", f"{text} {reason}", advice, CERTAIN
     elif kinds[-1] == "silent" and math.isfinite(case.quiet):
-        yield Finding(
-            "silent",
-            f"the last line is {formats.duration(case.quiet)} old, {at}, and no end is recorded:"
-            " the run hangs, or was killed, as by a host without memory; look at the end of its"
-            f" log; {again}",
-        )
-
-
-def _validation(case: Case) -> Iterator[Finding]:
-    evals = case.run.events("eval")
-    tokens = number(evals[-1].get("tokens")) if evals else math.nan
-    if tokens < 500 and case.flags.get("task") != "sft":
-        rows = case.flags.get("eval_rows") or f"the {number(evals[-1].get('rows')):,.0f} of auto"
-        yield Finding(
-            "small_validation",
-            f"validation reads {tokens:,.0f} tokens: its loss is off by about"
-            f" {2.5 / math.sqrt(max(tokens, 1)):.2f} by chance; a larger --val_fraction than"
-            f" {case.flag('val_fraction')}, for which a prepared folder is prepared anew, or more"
-            f" --eval_rows than {rows}",
-        )
-
-
-def _vocabulary(case: Case) -> Iterator[Finding]:
-    order, rows = case.run.fact("order"), number(case.run.fact("rows_per_epoch"))
-    tokens = rows * number(order.get("row_tokens")) if isinstance(order, dict) else math.nan
-    if case.is_fresh and tokens < 10 * case.vocabulary:
-        fewer = max(FLAGS["vocab_size"].metadata["at_least"], int(tokens / 50))
-        advice = f"--vocab_size {fewer} or more text" if fewer < case.vocabulary else "more text"
-        yield Finding(
-            "vocabulary",
-            f"the text has {tokens:,.0f} tokens for a vocabulary of {case.vocabulary:,.0f}: most"
-            f" pieces occur a few times only and are not learnt; {advice}",
-        )
-
-
-def _above_floors(case: Case) -> Iterator[Finding]:
-    unigram, trigram = (case.floors.get(name, math.nan) for name in ("unigram", "trigram"))
-    steps, advice = case.run.last_step, "more steps, a larger model, or --learning_rate auto"
-    if steps >= 300 and case.bits > unigram:
-        yield Finding(
-            "above_unigram",
-            f"validation is {case.bits:.3f} bits per byte, and counting single tokens gives"
-            f" {unigram:.3f}: the model knows less than their frequencies; {advice}",
-        )
-    elif steps >= 300 and case.epochs >= 2 and case.bits > 1.25 * trigram:
-        yield Finding(
-            "above_trigram",
-            f"validation is {case.bits:.3f} bits per byte, and a trigram of the training text has"
-            f" {trigram:.3f}: the model makes little of its context; {advice}",
-        )
-
-
-def _samples(case: Case) -> Iterator[Finding]:
-    samples = case.run.events("sample")
-    last = [e for e in samples if number(e["step"]) == number(samples[-1]["step"])]
-    shares = []
-    for event in last:
-        words = str(event.get("text") or "").split()
-        grams = [*zip(words, words[1:], words[2:], strict=False)]
-        if len(grams) >= 20:
-            shares.append(1 - len({*grams}) / len(grams))
-    if shares and min(shares) > 0.6:
-        yield Finding(
-            "repeating_samples",
-            f"of every last sample {formats.percent(min(shares))} or more repeats what it says: the"
-            " model is caught in a loop; train longer, or look for copies in the text (`minimind"
-            " data filter`)",
-        )
-
-
-def _idle_rate(case: Case) -> Iterator[Finding]:
-    if case.lines < FEW or not np.isfinite(case.lr).all() or not case.lr.max() > 0:
-        return
-    # The first step may have no line of its own.
-    peak = np.fmax(case.lr.max(), number_of(case.flags.get("learning_rate")))
-    after = case.lr[int(case.lr.argmax()) :]  # the warm-up
-    share = float((after < 0.05 * peak).sum()) / case.lines
-    if share > 0.3:
-        schedule, advice = case.flag("schedule"), "a --min_lr_ratio of 0.1"
-        if schedule == "inverse_sqrt":  # falls the more slowly, the longer the warm-up
-            advice += f", or --warmup_steps {max(1, case.total_steps / 20):.0f}"
-        yield Finding(
-            "idle_rate",
-            f"the learning rate is below a twentieth of its peak in {formats.percent(share)} of the"
-            f" steps (--schedule {schedule}): these hardly train; {advice}",
-        )
+        text = f"the last line is {formats.duration(case.quiet)} old, {at}, and no end is recorded:"
+        text += " the run hangs, or was killed, as by a host without memory"
+        yield "silent", text, f"look at the end of its log; {again}", CERTAIN
 
 
 # Rules, and the kinds of findings that explain what a rule would see.
-RATE = {"diverged", "high_rate", "low_rate", "nothing_learnt"}
+RATE = {"diverged", "spikes", "high_rate", "low_rate", "nothing_learnt", "weight_decay"}
+RATE |= {"long_warmup"}
+TEXT = {"other_text", "chance", "word_order", "tokenizer", "short_rows"}
 RULES: dict[Any, set[str]] = {
     _diverged: set(),
-    _high_rate: {"diverged"},
+    _weight_decay: {"diverged", "spikes"},
+    _long_warmup: {"diverged", "spikes"},
+    _high_rate: {"diverged", "spikes", "weight_decay"},
     _low_rate: RATE,
     _warmup: RATE,
     _idle_rate: set(),
-    _repeats: set(),
+    _chance: set(),
+    _word_order: {"chance"},
+    _other_text: {"diverged"},
+    _tokenizer: set(),
+    _short_rows: set(),
+    _repeats: {"other_text"},
     _many_epochs: set(),
     _copies: set(),
     _order: {"repeats"},
     _experts: set(),
-    _clipping: {"diverged", "high_rate"},
+    _clipping: {"diverged", "spikes", "high_rate"},
     _precision: {"diverged"},
-    _above_floors: {*RATE, "repeats", "idle_rate"},
+    _above_floors: {*RATE, *TEXT, "repeats", "idle_rate"},
     _vocabulary: set(),
     _validation: set(),
     _samples: set(),
     _memory: set(),
     _waits: set(),
-    _crashes: {"diverged"},
+    _crashes: {"diverged", "spikes"},
 }

@@ -41,7 +41,7 @@ def last_bits(run: Run) -> tuple[float, float]:
 
 
 def placement(run: Run) -> str:
-    """`val 1.602 bits per byte: below zlib (2.334) and the trigram (1.825)`; empty if unknown."""
+    """`val 1.599 bits per byte: below zlib (2.334) and the trigram (1.825)`; empty if unknown."""
     floors, (_, bits) = floors_of(run), last_bits(run)
     if not floors or not math.isfinite(bits):
         return ""

@@ -7,6 +7,7 @@ huggingface_hub finds; it is in no message.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -23,9 +24,9 @@ from typing import Any, TypeVar
 from minimind.errors import RunError, StorageError, UsageError
 from minimind.runtime.durable_files import free_bytes, mebibytes, sha256_of, storing
 from minimind.runtime.environment import rank_of
-from minimind.runtime.filesystem import HUB, NoAnswer, require_server, retrying
+from minimind.runtime.filesystem import HUB, NoAnswer, is_passing, require_server, retrying
 from minimind.runtime.object_cache import in_parallel
-from minimind.runtime.urls import HUB_PREFIX, ON_THE_HUB
+from minimind.runtime.urls import HUB_PREFIX, ON_THE_HUB, masked, masked_text, without_query
 
 DATASET, MODEL = "dataset", "model"
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
@@ -41,6 +42,7 @@ NAMED = 3  # files in a message
 THREADS = 8  # files at a time
 MOST_DOWNLOADS = 2  # of a file whose content is not that of its hash
 COMMIT = re.compile("[0-9a-f]{40}")
+NO_ROUTE = (404, 405, 410, 501)  # statuses of a route that a server lacks
 ELSEWHERE = "set HF_HOME to another place"
 
 Sizes = Mapping[str, int]  # bytes by name
@@ -262,9 +264,19 @@ def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -
     from huggingface_hub import errors
     from huggingface_hub.constants import ENDPOINT
 
-    def ask() -> T:
+    def unwrapped() -> T:
         try:
             return work()
+        except (
+            RuntimeError,  # of an upload
+            errors.RevisionResolutionError,
+            errors.LocalEntryNotFoundError,  # of a file whose head was refused
+        ) as error:
+            raise error.__cause__ or error  # noqa: B904 (which keeps its own cause)
+
+    def ask() -> T:
+        try:
+            return unwrapped()
         except errors.OfflineModeIsEnabled as error:
             raise NoAnswer(f"{wanted}: HF_HUB_OFFLINE is set; unset it") from error
         except errors.GatedRepoError as error:
@@ -281,8 +293,14 @@ def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -
             raise missing(
                 f"{wanted}: the Hub has no revision {wanted.revision} of it; correct it"
             ) from error
-        except (RuntimeError, errors.RevisionResolutionError) as error:  # also of an upload
-            raise error.__cause__ or error  # noqa: B904 (which keeps its own cause)
+        except errors.HfHubHTTPError as error:
+            if error.response is None or is_passing(error):
+                raise
+            raise missing(f"{wanted}: {_answer_of(error.response, ENDPOINT)}") from error
+        except json.JSONDecodeError as error:  # as of a page that stands in for a route
+            raise missing(
+                f"{wanted}: {_server(ENDPOINT)} answers with what is no JSON; {_elsewhere()}"
+            ) from error
         except OSError as error:  # of the cache, if it has a name
             if isinstance(error, errors.HfHubHTTPError) or error.filename is None:
                 raise
@@ -296,6 +314,36 @@ def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -
         return retrying(str(wanted), ask, permanent=missing)
     finally:
         logger.setLevel(level)
+
+
+def _answer_of(response: Any, endpoint: str) -> str:
+    """What a server answered, to which route, and the remedy; a mirror may lack a route."""
+    request, status = response.request, response.status_code
+    url, server = without_query(str(request.url))[0], _server(endpoint)
+    if not url.startswith(f"{endpoint}/"):  # where the Hub sends a request on to
+        endpoint = f"{request.url.scheme}://{request.url.netloc.decode()}"
+        server = masked(endpoint)
+    route = masked_text(url.removeprefix(endpoint))
+    reason = masked_text(response.headers.get("X-Error-Message") or response.reason_phrase)
+    answer = f"{server} answers {status} ({reason}) to {request.method} {route}"
+    if status in (401, 403):
+        return f"access is refused: {answer}; {HUB.credentials}"
+    if status in NO_ROUTE:
+        return (
+            f"{answer}: it has no such route, or not what the route names; correct the name, or"
+            f" {_elsewhere()}"
+        )
+    return f"cannot be used: {answer}; {_elsewhere()}"
+
+
+def _server(endpoint: str) -> str:
+    """The server of the Hub in a sentence, with the variable that names it."""
+    return f"HF_ENDPOINT={endpoint}" if os.environ.get("HF_ENDPOINT") else endpoint
+
+
+def _elsewhere() -> str:
+    drop = ", or unset it" if os.environ.get("HF_ENDPOINT") else ""
+    return f"set HF_ENDPOINT to another server of the Hub{drop}"
 
 
 @cache
@@ -335,6 +383,10 @@ def _known(wanted: Repository, cache: Path, reason: str) -> tuple[str, Sizes]:
         except errors.CachedRepoTreeNotFoundError:
             folder = _snapshot(cache, wanted, sha)
             files = [path for path in folder.rglob("*") if path.is_file()]
+            if not files:  # a name of the commit alone, of a start whose list did not arrive
+                raise StorageError(
+                    f"{reason}; run `{wanted.command}` where there is a network"
+                ) from None
             return sha, {str(path.relative_to(folder)): path.stat().st_size for path in files}
     except errors.RevisionResolutionError as error:
         raise StorageError(f"{reason}; run `{wanted.command}` where there is a network") from error

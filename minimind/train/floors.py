@@ -19,17 +19,21 @@ from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import spread
 from minimind.inference.score import LossSums
 from minimind.train.evaluate import HeldOutRows, mixture
+from minimind.train.regularity import share_of_chance, word_order
 
 MOST_TRAINED, MOST_HELD_OUT = 2**22, 2**20  # tokens
 PIECES, SHORTEST_PIECE = 64, 2048  # of a source of which not all is read; tokens
 STRETCH = 32  # tokens in a row that tell a copy of a text from the same phrase
+SAMPLES, SAMPLE = 128, 512  # stretches whose text is looked at, and their tokens
 
 
 def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
     """The fields of a `floors` event: bits per byte of the rows that an evaluation reads.
 
     `repeated` is the share of the training text, in stretches of STRETCH tokens, that occurred in
-    it before; `seen` that of the held-out text which occurs in the training text.
+    it before; `seen` that of the held-out text which occurs in the training text. The rest is of
+    the training text: what `regularity` finds in it, its bits per byte by its own unigram, the
+    bytes of a token and the tokens of a document.
     """
     parts = training_tokens(prepared)
     tokens = np.concatenate(parts)
@@ -62,6 +66,31 @@ def floors(prepared: Prepared, held_out: HeldOutRows) -> dict[str, Any]:
         "repeated": 1 - len(known) / stretches if stretches else None,
         "seen": float(np.concatenate(seen).mean()) if seen else None,
         "trained": len(tokens),
+        **_of_training_text(prepared, model.counts),
+    }
+
+
+def _of_training_text(prepared: Prepared, counts: np.ndarray) -> dict[str, float | None]:
+    """What stretches of it, spread over all of it, are like; `counts` are those of its tokens."""
+    shards, texts, read = prepared.train, list[str](), 0
+    count = min(SAMPLES, max(1, len(shards) // SAMPLE))
+    for start in np.linspace(0, max(0, len(shards) - SAMPLE), count).astype(int).tolist():
+        tokens = shards.stretch(start, min(SAMPLE, len(shards)))
+        read += len(tokens)
+        documents = np.split(tokens, np.flatnonzero(tokens == prepared.tokenizer.eos_id) + 1)
+        texts += [prepared.tokenizer.decode(one.tolist()) for one in documents if len(one)]
+    bits, pairs = word_order(texts)
+    documents = prepared.manifest["splits"]["train"]["documents"]
+    bytes_per_token = sum(len(text.encode()) for text in texts) / max(1, read)
+    share = counts[counts > 0] / max(1, counts.sum())
+    entropy = float(-(share * np.log2(share)).sum())  # bits of a token
+    return {
+        "chance": share_of_chance(texts),
+        "word_order": bits,
+        "word_pairs": pairs,
+        "own_unigram": entropy / bytes_per_token if bytes_per_token else None,
+        "bytes_per_token": bytes_per_token,
+        "document_tokens": len(shards) / max(1, documents),
     }
 
 

@@ -25,6 +25,7 @@ from minimind.architecture.shape import shape_of
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
+from minimind.config.run_config import deepspeed_files
 from minimind.errors import UsageError
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES, blocks, rows
@@ -111,6 +112,51 @@ def test_every_exit_status_is_reported_with_its_name(page: str, heading: str):
     known = {(kind.status, kind.code) for kind in kinds if issubclass(kind, errors.RunError)}
     report = {(int(cells[0]), cells[1].strip("`")) for cells in rows(PAGES[page], heading)}
     assert report == known | {(0, "")}
+
+
+BITS, BAND = (
+    r"val (\d\.\d{3}) bits per byte: below the trigram",
+    r"tiny-strong, (\d\.\d{3} to \d\.\d{3})",
+)
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("README_zh.md", BITS),
+        ("README_zh.md", BAND),
+        ("report.md", BITS),
+        ("report.md", BAND),
+        ("measurements.md", r"`strong` ends at (\d\.\d{3}) and random weights"),
+    ],
+)
+def test_figures_of_the_sample_are_those_of_the_readme(page: str, said: str):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (there,) = set(re.findall(BAND if said == BAND else BITS, readme))
+    text = (ROOT / page if page.startswith("README") else ROOT / "docs" / page).read_text("utf-8")
+    assert {*re.findall(said, text)} == {there}
+
+
+@pytest.mark.parametrize("page", ["troubleshooting.md", "troubleshooting_zh.md"])
+def test_the_loss_of_held_out_text_is_that_of_the_readme(page: str):
+    (loss,) = re.findall(r"validation loss (\d\.\d+)", (ROOT / "README.md").read_text("utf-8"))
+    assert f"{float(loss):.2f}" in next(
+        line for line in PAGES[page].splitlines() if "`make train`" in line
+    )
+
+
+@pytest.mark.parametrize("page", ["index.md", "index_zh.md"])
+def test_the_size_of_the_sample_is_that_of_its_flags(page: str):
+    recipe = (ROOT / "Makefile").read_text("utf-8").partition("\ntrain: ")[2]
+    found = re.search(r"run_accelerate\.sh (--config \w+ --model \w+) ", recipe)
+    assert found is not None
+    size = shape_of(parse_flags(found[1].split())).parameters
+    assert f"{size / 1e6:.1f}M" in PAGES[page]
+
+
+def test_the_names_of_deepspeed_files_are_all_listed():
+    text = PAGES["memory.md"].split("<!-- names -->")[1].split("<!-- /names -->")[0]
+    assert {*re.findall(r"`(\w+)`", text)} == {*deepspeed_files()}
 
 
 STEPS = {"26m": 32, "104m": 16, "0.4b": 8}  # rows of 1,024 tokens in a micro-batch

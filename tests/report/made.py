@@ -97,6 +97,22 @@ def made_run(place: Path, lines: Iterable[dict[str, Any] | str]) -> Run:
     return read_runs([write_run(place, lines)])[0]
 
 
+def recorded_run(place: Path, recorded: dict[str, Any]) -> Path:
+    """The out_dir of a run whose figures benchmarks/doctor_runs.py has recorded."""
+    lines, at = list[dict[str, Any] | str](), NOW
+    for event in recorded["events"]:
+        columns = event.get("lines")
+        rows = zip(*columns.values(), strict=True) if columns else [()]
+        for row in rows:
+            at += 1
+            fields = {"event": "step", **dict(zip(columns, row, strict=True))} if columns else event
+            lines.append({"time": at, **fields})
+    flags = (f"{name}: {value}  # recorded\n" for name, value in recorded["flags"].items())
+    write_run(place, lines)
+    (place / "config.yaml").write_text("".join(flags), encoding="utf-8")
+    return place
+
+
 def page_of(tmp_path: Path, *places: Path) -> str:
     """The page that the command writes for them."""
     out = tmp_path / "report.html"

@@ -30,7 +30,16 @@ from minimind.report.placement import REFERENCES, band, placement
 from minimind.train.evaluate import HeldOutRows
 from minimind.train.floors import NGrams, floors, training_tokens
 from tests.conftest import ROOT, SMALL, Trained, sentences
-from tests.report.made import NOW, end, evaluation, made_run, run_start, step_line
+from tests.report.made import (
+    NOW,
+    end,
+    evaluation,
+    made_run,
+    recorded_run,
+    run_start,
+    step_line,
+    write_run,
+)
 
 SMALLER: dict[str, Any] = {
     **SMALL,
@@ -335,6 +344,41 @@ MADE = {
 }
 
 
+RECORDED = {
+    one["name"]: one
+    for one in map(
+        json.loads, (Path(__file__).parent / "recorded_runs.jsonl").read_text("utf-8").splitlines()
+    )
+}
+HEALTHY_ONES = [name for name, one in RECORDED.items() if not one["sick"]]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_runs_are_judged_rightly(tmp_path, name: str):
+    """What ails a sick one is named alone, with more than a chance; of a healthy one nothing."""
+    run = read_runs([recorded_run(tmp_path, RECORDED[name])])[0]
+    found = diagnose(run, run.starts[-1].last_time)
+    sick = RECORDED[name]["sick"]
+    assert [(one.kind, one.counts) for one in found] == ([(sick, True)] if sick else [])
+
+
+@pytest.mark.parametrize("name", HEALTHY_ONES)
+def test_a_healthy_run_is_left_in_peace_while_it_goes_on(tmp_path, name: str):
+    whole = (recorded_run(tmp_path / "whole", RECORDED[name]) / "metrics.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    for share in (0.1, 0.3, 0.5, 0.8):
+        place = tmp_path / str(share)
+        recorded_run(place, RECORDED[name])
+        write_run(place, lines[: int(share * len(lines))])
+        run = read_runs([place])[0]
+        assert diagnose(run, run.starts[-1].last_time) == []
+
+
+def test_there_are_healthy_runs_of_every_size():
+    assert len(HEALTHY_ONES) >= 20
+    assert {RECORDED[name]["flags"]["batch_size"] for name in HEALTHY_ONES} >= {"4", "64"}
+
+
 def test_waiting_for_the_first_rows_alone_is_healthy(tmp_path):
     lines = changed(healthy(20), data_ms=lambda n: 9000.0 if n == 1 else 1.0)
     assert diagnose(made_run(tmp_path, lines), NOW) == []
@@ -379,12 +423,72 @@ def test_how_a_run_ended_is_a_sentence(tmp_path):
         " begins anew, as nothing was saved",
         "the last start ended at step 200 of 200 with exit status 4 (E_CHECKPOINT): of another run;"
         " all 200 steps are trained and saved",
-        "3 of 3 starts ended in an error or without a word: mend what the first error of the log"
-        " names",
+        "3 of 3 starts ended in an error or without a word: the cause is still there; mend what the"
+        " first error of the log names",
         "3 of 4 starts ended in an error or without a word, and 8 steps had to be computed again:"
-        " mend what the first error of the log names, and save more often (--save_interval below"
-        " ?)",
+        " the cause is still there; mend what the first error of the log names, and save more often"
+        " (--save_interval below ?)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("rise", "validation", "expected"),
+    [
+        (0.0, (4.65, 4.03, 3.77, 3.66), []),
+        (2.5, (4.65, 4.03, 3.77, 5.4), [("diverged", "certain")]),
+        (2.5, (4.65, 4.03, 3.77, 3.66), []),  # what is read at the end is harder
+        (2.5, (), [("diverged", "likely")]),
+        (1.5, (), [("diverged", "possible")]),
+        (0.5, (), []),
+    ],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rise_counts_beyond_noise_and_with_the_validation(
+    tmp_path, capsys, seed: int, rise: float, validation: tuple[float, ...], expected: list[Any]
+):
+    """Lines of steps of few rows, which vary by half a nat."""
+    noise = np.random.default_rng(seed).normal(0, 0.5, 201)
+    whole = [line for line in healthy() if line["event"] != "eval"]
+    lines = changed(whole, loss=lambda n: curve(n) + noise[n] + rise * (n > 160))
+    found = [evaluation(50 * n, loss, tokens=4096) for n, loss in enumerate(validation, 1)]
+    run = made_run(tmp_path, [*lines[:-1], *found, lines[-1]])
+    assert [(one.kind, one.sure) for one in diagnose(run, NOW)] == expected
+    assert main(["doctor", str(tmp_path)]) == any(sure != "possible" for _, sure in expected)
+    said = f"diverged ({expected[0][1]}): " if expected else "nothing stands out"
+    assert said in capsys.readouterr().out
+
+
+def test_a_run_that_went_back_until_it_stopped_is_told_so(tmp_path):
+    """Its numbers are finite, and it has the guard already."""
+    lines = healthy()[:80]
+    reason = "loss or gradient norm are high for 8 steps, 72 to 79, after 2 rollbacks; the last"
+    back = [
+        {"event": "rolled_back", "time": NOW, "step": 79, "to": 60},
+        run_start(60),
+        *(step_line(n, loss=curve(n)) for n in range(61, 80)),
+    ]
+    (tmp_path / "config.yaml").write_text(
+        "spike_guard: true  # --spike_guard\ngrad_clip: 1.0  # default\n"
+    )
+    stop = {**end(79, 6, "E_NONFINITE", reason), "time": NOW}
+    (found,) = diagnose(made_run(tmp_path, [*lines, *back, *back, stop]), NOW)
+    assert (found.kind, found.sure) == ("spikes", "certain")
+    assert "with 2 rollbacks" in found.seen
+    assert "--spike_guard" not in found.text
+    assert "not finite" not in found.text
+    skipped = {"event": "step_skipped", "time": NOW, "step": 70}
+    (other,) = diagnose(made_run(tmp_path / "b", [*lines, skipped, stop]), NOW)
+    assert other.kind == "diverged"
+    assert "numbers that are not finite" in other.seen
+
+
+def test_a_run_that_went_back_and_went_on_is_left_in_peace(tmp_path):
+    back = [{"event": "rolled_back", "time": NOW, "step": 79, "to": 60}, run_start(60)]
+    risen = [step_line(n, loss=curve(n) + 2.0) for n in range(71, 80)]
+    lines = healthy()
+    run = made_run(tmp_path, [*lines[:71], *risen, *back, *lines[61:]])
+    assert [kind for kind, _ in run.outcomes(NOW)] == ["rolled back", "done"]
+    assert diagnose(run, NOW) == []
 
 
 def test_a_rise_without_a_warmup_is_named(tmp_path):

@@ -39,6 +39,7 @@ class Hub:
         self.damages = 0  # answers of large files that have one wrong byte
         self.cuts = 0  # answers of large files that end in the middle
         self.lost_uploads = 0  # uploads whose connection ends without an answer
+        self.answers: dict[str, int] = {}  # statuses of routes that this server lacks or refuses
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {}))
         self._server.hub = self  # pyright: ignore[reportAttributeAccessIssue] (for the handler)
         self.host, self.port = "127.0.0.1", self._server.server_port
@@ -49,6 +50,7 @@ class Hub:
         """Forget everything."""
         for held in (self.commits, self.private, self.gated, self.uploaded, self.requests):
             held.clear()
+        self.answers.clear()
         self.role, self.damages, self.cuts, self.lost_uploads = "write", 0, 0, 0
 
     def commit(self, kind: str, name: str, files: Files) -> str:
@@ -95,6 +97,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{method} {path}")
+        for part, status in self.hub.answers.items():
+            if part in path:
+                self._send(status, b"<html>")
+                return
         for pattern, answer in ROUTES:
             if match := re.fullmatch(pattern, f"{method} {path}"):
                 answer(self, body, **match.groupdict())

@@ -216,6 +216,47 @@ def test_what_the_hub_does_not_give(hub: Hub, tmp_path: Path, place: str, messag
         local_text(f"hf:{place}", tmp_path)
 
 
+@pytest.mark.parametrize("status", [403, 404, 405, 416, 501])
+@pytest.mark.parametrize(
+    ("part", "route"),
+    [
+        ("/api/models/ana/small", "GET /api/models/ana/small"),
+        ("/tree/", "GET /api/models/ana/small/tree/[0-9a-f]{40}"),
+        ("/resolve/", "HEAD /ana/small/resolve/[0-9a-f]{40}/config.json"),
+        ("/cdn/", "GET /cdn/[0-9a-f]{64}"),
+    ],
+)
+def test_a_route_that_a_mirror_lacks_or_refuses_is_named(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, part: str, route: str, status: int
+):
+    large = {"model.safetensors": b"large" * 500} if part == "/cdn/" else {}
+    hub.commit(MODEL, NET, {"config.json": b"{}", **large})
+    hub.answers[part] = status
+    says = {403: "access is refused: ", 416: "cannot be used: "}.get(status, "")
+    is_own = status == 404 and part != "/cdn/"  # else the Hub's own, or the place it sends on to
+    if is_own:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    server = f"HF_ENDPOINT={hub.url}" if is_own else f"http://[a-z0-9.]+:{hub.port}"
+    with pytest.raises(
+        UsageError, match=rf": {says}{server} answers {status} \(.*\) to {route}[:;]"
+    ):
+        local_model(f"hf:{NET}")
+
+
+def test_a_list_of_files_that_does_not_arrive_is_no_empty_repository(hub: Hub):
+    hub.commit(MODEL, NET, MODEL_FILES)
+    hub.answers["/tree/"] = 503
+    with pytest.raises(StorageError, match=r"does not answer \(.*503.*run `hf download ana/small`"):
+        local_model(f"hf:{NET}")
+
+
+def test_a_page_in_place_of_an_answer(hub: Hub):
+    hub.commit(MODEL, NET, MODEL_FILES)
+    hub.answers["/api/models/"] = 200
+    with pytest.raises(UsageError, match=r"answers with what is no JSON; set HF_ENDPOINT"):
+        local_model(f"hf:{NET}")
+
+
 def test_a_private_data_set_needs_the_token_which_is_stored_nowhere(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ):
