@@ -42,6 +42,7 @@ from minimind.config.run_config import (
 )
 from minimind.config.schedule import budget_steps
 from minimind.errors import UsageError, fault_error
+from minimind.runtime import disk
 from minimind.runtime.urls import masked
 
 HEADROOM = 0.1  # share for the CUDA context, the libraries' own buffers and fragmentation
@@ -359,8 +360,8 @@ def _advice(
     has more to it than a stage; the file of an installed package is not to be edited.
     """
     shape, gpus, memory = shape_of(run), here.world_size, machine.memory or 0
-    shipped = {file.resolve(): name for name, file in deepspeed_files().items()}.get(
-        Path(path).resolve()
+    shipped = {disk.resolve(file): name for name, file in deepspeed_files().items()}.get(
+        disk.resolve(Path(path))
     )
     is_replaceable = path == "none" or shipped in (*FILES.values(), "torch_adamw")
     may_be_plain = is_replaceable and not plain_faults(run) and (gpus == 1 or path == "none")

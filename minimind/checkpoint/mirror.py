@@ -55,6 +55,7 @@ from minimind.config.flags import MIRROR_WAIT_S
 from minimind.config.run_config import RunConfig
 from minimind.errors import CheckpointError, LockedError, StorageError, UsageError
 from minimind.report.run_logger import RunLogger
+from minimind.runtime import disk
 from minimind.runtime.checked_json import (
     CheckedJson,
     Unreadable,
@@ -270,7 +271,7 @@ class Uploads:
 
     def _copy_run_files(self) -> None:
         """Upload what identifies the run to a reader, once."""
-        paths = {path for name in RUN_FILES for path in self._out_dir.glob(name)}
+        paths = {path for name in RUN_FILES for path in disk.matching(self._out_dir, name)}
         for path in sorted(paths - self._copied):
             self.remote.put(path, path.relative_to(self._out_dir).as_posix())
             self._copied.add(path)
@@ -321,7 +322,7 @@ class Uploads:
         """A checkpoint there with its validation loss, which may be recorded after its upload."""
         local = step_directory(self._out_dir / CHECKPOINTS, step)
         name, saved = f"{CHECKPOINTS}/{local.name}/{VALIDATION}", saved_of(local)
-        if not saved.doubt and (local / VALIDATION).is_file():
+        if not saved.doubt and disk.is_file(local / VALIDATION):
             content = (local / VALIDATION).read_bytes()
             # The file of a copy is read once, and is written again if it is damaged.
             is_new = step not in self._validated and self.remote.read(name) != content
@@ -338,7 +339,7 @@ def _locked(path: Path, good: int | None) -> Waiting | None:
         lock = lock_for_reading(path / MANIFEST)
     except FileNotFoundError:
         return None
-    return Waiting(path, lock, good) if path.is_dir() else None
+    return Waiting(path, lock, good) if disk.is_dir(path) else None
 
 
 def abandon_after(remote: RemoteRun, step: int) -> None:
@@ -380,7 +381,7 @@ def require_no_mirror(out_dir: Path, url: str | None) -> None:
     if not remote or content is None or _parsed(remote, content)["run"] != claim.get("run"):
         raise LockedError(
             f"--out_dir {out_dir} is the --mirror of a run; go on with that run by an empty"
-            f" --out_dir and --mirror file://{out_dir.resolve()}, or give another --out_dir"
+            f" --out_dir and --mirror file://{disk.resolve(out_dir)}, or give another --out_dir"
         )
 
 
@@ -392,7 +393,7 @@ def require_mirror(url: str, out_dir: Path, resume: str) -> None:
     """
     remote, token = RemoteRun(url), secrets.token_hex(8)
     probe = f"{PROBE}{token}"
-    if remote.folder and remote.folder.is_relative_to(out_dir.resolve()):
+    if remote.folder and remote.folder.is_relative_to(disk.resolve(out_dir)):
         raise UsageError(
             f"--mirror {remote.shown} is in --out_dir {out_dir}, whose loss it is for; give another"
             " folder"
@@ -481,7 +482,7 @@ def _require_no_out_dir(remote: RemoteRun) -> None:
         ) from None
     if lock:
         lock.close()
-    if all(path.exists() for path in paths):
+    if all(disk.exists(path) for path in paths):
         raise LockedError(f"--mirror {remote.shown} is the --out_dir of a run; {REMEDY}")
 
 
@@ -603,7 +604,7 @@ class Mirror:
         for step in steps:
             started, final = time.perf_counter(), step_directory(self._root, step)
             manifest = remote.read(f"{CHECKPOINTS}/{final.name}/{MANIFEST}")
-            abandoned = self._root.glob(f"abandoned-{final.name}*/{MANIFEST}")
+            abandoned = disk.matching(self._root, f"abandoned-{final.name}*/{MANIFEST}")
             if any(path.read_bytes() == manifest for path in abandoned):
                 continue  # the run has gone back from it
             tmp = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
@@ -613,7 +614,7 @@ class Mirror:
                 if bad is None:
                     if own := damaged.get(step):
                         events.append(_rejection(str(final), own))
-                    size = sum(path.stat().st_size for path in tmp.iterdir())
+                    size = sum(disk.stat(path).st_size for path in disk.entries(tmp))
                     publish(tmp, final)
                     seconds = time.perf_counter() - started
                     fields = {"step": step, "url": url, "bytes": size, "seconds": seconds}
@@ -639,7 +640,7 @@ class Mirror:
                 return
             self._uploads.owner.require()  # another start may have come since `restore`
             remote, step, path = self._uploads.remote, resumed.state.step, resumed.path
-            is_own = path is not None and path.resolve().parent == self._root.resolve()
+            is_own = path is not None and disk.resolve(path).parent == disk.resolve(self._root)
             abandon_after(remote, step if is_own else -1)
             if is_own:
                 self._resumed, self._is_only_here = path, step not in complete(remote.files())

@@ -10,7 +10,6 @@ The manifest is deleted, or renamed, before any other file of its checkpoint.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from minimind.checkpoint.directory import (
 )
 from minimind.checkpoint.retention import VALIDATION
 from minimind.errors import CheckpointError, DataError, StorageError
+from minimind.runtime import disk
 from minimind.runtime.checked_json import MAX_BYTES, parse_object
 from minimind.runtime.download import RemoteObject, download, etag_of
 from minimind.runtime.durable_files import storing, sync_directory, write_durably
@@ -71,7 +71,7 @@ class RemoteRun:
     @property
     def folder(self) -> Path | None:
         """The folder of a file:// URL."""
-        return Path(os.path.realpath(self._root)) if self._scheme is LOCAL else None
+        return disk.resolve(self._root) if self._scheme is LOCAL else None
 
     def _try(self, name: str, work: Callable[[str], T]) -> T:
         """The result of `work` on the path of a file."""

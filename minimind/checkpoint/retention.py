@@ -19,6 +19,7 @@ from minimind.config.flags import VAL_LOSS
 from minimind.config.parse import load_yaml
 from minimind.config.run_config import REACH, RunConfig
 from minimind.errors import CheckpointError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.checked_json import (
     ClosedJson,
     Count,
@@ -181,7 +182,7 @@ def saved_of(directory: Path) -> Saved:
     """A published checkpoint with its validation loss."""
     path, step = directory / VALIDATION, step_of(directory)
     try:
-        path.lstat()
+        disk.stat(path, follow=False)
         return saved_with(step, read_object(path)[1])
     except FileNotFoundError:
         return Saved(step)

@@ -22,15 +22,18 @@ from minimind.config.flags import (
 )
 from minimind.config.optimizers import OPTIMIZERS, READ_BY
 from minimind.errors import UsageError
+from minimind.runtime import disk
 from minimind.runtime.urls import HUB_PREFIX
 
 DISTRIBUTION = f"minimind-deepspeed {__version__}"  # what --version prints
 PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT = PACKAGE.parent  # the checkout, or site-packages
 # The command that starts a run, in messages.
-LAUNCH = "bash run_accelerate.sh" if (PROJECT / "run_accelerate.sh").exists() else "minimind launch"
+LAUNCH = (
+    "bash run_accelerate.sh" if disk.exists(PROJECT / "run_accelerate.sh") else "minimind launch"
+)
 # A wheel has the folder inside the package (pyproject.toml).
-CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PROJECT) / "configs"
+CONFIGS = (PACKAGE if disk.is_dir(PACKAGE / "configs") else PROJECT) / "configs"
 SPIKE_FACTOR, SPIKE_WINDOW, MAX_ROLLBACKS = 8.0, 128, 3  # of --spike_guard, if not given
 PATIENCE = 8  # spikes in a row until the run goes back
 MARGIN = 8  # steps before the first of them whose rows are left out, too
@@ -40,12 +43,12 @@ DEFAULT_DEEPSPEED_CONFIG, RECIPES = CONFIGS / "ds_config.json", CONFIGS / "recip
 
 def files_by_name(folder: Path) -> dict[str, str]:
     """Paths of the YAML files in a folder, by name without suffix."""
-    return {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: str(path) for path in sorted(disk.matching(folder, "*.yaml"))}
 
 
 def deepspeed_files() -> dict[str, Path]:
     """The shipped DeepSpeed files by the names that --deepspeed_config takes."""
-    files = {path.stem: path for path in sorted((CONFIGS / "deepspeed").glob("*.json"))}
+    files = {path.stem: path for path in sorted(disk.matching(CONFIGS / "deepspeed", "*.json"))}
     return {**files, "zero2": DEFAULT_DEEPSPEED_CONFIG}
 
 

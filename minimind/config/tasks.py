@@ -12,6 +12,7 @@ from minimind.config.flags import VAL_LOSS
 from minimind.config.parse import suggest
 from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
+from minimind.runtime import disk
 
 AVERAGE = "average"  # of (value - chance) / (1 - chance), over tasks with a chance
 CHAT = ":chat"  # behind a name: asked in the model's chat template
@@ -66,7 +67,7 @@ def read_tasks(texts: Iterable[str], by: str) -> list[AskedTask]:
         one = AskedTask(path.name.removesuffix(".yaml"), folder, as_chat)
         if one.name in ("", AVERAGE):
             raise UsageError(f"{by}: {item!r} names no task; name one of {', '.join(OWN_TASKS)}")
-        if folder is not None and not Path(folder).expanduser().is_dir():
+        if folder is not None and not disk.is_dir(Path(folder).expanduser()):
             raise UsageError(f"{by}: {item}: there is no folder {folder}; correct the path")
         if one.name in found:
             raise UsageError(f"{by}: names {one.name} twice; drop one")

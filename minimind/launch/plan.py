@@ -23,6 +23,7 @@ PROJECT = Path(__file__).resolve().parents[2]  # the checkout, or site-packages
 if not __package__:  # run as a script: import the package from there, installed or not
     sys.path[0:1] = [] if str(PROJECT) in sys.path else [str(PROJECT)]
 from minimind.errors import RendezvousError, RunError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.environment import (
     GPU_VARIABLES,
     LAUNCHER_VARIABLES,
@@ -231,7 +232,7 @@ def count_gpus(visible: str | None, source: str = "CUDA_VISIBLE_DEVICES") -> int
     except OSError:
         listed, has_failed = "", True
     drivers = DRIVERS if names else DRIVERS + OTHER_DRIVERS
-    if has_failed and any(driver.exists() for driver in drivers):
+    if has_failed and any(disk.exists(driver) for driver in drivers):
         if names:
             return len(names)
         from minimind.runtime.device import accelerator  # torch is slow, but the only way to know
@@ -270,11 +271,11 @@ def require_installed(environ: Mapping[str, str]) -> None:
     if find_spec("accelerate") and find_spec("yaml"):
         return
     setup = f"make -C '{PROJECT}' setup"
-    if not (PROJECT / "Makefile").exists():
+    if not disk.exists(PROJECT / "Makefile"):
         remedy = "install it there"
     elif environ.get("PYTHON"):
         remedy = "unset PYTHON to use the environment of this project"
-    elif (PROJECT / ".venv").exists():  # incomplete; -B rebuilds it even if up to date
+    elif disk.exists(PROJECT / ".venv"):  # incomplete; -B rebuilds it even if up to date
         remedy = setup.replace("make", "make -B")
     else:
         remedy = f"{setup} installs into {PROJECT / '.venv'}"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from minimind.errors import PREEMPTED, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -159,7 +160,7 @@ class History:
 
     @property
     def exists(self) -> bool:
-        return self._path.is_file()
+        return disk.is_file(self._path)
 
     def read(self) -> bool:
         """Add the lines that were appended; return whether there were any, or the file is another.
@@ -337,7 +338,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
     histories = [*map(History, run_dirs)]
     for one in histories:
         if not one.exists:
-            problem = "holds no metrics.jsonl" if one.run_dir.is_dir() else "is no folder"
+            problem = "holds no metrics.jsonl" if disk.is_dir(one.run_dir) else "is no folder"
             raise UsageError(f"{one.run_dir} {problem}; give the --out_dir of a run")
         one.read()
     return as_runs(histories)
@@ -381,7 +382,7 @@ def read_configuration(run_dir: Path) -> Configuration:
     texts = []
     for path in (run_dir / "config.yaml", run_dir / "ds_config.resolved.json"):
         with storing(str(path), "correct its permissions"):
-            texts.append(path.read_text("utf-8", "replace") if path.is_file() else "")
+            texts.append(path.read_text("utf-8", "replace") if disk.is_file(path) else "")
     lines = re.sub(r"\n +", " ", texts[0]).splitlines()  # long values are wrapped
     flags = {}
     for match in filter(None, map(LINE.fullmatch, lines)):

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from minimind.runtime import disk
 from minimind.runtime.device import HOST, Host
 from minimind.runtime.durable_files import storing
 
@@ -68,6 +69,6 @@ class Trace:
 
     def _numbers(self) -> Iterator[int]:
         """Numbers of existing recordings that begin at the same step."""
-        for path in self._directory.glob(f"steps_{self._start}-*"):
+        for path in disk.matching(self._directory, f"steps_{self._start}-*"):
             if match := re.fullmatch(r"steps_\d+-\d+(-again_(\d+))?-rank_\d+\.json\.gz", path.name):
                 yield int(match[2] or 1)

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from minimind.errors import RendezvousError, StorageError
 from minimind.report.history import History, as_runs, read_configuration
 from minimind.report.page import figures, fill_page, render_parts
+from minimind.runtime import disk
 from minimind.runtime.durable_files import printing
 from minimind.runtime.terminal import phase
 
@@ -240,6 +241,6 @@ def watch(run_dirs: Sequence[Path], port: int) -> None:
         with printing():
             print(f"{server.url} shows the report as it grows; Ctrl-C ends it", flush=True)
             for place in run_dirs:
-                if not (place / "metrics.jsonl").is_file():
+                if not disk.is_file(place / "metrics.jsonl"):
                     print(f"{place} holds no metrics.jsonl yet; the page waits for it", flush=True)
         server.serve_forever()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.errors import StorageError
+from minimind.runtime import disk
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -110,7 +111,7 @@ def escape_unencodable() -> None:
 
 def free_bytes(path: Path) -> int:
     """Free bytes on the disk of `path`, which need not exist."""
-    while not path.exists():
+    while not disk.exists(path):
         path = path.parent
     return shutil.disk_usage(path).free
 
@@ -163,7 +164,7 @@ class Metrics:
     def __init__(self, path: Path) -> None:
         require_regular(path)
         self._file = open(path, "ab", buffering=0)
-        if path.stat().st_size:
+        if disk.stat(path).st_size:
             with open(path, "rb") as existing:
                 existing.seek(-1, 2)
                 is_torn = existing.read(1) != b"\n"
@@ -186,7 +187,7 @@ class Metrics:
 
 def require_regular(path: Path) -> None:
     """Raise OSError if the path exists and is not a regular file."""
-    if path.exists() and not path.is_file():
+    if disk.exists(path) and not disk.is_file(path):
         raise OSError(errno.EINVAL, "is a folder, a pipe or a device, not a file", str(path))
 
 
@@ -200,7 +201,7 @@ def _finite(value: Any) -> Any:
 
 def read_events(path: Path, *names: str) -> Iterator[dict[str, Any]]:
     """Yield the events of these names in metrics.jsonl; none if there is no such file."""
-    if not path.exists():
+    if not disk.exists(path):
         return
     marks = [f'"{name}"'.encode() for name in names]
     with open(path, "rb") as file:

@@ -26,6 +26,7 @@ from minimind.errors import (
     UsageError,
 )
 from minimind.report import formats
+from minimind.runtime import disk
 from minimind.runtime.heartbeat import is_alive
 from minimind.runtime.process import StopRequest
 from minimind.sweep.study import (
@@ -226,7 +227,7 @@ def opened(
     gpus = _gpus(runs[0].device, parallel)
     environments = environments_of(gpus, parallel or max(1, len(gpus)))
     _require_own(place)
-    if not (place / DATABASE).exists():
+    if not disk.exists(place / DATABASE):
         for run in runs:
             require_inputs(run)
     with lock_out_dir(place, "--out"), recording(place):
@@ -275,8 +276,8 @@ def without_result(study: Study, rows: Sequence[Row]) -> int:
 
 def _require_own(place: Path) -> None:
     """Raise UsageError for a folder with other content."""
-    if place.is_dir() and not (place / DATABASE).exists():
-        foreign = sorted(path.name for path in place.iterdir() if path.name != LOCK)
+    if disk.is_dir(place) and not disk.exists(place / DATABASE):
+        foreign = sorted(path.name for path in disk.entries(place) if path.name != LOCK)
         if foreign:
             raise UsageError(
                 f"--out {place} holds {foreign[0]!r} and no {DATABASE}: it is no folder of a sweep;"

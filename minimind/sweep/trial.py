@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.parse import words_of
+from minimind.runtime import disk
 from minimind.runtime.environment import usable_cores
 from minimind.runtime.process import LAUNCHER_PID
 from minimind.runtime.terminal import printable
@@ -79,7 +80,7 @@ class Validations:
 
     def read_new(self) -> list[tuple[int, float]]:
         """Step and value of the validations since the last call; NaN for one that is not finite."""
-        if not self._path.is_file():
+        if not disk.is_file(self._path):
             return []
         with open(self._path, "rb") as file:
             file.seek(self._position)

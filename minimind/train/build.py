@@ -38,6 +38,7 @@ from minimind.data.shards.manifest import options_of
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, TooFewRows, UsageError
+from minimind.runtime import disk
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import is_url, masked, named
@@ -441,7 +442,7 @@ def require_same_files(engine: Engine, run: RunConfig, prepared: Prepared, order
     text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint, order.left_out
     text = (*text, order.stages_json())
     numbers = {name: getattr(run, name) for name in (*RULED, "accumulation_steps")}
-    views = engine.gather((socket.gethostname(), probe.exists(), text, numbers))
+    views = engine.gather((socket.gethostname(), disk.exists(probe), text, numbers))
     if engine.rank == 0:
         probe.unlink(missing_ok=True)
     first_host = views[0][0]

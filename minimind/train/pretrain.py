@@ -34,6 +34,7 @@ from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.errors import StorageError, UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.report.verdict import Verdicts
+from minimind.runtime import disk
 from minimind.runtime.durable_files import read_events, storing
 from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
@@ -131,7 +132,7 @@ def train_resolved(
     run, is_rank_0 = setup.run, setup.launch.rank == 0
     out_dir = Path(run.out_dir)
     # 3. The text, which decides the vocabulary and the schedule.
-    is_locked = is_rank_0 and out_dir.exists()
+    is_locked = is_rank_0 and disk.exists(out_dir)
     if is_locked:  # refuse a folder in use before the long work
         progress.lock = lock_out_dir(out_dir)
     prepared = prepare_data(run)

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 from minimind.config.run_config import LAUNCH, RunConfig
+from minimind.runtime import disk
 from minimind.runtime.terminal import aligned
 
 
 def minimind_command(python: str) -> str:
     """The installed `minimind` of an interpreter, else `PYTHON -m minimind`; quoted for a shell."""
     script = Path(python).parent / "minimind"
-    path = script if script.exists() else Path(python)
+    path = script if disk.exists(script) else Path(python)
     near = os.path.relpath(path)
     command = shlex.quote(str(path) if near.startswith("..") else near)
     return command if path == script else f"{command} -m minimind"

@@ -39,6 +39,7 @@ from minimind.data.tokenizer.lossless import require_kept
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.data.tokenizer.vocabulary import MODEL_NAME, require_learnable, write_tokenizer
 from minimind.errors import DataError, StorageError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import (
     canonical_json,
     fingerprint,
@@ -61,13 +62,13 @@ def build_once(
     without a lock, also in a read-only cache. The kernel releases the lock when its process ends.
     The lock file stays: if it were removed, two processes could lock two files of one name.
     """
-    if directory.is_dir():
+    if disk.is_dir(directory):
         return
     with storing(f"{directory}: cannot be written", remedy):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with open(directory.with_name(f"{directory.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not directory.is_dir():
+            if not disk.is_dir(directory):
                 _build(directory, build, is_resumable)
 
 
@@ -76,7 +77,7 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
         draft = directory.with_name(f"{directory.name}.part")
         draft.mkdir(exist_ok=True)
     else:
-        for leftover in directory.parent.glob(f"{directory.name}.tmp-*"):
+        for leftover in disk.matching(directory.parent, f"{directory.name}.tmp-*"):
             shutil.rmtree(leftover)  # a killed process left it
         draft = Path(tempfile.mkdtemp(prefix=f"{directory.name}.tmp-", dir=directory.parent))
         draft.chmod(0o755)  # mkdtemp makes it private

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field
 
 from minimind.errors import CheckpointError, DataError
+from minimind.runtime import disk
 from minimind.runtime.checked_json import CheckedJson, ClosedJson, Count, Positive, shown, validate
 from minimind.runtime.durable_files import fingerprint, sha256_of
 
@@ -159,7 +160,9 @@ def _cut_files(directory: Path, shard: dict[str, Any]) -> list[Path]:
     """The files of a shard that are missing or do not have their recorded size."""
     sizes = {shard["name"]: shard["bytes"], index_name(shard): 8 * shard["documents"]}
     paths = ((directory / name, size) for name, size in sizes.items())
-    return [path for path, size in paths if not path.is_file() or path.stat().st_size != size]
+    return [
+        path for path, size in paths if not disk.is_file(path) or disk.stat(path).st_size != size
+    ]
 
 
 def where_listed(rejected: dict[str, Any]) -> str:
@@ -201,11 +204,11 @@ def require_untouched(directory: Path, manifest: dict[str, Any]) -> None:
 
     Only shards with a newer time are hashed, so that a start does not read all of a large text.
     """
-    written = (directory / MANIFEST_NAME).stat().st_mtime_ns
+    written = disk.stat(directory / MANIFEST_NAME).st_mtime_ns
     for split in manifest["splits"].values():
         for shard in split["shards"]:
             path = directory / shard["name"]
-            if not path.is_file() or path.stat().st_mtime_ns <= written:
+            if not disk.is_file(path) or disk.stat(path).st_mtime_ns <= written:
                 continue
             if sha256_of(path) != shard["sha256"]:
                 raise DataError(

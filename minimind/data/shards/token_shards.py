@@ -15,6 +15,7 @@ import numpy as np
 
 from minimind.data.shards.manifest import read_manifest
 from minimind.errors import DataError
+from minimind.runtime import disk
 
 INDEX_DTYPE = np.dtype("<u8")
 
@@ -235,7 +236,7 @@ def _read_index(path: Path) -> np.ndarray:
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    state = path.stat()
+    state = disk.stat(path)
     return state.st_size, state.st_mtime_ns, state.st_ino
 
 
