@@ -138,6 +138,7 @@ def which_memory(error: BaseException) -> str:
     return "device" if is_typed or has_message else ""
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 # What the surroundings refuse for a path, not what a program forgot.
 OF_DISK = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR),
@@ -154,7 +155,7 @@ def known_error(error: BaseException) -> RunError | None:
     """Convert an error of a library about memory, the disk or `~`; None for any other error."""
     if isinstance(error, RunError):
         return error
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in FULL:
         place = error.filename or "a file that was being written"
         return StorageError(f"{place}: {error.strerror}; free some space")
     if isinstance(error, OSError) and is_of_disk(error):

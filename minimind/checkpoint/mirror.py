@@ -434,7 +434,7 @@ def claim(
             text = shorten_line("; ".join(refused[:3]))
             raise LockedError(f"--mirror {url} is that of another run ({text}); {REMEDY}")
     run = ours or (there["run"] if there else secrets.token_hex(8))
-    with storing(str(out_dir / OWNER), "free some space, or correct the path of --out_dir"):
+    with storing(str(out_dir / OWNER), "correct the path of --out_dir"):
         write_whole(out_dir / OWNER, json.dumps({"run": run}).encode())
     facts = {"run": run, "start": secrets.token_hex(8), "identity": identity}
     content = json.dumps(facts, indent=1).encode()
@@ -470,20 +470,28 @@ def _claims(
 
 
 def _require_no_out_dir(remote: RemoteRun) -> None:
-    """Raise LockedError if a run trains, or has trained, in the folder of a file:// URL."""
+    """Raise LockedError if a run trains, or has trained, in the folder of a file:// URL.
+
+    Raise StorageError if it cannot be looked at.
+    """
     if remote.folder is None:
         return
-    paths = [remote.folder / name for name in OF_AN_OUT_DIR]
+    with storing(remote.shown, "give another --mirror"):
+        _require_none_in(remote.folder, remote.shown)
+
+
+def _require_none_in(folder: Path, shown: str) -> None:
+    paths = [folder / name for name in OF_AN_OUT_DIR]
     try:
         lock = lock_for_reading(paths[0])
     except FileNotFoundError:  # locked
         raise LockedError(
-            f"--mirror {remote.shown} is in use by a run as its --out_dir; {REMEDY}"
+            f"--mirror {shown} is in use by a run as its --out_dir; {REMEDY}"
         ) from None
     if lock:
         lock.close()
     if all(disk.exists(path) for path in paths):
-        raise LockedError(f"--mirror {remote.shown} is the --out_dir of a run; {REMEDY}")
+        raise LockedError(f"--mirror {shown} is the --out_dir of a run; {REMEDY}")
 
 
 def _read_own(path: Path) -> str | None:
@@ -609,7 +617,7 @@ class Mirror:
                 continue  # the run has gone back from it
             tmp = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
             url = f"{remote.shown}/{CHECKPOINTS}/{final.name}"
-            with storing(str(tmp), "free some space, or give another --out_dir"):
+            with storing(str(tmp), "give another --out_dir"):
                 bad = remote.fetch(step, tmp)
                 if bad is None:
                     if own := damaged.get(step):

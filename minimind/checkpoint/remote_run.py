@@ -77,7 +77,7 @@ class RemoteRun:
         """The result of `work` on the path of a file."""
         path = f"{self._root}/{name}"
         url = f"{self.url}/{name}".rstrip("/")
-        with storing(masked(url), "free some space, or give another --mirror"):
+        with storing(masked(url), "give another --mirror"):
             return retrying(url, lambda: work(path), permanent=StorageError)
 
     def names(self) -> list[str]:

@@ -36,7 +36,7 @@ from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
 from minimind.runtime.device import device_kind
 from minimind.runtime.durable_files import free_bytes, mebibytes, storing, write_durably
 
-REMEDY = "free some space, or correct the path of --out_dir; earlier checkpoints are untouched"
+REMEDY = "correct the path of --out_dir; earlier checkpoints are untouched"
 
 
 @dataclass(frozen=True)

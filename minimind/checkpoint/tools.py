@@ -269,7 +269,7 @@ def prune(place: str, given: Mapping[str, int], is_dry: bool) -> Iterator[Pruned
             size = sum((sizes_of(path) or {}).values())
             is_deleted = True
             if not is_dry:
-                with storing(str(path), "correct its permissions"):
+                with storing(str(path), "check the path"):
                     is_deleted = delete(path)
             bad = damages.get(path)
             damage = f"{bad.file} {bad.reason}" if bad else ""

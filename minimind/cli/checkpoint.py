@@ -21,7 +21,7 @@ from minimind.runtime.terminal import aligned
 
 COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state", "kept")
 SIDES = "<><>><"  # numbers to the right
-REMEDY = "correct the path or its permissions"
+REMEDY = "correct the path"
 
 T = TypeVar("T")
 

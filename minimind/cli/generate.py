@@ -247,7 +247,7 @@ def _answer_file(args: argparse.Namespace, prompts: list[str], generator: _Gener
                 show(lines[-1])
         tokens, seconds = tokens + result.tokens, seconds + result.seconds
     if args.out:
-        with storing(str(args.out), "free some space, or give another --out"):
+        with storing(str(args.out), "give another --out"):
             write_whole(args.out, "".join(lines).encode())
     speed = f"{tokens / max(1e-9, seconds):.0f} tokens/s"
     print(f"[{generator.path}, {len(prompts) - len(errors)} prompts, {speed}]", file=sys.stderr)

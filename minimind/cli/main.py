@@ -187,6 +187,7 @@ OF_THIS_HOST += ("cache_dir", "classifier")
 # Where a name of a flag of a run has another meaning.
 OF_COMMANDS = {
     "import": {"source": CheckpointError},
+    "checkpoint": {"place": CheckpointError, "places": CheckpointError},
     **{name: {"model": CheckpointError} for name in ("generate", "chat", "serve", "eval")},
 }
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {

@@ -21,7 +21,7 @@ from minimind.runtime.durable_files import storing
 if TYPE_CHECKING:
     from minimind.sweep.scaling import Answer
 
-REMEDY = "free some space, or give another --out"
+REMEDY = "give another --out"
 
 
 def add_parsers(subs: Any) -> None:

@@ -177,9 +177,9 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
     Rule(
         lambda run: (
             not run.hugging_face
-            or not (
-                disk.exists(Path(run.hugging_face).expanduser())
-                or ON_THE_HUB.fullmatch(run.model or "")
+            or (
+                disk.is_absent(Path(run.hugging_face).expanduser())
+                and not ON_THE_HUB.fullmatch(run.model or "")
             )
         ),
         "--model {model.value}: there is no such directory or file; name the directory of a model,"

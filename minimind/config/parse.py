@@ -569,7 +569,14 @@ def load_preset(name: str) -> dict[str, Any]:
         return {}
     presets = files_by_name(PRESETS)
     path = presets.get(name, name)
-    if not disk.is_file(Path(path)):
+    try:
+        is_file = disk.is_file(Path(path))
+    except OSError as error:
+        raise UsageError(
+            f"--model {name}: cannot be read ({error.strerror}); correct the path or its"
+            " permissions"
+        ) from error
+    if not is_file:
         known = list(presets)
         raise UsageError(
             f"--model {name}: no such preset or file;"

@@ -29,8 +29,8 @@ ORIGINS: dict[str, type[RunError]] = {
     **dict.fromkeys(("paths", "data", "directory", "decontaminate", "classifier"), DataError),
     **dict.fromkeys(("init_from", "resume", "checkpoint"), CheckpointError),
     **dict.fromkeys(("config", "model", "deepspeed_config", "chat_template"), UsageError),
-    **dict.fromkeys(("stages", "sources", "sample_prompts", "eval_tasks", "sweep"), UsageError),
-    **dict.fromkeys(("prompt_file", "prompts", "tools"), UsageError),
+    **dict.fromkeys(("stages", "sources", "eval_tasks", "sweep", "tools"), UsageError),
+    **dict.fromkeys(("sample_prompts", "prompts", "prompt_file"), DataError),
     **dict.fromkeys(("out", "out_dir", "cache_dir", "mirror"), StorageError),
     **dict.fromkeys(("place", "places", "run"), StorageError),
 }

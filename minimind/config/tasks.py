@@ -67,8 +67,8 @@ def read_tasks(texts: Iterable[str], by: str) -> list[AskedTask]:
         one = AskedTask(path.name.removesuffix(".yaml"), folder, as_chat)
         if one.name in ("", AVERAGE):
             raise UsageError(f"{by}: {item!r} names no task; name one of {', '.join(OWN_TASKS)}")
-        if folder is not None and not disk.is_dir(Path(folder).expanduser()):
-            raise UsageError(f"{by}: {item}: there is no folder {folder}; correct the path")
+        if folder is not None:
+            _require_folder(folder, f"{by}: {item}")
         if one.name in found:
             raise UsageError(f"{by}: names {one.name} twice; drop one")
         if one.is_own and as_chat:
@@ -81,6 +81,18 @@ def read_tasks(texts: Iterable[str], by: str) -> list[AskedTask]:
             )
         found[one.name] = one
     return [*found.values()]
+
+
+def _require_folder(folder: str, where: str) -> None:
+    try:
+        disk.entries(Path(folder).expanduser())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError(f"{where}: there is no folder {folder}; correct the path") from error
+    except OSError as error:
+        raise UsageError(
+            f"{where}: {folder} cannot be read ({error.strerror}); correct the path or its"
+            " permissions"
+        ) from error
 
 
 def tasks_of(run: RunConfig) -> list[AskedTask]:

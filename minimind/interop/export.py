@@ -72,11 +72,11 @@ def output(out: Path, force: bool) -> NewFolder:
     Raise UsageError for an earlier one whose model card was edited.
     """
     card = out / CARD
-    with storing(str(out), "correct its permissions, or give another --out"):
+    with storing(str(out), "give another --out"):
         replaceable = (*REPLACEABLE, *(remote_code_in(out) if force else ()))
         has_card = force and disk.is_file(card) and not disk.is_symlink(card)
     if has_card:
-        with storing(str(card), "correct its permissions, or give another --out"):
+        with storing(str(card), "give another --out"):
             content = card.read_bytes()
         if is_edited(content):
             raise UsageError(

@@ -238,7 +238,7 @@ class _Records:
         run = read_runs([folder])[0] if disk.is_file(metrics) else None
         balance: dict[str, Any] = {}
         if run is not None:
-            with storing(str(metrics), "correct its permissions"):
+            with storing(str(metrics), "check the path"):
                 for event in read_events(metrics, "token_balance"):
                     balance = event if number(event.get("step")) <= step else balance
         values: dict[str, Any] = {}

@@ -59,7 +59,7 @@ class Meeting:
         Waits until all `machines` are there, or until no new one has come for `settle` seconds.
         Raise PeerError if this host came too late.
         """
-        with storing(str(self.folder), "correct its permissions, and run the same command again"):
+        with storing(str(self.folder), "correct the path, and run the same command again"):
             self.folder.mkdir(parents=True, exist_ok=True)
             known, since = 0, time.monotonic()
             while not disk.exists(self.folder / DECISION):

@@ -171,7 +171,7 @@ class History:
         if not self.exists:
             self._begin(None)
             return before != (None, 0)
-        with storing(str(self._path), "correct its permissions"), open(self._path, "rb") as file:
+        with storing(str(self._path), "check the path"), open(self._path, "rb") as file:
             status = os.fstat(file.fileno())
             file_id = status.st_dev, status.st_ino
             if file_id != self._file_id or status.st_size < self._offset:  # the run began anew
@@ -381,7 +381,7 @@ def read_configuration(run_dir: Path) -> Configuration:
     """Read both files; a missing or malformed one is empty."""
     texts = []
     for path in (run_dir / "config.yaml", run_dir / "ds_config.resolved.json"):
-        with storing(str(path), "correct its permissions"):
+        with storing(str(path), "check the path"):
             texts.append(path.read_text("utf-8", "replace") if disk.is_file(path) else "")
     lines = re.sub(r"\n +", " ", texts[0]).splitlines()  # long values are wrapped
     flags = {}

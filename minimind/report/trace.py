@@ -62,7 +62,7 @@ class Trace:
         profiler = self.stop()
         again = f"-again_{self._number}" if self._number > 1 else ""
         path = self._directory / f"steps_{self._start}-{step}{again}-rank_{self._rank}.json.gz"
-        with storing(str(path), "free some space, or correct the path of --out_dir"):
+        with storing(str(path), "correct the path of --out_dir"):
             self._directory.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
         return path

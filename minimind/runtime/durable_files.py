@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from minimind.errors import StorageError
+from minimind.errors import FULL, StorageError
 from minimind.runtime import disk
 
 
@@ -84,7 +84,8 @@ def _draft(path: Path) -> Path:
 def storing(what: str, remedy: str, needed: int = 0) -> Iterator[None]:
     """Convert an OSError inside the block into StorageError: `what: why; remedy`.
 
-    For a full disk or quota the message has the bytes `needed` and free. BrokenPipeError passes.
+    The remedy of a full disk, or quota, and of missing permissions comes before `remedy`. Of a full
+    one the message has the bytes `needed` and free. BrokenPipeError passes.
     """
     try:
         yield
@@ -92,15 +93,21 @@ def storing(what: str, remedy: str, needed: int = 0) -> Iterator[None]:
         raise
     except OSError as error:
         message = f"{error.filename or what}: {error.strerror or error}"
-        if needed and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if needed and error.errno in FULL:
             free = free_bytes(Path(what))
             message += f", {needed:,} bytes ({mebibytes(needed)}) needed, {free:,} free"
-        raise StorageError(f"{message}; {remedy}") from error
+        raise StorageError(f"{message}; {_first_remedy(error)}{remedy}") from error
+
+
+def _first_remedy(error: OSError) -> str:
+    if error.errno in FULL:
+        return "free some space, or "
+    return "correct its permissions, or " if error.errno in (errno.EACCES, errno.EPERM) else ""
 
 
 def printing() -> AbstractContextManager[None]:
     """`storing` for standard output."""
-    return storing("standard output", "free some space, or send it somewhere else")
+    return storing("standard output", "send it somewhere else")
 
 
 def escape_unencodable() -> None:

@@ -235,7 +235,7 @@ def fetch(
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder, reason, found = Path(HF_HUB_CACHE), "", replace(wanted, inside="")
-    with storing(f"{folder}: cannot be written", f"free some space, or {ELSEWHERE}"):
+    with storing(f"{folder}: cannot be written", ELSEWHERE):
         try:
             sha, sizes = asking(wanted, missing, lambda: newest(found))
         except NoAnswer as error:

@@ -249,7 +249,7 @@ class CacheUse:
                         path.unlink(missing_ok=True)
 
 
-REMEDY = "free some space, or give another --cache_dir"
+REMEDY = "give another --cache_dir"
 PARALLEL = 8  # downloads
 LONGEST_NAME = 200  # characters of a file name, which gets a suffix while it is written
 
@@ -317,7 +317,7 @@ class ObjectCache:
         if missing and needed > (free := free_bytes(self.folder)):
             raise StorageError(
                 f"{self.folder}: {needed:,} bytes ({mebibytes(needed)}) of {masked(what)} do not"
-                f" fit in the {free:,} that are free; {REMEDY}"
+                f" fit in the {free:,} that are free; free some space, or {REMEDY}"
             )
         with storing(f"{self.folder}: cannot be written", REMEDY):
             fetched = [size for size in _in_parallel(filesystem, missing) if size is not None]

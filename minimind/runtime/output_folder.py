@@ -14,7 +14,7 @@ from minimind.runtime import disk
 from minimind.runtime.durable_files import storing, sync_directory
 from minimind.runtime.locks import held, remove_unheld
 
-REMEDY = "free some space, or give another --out"
+REMEDY = "give another --out"
 
 
 @dataclass(frozen=True)

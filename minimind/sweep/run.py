@@ -245,7 +245,7 @@ def conclude(study: Study, status: int) -> int:
     best = best_of(rows)
     if rows:
         page = place / "sweep.html"
-        write_page(render(sweep, rows, place), page, "free some space")
+        write_page(render(sweep, rows, place), page, "give another --out")
         print(f"\n{table_text(sweep, rows)}\n\n{page}: plots")
     if best:
         print(f"best: {best.folder}\n{best_command(sweep, best, place)}")

@@ -434,7 +434,7 @@ def write_rows(context: RunContext, guard: SpikeGuard, rows: np.ndarray, step: i
 
     def write() -> Path:
         path, number = out_dir / f"rolled_back-{step}.txt", 1
-        with storing(str(path), "free some space, or correct the path of --out_dir"):
+        with storing(str(path), "correct the path of --out_dir"):
             while disk.exists(path) and path.read_text(encoding="utf-8") != text:
                 number += 1
                 path = out_dir / f"rolled_back-{step}-{number}.txt"

@@ -159,7 +159,7 @@ def train_resolved(
     engine.introduce(progress.peers)
     require_same_files(engine, run, prepared, order)
     # 6. The log, the state that is resumed, and the objects of the loop.
-    with storing(str(out_dir), "correct its permissions, or give another --out_dir"):
+    with storing(str(out_dir), "give another --out_dir"):
         mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size, order)
         logger = RunLogger(
             out_dir, schedule.total_steps, engine.device, engine.rank == 0, run.profile, mfu
@@ -172,7 +172,7 @@ def train_resolved(
     register_cleanup(context)
     # 7. Files of the run in out_dir, and what reads them.
     if engine.rank == 0:
-        with storing(str(out_dir), "free some space, or give another --out_dir"):
+        with storing(str(out_dir), "give another --out_dir"):
             write_reference(out_dir, resolved)
             prepared.list_rejected(out_dir)
         if not keeps_tokenizer(run):
@@ -324,7 +324,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
 
             if placed := placement(read_runs([out_dir])[0]):
                 logger.print("\n".join(wrap(placed, COLUMNS, subsequent_indent="  ")))
-            write_report([out_dir], out_dir / REPORT_NAME, "free some space")
+            write_report([out_dir], out_dir / REPORT_NAME, "correct the path of --out_dir")
             logger.print(f"report {out_dir / REPORT_NAME}")
         # metrics.jsonl was removed, or the installation has changed since the start.
         except (StorageError, UsageError, ImportError) as error:

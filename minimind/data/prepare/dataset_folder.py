@@ -40,7 +40,7 @@ OF_DRAFT = (MANIFEST_NAME, PLAN_NAME, "rejected.jsonl", TOKENIZER_NAME, f"{TOKEN
 OF_DRAFT += ("*-[0-9]*.*", "*.tmp-*")
 WAIT = "give another --out, or wait until it is done"
 SAME_SHARES = "give all shares the same, or another --out, or delete it to start again"
-REMEDY = "free some space, correct its permissions, or give another --out"
+REMEDY = "give another --out"
 
 
 def prepare_folder(

@@ -94,7 +94,7 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
         raise
 
 
-REMEDY = "free space or give another --cache_dir"
+REMEDY = "give another --cache_dir"
 SAMPLED_BYTES = 2**30  # bytes of input to train a tokenizer on
 # Increase when files in a cache may hold what is refused now: conversations, or text that a
 # tokenizer loses.

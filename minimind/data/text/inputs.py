@@ -431,7 +431,10 @@ def _is_meant_as_weight(head: str, tail: str) -> bool:
 
 
 def _exists(path: str) -> bool:
-    return disk.seems_there(os.path.expanduser(path))
+    try:
+        return disk.exists(os.path.expanduser(path))
+    except OSError:  # its reader says why
+        return False
 
 
 def read_sources(path: Path) -> list[Source]:

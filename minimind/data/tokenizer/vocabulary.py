@@ -375,7 +375,7 @@ def with_length(files: Mapping[str, bytes], positions: Any) -> dict[str, bytes]:
 def write_tokenizer(directory: str | Path, files: Mapping[str, bytes]) -> None:
     """Write each file atomically and remove those of another tokenizer."""
     directory = Path(directory)
-    with storing(f"{directory}: cannot write the tokenizer", "free space, or correct the path"):
+    with storing(f"{directory}: cannot write the tokenizer", "correct the path"):
         directory.mkdir(parents=True, exist_ok=True)
         for name in TOKENIZER_FILES:
             for leftover in disk.matching(directory, f"{name}.tmp-*"):  # a killed process left it
