@@ -87,15 +87,18 @@ def published_checkpoints(root: Path) -> list[Path]:
 
     Empty if there is no such folder. Raise Unreadable if it cannot be listed.
     """
+    found = [path for path in _listed(root) if NAME.fullmatch(path.name) and disk.is_dir(path)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def _listed(root: Path, pattern: str = "*") -> list[Path]:
+    """What is in a folder, if it is there; raise Unreadable if it cannot be listed."""
     try:
-        found = [p for p in disk.entries(root) if NAME.fullmatch(p.name) and disk.is_dir(p)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        return [*disk.matching(root, pattern)]
     except OSError as error:
         raise Unreadable(
             f"{root}: cannot be read ({error.strerror}); correct its permissions"
         ) from error
-    return sorted(found, key=step_of, reverse=True)
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -153,13 +156,13 @@ def _remove(path: Path) -> None:
 
 def leftovers(root: Path) -> list[Path]:
     """Checkpoints that were set aside."""
-    aside = [p for why in ("rejected", "abandoned") for p in disk.matching(root, f"{why}-step_*")]
+    aside = [p for why in ("rejected", "abandoned") for p in _listed(root, f"{why}-step_*")]
     return sorted(p for p in aside if ".tmp-" not in p.name)
 
 
 def unfinished(root: Path) -> list[Path]:
     """Directories of interrupted saves and deletions."""
-    return sorted(disk.matching(root, "*step_*.tmp-*"))
+    return sorted(_listed(root, "*step_*.tmp-*"))
 
 
 def sweep(root: Path) -> None:

@@ -127,7 +127,8 @@ def files_below(folder: AnyPath) -> Iterator[Path]:
     """The files in a folder and in those below it, and links to files; in no order."""
 
     def fail(error: OSError) -> None:
-        raise error
+        if not isinstance(error, FileNotFoundError):  # or another process has just removed it
+            raise error
 
     for place, _, names in os.walk(folder, onerror=fail):
         yield from (path for name in names if is_file(path := Path(place, name)))

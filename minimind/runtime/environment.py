@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from minimind.errors import RendezvousError, StorageError
-from minimind.runtime import disk
 from minimind.runtime.process import LAUNCHER_PID, SCRIPT_PID
 
 COUNT, INDEX = range(1, 2**31), range(2**31)
@@ -191,7 +190,7 @@ def _require_interfaces(environ: Mapping[str, str]) -> None:
         return
     gloo, nccl = (environ.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL"))
     is_found = {"GLOO": not gloo or set(gloo.split(",")) <= {*interfaces}}
-    if nccl and nccl[0] != "^" and any(disk.exists(driver) for driver in GPU_DRIVERS):
+    if nccl and nccl[0] != "^" and any(driver.exists() for driver in GPU_DRIVERS):
         names = tuple(nccl.removeprefix("=").split(","))
         is_exact = nccl[0] == "="
         is_found["NCCL"] = any(
@@ -208,7 +207,7 @@ def _require_interfaces(environ: Mapping[str, str]) -> None:
 
 def _require_temporary_folder(environ: Mapping[str, str]) -> None:
     folder = environ.get("TMPDIR")
-    if folder is not None and not (disk.is_dir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+    if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
         raise StorageError(
             f"TMPDIR is {folder!r} in the environment, not a folder that can be written to; unset"
             " it, or name another"

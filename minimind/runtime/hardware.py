@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from minimind.runtime import disk
 from minimind.runtime.device import CUDA, device_kind
 from minimind.runtime.environment import HIDDEN, command_output, visible_gpu_names
 
@@ -173,7 +172,7 @@ def has_python_header() -> bool:
     # Triton and torch ask for posix_prefix, where Debian's Pythons outside a venv have it.
     schemes = (sysconfig.get_default_scheme(), "posix_prefix")
     folders = [Path(sysconfig.get_path("include", scheme)) for scheme in schemes]
-    return any(disk.exists(folder / "Python.h") for folder in folders)
+    return any((folder / "Python.h").exists() for folder in folders)
 
 
 def dotted(version: tuple[int, int]) -> str:

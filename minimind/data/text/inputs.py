@@ -147,7 +147,7 @@ def _named_by(path: Path) -> list[Path]:
     else:
         matches = sorted(_matching_path(path), key=str)
         if not matches:  # such as run[1]/*.jsonl, where [1] is of the name of a folder
-            matches = sorted(_matching_path(Path(with_names(str(path), os.path.isdir))), key=str)
+            matches = sorted(_matching_path(Path(with_names(str(path), disk.is_dir))), key=str)
         wanted = (p for p in matches if _is_wanted(p) and not _is_ours(p) | _is_ours(p.parent))
         inside = [p for match in wanted for p in _inputs_of(match)]
         files = list(dict.fromkeys(inside))  # "**" gives a directory and what is in it
