@@ -28,6 +28,7 @@ from minimind.config.flags import SHAPE
 from minimind.errors import CheckpointError
 from minimind.runtime import disk
 from minimind.runtime.checked_json import Unreadable, read_object, shown
+from minimind.runtime.drafts import remove_left
 from minimind.runtime.durable_files import (
     canonical_json,
     fingerprint,
@@ -166,9 +167,11 @@ def unfinished(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Delete the directories of interrupted saves and deletions."""
+    """Delete the directories of interrupted saves and deletions, and unfinished files in others."""
     for left in unfinished(root):
         _remove(left)
+    for path in published_checkpoints(root):
+        remove_left(path)
 
 
 def manifest_text(manifest: dict[str, Any]) -> bytes:

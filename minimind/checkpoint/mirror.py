@@ -32,14 +32,7 @@ from minimind.checkpoint.directory import (
     step_of,
     verify,
 )
-from minimind.checkpoint.remote_run import (
-    ABANDONED,
-    CHECKPOINTS,
-    PROBE,
-    RemoteRun,
-    by_step,
-    complete,
-)
+from minimind.checkpoint.remote_run import ABANDONED, CHECKPOINTS, RemoteRun, by_step, complete
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.retention import (
     STAYS,
@@ -64,6 +57,7 @@ from minimind.runtime.checked_json import (
     validate,
 )
 from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
+from minimind.runtime.drafts import draft_of, remove_left
 from minimind.runtime.durable_files import (
     canonical_json,
     mebibytes,
@@ -392,7 +386,7 @@ def require_mirror(url: str, out_dir: Path, resume: str) -> None:
     if it is neither empty nor a mirror that may be this run's.
     """
     remote, token = RemoteRun(url), secrets.token_hex(8)
-    probe = f"{PROBE}{token}"
+    probe = draft_of(Path(".probe")).name
     if remote.folder and remote.folder.is_relative_to(disk.resolve(out_dir)):
         raise UsageError(
             f"--mirror {remote.shown} is in --out_dir {out_dir}, whose loss it is for; give another"
@@ -400,6 +394,9 @@ def require_mirror(url: str, out_dir: Path, resume: str) -> None:
         )
     try:
         _claims(remote, out_dir, resume)
+        if remote.folder:
+            for folder in (remote.folder, *published_checkpoints(remote.folder / CHECKPOINTS)):
+                remove_left(folder)
         remote.write(probe, token.encode())
         remote.delete(probe)
     except StorageError as error:  # show the URL as it was given

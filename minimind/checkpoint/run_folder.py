@@ -20,6 +20,7 @@ from minimind.config.flags import BY_TASK, SHAPE
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import LockedError, StorageError, UsageError
 from minimind.runtime import disk
+from minimind.runtime.drafts import remove_left
 from minimind.runtime.durable_files import require_regular, storing, write_whole
 from minimind.runtime.urls import masked_values, named
 
@@ -55,6 +56,7 @@ def lock_out_dir(out_dir: Path, flag: str = "--out_dir") -> IO[bytes]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+            remove_left(out_dir)
         except BlockingIOError as error:
             lock.seek(0)
             holder = lock.read().decode(errors="replace").strip() or "another run"

@@ -16,6 +16,7 @@ from typing import Any
 
 from minimind.errors import DataError
 from minimind.runtime import disk
+from minimind.runtime.drafts import draft_of
 from minimind.runtime.filesystem import (
     AWS,
     PARTIAL,
@@ -31,7 +32,6 @@ BLOCK_BYTES = 2**23
 MOST_DOWNLOADS = 4  # downloads of one object whose content does not match
 MODIFIED = "modified "  # begins what stands for an ETag
 REPLACED = "was replaced while it was fetched; run the same command again"
-DRAFT = ".tmp-"  # marks names of files that are being written
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def download(
     Return its sha256. Raise DataError if it is missing, refused, replaced meanwhile, or never
     matches its checksum, and Cancelled once `stopped` is set.
     """
-    draft = target.with_name(f".{target.name}{DRAFT}{os.getpid()}-{threading.get_ident()}")
+    draft = draft_of(target.with_name(f".{target.name}"), str(threading.get_ident()))
     stopped = stopped or threading.Event()
     before = fault = ""
     try:

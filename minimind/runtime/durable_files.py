@@ -19,6 +19,7 @@ from typing import Any
 
 from minimind.errors import FULL, StorageError
 from minimind.runtime import disk
+from minimind.runtime.drafts import draft_of, remove_left
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -62,7 +63,7 @@ def read_small_text(path: str | Path, most: int = 2**20, pipes: bool = False) ->
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file atomically: readers see the old or the new content."""
-    draft = _draft(path)
+    draft = draft_of(path)
     try:
         write_durably(draft, content)
         os.replace(draft, path)
@@ -71,13 +72,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Raise the OSError that `write_whole` would raise, before any work is done."""
-    _draft(path).touch()
-    _draft(path).unlink()
+    """Raise the OSError that `write_whole` would raise, before any work is done.
 
-
-def _draft(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    What killed processes left of the file is deleted.
+    """
+    remove_left(path.parent, path.name)
+    draft_of(path).touch()
+    draft_of(path).unlink()
 
 
 @contextmanager

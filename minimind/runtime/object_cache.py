@@ -26,7 +26,8 @@ from typing import IO, Any, TypeVar
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import disk
-from minimind.runtime.download import DRAFT, RemoteObject, download
+from minimind.runtime.download import RemoteObject, download
+from minimind.runtime.drafts import A_DRAFT, remove_left
 from minimind.runtime.durable_files import (
     canonical_json,
     free_bytes,
@@ -104,8 +105,6 @@ def _work(
 
 
 LIST = ".use-"
-A_WHOLE_DRAFT = re.compile(r".+\.tmp-\d+")  # `write_whole` writes them
-A_DRAFT = re.compile(rf"\.(.+){re.escape(DRAFT)}\d+-\d+")  # ends with the process and the thread
 GIB = 2**30
 
 
@@ -233,7 +232,7 @@ class CacheUse:
                 path = Path(folder, name)
                 record = record_path(path)
                 has_record = disk.exists(record)
-                if not has_record and (name.startswith(".") or A_WHOLE_DRAFT.fullmatch(name)):
+                if not has_record and (name.startswith(".") or A_DRAFT.fullmatch(name)):
                     continue
                 with suppress(FileNotFoundError):
                     when = disk.stat(record if has_record else path).st_mtime
@@ -242,9 +241,11 @@ class CacheUse:
     def _delete_drafts(self, folders: set[Path], used: Mapping[str, int]) -> None:
         """Delete what killed processes were fetching."""
         for folder in filter(disk.is_dir, folders):
+            remove_left(folder)
             for path in disk.entries(folder):
-                if match := A_DRAFT.fullmatch(path.name):
-                    target = folder / match[1]
+                match = A_DRAFT.fullmatch(path.name)
+                if match and match["more"]:  # a download, which claims its file
+                    target = folder / match["name"].removeprefix(".")
                     if str(target.relative_to(self._folder)) not in used:
                         path.unlink(missing_ok=True)
 

@@ -169,7 +169,8 @@ def trained_in(ground: Ground) -> Iterator[str]:
 
 def left_by_a_kill(ground: Ground) -> Iterator[str]:
     """The files that a killed start leaves at an empty URL do not count."""
-    folder = ground.lay("mirror", {".probe-0123": "=x", "mirror.json.tmp": "={"})
+    left = (draft_of(Path(name)).name for name in (".probe", "mirror.json"))
+    folder = ground.lay("mirror", dict.fromkeys(left, "={"))
     status = ground.run("own", mirror=f"file://{folder}")
     if status or steps_at(folder) != [4, 2]:
         yield f"status {status}, with {steps_at(folder)} there"

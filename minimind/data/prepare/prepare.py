@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -40,6 +39,7 @@ from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.data.tokenizer.vocabulary import MODEL_NAME, require_learnable, write_tokenizer
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime import disk
+from minimind.runtime.drafts import draft_of, remove_left
 from minimind.runtime.durable_files import (
     canonical_json,
     fingerprint,
@@ -69,6 +69,7 @@ def build_once(
         with open(directory.with_name(f"{directory.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not disk.is_dir(directory):
+                remove_left(directory.parent)
                 _build(directory, build, is_resumable)
 
 
@@ -79,8 +80,8 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
     else:
         for leftover in disk.matching(directory.parent, f"{directory.name}.tmp-*"):
             shutil.rmtree(leftover)  # a killed process left it
-        draft = Path(tempfile.mkdtemp(prefix=f"{directory.name}.tmp-", dir=directory.parent))
-        draft.chmod(0o755)  # mkdtemp makes it private
+        draft = draft_of(directory)
+        draft.mkdir()
     try:
         build(draft)
         sync_directory(draft)
