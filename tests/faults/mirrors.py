@@ -28,6 +28,7 @@ from minimind.data.shards.token_shards import TokenShards
 from minimind.errors import RunError
 from minimind.recovery.corruption import CorruptionCheck, Fault
 from minimind.recovery.step_rows import read_run
+from minimind.runtime.drafts import draft_of
 from tests.checkpoint.saves import facts_of, save
 from tests.conftest import sentences
 from tests.faults.outcomes import Outcome, events

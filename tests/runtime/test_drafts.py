@@ -74,7 +74,11 @@ STARTS = {  # the folder of what is left, its name, and what opens the folder
     ),
     "answers": ("", "answers.jsonl", lambda at: require_writable(at / "answers.jsonl")),
     "report": ("", "report.html", lambda at: write_page("", at / "report.html", "")),
-    "tokens of a cache": ("", "0123", lambda at: build_once(at / "4567", lambda _: None, "")),
+    "tokens of a cache": (
+        "",
+        "0123",
+        lambda at: build_once(at / str(time.monotonic_ns()), lambda _: None, ""),
+    ),
 }
 
 
