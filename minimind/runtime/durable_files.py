@@ -167,10 +167,12 @@ class Metrics:
     """Appends one JSON object per line to metrics.jsonl; never rewrites.
 
     Unbuffered: after a full disk, a buffer would be written again, and fail again, at closing.
+    Raises OSError once the file is no longer at its path: its lines would be lost without a word.
     """
 
     def __init__(self, path: Path) -> None:
         require_regular(path)
+        self._path = path
         self._file = open(path, "ab", buffering=0)
         if disk.stat(path).st_size:
             with open(path, "rb") as existing:
@@ -185,6 +187,12 @@ class Metrics:
         self._append((json.dumps(line, ensure_ascii=False) + "\n").encode())
 
     def _append(self, content: bytes) -> None:
+        is_there = disk.exists(self._path)
+        if not is_there or not os.path.samestat(
+            os.fstat(self._file.fileno()), disk.stat(self._path)
+        ):
+            reason = "was replaced" if is_there else "was removed or renamed, or its folder was,"
+            raise OSError(errno.ENOENT, f"{reason} while a run writes it", str(self._path))
         left = memoryview(content)
         while left:  # a disk that fills up may accept a part
             left = left[self._file.write(left) :]
