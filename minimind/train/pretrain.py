@@ -301,7 +301,8 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     context.batches.close()
     if run.mirror:
         context.mirror.finish()
-        context.saver.prune()  # what was being uploaded at the last save
+    # What was being uploaded at the last save, or was left where a start was killed after it.
+    context.saver.prune()
     if message := context.saver.prune_error(wait=True):
         logger.print(message)
     code = "DONE" if status == 0 else "PREEMPTED"
