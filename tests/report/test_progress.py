@@ -57,8 +57,6 @@ def test_a_log_that_is_no_longer_there_ends_the_run(how: str, tmp_path: Path):
         (out_dir / "metrics.jsonl").unlink()
         if how == "replaced":
             (out_dir / "metrics.jsonl").write_text("")
-    with pytest.raises(
-        StorageError, match=r"jsonl: was .* while a run writes it; correct"
-    ):
+    with pytest.raises(StorageError, match=r"jsonl: was .* while a run writes it; correct"):
         logger.event("step", step=2)
     logger.close()
