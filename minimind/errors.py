@@ -138,13 +138,30 @@ def which_memory(error: BaseException) -> str:
     return "device" if is_typed or has_message else ""
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+# What the surroundings refuse for a path, not what a program forgot.
+OF_DISK = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR),
+    *(errno.EINVAL, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT),
+)
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Whether an error is what the disk, or its permissions, refuse for a path that it names."""
+    return isinstance(error, OSError) and error.errno in OF_DISK and error.filename is not None
+
+
 def known_error(error: BaseException) -> RunError | None:
-    """Convert an error of a library about memory, a full disk or `~`; None for any other error."""
+    """Convert an error of a library about memory, the disk or `~`; None for any other error."""
     if isinstance(error, RunError):
         return error
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in FULL:
         place = error.filename or "a file that was being written"
         return StorageError(f"{place}: {error.strerror}; free some space")
+    if isinstance(error, OSError) and is_of_disk(error):
+        return StorageError(
+            f"{error.filename}: {error.strerror}; correct the path or its permissions"
+        )
     if isinstance(error, RuntimeError) and str(error) == NO_HOME:
         return UsageError("a path begins with ~ and a name that is no user here; write it in full")
     if isinstance(error, RuntimeError) and NOT_EXPANDABLE in str(error):

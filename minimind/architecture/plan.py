@@ -36,6 +36,7 @@ from minimind.config.rules import flags_with_rules, largest_micro_batch, needs_t
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig, deepspeed_files
 from minimind.config.schedule import budget_steps
 from minimind.errors import UsageError, fault_error
+from minimind.runtime import disk
 from minimind.runtime.installed import LAUNCH
 from minimind.runtime.urls import masked
 
@@ -354,8 +355,8 @@ def _advice(
     has more to it than a stage; the file of an installed package is not to be edited.
     """
     shape, gpus, memory = shape_of(run), here.world_size, machine.memory or 0
-    shipped = {Path(file).resolve(): name for name, file in deepspeed_files().items()}.get(
-        Path(path).resolve()
+    shipped = {disk.resolve(Path(file)): name for name, file in deepspeed_files().items()}.get(
+        disk.resolve(Path(path))
     )
     is_replaceable = path == "none" or shipped in (*FILES.values(), "torch_adamw")
     may_be_plain = is_replaceable and not plain_faults(run) and (gpus == 1 or path == "none")

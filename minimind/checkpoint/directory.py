@@ -14,7 +14,6 @@ A directory under its final name is complete. Nothing in it is ever unpickled.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import stat
@@ -27,7 +26,9 @@ from typing import Any, TypeVar
 from minimind.checkpoint.validation import require_manifest
 from minimind.config.flags import SHAPE
 from minimind.errors import CheckpointError
+from minimind.runtime import disk
 from minimind.runtime.checked_json import Unreadable, read_object, shown
+from minimind.runtime.drafts import remove_left
 from minimind.runtime.durable_files import (
     canonical_json,
     fingerprint,
@@ -87,21 +88,23 @@ def published_checkpoints(root: Path) -> list[Path]:
 
     Empty if there is no such folder. Raise Unreadable if it cannot be listed.
     """
+    found = [path for path in _listed(root) if NAME.fullmatch(path.name) and disk.is_dir(path)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def _listed(root: Path, pattern: str = "*") -> list[Path]:
+    """What is in a folder, if it is there; raise Unreadable if it cannot be listed."""
     try:
-        with os.scandir(root) as entries:
-            names = [e.name for e in entries if NAME.fullmatch(e.name) and e.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        return [*disk.matching(root, pattern)]
     except OSError as error:
         raise Unreadable(
             f"{root}: cannot be read ({error.strerror}); correct its permissions"
         ) from error
-    return sorted((root / name for name in names), key=step_of, reverse=True)
 
 
 def describe_file(path: Path) -> dict[str, Any]:
     """The manifest entry of a file: `name`, `bytes`, `sha256`."""
-    return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    return {"name": path.name, "bytes": disk.stat(path).st_size, "sha256": sha256_of(path)}
 
 
 def write_manifest(directory: Path, facts: dict[str, Any], files: list[dict[str, Any]]) -> None:
@@ -114,7 +117,7 @@ def write_manifest(directory: Path, facts: dict[str, Any], files: list[dict[str,
 
 def publish(tmp: Path, final: Path) -> None:
     """Rename a complete directory to its final name durably; an existing one is set aside."""
-    if final.exists():
+    if disk.exists(final):
         set_aside(final, "rejected")
     tmp.rename(final)
     sync_directory(final.parent)
@@ -122,7 +125,7 @@ def publish(tmp: Path, final: Path) -> None:
 
 def _free_name(path: Path) -> Path:
     others = (path.with_name(f"{path.name}-{n}") for n in count(2))
-    return next(free for free in chain([path], others) if not free.exists())
+    return next(free for free in chain([path], others) if not disk.exists(free))
 
 
 def set_aside(path: Path, why: str) -> None:
@@ -146,7 +149,7 @@ def delete(path: Path) -> bool:
 
 def _remove(path: Path) -> None:
     """Delete a directory, a file or a link (not its target)."""
-    if path.is_dir() and not path.is_symlink():
+    if disk.is_dir(path) and not disk.is_symlink(path):
         shutil.rmtree(path)
     else:
         path.unlink()
@@ -154,19 +157,21 @@ def _remove(path: Path) -> None:
 
 def leftovers(root: Path) -> list[Path]:
     """Checkpoints that were set aside."""
-    aside = [p for why in ("rejected", "abandoned") for p in root.glob(f"{why}-step_*")]
+    aside = [p for why in ("rejected", "abandoned") for p in _listed(root, f"{why}-step_*")]
     return sorted(p for p in aside if ".tmp-" not in p.name)
 
 
 def unfinished(root: Path) -> list[Path]:
     """Directories of interrupted saves and deletions."""
-    return sorted(root.glob("*step_*.tmp-*"))
+    return sorted(_listed(root, "*step_*.tmp-*"))
 
 
 def sweep(root: Path) -> None:
-    """Delete the directories of interrupted saves and deletions."""
+    """Delete the directories of interrupted saves and deletions, and unfinished files in others."""
     for left in unfinished(root):
         _remove(left)
+    for path in published_checkpoints(root):
+        remove_left(path)
 
 
 def manifest_text(manifest: dict[str, Any]) -> bytes:
@@ -221,7 +226,7 @@ def first_damage(found: Sequence[Rejected | None]) -> Rejected | None:
 def fault(path: Path, entry: dict[str, Any]) -> Rejected | None:
     """Return the damage of one file, or None."""
     try:
-        state = path.lstat()
+        state = disk.stat(path, follow=False)
         if not stat.S_ISREG(state.st_mode):
             text = "is missing"
         elif state.st_size != entry["bytes"]:
@@ -291,7 +296,7 @@ def require_same_run(
 
 def start_over(root: Path) -> None:
     """Rename an existing checkpoints folder for a fresh start, and create an empty one."""
-    if root.is_dir() and any(root.iterdir()):
+    if disk.is_dir(root) and any(disk.entries(root)):
         root.rename(_free_name(root.with_name(f"{root.name}-before")))
         root.mkdir()
 
@@ -340,7 +345,7 @@ def read_chosen(place: str, use: Callable[[Chosen], T]) -> T:
         try:
             return use(chosen)
         except (CheckpointError, FileNotFoundError) as error:
-            if chosen.path.is_dir():
+            if disk.is_dir(chosen.path):
                 raise
             if not is_run:
                 raise _removed(chosen.path) from error
@@ -384,13 +389,13 @@ def newest_valid(
 def _run_of(place: str) -> Path | None:
     """Return the checkpoints folder if `place` is a run; None if it is a checkpoint."""
     roots = (Path(place) / "checkpoints", Path(place))
-    return next((root for root in roots if root.is_dir() and root.name == "checkpoints"), None)
+    return next((root for root in roots if disk.is_dir(root) and root.name == "checkpoints"), None)
 
 
 def _choose(place: str) -> Chosen:
     root = _run_of(place)
     checkpoints = published_checkpoints(root) if root else [Path(place)]
-    if not Path(place).is_dir() or not checkpoints:
+    if not disk.is_dir(Path(place)) or not checkpoints:
         raise CheckpointError(
             f"--checkpoint {place}: holds no checkpoint; name a run's out_dir or a step_ directory"
         )
@@ -402,7 +407,7 @@ def _choose(place: str) -> Chosen:
         except FileNotFoundError as error:
             raise _removed(path) from error
         bad = verify(path)
-        if bad and not path.is_dir():
+        if bad and not disk.is_dir(path):
             raise _removed(path)
         return bad
 

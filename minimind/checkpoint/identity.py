@@ -18,6 +18,7 @@ from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order, Ranges, count_rows
 from minimind.engine.build import Engine
+from minimind.runtime import disk
 from minimind.runtime.device import device_kind
 from minimind.runtime.urls import masked_values
 
@@ -137,7 +138,7 @@ def _library_versions() -> dict[str, str]:
 
 def source_commit() -> str:
     """The git commit of the code that runs, or the package version outside a checkout."""
-    if not (PROJECT / ".git").exists():
+    if not disk.exists(PROJECT / ".git"):
         return __version__
     command = ["git", "-C", str(PROJECT), "rev-parse", "HEAD"]
     try:

@@ -32,14 +32,7 @@ from minimind.checkpoint.directory import (
     step_of,
     verify,
 )
-from minimind.checkpoint.remote_run import (
-    ABANDONED,
-    CHECKPOINTS,
-    PROBE,
-    RemoteRun,
-    by_step,
-    complete,
-)
+from minimind.checkpoint.remote_run import ABANDONED, CHECKPOINTS, RemoteRun, by_step, complete
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.retention import (
     STAYS,
@@ -56,6 +49,7 @@ from minimind.config.flags import MIRROR_WAIT_S
 from minimind.config.run_config import RunConfig
 from minimind.errors import CheckpointError, LockedError, StorageError, UsageError
 from minimind.report.run_logger import RunLogger
+from minimind.runtime import disk
 from minimind.runtime.checked_json import (
     CheckedJson,
     Unreadable,
@@ -64,6 +58,7 @@ from minimind.runtime.checked_json import (
     validate,
 )
 from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
+from minimind.runtime.drafts import draft_of, remove_left
 from minimind.runtime.durable_files import (
     canonical_json,
     mebibytes,
@@ -273,7 +268,7 @@ class Uploads:
 
     def _copy_run_files(self) -> None:
         """Upload what identifies the run to a reader, once."""
-        paths = {path for name in RUN_FILES for path in self._out_dir.glob(name)}
+        paths = {path for name in RUN_FILES for path in disk.matching(self._out_dir, name)}
         for path in sorted(paths - self._copied):
             self.remote.put(path, path.relative_to(self._out_dir).as_posix())
             self._copied.add(path)
@@ -329,7 +324,7 @@ class Uploads:
         """A checkpoint there with its validation loss, which may be recorded after its upload."""
         local = step_directory(self._out_dir / CHECKPOINTS, step)
         name, saved = f"{CHECKPOINTS}/{local.name}/{VALIDATION}", saved_of(local)
-        if not saved.doubt and (local / VALIDATION).is_file():
+        if not saved.doubt and disk.is_file(local / VALIDATION):
             content = (local / VALIDATION).read_bytes()
             # The file of a copy is read once, and is written again if it is damaged.
             is_new = step not in self._validated and self.remote.read(name) != content
@@ -346,7 +341,7 @@ def _locked(path: Path, good: int | None) -> Waiting | None:
         lock = lock_for_reading(path / MANIFEST)
     except FileNotFoundError:
         return None
-    return Waiting(path, lock, good) if path.is_dir() else None
+    return Waiting(path, lock, good) if disk.is_dir(path) else None
 
 
 def abandon_after(remote: RemoteRun, step: int) -> None:
@@ -388,7 +383,7 @@ def require_no_mirror(out_dir: Path, url: str | None) -> None:
     if not remote or content is None or _parsed(remote, content)["run"] != claim.get("run"):
         raise LockedError(
             f"--out_dir {out_dir} is the --mirror of a run; go on with that run by an empty"
-            f" --out_dir and --mirror file://{out_dir.resolve()}, or give another --out_dir"
+            f" --out_dir and --mirror file://{disk.resolve(out_dir)}, or give another --out_dir"
         )
 
 
@@ -399,14 +394,17 @@ def require_mirror(url: str, out_dir: Path, resume: str) -> None:
     if it is neither empty nor a mirror that may be this run's.
     """
     remote, token = RemoteRun(url), secrets.token_hex(8)
-    probe = f"{PROBE}{token}"
-    if remote.folder and remote.folder.is_relative_to(out_dir.resolve()):
+    probe = draft_of(Path(".probe")).name
+    if remote.folder and remote.folder.is_relative_to(disk.resolve(out_dir)):
         raise UsageError(
             f"--mirror {remote.shown} is in --out_dir {out_dir}, whose loss it is for; give another"
             " folder"
         )
     try:
         _claims(remote, out_dir, resume)
+        if remote.folder:
+            for folder in (remote.folder, *published_checkpoints(remote.folder / CHECKPOINTS)):
+                remove_left(folder)
         remote.write(probe, token.encode())
         remote.delete(probe)
     except StorageError as error:  # show the URL as it was given
@@ -441,7 +439,7 @@ def claim(
             text = shorten_line("; ".join(refused[:3]))
             raise LockedError(f"--mirror {url} is that of another run ({text}); {REMEDY}")
     run = ours or (there["run"] if there else secrets.token_hex(8))
-    with storing(str(out_dir / OWNER), "free some space, or correct the path of --out_dir"):
+    with storing(str(out_dir / OWNER), "correct the path of --out_dir"):
         write_whole(out_dir / OWNER, json.dumps({"run": run}).encode())
     facts = {"run": run, "start": secrets.token_hex(8), "identity": identity}
     content = json.dumps(facts, indent=1).encode()
@@ -477,20 +475,28 @@ def _claims(
 
 
 def _require_no_out_dir(remote: RemoteRun) -> None:
-    """Raise LockedError if a run trains, or has trained, in the folder of a file:// URL."""
+    """Raise LockedError if a run trains, or has trained, in the folder of a file:// URL.
+
+    Raise StorageError if it cannot be looked at.
+    """
     if remote.folder is None:
         return
-    paths = [remote.folder / name for name in OF_AN_OUT_DIR]
+    with storing(remote.shown, "give another --mirror"):
+        _require_none_in(remote.folder, remote.shown)
+
+
+def _require_none_in(folder: Path, shown: str) -> None:
+    paths = [folder / name for name in OF_AN_OUT_DIR]
     try:
         lock = lock_for_reading(paths[0])
     except FileNotFoundError:  # locked
         raise LockedError(
-            f"--mirror {remote.shown} is in use by a run as its --out_dir; {REMEDY}"
+            f"--mirror {shown} is in use by a run as its --out_dir; {REMEDY}"
         ) from None
     if lock:
         lock.close()
-    if all(path.exists() for path in paths):
-        raise LockedError(f"--mirror {remote.shown} is the --out_dir of a run; {REMEDY}")
+    if all(disk.exists(path) for path in paths):
+        raise LockedError(f"--mirror {shown} is the --out_dir of a run; {REMEDY}")
 
 
 def _read_own(path: Path) -> str | None:
@@ -611,17 +617,17 @@ class Mirror:
         for step in steps:
             started, final = time.perf_counter(), step_directory(self._root, step)
             manifest = remote.read(f"{CHECKPOINTS}/{final.name}/{MANIFEST}")
-            abandoned = self._root.glob(f"abandoned-{final.name}*/{MANIFEST}")
+            abandoned = disk.matching(self._root, f"abandoned-{final.name}*/{MANIFEST}")
             if any(path.read_bytes() == manifest for path in abandoned):
                 continue  # the run has gone back from it
             tmp = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
             url = f"{remote.shown}/{CHECKPOINTS}/{final.name}"
-            with storing(str(tmp), "free some space, or give another --out_dir"):
+            with storing(str(tmp), "give another --out_dir"):
                 bad = remote.fetch(step, tmp)
                 if bad is None:
                     if own := damaged.get(step):
                         events.append(_rejection(str(final), own))
-                    size = sum(path.stat().st_size for path in tmp.iterdir())
+                    size = sum(disk.stat(path).st_size for path in disk.entries(tmp))
                     publish(tmp, final)
                     seconds = time.perf_counter() - started
                     fields = {"step": step, "url": url, "bytes": size, "seconds": seconds}
@@ -647,7 +653,7 @@ class Mirror:
                 return
             self._uploads.owner.require()  # another start may have come since `restore`
             remote, step, path = self._uploads.remote, resumed.state.step, resumed.path
-            is_own = path is not None and path.resolve().parent == self._root.resolve()
+            is_own = path is not None and disk.resolve(path).parent == disk.resolve(self._root)
             abandon_after(remote, step if is_own else -1)
             if is_own:
                 self._resumed, self._is_only_here = path, step not in complete(remote.files())

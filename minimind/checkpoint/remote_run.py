@@ -10,16 +10,15 @@ The manifest is deleted, or renamed, before any other file of its checkpoint.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from minimind.checkpoint.directory import (
     MANIFEST,
     NAME,
-    OWNER,
     Rejected,
     checked_manifest,
     read_manifest,
@@ -29,8 +28,10 @@ from minimind.checkpoint.directory import (
 )
 from minimind.checkpoint.retention import VALIDATION
 from minimind.errors import CheckpointError, DataError, StorageError
+from minimind.runtime import disk
 from minimind.runtime.checked_json import MAX_BYTES, parse_object
 from minimind.runtime.download import RemoteObject, download, etag_of
+from minimind.runtime.drafts import A_DRAFT, draft_of
 from minimind.runtime.durable_files import storing, sync_directory, write_durably
 from minimind.runtime.filesystem import AWS, LOCAL, Truncated, open_filesystem, retrying, scheme_of
 from minimind.runtime.urls import masked
@@ -40,13 +41,12 @@ BLOCK = 2**23  # bytes of a request that reads
 PART = 2**25  # bytes of a request of a large upload; S3 takes 10,000 of them
 PART_ATTEMPTS = 5  # the library's attempts; without them the whole file is sent again
 ABANDONED = f"abandoned-{MANIFEST}"
-PROBE = ".probe-"
 OF_SYSTEMS = (
     r"lost\+found|\.Trash-\d+|\.snapshot"
     r"|\.DS_Store|\.Trashes|\.Spotlight-V100|\.fseventsd"
     r"|Thumbs\.db|desktop\.ini|\$RECYCLE\.BIN|System Volume Information"
 )
-LEFT = re.compile(rf"{re.escape(PROBE)}\w+|{re.escape(OWNER)}\.tmp|{OF_SYSTEMS}")
+LEFT = re.compile(rf"{A_DRAFT.pattern}|{OF_SYSTEMS}")
 
 T = TypeVar("T")
 
@@ -71,13 +71,13 @@ class RemoteRun:
     @property
     def folder(self) -> Path | None:
         """The folder of a file:// URL."""
-        return Path(os.path.realpath(self._root)) if self._scheme is LOCAL else None
+        return disk.resolve(self._root) if self._scheme is LOCAL else None
 
     def _try(self, name: str, work: Callable[[str], T]) -> T:
         """The result of `work` on the path of a file."""
         path = f"{self._root}/{name}"
         url = f"{self.url}/{name}".rstrip("/")
-        with storing(masked(url), "free some space, or give another --mirror"):
+        with storing(masked(url), "give another --mirror"):
             return retrying(url, lambda: work(path), permanent=StorageError)
 
     def names(self) -> list[str]:
@@ -131,7 +131,7 @@ class RemoteRun:
 
         def write(path: str) -> None:
             is_local = self._scheme is LOCAL
-            draft = f"{path}.tmp" if is_local else path
+            draft = str(draft_of(Path(path))) if is_local else path
             self._filesystem.pipe_file(draft, content)
             if is_local:
                 self._filesystem.mv(draft, path)
@@ -247,6 +247,9 @@ class RemoteRun:
         folder = step_directory(Path(), step).name
         for name in sorted(names, key=lambda name: name != MANIFEST):
             self.delete(f"{CHECKPOINTS}/{folder}/{name}")
+        if self.folder:  # object storage has no folders
+            with suppress(OSError):  # it has other files, or is gone
+                (self.folder / CHECKPOINTS / folder).rmdir()
 
 
 def by_step(files: dict[str, Any]) -> dict[int, list[str]]:

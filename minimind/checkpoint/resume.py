@@ -32,6 +32,7 @@ from minimind.checkpoint.validation import read_state
 from minimind.engine.build import Engine
 from minimind.engine.state import AVERAGE, MASTER, ZeroState
 from minimind.errors import CheckpointError
+from minimind.runtime import disk
 from minimind.runtime.checked_json import require_listed
 from minimind.runtime.collectives import Ranks, lost_peers, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import sync_directory
@@ -102,7 +103,7 @@ def requested_checkpoints(root: Path, requested: str) -> list[Path]:
         return published_checkpoints(root) if requested == "auto" else []
     path = Path(requested)
     return (
-        published_checkpoints(path / "checkpoints") if (path / "checkpoints").is_dir() else [path]
+        published_checkpoints(path / "checkpoints") if disk.is_dir(path / "checkpoints") else [path]
     )
 
 
@@ -136,7 +137,7 @@ def newest_acknowledged(log: EventLog) -> int | None:
 
 def _set_aside_others(root: Path, resumed: Path, rejected: set[Path]) -> None:
     candidates = published_checkpoints(root)
-    is_own = resumed.resolve() in {path.resolve() for path in candidates}
+    is_own = disk.resolve(resumed) in {disk.resolve(path) for path in candidates}
     for path in candidates:
         if path in rejected:
             set_aside(path, "rejected")

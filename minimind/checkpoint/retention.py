@@ -19,6 +19,7 @@ from minimind.config.flags import VAL_LOSS
 from minimind.config.run_config import REACH
 from minimind.config.run_record import NAME, read_record
 from minimind.errors import CheckpointError
+from minimind.runtime import disk
 from minimind.runtime.checked_json import (
     ClosedJson,
     Count,
@@ -198,7 +199,7 @@ def saved_of(directory: Path) -> Saved:
     """A published checkpoint with its validation loss."""
     path, step = directory / VALIDATION, step_of(directory)
     try:
-        path.lstat()
+        disk.stat(path, follow=False)
         return saved_with(step, read_object(path)[1])
     except FileNotFoundError:
         return Saved(step)
@@ -232,7 +233,7 @@ def rules_of_run(out_dir: Path) -> Rules | None:
     Raise CheckpointError if it is not whole.
     """
     path = out_dir / NAME
-    return Rules.of(read_record(path)) if path.exists() else None
+    return Rules.of(read_record(path)) if disk.exists(path) else None
 
 
 def good_step(log: EventLog, newest: int) -> tuple[int | None, bool]:

@@ -20,6 +20,8 @@ from minimind.config.flags import BY_TASK, SHAPE
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.config.run_record import HEAD, OF_EVERY_VERSION, with_sum
 from minimind.errors import LockedError, StorageError, UsageError
+from minimind.runtime import disk
+from minimind.runtime.drafts import remove_left
 from minimind.runtime.durable_files import require_regular, storing, write_whole
 from minimind.runtime.urls import masked_values, named
 
@@ -53,6 +55,7 @@ def lock_out_dir(out_dir: Path, flag: str = "--out_dir") -> IO[bytes]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+            remove_left(out_dir)
         except BlockingIOError as error:
             lock.seek(0)
             holder = lock.read().decode(errors="replace").strip() or "another run"
@@ -84,23 +87,23 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
     with storing(what, "move it away, or give another --out_dir"):
         for name in (METRICS, *sorted(REPLACED - {"tokenizer"})):
             require_regular(out_dir / name)
-        if (out_dir / "tokenizer").is_symlink():
+        if disk.is_symlink(out_dir / "tokenizer"):
             raise UsageError(
                 f"--out_dir {out_dir} holds 'tokenizer', a link, through which a run would replace"
                 " the files of another folder; remove it, or give another"
             )
-        names = set(os.listdir(out_dir)) if _is_there(out_dir, what) else set()
+        names = {p.name for p in disk.entries(out_dir)} if _is_there(out_dir, what) else set()
         at_risk = names & REPLACED
         if (metrics := _beginning(out_dir / METRICS)) and not EVENT.match(metrics):
             at_risk.add(METRICS)
         if not at_risk or EVENT.match(metrics):
             return
-        is_given = bool(config) and own.exists() and Path(config).exists() and own.samefile(config)
+        is_given = config is not None and disk.same_file(own, config)
         was_started = not is_given or (METRICS in names and METRICS not in at_risk)
         if was_started and _beginning(own).startswith(OF_EVERY_VERSION):
             return
         saved = published_checkpoints(out_dir / "checkpoints")
-        if any((path / MANIFEST).is_file() for path in saved):
+        if any(disk.is_file(path / MANIFEST) for path in saved):
             return
     if is_in(out_dir, tokenizer):
         at_risk.discard("tokenizer")
@@ -118,8 +121,8 @@ def is_in(out_dir: Path, tokenizer: str | None) -> bool:
     """Whether a run in out_dir reads its `tokenizer` there."""
     if not tokenizer:
         return False
-    path = os.path.realpath(os.path.expanduser(tokenizer))
-    return Path(path).is_relative_to(os.path.realpath(out_dir / "tokenizer"))
+    path = disk.resolve(os.path.expanduser(tokenizer))
+    return path.is_relative_to(disk.resolve(out_dir / "tokenizer"))
 
 
 def _beginning(path: Path) -> bytes:
@@ -136,7 +139,7 @@ def require_folder(folder: Path, name: str) -> None:
     parent = folder
     while not _is_there(parent, f"{name} {folder}"):
         parent = parent.parent
-    if not parent.is_dir():
+    if not disk.is_dir(parent):
         raise StorageError(f"{name} {folder}: {parent} is no folder; give another")
     try:  # permissions alone say nothing of a read-only disk or of /proc
         with TemporaryFile(dir=parent):
@@ -151,7 +154,7 @@ def require_folder(folder: Path, name: str) -> None:
 def _is_there(path: Path, what: str) -> bool:
     """Whether there is such a file, folder or link; raise StorageError if there cannot be one."""
     try:
-        os.lstat(path)
+        disk.stat(path, follow=False)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:  # ValueError: a NUL
@@ -165,7 +168,7 @@ def require_outputs(resolved: ResolvedConfig) -> None:
     for key, path in output_paths(resolved.config).items():
         output, name, is_file = Path(path), f"{resolved.path}: {key}", key.endswith("_file")
         if is_file and _is_there(output, f"{name} {output}"):
-            if not (output.is_file() or output.is_char_device()):
+            if not (disk.is_file(output) or disk.is_char_device(output)):
                 raise StorageError(f"{name} {output}: is a folder, a pipe or a link; name a file")
             if not os.access(output, os.W_OK):
                 raise StorageError(f"{name} {output}: cannot be written; correct its permissions")

@@ -31,11 +31,12 @@ from minimind.checkpoint.validation import shard_name
 from minimind.engine.build import Engine
 from minimind.engine.state import AVERAGE, MASTER, ZeroState
 from minimind.errors import RunError, StorageError
+from minimind.runtime import disk
 from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
 from minimind.runtime.device import device_kind
 from minimind.runtime.durable_files import free_bytes, mebibytes, storing, write_durably
 
-REMEDY = "free some space, or correct the path of --out_dir; earlier checkpoints are untouched"
+REMEDY = "correct the path of --out_dir; earlier checkpoints are untouched"
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Saver:
 
     def has(self, step: int) -> bool:
         """Whether a checkpoint of `step` exists, as seen by rank 0."""
-        return on_rank_0(self.engine, lambda: step_directory(self.root, step).is_dir())
+        return on_rank_0(self.engine, lambda: disk.is_dir(step_directory(self.root, step)))
 
     def lacks_validation(self, step: int) -> bool:
         """Whether a checkpoint of `step` exists without what --keep_best compares (collective)."""
@@ -110,8 +111,8 @@ class Saver:
 
         def lacks() -> bool:
             saved = saved_of(path)
-            is_proven = (path / VALIDATION).is_file() and not saved.doubt
-            return path.is_dir() and not (is_proven and saved.by == self.rules.keep_best_by)
+            is_proven = disk.is_file(path / VALIDATION) and not saved.doubt
+            return disk.is_dir(path) and not (is_proven and saved.by == self.rules.keep_best_by)
 
         return on_rank_0(self.engine, lacks)
 
@@ -196,7 +197,7 @@ class Saver:
             self._recording.append(self._thread.submit(self._record, step, val_loss))
 
     def _record(self, step: int, val_loss: float) -> None:
-        if (path := step_directory(self.root, step)).is_dir():
+        if disk.is_dir(path := step_directory(self.root, step)):
             with storing(str(path), REMEDY):
                 record_validation(path, val_loss, self.rules.keep_best_by)
 

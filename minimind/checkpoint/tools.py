@@ -39,6 +39,7 @@ from minimind.checkpoint.retention import (
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.config.flags import VAL_LOSS
 from minimind.errors import CheckpointError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 
@@ -77,21 +78,21 @@ def place_of(positional: str | None, flag: str | None) -> str:
 
 def is_one(path: Path) -> bool:
     """Whether a directory is one checkpoint, complete or not, and not a run."""
-    return (path / MANIFEST).exists() or bool(ONE.fullmatch(path.name) and path.is_dir())
+    return disk.exists(path / MANIFEST) or bool(ONE.fullmatch(path.name) and disk.is_dir(path))
 
 
 def folder_of(place: str) -> Path:
     """Return the checkpoints folder of a run; raise CheckpointError if there is none."""
     for root in (Path(place) / "checkpoints", Path(place)):
-        if root.is_dir() and (root.name == "checkpoints" or published_checkpoints(root)):
+        if disk.is_dir(root) and (root.name == "checkpoints" or published_checkpoints(root)):
             return root
     raise CheckpointError(f"--checkpoint {place}: holds no checkpoint; {NAME_ONE}")
 
 
 def beside(root: Path) -> Path:
     """`root`, absolute; a link is not followed, since the files of its run are beside it."""
-    whole = root if root.name not in ("", "..") else root.resolve()
-    return whole.parent.resolve() / whole.name
+    whole = root if root.name not in ("", "..") else disk.resolve(root)
+    return disk.resolve(whole.parent) / whole.name
 
 
 def directories(place: str) -> list[Path]:
@@ -186,18 +187,18 @@ def look_at(path: Path, state: str) -> Listing | None:
 def sizes_of(path: Path) -> dict[str, int] | None:
     """Size of every file in bytes, by name; None if there is no such directory."""
     try:
-        return {file.name: file.lstat().st_size for file in path.iterdir()}
+        return {file.name: disk.stat(file, follow=False).st_size for file in disk.entries(path)}
     except FileNotFoundError:
         return None
     except NotADirectoryError:  # a stray file of such a name
-        return {path.name: path.lstat().st_size}
+        return {path.name: disk.stat(path, follow=False).st_size}
 
 
 def _saved(path: Path) -> float:
     """Modification time (unix seconds) of the manifest, or of the directory if it has none."""
     for candidate in (path / MANIFEST, path):
         try:
-            return candidate.stat().st_mtime
+            return disk.stat(candidate).st_mtime
         except FileNotFoundError:
             pass
     return 0.0
@@ -207,7 +208,7 @@ def verify_checkpoints(place: str) -> Iterator[tuple[Path, list[str], list[str]]
     """Yield (checkpoint, faults, remarks) of each one at `place`."""
     for path in directories(place):
         faults, remarks = examine(path)
-        if path.is_dir() or is_one(Path(place)):  # otherwise the run deleted it
+        if disk.is_dir(path) or is_one(Path(place)):  # otherwise the run deleted it
             yield path, faults, remarks
 
 
@@ -289,7 +290,7 @@ def prune(
             size = sum((sizes_of(path) or {}).values())
             is_deleted = True
             if not is_dry:
-                with storing(str(path), "correct its permissions"):
+                with storing(str(path), "check the path"):
                     is_deleted = delete(path)
             bad = damages.get(path)
             damage = f"{bad.file} {bad.reason}" if bad else ""

@@ -14,13 +14,14 @@ from typing import TypeVar
 from minimind.checkpoint.directory import Chosen, read_chosen
 from minimind.checkpoint.tools import Listing, list_checkpoints, place_of, prune, verify_checkpoints
 from minimind.errors import CheckpointError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes, storing
 from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import aligned
 
 COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state", "kept")
 SIDES = "<><>><"  # numbers to the right
-REMEDY = "correct the path or its permissions"
+REMEDY = "correct the path"
 
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ def _write_whole(places: Sequence[str], args: argparse.Namespace) -> int:
     NewFolder(args.out, args.force, OWN, args.action, is_ours).require_free()
 
     def write(paths: Sequence[Path]) -> str:
-        if len(repeated := {path.resolve() for path in paths}) < len(paths):
+        if len(repeated := {disk.resolve(path) for path in paths}) < len(paths):
             raise UsageError(
                 f"of {len(paths)} checkpoints {len(repeated)} differ; name each once, as a step_"
                 " directory where they are of one run"

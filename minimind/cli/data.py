@@ -22,6 +22,7 @@ from minimind.config.arguments import (
 )
 from minimind.config.run_config import FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import masked
@@ -147,8 +148,8 @@ def run_prepare(args: argparse.Namespace) -> int:
         with open_cache(args.cache_dir, args.max_cache_gib) as cache:
             return _prepare(args, cache)
     except KeyboardInterrupt as stop:
-        draft = draft_of(args.out.expanduser().resolve())
-        if not draft.exists():
+        draft = draft_of(disk.resolve(args.out.expanduser()))
+        if not disk.exists(draft):
             raise Interrupted("stopped before anything was written; run it again") from stop
         raise Interrupted(
             f"stopped; {draft} keeps what is done, and the same command resumes from it"

@@ -272,7 +272,7 @@ def _copied(tokenizer: AnyTokenizer) -> Iterator[str]:
     """A temporary folder with the tokenizer files: a running job may delete the original."""
     from minimind.data.tokenizer.vocabulary import write_tokenizer
 
-    with storing("a temporary folder", "free some space, or name another place by TMPDIR"):
+    with storing("a temporary folder", "name another place by TMPDIR"):
         folder = TemporaryDirectory()
     with folder as directory:
         write_tokenizer(directory, tokenizer.files())

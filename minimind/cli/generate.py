@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import threading
@@ -26,6 +25,7 @@ from minimind.config.arguments import (
 )
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.inference.prompts import encode_prompt, read_prompts, read_text, strip_prompt
+from minimind.runtime import disk
 from minimind.runtime.durable_files import printing, require_writable, storing, write_whole
 from minimind.runtime.terminal import for_stdout, phase
 
@@ -245,7 +245,7 @@ def _answer_file(args: argparse.Namespace, prompts: list[str], generator: _Gener
                 show(lines[-1])
         tokens, seconds = tokens + result.tokens, seconds + result.seconds
     if args.out:
-        with storing(str(args.out), "free some space, or give another --out"):
+        with storing(str(args.out), "give another --out"):
             write_whole(args.out, "".join(lines).encode())
     speed = f"{tokens / max(1e-9, seconds):.0f} tokens/s"
     print(f"[{generator.path}, {len(prompts) - len(errors)} prompts, {speed}]", file=sys.stderr)
@@ -255,7 +255,7 @@ def _answer_file(args: argparse.Namespace, prompts: list[str], generator: _Gener
 
 def _has_answers(path: Path) -> bool:
     """Whether a file begins with a line that --out has; an empty one has nothing to lose."""
-    if path.is_symlink() or not path.is_file():
+    if disk.is_symlink(path) or not disk.is_file(path):
         return False
     with open(path, "rb") as file:
         line = file.readline(2**24)
@@ -264,16 +264,16 @@ def _has_answers(path: Path) -> bool:
 
 def _check_out(out: Path, force: bool, prompts: str) -> None:
     """Raise UsageError or StorageError if the answers cannot be written to `out`."""
-    if os.path.exists(out) and os.path.exists(prompts) and out.samefile(prompts):
+    if disk.same_file(out, prompts):
         raise UsageError(f"--out {out} is where the prompts are; give another file")
-    if os.path.lexists(out) and not force:
+    if disk.lexists(out) and not force:
         raise UsageError(f"--out {out} exists; give another file, or --force to replace it")
-    if os.path.lexists(out) and not _has_answers(out):
+    if disk.lexists(out) and not _has_answers(out):
         raise UsageError(
             f"--out {out} has no answers of `generate`, and --force replaces nothing else; give"
             " another file"
         )
-    if not os.path.isdir(out.parent):
+    if not disk.is_dir(out.parent):
         raise StorageError(
             f"--out {out}: there is no folder {out.parent}; make it, or give another"
         )

@@ -31,6 +31,7 @@ from minimind.config.arguments import (
 from minimind.config.flags import DEVICES, EVAL_TIME, FIRST_EVAL_ROWS
 from minimind.config.run_config import CONFIGS, FLAGS
 from minimind.errors import DataError, RunError, StorageError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import storing, write_whole
 from minimind.runtime.installed import LAUNCH
 from minimind.runtime.terminal import aligned, phase, printable, shorten_line
@@ -128,7 +129,7 @@ def run_init(args: argparse.Namespace) -> None:
         write_whole(args.out, content.encode())
         write_whole(prompts, "".join(f"{one}\n" for one in sample.prompts).encode())
     print(f"\n{expectation(choice, sample, machine, args.hours)}\n")
-    if (Path(args.out_dir).expanduser() / "checkpoints").exists():
+    if disk.exists(Path(args.out_dir).expanduser() / "checkpoints"):
         print(
             f"note       {args.out_dir} holds a run that other settings do not continue; for a new"
         )
@@ -143,23 +144,23 @@ def _prompts_beside(out: Path, force: bool) -> Path:
     """Where the prompts go; raise UsageError if something lies where the files go, unless --force
     replaces our own, and StorageError where none can be made.
     """
-    if os.path.isdir(out):  # Path.is_dir raises below a closed folder
+    if disk.is_dir(out):  # Path.is_dir raises below a closed folder
         raise UsageError(f"--out {out} is a folder; give a file in it, such as {out / 'run.yaml'}")
     prompts = out.with_suffix(".prompts.txt")
-    if not os.path.isdir(out.parent):
+    if not disk.is_dir(out.parent):
         raise StorageError(
             f"--out {out}: there is no folder {out.parent}; make it, or give another"
         )
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise StorageError(f"--out {out}: {out.parent} may not be written to; give another --out")
-    if not os.path.lexists(out):
-        if os.path.lexists(prompts):
+    if not disk.lexists(out):
+        if disk.lexists(prompts):
             raise UsageError(f"--out {out}: {prompts}, which goes beside it, exists; give another")
         return prompts
     if not force:
         raise UsageError(f"--out {out} exists; give another file, or --force to replace it")
     line = b"-"
-    if out.is_file() and not out.is_symlink():
+    if disk.is_file(out) and not disk.is_symlink(out):
         with out.open("rb") as file:
             line = file.readline(2**10)
     if line and not line.startswith(MARK.encode()):  # an empty file has nothing to lose

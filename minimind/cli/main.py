@@ -37,8 +37,10 @@ from minimind.config.arguments import (
     utf8_fault,
 )
 from minimind.config.parse import equivalent_command, suggest
+from minimind.config.paths import ORIGINS, naming_flags
 from minimind.config.run_config import DISTRIBUTION
-from minimind.errors import Interrupted, RunError, UsageError, known_error
+from minimind.errors import CheckpointError, Interrupted, RunError, UsageError, known_error
+from minimind.runtime import disk
 from minimind.runtime.durable_files import escape_unencodable, printing
 from minimind.runtime.panics import panics_caught
 from minimind.runtime.terminal import guarded, print_traceback, printable, shorten_line
@@ -182,6 +184,12 @@ TAKE_RUN_FLAGS = ("plan", "train", "launch", "coord_check")
 OF_THIS_HOST = ("checkpoint", "model", "place", "places", "run", "source", "sweep", "out")
 OF_THIS_HOST += ("out_dir", "tokenizer", "chat_template", "prompts", "prompt_file", "sources")
 OF_THIS_HOST += ("cache_dir", "classifier")
+# Where a name of a flag of a run has another meaning.
+OF_COMMANDS = {
+    "import": {"source": CheckpointError},
+    "checkpoint": {"place": CheckpointError, "places": CheckpointError},
+    **{name: {"model": CheckpointError} for name in ("generate", "chat", "serve", "eval")},
+}
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": train_commands.run_train,
     "launch": train_commands.run_launch,
@@ -221,7 +229,7 @@ def _require_paths(args: argparse.Namespace, argv: Sequence[str]) -> None:
         given |= {str(Path(item)) for item in values if isinstance(item, str | Path)}
     for text in (re.sub(r"^--?\w+=", "", word) for word in argv):
         is_url = begins_as_url(text) and str(Path(text)) in given
-        if is_url and not os.path.lexists(text):
+        if is_url and not disk.seems_there(text):
             raise UsageError(
                 f"{masked(text)}: is a URL, and a path of this host is needed; give one"
             )
@@ -244,7 +252,8 @@ def _run(argv: list[str]) -> int:
                 f"unknown argument {name}; {suggest(name, names, f'see {below.prog} --help')}"
             )
         _require_paths(args, argv)
-        with panics_caught():
+        origins = ORIGINS | OF_COMMANDS.get(args.command, {})
+        with panics_caught(), naming_flags(vars(args), origins):
             status = COMMANDS[args.command](args) or 0
         with printing():
             print(end="", flush=True)  # a closed standard output is ignored

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from contextlib import ExitStack, redirect_stdout
@@ -16,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import at_least, port, positive
 from minimind.errors import UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 from minimind.runtime.installed import install_extra
 
 if TYPE_CHECKING:
     from minimind.sweep.scaling import Answer
 
-REMEDY = "free some space, or give another --out"
+REMEDY = "give another --out"
 
 
 def add_parsers(subs: Any) -> None:
@@ -127,7 +127,7 @@ def run_report(args: argparse.Namespace) -> None:
     if args.out:
         require_free(args.out, args.force, GENERATOR)
     places = [place.parent if place.name == "metrics.jsonl" else place for place in args.places]
-    if len({place.resolve() for place in places}) < len(places):
+    if len({disk.resolve(place) for place in places}) < len(places):
         raise UsageError("the same out_dir is given twice; name each run once")
     if args.watch:
         if args.out:
@@ -198,13 +198,13 @@ def _train_ladder(args: argparse.Namespace, path: str) -> Answer | int:
 
 def require_free(out: Path, force: bool, generator: str) -> None:
     """Raise UsageError if `out` exists, unless it is a report and `force` is set."""
-    if not os.path.lexists(out):
+    if not disk.lexists(out):
         return
     if not force:
         raise UsageError(f"--out {out} exists; give another file, or --force to replace it")
     with storing(str(out), REMEDY):
         is_report = False
-        if out.is_file() and not out.is_symlink():
+        if disk.is_file(out) and not disk.is_symlink(out):
             with open(out, encoding="utf-8", errors="replace") as file:
                 is_report = generator in file.read(1000)
     if not is_report:

@@ -21,6 +21,7 @@ from minimind.config.arguments import (
 )
 from minimind.config.run_config import FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
     if not paths:
         raise UsageError(f"no text was named; give files or directories, for example: {TRAIN}")
     require_learnable(args.vocab_size, args.special_tokens)
-    path, author = args.out.expanduser().resolve(), "minimind tokenizer train"
+    path, author = disk.resolve(args.out.expanduser()), "minimind tokenizer train"
     names = (MODEL_NAME, JSON_NAME, CONFIG_NAME)
     out = NewFolder(path, args.force, names, author, is_trained)
     out.require_free()

@@ -113,7 +113,7 @@ def run_sweep(args: argparse.Namespace) -> int:
         )
     from minimind.sweep.run import sweep
 
-    with storing(f"--out {args.out}", "free some space, or give another --out"):
+    with storing(f"--out {args.out}", "give another --out"):
         return sweep(args.sweep, args.out, args.parallel)
 
 

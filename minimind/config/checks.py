@@ -16,6 +16,7 @@ from minimind.config.flags import OF_EXPERTS, SHAPE, TRACKERS, VAL_LOSS
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.run_config import FLAGS, RECIPES, RunConfig, files_by_name
 from minimind.errors import UsageError, fault_error
+from minimind.runtime import disk
 from minimind.runtime.urls import ON_THE_HUB, begins_as_url, masked
 
 OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "tokenizer")
@@ -141,7 +142,7 @@ def _places(run: RunConfig) -> Iterator[str]:
     """URLs in place of paths, of which a folder like "s3:" would be made."""
     for name in OF_THIS_HOST:
         text = getattr(run, name)
-        if text and begins_as_url(text) and not os.path.lexists(text):
+        if text and begins_as_url(text) and not disk.seems_there(text):
             remedy = ", and the URL as --mirror" if name == "out_dir" else ""
             yield (
                 f"{name} = {masked(text)} ({run.sources[name]}) is a URL, and a path of this host"
@@ -176,9 +177,9 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
     Rule(
         lambda run: (
             not run.hugging_face
-            or not (
-                Path(run.hugging_face).expanduser().exists()
-                or ON_THE_HUB.fullmatch(run.model or "")
+            or (
+                disk.is_absent(Path(run.hugging_face).expanduser())
+                and not ON_THE_HUB.fullmatch(run.model or "")
             )
         ),
         "--model {model.value}: there is no such directory or file; name the directory of a model,"

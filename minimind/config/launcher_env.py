@@ -21,6 +21,7 @@ from minimind.config.flags import ALONE
 from minimind.config.parse import load_yaml
 from minimind.config.run_config import CONFIGS
 from minimind.errors import RendezvousError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.environment import rank_of, require_environment
 from minimind.runtime.urls import masked_text
 
@@ -200,7 +201,7 @@ def _require(environ: Mapping[str, str], names: Sequence[str]) -> None:
 def _find_config(path: str) -> str:
     """Find a DeepSpeed file relative to the current directory, the project or configs/."""
     places = (Path(path), CONFIGS.parent / path, CONFIGS / path)
-    return str(next((place for place in places if place.exists()), path))
+    return str(next((place for place in places if disk.exists(place)), path))
 
 
 def with_dropped_config(launch: Launch, own_config: str | None, launcher: Sequence[str]) -> Launch:
@@ -224,7 +225,7 @@ def with_dropped_config(launch: Launch, own_config: str | None, launcher: Sequen
         path = _find_config(file)
         if own_config is None:
             return replace(launch, uses_deepspeed=True, deepspeed_config=path, dropped_config=file)
-        if Path(own_config).resolve() != Path(path).resolve():
+        if disk.resolve(Path(own_config)) != disk.resolve(Path(path)):
             raise UsageError(
                 f"--deepspeed_config is {own_config} but --deepspeed_config_file of"
                 f" `accelerate launch` is {file}; drop one of the two"

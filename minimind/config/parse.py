@@ -36,6 +36,7 @@ from minimind.config.run_config import (
     files_by_name,
 )
 from minimind.errors import UsageError, fault_error
+from minimind.runtime import disk
 from minimind.runtime.durable_files import read_small_text
 from minimind.runtime.file_kinds import adapter_in
 from minimind.runtime.urls import HUB_PREFIX
@@ -354,7 +355,7 @@ def no_such_file(path: Path) -> str:
     where, names = "", []
     with suppress(OSError):  # the folder is not there either, or closed
         where = "" if path.is_absolute() else f" in {os.getcwd()}"
-        names = [entry.name for entry in islice(os.scandir(path.parent), MOST_NAMES)]
+        names = [entry.name for entry in islice(disk.entries(path.parent), MOST_NAMES)]
     hint = suggest(path.name, names, "correct the path")
     return f"{path}: there is no such file or directory{where}; {hint}"
 
@@ -509,7 +510,7 @@ def _load_config_file(name: Any) -> dict[str, Any]:
     recipes = files_by_name(RECIPES)
     if not isinstance(name, str | Path):
         raise UsageError(f"config = {name!r} is no path; give a recipe or a file")
-    if str(name) not in recipes and not os.path.exists(name):
+    if str(name) not in recipes and disk.is_absent(name):
         hint = suggest(str(name), list(recipes), f"give a file or {', '.join(recipes)}")
         raise UsageError(f"--config {name}: no such recipe or file; {hint}")
     return load_yaml_texts(recipes.get(str(name), str(name)), "--config")
@@ -568,7 +569,14 @@ def load_preset(name: str) -> dict[str, Any]:
         return {}
     presets = files_by_name(PRESETS)
     path = presets.get(name, name)
-    if not Path(path).is_file():
+    try:
+        is_file = disk.is_file(Path(path))
+    except OSError as error:
+        raise UsageError(
+            f"--model {name}: cannot be read ({error.strerror}); correct the path or its"
+            " permissions"
+        ) from error
+    if not is_file:
         known = list(presets)
         raise UsageError(
             f"--model {name}: no such preset or file;"
@@ -589,8 +597,8 @@ def config_file(place: str) -> Path:
     from minimind.runtime.hub import local_model
 
     path = local_model(f"{HUB_PREFIX}{place}", weights=False)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    path = path / "config.json" if disk.is_dir(path) else path
+    if not disk.is_file(path):
         if adapter := adapter_in(path.parent):
             raise UsageError(f"--model hf:{place}: {adapter}")
         raise UsageError(f"--model hf:{place}: has no config.json; name a directory that has one")

@@ -22,12 +22,13 @@ from minimind.config.flags import (
 )
 from minimind.config.optimizers import OPTIMIZERS, READ_BY
 from minimind.errors import UsageError
+from minimind.runtime import disk
 from minimind.runtime.installed import DISTRIBUTION_NAME, PACKAGE, PROJECT
 from minimind.runtime.urls import HUB_PREFIX
 
 DISTRIBUTION = f"{DISTRIBUTION_NAME} {__version__}"  # what --version prints
 # A wheel has the folder inside the package (pyproject.toml).
-CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PROJECT) / "configs"
+CONFIGS = (PACKAGE if disk.is_dir(PACKAGE / "configs") else PROJECT) / "configs"
 SPIKE_FACTOR, SPIKE_WINDOW, MAX_ROLLBACKS = 8.0, 128, 3  # of --spike_guard, if not given
 PATIENCE = 8  # spikes in a row until the run goes back
 MARGIN = 8  # steps before the first of them whose rows are left out, too
@@ -41,7 +42,7 @@ def files_by_name(folder: Path) -> dict[str, str]:
 
     Such a name stands for the shipped file, whatever lies in the current directory.
     """
-    return {path.stem: str(path) for path in sorted(folder.glob("*.*"))}
+    return {path.stem: str(path) for path in sorted(disk.matching(folder, "*.*"))}
 
 
 def deepspeed_files() -> dict[str, str]:

@@ -12,6 +12,7 @@ from minimind.config.flags import VAL_LOSS
 from minimind.config.parse import suggest
 from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
+from minimind.runtime import disk
 from minimind.runtime.installed import install_extra
 
 AVERAGE = "average"  # of (value - chance) / (1 - chance), over tasks with a chance
@@ -67,8 +68,8 @@ def read_tasks(texts: Iterable[str], by: str) -> list[AskedTask]:
         one = AskedTask(path.name.removesuffix(".yaml"), folder, as_chat)
         if one.name in ("", AVERAGE):
             raise UsageError(f"{by}: {item!r} names no task; name one of {', '.join(OWN_TASKS)}")
-        if folder is not None and not Path(folder).expanduser().is_dir():
-            raise UsageError(f"{by}: {item}: there is no folder {folder}; correct the path")
+        if folder is not None:
+            _require_folder(folder, f"{by}: {item}")
         if one.name in found:
             raise UsageError(f"{by}: names {one.name} twice; drop one")
         if one.is_own and as_chat:
@@ -82,6 +83,18 @@ def read_tasks(texts: Iterable[str], by: str) -> list[AskedTask]:
             )
         found[one.name] = one
     return [*found.values()]
+
+
+def _require_folder(folder: str, where: str) -> None:
+    try:
+        disk.entries(Path(folder).expanduser())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError(f"{where}: there is no folder {folder}; correct the path") from error
+    except OSError as error:
+        raise UsageError(
+            f"{where}: {folder} cannot be read ({error.strerror}); correct the path or its"
+            " permissions"
+        ) from error
 
 
 def tasks_of(run: RunConfig) -> list[AskedTask]:

@@ -22,6 +22,7 @@ from torch.utils.file_baton import FileBaton
 
 from minimind.config.deepspeed.backend_choice import WITHOUT_ADAM, compilation_text, is_compiled
 from minimind.errors import RunError, StorageError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 
 MAX_WAIT = 900.0  # seconds; the slowest op takes a few minutes
@@ -71,7 +72,7 @@ class MonitoredBaton(FileBaton):
     def _is_gone_within(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if not os.path.exists(self.lock_file_path):
+            if not disk.exists(self.lock_file_path):
                 return True
             time.sleep(self.wait_seconds)
         return False
@@ -85,7 +86,7 @@ def is_stale_lock(lock: Path) -> bool:
     states = []
     for pause in (RECHECK_DELAY, 0.0):
         try:
-            states.append((lock.stat().st_ino, lock.stat().st_ctime_ns))
+            states.append((disk.stat(lock).st_ino, disk.stat(lock).st_ctime_ns))
         except FileNotFoundError:
             return False
         if describe_builder(lock):
@@ -103,7 +104,7 @@ def describe_builder(lock: Path) -> str | None:
     their name into the file.
     """
     try:
-        owner = lock.stat().st_uid
+        owner = disk.stat(lock).st_uid
         host, _, pid = lock.read_text(encoding="utf-8").partition(" ")
     except FileNotFoundError:
         return None
@@ -116,10 +117,10 @@ def describe_builder(lock: Path) -> str | None:
         with suppress(psutil.Error, OSError):  # the process has ended
             process = psutil.Process(number)
             if process.name() == "ninja":
-                is_building = os.path.samefile(process.cwd(), lock.parent)
+                is_building = disk.same_file(process.cwd(), lock.parent)
             else:
                 paths = (Path(file.path) for file in process.open_files())
-                is_building = any(p.name == lock.name and p.samefile(lock) for p in paths)
+                is_building = any(p.name == lock.name and disk.same_file(p, lock) for p in paths)
             if is_building:
                 return f"process {number}"
     return None

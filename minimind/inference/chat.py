@@ -32,6 +32,7 @@ from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.inference.generate import Sampling, continue_ids
 from minimind.inference.stored_template import no_template
+from minimind.runtime import disk
 from minimind.runtime.durable_files import write_whole
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -251,7 +252,7 @@ class Chat:
 
     def save(self, path: Path) -> None:
         """Write the conversation as a line of --task sft's data; raise UsageError if it is none."""
-        if path.exists():
+        if disk.exists(path):
             raise UsageError(f"{path} exists; give another file")
         if all(message.role != ASSISTANT for message in self.messages):
             raise UsageError("there is no answer yet; ask something")

@@ -18,6 +18,7 @@ from minimind.interop.weights import (
     load_checkpoint_weights,
     load_weights_from,
 )
+from minimind.runtime import disk
 from minimind.runtime.hub import WEIGHTS, local_model
 
 LoadedModel = tuple[Any, AnyTokenizer, Path]  # MiniMindForCausalLM or a model of transformers
@@ -72,9 +73,9 @@ def build_model(weights: Weights) -> LoadedModel:
 
 def is_exported(path: Path) -> bool:
     """Whether a place has a model that is no training run's: a file of weights, or a directory."""
-    if path.is_file():
+    if disk.is_file(path):
         return path.suffix in WEIGHTS and not is_checkpoint(path.parent)
-    return (path / CONFIG).is_file() and not is_checkpoint(path)
+    return disk.is_file(path / CONFIG) and not is_checkpoint(path)
 
 
 def _check_kind(checkpoint: str | None, model: str | None) -> None:
@@ -83,8 +84,12 @@ def _check_kind(checkpoint: str | None, model: str | None) -> None:
     if not place:
         raise UsageError(f"{flag} is empty, as of a variable that is not set; name a place")
     path = Path(place).expanduser()
-    has_config = (path / CONFIG).exists()
-    if path.suffix == ".gguf" if not path.is_dir() else not has_config and any(path.glob("*.gguf")):
+    has_config = disk.exists(path / CONFIG)
+    if (
+        path.suffix == ".gguf"
+        if not disk.is_dir(path)
+        else not has_config and any(disk.matching(path, "*.gguf"))
+    ):
         raise UsageError(
             f"{flag} {place}: is GGUF, which llama.cpp and Ollama read; name the checkpoint, or the"
             " directory, that it was exported from"

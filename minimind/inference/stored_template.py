@@ -7,6 +7,7 @@ from pathlib import Path
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME, read_configuration
 from minimind.errors import DataError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.hub import local_model
 
 
@@ -27,13 +28,13 @@ def place_without_template(
     """
     if checkpoint:
         folder = Path(checkpoint)
-        if not (folder / MANIFEST).exists():
+        if not disk.exists(folder / MANIFEST):
             root = folder if folder.name == "checkpoints" else folder / "checkpoints"
             folder = next(iter(published_checkpoints(root)), folder)
     else:
         folder = local_model(tokenizer or model or "", weights=False)
-        folder = folder.parent if folder.is_file() else folder
-    files = [folder / name for name in (MODEL_NAME, JSON_NAME) if (folder / name).is_file()]
+        folder = folder.parent if disk.is_file(folder) else folder
+    files = [folder / name for name in (MODEL_NAME, JSON_NAME) if disk.is_file(folder / name)]
     try:
         has_none = files and not read_configuration(files[0]).templates.by_name
     except DataError:

@@ -26,6 +26,7 @@ from minimind.interop.write_folder import (
     small_json,
     write_shards,
 )
+from minimind.runtime import disk
 from minimind.runtime.checked_json import read_checkpoint_config, require_listed
 from minimind.runtime.output_folder import NewFolder
 
@@ -48,7 +49,7 @@ def consolidate(
     """
     path = paths[0]
     author = "average" if len(paths) > 1 else "consolidate"
-    folder = NewFolder(out.resolve(), force, OWN, author, is_ours)
+    folder = NewFolder(disk.resolve(out), force, OWN, author, is_ours)
     folder.require_free()
     source = average(paths, weights) if len(paths) > 1 else open_checkpoint(path, weights)
     parts = source.parts(getattr(torch, dtype))
@@ -96,7 +97,7 @@ def _small_files(
     For the MiniMind decoder config.json holds only what was validated.
     """
     manifest = read_manifest(path)
-    names = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
+    names = [name for name in TOKENIZER_FILES if disk.exists(path / name)] or [MODEL_NAME]
     tokenizer_files = {}
     for name in names:
         require_listed(manifest, path / name)

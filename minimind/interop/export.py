@@ -50,6 +50,7 @@ from minimind.interop.write_folder import (
 )
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import LLAMA3, effective_theta
+from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 from minimind.runtime.filesystem import NoAnswer
 from minimind.runtime.hub import Repository, push
@@ -71,11 +72,11 @@ def output(out: Path, force: bool) -> NewFolder:
     Raise UsageError for an earlier one whose model card was edited.
     """
     card = out / CARD
-    with storing(str(out), "correct its permissions, or give another --out"):
+    with storing(str(out), "give another --out"):
         replaceable = (*REPLACEABLE, *(remote_code_in(out) if force else ()))
-        has_card = force and card.is_file() and not card.is_symlink()
+        has_card = force and disk.is_file(card) and not disk.is_symlink(card)
     if has_card:
-        with storing(str(card), "correct its permissions, or give another --out"):
+        with storing(str(card), "give another --out"):
             content = card.read_bytes()
         if is_edited(content):
             raise UsageError(
@@ -99,8 +100,8 @@ def export(
 
     Raise UsageError, StorageError or CheckpointError, and leave `out` as it was.
     """
-    out = out.resolve()
-    if out == weights.path.resolve():
+    out = disk.resolve(out)
+    if out == disk.resolve(weights.path):
         raise UsageError(f"--out {out} is the source; give another folder")
     folder = output(out, force)
     folder.require_free()
@@ -186,9 +187,9 @@ def check_form(weights: Weights, form: str) -> None:
 
 def run_name(path: Path) -> str:
     """Return the run's name for a step directory, else that of the directory or file."""
-    path = path.resolve()
+    path = disk.resolve(path)
     named = path.parent.parent if path.parent.name == "checkpoints" else path
-    return os.fsencode(named.stem if named.is_file() else named.name).decode(errors="replace")
+    return os.fsencode(named.stem if disk.is_file(named) else named.name).decode(errors="replace")
 
 
 def check_names(names: Iterable[str], form: str) -> None:

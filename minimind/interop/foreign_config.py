@@ -20,6 +20,7 @@ from minimind.errors import CheckpointError, UsageError
 from minimind.interop.tensor_sources import EMBEDDING, to_minimind2
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import FASTEST, LLAMA3, SLOWEST
+from minimind.runtime import disk
 from minimind.runtime.checked_json import (
     CheckedJson,
     Count,
@@ -160,7 +161,7 @@ def shape_from_tensors(
     required = ("n_heads", "rope_theta", "norm_eps", "max_seq_len")
     if missing := [flags.flag_of(name) for name in required if getattr(flags, name) is None]:
         to = "the run" if flags.is_scaled else "`minimind import`, or to a run with --init_from"
-        has_config = path.with_name("config.json").is_file()
+        has_config = disk.is_file(path.with_name("config.json"))
         instead = f"name {path.parent}, where config.json may, or " if has_config else ""
         raise UsageError(
             f"{path}: its tensors do not determine {', '.join(missing)}; {instead}give them to {to}"

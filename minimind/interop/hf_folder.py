@@ -33,6 +33,7 @@ from minimind.errors import CheckpointError
 from minimind.interop.write_folder import configuration_files
 from minimind.model import decoder
 from minimind.model.configuration import MiniMindConfig
+from minimind.runtime import disk
 from minimind.runtime.checked_json import read_object
 from minimind.runtime.durable_files import read_small
 from minimind.runtime.panics import panics_caught
@@ -177,7 +178,7 @@ def remote_code_in(folder: Path) -> set[str]:
     ]
     while pending:
         name = f"{pending.pop()}.py"
-        if name not in files and _FILE.fullmatch(name) and (folder / name).is_file():
+        if name not in files and _FILE.fullmatch(name) and disk.is_file(folder / name):
             files.add(name)
             pending += map(bytes.decode, _RELATIVE.findall(read_small(folder / name)))
     return files

@@ -30,6 +30,7 @@ from minimind.interop.tensor_sources import TRAINED
 from minimind.interop.weights import CHECKPOINT, OURS, Weights
 from minimind.interop.write_folder import PRODUCER
 from minimind.report.history import Run, number, read_configuration, read_runs
+from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 from minimind.runtime.terminal import printable
@@ -233,12 +234,12 @@ class _Records:
 
     @classmethod
     def of(cls, checkpoint: Path, step: int) -> _Records:
-        checkpoint = checkpoint.resolve()
+        checkpoint = disk.resolve(checkpoint)
         if checkpoint.parent.name != "checkpoints" or not STEP.fullmatch(checkpoint.name):
             return cls(step, None, {}, (), None, None, {})  # it was moved away from its run
         folder = checkpoint.parent.parent
         metrics, config = folder / "metrics.jsonl", folder / "config.yaml"
-        run = read_runs([folder])[0] if metrics.is_file() else None
+        run = read_runs([folder])[0] if disk.is_file(metrics) else None
         balance: dict[str, Any] = {}
         if run is not None:
             with storing(str(metrics), "correct its permissions"):
@@ -248,7 +249,7 @@ class _Records:
         faults = []
         if run is not None and run.unread_lines:
             faults.append(f"{run.unread_lines:,} damaged lines of metrics.jsonl")
-        if config.is_file():
+        if disk.is_file(config):
             if fault := record_fault(config):
                 faults.append(f"config.yaml {fault}")
             with suppress(UsageError):  # edited by hand: the weights are exported all the same
@@ -319,7 +320,7 @@ def shown_place(text: str) -> str:
     if BEGINS.match(name) and not name.startswith("file:"):
         return name
     prefix = HUB_PREFIX if name.startswith(HUB_PREFIX) else ""
-    if ON_THE_HUB.fullmatch(name) and not Path(name.removeprefix(prefix)).expanduser().exists():
+    if ON_THE_HUB.fullmatch(name) and not disk.exists(Path(name.removeprefix(prefix)).expanduser()):
         return name
     path = PurePath(name)
     if path.parent.name == "checkpoints":

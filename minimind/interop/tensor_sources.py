@@ -6,7 +6,6 @@ other formats are translated here.
 
 from __future__ import annotations
 
-import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from minimind.config.parse import no_such_file
 from minimind.engine.state import AVERAGE, MASTER
 from minimind.errors import CheckpointError, NumericError, UsageError
 from minimind.model.rotary import half_to_interleaved, interleaved_to_half
+from minimind.runtime import disk
 from minimind.runtime.checked_json import (
     CheckedJson,
     FileName,
@@ -174,20 +174,20 @@ def open_tensors(path: Path) -> TensorSource:
 
 
 def _open_wrapped(path: Path) -> TensorSource:
-    if not path.exists():
+    if not disk.exists(path):
         raise CheckpointError(no_such_file(path))
-    if not path.is_dir():
+    if not disk.is_dir(path):
         return open_safetensors([path]) if path.suffix == ".safetensors" else open_pickled([path])
-    if (path / INDEX).exists():
+    if disk.exists(path / INDEX):
         return open_safetensors(_read_index(path / INDEX, WHOLE), path)
-    if (path / WHOLE).exists():
+    if disk.exists(path / WHOLE):
         return open_safetensors([path / WHOLE], path)
-    if (path / PICKLED).exists():  # beside the state of a Trainer
+    if disk.exists(path / PICKLED):  # beside the state of a Trainer
         return open_pickled([path / PICKLED], path)
-    if (path / PICKLED_INDEX).exists():
+    if disk.exists(path / PICKLED_INDEX):
         return open_pickled(_read_index(path / PICKLED_INDEX, PICKLED), path)
-    files = sorted((*path.glob("*.pth"), *path.glob("*.pt")))
-    if not files and (gguf_files := sorted(path.glob("*.gguf"))):
+    files = sorted((*disk.matching(path, "*.pth"), *disk.matching(path, "*.pt")))
+    if not files and (gguf_files := sorted(disk.matching(path, "*.gguf"))):
         raise CheckpointError(f"{gguf_files[0]}: {IS_GGUF}")
     if not files and (adapter := adapter_in(path)):
         raise CheckpointError(f"{path}: {adapter}")
@@ -239,7 +239,7 @@ def _require_header(file: Path) -> None:
 
 def check_shapes(source: TensorSource, path: Path, expected: Mapping[str, list[int]]) -> None:
     """Raise CheckpointError for the first tensor that is missing, extra or of another shape."""
-    cause = f"its {CONFIG} requires" if path.is_dir() else "its other tensors require"
+    cause = f"its {CONFIG} requires" if disk.is_dir(path) else "its other tensors require"
     for name in sorted({*source.shapes, *expected}):
         label = shown(source.file_names.get(name, name))
         actual, required = source.shapes.get(name), expected.get(name)
@@ -266,7 +266,7 @@ def _read_index(index: Path, whole: str) -> list[Path]:
         content = read_foreign_object(index)
         validate(WeightIndex, content)
         files = {*content["weight_map"].values()}
-        if whole not in files and os.path.lexists(index.with_name(whole)):
+        if whole not in files and disk.lexists(index.with_name(whole)):
             raise CheckpointError(f"stands beside {whole}, which it does not list")
     return [index.with_name(name) for name in sorted(files)]
 

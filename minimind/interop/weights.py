@@ -7,7 +7,6 @@ tensors must be exactly those of the shape. Special tokens that a model has no r
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import warnings
@@ -56,6 +55,7 @@ from minimind.interop.tensor_sources import (
     to_interleaved,
 )
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.runtime import disk
 from minimind.runtime.checked_json import ELSEWHERE, read_foreign_object, require_listed, shown
 from minimind.runtime.file_kinds import ADAPTER_WEIGHTS, base_of_adapter
 from minimind.runtime.hub import local_model
@@ -177,7 +177,7 @@ def check_vocabulary(tokenizer: AnyTokenizer, rows: int, needs_all: bool = False
     ids = tokenizer.vocab_size
     if ids > rows or (needs_all and ids < rows):
         names = [name for name in (MODEL_NAME, JSON_NAME) if name != tokenizer.path.name]
-        beside = [name for name in names if os.path.lexists(tokenizer.path.with_name(name))]
+        beside = [name for name in names if disk.lexists(tokenizer.path.with_name(name))]
         raise CheckpointError(
             f"{tokenizer.path}: has {ids} pieces and the embedding {rows} rows; give the tokenizer"
             f" that the model was trained with{f' ({beside[0]} is beside it)' if beside else ''}"
@@ -186,13 +186,13 @@ def check_vocabulary(tokenizer: AnyTokenizer, rows: int, needs_all: bool = False
 
 def find_tokenizer(path: Path) -> Path | None:
     """The directory, if it has a tokenizer."""
-    return path if any(os.path.lexists(path / name) for name in (MODEL_NAME, JSON_NAME)) else None
+    return path if any(disk.lexists(path / name) for name in (MODEL_NAME, JSON_NAME)) else None
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether the path is a run directory or one of its step directories."""
-    is_run = (path / "checkpoints").is_dir() or path.name == "checkpoints"
-    return is_run or (path / MANIFEST).exists()
+    is_run = disk.is_dir(path / "checkpoints") or path.name == "checkpoints"
+    return is_run or disk.exists(path / MANIFEST)
 
 
 def load_weights_from(
@@ -235,7 +235,7 @@ def load_checkpoint_weights(chosen: Chosen, weights: str = TRAINED) -> Weights:
     for bad in chosen.rejected:
         print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}", file=sys.stderr)
     manifest = read_manifest(path)
-    names = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
+    names = [name for name in TOKENIZER_FILES if disk.exists(path / name)] or [MODEL_NAME]
     for name in names:
         require_listed(manifest, path / name)
     found = read_checkpoint_weights(path, open_checkpoint(path, weights))
@@ -312,10 +312,10 @@ def _detect_kind(path: Path, source: TensorSource, expected: str | None) -> str:
         return MINIMIND2
     if expected == MINIMIND2 and not count_layers(source.shapes):
         return MINIMIND2  # no known names: the error is about the first tensor
-    if path.is_dir():
+    if disk.is_dir(path):
         return OURS if _is_ours(path / CONFIG) else LLAMA
     config = path.with_name(CONFIG)
-    if path.suffix == ".safetensors" and config.is_file() and _is_ours(config):
+    if path.suffix == ".safetensors" and disk.is_file(config) and _is_ours(config):
         raise UsageError(f"{path}: is part of a model of ours; name its directory, {path.parent}")
     return LLAMA
 
@@ -354,7 +354,7 @@ def _load_minimind2(path: Path, source: TensorSource, flags: ShapeFlags) -> Weig
                 " be imported; name the file of one"
             )
     tensors = source.renamed(names)
-    if path.is_dir() and (path / CONFIG).exists():
+    if disk.is_dir(path) and disk.exists(path / CONFIG):
         shape = read_minimind2_config(path / CONFIG, tensors.shapes, flags)
     else:
         shape = shape_from_tensors(path, tensors.shapes, flags, MINIMIND2)
@@ -364,7 +364,7 @@ def _load_minimind2(path: Path, source: TensorSource, flags: ShapeFlags) -> Weig
 
 def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
     note = ""
-    if path.is_dir():
+    if disk.is_dir(path):
         shape, note = read_llama_config(path / CONFIG, source.shapes, flags)
     else:
         shape = shape_from_tensors(path, source.shapes, flags)
@@ -387,7 +387,7 @@ def _is_tied(source: TensorSource) -> bool:
 
 def _validate(kind: str, path: Path, shape: dict[str, Any], source: TensorSource) -> Weights:
     """The weights, if all tensors have the claimed shape; nothing large is allocated before."""
-    misfit = f"{path / CONFIG if path.is_dir() else path}: does not fit the weights"
+    misfit = f"{path / CONFIG if disk.is_dir(path) else path}: does not fit the weights"
     remedy = ELSEWHERE if kind == CHECKPOINT else REPLACE
     layers = count_layers(source.shapes)
     if shape["num_hidden_layers"] != layers:

@@ -13,6 +13,7 @@ from typing import Any
 from minimind.checkpoint.tensor_files import Part, write_parts
 from minimind.errors import CheckpointError, StorageError
 from minimind.interop.tensor_sources import INDEX, WHOLE
+from minimind.runtime import disk
 from minimind.runtime.checked_json import read_object
 from minimind.runtime.durable_files import free_bytes, mebibytes, write_durably
 from minimind.runtime.output_folder import NewFolder
@@ -46,7 +47,7 @@ class WrittenModel:
 def is_ours(folder: Path) -> bool:
     """Whether this package wrote the tensors in a folder."""
     beginnings = []
-    for path in (*folder.glob("*.safetensors"), *folder.glob("*.gguf")):
+    for path in (*disk.matching(folder, "*.safetensors"), *disk.matching(folder, "*.gguf")):
         with open(path, "rb") as file:
             beginnings.append(file.read(1000))
     if all(start.startswith(UNMARKED, 8) for start in beginnings):
@@ -63,9 +64,9 @@ def _is_of_an_earlier_version(folder: Path) -> bool:
         config, text = read_object(folder / "config.json")
     except CheckpointError:
         return False
-    if (folder / "README.md").exists():
+    if disk.exists(folder / "README.md"):
         return False
-    if (folder / "generation_config.json").exists():
+    if disk.exists(folder / "generation_config.json"):
         written = configuration_files(config, config.get("dtype", ""))
         return all((folder / name).read_bytes() == written[name] for name in written)
     of_transformers = {"architectures", "transformers_version"}

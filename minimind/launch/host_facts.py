@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from minimind.config.deepspeed.backend_choice import CPU_OPS, OPS, op_fault
+from minimind.runtime import disk
 from minimind.runtime.device import CUDA, HOST, accelerator, cpu_name
 from minimind.runtime.environment import command_output, usable_cores
 from minimind.runtime.hardware import (
@@ -73,7 +74,7 @@ def read_facts(out_dir: Path) -> HostFacts:
     torch_gpus = CUDA.count()
     device = (CUDA if torch_gpus else HOST).name
     memory = psutil.virtual_memory().total / GIB
-    disk, speed = measure_disk(out_dir)
+    place, speed = measure_disk(out_dir)
     on_host = list_gpus()
     driver = on_host[0].driver if on_host else "unknown (no nvidia-smi)"
     # nvidia-smi also lists GPUs that are hidden from torch, and may be missing.
@@ -101,8 +102,10 @@ def read_facts(out_dir: Path) -> HostFacts:
         compile_fault=compiler_fault(device),
         ops={op: op_fault(op, device) for op in (OPS if torch_gpus else CPU_OPS)},
         interfaces=_interfaces(),
-        shared_mib=shutil.disk_usage(SHARED_MEMORY).total // 2**20 if SHARED_MEMORY.exists() else 0,
-        disk=disk,
+        shared_mib=shutil.disk_usage(SHARED_MEMORY).total // 2**20
+        if disk.exists(SHARED_MEMORY)
+        else 0,
+        disk=place,
         disk_mib_s=speed,
     )
 
@@ -160,7 +163,7 @@ def _interfaces() -> list[str]:
         for name, found in sorted(psutil.net_if_stats().items())
         if found.isup and "loopback" not in found.flags
     ]
-    return names + [f"{path.name} (InfiniBand)" for path in sorted(INFINIBAND.glob("*"))]
+    return names + [f"{path.name} (InfiniBand)" for path in sorted(disk.matching(INFINIBAND, "*"))]
 
 
 def measure_disk(out_dir: Path) -> tuple[str, float]:
@@ -169,7 +172,7 @@ def measure_disk(out_dir: Path) -> tuple[str, float]:
     The nearest folder that exists is used if `out_dir` does not; 0 if it cannot be written.
     """
     path = out_dir.expanduser().absolute()
-    folder = next(p for p in (path, *path.parents) if p.is_dir())
+    folder = next(p for p in (path, *path.parents) if disk.is_dir(p))
     piece = os.urandom(2**20)  # a disk that compresses is not flattered
     try:
         free = shutil.disk_usage(folder).free / GIB

@@ -30,6 +30,7 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     import_module("minimind")
     del sys.path[0]
 from minimind.errors import RendezvousError, RunError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.environment import (
     GPU_VARIABLES,
     LAUNCHER_VARIABLES,
@@ -275,7 +276,7 @@ def count_gpus(visible: str | None, source: str = "CUDA_VISIBLE_DEVICES") -> int
     except OSError:
         listed, has_failed = "", True
     drivers = DRIVERS if names else DRIVERS + OTHER_DRIVERS
-    if has_failed and any(driver.exists() for driver in drivers):
+    if has_failed and any(disk.exists(driver) for driver in drivers):
         if names:
             return len(names)
         from minimind.runtime.device import accelerator  # torch is slow, but the only way to know
@@ -317,10 +318,10 @@ def take(scratch: Path) -> None:
     if not scratch.name.startswith(SCRATCH):
         return
     (scratch / OWNER).write_text(json.dumps(asdict(this_worker(0, os.getppid()))))
-    for other in scratch.parent.glob(f"{SCRATCH}*"):
+    for other in disk.matching(scratch.parent, f"{SCRATCH}*"):
         with suppress(OSError, ValueError, TypeError):  # of another user, or not recorded yet
             script = Worker(**json.loads((other / OWNER).read_text()))
-            launches = [path for path in other.iterdir() if path.is_dir()]
+            launches = [path for path in disk.entries(other) if disk.is_dir(path)]
             users = [script, *(one for here in launches for one in registered_workers(here))]
             if script.is_here() and all(one.state() == "gone" for one in users):
                 shutil.rmtree(other)
@@ -331,11 +332,11 @@ def require_installed(environ: Mapping[str, str]) -> None:
     if find_spec("accelerate") and find_spec("yaml"):
         return
     setup = f"make -C '{PROJECT}' setup"
-    if not (PROJECT / "Makefile").exists():
+    if not disk.exists(PROJECT / "Makefile"):
         remedy = "install it there"
     elif environ.get("PYTHON"):
         remedy = "unset PYTHON to use the environment of this project"
-    elif (PROJECT / ".venv").exists():  # incomplete; -B rebuilds it even if up to date
+    elif disk.exists(PROJECT / ".venv"):  # incomplete; -B rebuilds it even if up to date
         remedy = setup.replace("make", "make -B")
     else:
         remedy = f"{setup} installs into {PROJECT / '.venv'}"

@@ -30,6 +30,7 @@ from minimind.checkpoint.directory import published_checkpoints
 from minimind.config.parse import load_yaml
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
 from minimind.launch.plan import count_gpus
+from minimind.runtime import disk
 from minimind.runtime.durable_files import storing, write_durably, write_whole
 from minimind.runtime.heartbeat import Layout, read_layout
 from minimind.runtime.terminal import one_line
@@ -67,12 +68,12 @@ class Meeting:
         Waits until all `machines` are there, or until no new one has come for `settle` seconds.
         Raise PeerError if this host came too late.
         """
-        with storing(str(self.folder), "correct its permissions, and run the same command again"):
+        with storing(str(self.folder), "correct the path, and run the same command again"):
             self.folder.mkdir(parents=True, exist_ok=True)
             known, since = 0, time.monotonic()
-            while not (self.folder / DECISION).exists():
+            while not disk.exists(self.folder / DECISION):
                 self.check()
-                names = [path.name for path in self.folder.iterdir()]
+                names = [path.name for path in disk.entries(self.folder)]
                 ranks = sorted(int(name) for name in names if name.isdecimal())
                 if len(ranks) > known:
                     known, since = len(ranks), time.monotonic()
@@ -112,7 +113,7 @@ class Meeting:
         if os.getppid() != self._script:
             (self.folder / str(self.me.rank)).unlink()
             raise PeerError("the launch script was ended; run the same command again")
-        if (self.folder / STOP).exists():
+        if disk.exists(self.folder / STOP):
             raise Stopped("another host was stopped; run the same command again to go on")
 
     def _publish(self, ranks: list[int]) -> None:
@@ -126,7 +127,7 @@ class Meeting:
             return
         finally:
             draft.unlink()
-        for other in self.folder.parent.iterdir():
+        for other in disk.entries(self.folder.parent):
             if other != self.folder:
                 shutil.rmtree(other)
 
@@ -299,7 +300,7 @@ def meeting_of(layout: Layout | None, launched: Launched, me: Host, restart: int
 
 def what_was_lost(status_file: Path, launched: Launched) -> str:
     """Say which rank ended the launch, from the status that its workers claimed."""
-    if not status_file.exists():
+    if not disk.exists(status_file):
         return "the launcher was lost (status 7)"
     rank = int(status_file.read_text(encoding="ascii").split()[1])
     host = f" on host {rank // launched.each}" if launched.machines > 1 else ""

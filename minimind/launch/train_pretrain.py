@@ -16,6 +16,8 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     del sys.path[0]
 from minimind.config.launcher_env import set_allocator_defaults
 from minimind.config.parse import parse_flags
+from minimind.config.paths import naming_flags
+from minimind.config.run_config import FLAGS
 from minimind.runtime.environment import rank_of, require_environment
 from minimind.runtime.exit import Ending
 from minimind.runtime.heartbeat import Peers
@@ -49,13 +51,16 @@ def _main(argv: Sequence[str]) -> int:
             run = parse_flags(argv)
             ending.debug = run.debug
             progress.peers.timeout = run.dist_timeout
-            require_inputs(run)
+            values = {flag: getattr(run, flag) for flag in FLAGS}
+            with naming_flags(values):
+                require_inputs(run)
             # run_accelerate.sh has printed a line already; otherwise print one within a second.
             delay = LONG if SCRIPT_PID in os.environ else 0.5
             with phase("importing libraries", delay):
                 from minimind.train.pretrain import pretrain  # torch: after the flags are read
 
-            return ending.done(pretrain(run, progress))
+            with naming_flags(values):
+                return ending.done(pretrain(run, progress))
     except Exception as error:  # the one place that turns an error into a message and a status
         return ending.report(error)
 

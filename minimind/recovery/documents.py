@@ -24,6 +24,7 @@ from minimind.data.text.documents import Rejection
 from minimind.data.text.inputs import DATASET, LINES, PARQUET, WHOLE, Segment, kind_of
 from minimind.data.text.readers import line_offset, newlines, read_segment
 from minimind.errors import DataError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.object_cache import ObjectCache
 from minimind.runtime.urls import is_url, masked, named
 
@@ -172,7 +173,7 @@ class Documents:
 
     def _units_at(self, path: Path, line: int) -> list[Unit]:
         """The units that may hold a line of a file: those with its byte or its row."""
-        if not path.exists():
+        if not disk.exists(path):
             raise DataError(f"{path}: is gone; restore it")
         kind = kind_of(path)
         at = line_offset(path, line) if kind in LINES else line - 1
@@ -202,7 +203,7 @@ class Documents:
         before = str(path)
         name = self.prepared.names.get(before) or self.prepared.names.get(named(before), before)
         url = named(name)
-        if self.cache is None or not is_url(url) or Path(name).exists():
+        if self.cache is None or not is_url(url) or disk.exists(Path(name)):
             return Path(name)
         if name not in self._fetched:
             try:
@@ -216,7 +217,7 @@ class Documents:
         for segment in unit.segments:
             path = self._now(segment.path)
             try:
-                if not path.exists():
+                if not disk.exists(path):
                     raise DataError("is gone, and the documents after it cannot be counted")
                 yield from self._read_segment(unit, replace(segment, path=path))
             except DataError as error:

@@ -16,6 +16,7 @@ import numpy as np
 
 from minimind.config.run_record import NAME, record_fault
 from minimind.errors import PREEMPTED, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog, left_out
 from minimind.runtime.secret_keys import without_secret
@@ -161,7 +162,7 @@ class History:
 
     @property
     def exists(self) -> bool:
-        return self.log.path.is_file()
+        return disk.is_file(self.log.path)
 
     def read(self) -> bool:
         """Add the lines that were appended; return whether there were any, or the file is another.
@@ -241,7 +242,7 @@ class Run:
     def config_fault(self) -> str:
         """Why config.yaml is not as the run wrote it; empty if it is, or is missing."""
         config = self.run_dir / NAME
-        return record_fault(config) if config.exists() else ""
+        return record_fault(config) if disk.exists(config) else ""
 
     def column(self, name: str) -> np.ndarray:
         """float64 (kept lines,)."""
@@ -336,7 +337,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
     histories = [*map(History, run_dirs)]
     for one in histories:
         if not one.exists:
-            problem = "holds no metrics.jsonl" if one.run_dir.is_dir() else "is no folder"
+            problem = "holds no metrics.jsonl" if disk.is_dir(one.run_dir) else "is no folder"
             raise UsageError(f"{one.run_dir} {problem}; give the --out_dir of a run")
         one.read()
     return as_runs(histories)
@@ -380,7 +381,7 @@ def read_configuration(run_dir: Path) -> Configuration:
     texts = []
     for path in (run_dir / NAME, run_dir / "ds_config.resolved.json"):
         with storing(str(path), "correct its permissions"):
-            texts.append(path.read_text("utf-8", "replace") if path.is_file() else "")
+            texts.append(path.read_text("utf-8", "replace") if disk.is_file(path) else "")
     lines = re.sub(r"\n +", " ", texts[0]).splitlines()  # long values are wrapped
     flags = {}
     for match in filter(None, map(LINE.fullmatch, lines)):

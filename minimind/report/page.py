@@ -28,6 +28,7 @@ from minimind.report.history import (
     read_runs,
 )
 from minimind.report.summary import NOUNS, STAGE_HEAD, Summary, describe, rank_figures, stage_rows
+from minimind.runtime.drafts import remove_left
 from minimind.runtime.durable_files import storing, write_whole
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def write_page(html: str, out: Path, remedy: str) -> int:
     content = html.encode(errors="backslashreplace")  # a path may not be UTF-8
     with storing(str(out), remedy, needed=len(content)):
         out.parent.mkdir(parents=True, exist_ok=True)
+        remove_left(out.parent, out.name)
         write_whole(out, content)
     return len(content)
 

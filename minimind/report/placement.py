@@ -11,6 +11,7 @@ import numpy as np
 
 from minimind.report import formats
 from minimind.report.history import Run, number, read_configuration
+from minimind.runtime import disk
 
 REFERENCES = Path(__file__).parent / "reference"
 NAMES = {"unigram": "the unigram", "trigram": "the trigram"}
@@ -67,7 +68,7 @@ def band(curve: dict[str, Any], tokens: float) -> tuple[float, float]:
 def _among_references(run: Run, floors: dict[str, float]) -> str:
     step, bits = last_bits(run)
     tokens = float(run.tokens_at(np.array([step]))[0])
-    for path in sorted(REFERENCES.glob("*.json")):
+    for path in sorted(disk.matching(REFERENCES, "*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         is_near = [
             abs(floors.get(n, math.inf) / found["text"][n] - 1) < TEXT for n in ("zlib", "xz")

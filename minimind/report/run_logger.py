@@ -126,7 +126,7 @@ class RunLogger:
 
     def print(self, text: str) -> None:
         if self._is_rank_0 and self._is_stdout_open:
-            with storing("standard output", "free some space, or send it somewhere else"):
+            with storing("standard output", "send it somewhere else"):
                 try:
                     tqdm.write(for_stdout(text), file=sys.stdout)
                     sys.stdout.flush()
@@ -136,7 +136,7 @@ class RunLogger:
     def event(self, name: str, **fields: Any) -> None:
         """Append an event to metrics.jsonl and pass it to the trackers."""
         if self._metrics:
-            with storing(str(self._path), "free some space, or correct the path of --out_dir"):
+            with storing(str(self._path), "correct the path of --out_dir"):
                 self._metrics.write(name, **fields)
             if self.trackers:
                 self.trackers.event(name, fields)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from minimind.runtime import disk
 from minimind.runtime.device import HOST, Host
 from minimind.runtime.durable_files import storing
 
@@ -61,13 +62,13 @@ class Trace:
         profiler = self.stop()
         again = f"-again_{self._number}" if self._number > 1 else ""
         path = self._directory / f"steps_{self._start}-{step}{again}-rank_{self._rank}.json.gz"
-        with storing(str(path), "free some space, or correct the path of --out_dir"):
+        with storing(str(path), "correct the path of --out_dir"):
             self._directory.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
         return path
 
     def _numbers(self) -> Iterator[int]:
         """Numbers of existing recordings that begin at the same step."""
-        for path in self._directory.glob(f"steps_{self._start}-*"):
+        for path in disk.matching(self._directory, f"steps_{self._start}-*"):
             if match := re.fullmatch(r"steps_\d+-\d+(-again_(\d+))?-rank_\d+\.json\.gz", path.name):
                 yield int(match[2] or 1)

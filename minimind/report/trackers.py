@@ -21,6 +21,7 @@ from typing import Any
 from minimind.config.run_config import RunConfig
 from minimind.engine.build import open_tracker
 from minimind.report.formats import score_values
+from minimind.runtime import disk
 from minimind.runtime.durable_files import write_whole
 from minimind.runtime.urls import masked, masked_text
 
@@ -162,7 +163,7 @@ def _run_id(path: Path, is_new: bool) -> str:
     """Return the wandb run id, stored in out_dir so that a resumed run continues it."""
     stored, run_id = None, secrets.token_hex(4)
     try:
-        if path.exists() and not is_new:
+        if disk.exists(path) and not is_new:
             with suppress(ValueError):  # damaged: the run starts as a new one in wandb
                 stored = json.loads(path.read_bytes())
         if isinstance(stored, dict) and isinstance(stored.get("wandb"), str):
@@ -195,7 +196,7 @@ def _opener(
 ) -> Callable[[int], Any]:
     """Return a function that opens the tracker from a step on, called in the tracker's thread."""
     out_dir = Path(run.out_dir)
-    run_name = run.wandb_run_name or out_dir.resolve().name
+    run_name = run.wandb_run_name or disk.resolve(out_dir).name
     import_error = _import_error(name)
 
     def open_it(step: int) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import socketserver
 import sys
@@ -19,16 +20,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from select import select
 from typing import Any
-from urllib.parse import urlsplit
 
 from minimind.errors import RendezvousError, StorageError
 from minimind.report.history import History, as_runs, read_configuration
 from minimind.report.page import figures, fill_page, render_parts
+from minimind.runtime import disk
 from minimind.runtime.durable_files import printing
 from minimind.runtime.terminal import phase
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost", "::1")  # by which a browser may ask, also through a tunnel
+HOST_HEADER = re.compile(r"(\[[0-9a-f:]+\]|[a-z0-9.]+)(:[0-9]{1,5})?", re.IGNORECASE)
 INTERVAL, SHARE = 1.0, 0.1  # seconds between two reports; share of a core to render them with
 POLL, BEAT = 0.25, 5.0  # seconds; `live.js` knows the second
 TIMEOUT = 30.0  # seconds for a client to send its request, or to take a part of the answer
@@ -114,9 +116,12 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = HOST, self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, unless there are too many."""
+        """In a thread of its own; among too many, instead of the one that is slowest to ask."""
         if not self._connections.acquire(blocking=False):
-            return self.shutdown_request(request)
+            if self.asking:
+                self._end(min(self.asking, key=self.asking.__getitem__))
+            if not self._connections.acquire(timeout=POLL if self.asking else 0):
+                return self.shutdown_request(request)
         self.asking[request] = time.monotonic()
         super().process_request(request, client_address)
 
@@ -131,8 +136,11 @@ class Server(ThreadingHTTPServer):
         """End connections on which no request comes; each byte would begin the timeout anew."""
         for connection, since in [*self.asking.items()]:
             if time.monotonic() - since > TIMEOUT:
-                with suppress(OSError):  # it is closed
-                    connection.shutdown(socket.SHUT_RDWR)
+                self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        with suppress(OSError):  # it is closed
+            connection.shutdown(socket.SHUT_RDWR)
 
     def server_close(self) -> None:
         self.is_closed = True
@@ -156,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hosts, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
-        if len(hosts) != 1 or _name_of(hosts[0]) not in NAMES:  # a name bound to this host
+        if len(hosts) != 1 or not _is_of_this_host(hosts[0]):  # a name bound to this host
             self._refuse(403, f"Ask for {self.server.url}; this server has no other name.")
         elif origin not in (None, f"http://{hosts[0]}"):
             self._refuse(403, "Pages of other origins may not read this.")
@@ -219,11 +227,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Not in the terminal."""
 
 
-def _name_of(host: str) -> str | None:
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
+def _is_of_this_host(host: str) -> bool:
+    """Whether a `Host` is one of NAMES, with at most one port: a URL's parser takes more."""
+    name = HOST_HEADER.fullmatch(host)
+    return name is not None and name[1].strip("[]").lower() in NAMES
 
 
 def watch(run_dirs: Sequence[Path], port: int) -> None:
@@ -240,6 +247,6 @@ def watch(run_dirs: Sequence[Path], port: int) -> None:
         with printing():
             print(f"{server.url} shows the report as it grows; Ctrl-C ends it", flush=True)
             for place in run_dirs:
-                if not (place / "metrics.jsonl").is_file():
+                if not disk.is_file(place / "metrics.jsonl"):
                     print(f"{place} holds no metrics.jsonl yet; the page waits for it", flush=True)
         server.serve_forever()

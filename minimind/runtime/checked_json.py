@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from minimind.errors import CheckpointError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import read_small
 from minimind.runtime.file_kinds import JSON_TEXT, kind_of_content
 from minimind.runtime.terminal import shorten_line
@@ -62,7 +63,7 @@ def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
     Raise CheckpointError, without the path; Unreadable if the file exists but cannot be read.
     """
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):
+        if not stat.S_ISREG(disk.stat(path, follow=False).st_mode):
             raise CheckpointError("is not a regular file")
         with open(path, "rb") as file:
             text = file.read(MAX_BYTES + 1)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from minimind.errors import DataError
+from minimind.runtime import disk
+from minimind.runtime.drafts import draft_of
 from minimind.runtime.filesystem import (
     AWS,
     PARTIAL,
@@ -30,7 +32,6 @@ BLOCK_BYTES = 2**23
 MOST_DOWNLOADS = 4  # downloads of one object whose content does not match
 MODIFIED = "modified "  # begins what stands for an ETag
 REPLACED = "was replaced while it was fetched; run the same command again"
-DRAFT = ".tmp-"  # marks names of files that are being written
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def download(
     Return its sha256. Raise DataError if it is missing, refused, replaced meanwhile, or never
     matches its checksum, and Cancelled once `stopped` is set.
     """
-    draft = target.with_name(f".{target.name}{DRAFT}{os.getpid()}-{threading.get_ident()}")
+    draft = draft_of(target.with_name(f".{target.name}"), str(threading.get_ident()))
     stopped = stopped or threading.Event()
     before = fault = ""
     try:
@@ -256,7 +257,7 @@ def _md5_of_parts(filesystem: Any, remote: RemoteObject, file: Path) -> str:
     if by_kms or answer.get("SSECustomerAlgorithm"):  # the ETag is no checksum
         return ""
     number, size = int(remote.etag.partition("-")[2]), answer["ContentLength"]
-    is_even = (number - 1) * size < file.stat().st_size <= number * size
+    is_even = (number - 1) * size < disk.stat(file).st_size <= number * size
     return etag_of_parts(file, size) if is_even else ""
 
 
@@ -264,7 +265,7 @@ def etag_of_parts(file: Path, size: int) -> str:
     """The ETag that S3 gives to a file that is uploaded in parts of `size` bytes."""
     digests = []
     with open(file, "rb") as content:
-        for start in range(0, file.stat().st_size, size):
+        for start in range(0, disk.stat(file).st_size, size):
             digest, stop = hashlib.md5(usedforsecurity=False), start + size
             while block := content.read(min(BLOCK_BYTES, stop - content.tell())):
                 digest.update(block)

@@ -17,7 +17,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from minimind.errors import StorageError
+from minimind.errors import FULL, StorageError
+from minimind.runtime import disk
+from minimind.runtime.drafts import draft_of, remove_left
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -61,7 +63,7 @@ def read_small_text(path: str | Path, most: int = 2**20, pipes: bool = False) ->
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file atomically: readers see the old or the new content."""
-    draft = _draft(path)
+    draft = draft_of(path)
     try:
         write_durably(draft, content)
         os.replace(draft, path)
@@ -70,20 +72,21 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Raise the OSError that `write_whole` would raise, before any work is done."""
-    _draft(path).touch()
-    _draft(path).unlink()
+    """Raise the OSError that `write_whole` would raise, before any work is done.
 
-
-def _draft(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    What killed processes left of the file is deleted.
+    """
+    remove_left(path.parent, path.name)
+    draft_of(path).touch()
+    draft_of(path).unlink()
 
 
 @contextmanager
 def storing(what: str, remedy: str, needed: int = 0) -> Iterator[None]:
     """Convert an OSError inside the block into StorageError: `what: why; remedy`.
 
-    For a full disk or quota the message has the bytes `needed` and free. BrokenPipeError passes.
+    The remedy of a full disk, or quota, and of missing permissions comes before `remedy`. Of a full
+    one the message has the bytes `needed` and free. BrokenPipeError passes.
     """
     try:
         yield
@@ -91,15 +94,21 @@ def storing(what: str, remedy: str, needed: int = 0) -> Iterator[None]:
         raise
     except OSError as error:
         message = f"{error.filename or what}: {error.strerror or error}"
-        if needed and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if needed and error.errno in FULL:
             free = free_bytes(Path(what))
             message += f", {needed:,} bytes ({mebibytes(needed)}) needed, {free:,} free"
-        raise StorageError(f"{message}; {remedy}") from error
+        raise StorageError(f"{message}; {_first_remedy(error)}{remedy}") from error
+
+
+def _first_remedy(error: OSError) -> str:
+    if error.errno in FULL:
+        return "free some space, or "
+    return "correct its permissions, or " if error.errno in (errno.EACCES, errno.EPERM) else ""
 
 
 def printing() -> AbstractContextManager[None]:
     """`storing` for standard output."""
-    return storing("standard output", "free some space, or send it somewhere else")
+    return storing("standard output", "send it somewhere else")
 
 
 def escape_unencodable() -> None:
@@ -110,7 +119,7 @@ def escape_unencodable() -> None:
 
 def free_bytes(path: Path) -> int:
     """Free bytes on the disk of `path`, which need not exist."""
-    while not path.exists():
+    while not disk.exists(path):
         path = path.parent
     return shutil.disk_usage(path).free
 
@@ -158,12 +167,14 @@ class Metrics:
     """Appends one JSON object per line to metrics.jsonl; never rewrites.
 
     Unbuffered: after a full disk, a buffer would be written again, and fail again, at closing.
+    Raises OSError once the file is no longer at its path: its lines would be lost without a word.
     """
 
     def __init__(self, path: Path) -> None:
         require_regular(path)
+        self._path = path
         self._file = open(path, "ab", buffering=0)
-        if path.stat().st_size:
+        if disk.stat(path).st_size:
             with open(path, "rb") as existing:
                 existing.seek(-1, 2)
                 is_torn = existing.read(1) != b"\n"
@@ -176,6 +187,12 @@ class Metrics:
         self._append((json.dumps(line, ensure_ascii=False) + "\n").encode())
 
     def _append(self, content: bytes) -> None:
+        is_there = disk.exists(self._path)
+        if not is_there or not os.path.samestat(
+            os.fstat(self._file.fileno()), disk.stat(self._path)
+        ):
+            reason = "was replaced" if is_there else "was removed or renamed, or its folder was,"
+            raise OSError(errno.ENOENT, f"{reason} while a run writes it", str(self._path))
         left = memoryview(content)
         while left:  # a disk that fills up may accept a part
             left = left[self._file.write(left) :]
@@ -186,7 +203,7 @@ class Metrics:
 
 def require_regular(path: Path) -> None:
     """Raise OSError if the path exists and is not a regular file."""
-    if path.exists() and not path.is_file():
+    if disk.exists(path) and not disk.is_file(path):
         raise OSError(errno.EINVAL, "is a folder, a pipe or a device, not a file", str(path))
 
 

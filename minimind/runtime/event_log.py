@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from minimind.runtime import disk
 from minimind.runtime.checked_json import MAX_BYTES, MAX_DEPTH, MAX_INTEGER, is_deeper
 
 
@@ -33,7 +34,7 @@ class EventLog:
     def begins_anew(self) -> bool:
         """Whether the file is another than at the last reading, or was cut; then begin with it."""
         try:
-            status = self.path.stat()
+            status = disk.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             file_id, size = None, 0
         else:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from minimind.runtime import disk
 from minimind.runtime.durable_files import read_small, without_waiting
 from minimind.runtime.urls import HUB_PREFIX, ON_THE_HUB
 
@@ -200,7 +201,7 @@ def kind_of_file(path: Path, *expected: str) -> Kind | None:
 
 def adapter_in(folder: Path) -> str:
     """What a folder with a LoRA adapter and no model is, with the way out; else empty."""
-    names = [name for name in ADAPTER if (folder / name).is_file()]
+    names = [name for name in ADAPTER if disk.is_file(folder / name)]
     if not names:
         return ""
     base = _base_name(folder)
@@ -216,11 +217,11 @@ def base_of_adapter(folder: Path) -> str | None:
 
     None if the folder holds a model too, and if its base is neither here nor a name of the Hub.
     """
-    has_model = (folder / "config.json").exists()
-    base = None if has_model or not (folder / ADAPTER_WEIGHTS).is_file() else _base_name(folder)
+    has_model = disk.exists(folder / "config.json")
+    base = None if has_model or not disk.is_file(folder / ADAPTER_WEIGHTS) else _base_name(folder)
     if type(base) is not str:
         return None
-    if (Path(base).expanduser() / "config.json").is_file():
+    if disk.is_file(Path(base).expanduser() / "config.json"):
         return base
     return f"{HUB_PREFIX}{base}" if ON_THE_HUB.fullmatch(f"{HUB_PREFIX}{base}") else None
 

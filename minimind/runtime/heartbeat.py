@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
+from minimind.runtime import disk
 from minimind.runtime.process import CAUGHT, STATUS_FILE, Progress, stop_reason
 
 
@@ -139,7 +140,7 @@ def record_layout(rank: int, layout: Layout) -> None:
 
 def read_layout(here: Path) -> Layout | None:
     """Return what a worker recorded in the folder of its launch; None before its first step."""
-    path = next(here.glob("layout-*"), None)
+    path = next(disk.matching(here, "layout-*"), None)
     return Layout(**json.loads(path.read_text(encoding="ascii"))) if path else None
 
 
@@ -152,7 +153,7 @@ def _write_atomically(path: Path, text: str) -> None:
 def registered_workers(here: Path | None = None) -> list[Worker]:
     """Workers registered on this host, in the folder of this launch or of another one."""
     here, workers = here or folder(), []
-    for path in here.glob("worker-*") if here else ():
+    for path in disk.matching(here, "worker-*") if here else ():
         with suppress(FileNotFoundError):  # the script is gone
             rank, pid, *started = path.read_text(encoding="ascii").split()
             workers.append(Worker(int(rank), socket.gethostname(), int(pid), "".join(started)))

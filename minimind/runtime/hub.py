@@ -22,6 +22,7 @@ from threading import Event
 from typing import Any, TypeVar
 
 from minimind.errors import RunError, StorageError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import free_bytes, mebibytes, sha256_of, storing
 from minimind.runtime.environment import rank_of
 from minimind.runtime.filesystem import HUB, NoAnswer, is_passing, require_server, retrying
@@ -94,7 +95,7 @@ def local_model(place: str | Path, weights: bool = True) -> Path:
     """
     path = Path(str(place).removeprefix(HUB_PREFIX)).expanduser()
     found = repository(str(place), MODEL)
-    if found is None or path.exists():
+    if found is None or disk.exists(path):
         return path
     named = found.inside if found.inside.endswith(WEIGHTS) else ""
     folder = found.inside.rpartition("/")[0] if named else found.inside
@@ -204,7 +205,7 @@ def push(
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    api, names = HfApi(), sorted(path.name for path in folder.iterdir())
+    api, names = HfApi(), sorted(path.name for path in disk.entries(folder))
 
     def work() -> tuple[str, bool]:
         url = api.create_repo(model.name, private=private or None, exist_ok=True)
@@ -236,7 +237,7 @@ def fetch(
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder, reason, found = Path(HF_HUB_CACHE), "", replace(wanted, inside="")
-    with storing(f"{folder}: cannot be written", f"free some space, or {ELSEWHERE}"):
+    with storing(f"{folder}: cannot be written", ELSEWHERE):
         try:
             sha, sizes = asking(wanted, missing, lambda: newest(found))
         except NoAnswer as error:
@@ -248,7 +249,7 @@ def fetch(
             shown = f"has {', '.join(some)}" if some else "is empty"
             raise missing(f"{wanted}: has no {what}; it {shown}; correct the name")
         folder = _snapshot(folder, wanted, sha)
-        absent = {name: sizes[name] for name in chosen if not (folder / name).is_file()}
+        absent = {name: sizes[name] for name in chosen if not disk.is_file(folder / name)}
         if absent:
             _fill(replace(found, revision=sha), folder, absent, reason, missing)
         elif reason:
@@ -382,12 +383,12 @@ def _known(wanted: Repository, cache: Path, reason: str) -> tuple[str, Sizes]:
             return sha, {file.path: file.size for file in files}
         except errors.CachedRepoTreeNotFoundError:
             folder = _snapshot(cache, wanted, sha)
-            files = [path for path in folder.rglob("*") if path.is_file()]
+            files = [path for path in disk.files_below(folder) if disk.is_file(path)]
             if not files:  # a name of the commit alone, of a start whose list did not arrive
                 raise StorageError(
                     f"{reason}; run `{wanted.command}` where there is a network"
                 ) from None
-            return sha, {str(path.relative_to(folder)): path.stat().st_size for path in files}
+            return sha, {str(path.relative_to(folder)): disk.stat(path).st_size for path in files}
     except errors.RevisionResolutionError as error:
         raise StorageError(f"{reason}; run `{wanted.command}` where there is a network") from error
 
@@ -423,7 +424,7 @@ def _fill(
             return
         for name in names:
             print(f"{commit}/{name}: is damaged; fetching it again", file=sys.stderr)
-            (folder / name).resolve().unlink()
+            disk.resolve(folder / name).unlink()
     raise StorageError(
         f"{commit}/{names[0]}: arrives with another hash, fetched {MOST_DOWNLOADS} times; check the"
         " network, or upload it again"
@@ -459,7 +460,7 @@ def _bars(shown: bool) -> Iterator[None]:
 
 def _is_damaged(path: Path) -> bool:
     """Whether the content of a file is not that of its blob's name, which is a hash."""
-    blob = path.resolve()
+    blob = disk.resolve(path)
     if len(blob.name) == len(hashlib.sha256().hexdigest()):
         return blob.name != sha256_of(blob)
     content = blob.read_bytes() if len(blob.name) == len(hashlib.sha1().hexdigest()) else None

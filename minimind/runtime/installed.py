@@ -7,6 +7,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from minimind.runtime import disk
+
 PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT = PACKAGE.parent  # the checkout, or site-packages
 DISTRIBUTION_NAME = "minimind-deepspeed"
@@ -15,7 +17,7 @@ DISTRIBUTION_NAME = "minimind-deepspeed"
 def minimind_command(python: str) -> str:
     """The installed `minimind` of an interpreter, else `PYTHON -m minimind`; quoted for a shell."""
     script = Path(python).parent / "minimind"
-    return _near(script) if script.exists() else f"{_near(Path(python))} -m minimind"
+    return _near(script) if disk.exists(script) else f"{_near(Path(python))} -m minimind"
 
 
 def install_packages(*packages: str) -> str:
@@ -28,7 +30,7 @@ def install_extra(extra: str) -> str:
 
     In a checkout it keeps the editable installation, which a plain one would replace by a copy.
     """
-    if (PROJECT / "pyproject.toml").is_file():
+    if disk.is_file(PROJECT / "pyproject.toml"):
         folder = "." if Path.cwd() == PROJECT else str(PROJECT)
         return install_packages("-e", f"{folder}[{extra}]")
     return install_packages(f"{DISTRIBUTION_NAME}[{extra}]")
@@ -43,6 +45,6 @@ def _near(path: Path) -> str:
 # The command that starts a run.
 LAUNCH = (
     "bash run_accelerate.sh"
-    if (PROJECT / "run_accelerate.sh").exists()
+    if disk.exists(PROJECT / "run_accelerate.sh")
     else f"{minimind_command(sys.executable)} launch"
 )

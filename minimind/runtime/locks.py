@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from minimind.runtime import disk
+
 
 @contextmanager
 def held(out: Path, name: str, how: int) -> Iterator[int]:
@@ -92,7 +94,7 @@ def _is_ours_alone(descriptor: int) -> bool:
 
 def _is_still(path: Path, descriptor: int) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(os.fstat(descriptor), disk.stat(path))
     except FileNotFoundError:
         return False
 
@@ -126,7 +128,7 @@ def lock_for_reading(file: Path) -> ReadLock | None:
         raise FileNotFoundError(str(file)) from error
     except OSError:
         return None
-    if not os.path.samestat(os.fstat(lock.descriptor), file.stat()):
+    if not os.path.samestat(os.fstat(lock.descriptor), disk.stat(file)):
         raise FileNotFoundError(str(file))
     return lock
 

@@ -25,7 +25,9 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeVar
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
-from minimind.runtime.download import DRAFT, RemoteObject, download
+from minimind.runtime import disk
+from minimind.runtime.download import RemoteObject, download
+from minimind.runtime.drafts import A_DRAFT, remove_left
 from minimind.runtime.durable_files import (
     canonical_json,
     free_bytes,
@@ -103,8 +105,6 @@ def _work(
 
 
 LIST = ".use-"
-A_WHOLE_DRAFT = re.compile(r".+\.tmp-\d+")  # `write_whole` writes them
-A_DRAFT = re.compile(rf"\.(.+){re.escape(DRAFT)}\d+-\d+")  # ends with the process and the thread
 GIB = 2**30
 
 
@@ -129,7 +129,7 @@ class CacheUse:
         Raise UsageError if this process alone needs more than the bound, StorageError if it does
         together with others. Drafts of processes that were killed are deleted.
         """
-        if self._folder.exists() and not os.access(self._folder, os.W_OK):
+        if disk.exists(self._folder) and not os.access(self._folder, os.W_OK):
             return  # a cache for reading
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._all_locked() as is_locked:
@@ -179,7 +179,7 @@ class CacheUse:
         """What other processes use, by path; the lists of dead ones are deleted."""
         others: dict[str, int] = {}
         own = self._list and self._list.name
-        for path in self._folder.glob(f"{LIST}*"):
+        for path in disk.matching(self._folder, f"{LIST}*"):
             if str(path) == own:
                 continue
             with suppress(FileNotFoundError), open(path) as file:
@@ -231,24 +231,26 @@ class CacheUse:
             for name in names:
                 path = Path(folder, name)
                 record = record_path(path)
-                has_record = record.exists()
-                if not has_record and (name.startswith(".") or A_WHOLE_DRAFT.fullmatch(name)):
+                has_record = disk.exists(record)
+                if not has_record and (name.startswith(".") or A_DRAFT.fullmatch(name)):
                     continue
                 with suppress(FileNotFoundError):
-                    when = (record if has_record else path).stat().st_mtime
-                    yield when, str(path.relative_to(self._folder)), path.stat().st_size
+                    when = disk.stat(record if has_record else path).st_mtime
+                    yield when, str(path.relative_to(self._folder)), disk.stat(path).st_size
 
     def _delete_drafts(self, folders: set[Path], used: Mapping[str, int]) -> None:
         """Delete what killed processes were fetching."""
-        for folder in filter(Path.is_dir, folders):
-            for path in folder.iterdir():
-                if match := A_DRAFT.fullmatch(path.name):
-                    target = folder / match[1]
+        for folder in filter(disk.is_dir, folders):
+            remove_left(folder)
+            for path in disk.entries(folder):
+                match = A_DRAFT.fullmatch(path.name)
+                if match and match["more"]:  # a download, which claims its file
+                    target = folder / match["name"].removeprefix(".")
                     if str(target.relative_to(self._folder)) not in used:
                         path.unlink(missing_ok=True)
 
 
-REMEDY = "free some space, or give another --cache_dir"
+REMEDY = "give another --cache_dir"
 PARALLEL = 8  # downloads
 LONGEST_NAME = 200  # characters of a file name, which gets a suffix while it is written
 
@@ -277,7 +279,7 @@ def path_of(url: str, folder: Path, version: str = "") -> Path:
 @contextmanager
 def naming_urls(folder: Path) -> Iterator[None]:
     """Replace paths below `CACHE/by-url` in the messages of errors by their URLs."""
-    places = "|".join(re.escape(str(place)) for place in {folder, folder.resolve()})
+    places = "|".join(re.escape(str(place)) for place in {folder, disk.resolve(folder)})
     paths = re.compile(rf"(?:{places})/{PLACE}")
 
     def with_urls(text: str) -> str:
@@ -316,7 +318,7 @@ class ObjectCache:
         if missing and needed > (free := free_bytes(self.folder)):
             raise StorageError(
                 f"{self.folder}: {needed:,} bytes ({mebibytes(needed)}) of {masked(what)} do not"
-                f" fit in the {free:,} that are free; {REMEDY}"
+                f" fit in the {free:,} that are free; free some space, or {REMEDY}"
             )
         with storing(f"{self.folder}: cannot be written", REMEDY):
             fetched = [size for size in _in_parallel(filesystem, missing) if size is not None]
@@ -385,7 +387,7 @@ def _fetch(
     with _locked(target):
         if is_verified(remote, target):
             return None
-        record, was_there = _read_record(target), target.is_file()
+        record, was_there = _read_record(target), disk.is_file(target)
         if was_there and _is_of(record, remote) and sha256_of(target) == record["sha256"]:
             sha256, is_new = record["sha256"], False
         else:
@@ -395,7 +397,7 @@ def _fetch(
             if remote.modified is not None:
                 os.utime(target, (remote.modified, remote.modified))
         _record(remote, target, sha256)
-        return target.stat().st_size if is_new else None
+        return disk.stat(target).st_size if is_new else None
 
 
 @contextmanager
@@ -445,5 +447,5 @@ def _record(remote: RemoteObject, target: Path, sha256: str) -> None:
 
 
 def _state(path: Path) -> list[int]:
-    state = path.stat()
+    state = disk.stat(path)
     return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minimind.errors import UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import storing, sync_directory
 from minimind.runtime.locks import held, remove_unheld
 
-REMEDY = "free some space, or give another --out"
+REMEDY = "give another --out"
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class NewFolder:
 
     def _require_free(self) -> None:
         out = self.path
-        if not os.path.lexists(out):
+        if not disk.lexists(out):
             return
         if not self.force:
             raise UsageError(f"--out {out} exists; give another folder, or --force to replace it")
-        if out.is_symlink() or not out.is_dir():
+        if disk.is_symlink(out) or not disk.is_dir(out):
             raise UsageError(
                 f"--out {out} is a file or a link, which --force does not replace; give another"
                 " folder"
             )
         with storing(str(out), REMEDY):
             foreign = _foreign(out, self.own)
-            is_own = not any(out.iterdir()) or (foreign is None and self.is_marked(out))
+            is_own = not any(disk.entries(out)) or (foreign is None and self.is_marked(out))
         if not is_own:
             if foreign:
                 raise UsageError(
@@ -93,7 +93,7 @@ class NewFolder:
         """
         with _swapping(self.path):
             self._require_free()
-            if self.force and self.path.exists():
+            if self.force and disk.exists(self.path):
                 self.path.rename(_beside(self.path, "before"))
             draft.rename(self.path)
             sync_directory(self.path.parent)
@@ -101,15 +101,15 @@ class NewFolder:
 
 def _foreign(folder: Path, own: Sequence[str]) -> str | None:
     """The path in the folder of the first entry that matches no pattern."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted(disk.entries(folder)):
         inner = [rest for name, _, rest in (p.partition("/") for p in own) if name == path.name]
         foreign: str | None = path.name
-        if path.is_symlink():
+        if disk.is_symlink(path):
             pass
-        elif path.is_dir() and any(inner):
+        elif disk.is_dir(path) and any(inner):
             below = _foreign(path, inner)
             foreign = below and f"{path.name}/{below}"
-        elif path.is_file() and any("/" not in p and path.match(p) for p in own):
+        elif disk.is_file(path) and any("/" not in p and path.match(p) for p in own):
             foreign = None
         if foreign:
             return foreign
@@ -118,7 +118,7 @@ def _foreign(folder: Path, own: Sequence[str]) -> str | None:
 
 def put_back(out: Path) -> None:
     """Complete or undo an interrupted `NewFolder.replace`."""
-    if any(os.path.exists(_beside(out, role)) for role in ("before", "gone")):
+    if any(disk.exists(_beside(out, role)) for role in ("before", "gone")):
         with _swapping(out):
             pass
 
@@ -136,13 +136,13 @@ def _swapping(out: Path) -> Iterator[None]:
 
 def _recover(out: Path) -> None:
     before, gone = _beside(out, "before"), _beside(out, "gone")
-    if before.exists() and not os.path.lexists(out):
+    if disk.exists(before) and not disk.lexists(out):
         before.rename(out)
         sync_directory(out.parent)
-    elif before.exists():
+    elif disk.exists(before):
         shutil.rmtree(gone, ignore_errors=True)
         before.rename(gone)  # so that no half-deleted folder is restored
-    if gone.exists():
+    if disk.exists(gone):
         shutil.rmtree(gone)
 
 

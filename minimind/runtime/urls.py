@@ -8,12 +8,12 @@ its word, and what looks like a parameter is left out as well.
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 from urllib.parse import unquote
 
 from minimind.errors import UsageError
+from minimind.runtime import disk
 from minimind.runtime.secret_keys import without_secret, without_secrets_in_text
 
 SCHEMES = ("s3", "gs", "hf", "http", "https", "file")  # schemes that can be read
@@ -161,7 +161,7 @@ def is_url(text: object) -> bool:
 
 def require_path(text: str) -> None:
     """Raise UsageError for a path that was meant as a URL."""
-    if (match := LIKE_A_URL.match(text)) and not os.path.exists(text):
+    if (match := LIKE_A_URL.match(text)) and not disk.seems_there(text):
         raise UsageError(
             f"{masked(text)}: begins with {match[0]}, and URLs begin with"
             f" {', '.join(f'{name}://' for name in SCHEMES)}; correct it"

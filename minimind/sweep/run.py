@@ -26,6 +26,7 @@ from minimind.errors import (
     UsageError,
 )
 from minimind.report import formats
+from minimind.runtime import disk
 from minimind.runtime.heartbeat import describe_end, is_alive
 from minimind.runtime.process import StopRequest
 from minimind.sweep.study import (
@@ -251,7 +252,7 @@ def opened(
     gpus = _gpus(runs[0].device, parallel)
     environments = environments_of(gpus, parallel or max(1, len(gpus)))
     _require_own(place)
-    if not (place / DATABASE).exists():
+    if not disk.exists(place / DATABASE):
         for run in runs:
             require_inputs(run)
     with lock_out_dir(place, "--out"), recording(place):
@@ -269,7 +270,7 @@ def conclude(study: Study, status: int) -> int:
     best = best_of(rows)
     if rows:
         page = place / "sweep.html"
-        write_page(render(sweep, rows, place), page, "free some space")
+        write_page(render(sweep, rows, place), page, "give another --out")
         print(f"\n{table_text(sweep, rows)}\n\n{page}: plots")
     if best:
         print(f"best: {best.folder}\n{best_command(sweep, best, place)}")
@@ -300,8 +301,8 @@ def without_result(study: Study, rows: Sequence[Row]) -> int:
 
 def _require_own(place: Path) -> None:
     """Raise UsageError for a folder with other content."""
-    if place.is_dir() and not (place / DATABASE).exists():
-        foreign = sorted(path.name for path in place.iterdir() if path.name != LOCK)
+    if disk.is_dir(place) and not disk.exists(place / DATABASE):
+        foreign = sorted(path.name for path in disk.entries(place) if path.name != LOCK)
         if foreign:
             raise UsageError(
                 f"--out {place} holds {foreign[0]!r} and no {DATABASE}: it is no folder of a sweep;"

@@ -28,6 +28,7 @@ from minimind.report.charts import TEMPLATE, Chart, run_style
 from minimind.report.formats import LIGHT
 from minimind.report.history import Run, number, read_configuration, read_runs
 from minimind.report.page import fill_page, html_table, plots
+from minimind.runtime import disk
 from minimind.runtime.terminal import aligned
 from minimind.sweep.law import LEVEL, Fit, Law, Term, constants_of, fit
 
@@ -88,14 +89,16 @@ def _run_dirs(places: Iterable[Path]) -> list[Path]:
     seen: dict[Path, Path] = {}
     for given in places:
         folder = given.parent if given.name == RECORD else given
-        if not folder.is_dir():
+        if not disk.is_dir(folder):
             raise UsageError(f"{given} is no folder; give out_dirs of runs, or a folder of them")
-        own = (folder / RECORD).is_file()
-        inside = [folder] if own else sorted(one.parent for one in folder.glob(f"*/{RECORD}"))
+        own = disk.is_file(folder / RECORD)
+        inside = (
+            [folder] if own else sorted(one.parent for one in disk.matching(folder, f"*/{RECORD}"))
+        )
         if not inside:
             raise UsageError(f"{given} holds no run; give out_dirs, or a folder of them")
         for run_dir in inside:
-            if (known := run_dir.resolve()) in seen:
+            if (known := disk.resolve(run_dir)) in seen:
                 raise UsageError(f"the run {run_dir} is given twice; name each run once")
             seen[known] = run_dir
     return [*seen.values()]
@@ -120,7 +123,7 @@ def _point(run: Run) -> Point | str:
         reason = "its number of parameters is not recorded"
     elif run.fact("init_from") is not None:
         reason = "begins with trained weights (--init_from)"
-    elif not config.is_file():
+    elif not disk.is_file(config):
         reason = "has no config.yaml"
     elif fault := run.config_fault:
         reason = f"its config.yaml {fault}"

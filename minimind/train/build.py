@@ -38,6 +38,7 @@ from minimind.data.shards.manifest import options_of, require_document_ends
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, TooFewRows, UsageError
+from minimind.runtime import disk
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import is_url, masked, masked_values, named
@@ -444,7 +445,7 @@ def require_shared_folder(engine: Engine, out_dir: Path) -> None:
             )
     if problem := engine.from_rank_0(problem):
         raise StorageError(problem, cause_rank=0)
-    views = engine.gather((socket.gethostname(), probe.exists()))
+    views = engine.gather((socket.gethostname(), disk.exists(probe)))
     if engine.rank == 0:
         probe.unlink(missing_ok=True)
     if hosts := sorted({host for host, sees_probe in views if not sees_probe}):

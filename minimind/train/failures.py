@@ -93,7 +93,7 @@ class SkippedSteps:
         by_rank = self.ranks.gather(self._rows_of_group(step, bad))
         reason = "loss" if bad else "gradient"
         if self.ranks.rank == 0:
-            with storing(str(self.path), "free some space, or correct the path of --out_dir"):
+            with storing(str(self.path), "correct the path of --out_dir"):
                 with open(self.path, "a", encoding="utf-8") as file:
                     for line in self._lines(step, reason, by_rank):
                         file.write(json.dumps(line, ensure_ascii=False) + "\n")

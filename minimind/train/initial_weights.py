@@ -36,6 +36,7 @@ from minimind.engine.optimizers import scale_initial_weights
 from minimind.errors import CheckpointError, UsageError
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
+from minimind.runtime import disk
 from minimind.runtime.urls import named
 from minimind.train.bigrams import start_as_bigrams
 from minimind.train.build import with_derived_values
@@ -235,7 +236,7 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
         run = run.with_values(by, **{name: limit}) if value > limit else run
     model.require_gradient_checkpointing(run)
     if run.tokenizer is None and not is_prepared(run.data_path[0]):
-        is_file = Path(run.hugging_face or "").expanduser().is_file()
+        is_file = disk.is_file(Path(run.hugging_face or "").expanduser())
         if own := None if is_file else find_tokenizer(folder):
             run = run.with_values(by, tokenizer=str(load_own(own, config.vocab_size).path))
     if run.tokenizer is not None:

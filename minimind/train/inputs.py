@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from minimind.data.text.inputs import (
 )
 from minimind.data.text.readers import read_segment
 from minimind.errors import CheckpointError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.installed import LAUNCH
 from minimind.runtime.urls import is_url, require_path
 
@@ -69,7 +69,7 @@ def require_inputs(run: RunConfig) -> None:
 
 
 def _missing(path: str | None) -> str | None:
-    return path if path is not None and not Path(path).expanduser().exists() else None
+    return path if path is not None and not disk.exists(Path(path).expanduser()) else None
 
 
 def require_resume_path(run: RunConfig) -> None:
@@ -77,13 +77,13 @@ def require_resume_path(run: RunConfig) -> None:
     if run.resume in ("auto", "none"):
         return
     path = Path(run.resume)
-    if not path.is_dir():
+    if not disk.is_dir(path):
         raise CheckpointError(f"--resume {path}: no such directory; name a step_ directory")
     if published_checkpoints(path):
         raise CheckpointError(
             f"--resume {path}: name one of its step_ directories, or {path.parent}"
         )
-    if not (published_checkpoints(path / "checkpoints") or (path / MANIFEST).exists()):
+    if not (published_checkpoints(path / "checkpoints") or disk.exists(path / MANIFEST)):
         raise CheckpointError(f"--resume {path}: holds no checkpoint; name a step_ directory")
 
 
@@ -100,7 +100,7 @@ def _require_init_from(run: RunConfig) -> None:
     from minimind.runtime.hub import local_model
 
     path = local_model(run.init_from)
-    if not path.exists():
+    if not disk.exists(path):
         raise CheckpointError(no_such_file(path))
 
 
@@ -116,7 +116,7 @@ def _require_text(run: RunConfig) -> None:
             parts_of(local)
             return
     paths = [path for path in run.data_path if not is_url(path)]
-    if run.data_path == (DEFAULT_DATA,) and not Path(DEFAULT_DATA).exists():
+    if run.data_path == (DEFAULT_DATA,) and not disk.exists(Path(DEFAULT_DATA)):
         if run.dry_run:  # of the other flags
             return
         raise UsageError(
@@ -147,7 +147,7 @@ def _require_text(run: RunConfig) -> None:
         )
         reading = ReadOptions(run.text_field, run.max_document_bytes, conversations)
     for file in files[:LOOKED_AT]:
-        if kind_of(file).startswith(WHOLE) and os.path.getsize(file) > LONGEST_TEXT:
+        if kind_of(file).startswith(WHOLE) and disk.stat(file).st_size > LONGEST_TEXT:
             continue
         segment = segments_of(file, sys.maxsize)[0]
         first = next(read_segment(segment, reading), None)
@@ -158,4 +158,4 @@ def _require_text(run: RunConfig) -> None:
 
 
 def _is_prepared(folder: Path) -> bool:
-    return (folder / PLAN_NAME).is_file() and (folder / MANIFEST_NAME).is_file()
+    return disk.is_file(folder / PLAN_NAME) and disk.is_file(folder / MANIFEST_NAME)

@@ -35,6 +35,7 @@ from minimind.engine.plain_backend import StepResult
 from minimind.errors import PREEMPTED, NumericError
 from minimind.report.formats import clock_time, scores_line
 from minimind.report.run_logger import RunLogger
+from minimind.runtime import disk
 from minimind.runtime.collectives import lost_peers, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import mebibytes, storing
 from minimind.runtime.process import Progress, StopRequest
@@ -441,8 +442,8 @@ def write_rows(context: RunContext, guard: SpikeGuard, rows: np.ndarray, step: i
 
     def write() -> Path:
         path, number = out_dir / f"rolled_back-{step}.txt", 1
-        with storing(str(path), "free some space, or correct the path of --out_dir"):
-            while path.exists() and path.read_text(encoding="utf-8") != text:
+        with storing(str(path), "correct the path of --out_dir"):
+            while disk.exists(path) and path.read_text(encoding="utf-8") != text:
                 number += 1
                 path = out_dir / f"rolled_back-{step}-{number}.txt"
             path.write_text(text, encoding="utf-8")

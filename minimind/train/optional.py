@@ -27,6 +27,7 @@ from minimind.engine.build import Engine
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import UsageError
 from minimind.report.run_logger import RunLogger
+from minimind.runtime import disk
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.device import device_kind
 from minimind.runtime.process import StopRequest
@@ -79,7 +80,7 @@ def require_place_of_mirror(run: RunConfig, is_start: bool) -> None:
     Raise StorageError if nothing can be written to the URL.
     """
     out_dir = Path(run.out_dir)
-    if run.mirror is None and not (out_dir / OWNER).is_file():
+    if run.mirror is None and not disk.is_file(out_dir / OWNER):
         return
     from minimind.checkpoint.mirror import require_mirror, require_no_mirror
 

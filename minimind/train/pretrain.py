@@ -34,6 +34,7 @@ from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.errors import StorageError, UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.report.verdict import Verdicts
+from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 from minimind.runtime.heartbeat import Layout, record_layout
@@ -137,7 +138,7 @@ def train_resolved(
     run, is_rank_0 = setup.run, setup.launch.rank == 0
     out_dir = Path(run.out_dir)
     # 3. The text, which decides the vocabulary and the schedule.
-    is_locked = is_rank_0 and out_dir.exists()
+    is_locked = is_rank_0 and disk.exists(out_dir)
     if is_locked:  # refuse a folder in use before the long work
         progress.lock = lock_out_dir(out_dir)
     prepared = prepare_data(run)
@@ -167,7 +168,7 @@ def train_resolved(
     engine.introduce(progress.peers)
     require_shared_folder(engine, out_dir)
     # 6. The log, the state that is resumed, and the objects of the loop.
-    with storing(str(out_dir), "correct its permissions, or give another --out_dir"):
+    with storing(str(out_dir), "give another --out_dir"):
         mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size, order)
         logger = RunLogger(
             out_dir, schedule.total_steps, engine.device, engine.rank == 0, run.profile, mfu
@@ -180,7 +181,7 @@ def train_resolved(
     register_cleanup(context)
     # 7. Files of the run in out_dir, and what reads them.
     if engine.rank == 0:
-        with storing(str(out_dir), "free some space, or give another --out_dir"):
+        with storing(str(out_dir), "give another --out_dir"):
             write_reference(out_dir, resolved)
             prepared.list_rejected(out_dir)
         if not keeps_tokenizer(run):
@@ -313,7 +314,8 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     context.batches.close()
     if run.mirror:
         context.mirror.finish()
-        context.saver.prune()  # what was being uploaded at the last save
+    # What was being uploaded at the last save, or was left where a start was killed after it.
+    context.saver.prune()
     if message := context.saver.prune_error(wait=True):
         logger.print(message)
     code = "DONE" if status == 0 else "PREEMPTED"
@@ -336,7 +338,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
 
             if placed := placement(read_runs([out_dir])[0]):
                 logger.print("\n".join(wrap(placed, COLUMNS, subsequent_indent="  ")))
-            write_report([out_dir], out_dir / REPORT_NAME, "free some space")
+            write_report([out_dir], out_dir / REPORT_NAME, "correct the path of --out_dir")
             logger.print(f"report {out_dir / REPORT_NAME}")
         # metrics.jsonl was removed, or the installation has changed since the start.
         except (StorageError, UsageError, ImportError) as error:

@@ -48,6 +48,7 @@ from minimind.recovery.token_balance import (
 )
 from minimind.report.formats import count
 from minimind.report.verdict import Setting
+from minimind.runtime import disk
 from minimind.runtime.device import CUDA
 from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import is_url, masked, masked_values, named
@@ -542,7 +543,7 @@ def startup_summary(
 def config_notes(run: RunConfig) -> list[str]:
     """Tell a run's config.yaml that was given with --config and is not as the run wrote it."""
     path = Path(run.config or "")
-    fault = record_fault(path) if path.is_file() else ""
+    fault = record_fault(path) if disk.is_file(path) else ""
     return [f"warning  --config {path} {fault}; flags that it lacks are defaults"] if fault else []
 
 

@@ -185,7 +185,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_empty(
     def refused(path: Any) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(os, "scandir", refused)
+    monkeypatch.setattr(os, "listdir", refused)
     with pytest.raises(CheckpointError, match=r"checkpoints: cannot be read \(Permission denied\)"):
         tiny.resume(run)
 

@@ -28,6 +28,7 @@ from minimind.data.shards.token_shards import TokenShards
 from minimind.errors import RunError
 from minimind.recovery.corruption import CorruptionCheck, Fault
 from minimind.recovery.step_rows import read_run
+from minimind.runtime.drafts import draft_of
 from tests.checkpoint.saves import facts_of, save
 from tests.conftest import sentences
 from tests.faults.outcomes import Outcome, events
@@ -169,7 +170,8 @@ def trained_in(ground: Ground) -> Iterator[str]:
 
 def left_by_a_kill(ground: Ground) -> Iterator[str]:
     """The files that a killed start leaves at an empty URL do not count."""
-    folder = ground.lay("mirror", {".probe-0123": "=x", "mirror.json.tmp": "={"})
+    left = (draft_of(Path(name)).name for name in (".probe", "mirror.json"))
+    folder = ground.lay("mirror", dict.fromkeys(left, "={"))
     status = ground.run("own", mirror=f"file://{folder}")
     if status or steps_at(folder) != [4, 2]:
         yield f"status {status}, with {steps_at(folder)} there"

@@ -72,7 +72,7 @@ def test_a_run_that_ends_early_writes_what_it_has_and_a_full_disk_is_reported(tm
     blocked = Trace((1, 9), tmp_path / "file", rank=0)
     (tmp_path / "file").write_text("")
     blocked.begin(0)
-    with pytest.raises(StorageError, match="; free some space, or correct the path of --out_dir"):
+    with pytest.raises(StorageError, match="Not a directory; correct the path of --out_dir"):
         blocked.write(1)
 
 

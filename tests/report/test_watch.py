@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -245,8 +246,6 @@ def test_connections_without_a_request_end_and_are_bounded(tmp_path, monkeypatch
         ):
             slow.sendall(b"GET / HTTP/1.1\r\nHost: loc")
             until(lambda: follower_threads() >= 2)
-            with socket.create_connection(place, 20) as third:
-                assert third.recv(9) == b""
             last = time.monotonic() + 20
             while slow.fileno() > 0 and time.monotonic() < last:  # a byte at a time
                 try:
@@ -258,6 +257,31 @@ def test_connections_without_a_request_end_and_are_bounded(tmp_path, monkeypatch
             assert idle.recv(9) == b""
         until(lambda: not server.asking)
         assert ask(server)[0].status == 200
+
+
+def test_slow_connections_do_not_shut_others_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "MAX_CONNECTIONS", 4)
+    with (
+        serving(write_run(tmp_path / "run", [run_start()])) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        place = ("127.0.0.1", server.server_port)
+        slow = [stack.enter_context(socket.create_connection(place, 20)) for _ in range(4)]
+        until(lambda: len(server.asking) == 4)
+        slow[0].sendall(b"GET / HTTP/1.1\r\nHost: loc")
+        assert ask(server)[0].status == 200
+        assert slow[0].recv(9) == b""  # the one that has taken longest
+
+
+def test_more_readers_than_connections_are_turned_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "MAX_CONNECTIONS", 1)
+    with serving(write_run(tmp_path / "run", [run_start()])) as server:
+        place = ("127.0.0.1", server.server_port)
+        with socket.create_connection(place, 20) as reader:
+            reader.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert reader.recv(9)
+            with socket.create_connection(place, 20) as other:
+                assert other.recv(9) == b""
 
 
 @pytest.mark.parametrize(
@@ -272,6 +296,14 @@ def test_connections_without_a_request_end_and_are_bounded(tmp_path, monkeypatch
         ("/", "GET", {"Host": "[::1"}, 403),
         ("/events", "GET", {"Host": "evil.example:80"}, 403),
         ("/events", "GET", {"Origin": "http://evil.example"}, 403),
+        ("/", "GET", {"Host": "localhost:80:90"}, 403),
+        ("/", "GET", {"Host": "[::1]:80:90"}, 403),
+        ("/", "GET", {"Host": "localhost:x"}, 403),
+        ("/", "GET", {"Host": "user@localhost"}, 403),
+        ("/", "GET", {"Host": "localhost/evil.example"}, 403),
+        ("/", "GET", {"Host": "[::1]evil.example"}, 403),
+        ("/", "GET", {"Host": "[::1]:9999"}, 200),
+        ("/", "GET", {"Host": "LocalHost"}, 200),
         ("/", "GET", {"Host": "localhost:9999"}, 200),  # through a tunnel
     ],
 )

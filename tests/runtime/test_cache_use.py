@@ -11,6 +11,7 @@ from typing import IO
 import pytest
 
 from minimind.runtime import object_cache
+from minimind.runtime.drafts import draft_of
 from minimind.runtime.object_cache import GIB, CacheUse
 
 REAL = fcntl.flock
@@ -63,7 +64,8 @@ def evict(folder: Path) -> None:
 
 def test_a_file_without_a_record_counts(tmp_path: Path):
     (tmp_path / "s3/b").mkdir(parents=True)
-    paths = [tmp_path / name for name in ("s3/b/k", "s3/b/manifest.json.tmp-12", "listing-a.json")]
+    draft = draft_of(Path("s3/b/manifest.json"))
+    paths = [tmp_path / name for name in ("s3/b/k", draft, "listing-a.json")]
     for path in paths:
         path.write_bytes(bytes(5000))
     evict(tmp_path)

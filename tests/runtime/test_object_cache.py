@@ -17,6 +17,7 @@ from minimind.data.prepare.remote import local_text
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime import object_cache
 from minimind.runtime.download import RemoteObject, download
+from minimind.runtime.drafts import draft_of
 from minimind.runtime.object_cache import CacheUse, in_parallel, open_cache
 from minimind.runtime.urls import named
 from tests.runtime.servers import FaultyProxy, ObjectStore
@@ -97,14 +98,14 @@ def test_a_killed_command_uses_nothing_and_leaves_no_drafts(three: list[str], tm
     subprocess.run([sys.executable, "-c", USING, str(folder)], timeout=60)
     assert len([*folder.glob(".use-*")]) == 1
     (folder / "s3/bucket").mkdir(parents=True)
-    (folder / "s3/bucket/.a.jsonl.tmp-12-34").write_bytes(b"half")
+    draft_of(folder / "s3/bucket/.a.jsonl", "34").write_bytes(b"half")
     first = fetched(three[0], tmp_path)
     assert not [*folder.glob(".use-*")]
     assert not [*first.parent.glob(".*.tmp-*")]
 
 
 def test_the_draft_of_another_command_stays(tmp_path: Path):
-    draft = tmp_path / "s3" / ".a.tmp-12-34"
+    draft = draft_of(tmp_path / "s3" / ".a", "34")
     draft.parent.mkdir()
     draft.write_bytes(b"half")
     one, other = CacheUse(tmp_path), CacheUse(tmp_path)

@@ -111,6 +111,15 @@ def test_a_run_whose_disk_is_lost_takes_the_numbers_of_its_mirror(
     assert ends[0] == ends[1]
 
 
+def test_a_start_of_a_finished_run_deletes_what_a_kill_after_the_last_save_left(places, tmp_path):
+    flags = {**places, "out_dir": str(tmp_path / "out"), "save_interval": 4}
+    assert train(flags, keep_last=9) == 0
+    checkpoints = tmp_path / "out" / "checkpoints"
+    assert len([*checkpoints.iterdir()]) > 1
+    assert train(flags, keep_last=1) == 0
+    assert len([*checkpoints.iterdir()]) == 1
+
+
 def test_a_damaged_manifest_at_the_mirror_gives_no_numbers(places, tmp_path):
     out, mirror = tmp_path / "out", tmp_path / "mirror"
     flags = {**places, "mirror": f"file://{mirror}", "out_dir": str(out), "keep_last": 2}

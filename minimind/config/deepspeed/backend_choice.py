@@ -33,6 +33,7 @@ from minimind.config.launcher_env import Launch, parent_command, with_dropped_co
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
+from minimind.runtime import disk
 from minimind.runtime.device import CUDA, HOST, Accelerator, accelerator, device_kind
 from minimind.runtime.environment import GPU_VARIABLES, visible_gpu_names
 from minimind.runtime.hardware import (
@@ -92,7 +93,7 @@ def is_installed(op: str) -> bool:
     """Whether `op` was compiled when DeepSpeed was installed (DS_BUILD_OPS=1)."""
     spec = find_spec("deepspeed")
     folders = spec.submodule_search_locations or () if spec else ()
-    return any(any(Path(folder).glob(f"ops/*/{op}_op.*so")) for folder in folders)
+    return any(any(disk.matching(Path(folder), f"ops/*/{op}_op.*so")) for folder in folders)
 
 
 def is_compiled(op: str) -> bool:
@@ -105,7 +106,7 @@ def is_compiled(op: str) -> bool:
         build = f"cu{cuda.replace('.', '')}" if cuda else "cpu"
         major, minor = sys.version_info[:2]
         root = Path(get_default_build_root()) / f"py{major}{minor}{sys.abiflags}_{build}"
-    return (Path(root) / op / f"{op}.so").exists()
+    return disk.exists(Path(root) / op / f"{op}.so")
 
 
 def unbuildable_optimizer(config: Mapping[str, Any], device: str) -> str:

@@ -36,6 +36,7 @@ from minimind.config.deepspeed.values import (
 )
 from minimind.config.optimizers import ADAM_TYPES, FLAG_OF_TYPE, OPTIMIZERS, READ_BY, RESUMABLE
 from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, RunConfig
+from minimind.runtime import disk
 from minimind.runtime.installed import install_packages
 from minimind.runtime.terminal import first_lines
 
@@ -77,7 +78,7 @@ def adopt_optimizer(
 
 def is_shipped(path: str) -> bool:
     """Whether a DeepSpeed JSON is of this package."""
-    file = Path(path).resolve()
+    file = disk.resolve(Path(path))
     return file == DEFAULT_DEEPSPEED_CONFIG or file.parent == CONFIGS / "deepspeed"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,6 +21,7 @@ from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME, SUMS_NAME, T
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import TOKENIZER_FILES, write_tokenizer
 from minimind.errors import UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import (
     canonical_json,
     fingerprint,
@@ -47,7 +47,7 @@ OF_DRAFT = (
 OF_DRAFT += ("*-[0-9]*.*", "*.tmp-*")
 WAIT = "give another --out, or wait until it is done"
 SAME_SHARES = "give all shares the same, or another --out, or delete it to start again"
-REMEDY = "free some space, correct its permissions, or give another --out"
+REMEDY = "give another --out"
 
 
 def prepare_folder(
@@ -125,7 +125,7 @@ def _start_work(request: PrepareRequest, plan: Plan, settings: dict[str, Any], d
     tokenizer = tokenizer_of(request, plan, learnt, REMEDY)
     content = canonical_json({**settings, "tokenizer": tokenizer.fingerprint})
     path = draft / PLAN_NAME
-    if not path.exists() or path.read_bytes() != content:
+    if not disk.exists(path) or path.read_bytes() != content:
         draft.mkdir(exist_ok=True)
         (draft / MANIFEST_NAME).unlink(missing_ok=True)  # left by another plan that was interrupted
         write_tokenizer(draft / TOKENIZER_NAME, tokenizer.files())
@@ -143,7 +143,7 @@ def merge_folder(
     place = _place(out, force)
     out = place.path
     draft = draft_of(out)
-    if not (draft / PLAN_NAME).exists():
+    if not disk.exists(draft / PLAN_NAME):
         raise UsageError(f"{draft}: does not exist; run `minimind prepare --shard I/N` first")
     try:
         settings = json.loads((draft / PLAN_NAME).read_bytes())
@@ -166,15 +166,15 @@ def draft_of(out: Path) -> Path:
 
 
 def _place(out: Path, force: bool) -> NewFolder:
-    place = NewFolder(out.expanduser().resolve(), force, OWN, "minimind prepare", is_prepared)
+    place = NewFolder(disk.resolve(out.expanduser()), force, OWN, "minimind prepare", is_prepared)
     place.require_free()
     draft = draft_of(place.path)
-    if os.path.lexists(draft) and not draft.is_dir():
+    if disk.lexists(draft) and not disk.is_dir(draft):
         raise UsageError(
             f"{draft} is a file or a link, and --out {place.path} is built in a folder of that"
             " name; move it away, or give another --out"
         )
-    for path in sorted(draft.iterdir()) if draft.is_dir() else ():
+    for path in sorted(disk.entries(draft)) if disk.is_dir(draft) else ():
         if not any(map(path.match, OF_DRAFT)):
             raise UsageError(
                 f"{draft} holds {path.name!r}, which minimind prepare did not write, and --out"
@@ -194,7 +194,7 @@ def _merge(
     """Merge the draft once no other job works on it."""
     draft, out = work.directory, place.path
     with held(out, "work", fcntl.LOCK_EX):
-        if not (draft / PLAN_NAME).exists():  # another job has renamed it
+        if not disk.exists(draft / PLAN_NAME):  # another job has renamed it
             return _open_finished(settings, place)
         _require_same(settings, draft, f"another prepare has started on {out} meanwhile", WAIT)
         if not is_prepared(draft):  # or killed in clear()

@@ -197,7 +197,7 @@ MARKER_VERSION = 5  # increase when the content of a marker, or of files that me
 LARGE_BYTES = 2**23  # bytes of one document
 PREFETCH_BATCHES = 6  # short documents are read slower than they are encoded
 MAX_IGNORED, KEY_CHARACTERS = 20, 40  # keys of conversations that are named
-REMEDY = "free some space, or give another folder"
+REMEDY = "give another folder"
 Encoded = tuple[list[np.ndarray], TextLoss]
 
 

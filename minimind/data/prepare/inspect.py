@@ -20,6 +20,7 @@ from minimind.data.shards.conversation_shards import ConversationShards, unmarke
 from minimind.data.shards.manifest import index_name, read_manifest
 from minimind.data.shards.token_shards import INDEX_DTYPE
 from minimind.errors import DataError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import sha256_of
 from minimind.runtime.terminal import SHOWN, shorten_line
 
@@ -93,7 +94,7 @@ def damage(directory: Path) -> Iterator[str]:
     for _, shard in _shards(manifest):
         expected |= {shard["name"]: shard["sha256"], index_name(shard): shard["index_sha256"]}
     for name, digest in _with_progress(sorted(expected.items()), "hashing"):
-        if not (directory / name).is_file():
+        if not disk.is_file(directory / name):
             yield f"{name}: is missing"
         elif sha256_of(directory / name) != digest:
             yield f"{name}: does not match its sha256"

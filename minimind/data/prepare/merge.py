@@ -28,6 +28,7 @@ from minimind.data.shards.manifest import (
 from minimind.data.text.documents import Rejection
 from minimind.data.tokenizer.lossless import TextLoss, require_kept
 from minimind.errors import DataError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import (
     canonical_json,
     fingerprint,
@@ -74,7 +75,7 @@ def merge(work: Work, max_bad_fraction: float, allow_lossy: bool) -> dict[str, A
         _join_rejected(work, markers)
     work.tokenizer.save(work.directory / TOKENIZER_NAME)
     write_whole(work.directory / SUMS_NAME, sums)
-    kept = [path for path in work.directory.iterdir() if path.name in OF_MERGE]
+    kept = [path for path in disk.entries(work.directory) if path.name in OF_MERGE]
     kept += (work.directory / TOKENIZER_NAME / name for name in work.tokenizer.exported)
     manifest["files"] = {
         str(path.relative_to(work.directory)): sha256_of(path) for path in sorted(kept)
@@ -89,10 +90,10 @@ def clear(directory: Path) -> None:
     shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
     named = {name for shard in shards for name in (shard["name"], index_name(shard))}
     named |= {Path(name).parts[0] for name in manifest["files"]} | {MANIFEST_NAME}
-    for path in directory.iterdir():
+    for path in disk.entries(directory):
         if path.name in named:
             continue
-        if path.is_dir():
+        if disk.is_dir(path):
             shutil.rmtree(path)
         else:
             path.unlink()
@@ -239,7 +240,7 @@ def _join_rejected(work: Work, markers: Sequence[dict[str, Any]]) -> None:
     with open(path, "wb") as file:
         for unit, (_, before) in zip(work.plan.units, _with_lines_before(markers), strict=True):
             own = work.path("rejected", unit.number)
-            if not own.exists():
+            if not disk.exists(own):
                 continue
             with open(own, "rb") as part:
                 for line in part:

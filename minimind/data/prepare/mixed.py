@@ -32,6 +32,7 @@ from minimind.data.shards.manifest import (
 )
 from minimind.data.text.inputs import Source, join_sources, name_of, parse_source
 from minimind.errors import UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, write_whole
 from minimind.runtime.urls import is_url, named
 
@@ -107,7 +108,7 @@ def described_text(run: RunConfig) -> dict[str, Any] | None:
     """
     if sources := sources_of(run):
         paths = [path for source in sources for path in source.paths]
-        if any(is_url(path) or not Path(path).expanduser().exists() for path in paths):
+        if any(is_url(path) or not disk.exists(Path(path).expanduser()) for path in paths):
             return None
         parts = parts_of(sources)
         splits = {
@@ -138,7 +139,7 @@ class Part:
     @classmethod
     def of(cls, source: Source) -> Part:
         (path,) = source.paths
-        folder = Path(path).expanduser().resolve()
+        folder = disk.resolve(Path(path).expanduser())
         where = f"source {source.name}: {named(path)}"
         if missing := missing_of(folder):
             raise UsageError(
@@ -219,7 +220,7 @@ def _write(draft: Path, parts: Sequence[Part]) -> None:
                 unit = numbers[int(Path(shard["name"]).stem.removeprefix(f"{split}-"))]
                 link = {**shard, "name": f"{split}-{unit:05d}.bin", "source": number}
                 for of in (index_name, lambda one: one["name"]):
-                    (draft / of(link)).symlink_to((part.folder / of(shard)).resolve())
+                    (draft / of(link)).symlink_to(disk.resolve(part.folder / of(shard)))
                 shards[split].append(link)
                 sums[split] += [of_part[shard["name"]].tobytes()] if of_part else []
     first = parts[0].manifest

@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -39,6 +38,8 @@ from minimind.data.tokenizer.lossless import require_kept
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.data.tokenizer.vocabulary import MODEL_NAME, require_learnable, write_tokenizer
 from minimind.errors import DataError, StorageError, UsageError
+from minimind.runtime import disk
+from minimind.runtime.drafts import draft_of, remove_left
 from minimind.runtime.durable_files import (
     canonical_json,
     fingerprint,
@@ -62,13 +63,14 @@ def build_once(
     without a lock, also in a read-only cache. The kernel releases the lock when its process ends.
     The lock file stays: if it were removed, two processes could lock two files of one name.
     """
-    if directory.is_dir():
+    if disk.is_dir(directory):
         return
     with storing(f"{directory}: cannot be written", remedy):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with open(directory.with_name(f"{directory.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not directory.is_dir():
+            if not disk.is_dir(directory):
+                remove_left(directory.parent)
                 _build(directory, build, is_resumable)
 
 
@@ -77,10 +79,10 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
         draft = directory.with_name(f"{directory.name}.part")
         draft.mkdir(exist_ok=True)
     else:
-        for leftover in directory.parent.glob(f"{directory.name}.tmp-*"):
+        for leftover in disk.matching(directory.parent, f"{directory.name}.tmp-*"):
             shutil.rmtree(leftover)  # a killed process left it
-        draft = Path(tempfile.mkdtemp(prefix=f"{directory.name}.tmp-", dir=directory.parent))
-        draft.chmod(0o755)  # mkdtemp makes it private
+        draft = draft_of(directory)
+        draft.mkdir()
     try:
         build(draft)
         sync_directory(draft)
@@ -94,7 +96,7 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
         raise
 
 
-REMEDY = "free space or give another --cache_dir"
+REMEDY = "give another --cache_dir"
 SAMPLED_BYTES = 2**30  # bytes of input to train a tokenizer on
 # Increase when files in a cache may hold what is refused now: conversations, or text that a
 # tokenizer loses.
@@ -205,7 +207,7 @@ def tokenizer_of(request: PrepareRequest, plan: Plan, trained: Path, remedy: str
 
     build_once(trained, build, remedy)
     recorded = trained / TOKENIZER_SUM
-    if recorded.exists():
+    if disk.exists(recorded):
         require_hash(trained / MODEL_NAME, recorded.read_text("ascii", "replace"))
     return load_tokenizer(trained)
 

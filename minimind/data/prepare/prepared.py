@@ -24,6 +24,7 @@ from minimind.data.shards.token_shards import TokenShards
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.lossless import MOST_LOST, TextLoss, require_kept
 from minimind.errors import DataError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import canonical_json
 from minimind.runtime.urls import named
 
@@ -92,7 +93,7 @@ class Prepared:
     def list_rejected(self, out_dir: Path) -> None:
         """Write rejected.jsonl to `out_dir` if documents were skipped."""
         path = self.directory / REJECTED_NAME
-        if path.exists():
+        if disk.exists(path):
             with open(path, "rb") as lines, open(out_dir / REJECTED_NAME, "wb") as copy:
                 for line in lines:
                     entry = json.loads(line)
@@ -108,7 +109,7 @@ def is_prepared(path: str | Path) -> bool:
 
 def missing_of(path: str | Path) -> list[str]:
     """Return the required files that a folder lacks."""
-    return [name for name in NEEDED if not (Path(path).expanduser() / name).exists()]
+    return [name for name in NEEDED if not disk.exists(Path(path).expanduser() / name)]
 
 
 def open_prepared(

@@ -25,6 +25,7 @@ from minimind.data.prepare.work_units import Plan, Unit
 from minimind.data.prepare.workers import load_work, progress_bar
 from minimind.data.shards.manifest import PLAN_NAME
 from minimind.errors import DataError, RendezvousError, RunError, StorageError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.environment import usable_cores
 from minimind.runtime.installed import install_extra
 
@@ -203,7 +204,7 @@ def _require_shared(folder: Path, plan: str) -> None:
         except FileNotFoundError:
             return False
 
-    if not folder.is_dir() or not _soon(is_same):
+    if not disk.is_dir(folder) or not _soon(is_same):
         raise _unshared(str(folder))
 
 

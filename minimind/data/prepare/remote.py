@@ -29,6 +29,7 @@ from minimind.data.text.inputs import (
 )
 from minimind.data.text.tables import TRAIN
 from minimind.errors import DataError
+from minimind.runtime import disk
 from minimind.runtime.download import RemoteObject, etag_of, modified_of
 from minimind.runtime.durable_files import canonical_json, fingerprint, storing, write_whole
 from minimind.runtime.environment import rank_of
@@ -144,7 +145,7 @@ def _objects(url: str, root: str, manifest: dict[str, Any]) -> list[RemoteObject
 
 def _known_folder(newest: Path, url: str, cache: ObjectCache) -> list[Path]:
     """The copy of the newest known version of a prepared folder; empty unless it is complete."""
-    if not newest.is_file():
+    if not disk.is_file(newest):
         return []
     folder, version = _version_folder(newest, url, cache)
     try:
@@ -173,7 +174,7 @@ def _fetched_text(url: str, cache: ObjectCache) -> list[Path]:
 def _record_listing(listing: Path, content: list[Any]) -> None:
     """Write what a URL lists, which is needed only without network: not in a cache for reading."""
     try:
-        if not listing.exists() or json.loads(listing.read_bytes()) != content:
+        if not disk.exists(listing) or json.loads(listing.read_bytes()) != content:
             write_whole(listing, canonical_json(content))
         else:
             listing.touch()

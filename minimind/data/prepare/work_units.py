@@ -25,6 +25,7 @@ from minimind.data.text.inputs import (
     without,
 )
 from minimind.errors import DataError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import fingerprint
 
 TEXT = "text"
@@ -49,7 +50,7 @@ class Input:
     def require_unchanged(self) -> None:
         """Raise DataError if the input changed since the plan was made."""
         path = Path(self.path)
-        if not path.exists() or _size_and_time(path) != (self.bytes, self.modified_ns):
+        if not disk.exists(path) or _size_and_time(path) != (self.bytes, self.modified_ns):
             raise DataError(
                 f"{path}: changed since its preparation started; restore it, or start again"
             )
@@ -57,17 +58,17 @@ class Input:
 
 def placed(path: Path) -> Path:
     """Absolute path of an input. A link keeps its name: the suffix is the format."""
-    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+    return disk.resolve(path) if disk.is_dir(path) else disk.resolve(path.parent) / path.name
 
 
 def files_of(path: Path) -> list[Path]:
     """Return the file itself, or all files of a dataset folder, sorted."""
-    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return sorted(disk.files_below(path)) if disk.is_dir(path) else [path]
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:
     try:
-        stats = [file.stat() for file in files_of(path)]
+        stats = [disk.stat(file) for file in files_of(path)]
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check it") from error
     return sum(s.st_size for s in stats), max((s.st_mtime_ns for s in stats), default=0)

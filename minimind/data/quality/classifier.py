@@ -11,6 +11,7 @@ from typing import Any
 
 from minimind.data.quality.near_duplicates import require_datatrove
 from minimind.errors import UsageError
+from minimind.runtime import disk
 from minimind.runtime.installed import install_extra
 
 MAGIC, SUPERVISED = 793712314, 3
@@ -49,7 +50,7 @@ def _labels_of(path: Path) -> list[str]:
     The library hangs, or ends the process, at a file that is cut off.
     """
     try:
-        if not path.stat().st_size:
+        if not disk.stat(path).st_size:
             raise ValueError("is empty")
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             end, labels = _read(data)

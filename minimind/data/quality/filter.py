@@ -35,6 +35,7 @@ from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Source, find_files, require_once, segments_of
 from minimind.data.text.readers import read_segment
 from minimind.errors import DataError, StorageError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import canonical_json, read_small, sync_file, write_durably
 from minimind.runtime.installed import install_extra
 from minimind.runtime.object_cache import ObjectCache
@@ -397,7 +398,7 @@ def filter_text(
     Raise DataError if a document is bad and none may be skipped, too many are, or none stays.
     """
     author = "minimind data filter"
-    folder = NewFolder(out.expanduser().resolve(), force, OWN, author, _is_output)
+    folder = NewFolder(disk.resolve(out.expanduser()), force, OWN, author, _is_output)
     folder.require_free()
     require_known(request.languages)
     if request.minhash:
@@ -412,7 +413,7 @@ def filter_text(
     files = find_files(local_text(request.paths, cache))
     foreign = find_files(local_text(request.decontaminate, cache)) if request.decontaminate else []
     require_once(files, "")
-    inside = [file for file in files + foreign if file.resolve().is_relative_to(folder.path)]
+    inside = [file for file in files + foreign if disk.resolve(file).is_relative_to(folder.path)]
     if inside:
         raise UsageError(
             f"--out {out} holds {inside[0]}, which is read; give another folder, outside of the"
@@ -441,13 +442,13 @@ def filter_text(
 
 def _is_output(folder: Path) -> bool:
     """Whether a folder has what every output has, and a report that lists its parts."""
-    if not (folder / REPORT_NAME).exists() or not (folder / REMOVED_NAME).exists():
+    if not disk.exists(folder / REPORT_NAME) or not disk.exists(folder / REMOVED_NAME):
         return False
     try:
         report = json.loads(read_small(folder / REPORT_NAME, LARGEST_REPORT))
     except (ValueError, RecursionError):
         return False
-    parts = sorted(path.name for path in folder.glob("part-*"))
+    parts = sorted(path.name for path in disk.matching(folder, "part-*"))
     return isinstance(report, dict) and report.get("parts") == parts
 
 

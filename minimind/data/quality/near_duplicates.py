@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from minimind.errors import UsageError
+from minimind.runtime import disk
 from minimind.runtime.installed import install_extra
 
 RANK_DOCUMENTS = 2**20  # signatures that are sorted at once, in 68 bytes each
@@ -126,12 +127,12 @@ def _replaced(folder: Path) -> dict[int, int]:
     """Read the clusters: for each text to remove, the one of its cluster that stays."""
     cluster_of: dict[int, int] = {}
     removed: set[int] = set()
-    for path in sorted(folder.glob("*.clusters")):
+    for path in sorted(disk.matching(folder, "*.clusters")):
         first = int(path.stem) * RANK_DOCUMENTS
         for document, cluster in np.fromfile(path, "<u4").reshape(-1, 2).tolist():
             cluster_of[first + document] = cluster
         remove = path.with_suffix(".remove")
-        if remove.exists():
+        if disk.exists(remove):
             removed.update((first + np.fromfile(remove, "<u4").astype(int)).tolist())
     staying = {cluster: number for number, cluster in cluster_of.items() if number not in removed}
     return {number: staying[cluster_of[number]] for number in sorted(removed)}

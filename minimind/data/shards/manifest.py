@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field
 
 from minimind.errors import CheckpointError, DataError
+from minimind.runtime import disk
 from minimind.runtime.checked_json import CheckedJson, ClosedJson, Count, Positive, shown, validate
 from minimind.runtime.durable_files import fingerprint, sha256_of
 
@@ -161,7 +162,9 @@ def _cut_files(directory: Path, shard: dict[str, Any]) -> list[Path]:
     """The files of a shard that are missing or do not have their recorded size."""
     sizes = {shard["name"]: shard["bytes"], index_name(shard): 8 * shard["documents"]}
     paths = ((directory / name, size) for name, size in sizes.items())
-    return [path for path, size in paths if not path.is_file() or path.stat().st_size != size]
+    return [
+        path for path, size in paths if not disk.is_file(path) or disk.stat(path).st_size != size
+    ]
 
 
 def where_listed(rejected: dict[str, Any]) -> str:
@@ -200,7 +203,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 def changed(path: Path, what: str) -> DataError:
     """The error for a file of which `what` was written when the text was prepared."""
-    path = path.resolve()  # of a mixture, the file of the folder that it links to
+    path = disk.resolve(path)  # of a mixture, the file of the folder that it links to
     folder = path.parent.parent if path.parent.name == TOKENIZER_NAME else path.parent
     return DataError(
         f"{path}: was changed after it was prepared: {what} that were written; put back what it"
@@ -226,10 +229,10 @@ def require_untouched(directory: Path, manifest: dict[str, Any]) -> None:
                 f"{directory / name}: is not the tokenizer of {directory}; restore that one, or"
                 " prepare the text again"
             ) from error
-    written = (directory / MANIFEST_NAME).stat().st_mtime_ns
+    written = disk.stat(directory / MANIFEST_NAME).st_mtime_ns
     for shard in _shards(manifest):
         path = directory / shard["name"]
-        if path.is_file() and path.stat().st_mtime_ns > written:
+        if disk.is_file(path) and disk.stat(path).st_mtime_ns > written:
             require_hash(path, shard["sha256"])
 
 
@@ -255,7 +258,7 @@ def require_hash(path: Path, digest: str) -> None:
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); put it back, or delete"
-            f" {path.resolve().parent} to build it again"
+            f" {disk.resolve(path).parent} to build it again"
         ) from error
     if not is_same:
         raise changed(path, "its bytes are not those")

@@ -17,6 +17,7 @@ import numpy as np
 from minimind.data.shards.block_sums import CheckedBlocks, SumWriter, read_sums
 from minimind.data.shards.manifest import changed, read_manifest
 from minimind.errors import DataError
+from minimind.runtime import disk
 
 INDEX_DTYPE = np.dtype("<u8")
 
@@ -256,7 +257,7 @@ def _read_index(path: Path, sha256: str) -> np.ndarray:
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    state = path.stat()
+    state = disk.stat(path)
     return state.st_size, state.st_mtime_ns, state.st_ino
 
 

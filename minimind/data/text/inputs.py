@@ -16,6 +16,7 @@ from minimind.config.arguments import WEIGHTS, is_utf8, source_weight, utf8_faul
 from minimind.config.parse import load_yaml_texts, no_such_file
 from minimind.data.text.tables import TRAIN, dataset_bytes, dataset_rows, is_dataset, row_groups
 from minimind.errors import DataError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.urls import HUB_PREFIX, OF_THE_HUB, masked
 
 LINES, WHOLE = (".jsonl", ".ndjson"), (".txt", ".md")
@@ -59,7 +60,7 @@ class Segment:
 
 def kind_of(path: Path) -> str:
     """Return one of SUFFIXES or DATASET by the name; raise DataError for others."""
-    if path.is_dir():
+    if disk.is_dir(path):
         return DATASET
     for suffix in SUFFIXES:
         if path.name.lower().endswith(suffix):
@@ -109,7 +110,7 @@ def without(files: Sequence[Path], left_out: Sequence[Path]) -> list[Path]:
 def _identity(path: Path) -> Path:
     """The path without links, but for those of the Hub's cache, where files share their content."""
     is_in_hub = OF_THE_HUB.match(str(path)) is not None
-    return path.parent.resolve() / path.name if is_in_hub else path.resolve()
+    return disk.resolve(path.parent) / path.name if is_in_hub else disk.resolve(path)
 
 
 def require_records(files: Iterable[Path]) -> None:
@@ -139,14 +140,14 @@ def _named_by(path: Path) -> list[Path]:
             f"{path}: is what `minimind prepare` wrote or still writes, not text; name the text,"
             " or what it has finished alone as --data_path of a run"
         )
-    if path.exists() or not glob.has_magic(str(path)):
+    if disk.exists(path) or not glob.has_magic(str(path)):
         files = _inputs_of(path)
         if not files:
             raise DataError(f"{path}: holds no {KNOWN} file; name one that does")
     else:
         matches = sorted(_matching_path(path), key=str)
         if not matches:  # such as run[1]/*.jsonl, where [1] is of the name of a folder
-            matches = sorted(_matching_path(Path(with_names(str(path), os.path.isdir))), key=str)
+            matches = sorted(_matching_path(Path(with_names(str(path), disk.is_dir))), key=str)
         wanted = (p for p in matches if _is_wanted(p) and not _is_ours(p) | _is_ours(p.parent))
         inside = [p for match in wanted for p in _inputs_of(match)]
         files = list(dict.fromkeys(inside))  # "**" gives a directory and what is in it
@@ -159,7 +160,7 @@ def _named_by(path: Path) -> list[Path]:
 
 
 def _inputs_of(path: Path) -> list[Path]:
-    if not path.is_dir() or is_dataset(path):
+    if not disk.is_dir(path) or is_dataset(path):
         return [path]
     by_part = _by_part(path)
     return by_part.get(TRAIN) or by_part.get("", [])
@@ -200,7 +201,7 @@ def part_of(path: str) -> str:
 
 
 def _folders(paths: Sequence[str | Path]) -> list[Path]:
-    return [Path(name) for path in paths if os.path.isdir(name := os.path.expanduser(path))]
+    return [Path(name) for path in paths if disk.is_dir(name := os.path.expanduser(path))]
 
 
 def print_left_out(paths: Sequence[str | Path], val_path: str | None = None) -> None:
@@ -266,13 +267,13 @@ def _walk(top: Path) -> Iterator[tuple[Path, bool]]:
         if path is None:
             levels.pop()
             continue
-        is_folder = path.is_dir() and not is_dataset(path)
+        is_folder = disk.is_dir(path) and not is_dataset(path)
         if is_folder:
-            state = path.stat()
+            state = disk.stat(path)
             if (state.st_dev, state.st_ino) in seen:
                 continue
             seen.add((state.st_dev, state.st_ino))
-            inside = (p for p in path.iterdir() if not p.name.startswith("."))
+            inside = (p for p in disk.entries(path) if not p.name.startswith("."))
             levels.append(iter(sorted(p for p in inside if _is_wanted(p) and not _is_ours(p))))
         yield path, is_folder
 
@@ -302,26 +303,25 @@ def _matching(root: Path, parts: Sequence[str]) -> Iterator[Path]:
     Python's glob does not end on links that lead back up.
     """
     if ANY_DEPTH not in parts:
-        names = glob.glob(os.path.join(*parts), root_dir=root) if parts else [""]
-        yield from (root / name for name in names)
+        yield from disk.matching(root, "/".join(parts), hidden=False) if parts else [root]
         return
     at = parts.index(ANY_DEPTH)
     rest = list(dropwhile(ANY_DEPTH.__eq__, parts[at:]))
     for base in _matching(root, parts[:at]):
-        if rest and base.is_dir():
+        if rest and disk.is_dir(base):
             folders = (path for path, is_folder in _walk(base) if is_folder)
             yield from (path for folder in folders for path in _matching(folder, rest))
-        elif base.is_dir():
+        elif disk.is_dir(base):
             yield base  # stands for all that is in the folder
 
 
 def _is_ours(path: Path) -> bool:
     """Whether a folder is the output or draft of a preparation."""
-    return path.is_dir() and (path / "plan.json").is_file()
+    return disk.is_dir(path) and disk.is_file(path / "plan.json")
 
 
 def _is_wanted(path: Path) -> bool:
-    return path.is_dir() or is_text_name(path.name)
+    return disk.is_dir(path) or is_text_name(path.name)
 
 
 def is_text_name(name: str) -> bool:
@@ -338,8 +338,8 @@ def _require_printable(path: Path) -> None:
 
 
 def _require_readable(path: Path) -> None:
-    kind = kind_of(path) if path.exists() else None
-    if kind is None and path.is_symlink():
+    kind = kind_of(path) if disk.exists(path) else None
+    if kind is None and disk.is_symlink(path):
         raise DataError(f"{path}: is a link to a file that is not there; remove it")
     if kind is None and str(path).startswith(HUB_PREFIX):
         raise DataError(f"{path}: is no local path, nor hf:USER/SET of the Hub; correct it")
@@ -347,7 +347,7 @@ def _require_readable(path: Path) -> None:
         raise DataError(no_such_file(path))
     if kind == DATASET:
         return
-    if not path.is_file():
+    if not disk.is_file(path):
         raise DataError(f"{path}: is a pipe or a device, not a file; write the text to a file")
     with open(path, "rb"):
         pass  # or an OSError: it may not be readable
@@ -369,16 +369,16 @@ def segments_of(path: Path, unit_bytes: int) -> list[Segment]:
 
 def _parts(path: Path, unit_bytes: int) -> list[Segment]:
     kind = kind_of(path)
-    if kind != DATASET and path.stat().st_size == 0:
+    if kind != DATASET and disk.stat(path).st_size == 0:
         return []
     if kind == PARQUET:
-        return _grouped(path, row_groups(path), path.stat().st_size, unit_bytes)
+        return _grouped(path, row_groups(path), disk.stat(path).st_size, unit_bytes)
     if kind == DATASET:
         rows, size = dataset_rows(path), dataset_bytes(path)
         step = max(1, rows * unit_bytes // max(size, 1))
         ends = [(first, min(first + step, rows)) for first in range(0, rows, step)]
         return [Segment(path, a, b, (b - a) * size // rows) for a, b in ends]
-    size = path.stat().st_size
+    size = disk.stat(path).st_size
     step = unit_bytes if kind in LINES else max(size, 1)
     cuts = [(start, min(start + step, size)) for start in range(0, size, step)]
     return [Segment(path, start, stop, stop - start) for start, stop in cuts]
@@ -431,7 +431,10 @@ def _is_meant_as_weight(head: str, tail: str) -> bool:
 
 
 def _exists(path: str) -> bool:
-    return os.path.exists(os.path.expanduser(path))  # never raises
+    try:
+        return disk.exists(os.path.expanduser(path))
+    except OSError:  # its reader says why
+        return False
 
 
 def read_sources(path: Path) -> list[Source]:

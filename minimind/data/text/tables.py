@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from minimind.data.text.documents import (
     too_long_document,
 )
 from minimind.errors import DataError
+from minimind.runtime import disk
 from minimind.runtime.file_kinds import (
     ARROW,
     BZIP2,
@@ -194,12 +194,13 @@ EXTENSION = b"ARROW:extension:name"  # metadata of a field whose type no library
 
 def is_dataset(path: Path) -> bool:
     """Whether a directory was written by save_to_disk of `datasets`."""
-    return any(os.path.isfile(path / name) for name in (DATASET_FILE, SPLITS_FILE))
+    return any(disk.is_file(path / name) for name in (DATASET_FILE, SPLITS_FILE))
 
 
 def dataset_bytes(path: Path) -> int:
     """Size of the files of a dataset."""
-    return sum(file.stat().st_size for file in _split_directory(path).rglob("*.arrow"))
+    files = disk.files_below(_split_directory(path))
+    return sum(disk.stat(file).st_size for file in files if file.suffix == ".arrow")
 
 
 def dataset_rows(path: Path) -> int:
@@ -519,7 +520,7 @@ def _dataset(path: Path) -> Any:
     try:
         return datasets.load_from_disk(str(directory))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        for file in sorted(directory.iterdir()):
+        for file in sorted(disk.entries(directory)):
             if kind := kind_of_file(file, ARROW, JSON_TEXT):
                 raise DataError(f"{file}: is {kind.name}; {kind.remedy}") from error
         # Arrow's errors are ValueErrors; the others come of JSON that has another shape.
@@ -530,7 +531,7 @@ def _dataset(path: Path) -> Any:
 
 def _split_directory(path: Path) -> Path:
     """The directory of the rows; the split `train` if there are several."""
-    if not (path / SPLITS_FILE).is_file():
+    if not disk.is_file(path / SPLITS_FILE):
         return path
     try:
         splits = json.loads((path / SPLITS_FILE).read_bytes())["splits"]

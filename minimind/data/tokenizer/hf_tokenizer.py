@@ -36,6 +36,7 @@ from minimind.data.tokenizer.vocabulary import (
     write_tokenizer,
 )
 from minimind.errors import DataError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import fingerprint
 from minimind.runtime.panics import Panic, panics_caught
 from minimind.runtime.terminal import shorten_line
@@ -62,7 +63,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
-        self.path = path / JSON_NAME if path.is_dir() else path
+        self.path = path / JSON_NAME if disk.is_dir(path) else path
         beside = read_configuration(self.path)
         self._files = {JSON_NAME: read_file(self.path), **beside.files}
         self._json = parse_object(self.path, self._files[JSON_NAME])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME
 from minimind.errors import DataError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.file_kinds import TIKTOKEN, kind_of_file
 from minimind.runtime.urls import ON_THE_HUB
 
@@ -42,12 +42,12 @@ def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
         from minimind.runtime.hub import local_model
 
         path = local_model(path, weights=False)
-    if not os.path.lexists(path):
+    if not disk.lexists(path):
         raise DataError(f"{path}: there is no such tokenizer file or directory; correct the path")
-    if not path.is_dir():
+    if not disk.is_dir(path):
         return _of_hugging_face(path) if path.suffix == ".json" else _of_sentencepiece(path)
-    has_json = os.path.lexists(path / JSON_NAME)
-    if os.path.lexists(path / MODEL_NAME):
+    has_json = disk.lexists(path / JSON_NAME)
+    if disk.lexists(path / MODEL_NAME):
         kind = kind_of_file(path / MODEL_NAME) if has_json else None
         if kind is None or kind.name != TIKTOKEN:
             model = _of_sentencepiece(path)

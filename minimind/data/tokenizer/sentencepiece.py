@@ -59,6 +59,7 @@ from minimind.data.tokenizer.vocabulary import (
     write_tokenizer,
 )
 from minimind.errors import DataError
+from minimind.runtime import disk
 from minimind.runtime.durable_files import read_small, write_whole
 from minimind.runtime.file_kinds import SENTENCEPIECE, kind_of_content
 
@@ -304,7 +305,7 @@ class Tokenizer:
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
-        self.path = path / MODEL_NAME if path.is_dir() else path
+        self.path = path / MODEL_NAME if disk.is_dir(path) else path
         try:
             self._model = read_small(self.path, LARGEST_FILE)
         except OSError as error:
@@ -494,7 +495,7 @@ def is_trained(folder: Path) -> bool:
         tokenizer = Tokenizer(folder)
     except DataError:
         return False
-    files = {path.name: read_small(path, LARGEST_FILE) for path in folder.iterdir()}
+    files = {path.name: read_small(path, LARGEST_FILE) for path in disk.entries(folder)}
     model, processor = files.pop(MODEL_NAME), tokenizer._processor
     spec = ModelProto.FromString(model).trainer_spec
     is_ours = all(getattr(spec, name) == value for name, value in SETTINGS.items())

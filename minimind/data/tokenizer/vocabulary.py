@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minimind.errors import DataError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.checked_json import is_deeper
 from minimind.runtime.durable_files import read_small, storing, write_whole
 from minimind.runtime.file_kinds import JSON_TEXT, kind_of_content
@@ -214,7 +214,7 @@ def read_configuration(path: Path) -> Configuration:
     """Read the files next to a tokenizer; raise DataError for one that cannot be read."""
     files, parsed = {}, {CONFIG_NAME: {}, SPECIALS_NAME: {}}
     for name in parsed:
-        if os.path.lexists(file := path.with_name(name)):
+        if disk.lexists(file := path.with_name(name)):
             files[name] = read_file(file)
             parsed[name] = parse_object(file, files[name])
     config, specials = parsed.values()
@@ -265,7 +265,7 @@ def _find_templates(
 def _find_template_files(folder: Path) -> ChatTemplates:
     jinja = folder / TEMPLATE_NAME
     files = {DEFAULT: jinja} if _is_there(jinja) else {}
-    more = sorted(filter(_is_there, (folder / TEMPLATE_FOLDER).glob("*.jinja")))
+    more = sorted(filter(_is_there, disk.matching(folder / TEMPLATE_FOLDER, "*.jinja")))
     if len(more) > MOST_TEMPLATES:
         raise DataError(
             f"{folder / TEMPLATE_FOLDER}: has {len(more):,} templates, more than {MOST_TEMPLATES};"
@@ -278,7 +278,7 @@ def _find_template_files(folder: Path) -> ChatTemplates:
 
 def _is_there(template: Path) -> bool:
     """Whether AutoTokenizer reads it, or should: not a folder, but a link that leads nowhere."""
-    return os.path.lexists(template) and not template.is_dir()
+    return disk.lexists(template) and not disk.is_dir(template)
 
 
 def _templates_by_name(path: Path, value: Any) -> dict[str, str]:
@@ -375,10 +375,10 @@ def with_length(files: Mapping[str, bytes], positions: Any) -> dict[str, bytes]:
 def write_tokenizer(directory: str | Path, files: Mapping[str, bytes]) -> None:
     """Write each file atomically and remove those of another tokenizer."""
     directory = Path(directory)
-    with storing(f"{directory}: cannot write the tokenizer", "free space, or correct the path"):
+    with storing(f"{directory}: cannot write the tokenizer", "correct the path"):
         directory.mkdir(parents=True, exist_ok=True)
         for name in TOKENIZER_FILES:
-            for leftover in directory.glob(f"{name}.tmp-*"):  # a killed process left it
+            for leftover in disk.matching(directory, f"{name}.tmp-*"):  # a killed process left it
                 leftover.unlink(missing_ok=True)
             if name in files:
                 write_whole(directory / name, files[name])
