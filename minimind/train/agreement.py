@@ -21,6 +21,7 @@ from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order
 from minimind.errors import DataError, RunError, StorageError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.agreement import Difference, Told, first_difference
 from minimind.runtime.collectives import collective_backend, meeting_store, rendezvous
 from minimind.runtime.durable_files import fingerprint, sha256_of
@@ -148,7 +149,9 @@ def _versions() -> dict[str, Told]:
     found = versions() | {"numpy": np.__version__}
     del found["python"]  # its patch level changes no number
     build = torch.version.cuda or torch.version.hip or "no GPU"
-    code = fingerprint([sha256_of(path) for path in sorted(PACKAGE.rglob("*.py"))])
+    code = fingerprint(
+        [sha256_of(path) for path in sorted(disk.files_below(PACKAGE)) if path.suffix == ".py"]
+    )
     found["torch"] += f", imported {torch.__version__}, built for {build}"
     found["minimind"] += f", code {_brief(code)}"
     return {f"version of {name}": Told(version) for name, version in found.items()}

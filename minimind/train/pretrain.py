@@ -201,6 +201,7 @@ def train_to_end(
     context: RunContext, prepared: Prepared, resumed: Resumed, initial: InitialModel
 ) -> int:
     """Train, going back where the spike guard asks for it; return the exit status."""
+    rows = len(context.held_out.in_force)
     if context.engine.rank == 0:
         log_floors(context, prepared, resumed.state.step)
     state, status, reason = train(context, resumed.state)
@@ -208,7 +209,8 @@ def train_to_end(
         context, resumed = go_back(context)
         log_start_event(context, prepared, resumed, initial)
         state, status, reason = train(context, resumed.state)
-    if context.engine.rank == 0 and status == 0:  # validations may have come to read more rows
+    has_grown = len(context.held_out.in_force) > rows  # validations came to read more
+    if context.engine.rank == 0 and status == 0 and has_grown:
         log_floors(context, prepared, state.step)
     finish(context, state, status, reason)
     return status
