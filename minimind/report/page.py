@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minimind.config.run_record import NAME
 from minimind.report import formats
@@ -112,7 +112,8 @@ def figures(charts: Sequence[Chart]) -> str:
     """
     for chart in charts:
         counts: Counter[str] = Counter()
-        for trace in chart.figure.data:
+        traces: Any = chart.figure.data
+        for trace in traces:
             word = re.sub(r"s\b|[^a-z]+", "-", (trace.name or "").lower()).strip("-")
             counts[word] += 1
             trace.uid = f"trace-{word}-{counts[word]}"
