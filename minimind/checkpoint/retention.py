@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,13 @@ def rules_of_run(out_dir: Path) -> Rules | None:
     """
     path = out_dir / NAME
     return Rules.of(read_record(path)) if disk.exists(path) else None
+
+
+def had_rules(out_dir: Path, rules: Rules) -> bool:
+    """Whether these were the rules of the last start of a run; not where that is unknown."""
+    with suppress(CheckpointError):
+        return rules_of_run(out_dir) == rules
+    return False
 
 
 def good_step(log: EventLog, newest: int) -> tuple[int | None, bool]:

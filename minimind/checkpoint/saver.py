@@ -81,6 +81,7 @@ class Saver:
         self.root = root
         self.rules = rules
         self.good: int | None = None  # the last step at which a check for corruption passed
+        self.had_rules = False  # whether they are those of the start before
         self.facts = facts  # facts of the manifest
         self.texts = texts  # small files kept beside the tensors, by name
         self.in_background = in_background

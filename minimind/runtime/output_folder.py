@@ -118,7 +118,7 @@ def _foreign(folder: Path, own: Sequence[str]) -> str | None:
 
 def put_back(out: Path) -> None:
     """Complete or undo an interrupted `NewFolder.replace`."""
-    if any(disk.exists(_beside(out, role)) for role in ("before", "gone")):
+    if any(disk.seems_there(_beside(out, role)) for role in ("before", "gone")):
         with _swapping(out):
             pass
 

@@ -14,7 +14,7 @@ from textwrap import wrap
 from minimind.checkpoint.directory import TrainState
 from minimind.checkpoint.identity import facts, identity
 from minimind.checkpoint.resume import Resumed, resume
-from minimind.checkpoint.retention import Rules
+from minimind.checkpoint.retention import Rules, had_rules
 from minimind.checkpoint.run_folder import (
     is_in,
     lock_out_dir,
@@ -283,6 +283,7 @@ def build_context(
         run.save_minutes,
     )
     saver.good = resumed.state.step if run.verify_interval else None
+    saver.had_rules = had_rules(root.parent, saver.rules)  # before config.yaml is replaced
     mirror.begin(resumed)
     batches = build_batches(run, engine, prepared, order)
     held_out = held_out_of(run, prepared, order, schedule.total_steps)
@@ -316,8 +317,10 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     context.batches.close()
     if run.mirror:
         context.mirror.finish()
-    # What was being uploaded at the last save, or was left where a start was killed after it.
-    context.saver.prune()
+    # What was being uploaded at the last save, or was left where a start was killed after it. A
+    # start that saves nothing deletes nothing by rules of its own.
+    if run.mirror or context.saver.had_rules:
+        context.saver.prune()
     if message := context.saver.prune_error(wait=True):
         logger.print(message)
     code = "DONE" if status == 0 else "PREEMPTED"

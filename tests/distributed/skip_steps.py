@@ -83,8 +83,8 @@ class Spoiler:
         self.what, self.micro_batch = fault if fault and self.rank == 1 else ("", -1)
         self.seen = -1
 
-    def loss(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        loss, count = self.true_loss(*given)
+    def loss(self, *given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, count = self.true_loss(*given, **named)
         self.seen += 1
         return loss + (float("inf") if self.hits("loss") else 0.0), count
 

@@ -228,7 +228,7 @@ def test_files_of_another_format_are_deleted(user: Hub, run: Path, tmp_path: Pat
         ),
         (NET, "read", TOKEN, "the token of ana may only read; make one that may write"),
         (NET, "write", "", "has no token; check HF_TOKEN, or run `hf auth login`"),
-        (NET, "write", "hf_wrong", "access is refused (Invalid user token."),
+        (NET, "write", "hf_wrong", "access is refused: "),
         ("small", "write", TOKEN, "is not USER/NAME, such as ana/poems; write it so"),
         (f"{NET}@v1", "write", TOKEN, "is not USER/NAME"),
         ("ana/x--y", "write", TOKEN, "is no name of a model ("),

@@ -188,8 +188,8 @@ def spoilt_losses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls, spoilt = iter(range(10**6)), []
     true_loss = decoder.next_token_loss
 
-    def loss(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        value, count = true_loss(*given)
+    def loss(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        value, count = true_loss(*given, **named)
         return (value + math.inf if next(calls) in spoilt else value), count
 
     monkeypatch.setattr(decoder, "next_token_loss", loss)
