@@ -29,6 +29,10 @@ INNOCENT = """
     additional_special_tokens added_tokens split_special_tokens key_dim keypoint_threshold
     clean_up_tokenization_spaces step_tokens token token_dropout ids credential_file token_path
     maxTokens eosToken padTokenId signature_columns_count author-name attention.key_length
+    fim_prefix_token fim_middle_token fim_suffix_token target_token draft_token reasoning_token
+    tool_call_token blank_token boi_token eoi_token assistant_token bot_id subtoken detokenize
+    label_key text_key content_key role_key messages_key image_key answer_key split_key loss_key
+    secretary passwordless bottoms keys signature_columns
 """.split()
 INNOCENT.remove("token")
 
