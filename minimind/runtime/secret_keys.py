@@ -23,11 +23,12 @@ OPENS = frozenset(
 )
 # A token of these is a piece of text, and a key of these finds or sorts something.
 OF_TEXT = frozenset(
-    "bos eos pad unk sep cls mask begin end start stop eot eom boi eoi special image audio video"
-    " vision per each next previous prev last first new extra added additional prompt decoder"
-    " encoder forced suppress think tool system assistant document separator newline boundary n num"
-    " max min of by to in average mean padding text word byte sub control filler dummy prefix"
-    " middle suffix target draft accepted current reasoning call turn time speech language blank".split()
+    "bos eos pad unk sep cls mask begin end start stop eot eom boi eoi special image audio"
+    " video vision per each next previous prev last first new extra added additional prompt"
+    " decoder encoder forced suppress think tool system assistant document separator newline"
+    " boundary n num max min of by to in average mean padding text word byte sub control"
+    " filler dummy prefix middle suffix target draft accepted current reasoning call turn time"
+    " speech language blank".split()
 )
 OF_ORDER = frozenset(
     "sort group primary foreign cache index partition column field public attention cross query row"
