@@ -11,12 +11,11 @@ from functools import lru_cache
 from typing import Any
 
 HIDDEN_VALUE = "***"  # stands for a secret
-ALWAYS = frozenset(
-    "password passwd passphrase passcode pwd secret secrets credential credentials authorization"
-    " bearer jwt cookie cookies apikey apikeys authtoken accesstoken refreshtoken hftoken accesskey"
-    " secretkey privatekey authkey signature".split()
-)
-# Of what a key or token is one that opens something, whatever words follow: API_KEY_2.
+ALWAYS = frozenset("pwd credential authorization bearer jwt cookie signature".split())
+# Whatever letters come before them in the word.
+ENDS = ("password", "passwd", "passphrase", "passcode", "secret")
+# Of what a key or token is one that opens something, as a word before it or of its word, whatever
+# words follow: API_KEY_2, apikeys.
 OPENS = frozenset(
     "api access secret private auth oauth bearer refresh session account service client signing"
     " encryption ssh hf hub huggingface wandb comet personal deploy storage admin"
@@ -24,21 +23,25 @@ OPENS = frozenset(
 )
 # A token of these is a piece of text, and a key of these finds or sorts something.
 OF_TEXT = frozenset(
-    "bos eos pad unk sep cls mask begin end start stop eot eom bot special image audio video vision"
-    " per each next previous prev last first new extra added additional prompt decoder encoder"
-    " forced suppress think tool system assistant document separator newline boundary n num max min"
-    " of by to in average mean padding text word byte sub control filler dummy".split()
+    "bos eos pad unk sep cls mask begin end start stop eot eom boi eoi special image audio"
+    " video vision per each next previous prev last first new extra added additional prompt"
+    " decoder encoder forced suppress think tool system assistant document separator newline"
+    " boundary n num max min of by to in average mean padding text word byte sub control"
+    " filler dummy prefix middle suffix target draft accepted current reasoning call turn time"
+    " speech language blank".split()
 )
 OF_ORDER = frozenset(
     "sort group primary foreign cache index partition column field public attention cross query row"
     " dict json yaml hot metric by of per n num kv qk value lookup hash map object entry shard"
-    " dedup join search state config weight tensor merge unique".split()
+    " dedup join search state config weight tensor merge unique text label content role message"
+    " messages image answer question target split batch loss".split()
 )
 # The last word of names of what is beside a secret: its file, its size, its kind.
 BESIDE = frozenset(
     "file path dir folder name env variable length size count type kind url uri ttl expiry expires"
-    " mode balance enabled policy position positions limit ids".split()
+    " mode balance enabled policy position positions limit ids columns".split()
 )
+_KEY = re.compile("(.*)(?:key|token)")
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+")
 
 
@@ -48,10 +51,11 @@ def is_secret(name: str) -> bool:
     words = [word.lower() for word in _WORDS.findall(name)]
     if not words or words[-1] in BESIDE:
         return False
-    if not ALWAYS.isdisjoint(words):
-        return True
     for before, word in zip(["", *words], words, strict=False):
-        if word in ("key", "keys", "token", "tokens") and before in OPENS:
+        one = word.removesuffix("s")
+        if one in ALWAYS or one.endswith(ENDS):
+            return True
+        if (opens := _KEY.fullmatch(one)) and (opens[1] or before) in OPENS:
             return True
     before, last = ("", *words)[-2:]
     if last == "token":
@@ -139,7 +143,7 @@ _QUOTED = re.compile(
     rf"[\"']{_NAME}[\"'](?P<sign>\s{{0,8}}:\s{{0,8}})(?P<value>{_LITERAL}|[\w.+-]+)", re.IGNORECASE
 )
 _ASSIGNED = re.compile(
-    rf"(?<![\w.\"'-])(?:--)?{_NAME}(?P<sign>\s{{0,8}}[=:]\s{{0,8}}| is (?=[\"'])|(?<=\w) (?!-))"
+    rf"(?<![\w.-])(?:--)?{_NAME}(?P<sign>\s{{0,8}}[=:]\s{{0,8}}| is (?=[\"'])|(?<=\w) (?!-))"
     rf"(?:(?:Bearer|Basic|Token) )?(?P<value>{_LITERAL}|[^\s\"',;)}}\]]+)",
     re.IGNORECASE,
 )

@@ -21,6 +21,7 @@ from minimind.errors import (
     DataError,
     MemoryFull,
     NumericError,
+    PeerError,
     RunError,
     TooFewRows,
     UsageError,
@@ -91,20 +92,21 @@ class SweepRun:
         self._running: list[_Running] = []
         self._failed: list[tuple[Trial, int]] = []  # the last trials, as far as they failed
         self._reached: dict[str, int] = {}  # step at which a trial last ended without a result
-        self._stuck: tuple[str, int] | None = None  # why no trial is started any more, and status
+        self._aside: dict[str, tuple[str, int]] = {}  # trials that ended so again: why, and status
+        self._is_stuck = False  # no trial is started any more
 
     def run(self) -> int:
         """Run until all trials have ended; return 0, 75 if stopped, or a trial's status.
 
         The latter once `max_failures` trials in a row have failed, or one has ended again without
-        a result and without a step more.
+        a result and without a step more; if it crashed or was killed, once the others have ended.
         """
         for folder, pid in self.study.resume():
             then = ", and goes on" if self.study.wants(folder) else ""
             print(f"{folder}: was interrupted{then}", flush=True)
             _wait_for_end(pid)
         while True:
-            if self.stop.reason or self._has_failed or self._stuck:
+            if self.stop.reason or self._has_failed or self._is_stuck:
                 for job in self._running:
                     self._ask_to_stop(job)
             else:
@@ -118,11 +120,10 @@ class SweepRun:
             end = f"stopped on {self.stop.reason}; run the same command again to go on"
             print(f"{self.study.sweep.command}: {end}", file=sys.stderr)
             return PREEMPTED
-        if self._stuck:
-            why, status = self._stuck
+        for why, _ in self._aside.values():
             print(f"{self.study.sweep.command}: {why}", file=sys.stderr)
-            return status
-        return self._failure() if self._has_failed else 0
+        statuses = [0, *(status for _, status in self._aside.values())]
+        return self._failure() if self._has_failed else statuses[-1]
 
     @property
     def _has_failed(self) -> bool:
@@ -140,7 +141,7 @@ class SweepRun:
 
     def _start_trials(self) -> None:
         while self._free:
-            trial = self.study.next_trial()
+            trial = self.study.next_trial(self._aside)
             if trial is None:
                 return
             flags = self.study.sweep.flags_of(trial.parameters)
@@ -214,9 +215,10 @@ class SweepRun:
         folder, steps = job.trial.folder, job.validations.step
         self.study.requeue(job.trial)  # first, as in Study.resume
         job.trial.interrupt()
+        number = signal_of(status)
         if job.is_stopped or status == PREEMPTED:
             how = "stopped"
-        elif number := signal_of(status):
+        elif number:
             how, status = describe_end(-number)
         else:
             how = f"ended with status {status} ({job.process.last_line()})"
@@ -226,7 +228,10 @@ class SweepRun:
         if steps <= self._reached.get(folder, -1):
             remedy = f"see {self.study.place / folder / LOG}, and run the same command again"
             again = f"{folder} {how} at step {steps:,}, as before, which says nothing of its flags"
-            self._stuck = self._stuck or (f"{again}; {remedy}", status)
+            self._aside[folder] = (f"{again}; {remedy}", status)
+            # Crashed or killed, as for lack of memory: perhaps alone with its flags.
+            is_alone = status == PeerError.status and number != 0
+            self._is_stuck |= not is_alone or len(self._aside) >= self.study.sweep.max_failures
         self._reached[folder] = steps
 
 

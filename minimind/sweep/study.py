@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -164,14 +164,18 @@ class Study:
         """Whether the trial in `folder` is still one of the sweep: a grid may have changed."""
         return not self._is_grid or folder in self.folders(self.sweep.grid())
 
-    def next_trial(self) -> Trial | None:
-        """The next trial: an interrupted one, or a new one; None if there are as many as wanted."""
+    def next_trial(self, aside: Collection[str] = ()) -> Trial | None:
+        """The next trial: an interrupted one, or a new one; None if there are as many as wanted.
+
+        Trials in the folders of `aside` stay queued.
+        """
         trials = self._study.get_trials(deepcopy=False)
         if self._is_grid:
             points = self.sweep.grid()[: self.sweep.total]
             wanted = dict(zip(self.folders(points), points, strict=True))
         else:
             wanted = {f"{PREFIX}{n:04d}": {} for n in range(self.sweep.total)}
+        wanted = {folder: point for folder, point in wanted.items() if folder not in aside}
         waiting = (t.user_attrs[FOLDER] for t in trials if t.state == TrialState.WAITING)
         folder = next((one for one in waiting if one in wanted), None)
         if folder is None:  # queued first, so that a trial has its folder from the beginning
@@ -190,7 +194,9 @@ class Study:
             trial = Trial(self._study, self._study.ask(self._distributions))
             if trial.folder in wanted:
                 return trial
-            self.requeue(trial)  # a prediction, whose turn is after the runs of its law
+            self.requeue(
+                trial
+            )  # set aside, or a prediction, whose turn is after the runs of its law
             trial.interrupt()
 
     def rows(self) -> list[Row]:

@@ -9,5 +9,6 @@ SECRET = """
     authToken token hf_token HF_TOKEN HUGGING_FACE_HUB_TOKEN access_token accessToken refresh_token
     session_token bearer_token github_token slack-token api_tokens password db_password dbPassword
     passwd pwd passphrase secret client_secret clientSecret secrets credential credentials
-    authorization Authorization proxy_auth jwt session_cookie
+    authorization Authorization proxy_auth jwt session_cookie passwords dbPasswords passphrases
+    userpassword NEPTUNE_APITOKEN wandbtoken botToken slack_bot_token authkeys
 """.split()

@@ -29,6 +29,10 @@ INNOCENT = """
     additional_special_tokens added_tokens split_special_tokens key_dim keypoint_threshold
     clean_up_tokenization_spaces step_tokens token token_dropout ids credential_file token_path
     maxTokens eosToken padTokenId signature_columns_count author-name attention.key_length
+    fim_prefix_token fim_middle_token fim_suffix_token target_token draft_token reasoning_token
+    tool_call_token blank_token boi_token eoi_token assistant_token bot_id subtoken detokenize
+    label_key text_key content_key role_key messages_key image_key answer_key split_key loss_key
+    secretary passwordless bottoms keys signature_columns
 """.split()
 INNOCENT.remove("token")
 
@@ -61,6 +65,7 @@ def test_its_value_is_hidden_in_values_and_in_texts(name: str):
         f"a.{name} = 'CANARY': refused",
         f"config: {name}=CANARY, of {name} = CANARY;",
         f"unrecognized arguments: --{name} CANARY --{name}=CANARY",
+        f"unexpected argument '{name}=CANARY'; values follow a --flag",
     ):
         shown = masked_text(text)
         assert "CANARY" not in shown, shown
@@ -72,7 +77,7 @@ def test_its_value_is_hidden_in_values_and_in_texts(name: str):
 def test_what_is_not_secret_is_shown(name: str):
     values = {name: "shown", "x": [{name: 7}]}
     assert masked_values(values) == values
-    for text in (json.dumps(values), f"{name} = 'shown'; give --{name} shown", f"{name}: shown"):
+    for text in (json.dumps(values), f"{name} = 'shown'; give --{name} shown", f"'{name}: shown'"):
         assert masked_text(text) == text
 
 

@@ -334,6 +334,24 @@ def test_an_end_without_a_result_that_comes_again_ends_the_sweep(
     assert (found, [row.kind for row in rows]) == (0, ["done"] * 3)
 
 
+def test_the_others_are_run_before_a_killed_trial_ends_the_sweep(tmp_path: Path, capsys: Any):
+    process = made_process(refuses={"trial-0001": -9})
+    found, rows = sweep_in(tmp_path / "out", process, pruner="none", trials=5)
+    assert (found, rows[1].kind) == (7, "interrupted")
+    assert process.starts == [f"trial-{n:04d}" for n in (0, 1, 1, 2, 3, 4)]
+    assert [row.kind for row in rows].count("done") == 4
+    assert capsys.readouterr().err.count("trial-0001 died: killed by SIGKILL") == 1
+    process.refuses = {}
+    found, rows = sweep_in(tmp_path / "out", process, pruner="none", trials=5)
+    assert (found, [row.kind for row in rows]) == (0, ["done"] * 5)
+
+
+def test_three_killed_trials_end_the_sweep(tmp_path: Path):
+    process = made_process(refuses={f"trial-{n:04d}": -11 for n in range(6)})
+    assert sweep_in(tmp_path / "out", process, pruner="none", trials=6)[0] == 7
+    assert process.starts == [f"trial-{n:04d}" for n in (0, 0, 1, 1, 2, 2)]
+
+
 def test_a_pruned_trial_is_pruned_however_it_ends(tmp_path: Path):
     process = made_process(stop_status=-9)
     status, rows = sweep_in(tmp_path / "out", process, trials=12, sampler="random")

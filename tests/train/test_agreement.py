@@ -123,6 +123,20 @@ def test_a_variable_that_changes_numbers_is_named(name: str):
     assert f"rank 0 ({HOST}) has none, rank 1 ({HOST}) has '1'; give the same on all" in str(error)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "CUDNN_PATH", "CUDNN_HOME"),
+        *("CUDNN_VERSION", "CUBLAS_VERSION", "ROCBLAS_TENSILE_LIBPATH", "CUBLAS_LOGINFO_DBG"),
+        *("PYTORCH_TUNABLEOP_FILENAME", "PYTORCH_TUNABLEOP_VERBOSE", "TORCH_COMPILE_DEBUG"),
+        *("TORCH_COMPILE_DEBUG_DIR", "TORCHINDUCTOR_FX_GRAPH_CACHE", "MIOPEN_ENABLE_LOGGING"),
+        *("CUDNN_LIBRARY", "CUDNN_LIB_DIR", "CUDNN_INCLUDE_DIR"),
+    ],
+)
+def test_a_variable_that_names_a_place_or_what_is_printed_may_differ(name: str):
+    assert compared(told(), told(environ={name: "1"})) == [None, None]
+
+
 def test_what_the_launcher_of_a_rank_says_is_named():
     yaml = Launch(world_size=2, flags={"grad_clip": ("0.5", "gradient_clipping")}, source="a.yaml")
     error = refused(told(), told(launch=yaml))
