@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.parse import load_yaml
-from minimind.config.run_config import FLAGS
+from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import CheckpointError, UsageError
+from minimind.runtime import disk
 from minimind.runtime.checked_json import shown
 from minimind.runtime.durable_files import read_small
 
@@ -43,6 +44,31 @@ def record_fault(path: Path) -> str:
     if found or content.startswith(OF_EVERY_VERSION) or not content.strip():
         return "is cut, damaged or edited: its last line is not the sha256 of the others"
     return ""
+
+
+def require_rules(run: RunConfig) -> None:
+    """Raise UsageError for a run's config.yaml, given with --config, that lacks one of `ALWAYS`.
+
+    By defaults in their place, a run that goes on would delete what it kept.
+    """
+    fault = _fault_of_config(run)
+    missing = [name for name in ALWAYS if fault and run.sources[name] == "default"]
+    if missing:
+        raise UsageError(
+            f"--config {run.config} {fault}; it has no {missing[0]}, which every run writes:"
+            f" restore it, give --{missing[0]}, or delete its first and last line if it is yours"
+        )
+
+
+def config_notice(run: RunConfig) -> str:
+    """Warning that --config is a run's config.yaml, and not as that run wrote it; else empty."""
+    fault = _fault_of_config(run)
+    return f"warning  --config {run.config} {fault}; flags that it lacks are defaults" * bool(fault)
+
+
+def _fault_of_config(run: RunConfig) -> str:
+    path = Path(run.config or "")
+    return record_fault(path) if disk.is_file(path) else ""
 
 
 def read_record(path: Path) -> dict[str, Any]:

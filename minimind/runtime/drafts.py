@@ -1,8 +1,9 @@
 """Names of files that are being written, and the removal of those that killed processes left.
 
 A name says on which machine which process writes. A file of this machine is left over if its
-process is gone, or began after it: a process may have the number of an older one. That of another
-machine or user, whose processes may be hidden, or of before a boot, is left over after a day.
+process is gone, or began a day after it: a process may have the number of an older one, and servers
+of files have clocks of their own. That of another machine or user, whose processes may be hidden,
+or of before a boot, is left over after a day.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ A_DRAFT = re.compile(
     rf"(?P<name>.+){re.escape(MARK)}(?P<place>[0-9a-f]{{12}})-(?P<pid>\d+)(-(?P<more>\d+))?"
 )
 A_DAY = 24 * 3600.0  # seconds
-CLOCK = 2.0  # seconds by which the times of files and of processes differ
 
 
 @cache
@@ -75,6 +75,6 @@ def _is_left(place: str, pid: int, written: float) -> bool:
     try:
         process = psutil.Process(pid)
         is_zombie = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        return is_zombie or process.create_time() > written + CLOCK
+        return is_zombie or process.create_time() > written + A_DAY
     except psutil.NoSuchProcess:
         return True

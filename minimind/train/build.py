@@ -17,7 +17,7 @@ from minimind.architecture.select import Architecture
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
 from minimind.config.arguments import template_variables
-from minimind.config.flags import DEFAULT_DATA, MOST_LEFT_OUT
+from minimind.config.flags import DEFAULT_DATA, MOST_LEFT_OUT, VAL_LOSS
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
@@ -222,7 +222,17 @@ def with_derived_values(
 def plan_data_and_schedule(
     run: RunConfig, prepared: Prepared, world_size: int, model: Architecture
 ) -> tuple[Order, Schedule]:
-    """Return the row order and the schedule; raise DataError if there is too little text."""
+    """Return the row order and the schedule; raise DataError if there is too little text.
+
+    Raise UsageError for --keep_best without a row that is held out.
+    """
+    compares = run.keep_best and run.keep_best_by == VAL_LOSS
+    if compares and not prepared.val.rows(run.max_seq_len + 1):
+        raise UsageError(
+            f"keep_best = {run.keep_best} ({run.sources['keep_best']}) has no validation to"
+            " compare, since no row of the text is held out, and so would keep every checkpoint;"
+            " hold out more of the text, or give --keep_best 0"
+        )
     if run.stages:
         return _plan_stages(run, prepared, world_size, model)
     sizes = prepared.train.sizes(run.max_seq_len + 1)

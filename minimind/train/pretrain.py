@@ -180,6 +180,7 @@ def train_resolved(
     )
     register_cleanup(context)
     # 7. Files of the run in out_dir, and what reads them.
+    notices = advice(setup, resolved)  # of --config too, which may be replaced here
     if engine.rank == 0:
         with storing(str(out_dir), "give another --out_dir"):
             write_reference(out_dir, resolved)
@@ -190,7 +191,7 @@ def train_resolved(
         if resumed.state.step < schedule.total_steps:  # else the trackers' runs would be empty
             logger.trackers = open_trackers(run, resumed.state.step)
     # 8. The start as people and as a restart see it.
-    log_run_start(context, prepared, resumed, initial, advice(setup, resolved))
+    log_run_start(context, prepared, resumed, initial, notices)
     context.mirror.report()
     record_for_restart(run, engine)
     progress.has_started = True

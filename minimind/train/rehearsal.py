@@ -14,6 +14,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import Launch, read_launch
 from minimind.config.rules import needs_text
 from minimind.config.run_config import RunConfig
+from minimind.config.run_record import require_rules
 from minimind.engine.build import require_accepted, section_faults
 from minimind.runtime.environment import environment_kept
 from minimind.train.build import plan_length, run_budgets, with_local_folder
@@ -30,6 +31,7 @@ def checked(run: RunConfig, launch: Launch) -> tuple[Setup, ResolvedConfig, Init
     """
     initial = fine_tuned(read_initial(run)) if run.task == "sft" else read_initial(run)
     run = initial.run
+    require_rules(run)
     setup = read_setup(run, launch)
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
     require_accepted(resolved, setup.device)

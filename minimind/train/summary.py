@@ -24,7 +24,6 @@ from minimind.config.deepspeed.values import leaves
 from minimind.config.flags import AUTO, is_auto
 from minimind.config.rules import needs_text
 from minimind.config.run_config import FLAGS, RULED, RunConfig
-from minimind.config.run_record import record_fault
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import (
     Prepared,
@@ -48,7 +47,6 @@ from minimind.recovery.token_balance import (
 )
 from minimind.report.formats import count
 from minimind.report.verdict import Setting
-from minimind.runtime import disk
 from minimind.runtime.device import CUDA
 from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import is_url, masked, masked_values, named
@@ -406,7 +404,7 @@ def log_run_start(
     logger.event("token_balance", step=state.step, **asdict(balance))
     _log_changes(context, resumed, layout(run, context.engine))
     own = (initial.architecture.start_summary_line(), initial.line(), initial.template_line)
-    notes = [*filter(None, own), *config_notes(run), *data_notes(context, prepared), *notes]
+    notes = [*filter(None, own), *data_notes(context, prepared), *notes]
     if (traced := traced_steps(run)) and traced[1] <= state.step:
         notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
     logger.print(startup_summary(context, prepared, resumed, balance, capacity, notes))
@@ -538,13 +536,6 @@ def startup_summary(
     part = "these are not all; " if len(kept) < len(settings) else ""
     more = f"{part}every value and its source: --verbose, or config.yaml in out_dir"
     return "\n".join([*lines, *kept, f"{'more':<{LABEL}}{more}", *note_lines])
-
-
-def config_notes(run: RunConfig) -> list[str]:
-    """Tell a run's config.yaml that was given with --config and is not as the run wrote it."""
-    path = Path(run.config or "")
-    fault = record_fault(path) if disk.is_file(path) else ""
-    return [f"warning  --config {path} {fault}; flags that it lacks are defaults"] if fault else []
 
 
 def data_notes(context: RunContext, prepared: Prepared) -> list[str]:

@@ -11,7 +11,7 @@ from minimind.architecture.select import PLAIN, minimind_config
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
-from minimind.config.run_config import RECIPES
+from minimind.config.run_config import RECIPES, files_by_name
 from minimind.errors import UsageError
 from minimind.model.decoder import MiniMindForCausalLM
 
@@ -145,3 +145,17 @@ def test_a_flag_takes_back_a_value_of_a_recipe(line: str, message: str, ways: tu
     assert message in str(caught.value)
     for way in ways:
         parse_flags([*line.replace("--tie_word_embeddings", "").split(), *way.split()])
+
+
+def test_what_an_editor_leaves_beside_a_shipped_file_has_no_name(tmp_path: Path):
+    for name in (
+        "sft.yaml",
+        "sft.yaml~",
+        ".sft.yaml.swp",
+        ".#sft.yaml",
+        "sft.yaml.orig",
+        "zero.json",
+    ):
+        (tmp_path / name).write_text("")
+    own = {"sft": str(tmp_path / "sft.yaml"), "zero": str(tmp_path / "zero.json")}
+    assert files_by_name(tmp_path) == own

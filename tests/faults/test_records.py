@@ -10,7 +10,6 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +31,6 @@ from minimind.report.summary import Summary
 from minimind.runtime.checked_json import MAX_BYTES
 from minimind.runtime.event_log import EventLog
 from minimind.sweep.trial import Validations
-from minimind.train.summary import config_notes
 from tests.conftest import SMALL, Trained
 from tests.faults import tiny
 
@@ -297,10 +295,46 @@ def test_list_doctor_and_report_name_the_damage(kept_run: Path, tmp_path: Path, 
             assert "1 line of" in said.out + said.err, words
 
 
-def test_a_start_warns_of_a_config_that_is_not_as_its_run_wrote_it(kept_run: Path, tmp_path: Path):
-    config = tmp_path / "config.yaml"
-    run: Any = SimpleNamespace(config=str(config))
-    whole = (kept_run / "config.yaml").read_bytes()
-    for content, count in ((whole, 0), (whole[:-80], 1), (b"dim: 64\n", 0), (b"", 1)):
-        config.write_bytes(content)
-        assert len(config_notes(run)) == count
+FAULT = "is cut, damaged or edited: its last line is not the sha256 of the others"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("whole", ""),
+        ("edited", f"{FAULT}; flags that it lacks are defaults"),
+        ("cut", f"{FAULT}; it has no keep_best, which every run writes: restore it, give --keep_"),
+        ("cut, and given", f"{FAULT}; flags that it lacks are defaults"),
+        ("of another hand", ""),
+    ],
+)
+def test_a_start_with_a_config_that_is_not_as_its_run_wrote_it(
+    kind: str, said: str, trained: Trained, tmp_path: Path, capsys: Any
+):
+    """By defaults in place of what is missing, a run that goes on would delete what it kept."""
+    place = tmp_path / "run"
+    shutil.copytree(trained.run, place)
+    config = place / "config.yaml"
+    lines = config.read_text().splitlines(keepends=True)
+    at = next(n for n, line in enumerate(lines) if line.startswith("keep_best:"))
+    changed = {
+        "edited": [*lines[:1], "# mine\n", *lines[1:]],
+        "cut": lines[:at],
+        "cut, and given": lines[:at],
+        "of another hand": lines[1:-1],
+    }
+    config.write_text("".join(changed.get(kind, lines)))
+    flags = {**SMALL, "data_path": [str(trained.mixed)], "out_dir": str(place)}
+    if kind == "cut, and given":
+        flags |= dict.fromkeys(("keep_best", "verify_interval", "eval_tasks_interval"), 0)
+        flags |= {"keep_best_by": "val_loss"}
+    if "it has no" in said:
+        with pytest.raises(UsageError) as caught:
+            train({**flags, "config": str(config)})
+        assert said in str(caught.value)
+        assert config.read_text() == "".join(changed[kind])
+        return
+    # It is done already, and replaces its config.yaml.
+    assert train({**flags, "config": str(config)}) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert said in told if said else FAULT not in told

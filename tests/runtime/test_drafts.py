@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from minimind.checkpoint.directory import sweep
@@ -112,7 +113,13 @@ def test_what_belongs_to_others_stays_for_a_day(tmp_path: Path, monkeypatch: pyt
     (foreign := tmp_path / "c.tmp-12").write_text("")  # of another program
     remove_left(tmp_path)
     assert {own, other, foreign} == {*tmp_path.iterdir()}
-    old = time.time() - A_DAY - 60
+    began = psutil.Process().create_time()
+    os.utime(
+        own, (began - 3600, began - 3600)
+    )  # by the clock of a file server, or before ours was set
+    remove_left(tmp_path)
+    assert {own, other, foreign} == {*tmp_path.iterdir()}
+    old = began - A_DAY - 60
     for path in (own, other, foreign):
         os.utime(path, (old, old))
     remove_left(tmp_path)

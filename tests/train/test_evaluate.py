@@ -16,6 +16,7 @@ from minimind.config.parse import parse_flags
 from minimind.config.run_config import ParallelLayout
 from minimind.data.rows.batches import held_out_rows
 from minimind.engine.loss_of_batch import PADDING
+from minimind.errors import UsageError
 from minimind.inference.score import LossSums, standard_error
 from minimind.train.evaluate import HeldOutRows, affordable_rows, evaluate
 from tests.conftest import SMALL, Trained
@@ -207,6 +208,10 @@ def test_a_run_that_is_not_validated_says_so(tmp_path, capsys):
     assert train(flags, data_path=[str(tmp_path / "folder")], out_dir=str(tmp_path / "out")) == 0
     way_out = "; prepare it with a larger --val_fraction, or a --val_path"  # not by the run's flags
     assert warning + way_out in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(
+        UsageError, match=r"keep_best = 2 .* has no validation to compare, since no"
+    ):
+        train(flags, data_path=words[1:2], out_dir=str(tmp_path / "best"), keep_best=2)
 
 
 def test_the_standard_error_is_that_of_a_mean_of_rows():

@@ -31,6 +31,7 @@ from minimind.config.deepspeed.values import AUTO, DEEPSPEED_ADAM, apply_launch,
 from minimind.config.flags import ALONE
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
+from minimind.config.run_record import config_notice
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime import disk
@@ -368,6 +369,7 @@ def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
     """Return notices about settings that waste time, memory or devices."""
     launch = setup.launch
     notices = (
+        config_notice(setup.run),
         dropped_config_notice(launch),
         without_deepspeed(setup),
         replaced_block(setup.document, setup.path, resolved.run),
@@ -385,6 +387,7 @@ def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
 def dry_run_notices(setup: Setup, resolved: ResolvedConfig) -> list[str]:
     """Return notices about what a start does differently from the files."""
     notices = (
+        config_notice(setup.run),
         dropped_config_notice(setup.launch),
         without_deepspeed(setup),
         replaced_block(setup.document, setup.path, resolved.run),
