@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from minimind.config.flags import FIRST_EVAL_ROWS
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.rules import Workload, learning_rate
 from minimind.config.run_config import FLAGS
@@ -661,15 +662,24 @@ def _vocabulary(case: Case) -> Iterator[Found]:
 
 
 def _validation(case: Case) -> Iterator[Found]:
+    """Few held-out tokens; of a short run that --eval_rows auto validates on few, nothing."""
     last = case.evals[-1] if case.evals else {}
-    tokens = number(last.get("tokens"))
-    if tokens < 500 and case.flags.get("task") != "sft":
-        noise = number(last.get("val_loss_se"), 2.5 / math.sqrt(max(tokens, 1)))
-        text = f"validation reads {tokens:,.0f} tokens: its loss is off by about {noise:.2f} by"
-        rows = case.flags.get("eval_rows") or f"the {number(last.get('rows')):,.0f} of auto"
+    tokens, rows = number(last.get("tokens")), number(last.get("rows"))
+    if not tokens < 500 or case.flags.get("task") == "sft":
+        return
+    noise = number(last.get("val_loss_se"), 2.5 / math.sqrt(max(tokens, 1)))
+    text, given = f"validation reads {tokens:,.0f} tokens", case.flags.get("eval_rows")
+    if given or not rows < number(last.get("held_out")):
+        text += f": its loss is off by about {noise:.2f} by chance"
         advice = f"a larger --val_fraction than {case.flag('val_fraction')}, for which a prepared"
-        advice += f" folder is prepared anew, or more --eval_rows than {rows}"
-        yield "small_validation", f"{text} chance", advice, CERTAIN
+        advice += " folder is prepared anew"
+        advice += f", or more --eval_rows than {given}" if given else ", or more text"
+        yield "small_validation", text, advice, CERTAIN
+    elif len(case.evals) >= 10:
+        text += f", as many as the {len(case.evals):,} of --eval_rows auto may: their losses are"
+        text += f" off by about {noise:.2f} by chance"
+        advice = f"a larger --eval_interval than {case.flag('eval_interval')}, or --eval_rows"
+        yield "small_validation", text, f"{advice} {FIRST_EVAL_ROWS}", POSSIBLE
 
 
 def _samples(case: Case) -> Iterator[Found]:

@@ -62,6 +62,7 @@ HEALTHY = [
     pytest.param({}, id="adamw"),
     pytest.param({"use_moe": True}, id="experts"),
     pytest.param({"max_steps": 3, "val_fraction": 0.0}, id="unvalidated"),
+    pytest.param({"max_steps": 6, "eval_rows": "auto"}, id="six steps"),
     pytest.param({"config": STRONG, "learning_rate": 0.008}, id="strong"),
     *(
         pytest.param({**LONGER, **flags}, id=name, marks=long)
@@ -328,6 +329,11 @@ MADE = {
     "idle_rate": changed(healthy(), lr=lambda n: 1e-3 if n < 100 else 0.0),
     "source_weight": healthy(order=MIXED),
     "repeating_samples": with_event(healthy(), **LOOP),
+    "small_validation": [
+        *healthy()[:-2],
+        *(evaluation(n, 3.1, tokens=64, rows=1, held_out=9) for n in range(20, 201, 20)),
+        end(200),
+    ],
     "leak": with_event(healthy(), event="floors", bits={"xz": 2.0}, repeated=0.0, seen=0.6),
     "above_trigram": [
         *healthy(400, order=ORDER)[:-1],
@@ -394,6 +400,7 @@ def test_the_lines_that_are_made_sick_are_healthy(tmp_path):
 def test_lines_made_sick(tmp_path, kind: str):
     (found,) = diagnose(made_run(tmp_path, MADE[kind]), NOW)
     assert found.kind == kind
+    assert found.counts == (kind != "small_validation")  # as far as the time allows
     assert ":" in found.text
 
 
