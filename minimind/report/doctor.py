@@ -25,6 +25,7 @@ from minimind.report.history import PAUSES, PHASES, Run, number, read_configurat
 from minimind.report.placement import floors_of, last_bits
 
 FEW = 20  # lines below which the shape of a curve says nothing
+FEWEST_ROWS = 8  # of a validation, below which a mixed text may look as one of its kinds alone
 BALANCED = 100  # steps that experts may take to share the tokens
 LION = 5.0  # rates of Lion are 3 to 10 times lower than those of AdamW (Chen et al. 2023)
 
@@ -95,6 +96,11 @@ class Case:
         self.evals = [e for e in run.events("eval") if math.isfinite(number(e.get("val_loss")))]
         floors = run.events("floors")
         self.of_text = floors[-1] if floors else {}
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether the floors are of too few held-out rows to say what kind of text they are."""
+        return number(self.of_text.get("rows"), math.inf) < FEWEST_ROWS
 
     def flag(self, name: str) -> str:
         """Its value in text, or a question mark."""
@@ -171,13 +177,15 @@ class Case:
     def gap(self) -> tuple[float, float]:
         """Nats by which validation is above training in the first pass, and the noise of that.
 
-        NaN where no validation is in it. A text is not known by heart after one reading, so that a
-        gap is one of the texts.
+        NaN where no validation is in it, or one of so few rows that those of a mixed text may be
+        of its rarer kind. A text is not known by heart after one reading, so that a gap is one of
+        the texts.
         """
         rows = number(self.run.fact("rows_per_epoch"))
         first = rows / number(self.order.get("rows_per_step")) if rows > 0 else math.nan  # steps
         early = [e for e in self.evals if number(e["step"]) <= first]
-        if not early or self.stages or not self.lines:
+        is_small = bool(early) and number(early[-1].get("rows"), math.inf) < FEWEST_ROWS
+        if not early or is_small or self.stages or not self.lines:
             return math.nan, math.nan
         step = number(early[-1]["step"])
         near = np.argsort(np.abs(self.step - step), kind="stable")[: self.width]
@@ -343,7 +351,7 @@ def _other_text(case: Case) -> Iterator[Found]:
     ratio = trigram / least if least and is_known else math.nan
     # A text that repeats itself, as a log does, is one that compressors know better as well.
     own, unigram = number(case.of_text.get("own_unigram")), case.floors.get("unigram", math.nan)
-    is_unlike = ratio > 1.4 and unigram > 1.25 * own
+    is_unlike = ratio > 1.4 and unigram > 1.25 * own and not case.has_few_rows
     gap, noise = case.gap
     is_apart = gap > max(1.0, 8 * noise)
     if not (is_unlike or is_apart):
@@ -553,7 +561,7 @@ def _copies(case: Case) -> Iterator[Found]:
     if repeated > 0.4:
         text = f"{formats.percent(repeated)} of the training text is a copy of other parts of it"
         yield "copies", f"{text}: an epoch reads the same text again and again", COPIES, CERTAIN
-    if seen > 0.3:
+    if seen > 0.3 and not case.has_few_rows:
         text = f"{formats.percent(seen)} of the held-out text occurs word for word in the training"
         text += " text: validation says little of new text"
         yield "leak", text, f"{COPIES}, or give --val_path", CERTAIN

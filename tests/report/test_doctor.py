@@ -396,6 +396,15 @@ def test_the_lines_that_are_made_sick_are_healthy(tmp_path):
         assert diagnose(run, NOW) == []
 
 
+@pytest.mark.parametrize(("rows", "found"), [(3, []), (64, ["other_text", "leak"])])
+def test_a_few_rows_of_a_mixed_text_are_no_other_text(tmp_path, rows: int, found: list[str]):
+    lines = healthy(order=ORDER)
+    last = evaluation(40, curve(40) + 2, tokens=1000, rows=rows, val_loss_se=0.05)
+    of_text = {"event": "floors", "time": NOW, "step": 0, "rows": rows, "seen": 0.5, "bits": {}}
+    run = made_run(tmp_path, [*lines[:-2], of_text, last, lines[-1]])
+    assert [one.kind for one in diagnose(run, NOW)] == found
+
+
 @pytest.mark.parametrize("kind", MADE)
 def test_lines_made_sick(tmp_path, kind: str):
     (found,) = diagnose(made_run(tmp_path, MADE[kind]), NOW)
