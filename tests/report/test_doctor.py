@@ -24,6 +24,7 @@ from minimind.config.run_config import FLAGS
 from minimind.data.prepare.prepared import open_prepared
 from minimind.data.rows.batches import Batches, held_out_rows
 from minimind.engine.engine import Engine
+from minimind.report import doctor
 from minimind.report.doctor import diagnose
 from minimind.report.history import read_runs
 from minimind.report.placement import REFERENCES, band, placement
@@ -394,6 +395,18 @@ def test_the_lines_that_are_made_sick_are_healthy(tmp_path):
     for number, order in enumerate((None, ORDER)):
         run = made_run(tmp_path / str(number), healthy(order=order))
         assert diagnose(run, NOW) == []
+
+
+def test_a_curve_of_many_lines_is_smoothed_at_few_places(monkeypatch: pytest.MonkeyPatch):
+    taken: list[int] = []
+    median = doctor._median
+    monkeypatch.setattr(doctor, "_median", lambda values: taken.append(1) or median(values))
+    for lines in (0, 1, 50, 3999, 100_000):
+        values = np.arange(lines, dtype=float)
+        smooth = doctor._medians(values)
+        assert len(smooth) == lines
+        assert not lines or abs(smooth - values).max() <= max(1, lines / 80)
+    assert len(taken) < 10_000
 
 
 @pytest.mark.parametrize(("rows", "found"), [(3, []), (64, ["other_text", "leak"])])
