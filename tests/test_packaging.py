@@ -267,6 +267,9 @@ def test_every_upper_bound_is_the_release_after_the_newest_that_make_versions_ru
         *series, last = newest[name].release[: len(bound.release)]
         assert (*series, last + 1) == bound.release, name
     assert all(newest[name] == version for name, version in bounds("==").items())
+    # The build for CPUs is installed first, and stays only if the bounds have it.
+    page = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    assert f"pip install 'torch<{upper['torch']}' -i" in page
 
 
 @pytest.mark.parametrize("name", ["oldest", "newest"])

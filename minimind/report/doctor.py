@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from minimind.config.flags import FIRST_EVAL_ROWS
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.rules import Workload, learning_rate
 from minimind.config.run_config import FLAGS
@@ -24,6 +25,7 @@ from minimind.report.history import PAUSES, PHASES, Run, number, read_configurat
 from minimind.report.placement import floors_of, last_bits
 
 FEW = 20  # lines below which the shape of a curve says nothing
+FEWEST_ROWS = 8  # of a validation, below which a mixed text may look as one of its kinds alone
 BALANCED = 100  # steps that experts may take to share the tokens
 LION = 5.0  # rates of Lion are 3 to 10 times lower than those of AdamW (Chen et al. 2023)
 
@@ -94,6 +96,11 @@ class Case:
         self.evals = [e for e in run.events("eval") if math.isfinite(number(e.get("val_loss")))]
         floors = run.events("floors")
         self.of_text = floors[-1] if floors else {}
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether the floors are of too few held-out rows to say what kind of text they are."""
+        return number(self.of_text.get("rows"), math.inf) < FEWEST_ROWS
 
     def flag(self, name: str) -> str:
         """Its value in text, or a question mark."""
@@ -170,13 +177,15 @@ class Case:
     def gap(self) -> tuple[float, float]:
         """Nats by which validation is above training in the first pass, and the noise of that.
 
-        NaN where no validation is in it. A text is not known by heart after one reading, so that a
-        gap is one of the texts.
+        NaN where no validation is in it, or one of so few rows that those of a mixed text may be
+        of its rarer kind. A text is not known by heart after one reading, so that a gap is one of
+        the texts.
         """
         rows = number(self.run.fact("rows_per_epoch"))
         first = rows / number(self.order.get("rows_per_step")) if rows > 0 else math.nan  # steps
         early = [e for e in self.evals if number(e["step"]) <= first]
-        if not early or self.stages or not self.lines:
+        is_small = bool(early) and number(early[-1].get("rows"), math.inf) < FEWEST_ROWS
+        if not early or is_small or self.stages or not self.lines:
             return math.nan, math.nan
         step = number(early[-1]["step"])
         near = np.argsort(np.abs(self.step - step), kind="stable")[: self.width]
@@ -209,9 +218,11 @@ def _median(values: np.ndarray) -> float:
 
 
 def _medians(values: np.ndarray) -> np.ndarray:
-    """Running medians over a fortieth of the lines, at least three."""
-    half = max(1, len(values) // 80)
-    return np.array([_median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))])
+    """Running medians over a fortieth of the lines, at least three; at 2,000 to 4,000 places."""
+    half, every = max(1, len(values) // 80), max(1, len(values) // 2000)
+    places = range(0, len(values), every)
+    found = np.array([_median(values[max(0, n - half) : n + half + 1]) for n in places])
+    return found.repeat(every)[: len(values)]
 
 
 def _sure(value: float, likely: float, certain: float) -> str:
@@ -342,7 +353,7 @@ def _other_text(case: Case) -> Iterator[Found]:
     ratio = trigram / least if least and is_known else math.nan
     # A text that repeats itself, as a log does, is one that compressors know better as well.
     own, unigram = number(case.of_text.get("own_unigram")), case.floors.get("unigram", math.nan)
-    is_unlike = ratio > 1.4 and unigram > 1.25 * own
+    is_unlike = ratio > 1.4 and unigram > 1.25 * own and not case.has_few_rows
     gap, noise = case.gap
     is_apart = gap > max(1.0, 8 * noise)
     if not (is_unlike or is_apart):
@@ -552,7 +563,7 @@ def _copies(case: Case) -> Iterator[Found]:
     if repeated > 0.4:
         text = f"{formats.percent(repeated)} of the training text is a copy of other parts of it"
         yield "copies", f"{text}: an epoch reads the same text again and again", COPIES, CERTAIN
-    if seen > 0.3:
+    if seen > 0.3 and not case.has_few_rows:
         text = f"{formats.percent(seen)} of the held-out text occurs word for word in the training"
         text += " text: validation says little of new text"
         yield "leak", text, f"{COPIES}, or give --val_path", CERTAIN
@@ -661,15 +672,24 @@ def _vocabulary(case: Case) -> Iterator[Found]:
 
 
 def _validation(case: Case) -> Iterator[Found]:
+    """Few held-out tokens; of a short run that --eval_rows auto validates on few, nothing."""
     last = case.evals[-1] if case.evals else {}
-    tokens = number(last.get("tokens"))
-    if tokens < 500 and case.flags.get("task") != "sft":
-        noise = number(last.get("val_loss_se"), 2.5 / math.sqrt(max(tokens, 1)))
-        text = f"validation reads {tokens:,.0f} tokens: its loss is off by about {noise:.2f} by"
-        rows = case.flags.get("eval_rows") or f"the {number(last.get('rows')):,.0f} of auto"
+    tokens, rows = number(last.get("tokens")), number(last.get("rows"))
+    if not tokens < 500 or case.flags.get("task") == "sft":
+        return
+    noise = number(last.get("val_loss_se"), 2.5 / math.sqrt(max(tokens, 1)))
+    text, given = f"validation reads {tokens:,.0f} tokens", case.flags.get("eval_rows")
+    if given or not rows < number(last.get("held_out")):
+        text += f": its loss is off by about {noise:.2f} by chance"
         advice = f"a larger --val_fraction than {case.flag('val_fraction')}, for which a prepared"
-        advice += f" folder is prepared anew, or more --eval_rows than {rows}"
-        yield "small_validation", f"{text} chance", advice, CERTAIN
+        advice += " folder is prepared anew"
+        advice += f", or more --eval_rows than {given}" if given else ", or more text"
+        yield "small_validation", text, advice, CERTAIN
+    elif len(case.evals) >= 10:
+        text += f", as many as the {len(case.evals):,} of --eval_rows auto may: their losses are"
+        text += f" off by about {noise:.2f} by chance"
+        advice = f"a larger --eval_interval than {case.flag('eval_interval')}, or --eval_rows"
+        yield "small_validation", text, f"{advice} {FIRST_EVAL_ROWS}", POSSIBLE
 
 
 def _samples(case: Case) -> Iterator[Found]:

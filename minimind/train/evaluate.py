@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from minimind.config.flags import EVAL_ERROR, EVAL_TIME, FIRST_EVAL_ROWS
+from minimind.config.flags import EVAL_ERROR, EVAL_TIME, FIRST_EVAL_ROWS, VAL_LOSS
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import held_out_rows
@@ -22,6 +22,7 @@ from minimind.engine.build import Engine
 from minimind.engine.loss_of_batch import PADDING, uncompiled
 from minimind.errors import UsageError
 from minimind.inference.score import LossSums, standard_error
+from minimind.report.formats import count
 from minimind.report.run_logger import RunLogger
 
 if TYPE_CHECKING:
@@ -110,10 +111,9 @@ def held_out_of(run: RunConfig, prepared: Prepared, order: Order, steps: int) ->
     row_tokens, weights = run.max_seq_len + 1, prepared.train.weights
     number, reads = run.eval_rows, None
     if number is None:
-        number, reads = (
-            affordable_rows(run, order.tokens_of(steps, run.max_seq_len), steps),
-            FIRST_EVAL_ROWS,
-        )
+        number = affordable_rows(run, order.tokens_of(steps, run.max_seq_len), steps)
+        # Losses that --keep_best compares are of the same rows.
+        reads = None if run.keep_best and run.keep_best_by == VAL_LOSS else FIRST_EVAL_ROWS
     rows = held_out_rows(prepared.val, number, row_tokens, weights)
     names = tuple(source["name"] for source in prepared.manifest["sources"])
     sizes = prepared.bytes_per_id("val")
@@ -148,7 +148,7 @@ def log_evaluation(
     logger.print(
         "\n".join(
             f"step {step}: validation loss{name} {part['val_loss']:.4f}{_error(part)}"
-            f" ({part['rows']:,} rows{of_all * (part is results)}), perplexity"
+            f" ({count(part['rows'], 'row')}{of_all * (part is results)}), perplexity"
             f" {part['val_ppl']:.1f}, {part['val_bpb']:.3f} bits per byte"
             for name, part in parts
         )
@@ -191,7 +191,7 @@ def evaluate(
         more = held_out.rows[before : held_out.reads]
         for name, sums in _sums(engine, held_out, more, batch_rows).items():
             by_source[name] = by_source[name] + sums if name in by_source else sums
-    found = _event(total, [*by_source.values()], error)
+    found = _event(total, [*by_source.values()], error) | {"held_out": held_out.total}
     if len(held_out.sources) == 1:
         return found
     found["by_source"] = {

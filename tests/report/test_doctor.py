@@ -24,6 +24,7 @@ from minimind.config.run_config import FLAGS
 from minimind.data.prepare.prepared import open_prepared
 from minimind.data.rows.batches import Batches, held_out_rows
 from minimind.engine.engine import Engine
+from minimind.report import doctor
 from minimind.report.doctor import diagnose
 from minimind.report.history import read_runs
 from minimind.report.placement import REFERENCES, band, placement
@@ -62,6 +63,7 @@ HEALTHY = [
     pytest.param({}, id="adamw"),
     pytest.param({"use_moe": True}, id="experts"),
     pytest.param({"max_steps": 3, "val_fraction": 0.0}, id="unvalidated"),
+    pytest.param({"max_steps": 6, "eval_rows": "auto"}, id="six steps"),
     pytest.param({"config": STRONG, "learning_rate": 0.008}, id="strong"),
     *(
         pytest.param({**LONGER, **flags}, id=name, marks=long)
@@ -328,6 +330,11 @@ MADE = {
     "idle_rate": changed(healthy(), lr=lambda n: 1e-3 if n < 100 else 0.0),
     "source_weight": healthy(order=MIXED),
     "repeating_samples": with_event(healthy(), **LOOP),
+    "small_validation": [
+        *healthy()[:-2],
+        *(evaluation(n, 3.1, tokens=64, rows=1, held_out=9) for n in range(20, 201, 20)),
+        end(200),
+    ],
     "leak": with_event(healthy(), event="floors", bits={"xz": 2.0}, repeated=0.0, seen=0.6),
     "above_trigram": [
         *healthy(400, order=ORDER)[:-1],
@@ -390,10 +397,32 @@ def test_the_lines_that_are_made_sick_are_healthy(tmp_path):
         assert diagnose(run, NOW) == []
 
 
+def test_a_curve_of_many_lines_is_smoothed_at_few_places(monkeypatch: pytest.MonkeyPatch):
+    taken: list[int] = []
+    median = doctor._median
+    monkeypatch.setattr(doctor, "_median", lambda values: taken.append(1) or median(values))
+    for lines in (0, 1, 50, 3999, 100_000):
+        values = np.arange(lines, dtype=float)
+        smooth = doctor._medians(values)
+        assert len(smooth) == lines
+        assert not lines or abs(smooth - values).max() <= max(1, lines / 80)
+    assert len(taken) < 10_000
+
+
+@pytest.mark.parametrize(("rows", "found"), [(3, []), (64, ["other_text", "leak"])])
+def test_a_few_rows_of_a_mixed_text_are_no_other_text(tmp_path, rows: int, found: list[str]):
+    lines = healthy(order=ORDER)
+    last = evaluation(40, curve(40) + 2, tokens=1000, rows=rows, val_loss_se=0.05)
+    of_text = {"event": "floors", "time": NOW, "step": 0, "rows": rows, "seen": 0.5, "bits": {}}
+    run = made_run(tmp_path, [*lines[:-2], of_text, last, lines[-1]])
+    assert [one.kind for one in diagnose(run, NOW)] == found
+
+
 @pytest.mark.parametrize("kind", MADE)
 def test_lines_made_sick(tmp_path, kind: str):
     (found,) = diagnose(made_run(tmp_path, MADE[kind]), NOW)
     assert found.kind == kind
+    assert found.counts == (kind != "small_validation")  # as far as the time allows
     assert ":" in found.text
 
 

@@ -377,3 +377,6 @@ def test_a_resumed_run_reads_as_many_rows_as_one_that_was_not_stopped(
     )  # the checkpoint of step 2 is older than its validation
     fixed = evals("fixed", eval_rows=3)
     assert [event["rows"] for event in fixed] == [3] * 4
+    # Losses that are compared are of the same rows from the first validation on.
+    best = evals("best", keep_best=1)
+    assert [event["rows"] for event in best] == [event["held_out"] for event in whole] != [16] * 4

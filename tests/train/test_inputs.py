@@ -85,6 +85,7 @@ BAD = [
     ("--data_path t.jsonl --tokenizer folder", DataError, "folder: has neither tokenizer.model"),
     ("--data_path t.jsonl --tokenizer t.txt", DataError, "is not a SentencePiece model"),
     ("--deepspeed_config nothere.json", UsageError, "--deepspeed_config nothere.json: No such"),
+    ("--deepspeed_config zero9", UsageError, "name a DeepSpeed JSON file, or fp16, "),
     ("--deepspeed_config cut.json", UsageError, "cut.json:1:2: Expecting"),
     ("--init_from nothere", CheckpointError, "nothere: there is no such file or directory"),
     ("--init_from hf:nothere", CheckpointError, "nothere: there is no such file or directory"),

@@ -33,7 +33,7 @@ from minimind.config.deepspeed.values import (
 )
 from minimind.config.launcher_env import Launch
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import RunConfig, deepspeed_files
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.durable_files import read_small_text
@@ -102,7 +102,8 @@ def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[s
         config = _parse(read_small_text(path).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}"))
     except OSError as error:
         raise UsageError(
-            f"{source} {path}: {error.strerror}; name a DeepSpeed JSON file"
+            f"{source} {path}: {error.strerror}; name a DeepSpeed JSON file, or"
+            f" {', '.join(deepspeed_files())}"
         ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error

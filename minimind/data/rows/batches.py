@@ -258,7 +258,7 @@ def held_out_rows(
     first = np.cumsum([0, *sizes[:-1]])
     rows = [begin + spread(size, n) for begin, size in zip(first, sizes, strict=True)]
     turns = [
-        np.append(0.0, np.arange(1, size) + 0.5)[: min(size, n)] / weight
+        np.append(0.0, np.arange(1, min(size, n)) + 0.5)[:size] / weight
         for size, weight in zip(sizes, weights or [max(1, size) for size in sizes], strict=True)
     ]
     order = np.argsort(np.concatenate(turns), kind="stable")

@@ -1,6 +1,7 @@
 """Micro-batches against rows read directly, and one split of a step against another."""
 
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,18 @@ def test_sources_share_the_rows_by_weight_and_each_is_spread(weights: tuple[floa
             own = rows[(rows >= begin) & (rows < begin + size)] - begin
             assert abs(len(own) - n * share) <= 2
             assert unevenness(own, size) < 4
+
+
+def test_few_of_many_rows_take_the_memory_of_few():
+    class Sizes:
+        def sizes(self, row_tokens: int) -> tuple[int, ...]:
+            return (10**8,) * 20
+
+    tracemalloc.start()
+    rows = held_out_rows(Sizes(), 64, ROW)  # type: ignore[arg-type] (a stand-in)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (len(rows), most < 2**20) == (64, True)
 
 
 def test_held_out_rows_are_all_that_there_are(shards):
