@@ -122,13 +122,16 @@ def _without_value(match: re.Match[str]) -> str:
     sign = match["sign"].strip()
     is_word = sign == "is" or (sign == ":" and value[0] not in "\"'")  # `unknown token: ...`
     is_prose = is_word and name.lower() == "token" and match[0][0] not in "\"'"
-    is_prose |= not sign and not match[0].startswith("--")
+    # `--api_key is empty`, `argument --api_key: expected`; a value stands behind `--api_key` alone.
+    is_flag = match[0].startswith("--")
+    is_prose |= (is_flag and sign == ":") or (not sign and (not is_flag or value in _BEHIND_FLAGS))
     if not is_secret(name) or is_prose or value in _OPEN:
         return match[0]
     quote = value[0] if value[0] in "\"'" else match[0][0] if match[0][0] in "\"'" else ""
     return f"{match[0][: match.start('value') - match.start()]}{quote}{HIDDEN_VALUE}{quote}"
 
 
+_BEHIND_FLAGS = ("is", "has", "needs", "takes", "and", "or", "with", "of", "expected")
 # Repeats have a limit, so that long texts take no longer than their length.
 _OPEN = ("None", "null", "True", "true", "False", "false", '""', "''", HIDDEN_VALUE)
 _NAME = (

@@ -94,6 +94,8 @@ def test_missing_and_empty_values_and_switches_are_shown():
         "a token is a piece of text, and its key is a number",
         "has no API key (run `wandb login`, or set WANDB_MODE=offline)",
         "Authorization failed: 403 Forbidden",
+        "--api_key is empty, so that nobody could send it; give another, or none",
+        "argument --api_key: expected one argument",
         "/data/token=abc/part.jsonl: no such file",
     ],
 )
