@@ -172,7 +172,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_installed(installed: Path, folder: Path, *command: str) -> str:
     """Standard output of a command of the fresh environment, run where there is no checkout.
 
-    Nothing that it calls is deprecated in the libraries.
+    Nothing that it calls is deprecated in the libraries, but for what setuptools says of distutils
+    where its hook is not installed, as here.
     """
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
@@ -184,7 +185,8 @@ def run_installed(installed: Path, folder: Path, *command: str) -> str:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "deprecated" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert [one for one in lines if "deprecated" in one and "distutils" not in one] == []
     return done.stdout
 
 
