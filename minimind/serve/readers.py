@@ -20,7 +20,7 @@ from minimind.serve.protocol import Refusal, busy
 
 LOAD_SECONDS, LOAD_BYTES = 30.0, 2**31  # for a tokenizer and a template
 MOST_BYTES = 2**30  # for a request
-# Of the processor. Ordinary requests take milliseconds; others are read anew where none waits.
+# CPU time. An ordinary request takes milliseconds; a longer one is read again in the second lane.
 QUICK_SECONDS, MOST_SECONDS = 0.1, 3.0
 MOST_SLOW = 16  # requests that wait to be read anew
 NICE = 10  # of their process
@@ -156,16 +156,20 @@ class Lane:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             client, found, request = job
-            begun = time.monotonic()
-            if found.set_running_or_notify_cancel():
+            begun, content, error = time.monotonic(), b"", None
+            if is_awaited := found.set_running_or_notify_cancel():
                 try:
-                    found.set_result(self._answer(request))
-                except Exception as error:  # whoever waits for the answer raises it
-                    found.set_exception(error)
-            with self._condition:
+                    content = self._answer(request)
+                except Exception as caught:  # whoever waits for the answer raises it
+                    error = caught
+            with self._condition:  # before the answer, after which `count` has it no longer
                 self._is_reading = False
                 self._taken[client] = self._now + time.monotonic() - begun
                 self._taken = {one: n for one, n in self._taken.items() if n > self._now}
+            if error is not None:
+                found.set_exception(error)
+            elif is_awaited:
+                found.set_result(content)
 
     def _answer(self, request: bytes) -> bytes:
         try:
