@@ -11,8 +11,8 @@ DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
 
 MOST_LEFT_OUT = 100_000  # rows; their places are computed for every 1,000 rows, in 10 ms on a CPU
 VAL_LOSS = "val_loss"  # field of an `eval` event
-# Of --eval_rows auto: rows of the first validation, the standard error of the loss that is small
-# enough, as a share of it, and the most that validations take, as a share of the time of training.
+# For --eval_rows auto: the rows of the first validation; the standard error that is small enough,
+# as a share of the loss; the most time that all validations take, as a share of the training.
 FIRST_EVAL_ROWS, EVAL_ERROR, EVAL_TIME = 64, 0.01, 0.03
 MIRROR_WAIT_S = 300  # at the end of a run, for its uploads
 BY_TASK = "--task sft"  # source of the values that it sets

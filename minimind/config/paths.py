@@ -23,7 +23,7 @@ from minimind.errors import (
 )
 from minimind.runtime.urls import is_url, masked
 
-# By the name of the flag, of the run and of commands; `Origins` of a command come first.
+# The error for each flag, of runs and of commands. A command may replace some (`OF_COMMANDS`).
 ORIGINS: dict[str, type[RunError]] = {
     **dict.fromkeys(("data_path", "val_path", "source", "tokenizer", "skip_rows"), DataError),
     **dict.fromkeys(("paths", "data", "directory", "decontaminate", "classifier"), DataError),

@@ -40,8 +40,8 @@ TEMPLATES = CONFIGS / "templates"
 def files_by_name(folder: Path) -> dict[str, str]:
     """Paths of the shipped files in a folder, by the names that flags take: without suffix.
 
-    Such a name stands for the shipped file, whatever lies in the current directory. What editors
-    leave beside one (`sft.yaml~`, `.sft.yaml.swp`) has no name.
+    A name always means the shipped file, also where the current directory has a file of that name.
+    Backups of editors (`sft.yaml~`, `.sft.yaml.swp`) are left out.
     """
     found = sorted(disk.matching(folder, "[!.]*.*"))
     return {path.stem: str(path) for path in found if path.suffix in (".yaml", ".json", ".jinja")}

@@ -367,7 +367,7 @@ def _other_text(case: Case) -> Iterator[Found]:
             f" text, where a compressor that has read nothing needs {least:.2f}"
         )
     text = f"{' and '.join(parts)}: the held-out text is of another kind (language, subject, form)"
-    text += " than what the model reads, and says nothing of how well that is learnt"
+    text += " than the training text, so validation does not measure what the model learns"
     path = case.flags.get("val_path")
     advice = f"text like that of --data_path in place of --val_path {path}, or --val_fraction 0.01"
     if not path or path == "None":
@@ -399,8 +399,8 @@ def _short_rows(case: Case) -> Iterator[Found]:
     if document >= 8 * row or (math.isnan(document) and row <= 16):
         text = f"a row is {row:.0f} tokens"
         text += f" and a document {document:,.0f}" if math.isfinite(document) else ""
-        text += f": the model sees {row / 2:.0f} tokens before a token on average, and learns"
-        text += " nothing of what is further away"
+        text += f": the model sees {row / 2:.0f} tokens before a token on average, and cannot use"
+        text += " what is further away"
         sure = _sure(row, 32, 16) if math.isfinite(document) else LIKELY
         yield "short_rows", text, "--max_seq_len 256 with fewer rows in a step", sure
 

@@ -103,7 +103,7 @@ def first_difference(store: Store, rank: int, world_size: int, kinds: Kinds) -> 
 
 
 def _sent(kinds: Kinds) -> dict[str, dict[str, tuple[str, str]]]:
-    """Of each value a digest, and the text that may be shown."""
+    """A digest of each value, and its text without secrets."""
     return {
         kind: {name: (fingerprint(one.value), one.shown(name)) for name, one in values.items()}
         for kind, values in kinds.items()
