@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import stat
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -168,7 +169,8 @@ def require_outputs(resolved: ResolvedConfig) -> None:
     for key, path in output_paths(resolved.config).items():
         output, name, is_file = Path(path), f"{resolved.path}: {key}", key.endswith("_file")
         if is_file and _is_there(output, f"{name} {output}"):
-            if not (disk.is_file(output) or disk.is_char_device(output)):
+            mode = disk.mode_of(output)
+            if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):  # /dev/null is a device
                 raise StorageError(f"{name} {output}: is a folder, a pipe or a link; name a file")
             if not os.access(output, os.W_OK):
                 raise StorageError(f"{name} {output}: cannot be written; correct its permissions")

@@ -541,7 +541,7 @@ def yaml_text(
     held_out = text.held_out
     bytes_per_token = text.bytes * (1 - held_out) / choice.text_tokens
     every = max(1, steps // MOST_EVALUATIONS)
-    # Of the rows of the first. A forward takes a third of a step, per token.
+    # Rows of the first evaluation. A forward pass takes a third of the time of a step, per token.
     tokens_of_one = FIRST_EVAL_ROWS * choice.shape.max_seq_len / 3
     affordable = int(EVAL_TIME * choice.tokens / tokens_of_one)
     evaluations = max(2, min(MOST_EVALUATIONS, affordable))

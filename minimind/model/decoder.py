@@ -90,7 +90,7 @@ class MiniMindPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}  # noqa: RUF012 (declared mutable by the base class)
     _no_split_modules = {"Block"}  # noqa: RUF012 (likewise)
-    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012 (likewise)
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012 (as above; both names)
     # DDP broadcasts buffers, and NCCL refuses complex numbers (gloo does not).
     _ddp_params_and_buffers_to_ignore: ClassVar[list[str]] = ["model.pos_cis", "model.pos_reals"]
 

@@ -164,7 +164,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hosts, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
-        if len(hosts) != 1 or not _is_of_this_host(hosts[0]):  # a name bound to this host
+        # A name bound to this host, with at most one port: a URL's parser takes more.
+        host = HOST_HEADER.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if host is None or host[1].strip("[]").lower() not in NAMES:
             self._refuse(403, f"Ask for {self.server.url}; this server has no other name.")
         elif origin not in (None, f"http://{hosts[0]}"):
             self._refuse(403, "Pages of other origins may not read this.")
@@ -225,12 +227,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Not in the terminal."""
-
-
-def _is_of_this_host(host: str) -> bool:
-    """Whether a `Host` is one of NAMES, with at most one port: a URL's parser takes more."""
-    name = HOST_HEADER.fullmatch(host)
-    return name is not None and name[1].strip("[]").lower() in NAMES
 
 
 def watch(run_dirs: Sequence[Path], port: int) -> None:

@@ -56,11 +56,6 @@ def is_file(path: AnyPath) -> bool:
     return modes.S_ISREG(mode_of(path))
 
 
-def is_char_device(path: AnyPath) -> bool:
-    """Whether a character device is there, as /dev/null, or a link to one."""
-    return modes.S_ISCHR(mode_of(path))
-
-
 def is_symlink(path: AnyPath) -> bool:
     """Whether a link is there."""
     return modes.S_ISLNK(mode_of(path, follow=False))

@@ -85,25 +85,23 @@ def require_writable(path: Path) -> None:
 def storing(what: str, remedy: str, needed: int = 0) -> Iterator[None]:
     """Convert an OSError inside the block into StorageError: `what: why; remedy`.
 
-    The remedy of a full disk, or quota, and of missing permissions comes before `remedy`. Of a full
-    one the message has the bytes `needed` and free. BrokenPipeError passes.
+    For a full disk or quota, and for missing permissions, their own remedy comes before `remedy`.
+    For a full disk the message has the bytes `needed` and free. BrokenPipeError passes.
     """
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        message = f"{error.filename or what}: {error.strerror or error}"
+        message, first = f"{error.filename or what}: {error.strerror or error}", ""
+        if error.errno in FULL:
+            first = "free some space, or "
+        elif error.errno in (errno.EACCES, errno.EPERM):
+            first = "correct its permissions, or "
         if needed and error.errno in FULL:
             free = free_bytes(Path(what))
             message += f", {needed:,} bytes ({mebibytes(needed)}) needed, {free:,} free"
-        raise StorageError(f"{message}; {_first_remedy(error)}{remedy}") from error
-
-
-def _first_remedy(error: OSError) -> str:
-    if error.errno in FULL:
-        return "free some space, or "
-    return "correct its permissions, or " if error.errno in (errno.EACCES, errno.EPERM) else ""
+        raise StorageError(f"{message}; {first}{remedy}") from error
 
 
 def printing() -> AbstractContextManager[None]:

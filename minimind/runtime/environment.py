@@ -172,8 +172,10 @@ def _launcher_of_tasks(environ: Mapping[str, str]) -> tuple[str, list[str]]:
     Empty if there is none: also for one task, and in a job's own shell or script.
     """
     given = {name: value.strip() for name, value in environ.items() if value.strip()}
-    is_shell = STEP_SIZE in given  # of salloc: a task of its own
-    if not _is_in_step(given):  # the numbers are those of the job
+    is_shell = is_in_step = STEP_SIZE in given  # of salloc: a task of its own
+    if step := given.get("SLURM_STEP_ID", given.get("SLURM_STEPID", "")):
+        is_in_step = step.isdecimal() and int(step) < SPECIAL_STEPS
+    if not is_in_step:  # the numbers are those of the job
         given = {name: value for name, value in given.items() if name not in TASKS[SLURM][0]}
     is_counted = is_shell or any(name in given for sizes, _ in TASKS.values() for name in sizes)
     for launcher, (sizes, ranks) in TASKS.items():
@@ -183,13 +185,6 @@ def _launcher_of_tasks(environ: Mapping[str, str]) -> tuple[str, list[str]]:
     # PMIx has no variable with the number of tasks: there may be several.
     told = [name for name in PMIX if name in given]
     return ("PMIx", told) if told and not is_counted else ("", [])
-
-
-def _is_in_step(given: Mapping[str, str]) -> bool:
-    """Whether Slurm's variables are those of a task that srun started."""
-    if step := given.get("SLURM_STEP_ID", given.get("SLURM_STEPID", "")):
-        return step.isdecimal() and int(step) < SPECIAL_STEPS
-    return STEP_SIZE in given
 
 
 def require_numbers(environ: Mapping[str, str], names: Iterable[str]) -> None:

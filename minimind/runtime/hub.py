@@ -273,7 +273,7 @@ def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -
             errors.RevisionResolutionError,
             errors.LocalEntryNotFoundError,  # of a file whose head was refused
         ) as error:
-            raise error.__cause__ or error  # noqa: B904 (which keeps its own cause)
+            raise error.__cause__ or error  # noqa: B904 (a cause has its own)
 
     def ask() -> T:
         try:
@@ -383,7 +383,7 @@ def _known(wanted: Repository, cache: Path, reason: str) -> tuple[str, Sizes]:
             return sha, {file.path: file.size for file in files}
         except errors.CachedRepoTreeNotFoundError:
             folder = _snapshot(cache, wanted, sha)
-            files = [path for path in disk.files_below(folder) if disk.is_file(path)]
+            files = [*disk.files_below(folder)]
             if not files:  # a name of the commit alone, of a start whose list did not arrive
                 raise StorageError(
                     f"{reason}; run `{wanted.command}` where there is a network"

@@ -110,7 +110,7 @@ class LimitedServer:
             _send(self._control, json.dumps(self._start).encode())
             answer = _answer(self._control, self._process.pid, self._start["bytes"])
             return json.loads(answer[1:])
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the process, in its own session, would go on
             self._end()
             raise
 
@@ -157,7 +157,7 @@ class Worker:
         try:
             _send(self._connection, struct.pack("!dQ", seconds, most_bytes) + request)
             answer = _answer(self._connection, self._pid, most_bytes)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: what is not read now would answer the next request
             self.is_spent = True
             raise
         self.is_spent = answer[:1] == LAST
@@ -281,7 +281,7 @@ def _serve(file: str, control: socket.socket) -> None:
                 _work(answer, ours)
             except ConnectionError:  # who asked has ended
                 pass
-            except BaseException as error:
+            except BaseException as error:  # SystemExit, too: a fork ends here
                 sys.excepthook(type(error), error, error.__traceback__)
             finally:  # it is no copy of this loop
                 os._exit(0)

@@ -15,7 +15,7 @@ from minimind.data.tokenizer.vocabulary import BYTE
 from minimind.inference.chat import AnswerReading
 from minimind.inference.generate import CONTEXT, Sampling
 from minimind.serve.batching import Likelihood, Queued
-from minimind.serve.protocol import GIVEN, Settings, no_such_model, written_calls
+from minimind.serve.protocol import GIVEN, Settings, written_calls
 
 Json = dict[str, Any]
 
@@ -78,11 +78,6 @@ class ServedModel:
             given["top_k"] = max(0, given["top_k"])  # -1 keeps all tokens in vLLM
         given.setdefault("seed", uuid4().int >> 64)
         return replace(default, max_new_tokens=most_new, stop=tuple(settings.stop), **given)
-
-    def require_name(self, name: str) -> None:
-        """Raise Refusal for the name of another model."""
-        if name != self.name:
-            raise no_such_model(name, self.name)
 
 
 @dataclass(frozen=True)

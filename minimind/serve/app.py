@@ -32,7 +32,7 @@ from minimind.runtime.terminal import print_traceback
 from minimind.serve.answers import Answer, ChatAnswer, CompletionAnswer, ServedModel
 from minimind.serve.batching import Queued, QueueFull, Scheduler
 from minimind.serve.bodies import BODY_ENDS, JSON_KIND, Bodies, Gone
-from minimind.serve.protocol import Refusal, busy
+from minimind.serve.protocol import Refusal, busy, no_such_model
 from minimind.serve.readers import Readers
 from minimind.serve.reading import CHAT as CHAT_KIND
 from minimind.serve.reading import TEXT as TEXT_KIND
@@ -320,7 +320,8 @@ class _Endpoints:
         return JSONResponse({"object": "list", "data": [self._model()]}, headers=PLAIN)
 
     async def model(self, request: HttpRequest) -> Response:
-        self._served.require_name(request.path_params["name"])
+        if (name := request.path_params["name"]) != self._served.name:
+            raise no_such_model(name, self._served.name)
         return JSONResponse(self._model(), headers=PLAIN)
 
     def _model(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ The module imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -91,7 +91,10 @@ class Reader:
                 " serve a model that was fine-tuned with --task sft, or give --chat_template",
                 "no_chat_template",
             )
-        self._require_few_turns(request.messages)
+        # Turns that have a token each, and no position: before all is read.
+        turns = sum(one.get("role") in (USER, ASSISTANT) for one in request.messages)
+        if self._most_turns is not None and turns > self._most_turns:
+            raise self._too_long(f"the conversation has {turns:,} turns", "messages")
         try:
             conversation = conversation_of_request(request, template, self._call_form)
             text = template.asked(conversation)
@@ -144,12 +147,6 @@ class Reader:
             reason = f"is {request.most_new}, more than the {self._most_tokens} tokens that an"
             reason += " answer here"
             raise Refusal(400, f"max_tokens {reason} may have; ask for fewer", param="max_tokens")
-
-    def _require_few_turns(self, turns: Sequence[Json]) -> None:
-        """Raise Refusal for turns that have a token each, and no position, before all is read."""
-        said = sum(one.get("role") in (USER, ASSISTANT) for one in turns)
-        if self._most_turns is not None and said > self._most_turns:
-            raise self._too_long(f"the conversation has {said:,} turns", "messages")
 
     def _require_short(self, text: str, what: str, param: str, room: int | None = None) -> None:
         """Raise Refusal for a text that has too many tokens, whichever they are."""

@@ -559,8 +559,8 @@ def data_notes(context: RunContext, prepared: Prepared) -> list[str]:
         )
     if not prepared.train.has_sums:
         notes.append(
-            f"note     {prepared.directory} has no sums of blocks, as an earlier version wrote it:"
-            " damage that leaves a file its time is not seen; prepare the text again to have them"
+            f"note     {prepared.directory} has no sums of blocks: damage that leaves a file its"
+            " time is not seen; prepare the text again to have them"
         )
     if not is_folder:
         from minimind.data.text.inputs import left_out_of

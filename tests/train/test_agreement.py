@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
 
 from minimind.architecture.select import MiniMind
 from minimind.config.deepspeed.backend_choice import read_setup

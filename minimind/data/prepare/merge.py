@@ -24,6 +24,7 @@ from minimind.data.shards.manifest import (
     index_name,
     read_manifest,
     seal,
+    shards_of,
 )
 from minimind.data.text.documents import Rejection
 from minimind.data.tokenizer.lossless import TextLoss, require_kept
@@ -56,8 +57,7 @@ def merge(work: Work, max_bad_fraction: float, allow_lossy: bool) -> dict[str, A
             f" {missing[0]}; run the --shard I/N that are missing (unit % N == I), then --merge"
         )
     manifest = _manifest(work, markers)
-    shards = [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
-    sums = b"".join(base64.b64decode(shard.pop("sums")) for shard in shards)
+    sums = b"".join(base64.b64decode(shard.pop("sums")) for shard in shards_of(manifest))
     rejected, documents = manifest["rejected"]["count"], manifest["documents"]
     if rejected and work.is_strict:
         raise refusal(manifest["rejected"]["first"])

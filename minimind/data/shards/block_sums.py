@@ -6,7 +6,6 @@ its sha256, outside of the fingerprint of the text: a folder without sums keeps 
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from array import array
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minimind.data.shards.manifest import SPLITS, SUMS_NAME, changed
-from minimind.errors import DataError
+from minimind.data.shards.manifest import SUMS_NAME, changed, require_hash, shards_of
 
 # A row of 2,048 tokens has 4 KiB: its first reading costs four times its bytes, and zlib sums more
 # than 1 GB/s. A sum is 0.02 % of its block.
@@ -86,11 +84,6 @@ class CheckedBlocks:
             self._left = int(np.count_nonzero(~self._is_checked))
 
 
-def count_of(size: int) -> int:
-    """The number of blocks of a file."""
-    return -(-size // BLOCK_BYTES)
-
-
 def read_sums(directory: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
     """The sums of each token file of a folder by its name; empty if the folder has none.
 
@@ -99,19 +92,10 @@ def read_sums(directory: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray
     if SUMS_NAME not in manifest["files"]:
         return {}
     path = directory / SUMS_NAME
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); put it back, or delete {directory} to"
-            " build it again"
-        ) from error
-    if hashlib.sha256(content).hexdigest() != manifest["files"][SUMS_NAME]:
-        raise changed(path, "its bytes are not those")
-    sums, at, found = np.frombuffer(content, dtype=SUM_DTYPE), 0, {}
-    for split in SPLITS:
-        for shard in manifest["splits"][split]["shards"]:
-            count = count_of(shard["bytes"])
-            found[shard["name"]] = sums[at : at + count]
-            at += count
+    require_hash(path, manifest["files"][SUMS_NAME])
+    sums, at, found = np.fromfile(path, dtype=SUM_DTYPE), 0, {}
+    for shard in shards_of(manifest):
+        count = -(-shard["bytes"] // BLOCK_BYTES)
+        found[shard["name"]] = sums[at : at + count]
+        at += count
     return found

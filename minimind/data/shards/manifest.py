@@ -230,7 +230,7 @@ def require_untouched(directory: Path, manifest: dict[str, Any]) -> None:
                 " prepare the text again"
             ) from error
     written = disk.stat(directory / MANIFEST_NAME).st_mtime_ns
-    for shard in _shards(manifest):
+    for shard in shards_of(manifest):
         path = directory / shard["name"]
         if disk.is_file(path) and disk.stat(path).st_mtime_ns > written:
             require_hash(path, shard["sha256"])
@@ -241,14 +241,15 @@ def require_document_ends(directory: Path, manifest: dict[str, Any]) -> None:
 
     For the start of a run, which may read them late, or never.
     """
-    shards = _shards(manifest)
+    shards = shards_of(manifest)
     if sum(8 * shard["documents"] for shard in shards) <= SMALL_BYTES:
         for shard in shards:
             require_hash(directory / index_name(shard), shard["index_sha256"])
 
 
-def _shards(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    return [shard for split in manifest["splits"].values() for shard in split["shards"]]
+def shards_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of all shards: those of the training text, then the held-out ones."""
+    return [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
 
 
 def require_hash(path: Path, digest: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from minimind.data.shards.block_sums import CheckedBlocks, SumWriter, read_sums
-from minimind.data.shards.manifest import changed, read_manifest
+from minimind.data.shards.manifest import read_manifest, require_hash
 from minimind.errors import DataError
 from minimind.runtime import disk
 
@@ -175,7 +175,9 @@ class TokenShards:
         for path, sha256, start in zip(
             self._paths, self._index_hashes, self._starts[:-1], strict=True
         ):
-            ends.append(start + _read_index(path.with_suffix(".idx"), sha256))
+            index = path.with_suffix(".idx")
+            require_hash(index, sha256)
+            ends.append(start + np.fromfile(index, dtype=INDEX_DTYPE).astype(np.int64))
         return np.concatenate(ends)
 
     def stretch(self, start: int, length: int) -> np.ndarray:
@@ -243,17 +245,6 @@ class TokenShards:
             f" {rows[row, column]}, and the vocabulary has {self._vocab_size} ids; delete"
             f" {path.parent} to build it again"
         )
-
-
-def _read_index(path: Path, sha256: str) -> np.ndarray:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        remedy = f"delete {path.parent} to build it again"
-        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise changed(path, "its bytes are not those")
-    return np.frombuffer(content, dtype=INDEX_DTYPE).astype(np.int64)
 
 
 def _state(path: Path) -> tuple[int, int, int]:
