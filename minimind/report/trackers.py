@@ -152,7 +152,7 @@ def open_trackers(run: RunConfig, step: int, config: Mapping[str, Any]) -> Track
     """Open the trackers of a run that starts or resumes at `step` (rank 0 only)."""
     out_dir = Path(run.out_dir)
     names = run.trackers()
-    # wandb and others store the command line, which was parsed.
+    # wandb and others store the command line; this program has parsed it already.
     sys.argv[1:] = map(masked, sys.argv[1:])
     run_id = _run_id(out_dir / FILE, is_new=step == 0) if "wandb" in names else ""
     openers = {name: _opener(name, run, run_id, config) for name in names}

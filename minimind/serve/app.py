@@ -32,14 +32,13 @@ from minimind.runtime.terminal import print_traceback
 from minimind.serve.answers import Answer, ChatAnswer, CompletionAnswer, ServedModel
 from minimind.serve.batching import Queued, QueueFull, Scheduler
 from minimind.serve.bodies import BODY_ENDS, JSON_KIND, Bodies, Gone
-from minimind.serve.protocol import Refusal, busy, no_such_model
+from minimind.serve.protocol import RETRY, Refusal, busy, no_such_model
 from minimind.serve.readers import Readers
 from minimind.serve.reading import CHAT as CHAT_KIND
 from minimind.serve.reading import TEXT as TEXT_KIND
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-RETRY = {"Retry-After": "1"}
 LAST_WORD = 1.0  # seconds to tell a client that does not read, or still sends, of an error
 ANSWERS_END = 3  # seconds that answers have to end after a signal
 HEAD_ENDS = 30.0  # seconds that a connection has to send the head of a request

@@ -39,6 +39,7 @@ MAX_DEPTH = 32  # of JSON; schemas of tools nest
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 8, 32, 20
 GIVEN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
 LONGEST_STOP = 200  # characters
+RETRY = {"Retry-After": "1"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Refusal(Exception):
 def busy() -> Refusal:
     """The refusal of a request for which there is no place."""
     reason = "the server is busy; ask again in a moment"
-    return Refusal(429, reason, "queue_full", headers={"Retry-After": "1"})
+    return Refusal(429, reason, "queue_full", headers=RETRY)
 
 
 def no_such_model(name: str, own: str) -> Refusal:

@@ -162,7 +162,7 @@ class Lane:
                     content = self._answer(request)
                 except Exception as caught:  # whoever waits for the answer raises it
                     error = caught
-            with self._condition:  # before the answer, after which `count` has it no longer
+            with self._condition:  # before the answer is set: `count` leaves it out from then on
                 self._is_reading = False
                 self._taken[client] = self._now + time.monotonic() - begun
                 self._taken = {one: n for one, n in self._taken.items() if n > self._now}

@@ -194,9 +194,8 @@ class Study:
             trial = Trial(self._study, self._study.ask(self._distributions))
             if trial.folder in wanted:
                 return trial
-            self.requeue(
-                trial
-            )  # set aside, or a prediction, whose turn is after the runs of its law
+            # Set aside, or a prediction, whose turn is after the runs of its law.
+            self.requeue(trial)
             trial.interrupt()
 
     def rows(self) -> list[Row]:

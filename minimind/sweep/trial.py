@@ -21,8 +21,8 @@ from minimind.runtime.process import LAUNCHER_PID
 from minimind.runtime.terminal import printable
 from minimind.runtime.urls import masked
 
-# What the end of a trial says of its flags, by exit status: with them it would end so again. Any
-# other end, as by a signal or for a disk, a peer or a lock, says nothing, and it is queued again.
+# Ends that the flags of a trial cause, by exit status: with these flags it would end so again. A
+# trial that ends otherwise, as by a signal or for a disk, a peer or a lock, is queued again.
 RESULTS = {
     0: "done",
     UsageError.status: "failed",
