@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from minimind.config.run_config import TEMPLATES, files_by_name
+from minimind.data.chat.template import DEFAULT_TEMPLATE
 from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.errors import UsageError
 from tests.conftest import ROOT, sentences
@@ -146,6 +147,7 @@ def test_a_shipped_template_is_read_by_its_name_whatever_lies_here(
     Path("thoughts_and_tools").write_text("{{ messages[0].content }}")
     source, name = read_template("thoughts_and_tools")
     assert source == Path(shipped["thoughts_and_tools"]).read_text(encoding="utf-8")
+    assert source == DEFAULT_TEMPLATE
     assert name == "--chat_template thoughts_and_tools"
     assert read_template("./thoughts_and_tools")[0] == "{{ messages[0].content }}"
     with pytest.raises(UsageError, match=r"Jinja template, or thoughts_and_tools$"):

@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 
 from minimind.cli.generate import ANSWER, TEXT
-from minimind.data.chat.template import SPECIAL_TOKENS
+from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS
 from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
@@ -29,19 +29,18 @@ from minimind.serve.app import Limits, build_app, http_server
 from minimind.serve.batching import Scheduler
 from minimind.serve.readers import Readers
 from tests.cli.test_lm_eval import write_llama
-from tests.conftest import ROOT, Trained
+from tests.conftest import Trained
 
-THOUGHTS_AND_TOOLS = ROOT / "configs" / "templates" / "thoughts_and_tools.jinja"
 POSITIONS = 1024
 LIMITS = Limits(bodies=80, max_body=2**16, timeout=60.0, hosts=frozenset({"localhost"}))
 
 
 @pytest.fixture(scope="session")
 def chat_model(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An exported Llama of random weights with a template of thoughts and tools."""
+    """An exported Llama of random weights with the default template."""
     place, base = tmp_path_factory.mktemp("served"), load_tokenizer(trained.run / "tokenizer")
     extended = with_special_tokens(base, SPECIAL_TOKENS, tmp_path_factory.mktemp("extended"))
-    (extended.path.parent / TEMPLATE_NAME).write_text(THOUGHTS_AND_TOOLS.read_text())
+    (extended.path.parent / TEMPLATE_NAME).write_text(DEFAULT_TEMPLATE)
     tokenizer = load_tokenizer(extended.path.parent)
     write_llama(place, tokenizer, POSITIONS)
     return place
@@ -119,7 +118,7 @@ def server(chat_model: Path) -> Iterator[InProcess]:
     model, tokenizer, _ = load_model(None, str(chat_model))
     with (
         closing(Scheduler(model, 8, 64)) as scheduler,
-        closing(readers_of(tokenizer.path, THOUGHTS_AND_TOOLS.read_text())) as readers,
+        closing(readers_of(tokenizer.path, DEFAULT_TEMPLATE)) as readers,
     ):
         served = served_model(model, tokenizer, readers.template)
         yield InProcess(served, scheduler, readers, LIMITS)

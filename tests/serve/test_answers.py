@@ -18,7 +18,7 @@ from transformers.utils import generic
 
 from minimind.architecture.hf_models import model_of
 from minimind.cli.main import main
-from minimind.data.chat.template import ChatTemplate
+from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import UsageError
 from minimind.inference.load_model import load_model
@@ -27,7 +27,7 @@ from minimind.serve.answers import Offsets
 from minimind.serve.batching import Group, Scheduler, cache_name, require_cache
 from minimind.serve.protocol import ChatRequest, conversation_of_request
 from tests.data.tokenizer.test_lossless import written
-from tests.serve.conftest import POSITIONS, THOUGHTS_AND_TOOLS, InProcess, served_model
+from tests.serve.conftest import POSITIONS, InProcess, served_model
 
 SETTINGS = [
     {"temperature": 0},
@@ -332,7 +332,7 @@ def test_a_call_goes_back_as_it_was_written(server: InProcess, play: Played):
     call_id = message["tool_calls"][0]["id"]
     answered = {"role": "tool", "content": "rain", "tool_call_id": call_id}
     request = ChatRequest(messages=[*asked, message, answered], tools=TOOLS)
-    template = ChatTemplate(THOUGHTS_AND_TOOLS.read_text(), server.served.tokenizer)
+    template = ChatTemplate(DEFAULT_TEMPLATE, server.served.tokenizer)
     conversation = conversation_of_request(request, template, (True, False))
     text = template.render(conversation, True)
     assert CALL in text

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
+from minimind.config.run_config import TEMPLATES
 from minimind.data.chat import sandbox
 from minimind.data.chat.conversations import (
     ASSISTANT,
@@ -198,20 +199,8 @@ TrainOn = Literal["assistant", "last", "all"]
 Encoded = tuple[np.ndarray, np.ndarray]  # ids, and whether each is trained on
 
 SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
-# Each header is one special token, so no piece of text can contain a header and content.
-DEFAULT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}"
-    "{{ '<|assistant|>' }}"
-    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
-    "{% elif message['role'] in ['system', 'user', 'tool'] %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% else %}"
-    "{{ raise_exception('there is no role ' + message['role']) }}"
-    "{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+DEFAULT_NAME = "thoughts_and_tools"  # as --chat_template takes it
+DEFAULT_TEMPLATE = (TEMPLATES / f"{DEFAULT_NAME}.jinja").read_text(encoding="utf-8")
 # What a special token looks like in a rendered text, also if the tokenizer does not have it.
 SPECIAL_LOOK = re.compile(r"<[|\uff5c][^\s<>]+?[|\uff5c]>")
 NAME_IN_SOURCE = re.compile(r"<[|\uff5c][^\s<>'\"+{}]+?[|\uff5c]>")  # not of an expression
@@ -515,7 +504,8 @@ class ChatTemplate:
             if message.name and message.role != TOOL:
                 nameless = [*conversation[:at], replace(message, name=""), *conversation[at + 1 :]]
                 if self.render(conversation.of(nameless)) == text:
-                    raise self._left_out(f'turn {at + 1}: has "name"', "write it into the content")
+                    what = f'turn {at + 1}: has "name"'
+                    raise self._left_out(what, "write it into the content", "FILE")
             for key in filter(message.more.get, THOUGHTS):
                 if key not in self.keys_of_thoughts:
                     raise self._left_out(f'turn {at + 1}: has "{key}"', "write it into the content")
@@ -526,7 +516,8 @@ class ChatTemplate:
                 raise self._left_out('has "tools"', "write them into the system message")
         for name, value in conversation.variables.items():
             if any(texts_in(value)) and not reads(self.source, name):
-                raise self._left_out(f'has "{name}" beside the turns', "write it into a turn")
+                what = f'has "{name}" beside the turns'
+                raise self._left_out(what, "write it into a turn", "FILE")
 
     def _require_content_written(self, message: Message, text: str, at: int) -> None:
         """Raise DocumentError for content, or a thought in it, that the template leaves out."""
@@ -571,11 +562,11 @@ class ChatTemplate:
         if not self.writes_tools(tools):
             raise UsageError(str(self._left_out("--tools", "drop it")))
 
-    def _left_out(self, what: str, remedy: str) -> DocumentError:
+    def _left_out(self, what: str, remedy: str, example: str = DEFAULT_NAME) -> DocumentError:
+        """The error of what the template leaves out; `example` is a template that writes it."""
         return DocumentError(
             f"{what}, which {self.name} does not write",
-            f"{remedy}, or give a template that writes it, such as"
-            " --chat_template thoughts_and_tools",
+            f"{remedy}, or give a template that writes it (--chat_template {example})",
         )
 
     @cached_property

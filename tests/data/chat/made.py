@@ -28,6 +28,20 @@ CHATML_MARKED = (
     "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# What the default template writes of plain conversations.
+SIMPLE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ '<|assistant|>' }}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% elif message['role'] in ['system', 'user', 'tool'] %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% else %}"
+    "{{ raise_exception('there is no role ' + message['role']) }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 # As of Llama 3: the beginning is written by the template, and content is stripped.
 HEADERS = (
     "{{ bos_token }}{% for m in messages %}"

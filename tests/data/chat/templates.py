@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from tests.conftest import ROOT
+from minimind.data.chat.template import DEFAULT_TEMPLATE
 
 GPT_TOKENS = ("<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
 GEN, END = "{% generation %}", "{% endgeneration %}"
@@ -191,8 +191,6 @@ VICUNA = (
     "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
 )
 
-SHIPPED = (ROOT / "configs" / "templates" / "thoughts_and_tools.jinja").read_text(encoding="utf-8")
-
 MARKED = {
     "minimind3": MINIMIND3,
     "qwen3": QWEN3,
@@ -205,7 +203,7 @@ MARKED = {
     "gpt_oss": GPT_OSS,
     "glm": GLM,
     "vicuna": VICUNA,
-    "shipped": SHIPPED,
+    "default": DEFAULT_TEMPLATE,
 }
 PLAIN = {
     name: re.sub(r"\{%-? (end)?generation -?%\}", "", source) for name, source in MARKED.items()

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from minimind.data.chat.template import DEFAULT_TEMPLATE
 from minimind.data.prepare.encode import Work, encode_unit
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.prepare.work_units import Options, Unit, make_plan
 from minimind.data.text.inputs import Source, segments_of
 from minimind.errors import DataError
+from tests.data.chat.made import SIMPLE
 from tests.data.chat.malformed import Faulty, faulty_files
 
 SEED = 29
 TURN = re.compile(r"turn (\d+)")
-OPTIONS = Options(val_fraction=0.0, chat_template=DEFAULT_TEMPLATE, train_on="assistant")
+OPTIONS = Options(val_fraction=0.0, chat_template=SIMPLE, train_on="assistant")
 WHOLE = 2**62
 
 
@@ -96,7 +96,7 @@ def test_a_template_that_fails_for_one_conversation_names_its_place(folder: Path
     lines = [{"prompt": ask, "completion": "yes"} for ask in ("one and two", "x7", "three")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     fails = "{% if messages[0]['content'] == 'x7' %}{{ nothing.at_all }}{% endif %}"
-    options = replace(OPTIONS, chat_template=fails + DEFAULT_TEMPLATE)
+    options = replace(OPTIONS, chat_template=fails + SIMPLE)
     request = PrepareRequest(
         (Source("data", (str(tmp_path / "a.jsonl"),)),), str(folder), 0, options
     )

@@ -17,7 +17,7 @@ from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
 from minimind.errors import UsageError
-from tests.data.chat.made import CHATML, CHATML_MARKED, HEADERS, HEADERS_MARKED, all_good
+from tests.data.chat.made import CHATML, CHATML_MARKED, HEADERS, HEADERS_MARKED, SIMPLE, all_good
 
 ONE = [Message("user", "the question"), Message("assistant", "an answer")]
 TWO = [
@@ -233,10 +233,10 @@ def test_a_turn_that_is_left_out_is_refused(tokenizer):
 
 
 def test_a_header_that_is_trained_on_does_not_end_a_turn(tokenizer):
-    source = DEFAULT_TEMPLATE.replace(
+    source = SIMPLE.replace(
         "{{ '<|assistant|>' }}{% generation %}{{", "{% generation %}{{ '<|assistant|>' +"
     )
-    assert source != DEFAULT_TEMPLATE
+    assert source != SIMPLE
     assert ChatTemplate(source, tokenizer).end_of_turn == tokenizer.special_tokens()["<|end|>"]
 
 
@@ -270,7 +270,7 @@ def test_a_tokenizer_that_drops_spaces_beside_a_special_token(byte_level, tmp_pa
 
 
 def test_last_with_several_spans_in_a_turn(tokenizer):
-    split = DEFAULT_TEMPLATE.replace(
+    split = SIMPLE.replace(
         "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}",
         "{% generation %}{{ message['content'] }}{% endgeneration %}"
         "{% generation %}{{ '<|end|>' }}{% endgeneration %}",
@@ -315,9 +315,12 @@ def test_threads_may_share_a_source(tokenizer):
 
 def test_a_name_that_the_template_leaves_out_is_refused(tokenizer):
     named = [Message("user", "a", "ann"), Message("assistant", "b")]
-    with pytest.raises(DocumentError, match='turn 1: has "name", which the chat template does not'):
+    with pytest.raises(
+        DocumentError, match='turn 1: has "name", which the chat template'
+    ) as caught:
         ChatTemplate(DEFAULT_TEMPLATE, tokenizer).encode(named)
-    written = DEFAULT_TEMPLATE.replace(
+    assert str(caught.value.remedy).endswith("that writes it (--chat_template FILE)")
+    written = SIMPLE.replace(
         "message['content'] + '<|end|>' }}{% else",
         "(message.name or '') + message['content'] + '<|end|>' }}{% else",
     )

@@ -7,10 +7,17 @@ from typing import Any
 import pytest
 
 from minimind.data.chat.conversations import conversation_of, conversation_of_line
-from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate, TrainOn, readable
+from minimind.data.chat.template import (
+    DEFAULT_TEMPLATE,
+    SPECIAL_TOKENS,
+    ChatTemplate,
+    TrainOn,
+    readable,
+    special_names,
+)
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.errors import UsageError
-from tests.data.chat.made import conversation, text
+from tests.data.chat.made import SIMPLE, all_good, conversation, text
 from tests.data.chat.templates import MARKED, NO_THOUGHTS, NO_TOOLS, ONE_CALL, PLAIN
 
 SEED = 46
@@ -123,9 +130,14 @@ def sft_line(draw, number):
     return {"conversations": turns}
 
 
-def test_every_line_of_minimind_s_form_is_read(pair, request):
+@pytest.mark.parametrize(
+    ("source", "marked"),
+    [(PLAIN["minimind3"], MARKED["minimind3"]), (DEFAULT_TEMPLATE, DEFAULT_TEMPLATE)],
+    ids=["its own template", "the default"],
+)
+def test_every_line_of_minimind_s_form_is_read(pair, request, source, marked):
     ours, theirs = pair
-    template, draw = ChatTemplate(PLAIN["minimind3"], ours), random.Random(SEED)
+    template, draw = ChatTemplate(source, ours), random.Random(SEED)
     for number in range(1000 if request.config.getoption("--long") else 96):
         given = sft_line(draw, number)
         turns, tools = [dict(turn) for turn in given["conversations"]], None
@@ -139,7 +151,7 @@ def test_every_line_of_minimind_s_form_is_read(pair, request):
         expected = theirs.apply_chat_template(
             turns,
             tools=tools,
-            chat_template=MARKED["minimind3"],
+            chat_template=marked,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
@@ -216,6 +228,12 @@ def test_what_a_template_does_not_write_is_refused(tokenizer, name, answered, be
     with pytest.raises(DocumentError) as caught:
         template.encode(read({"messages": turns, **beside}))
     assert f"{caught.value.reason}; {caught.value.remedy}".startswith(words)
+    if "does not write" in caught.value.reason:  # the advice writes it
+        advised = ChatTemplate(DEFAULT_TEMPLATE, tokenizer)
+        is_advised = caught.value.remedy.endswith("(--chat_template thoughts_and_tools)")
+        assert is_advised != ("chat_template_kwargs" in beside)
+        if is_advised:
+            assert advised.encode(read({"messages": turns, **beside}))[1].any()
 
 
 def trained(tokenizer, source, given, train_on: TrainOn = "assistant"):
@@ -249,15 +267,85 @@ def test_what_the_user_says_may_decide(tokenizer):
         assert trained(tokenizer, source, {"messages": chat}) == ["two<|end|>"]
 
 
-def test_the_shipped_template_writes_plain_conversations_as_the_default_one(tokenizer):
-    default, shipped = (
-        ChatTemplate(one, tokenizer) for one in (DEFAULT_TEMPLATE, MARKED["shipped"])
-    )
+def test_the_default_template_writes_plain_conversations_as_a_simple_one(pair):
+    ours, _ = pair
+    default, simple = (ChatTemplate(one, ours) for one in (DEFAULT_TEMPLATE, SIMPLE))
     draw = random.Random(SEED)
-    for _ in range(50):
-        messages = conversation(draw)
-        for one, other in zip(default.encode(messages), shipped.encode(messages), strict=True):
-            assert one.tolist() == other.tolist()
+    made = [conversation(draw) for _ in range(300)]
+    for messages in made:
+        for is_asked in (False, True):
+            assert default.render(messages, is_asked) == simple.render(messages, is_asked)
+    for train_on in ("assistant", "last", "all"):
+        encoded = (one.encode_batch(made, train_on) for one in (default, simple))
+        for found, expected in zip(*map(all_good, encoded), strict=True):
+            assert [one.tolist() for one in found] == [one.tolist() for one in expected]
+    assert special_names(DEFAULT_TEMPLATE, {}, "it") == [*SPECIAL_TOKENS]
+
+
+ASKED, TOLD = {"role": "user", "content": "q"}, {"role": "tool", "content": "t"}
+ONE_OF_TEXT = {"name": "find", "arguments": '{"at": "x"}'}
+WRITTEN = '<tool_call>{"name": "find", "arguments": {"at": "x"}}</tool_call>'
+WITH_TAGS = [  # an answer, and what is trained on
+    ({"content": "a"}, "a"),
+    ({"content": "a", "reasoning_content": ""}, "a"),
+    ({"content": "a", "reasoning_content": None, "tool_calls": None, "tools": ""}, "a"),
+    ({"content": "a", "tool_calls": "[]"}, "a"),
+    ({"content": "a", "reasoning_content": "hm"}, "<think>\nhm\n</think>\n\na"),
+    ({"content": "a", "reasoning": "hm"}, "<think>\nhm\n</think>\n\na"),
+    ({"content": "a", "thinking": "hm", "reasoning_content": ""}, "<think>\nhm\n</think>\n\na"),
+    ({"content": "a", "reasoning": "hm", "reasoning_content": "hm"}, "<think>\nhm\n</think>\n\na"),
+    ({"content": "<think>\nhm\n</think>\n\na"}, "<think>\nhm\n</think>\n\na"),
+    ({"content": "", "reasoning_content": "hm"}, "<think>\nhm\n</think>\n\n"),
+    ({"content": None, "tool_calls": [CALL]}, WRITTEN),
+    ({"content": "", "tool_calls": [CALL, CALL]}, WRITTEN * 2),
+    ({"tool_calls": [{"type": "function", "id": "1", "function": CALL}]}, WRITTEN),
+    ({"tool_calls": json.dumps([CALL])}, WRITTEN),
+    ({"tool_calls": json.dumps(CALL)}, WRITTEN),
+    ({"tool_calls": [ONE_OF_TEXT]}, WRITTEN),
+    ({"tool_calls": [{"type": "function", "function": ONE_OF_TEXT}]}, WRITTEN),
+    ({"tool_calls": [{"name": "find", "arguments": ""}]}, WRITTEN.replace('"at": "x"', "")),
+    ({"tool_calls": [{"name": "find"}]}, '<tool_call>{"name": "find"}</tool_call>'),
+    (
+        {"content": "a", "reasoning_content": "hm", "tool_calls": [CALL]},
+        f"<think>\nhm\n</think>\n\na{WRITTEN}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("answered", "written"), WITH_TAGS)
+def test_what_the_default_template_trains_on(pair, answered, written):
+    ours, theirs = pair
+    turn = {"role": "assistant", **answered}
+    following = [TOLD, {"role": "assistant", "content": "b"}] if "call" in written else []
+    turns = [ASKED, turn, *following, ASKED, {"role": "assistant", "content": "c"}]
+    found = ChatTemplate(DEFAULT_TEMPLATE, ours).encode(read({"conversations": turns}))
+    expected = [f"{written}<|end|>", *(["b<|end|>"] if following else []), "c<|end|>"]
+    assert trained(ours, DEFAULT_TEMPLATE, {"conversations": turns}) == expected
+    if isinstance(turn.get("tool_calls"), str):  # as its SFTDataset reads them
+        calls = json.loads(turn["tool_calls"])
+        turn["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    theirs.chat_template = DEFAULT_TEMPLATE
+    of_theirs = theirs.apply_chat_template(
+        turns, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert found[0].tolist() == of_theirs["input_ids"]
+    assert found[1].tolist() == [bool(one) for one in of_theirs["assistant_masks"]]
+
+
+@pytest.mark.parametrize("told", ["", "be brief"])
+@pytest.mark.parametrize("where", ["beside", "text beside", "turn", "turn of text"])
+def test_where_tools_stand_for_the_default_template(tokenizer, told, where):
+    tools = json.dumps([TOOL], ensure_ascii=False) if "text" in where else [TOOL]
+    in_turn = {"tools": tools} if where.startswith("turn") else {}
+    system = [{"role": "system", "content": told, **in_turn}] if told or in_turn else []
+    given = {"messages": [*system, ASKED, {"role": "assistant", "content": "a"}]}
+    given |= {} if in_turn else {"tools": tools}
+    template = ChatTemplate(DEFAULT_TEMPLATE, tokenizer)
+    head, _, rest = template.render(read(given)).partition("Call a tool as <tool_call>")
+    assert head == "<|system|>" + (f"{told}\n\n" if told else "")
+    listed = f"The tools are:\n{json.dumps(TOOL)}<|end|><|user|>q<|end|><|assistant|>a<|end|>"
+    assert rest.endswith(listed)
+    assert trained(tokenizer, DEFAULT_TEMPLATE, given) == ["a<|end|>"]
 
 
 def test_a_call_is_trained_on_to_its_end_or_the_end_of_the_text(tokenizer):
