@@ -1,6 +1,6 @@
 """Parse a record into the messages of a conversation, or raise DocumentError.
 
-A record is a JSON object with one of
+A record is a list of turns (nanochat), or a JSON object with one of
 
     "conversations": turns with "role" and "content" (MiniMind), or "from" and "value" (ShareGPT)
     "messages": turns with "role" and "content" (OpenAI); content may be a list of text parts
@@ -41,6 +41,7 @@ from minimind.data.text.documents import (
     ReadOptions,
     decode_utf8,
     explain_line,
+    is_list_of_turns,
     json_type,
     parse_line,
     too_long_document,
@@ -229,6 +230,10 @@ def _more_of(fields: Mapping[str, Any], role: str) -> dict[str, Any]:
             # An empty text tells some templates not to look for thoughts in the content.
             if key == THOUGHTS[0] or not is_absent(value):
                 more[key] = "" if is_absent(value) else value
+    said = {text.strip(): key for key, text in more.items() if text}
+    if len(said) > 1:  # a template writes one of them
+        one, other, *_ = said.values()
+        raise DocumentError(f'has "{one}" and another "{other}"', "keep one of them")
     if not is_absent(calls := fields.get(CALLS)):
         if role != ASSISTANT:
             raise DocumentError(f'has "{CALLS}", which only an assistant turn has', "remove it")
@@ -663,6 +668,7 @@ def messages_of(value: Any, ignored: set[str] | None = None) -> Conversation:
     The names of keys that are ignored are added to `ignored`. A system turn without text is left
     out, unless tools stand in it.
     """
+    value = ((LISTS[0], value),) if is_list_of_turns(value) else value
     if not isinstance(value, tuple):
         raise DocumentError(f"is {json_type(value)}, not an object", f"write {EXAMPLE}")
     fields = dict(value)
@@ -889,6 +895,9 @@ def _no_conversation(value: Pairs) -> DocumentError:
         for key, other in (pair, pair[::-1]):
             if key in keys:
                 return DocumentError(f'has "{key}" and no "{other}"', "write both, as strings")
+    if any({one.role, one.content} <= {*keys} for one in (OPENAI, SHAREGPT)):
+        remedy = f"write the turns of a conversation together, as {EXAMPLE}"
+        return DocumentError("is one turn", remedy)
     if "text" in keys:
         return DocumentError(
             'has "text" and no conversation',

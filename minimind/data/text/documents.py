@@ -36,6 +36,7 @@ class Records:
 KEYS_SHOWN, KEY_LENGTH_SHOWN = 3, 40
 # Fields of fine-tuning data, as MiniMind, ShareGPT, OpenAI and TRL name them.
 CONVERSATIONS = ("conversations", "messages", "chosen")
+SPEAKERS = ("role", "from")  # keys of a turn
 PLAIN = re.compile(rf"[\w.:][\w.: -]{{,{KEY_LENGTH_SHOWN - 1}}}")  # safe to print and to type
 
 
@@ -76,6 +77,14 @@ def _conversation(lists: Sequence[str], name: str) -> str:
     """The problem of fine-tuning data, if a list field looks like conversations."""
     keys = [json.dumps(key) for key in lists if key in CONVERSATIONS]
     return f"has {keys[0]}, a conversation to fine-tune on, and no {name}" if keys else ""
+
+
+def is_list_of_turns(value: Any) -> bool:
+    """Whether a decoded line is the list of turns itself, as in nanochat's files."""
+    turns = value if isinstance(value, list) else []
+    return any(
+        isinstance(turn, tuple) and not dict(turn).keys().isdisjoint(SPEAKERS) for turn in turns
+    )
 
 
 def _way(texts: Sequence[str], what: str) -> str:
@@ -269,6 +278,9 @@ def _text_fast_path(line: str, reading: ReadOptions) -> str | None:
 
 
 def _text_of_fields(value: Any, reading: ReadOptions) -> str:
+    if is_list_of_turns(value):
+        remedy = f"fine-tune on it with --task sft, or write {reading.example}, plain text"
+        raise DocumentError("is a list of turns, a conversation to fine-tune on", remedy)
     if not isinstance(value, tuple):
         raise DocumentError(f"is {json_type(value)}, not an object", f"write {reading.example}")
     return reading.text_of(lambda name: _content_at(value, name, reading))

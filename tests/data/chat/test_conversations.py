@@ -42,6 +42,9 @@ FORMATS = [
     {"conversations": turns(("human", "one"), ("gpt", "two"), role="from", content="value")},
     {"conversations": turns(("user", "one"), ("chatgpt", "two"), role="from", content="value")},
     {"prompt": "one", "completion": "two"},
+    [USER, ANSWER],  # as of nanochat
+    turns(("human", "one"), ("gpt", "two"), role="from", content="value"),
+    [{**USER, "id": 3}, {**ANSWER, "tool_calls": None}],
     {"id": 7, "score": 0.5, "messages": [USER, ANSWER], "source": {"a": [1]}},
     {"messages": [USER, ANSWER], "prompt": "one"},
     {"messages": [USER, ANSWER], "system": "", "tools": None},
@@ -120,6 +123,20 @@ MISTAKES = [
     (b'{"messages": ' + b"[" * 60_000, "is nested too deep"),
     (b'{"prompt": "a", "completion": "b", "score": NaN}', "NaN is not JSON"),
     (["a"], "is a list, not an object"),
+    ([], "is a list, not an object"),
+    ([{"messages": [USER, ANSWER]}], "is a list, not an object"),
+    ([[USER, ANSWER]], "is a list, not an object"),
+    ([USER], "has no assistant turn among 1"),
+    ([USER, "two"], "turn 2: is a string, not an object"),
+    ([{"content": "one"}, ANSWER], 'turn 1: has no "role"'),
+    ([USER, {"role": "bot", "content": "two"}], 'turn 2: "role" is "bot"'),
+    ([USER, {**ANSWER, "from": "gpt"}], 'turn 2: has "from", but'),
+    (
+        [USER, {**ANSWER, "content": [{"type": "text", "text": "a"}, {"type": "python"}]}],
+        'turn 2: part 2 of its content is "python", and only text is supported',
+    ),
+    (USER, "is one turn; write the turns of a conversation together, as {"),
+    ({"from": "human", "value": "one"}, "is one turn; write the turns of a conversation together"),
     (None, "is null, not an object"),
     ({}, 'has no "conversations" or "messages"; write {"conversations": [{"role"'),
     (
@@ -236,6 +253,10 @@ MISTAKES = [
         'turn 1: has "reasoning_content", which only an assistant turn has',
     ),
     (second({**ANSWER, "reasoning_content": 7}), 'turn 2: "reasoning_content" is a number'),
+    (
+        second({**ANSWER, "reasoning_content": "hm", "reasoning": "so"}),
+        'turn 2: has "reasoning_content" and another "reasoning"; keep one of them',
+    ),
     (
         second({**ANSWER, "tool_call_id": "x"}),
         'turn 2: has "tool_call_id", which only a tool turn has',
@@ -533,6 +554,11 @@ def test_variables_of_a_template():
 
 
 CALL = {"name": "f", "arguments": {"at": "x", "n": 1}}
+
+
+def test_thoughts_may_stand_under_two_keys():
+    given = {**ANSWER, "reasoning_content": "hm", "reasoning": "hm\n", "thinking": ""}
+    assert read([USER, given])[1].more == {"reasoning_content": "hm", "reasoning": "hm\n"}
 
 
 def test_thoughts_calls_and_tools_are_kept_as_they_are_written():

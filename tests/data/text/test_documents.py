@@ -148,6 +148,14 @@ def test_fine_tuning_data_is_called_so(tmp_path, field):
     assert '; fine-tune on it with --task sft, or write {"text": "..."}, plain text' in str(report)
 
 
+@pytest.mark.parametrize("line", [b'[{"role": "user", "content": "Hi"}]', b'[{"from": "gpt"}]'])
+def test_a_list_of_turns_is_called_so(tmp_path, line):
+    (report,) = found_in(tmp_path, line + b"\n")
+    assert "is a list of turns, a conversation to fine-tune on; fine-tune on it with --" in str(
+        report
+    )
+
+
 @pytest.mark.parametrize("field", ["text", "te.x(t", "文\u2028", 'a"b\\', ""])
 def test_the_short_way_for_a_text_alone_judges_as_the_long_one(tmp_path, monkeypatch, field):
     name = json.dumps(field, ensure_ascii=False)
