@@ -186,8 +186,8 @@ class PlaceFlags:
     )
     chat_template: str | None = flag(
         "with --task sft: file of a Jinja chat template, as in tokenizer_config.json, or the name"
-        " of a shipped one: thoughts_and_tools (default: one special token before each turn, and"
-        " one after)",
+        " of a shipped one: thoughts_and_tools (default: that of the model, else"
+        " thoughts_and_tools)",
         None,
         "data",
     )

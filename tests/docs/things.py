@@ -43,6 +43,7 @@ class Things:
             **dict.fromkeys(("out/mine", "out/a", "out/b", "out/c", "out/sample/run"), run),
             **dict.fromkeys(("out/sft", "out/sample/sft"), self._tuned),
             **dict.fromkeys(("exported", "DIR"), model),
+            "identity_conversations.jsonl": self._lists_of_turns,
             **{"pretrain_t2t_mini.jsonl": text, "sft_t2t_mini.jsonl": self._minimind3_talk},
             "out/other": self._other_run,
             "data/big": lambda path: shutil.copytree(trained.mixed, path),
@@ -107,6 +108,13 @@ class Things:
         texts = sentences(len(path.name), 8 * DOCUMENTS)
         pairs = ({"prompt": text[:20], "completion": text[20:40]} for text in texts)
         path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+
+    def _lists_of_turns(self, path: Path) -> None:
+        """As of nanochat."""
+        texts = sentences(len(path.name), 4 * DOCUMENTS)
+        said = (zip(("user", "assistant"), (text[:20], text[20:40]), strict=True) for text in texts)
+        lines = ([{"role": role, "content": one} for role, one in turns] for turns in said)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
     def _tuned(self, path: Path) -> None:
         train: Any = minimind.train
