@@ -32,6 +32,7 @@ from minimind.inference.generate import Sampling
 from minimind.inference.load_model import load_model
 from minimind.interop.gguf import CONTROL
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from tests.data.chat.test_turns import sft_line
 
 train: Any = training  # a package that is called like a function
 BASE: dict[str, Any] = {
@@ -237,6 +238,24 @@ def test_a_template_may_end_turns_with_the_end_of_a_document(base: dict[str, Any
     assert ids[0].tolist().count(tokenizer.eos_id) == 2
     cached = model(input_ids=ids, use_cache=True).logits
     assert torch.allclose(model(input_ids=ids).logits, cached, atol=1e-5)
+
+
+def test_thoughts_and_calls_as_minimind_writes_them_need_no_flag(
+    base: dict[str, Any], tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    draw = random.Random(1)
+    lines: list[Any] = [sft_line(draw, number) for number in range(32)]
+    lines += [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
+    talk = write(tmp_path / "talk.jsonl", lines)
+    given = {**base, "data_path": str(talk), "max_seq_len": 512, "max_steps": 1, "val_fraction": 0}
+    assert train(given, out_dir=str(tmp_path / "out")) == 0
+    one, other = (load_tokenizer(run / "tokenizer") for run in (tmp_path / "out", tuned))
+    assert one.special_tokens() == other.special_tokens()  # tags are text
+    capsys.readouterr()
+    assert minimind(["data", "at", str(tmp_path / "out"), "--step", "1", "--text"]) == 0
+    shown = capsys.readouterr().out
+    assert "[[<think>" in shown
+    assert '<tool_call>{"name": "find"' in shown
 
 
 def test_a_template_without_an_end_of_a_turn_is_refused(base: dict[str, Any], tmp_path: Path):
