@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 
 from minimind.data.chat.conversations import conversation_of, conversation_of_line
-from minimind.data.chat.template import (
-    DEFAULT_TEMPLATE,
-    SPECIAL_TOKENS,
-    ChatTemplate,
-    TrainOn,
-    readable,
-    special_names,
-)
+from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate, TrainOn, readable
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.errors import UsageError
 from tests.data.chat.made import SIMPLE, all_good, conversation, text
@@ -279,7 +272,6 @@ def test_the_default_template_writes_plain_conversations_as_a_simple_one(pair):
         encoded = (one.encode_batch(made, train_on) for one in (default, simple))
         for found, expected in zip(*map(all_good, encoded), strict=True):
             assert [one.tolist() for one in found] == [one.tolist() for one in expected]
-    assert special_names(DEFAULT_TEMPLATE, {}, "it") == [*SPECIAL_TOKENS]
 
 
 ASKED, TOLD = {"role": "user", "content": "q"}, {"role": "tool", "content": "t"}
