@@ -53,6 +53,7 @@ Pairs = tuple[tuple[str, Any], ...]  # a JSON object as `parse_line` decodes it
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of what an answer begins with
+THOUGHTS_ALIKE = re.compile(r"(reasoning|thinking)(content|text|traces?)?|thoughts?|cot")
 CALLS, CALL_ID, TOOLS = "tool_calls", "tool_call_id", "tools"
 TOOLS_REMEDY = 'write "tool_calls", a list of calls, or remove the conversation'
 VARIABLES = "chat_template_kwargs"  # transformers' name for the variables of a template
@@ -351,6 +352,8 @@ def _require_keys(fields: dict[str, Any], spelling: Spelling, ignored: set[str])
             ignored.add(f"{key} of turns")
         elif not WEIGHT.fullmatch(name):
             reason = f"has {shown(key)}, which is not supported"
+            if meant == ASSISTANT and THOUGHTS_ALIKE.fullmatch(name.replace("_", "")):
+                raise DocumentError(reason, f'name it "{THOUGHTS[0]}", or remove it')
             raise DocumentError(reason, f"remove it, or write {example}")
         elif weight_of(value := fields[key]) not in (0, 1):
             exact = json.dumps(value) if isinstance(value, int | float) else json_type(value)
@@ -497,7 +500,7 @@ LOST = (
         said_by=ROLES,
     ),
     Lost(
-        re.compile(r"(reasoning|thinking)(content|text|traces?)?|thoughts?|cot"),
+        THOUGHTS_ALIKE,
         "write its text into a turn, or remove it",
         may_be_number=False,
         may_be_switch=True,

@@ -257,6 +257,15 @@ MISTAKES = [
         second({**ANSWER, "reasoning_content": "hm", "reasoning": "so"}),
         'turn 2: has "reasoning_content" and another "reasoning"; keep one of them',
     ),
+    (second({**ANSWER, "cot": "hm"}), 'turn 2: has "cot", which is not supported; name it "reas'),
+    (
+        second({**ANSWER, "reasoning_text": "hm"}),
+        'turn 2: has "reasoning_text", which is not supported; name it "reasoning_content", or re',
+    ),
+    (
+        {"messages": [{**USER, "thought": "hm"}, ANSWER]},
+        'turn 1: has "thought", which is not supported; remove it, or write {"role": "user"',
+    ),
     (
         second({**ANSWER, "tool_call_id": "x"}),
         'turn 2: has "tool_call_id", which only a tool turn has',
