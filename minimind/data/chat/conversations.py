@@ -352,7 +352,8 @@ def _require_keys(fields: dict[str, Any], spelling: Spelling, ignored: set[str])
             ignored.add(f"{key} of turns")
         elif not WEIGHT.fullmatch(name):
             reason = f"has {shown(key)}, which is not supported"
-            if meant == ASSISTANT and THOUGHTS_ALIKE.fullmatch(name.replace("_", "")):
+            is_thought = THOUGHTS_ALIKE.fullmatch(name.replace("_", ""))
+            if is_thought and meant == ASSISTANT and isinstance(fields[key], str):
                 raise DocumentError(reason, f'name it "{THOUGHTS[0]}", or remove it')
             raise DocumentError(reason, f"remove it, or write {example}")
         elif weight_of(value := fields[key]) not in (0, 1):

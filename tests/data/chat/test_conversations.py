@@ -257,6 +257,7 @@ MISTAKES = [
         second({**ANSWER, "reasoning_content": "hm", "reasoning": "so"}),
         'turn 2: has "reasoning_content" and another "reasoning"; keep one of them',
     ),
+    (second({**ANSWER, "thoughts": ["hm"]}), '"thoughts", which is not supported; remove it, or'),
     (second({**ANSWER, "cot": "hm"}), 'turn 2: has "cot", which is not supported; name it "reas'),
     (
         second({**ANSWER, "reasoning_text": "hm"}),
@@ -525,7 +526,7 @@ def test_a_weight_that_means_what_is_done_anyway(key):
 
 def test_a_remedy_shows_the_role_of_its_turn():
     with pytest.raises(DocumentError) as caught:
-        read(second({**ANSWER, "thought": "hm"}))
+        read(second({**ANSWER, "refusal": "no"}))
     assert caught.value.remedy == 'remove it, or write {"role": "assistant", "content": "..."}'
     turn = {"from": "observation", "value": "x", "thought": "hm"}
     with pytest.raises(DocumentError) as caught:
