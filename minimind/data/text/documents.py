@@ -278,10 +278,10 @@ def _text_fast_path(line: str, reading: ReadOptions) -> str | None:
 
 
 def _text_of_fields(value: Any, reading: ReadOptions) -> str:
-    if is_list_of_turns(value):
-        remedy = f"fine-tune on it with --task sft, or write {reading.example}, plain text"
-        raise DocumentError("is a list of turns, a conversation to fine-tune on", remedy)
     if not isinstance(value, tuple):
+        if is_list_of_turns(value):
+            remedy = f"fine-tune on it with --task sft, or write {reading.example}, plain text"
+            raise DocumentError("is a list of turns, a conversation to fine-tune on", remedy)
         raise DocumentError(f"is {json_type(value)}, not an object", f"write {reading.example}")
     return reading.text_of(lambda name: _content_at(value, name, reading))
 
