@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.errors import (
+    CURES,
     CheckpointError,
     DataError,
     RunError,
@@ -74,9 +75,10 @@ def error_of(
     verb = "written" if name in WRITTEN else "read"
     where = "" if place == os.path.abspath(text) else f"{os.fsdecode(error.filename)} "
     remedy = f"give another {flag.strip()}" if name in WRITTEN else "correct the path"
+    cure = CURES.get(error.errno or 0, "correct its permissions")
+    also = "" if cure == remedy else f", or {cure}"
     return origins[name](
-        f"{flag}{masked(text)}: {where}cannot be {verb} ({error.strerror}); {remedy}, or correct"
-        " its permissions"
+        f"{flag}{masked(text)}: {where}cannot be {verb} ({error.strerror}); {remedy}{also}"
     )
 
 
