@@ -7,6 +7,7 @@ value of a flag, gets its sentence here.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from glob import has_magic
@@ -37,6 +38,12 @@ ORIGINS: dict[str, type[RunError]] = {
 }
 POSITIONAL = ("paths", "directory", "place", "places", "run", "sweep")
 WRITTEN = ("out", "out_dir", "cache_dir", "mirror")
+
+
+def shell_word(path: str | Path) -> str:
+    """`path` for a command line: quoted, and absolute where it would be read as a flag or a ~."""
+    text = str(path)
+    return shlex.quote(os.path.abspath(text) if text.startswith(("-", "~")) else text)
 
 
 @contextmanager
