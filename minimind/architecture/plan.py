@@ -393,7 +393,7 @@ def _advice(
         if changes := _config_changes(here, best, document):
             file = COPY if shipped else file
             change = f"  {f'{COPY}, a copy of {path}' if shipped else path}: {changes}\n"
-        words.append(f"--deepspeed_config {shell_word(file)}")
+        words.append(f"--deepspeed_config {shell_word(str(file))}")
         if gpus == 1 and not (shipped or path == "none"):
             change += (
                 f"  (one process has nothing to partition: unless {path} has other settings,"
