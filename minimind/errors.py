@@ -7,6 +7,7 @@ semicolon, the remedy. Any other exception that escapes is a bug and exits with 
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Sequence
 
@@ -146,6 +147,17 @@ OF_DISK = (
 )
 
 
+# What helps against an error of the disk, by its number.
+CURES = {
+    **dict.fromkeys(FULL, "free some space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "correct its permissions"),
+    errno.EROFS: "mount its file system for writing",
+    errno.ENAMETOOLONG: "shorten the name",
+    errno.ELOOP: "correct its links",
+    errno.ENOTDIR: "correct the path",
+}
+
+
 def is_of_disk(error: BaseException) -> bool:
     """Whether an error is what the disk, or its permissions, refuse for a path that it names."""
     return isinstance(error, OSError) and error.errno in OF_DISK and error.filename is not None
@@ -157,12 +169,16 @@ def known_error(error: BaseException) -> RunError | None:
         return error
     if isinstance(error, OSError) and error.errno in FULL:
         place = error.filename or "a file that was being written"
-        return StorageError(f"{place}: {error.strerror}; free some space")
+        return StorageError(f"{place}: {error.strerror}; {CURES[error.errno]}")
     if isinstance(error, OSError) and is_of_disk(error):
-        return StorageError(
-            f"{error.filename}: {error.strerror}; correct the path or its permissions"
-        )
+        cure = CURES.get(error.errno or 0, "correct the path or its permissions")
+        return StorageError(f"{error.filename}: {error.strerror}; {cure}")
     if isinstance(error, RuntimeError) and str(error) == NO_HOME:
+        if os.path.expanduser("~") == "~":
+            return UsageError(
+                "HOME is not set, and this user has no home folder, where ~ begins a path; set"
+                " HOME, or give --cache_dir (default: ~/.cache/minimind) and any other path in full"
+            )
         return UsageError("a path begins with ~ and a name that is no user here; write it in full")
     if isinstance(error, RuntimeError) and NOT_EXPANDABLE in str(error):
         return MemoryFull(

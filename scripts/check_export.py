@@ -31,6 +31,7 @@ from minimind.errors import RunError
 from minimind.interop.export import export
 from minimind.interop.weights import Weights, load_weights_from
 from minimind.model.decoder import MiniMindForCausalLM
+from minimind.runtime.exit import leave
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMATS = ("llama", "minimind", "gguf")
@@ -94,4 +95,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

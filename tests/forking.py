@@ -64,8 +64,9 @@ class Nursery:
             environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
             environ |= {"LOCAL_WORLD_SIZE": str(world)}  # a run in this process has set it to 1
             words, variables = of_last if rank == world - 1 else ([], {})
+            environ = environ if world > 1 else {}
             request: dict[str, Any] = {"module": module, "argv": [*argv, *words], "stop": stop}
-            request |= {"environ": environ | variables if world > 1 else {}}
+            request |= {"environ": environ | variables}
             request |= {"out": str(out), "err": str(err)}
             pids.append(self.ask(**request))
         return pids

@@ -32,6 +32,7 @@ from minimind.config.deepspeed.values import Facts, auto_values, offloads
 from minimind.config.flags import ALONE, AUTO
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.parse import parse_flags, unknown_flag, words_of
+from minimind.config.paths import shell_word
 from minimind.config.rules import flags_with_rules, largest_micro_batch, needs_text, values_by_rules
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig, deepspeed_files
 from minimind.config.schedule import budget_steps
@@ -392,7 +393,7 @@ def _advice(
         if changes := _config_changes(here, best, document):
             file = COPY if shipped else file
             change = f"  {f'{COPY}, a copy of {path}' if shipped else path}: {changes}\n"
-        words.append(f"--deepspeed_config {shlex.quote(str(file))}")
+        words.append(f"--deepspeed_config {shell_word(str(file))}")
         if gpus == 1 and not (shipped or path == "none"):
             change += (
                 f"  (one process has nothing to partition: unless {path} has other settings,"

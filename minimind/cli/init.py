@@ -29,6 +29,7 @@ from minimind.config.arguments import (
     utf8,
 )
 from minimind.config.flags import DEVICES, EVAL_TIME, FIRST_EVAL_ROWS
+from minimind.config.paths import shell_word
 from minimind.config.run_config import CONFIGS, FLAGS
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import disk
@@ -137,7 +138,7 @@ def run_init(args: argparse.Namespace) -> None:
     is_named = args.gpus is not None or args.gpu_model is not None
     processes = f"NUM_PROCESSES={machine.processes} " if is_named else ""
     print(f"{args.out} says why each number is as it is. Start:")
-    print(f"  {processes}{LAUNCH} --config {shlex.quote(str(args.out))}")
+    print(f"  {processes}{LAUNCH} --config {shell_word(args.out)}")
 
 
 def _prompts_beside(out: Path, force: bool) -> Path:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from minimind.architecture.costs import ASSUMED_MFU, GPUS, known_gpu, named_gpu
 from minimind.cli import data as data_commands
@@ -42,6 +42,7 @@ from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import CheckpointError, Interrupted, RunError, UsageError, known_error
 from minimind.runtime import disk
 from minimind.runtime.durable_files import escape_unencodable, printing
+from minimind.runtime.exit import leave
 from minimind.runtime.panics import panics_caught
 from minimind.runtime.terminal import guarded, print_traceback, printable, shorten_line
 from minimind.runtime.urls import begins_as_url, masked, masked_text
@@ -273,5 +274,16 @@ def _run(argv: list[str]) -> int:
         return known.status if known else RunError.status
 
 
+def run() -> NoReturn:
+    """Run the command line and end the process."""
+    at_once = False
+    try:
+        status = main()
+    except SystemExit as end:  # of --help, or of a run
+        status = end.code if isinstance(end.code, int) else 0
+        at_once = status != 0
+    leave(status, at_once)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -84,12 +84,12 @@ def _prints_help(args: argparse.Namespace) -> bool:
 
 
 def run_train(args: argparse.Namespace) -> None:
-    """Train in this process; exits with the status of the run."""
+    """Train in this process; raise SystemExit with the status of the run."""
     if _prints_help(args):
         return
-    from minimind.launch.train_pretrain import run
+    from minimind.launch.train_pretrain import main
 
-    run(args.run_flags)
+    sys.exit(main(args.run_flags))
 
 
 def run_launch(args: argparse.Namespace) -> None:

@@ -481,6 +481,11 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
     return run if run.init_from else check(run.with_complete_scaling())
 
 
+def in_template(text: str) -> str:
+    """`text` as a part of a source of `build_config`: braces of a path are characters."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
 def _layers(
     given: Mapping[str, Any], source: str, faults: list[str]
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -500,8 +505,9 @@ def _layers(
         preset = load_preset(str(name)) if name else {}
     except UsageError as error:
         faults.append(str(error))
-    for layer, source_of in ((preset, f"model {name}"), (from_file, f"--config {path}")):
-        yield {key: layer[key] for key in layer if key in FLAGS and key != "config"}, source_of
+    for layer, place in ((preset, f"model {name}"), (from_file, f"--config {path}")):
+        known = {key: layer[key] for key in layer if key in FLAGS and key != "config"}
+        yield known, in_template(place)
     yield {key: given[key] for key in given if key in FLAGS}, source
 
 

@@ -7,6 +7,7 @@ value of a flag, gets its sentence here.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from glob import has_magic
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.errors import (
+    CURES,
     CheckpointError,
     DataError,
     RunError,
@@ -36,6 +38,12 @@ ORIGINS: dict[str, type[RunError]] = {
 }
 POSITIONAL = ("paths", "directory", "place", "places", "run", "sweep")
 WRITTEN = ("out", "out_dir", "cache_dir", "mirror")
+
+
+def shell_word(path: str | Path) -> str:
+    """`path` for a command line: quoted, and absolute where it would be read as a flag or a ~."""
+    text = str(path)
+    return shlex.quote(os.path.abspath(text) if text.startswith(("-", "~")) else text)
 
 
 @contextmanager
@@ -74,9 +82,10 @@ def error_of(
     verb = "written" if name in WRITTEN else "read"
     where = "" if place == os.path.abspath(text) else f"{os.fsdecode(error.filename)} "
     remedy = f"give another {flag.strip()}" if name in WRITTEN else "correct the path"
+    cure = CURES.get(error.errno or 0, "correct its permissions")
+    also = "" if cure == remedy else f", or {cure}"
     return origins[name](
-        f"{flag}{masked(text)}: {where}cannot be {verb} ({error.strerror}); {remedy}, or correct"
-        " its permissions"
+        f"{flag}{masked(text)}: {where}cannot be {verb} ({error.strerror}); {remedy}{also}"
     )
 
 

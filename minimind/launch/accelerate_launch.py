@@ -26,6 +26,7 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     del sys.path[0]
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
 from minimind.runtime.environment import allow_connections
+from minimind.runtime.exit import leave
 from minimind.runtime.heartbeat import Worker, describe_end, folder, record_end
 from minimind.runtime.process import (
     CAUGHT,
@@ -127,4 +128,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

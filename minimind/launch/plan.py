@@ -34,6 +34,7 @@ from minimind.runtime import disk
 from minimind.runtime.environment import (
     GPU_VARIABLES,
     LAUNCHER_VARIABLES,
+    address_fault,
     allow_connections,
     require_numbers,
     usable_cores,
@@ -227,7 +228,9 @@ def plan(settings: LaunchSettings, gpus: int) -> dict[str, Any]:
             f" {machines}; change one"
         )
     rank = settings.number("MACHINE_RANK", "machine_rank", range(machines))
-    ip = settings.text("MAIN_IP", "main_process_ip")[0]
+    ip, ip_source = settings.text("MAIN_IP", "main_process_ip")
+    if ip and (fault := address_fault(ip)):
+        raise UsageError(f"{ip_source} {fault}")
     port = settings.number("MAIN_PORT", "main_process_port", range(65_536))
     needed = {"MACHINE_RANK": rank is not None, "MAIN_IP": ip, "MAIN_PORT": port}
     missing = " and ".join(name for name, is_set in needed.items() if not is_set)

@@ -85,10 +85,14 @@ for word in "$@"; do
 done
 
 # plan.py records there whose it is, and removes those of scripts that were killed.
-if ! scratch=$(mktemp -d "${TMPDIR:-/tmp}/minimind-launch-XXXXXXXX" 2>/dev/null); then
-  scratch=''
+if ! scratch=$(LC_ALL=C mktemp -d "${TMPDIR:-/tmp}/minimind-launch-XXXXXXXX" 2>&1); then
+  reason=${scratch##*: } scratch='' way_out='name another there'
+  case $reason in
+    *space* | *quota*) way_out="free some space, or $way_out" ;;
+    *ermi*) way_out="correct its permissions, or $way_out" ;;
+  esac
   echo "run_accelerate.sh: error[E_STORAGE] rank=0 step=0: no folder can be made in" \
-    "$(printf '%q' "${TMPDIR:-/tmp}") (TMPDIR); free some space, or name another there" >&2
+    "$(printf '%q' "${TMPDIR:-/tmp}") (TMPDIR): $reason; $way_out" >&2
   exit 5
 fi
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +18,7 @@ from minimind.config.parse import parse_flags
 from minimind.config.paths import naming_flags
 from minimind.config.run_config import FLAGS
 from minimind.runtime.environment import rank_of, require_environment
-from minimind.runtime.exit import Ending
+from minimind.runtime.exit import Ending, leave
 from minimind.runtime.heartbeat import Peers
 from minimind.runtime.panics import panics_caught
 from minimind.runtime.process import SCRIPT_PID, Progress, restore_stderr
@@ -66,14 +65,9 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
-    """Train with the flags `argv` (default: the command line) and exit."""
+    """Train with the flags `argv` (default: the command line) and end the process."""
     status = main(sys.argv[1:] if argv is None else argv)
-    with suppress(OSError):  # a full disk behind them was reported already
-        sys.stdout.flush()
-        sys.stderr.flush()
-    if status:  # without the clean-up of libraries, in which a failed rank would wait for its peers
-        os._exit(status)
-    sys.exit(0)
+    leave(status, at_once=status != 0)
 
 
 if __name__ == "__main__":

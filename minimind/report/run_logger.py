@@ -107,7 +107,7 @@ class RunLogger:
         self._path = out_dir / "metrics.jsonl"
         self._metrics = Metrics(self._path) if is_rank_0 else None
         self._is_rank_0 = is_rank_0
-        self._is_stdout_open = True
+        self._is_stdout_open = sys.stdout is not None  # None: closed by whoever started us
         self._is_profiling = is_profiling
         self._mfu_per_speed = mfu_per_speed or {}
         self._device = device

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from minimind.errors import FULL, StorageError
+from minimind.errors import CURES, FULL, StorageError
 from minimind.runtime import disk
 from minimind.runtime.drafts import draft_of, remove_left
 
@@ -85,19 +85,17 @@ def require_writable(path: Path) -> None:
 def storing(what: str, remedy: str, needed: int = 0) -> Iterator[None]:
     """Convert an OSError inside the block into StorageError: `what: why; remedy`.
 
-    For a full disk or quota, and for missing permissions, their own remedy comes before `remedy`.
-    For a full disk the message has the bytes `needed` and free. BrokenPipeError passes.
+    What helps against the cause (`CURES`) comes before `remedy`. For a full disk the message has
+    the bytes `needed` and free. BrokenPipeError passes.
     """
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        message, first = f"{error.filename or what}: {error.strerror or error}", ""
-        if error.errno in FULL:
-            first = "free some space, or "
-        elif error.errno in (errno.EACCES, errno.EPERM):
-            first = "correct its permissions, or "
+        message = f"{error.filename or what}: {error.strerror or error}"
+        cure = CURES.get(error.errno or 0)
+        first = f"{cure}, or " if cure and cure not in remedy else ""
         if needed and error.errno in FULL:
             free = free_bytes(Path(what))
             message += f", {needed:,} bytes ({mebibytes(needed)}) needed, {free:,} free"

@@ -7,6 +7,7 @@ checked before these libraries are imported. Standard library only.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import resource
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from minimind.errors import RendezvousError, StorageError
@@ -62,6 +63,11 @@ GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 # Connections of a process to each other one at most: gloo makes one per group (of all ranks, for
 # decisions, saves, compilation, and of ZeRO on CPUs), and the host of a store two.
 CONNECTIONS, FEWEST_CONNECTIONS, OTHER_FILES = 8, 2, 512
+# A host alone, or with what belongs to a URL around it: a scheme, the brackets of IPv6, a port.
+ADDRESS = re.compile(
+    r"(?:[a-z][a-z0-9+.-]*://)?(?:\[([0-9a-f:.%\w]+)\]|([\w.-]+))(?::([0-9]{1,5}))?/?",
+    re.IGNORECASE,
+)
 COMMAND_TIMEOUT = 20.0  # seconds; nvidia-smi takes several without the persistence daemon
 
 
@@ -134,11 +140,47 @@ def require_environment(environ: Mapping[str, str]) -> None:
                 " unset it"
             )
     _require_torchs_variables(environ)
-    if not environ.get("MASTER_ADDR", "localhost").strip():
-        raise RendezvousError("MASTER_ADDR is empty in the environment; unset it")
+    _require_address(environ)
     _require_ranks(environ)
     _require_interfaces(environ)
     _require_temporary_folder(environ)
+
+
+def address_fault(address: str) -> str:
+    """What is wrong with the form of a host's name or IP address, and the remedy; "" if nothing."""
+    host, colon, scope = address.partition("%")
+    with suppress(ValueError):
+        if ipaddress.ip_address(host) and bool(colon) == bool(scope):
+            return ""
+    if not (parts := ADDRESS.fullmatch(address)):
+        return f"is {address!r}, no name and no IP address of a host; correct it"
+    host, port = parts[1] or parts[2], parts[3]
+    if host == address:
+        return ""
+    without = " without a scheme, brackets or a port"
+    return f"is {address!r}; write {host},{without}{f', and {port} as the port' if port else ''}"
+
+
+def _require_address(environ: Mapping[str, str]) -> None:
+    """Raise RendezvousError for a MASTER_ADDR that ranks would wait for in vain."""
+    address = environ.get("MASTER_ADDR", "localhost")
+    if not address.strip():
+        raise RendezvousError("MASTER_ADDR is empty in the environment; unset it")
+    if fault := address_fault(address):
+        raise RendezvousError(f"MASTER_ADDR in the environment {fault}")
+    if environ.get("WORLD_SIZE", "1") == "1":  # there is nobody to meet
+        return
+    try:
+        socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        # A server of names that does not answer may answer later; torch asks again.
+        if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+            return
+        reason = getattr(error, "strerror", None) or "it is no name of a host"
+        raise RendezvousError(
+            f"MASTER_ADDR is {address!r} in the environment, and this host knows no such address"
+            f" ({reason}); correct it"
+        ) from error
 
 
 def _require_torchs_variables(environ: Mapping[str, str]) -> None:

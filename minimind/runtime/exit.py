@@ -7,6 +7,8 @@ process itself; later the training loop ends, after a step and a save.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import select
 import signal
@@ -15,6 +17,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
 from minimind.errors import PREEMPTED, PeerError, RendezvousError, RunError, Stopped, known_error
 from minimind.runtime.durable_files import Metrics
@@ -37,6 +40,45 @@ PROGRAM = "train_pretrain"
 RUN_AGAIN = "run the same command again"
 OTHER_END_TIMEOUT = 10.0  # seconds in which the end of another rank should reach this one
 POLL = 1.0  # seconds between checks; also how long a stop waits for news of a dead peer
+UNWRITTEN = 120  # Python's status where standard output or error cannot be flushed at the end
+# Variables of tools such as Nsight Systems, which write their files as libraries are unloaded.
+INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
+
+
+def leave(status: int, at_once: bool = False) -> NoReturn:
+    """End the process once all is written, without the teardown of modules.
+
+    With torch that teardown takes a second of CPU time, and writes nothing. Threads that are not
+    daemons end first, and exit handlers run, unless `at_once`: in those of libraries, a failed rank
+    would wait for its peers. Only for the entry point of a process. Raise SystemExit instead where
+    a profiler, a debugger or `python -i` goes on after the program.
+    """
+    if not at_once:
+        if _is_observed():
+            sys.exit(status)
+        # As multiprocessing ends its children; threads may need handlers of concurrent.futures.
+        shutdown: Any = vars(threading)["_shutdown"]
+        with suppress(KeyboardInterrupt):  # a second Ctrl-C: threads are not waited for
+            shutdown()
+        atexit._run_exitfuncs()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream and not stream.closed:  # None: closed by whoever started us
+                stream.flush()
+        except OSError as error:
+            # Of a failure all was said, and the reader of a broken pipe is gone.
+            if not status and stream is sys.stdout and not isinstance(error, BrokenPipeError):
+                print(f"standard output: {error.strerror}", file=sys.stderr)
+            status = status or UNWRITTEN
+    os._exit(status)
+
+
+def _is_observed() -> bool:
+    monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    tools = map(monitoring.get_tool, range(6)) if monitoring else ()
+    hooks = (sys.flags.interactive, sys.gettrace(), sys.getprofile(), *tools)
+    return any(hooks) or not os.environ.keys().isdisjoint(INJECTED)
 
 
 class Ending:

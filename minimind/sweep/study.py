@@ -7,6 +7,7 @@ attribute of the trial, since Optuna's choices cannot grow.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from minimind.errors import RunError, StorageError, UsageError
+from minimind.errors import CURES, RunError, StorageError, UsageError
 from minimind.report import formats
 from minimind.runtime.terminal import aligned, shorten_line
 from minimind.runtime.urls import masked_values
@@ -39,6 +40,11 @@ from minimind.sweep.trial import command_line
 
 DATABASE = "sweep.db"
 NAME = "sweep"
+# What helps against an error of the database, by a word of its message.
+CURES_OF_DATABASE = {
+    "full": CURES[errno.ENOSPC],
+    **dict.fromkeys(("readonly", "unable to open"), CURES[errno.EACCES]),
+}
 LIBRARIES = ("optuna", "sqlalchemy", "alembic", "sqlite3")
 PREFIX = "trial-"  # prefix of folders
 # Attributes of a study and of its trials.
@@ -77,9 +83,9 @@ def recording(place: Path) -> Iterator[None]:
             raise
         cause = error if isinstance(error, DBAPIError) else error.__cause__
         reason = getattr(cause, "orig", None) or cause or error
-        raise StorageError(
-            f"{place / DATABASE}: {reason}; free some space, or give another --out"
-        ) from error
+        cures = (cure for word, cure in CURES_OF_DATABASE.items() if word in str(reason))
+        first = next((f"{cure}, or " for cure in cures), "")
+        raise StorageError(f"{place / DATABASE}: {reason}; {first}give another --out") from error
 
 
 def _url(path: Path) -> str:

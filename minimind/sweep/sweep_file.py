@@ -16,6 +16,7 @@ from minimind.config.flags import AUTO
 from minimind.config.parse import (
     build_config,
     convert,
+    in_template,
     load_yaml_texts,
     stands_for_auto,
     suggest,
@@ -243,8 +244,7 @@ def rehearsed(
     from minimind.train.build import place_of  # torch
     from minimind.train.rehearsal import rehearse
 
-    source = path.replace("{", "{{").replace("}", "}}") + ": {name}"
-    run = build_config(sweep.flags_of(parameters), source)
+    run = build_config(sweep.flags_of(parameters), f"{in_template(path)}: {{name}}")
     for name in OWNED:  # a --config file may set them; the out_dir of a trial precedes it
         value = getattr(run, name)
         if name != "out_dir" and value != FLAGS[name].default:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 
+from minimind.config.paths import shell_word
 from minimind.config.run_config import RunConfig
 from minimind.runtime.installed import LAUNCH, minimind_command
 from minimind.runtime.terminal import aligned
@@ -13,7 +13,7 @@ from minimind.runtime.terminal import aligned
 def what_next(run: RunConfig) -> str:
     """A line for each command: what it is for, and how to type it."""
     command = minimind_command(sys.executable)
-    place = shlex.quote(run.out_dir)
+    place = shell_word(run.out_dir)
     form = "transformers" if run.hugging_face else "minimind" if run.use_moe else "llama"
     if run.task == "sft":
         lines = {

@@ -80,6 +80,23 @@ def test_metrics_from_a_pipe_are_rejected_at_once(tmp_path):
         lock_out_dir(tmp_path)
 
 
+def test_without_a_home_the_flag_and_the_variable_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """As of a user id without an entry in passwd, in a container."""
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    told = "error[E_USAGE]: HOME is not set, and this user has no home folder, "
+    for words in (["prepare", "--source"], ["chat", "--once", "what?", "--model"]):
+        place = "~/x" if words[0] == "chat" else str(tmp_path / "t.jsonl")
+        out = ["--out", str(tmp_path / "out")] if words[0] == "prepare" else []
+        assert main([*words, place, *out]) == 2
+        err = capsys.readouterr().err
+        assert told in err
+        assert "; set HOME, or give --cache_dir " in err
+
+
 def test_the_folder_of_an_unknown_user_is_a_usage_error(capsys: pytest.CaptureFixture[str]):
     assert main(["chat", "--model", "~no-such-user/x", "--once", "what?"]) == 2
     assert "a path begins with ~ and a name that is no user here; " in capsys.readouterr().err

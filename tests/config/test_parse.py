@@ -1,5 +1,7 @@
 """Command lines, --config files and presets against the fields and sources they should give."""
 
+from pathlib import Path
+
 import pytest
 
 from minimind.cli.main import main
@@ -185,6 +187,18 @@ def test_a_current_directory_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
 def test_what_the_deepspeed_launcher_appends_is_accepted():
     assert parse("--local_rank=1").local_rank == 1
     assert parse("--local-rank 0").local_rank == 0
+
+
+@pytest.mark.parametrize("name", ["a{x}", "{0}", "{name}", "{{", "}", "{", "{name!r:>9}"])
+def test_the_braces_of_a_path_are_characters(name: str, tmp_path: Path):
+    path = tmp_path / f"{name}.yaml"
+    path.write_text("max_steps: 7\n")
+    run = parse(f"--config {path}")
+    assert (run.max_steps, run.sources["max_steps"]) == (7, f"--config {path}")
+    path.write_text("max_steps: -7\n")
+    with pytest.raises(UsageError) as error:
+        parse(f"--config {path}")
+    assert f"max_steps = -7 (--config {path}) must be" in str(error.value)
 
 
 def test_flags_by_keyword_are_reported_as_such():

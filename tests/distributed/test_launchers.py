@@ -288,6 +288,8 @@ HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": 
         (DEEPSPEED, {**HOSTS, "MACHINE_RANK": "2"}, "MACHINE_RANK is 2, not a whole number from 0"),
         (DEEPSPEED, {**HOSTS, "MACHINE_RANK": ""}, "needs MACHINE_RANK; set each on every host"),
         (DEEPSPEED, {"NUM_MACHINES": "2", "MACHINE_RANK": "0"}, "needs MAIN_IP and MAIN_PORT"),
+        (DEEPSPEED, {**HOSTS, "MAIN_IP": "[::1]"}, "MAIN_IP is '[::1]'; write ::1, without"),
+        (DEEPSPEED, {**HOSTS, "MAIN_IP": "a:29500"}, "MAIN_IP is 'a:29500'; write a, "),
         ({"distributed_type": "FSDP"}, {}, "a.yaml: distributed_type is FSDP; write one of"),
         ({}, {}, "distributed_type is missing"),
         ({**DEEPSPEED, "num_procesess": 2}, {}, "'num_procesess'; did you mean num_processes?"),

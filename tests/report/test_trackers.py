@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 import minimind.train as training
+from minimind.checkpoint.directory import published_checkpoints, step_of
+from minimind.cli.main import main as cli_main
 from minimind.config.flags import TRACKERS
 from minimind.config.parse import parse_flags
 from minimind.errors import DataError, UsageError
 from minimind.report import trackers
 from minimind.report.trackers import Tracker, tracker_values
 from tests.conftest import SMALL, Trained
+from tests.forking import Nursery
 
 train: Any = training  # a package that is called like a function
 BLOCK, HEADER = 32768, 7  # of a .wandb file, which is a log as LevelDB has it
@@ -41,8 +44,8 @@ def values_by_step(out_dir: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(step, figures) of each history record in a .wandb file."""
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of a .wandb file."""
     from wandb.proto import wandb_internal_pb2
 
     kind_of_record: Any = vars(wandb_internal_pb2)["Record"]  # made when it is imported
@@ -56,15 +59,20 @@ def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         whole += content[at + HEADER : at + HEADER + size]
         at += HEADER + size
         if kind in (1, 4):  # a whole record, or the last part of one
-            record = kind_of_record.FromString(whole)
+            yield kind_of_record.FromString(whole)
             whole = b""
-            if record.WhichOneof("record_type") == "history":
-                items = {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                    for item in record.history.item
-                }
-                own = {key: value for key, value in items.items() if not key.startswith("_")}
-                yield record.history.step.num, own
+
+
+def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(step, figures) of each history record in a .wandb file."""
+    for record in wandb_records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            own = {key: value for key, value in items.items() if not key.startswith("_")}
+            yield record.history.step.num, own
 
 
 def test_what_is_nested_is_reported_by_its_path():
@@ -111,6 +119,30 @@ def test_wandb_and_tensorboard_hold_what_metrics_jsonl_holds_over_a_resume(
         for name, value in values.items()
         if not isinstance(value, str)
     }
+
+
+def test_a_process_that_ends_has_written_all(trained: Trained, nursery: Nursery, tmp_path: Path):
+    """What background threads and other processes write: trackers, checkpoints, the mirror."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    given = flags(trained, max_steps=2, log_interval=1, eval_interval=2, sample_interval=2)
+    given |= {"mirror": f"file://{copy}", "save_interval": 1}
+    given |= {"report_to": "wandb,tensorboard", "out_dir": str(run)}
+    words = ["--profile", "--async_save", *(f"--{name}={value}" for name, value in given.items())]
+    offline = ([], {"WANDB_MODE": "offline"})
+    (status,), out, err = nursery.run("train_pretrain", words, run, 1, of_last=offline)
+    assert status == 0, err
+    assert "done: 2 steps" in out
+    expected = values_by_step(run)
+    (path,) = (run / "wandb").glob("offline-run-*/*.wandb")
+    assert dict(wandb_history(path)) == {
+        step: {**values, "step": step} for step, values in expected.items()
+    }
+    (end,) = (r.exit for r in wandb_records(path) if r.WhichOneof("record_type") == "exit")
+    assert end.exit_code == 0
+    assert {step for step, _ in scalars(run / "tensorboard")} == {1, 2}
+    for place in (run, copy):
+        assert [*map(step_of, published_checkpoints(place / "checkpoints"))] == [2, 1]
+        assert cli_main(["checkpoint", "verify", str(place)]) == 0
 
 
 def configuration(folder: Path) -> str:

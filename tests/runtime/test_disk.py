@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from minimind.errors import StorageError, known_error
+from minimind.config.paths import error_of
+from minimind.errors import CURES, StorageError, is_of_disk, known_error
 from minimind.runtime import disk
+from minimind.runtime.durable_files import storing
 from tests.closed import closed
 from tests.packages import modules
 
@@ -166,3 +168,31 @@ def _asks(node: ast.Attribute) -> bool:
 )
 def test_what_asks_is_seen(source: str):
     assert len(asked_in(source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EDQUOT, "free some space"),
+        (errno.EACCES, "correct its permissions"),
+        (errno.EPERM, "correct its permissions"),
+        (errno.EROFS, "mount its file system for writing"),
+        (errno.ENAMETOOLONG, "shorten the name"),
+        (errno.ENOTDIR, "correct the path"),
+        (errno.ELOOP, "correct its links"),
+        (errno.EIO, None),
+    ],
+)
+def test_the_advice_is_that_of_the_cause(number: int, cure: str | None):
+    error = OSError(number, os.strerror(number), "/cache/file")
+    fault = f"/cache/file: {os.strerror(number)}"
+    unknown = "correct the path or its permissions"
+    assert str(known_error(error)) == f"{fault}; {cure or unknown}"
+    with pytest.raises(StorageError) as caught, storing("/cache", "give another --cache_dir"):
+        raise error
+    first = f"{cure}, or " if cure else ""
+    assert str(caught.value) == f"{fault}; {first}give another --cache_dir"
+    if is_of_disk(error):
+        told = error_of(error, {"cache_dir": "/cache"})
+        assert str(told).endswith(f"; give another --cache_dir, or {cure or CURES[errno.EACCES]}")

@@ -38,6 +38,18 @@ def test_a_number_that_is_none_is_reported_by_name_and_value(name: str, value: s
         ({"MASTER_PORT": "0"}, "MASTER_PORT is '0'.*from 1 to 65535"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is empty"),
+        ({"MASTER_ADDR": " "}, "MASTER_ADDR is empty"),
+        ({"MASTER_ADDR": "[::1]"}, r"'\[::1\]'; write ::1, without .* brackets or a port$"),
+        ({"MASTER_ADDR": "[fe80::1]:29500"}, "write fe80::1, .*, and 29500 as the port$"),
+        ({"MASTER_ADDR": "localhost:29500"}, "write localhost, .*, and 29500 as the port$"),
+        ({"MASTER_ADDR": "http://10.0.0.1/"}, "write 10.0.0.1, without a scheme"),
+        ({"MASTER_ADDR": "tcp://[::1]:1"}, "write ::1, .*, and 1 as the port"),
+        ({"MASTER_ADDR": " localhost"}, "MASTER_ADDR .*' localhost', no name and no IP"),
+        ({"MASTER_ADDR": "a b"}, "'a b', no name and no IP address of a host; correct it"),
+        ({"MASTER_ADDR": "a,b"}, "'a,b', no name"),
+        ({"MASTER_ADDR": "$HOST"}, "no name and no IP"),
+        ({"MASTER_ADDR": "::1::"}, "no name and no IP"),
+        ({"MASTER_ADDR": "a/b"}, "no name and no IP"),
         ({"RANK": "5"}, "RANK is 5 in the environment and WORLD_SIZE is not set.*; unset RANK"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1 .* WORLD_SIZE is not set"),
         ({**TWO, "RANK": "2"}, "RANK is 2 .* WORLD_SIZE is 2"),
@@ -79,6 +91,9 @@ def test_what_is_out_of_range_or_contradicts_another_is_reported(
         {"NCCL_SOCKET_IFNAME": "^nope"},
         {"NCCL_SOCKET_IFNAME": "=eth0"},
         {"TMPDIR": "/tmp"},
+        {"MASTER_ADDR": "nobody.invalid"},  # one process meets nobody
+        *({**TWO, **MEETING, "MASTER_ADDR": host} for host in ("::1", "127.1", "localhost")),
+        *({"MASTER_ADDR": host} for host in ("fe80::1%lo", "node_1", "a.b-c", "::ffff:1.2.3.4")),
     ],
 )
 def test_what_launchers_and_libraries_take_passes(
@@ -87,6 +102,26 @@ def test_what_launchers_and_libraries_take_passes(
     monkeypatch.setattr(environment, "GPU_DRIVERS", (Path("/dev/null"),))
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     require_environment(environ)
+
+
+@pytest.mark.parametrize("host", ["nobody.invalid", "x" * 70])
+def test_an_address_that_no_host_has_is_refused_at_once(host: str, monkeypatch: pytest.MonkeyPatch):
+    asked, lookup = [], socket.getaddrinfo
+
+    def unknown(name: str, *more: object, **options: object) -> object:
+        asked.append(name)
+        if len(name) > 63:
+            return lookup(name, None)
+        raise socket.gaierror(numbers.pop(), "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    numbers = [socket.EAI_AGAIN, socket.EAI_NONAME]
+    given = {**TWO, **MEETING, "MASTER_ADDR": host}
+    with pytest.raises(RendezvousError, match=f"MASTER_ADDR is '{host}' .* knows no such address"):
+        require_environment(given)
+    if len(host) < 64:
+        require_environment(given)  # no server of names answers yet
+    assert set(asked) == {host}
 
 
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -219,7 +254,7 @@ def test_the_launch_script_without_a_place_for_its_files_ends_with_5():
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr == (
         "run_accelerate.sh: error[E_STORAGE] rank=0 step=0: no folder can be made in /nonexistent"
-        " (TMPDIR); free some space, or name another there\n"
+        " (TMPDIR): No such file or directory; name another there\n"
     )
 
 

@@ -258,7 +258,7 @@ def test_a_database_with_changed_bytes_is_named(tmp_path: Path, mark: bytes):
     for byte in (b"\xff", b"\x00"):
         (out / "sweep.db").write_bytes(content.replace(mark, byte * len(mark)))
         with (
-            pytest.raises(StorageError, match=r"sweep\.db: .*; free some space"),
+            pytest.raises(StorageError, match=r"sweep\.db: .*; give another --out"),
             study.recording(out),
         ):
             sweep_in(out, made_process(), pruner="none", trials=2)

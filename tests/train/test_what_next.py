@@ -46,3 +46,15 @@ def test_what_comes_next_fits_the_run_and_can_be_typed(
         assert args.checkpoint == DEEP
         assert label != "export" or args.format == form
         assert label != "measure" or args.task == ("sft" if "sft" in flags else "pretrain")
+
+
+@pytest.mark.parametrize("name", ["-dash", "--resume", "~x", "a b", "$HOME `x`", "{x}", "o[1]"])
+def test_the_place_of_a_run_is_a_path_in_any_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (line,) = [
+        one for one in what_next(parse_flags([f"--out_dir={name}"])).splitlines() if "write" in one
+    ]
+    args = build_parser().parse_args(shlex.split(line)[2:])
+    assert Path(args.checkpoint).expanduser().absolute() == tmp_path / name
