@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -41,10 +41,26 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED = "pytorch_model.bin"
-# What torch.compile, DDP and FSDP put between the names of modules.
+# What torch.compile, DDP, FSDP, DeepSpeed and Lightning put between the names of modules.
 WRAPPERS = re.compile(
-    r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+    r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_fpw_module|_checkpoint_wrapped_module"
+    r"|_forward_module)\."
 )
+# Under these names PEFT, TRL, distillation and training scripts keep a whole model. `model.` is one
+# of them where what is below has a head, or a `model.` of its own.
+HOLDER = "(base_model|pretrained_model|student|student_model|actor|policy|llm|net|network|_model)"
+HOLDERS = re.compile(rf"{HOLDER}\.")
+HELD = re.compile(rf"model\.(model|lm_head|tok_embeddings|{HOLDER})\.")
+# Parts of names of what is not the weights themselves, and what to do.
+OTHERWISE_SAVED = {
+    r"base_layer|lora_\w+|modules_to_save": (
+        "belongs to an adapter that is not merged; merge it into the model (merge_and_unload of"
+        " PEFT), and name what this saves"
+    ),
+    r"_flat_param|flat_param_\d+": (
+        "is a shard of FSDP without names; save the model with StateDictType.FULL_STATE_DICT"
+    ),
+}
 # What models of 2023 saved and the configuration determines.
 COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 TRAINED = "trained"  # a value of --weights, like AVERAGE
@@ -167,13 +183,46 @@ def open_tensors(path: Path) -> TensorSource:
     Names are those of the model itself, whatever wrapped it when it was saved, without tables that
     are computed.
     """
-    source = _open_wrapped(path)
+    source = open_as_saved(path)
     saved = [name for name in source.shapes if not COMPUTED.fullmatch(name)]
-    names = {WRAPPERS.sub("", name): name for name in saved}
+    for part, what in OTHERWISE_SAVED.items():
+        if odd := next(filter(re.compile(rf"(.*\.)?({part})(\..*)?").fullmatch, saved), None):
+            raise CheckpointError(f"{source.path}: {shown(odd)} {what}")
+    names = dict(zip(unwrapped(saved), saved, strict=True))
     return source.renamed(names if len(names) == len(saved) else {name: name for name in saved})
 
 
-def _open_wrapped(path: Path) -> TensorSource:
+def unwrapped(names: Sequence[str]) -> list[str]:
+    """The names in the model itself of tensors that wrappers saved, in this order."""
+    names, before = [WRAPPERS.sub("", name) for name in names], []
+    while names != before:
+        before = names
+        holder = "model." if any(map(HELD.match, names)) else ""
+        names = [name.removeprefix(holder) for name in names]
+        names = [name[match.end() :] if (match := HOLDERS.match(name)) else name for name in names]
+    return names
+
+
+def require_known_prefix(source: TensorSource, path: Path, expected: Iterable[str]) -> None:
+    """Raise CheckpointError if names would be `expected` without a prefix that all others lack."""
+    known = {*expected}
+    if known & {*source.shapes}:
+        return
+    for name in source.shapes:
+        prefix, rest = "", name
+        while rest and rest not in known:
+            part, _, rest = rest.partition(".")
+            prefix += f"{part}."
+        if rest:
+            raise CheckpointError(
+                f"{path}: {shown(source.file_names.get(name, name))} would be {rest} without the"
+                f" prefix {shown(prefix)}, which no wrapper known here writes; save the model"
+                " inside, or rename its tensors"
+            )
+
+
+def open_as_saved(path: Path) -> TensorSource:
+    """`open_tensors` under the names in the files."""
     if not disk.exists(path):
         raise CheckpointError(no_such_file(path))
     if not disk.is_dir(path):
