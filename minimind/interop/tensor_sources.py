@@ -34,7 +34,15 @@ from minimind.runtime.checked_json import (
     validate,
 )
 from minimind.runtime.durable_files import require_regular
-from minimind.runtime.file_kinds import GGUF, SAFETENSORS, TORCH, adapter_in, kind_of_file
+from minimind.runtime.file_kinds import (
+    GGUF,
+    OF_DEEPSPEED,
+    SAFETENSORS,
+    STATE,
+    TORCH,
+    form_of_folder,
+    kind_of_file,
+)
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -235,12 +243,11 @@ def open_as_saved(path: Path) -> TensorSource:
         return open_pickled([path / PICKLED], path)
     if disk.exists(path / PICKLED_INDEX):
         return open_pickled(_read_index(path / PICKLED_INDEX, PICKLED), path)
-    files = sorted((*disk.matching(path, "*.pth"), *disk.matching(path, "*.pt")))
-    if not files and (gguf_files := sorted(disk.matching(path, "*.gguf"))):
-        raise CheckpointError(f"{gguf_files[0]}: {IS_GGUF}")
-    if not files and (adapter := adapter_in(path)):
-        raise CheckpointError(f"{path}: {adapter}")
+    pickled = sorted((*disk.matching(path, "*.pth"), *disk.matching(path, "*.pt")))
+    files = [file for file in pickled if not STATE.search(file.name)]
     if len(files) != 1:
+        if form := form_of_folder(path):
+            raise CheckpointError(f"{path}: {form}")
         count = f"{len(files)} files .pth or .pt" if files else "no .pth or .pt"
         raise CheckpointError(
             f"{path}: has neither {WHOLE} nor {PICKLED}, nor an index of either, and {count}; name"
@@ -317,6 +324,9 @@ def _read_index(index: Path, whole: str) -> list[Path]:
         files = {*content["weight_map"].values()}
         if whole not in files and disk.lexists(index.with_name(whole)):
             raise CheckpointError(f"stands beside {whole}, which it does not list")
+        if missing := sorted(name for name in files if not disk.lexists(index.with_name(name))):
+            count = f"{len(missing)} of its {len(files)} files"
+            raise CheckpointError(f"has {count} not beside it ({missing[0]} for one)")
     return [index.with_name(name) for name in sorted(files)]
 
 
@@ -339,6 +349,8 @@ def open_pickled(files: list[Path], path: Path | None = None) -> TensorSource:
 
 def _load_pickled(path: Path) -> Mapping[str, Tensor]:
     """The tensors of a file, memory-mapped and loaded with weights_only=True."""
+    if path.name.endswith(OF_DEEPSPEED) and (form := form_of_folder(path.parent)):
+        raise CheckpointError(f"{path}: {form}")
     with readable(path, REPLACE):
         require_regular(path)
         kind = kind_of_file(path, TORCH)
@@ -360,6 +372,14 @@ def _load_pickled(path: Path) -> Mapping[str, Tensor]:
             raise CheckpointError(f"is damaged ({shown(reason)})") from error
         if type(tensors) is not dict and not isinstance(tensors, Mapping):
             raise CheckpointError(f"holds {type(tensors).__name__}, not tensors by name")
+    for name, value in tensors.items():
+        if isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values()):
+            raise CheckpointError(
+                f"{path}: has weights under {shown(name)}, beside what else training saved; save"
+                f" these alone (torch.save(torch.load(FILE)[{shown(name)}], 'model.pth')), and name"
+                " that file"
+            )
+    with readable(path, REPLACE):
         for name, value in tensors.items():
             _check_tensor(name, value)
     return tensors
