@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import deepspeed  # noqa: TID251 (what it saves is read)
 import torch
-import torch.distributed.checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM
 
 source, out, stage = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -23,7 +24,7 @@ config = {
     "zero_optimization": {"stage": stage},
     "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
 }
-parameters = model.parameters()
-engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+initialize: Any = deepspeed.initialize
+engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
 engine.save_checkpoint(str(out / "deepspeed"))
-distributed_checkpoint.save({"model": model.state_dict()}, checkpoint_id=str(out / "dcp"))
+save({"model": model.state_dict()}, checkpoint_id=str(out / "dcp"))
