@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import sentencepiece
 import torch
+from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 from torch import Tensor
 
 from minimind.checkpoint.tensor_files import Part
-from minimind.data.tokenizer.hf_export import is_plain_bpe, merges
+from minimind.data.tokenizer.hf_export import merges
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer
-from minimind.data.tokenizer.vocabulary import FILLER_PREFIX, JSON_NAME
+from minimind.data.tokenizer.vocabulary import FILLER_PREFIX, JSON_NAME, SPACE_SIGN
 from minimind.errors import UsageError
 from minimind.interop.tensor_sources import TensorSource, to_gguf, to_rotate_half
 from minimind.interop.write_folder import PRODUCER, new_folder
@@ -190,11 +191,8 @@ def gguf_vocabulary(tokenizer: AnyTokenizer, rows: int) -> dict[str, Any]:
         return _byte_level_vocabulary(tokenizer, rows)
     model = tokenizer.files()["tokenizer.model"]
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)  # pyright: ignore[reportCallIssue] (no stubs)
-    if not is_plain_bpe(processor):
-        raise UsageError(
-            f"{tokenizer.path}: gguf has no name for pieces that are not byte pairs with bytes for"
-            " the rest; export --format llama, and convert that with llama.cpp"
-        )
+    if reason := _not_merged(processor):
+        raise UsageError(f"{tokenizer.path}: {reason}; export --format llama")
     ids = range(processor.vocab_size())
     spare = range(len(ids), rows)
     special = {
@@ -213,8 +211,36 @@ def gguf_vocabulary(tokenizer: AnyTokenizer, rows: int) -> dict[str, Any]:
         **{name: i for name, i in special.items() if i >= 0},
         "add_bos_token": False,
         "add_eos_token": False,
-        "add_space_prefix": False,
+        "add_space_prefix": _normalized(processor, "a") != "a",
     }
+
+
+def _normalized(processor: sentencepiece.SentencePieceProcessor, text: str) -> str:
+    return processor.normalize(text).replace(SPACE_SIGN, " ")
+
+
+def _not_merged(processor: sentencepiece.SentencePieceProcessor) -> str:
+    """What a SentencePiece model does that llama.cpp does not with a vocabulary of "llama".
+
+    This merges pieces by score, spells the rest in bytes, and may put a space before a text.
+    """
+    model = ModelProto.FromString(processor.serialized_model_proto())
+    ids = range(processor.vocab_size())
+    if model.trainer_spec.model_type != TrainerSpec.BPE:
+        kind = TrainerSpec.ModelType.Name(model.trainer_spec.model_type).lower()
+        return f"is a model of {kind} pieces, and only those that are merged are written as gguf"
+    if not any(map(processor.is_byte, ids)):
+        return "has no byte pieces, in which readers of gguf spell what has no other"
+    if model.normalizer_spec.precompiled_charsmap:
+        name = model.normalizer_spec.name or "a table"
+        return f"normalizes a text by {name}, which readers of gguf do not for merged pieces"
+    probe = " a  b   \n"
+    if _normalized(processor, probe) not in (probe, f" {probe}"):
+        return "removes or moves spaces of a text, which readers of gguf do not for merged pieces"
+    own = [piece.piece for piece in model.pieces if piece.type == piece.USER_DEFINED]
+    if own:
+        return f"matches {own[0]!r} before it merges, which readers of gguf do in another order"
+    return ""
 
 
 def _byte_level_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[str, Any]:
