@@ -29,6 +29,7 @@ from minimind.interop.tensor_sources import TensorSource, to_gguf, to_rotate_hal
 from minimind.interop.write_folder import PRODUCER, new_folder
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import effective_theta, rotary_frequencies
+from minimind.runtime.checked_json import shown
 from minimind.runtime.durable_files import sync_file
 from minimind.runtime.installed import install_extra
 from minimind.runtime.output_folder import NewFolder
@@ -247,19 +248,29 @@ def _byte_level_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[s
     """Entries of a tokenizer.json; UsageError unless it is byte-level BPE of a known split."""
     values = json.loads(tokenizer.files()[JSON_NAME])
     model, name = values["model"], _split_of(values)
-    is_plain = model["type"] == "BPE" and not any(model.get(key) for key in OTHER_BPE)
-    if name is None or not is_plain or bool(model.get("ignore_merges")) != (name == TAKES_WHOLE):
-        raise UsageError(
-            f"{tokenizer.path}: gguf has no name for how it splits a text; export --format llama,"
-            " and convert that with llama.cpp"
-        )
+    normalizer = (values.get("normalizer") or {}).get("type")
+    other = next(filter(model.get, OTHER_BPE), None)
+    takes_whole = bool(model.get("ignore_merges"))
+    reason = ""
+    if model["type"] != "BPE":
+        reason = f"is a {model['type']} model, and of a {JSON_NAME} byte pairs alone are written"
+    elif other is not None:
+        reason = f"has {other} = {shown(model[other])}, and gguf has no name for it"
+    elif name is None:
+        reason = "gguf has no name for how it splits a text"
+    elif normalizer is not None and (normalizer, name) != ("NFC", "qwen2"):
+        reason = f"has the normalizer {shown(normalizer)}, and gguf has no name for it"
+    elif takes_whole != (name == TAKES_WHOLE):
+        reason = f"has ignore_merges = {takes_whole}, unlike {name} of gguf, which splits so"
+    if reason or name is None:
+        raise UsageError(f"{tokenizer.path}: {reason}; export --format llama")
     tokens = {i: token for token, i in model["vocab"].items()}
     types = dict.fromkeys(tokens, NORMAL)
     for added in values.get("added_tokens") or ():
         if odd := next(filter(added.get, ("lstrip", "rstrip", "single_word")), None):
             raise UsageError(
                 f"{tokenizer.path}: gguf has no {odd} of the token {added['content']!r}; export"
-                " --format llama, and convert that with llama.cpp"
+                " --format llama"
             )
         tokens[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
@@ -298,9 +309,7 @@ def _split_of(values: Mapping[str, Any]) -> str | None:
         return None
     if last.get("use_regex", True) != (splits in ("", "digits")):
         return None
-    normalizer = (values.get("normalizer") or {}).get("type")
-    name = SPLITS.get(splits) if splits is not None else None
-    return name if normalizer is None or (normalizer, name) == ("NFC", "qwen2") else None
+    return SPLITS.get(splits) if splits is not None else None
 
 
 def _token_type(processor: sentencepiece.SentencePieceProcessor, i: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import pytest
 import sentencepiece
+from transformers import AutoTokenizer
 
 from minimind.cli.main import main
 from minimind.data.tokenizer.load import load_tokenizer
@@ -50,20 +51,42 @@ def step(values: dict[str, Any], number: int) -> dict[str, Any]:
     return first["pretokenizers"][number] if first["type"] == "Sequence" else first
 
 
-CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "another expression": lambda v: step(v, 0)["pattern"].update(Regex=r"\w+"),
-    "a literal": lambda v: step(v, 0).update(pattern={"String": " "}),
-    "what is between": lambda v: step(v, 0).update(invert=True),
-    "words removed": lambda v: step(v, 0).update(behavior="Removed"),
-    "split twice": lambda v: step(v, 1).update(use_regex=True),
-    "a space in front": lambda v: step(v, 1).update(add_prefix_space=True),
-    "three steps": lambda v: v["pre_tokenizer"]["pretokenizers"].insert(0, dict(step(v, 0))),
-    "punctuation": lambda v: step(v, 0).update(type="Punctuation"),
-    "no splits": lambda v: v.update(pre_tokenizer=None),
-    "lower case": lambda v: v.update(normalizer={"type": "Lowercase"}),
-    "whole words": lambda v: v["model"].update(ignore_merges=True),
-    "an end of words": lambda v: v["model"].update(end_of_word_suffix="</w>"),
-    "dropout": lambda v: v["model"].update(dropout=0.1),
+SPLIT = "gguf has no name for how it splits a text"
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another expression": (lambda v: step(v, 0)["pattern"].update(Regex=r"\w+"), SPLIT),
+    "a literal": (lambda v: step(v, 0).update(pattern={"String": " "}), SPLIT),
+    "what is between": (lambda v: step(v, 0).update(invert=True), SPLIT),
+    "words removed": (lambda v: step(v, 0).update(behavior="Removed"), SPLIT),
+    "split twice": (lambda v: step(v, 1).update(use_regex=True), SPLIT),
+    "a space in front": (lambda v: step(v, 1).update(add_prefix_space=True), SPLIT),
+    "three steps": (
+        lambda v: v["pre_tokenizer"]["pretokenizers"].insert(0, dict(step(v, 0))),
+        SPLIT,
+    ),
+    "punctuation": (lambda v: step(v, 0).update(type="Punctuation"), SPLIT),
+    "no splits": (lambda v: v.update(pre_tokenizer=None), SPLIT),
+    "lower case": (
+        lambda v: v.update(normalizer={"type": "Lowercase"}),
+        "has the normalizer 'Lowercase', and gguf has no name for it",
+    ),
+    "whole words": (
+        lambda v: v["model"].update(ignore_merges=True),
+        "has ignore_merges = True, unlike qwen2 of gguf, which splits so",
+    ),
+    "an end of words": (
+        lambda v: v["model"].update(end_of_word_suffix="</w>"),
+        "has end_of_word_suffix = '</w>', and gguf has no name for it",
+    ),
+    "dropout": (
+        lambda v: v["model"].update(dropout=0.1),
+        "has dropout = 0.1, and gguf has no name for it",
+    ),
+    "unigram": (
+        lambda v: v.update(
+            model={"type": "Unigram", "vocab": [[t, -1.0] for t in v["model"]["vocab"]]}
+        ),
+        "is a Unigram model, and of a tokenizer.json byte pairs alone are written",
+    ),
 }
 
 
@@ -73,9 +96,10 @@ def test_what_llama_cpp_would_split_otherwise_is_refused(change: str, tmp_path: 
     tokenizer = load_tokenizer(tmp_path)
     gguf_vocabulary(tokenizer, tokenizer.vocab_size)
     values = json.loads((tmp_path / "tokenizer.json").read_text())
-    CHANGES[change](values)
+    apply, told = CHANGES[change]
+    apply(values)
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(UsageError, match="gguf has no name for how it splits a text; export"):
+    with pytest.raises(UsageError, match=f"tokenizer.json: {told}; export --format llama$"):
         gguf_vocabulary(load_tokenizer(tmp_path), tokenizer.vocab_size)
 
 
@@ -84,7 +108,7 @@ def test_composition_is_known_with_the_split_of_qwen2_alone(name: str, tmp_path:
     write_tokenizer(tmp_path, name, sentences(1, 20))
     values = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps({**values, "normalizer": {"type": "NFC"}}))
-    with pytest.raises(UsageError, match="gguf has no name"):
+    with pytest.raises(UsageError, match="has the normalizer 'NFC', and gguf has no name for it"):
         gguf_vocabulary(load_tokenizer(tmp_path), 1000)
 
 
@@ -151,8 +175,13 @@ def test_a_written_file_has_the_space_and_gives_the_ids(tmp_path: Path):
     names = ("tokens", "scores", "token_type", "add_space_prefix")
     entries: Any = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in names}
     assert entries["add_space_prefix"] is True
+    (tmp_path / "out" / "tokenizer.model").unlink()  # else transformers converts this one
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
     for text in TEXTS:
         assert scored(entries, text) == tokenizer.encode(text), text
+        if not text.startswith(" "):  # transformers puts no second space before a text
+            found = theirs.encode(text, add_special_tokens=False)
+            assert found == tokenizer.encode(text), text
 
 
 REFUSED = {
