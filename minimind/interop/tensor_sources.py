@@ -36,6 +36,7 @@ from minimind.runtime.checked_json import (
 from minimind.runtime.durable_files import require_regular
 from minimind.runtime.file_kinds import (
     GGUF,
+    IS_GGUF,
     OF_DEEPSPEED,
     SAFETENSORS,
     STATE,
@@ -75,10 +76,6 @@ TRAINED = "trained"  # a value of --weights, like AVERAGE
 REPLACE = "get the file again, or name another"
 HEADER_SIZE = 8  # bytes, with the size of the header that follows
 LARGEST_HEADER = 2**23  # bytes; of a file with 100 layers 100 KB
-IS_GGUF = (
-    "is GGUF, which is written here and not read; name what it was exported from: a run, or a"
-    " directory of safetensors"
-)
 DTYPES = {  # names in the header of a safetensors file
     "F64": torch.float64,
     "F32": torch.float32,

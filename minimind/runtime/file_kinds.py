@@ -206,6 +206,10 @@ STATE = re.compile(
     r"(?:^|/)(?:(?:training_args|optimizer|scheduler|scaler|rng_state|random_states)[^/]*"
     rf"|[^/]*({'|'.join(map(re.escape, OF_DEEPSPEED))})|(?:common|model_optim_rng)\.pt)$"
 )
+IS_GGUF = (
+    "is GGUF, which is written here and not read; name what it was exported from: a run, or a"
+    " directory of safetensors"
+)
 BESIDE = "put its config.json and tokenizer there, and name OUT"
 # What is in a folder -> what this is and the way out, where {found} is the first of its files,
 # {above} the folder of this, and {root} and {tag} are DeepSpeed's.
@@ -243,11 +247,7 @@ FORMS = (
         "has weights of TensorFlow or Flax ({found}); write them with transformers 4"
         " (from_pretrained with from_tf or from_flax, then save_pretrained), and name that folder",
     ),
-    (
-        ("*.gguf",),
-        "has GGUF ({found}), which is written here and not read; name what it was exported from: a"
-        " run, or a directory of safetensors",
-    ),
+    (("*.gguf",), f"has {{found}}; it {IS_GGUF}"),
     (
         ("*.onnx", "onnx/*.onnx", "openvino_model.xml", "*.mlpackage", "*.tflite"),
         "has a model for inference alone ({found}); name the safetensors that it was made from",

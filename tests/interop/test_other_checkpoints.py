@@ -72,7 +72,7 @@ FOLDERS: dict[str, tuple[tuple[str, ...], str]] = {
         ("common.pt", "metadata.json", "__0_0.distcp"),
         "is a checkpoint of Meg",
     ),
-    "GGUF": (("model-q4.gguf", "config.json"), "has GGUF (DIR/model-q4.gguf), which is written"),
+    "GGUF": (("model-q4.gguf", "config.json"), "has DIR/model-q4.gguf; it is GGUF, which is wr"),
     "ONNX": (
         ("onnx/model.onnx", "config.json", "tokenizer.json"),
         "has a model for inference alone (DIR/onnx/model.onnx); name the safetensors that it was",
