@@ -195,6 +195,9 @@ def gguf_vocabulary(tokenizer: AnyTokenizer, rows: int) -> dict[str, Any]:
     if reason := _not_merged(processor):
         raise UsageError(f"{tokenizer.path}: {reason}; export --format llama")
     ids = range(processor.vocab_size())
+    types = [_token_type(processor, i) for i in ids]
+    for i in _user_defined(processor):
+        types[i] = USER_DEFINED
     spare = range(len(ids), rows)
     special = {
         "bos_token_id": processor.bos_id(),
@@ -207,7 +210,7 @@ def gguf_vocabulary(tokenizer: AnyTokenizer, rows: int) -> dict[str, Any]:
         "pre": "default",
         "tokens": [processor.id_to_piece(i) for i in ids] + [f"[PAD{i}]" for i in spare],
         "scores": [processor.get_score(i) for i in ids] + [-1000.0 for _ in spare],
-        "token_type": [_token_type(processor, i) for i in ids] + [UNUSED for _ in spare],
+        "token_type": types + [UNUSED for _ in spare],
         "merges": [f"{left} {right}" for left, right in merges(processor)],
         **{name: i for name, i in special.items() if i >= 0},
         "add_bos_token": False,
@@ -238,10 +241,21 @@ def _not_merged(processor: sentencepiece.SentencePieceProcessor) -> str:
     probe = " a  b   \n"
     if _normalized(processor, probe) not in (probe, f" {probe}"):
         return "removes or moves spaces of a text, which readers of gguf do not for merged pieces"
-    own = [piece.piece for piece in model.pieces if piece.type == piece.USER_DEFINED]
-    if own:
-        return f"matches {own[0]!r} before it merges, which readers of gguf do in another order"
+    # llama.cpp matches these longest first, in the text as it is, and begins anew after each.
+    own = _user_defined(processor)
+    starts = {piece[:size] for piece in own.values() for size in range(1, len(piece) + 1)}
+    for piece in own.values():
+        has_space = SPACE_SIGN in piece or _normalized(processor, "a") != "a"
+        if has_space or any(piece[at:] in starts for at in range(1, len(piece))):
+            return f"matches {piece!r} before it merges, which readers of gguf do in another order"
     return ""
+
+
+def _user_defined(processor: sentencepiece.SentencePieceProcessor) -> dict[int, str]:
+    """Pieces that are matched in a text before any merge, by id."""
+    model = ModelProto.FromString(processor.serialized_model_proto())
+    kind = ModelProto.SentencePiece.USER_DEFINED
+    return {i: piece.piece for i, piece in enumerate(model.pieces) if piece.type == kind}
 
 
 def _byte_level_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[str, Any]:

@@ -164,6 +164,14 @@ def test_a_space_before_a_text_is_kept(prefix: bool, tmp_path: Path):
         assert scored(entries, text) == tokenizer.encode(text), text
 
 
+def test_own_pieces_are_user_defined(tmp_path: Path):
+    own = ("<|user|>", "[INST]")
+    tokenizer = sentencepiece_model(tmp_path, own, add_dummy_prefix=False)
+    entries = gguf_vocabulary(tokenizer, tokenizer.vocab_size)
+    kinds = zip(entries["tokens"], entries["token_type"], strict=True)
+    assert {token for token, kind in kinds if kind == USER_DEFINED} == {*own}
+
+
 def test_a_written_file_has_the_space_and_gives_the_ids(tmp_path: Path):
     folder = good_folder(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -204,7 +212,15 @@ REFUSED = {
         "removes or moves spaces of a text, which readers of gguf do not for merged pieces",
     ),
     "spaces after words": ({"treat_whitespace_as_suffix": True}, "removes or moves spaces of a te"),
-    "own pieces": (
+    "own pieces that overlap": (
+        {"own": ("ab", "bcd"), "add_dummy_prefix": False},
+        "matches 'ab' before it merges, which readers of gguf do in another order",
+    ),
+    "own pieces with spaces": (
+        {"own": ("\u2581\u2581x",), "add_dummy_prefix": False},
+        "matches '\u2581\u2581x' before it merges, which readers of gguf do in another order",
+    ),
+    "own pieces and a space": (
         {"own": ("<|user|>",)},
         "matches '<|user|>' before it merges, which readers of gguf do in another order",
     ),
