@@ -209,7 +209,7 @@ def unwrapped(names: Sequence[str]) -> list[str]:
 
 
 def require_known_prefix(source: TensorSource, path: Path, expected: Iterable[str]) -> None:
-    """Raise CheckpointError if names would be `expected` without a prefix that all others lack."""
+    """Raise CheckpointError if the names are those `expected` behind a prefix, which it names."""
     known = {*expected}
     if known & {*source.shapes}:
         return
