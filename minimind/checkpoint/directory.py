@@ -36,6 +36,7 @@ from minimind.runtime.durable_files import (
     sync_directory,
     write_durably,
 )
+from minimind.runtime.file_kinds import form_of_folder
 from minimind.runtime.locks import ReadLock, lock_for_reading, locked_for_deletion
 from minimind.runtime.terminal import aligned, shorten_line
 
@@ -395,10 +396,11 @@ def _run_of(place: str) -> Path | None:
 def _choose(place: str) -> Chosen:
     root = _run_of(place)
     checkpoints = published_checkpoints(root) if root else [Path(place)]
-    if not disk.is_dir(Path(place)) or not checkpoints:
-        raise CheckpointError(
-            f"--checkpoint {place}: holds no checkpoint; name a run's out_dir or a step_ directory"
-        )
+    is_ours = checkpoints if root else disk.lexists(Path(place) / MANIFEST)
+    form = "" if is_ours else form_of_folder(Path(place))
+    if form or not disk.is_dir(Path(place)) or not checkpoints:
+        remedy = "holds no checkpoint; name a run's out_dir or a step_ directory"
+        raise CheckpointError(f"--checkpoint {place}: {form or remedy}")
     locks: dict[Path, ReadLock | None] = {}
 
     def check(path: Path) -> Rejected | None:

@@ -38,7 +38,7 @@ from minimind.config.run_config import (
 from minimind.errors import UsageError, fault_error
 from minimind.runtime import disk
 from minimind.runtime.durable_files import read_small_text
-from minimind.runtime.file_kinds import adapter_in
+from minimind.runtime.file_kinds import form_of_folder
 from minimind.runtime.urls import HUB_PREFIX
 
 
@@ -605,8 +605,8 @@ def config_file(place: str) -> Path:
     path = local_model(f"{HUB_PREFIX}{place}", weights=False)
     path = path / "config.json" if disk.is_dir(path) else path
     if not disk.is_file(path):
-        if adapter := adapter_in(path.parent):
-            raise UsageError(f"--model hf:{place}: {adapter}")
+        if form := form_of_folder(path.parent):
+            raise UsageError(f"--model hf:{place}: {form}")
         raise UsageError(f"--model hf:{place}: has no config.json; name a directory that has one")
     return path
 

@@ -34,14 +34,15 @@ from minimind.runtime.checked_json import (
 MINIMIND2, MINIMIND3, LLAMA = "minimind2", "minimind3", "llama"
 LAYER_0 = "model.layers.0"
 # model_type in Hugging Face's config.json -> whether q and k are normalized (None: if there are
-# norms), and the rotary base that transformers takes where the file has none. Qwen2 has biases.
+# norms); the rotary base that transformers takes where the file has none, and whether it ties the
+# head there. Qwen2 has biases.
 ARCHITECTURES = {
-    "llama": (False, 1e4),
-    "mistral": (False, 1e4),
-    "qwen2": (False, 1e4),
-    "qwen3": (True, 1e4),
-    "smollm3": (False, 2e6),
-    "minimind": (None, None),  # its own later versions
+    "llama": (False, 1e4, False),
+    "mistral": (False, 1e4, False),
+    "qwen2": (False, 1e4, False),
+    "qwen3": (True, 1e4, False),
+    "smollm3": (False, 2e6, True),
+    "minimind": (None, None, True),  # its own later versions
 }
 MISTRAL_WINDOW = 4096  # transformers omits a default
 NO_ROPE_INTERVAL = 4  # of SmolLM3
@@ -283,13 +284,16 @@ def read_llama_config(
                 f"has layer_types = {shown(layers)}, and MiniMind attends to all positions"
             )
         heads = values["num_attention_heads"]
-        qk_norm, base = ARCHITECTURES[kind]
+        qk_norm, base, is_tied = ARCHITECTURES[kind]
         rotation, note = _rotation(values, flags.rope_theta, base)
         queries = shapes.get(f"{LAYER_0}.self_attn.q_proj.weight") or [values["hidden_size"]]
+        head_dim = values.get("head_dim") or queries[0] // heads
+        keys = shapes.get(f"{LAYER_0}.self_attn.k_proj.weight") or queries
+        kv_heads = max(1, keys[0] // head_dim) if type(head_dim) is int and head_dim > 0 else heads
         others = {
-            "num_key_value_heads": values.get("num_key_value_heads") or heads,
-            "head_dim": values.get("head_dim") or queries[0] // heads,
-            "tie_word_embeddings": values.get("tie_word_embeddings", False),
+            "num_key_value_heads": values.get("num_key_value_heads") or kv_heads,
+            "head_dim": head_dim,
+            "tie_word_embeddings": values.get("tie_word_embeddings", is_tied),
             "no_rope_layer_interval": _no_rope_interval(values) if kind == "smollm3" else 0,
             **rotation,
         }

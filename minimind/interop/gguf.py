@@ -15,19 +15,21 @@ from typing import Any
 import numpy as np
 import sentencepiece
 import torch
+from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 from torch import Tensor
 
 from minimind.checkpoint.tensor_files import Part
-from minimind.data.tokenizer.hf_export import is_plain_bpe, merges
+from minimind.data.tokenizer.hf_export import merges
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer
-from minimind.data.tokenizer.vocabulary import FILLER_PREFIX, JSON_NAME
+from minimind.data.tokenizer.vocabulary import FILLER_PREFIX, JSON_NAME, SPACE_SIGN
 from minimind.errors import UsageError
 from minimind.interop.tensor_sources import TensorSource, to_gguf, to_rotate_half
 from minimind.interop.write_folder import PRODUCER, new_folder
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import effective_theta, rotary_frequencies
+from minimind.runtime.checked_json import shown
 from minimind.runtime.durable_files import sync_file
 from minimind.runtime.installed import install_extra
 from minimind.runtime.output_folder import NewFolder
@@ -190,12 +192,12 @@ def gguf_vocabulary(tokenizer: AnyTokenizer, rows: int) -> dict[str, Any]:
         return _byte_level_vocabulary(tokenizer, rows)
     model = tokenizer.files()["tokenizer.model"]
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)  # pyright: ignore[reportCallIssue] (no stubs)
-    if not is_plain_bpe(processor):
-        raise UsageError(
-            f"{tokenizer.path}: gguf has no name for pieces that are not byte pairs with bytes for"
-            " the rest; export --format llama, and convert that with llama.cpp"
-        )
+    if reason := _not_merged(processor):
+        raise UsageError(f"{tokenizer.path}: {reason}; export --format llama")
     ids = range(processor.vocab_size())
+    types = [_token_type(processor, i) for i in ids]
+    for i in _user_defined(processor):
+        types[i] = USER_DEFINED
     spare = range(len(ids), rows)
     special = {
         "bos_token_id": processor.bos_id(),
@@ -208,32 +210,81 @@ def gguf_vocabulary(tokenizer: AnyTokenizer, rows: int) -> dict[str, Any]:
         "pre": "default",
         "tokens": [processor.id_to_piece(i) for i in ids] + [f"[PAD{i}]" for i in spare],
         "scores": [processor.get_score(i) for i in ids] + [-1000.0 for _ in spare],
-        "token_type": [_token_type(processor, i) for i in ids] + [UNUSED for _ in spare],
+        "token_type": types + [UNUSED for _ in spare],
         "merges": [f"{left} {right}" for left, right in merges(processor)],
         **{name: i for name, i in special.items() if i >= 0},
         "add_bos_token": False,
         "add_eos_token": False,
-        "add_space_prefix": False,
+        "add_space_prefix": _normalized(processor, "a") != "a",
     }
+
+
+def _normalized(processor: sentencepiece.SentencePieceProcessor, text: str) -> str:
+    return processor.normalize(text).replace(SPACE_SIGN, " ")
+
+
+def _not_merged(processor: sentencepiece.SentencePieceProcessor) -> str:
+    """What a SentencePiece model does that llama.cpp does not with a vocabulary of "llama".
+
+    This merges pieces by score, spells the rest in bytes, and may put a space before a text.
+    """
+    model = ModelProto.FromString(processor.serialized_model_proto())
+    ids = range(processor.vocab_size())
+    if model.trainer_spec.model_type != TrainerSpec.BPE:
+        kind = TrainerSpec.ModelType.Name(model.trainer_spec.model_type).lower()
+        return f"is a model of {kind} pieces, and only those that are merged are written as gguf"
+    if not any(map(processor.is_byte, ids)):
+        return "has no byte pieces, in which readers of gguf spell what has no other"
+    if model.normalizer_spec.precompiled_charsmap:
+        name = model.normalizer_spec.name or "a table"
+        return f"normalizes a text by {name}, which readers of gguf do not for merged pieces"
+    probe = " a  b   \n"
+    if _normalized(processor, probe) not in (probe, f" {probe}"):
+        return "removes or moves spaces of a text, which readers of gguf do not for merged pieces"
+    # llama.cpp matches these longest first, in the text as it is, and begins anew after each.
+    own = _user_defined(processor)
+    starts = {piece[:size] for piece in own.values() for size in range(1, len(piece) + 1)}
+    for piece in own.values():
+        has_space = SPACE_SIGN in piece or _normalized(processor, "a") != "a"
+        if has_space or any(piece[at:] in starts for at in range(1, len(piece))):
+            return f"matches {piece!r} before it merges, which readers of gguf do in another order"
+    return ""
+
+
+def _user_defined(processor: sentencepiece.SentencePieceProcessor) -> dict[int, str]:
+    """Pieces that are matched in a text before any merge, by id."""
+    model = ModelProto.FromString(processor.serialized_model_proto())
+    kind = ModelProto.SentencePiece.USER_DEFINED
+    return {i: piece.piece for i, piece in enumerate(model.pieces) if piece.type == kind}
 
 
 def _byte_level_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[str, Any]:
     """Entries of a tokenizer.json; UsageError unless it is byte-level BPE of a known split."""
     values = json.loads(tokenizer.files()[JSON_NAME])
     model, name = values["model"], _split_of(values)
-    is_plain = model["type"] == "BPE" and not any(model.get(key) for key in OTHER_BPE)
-    if name is None or not is_plain or bool(model.get("ignore_merges")) != (name == TAKES_WHOLE):
-        raise UsageError(
-            f"{tokenizer.path}: gguf has no name for how it splits a text; export --format llama,"
-            " and convert that with llama.cpp"
-        )
+    normalizer = (values.get("normalizer") or {}).get("type")
+    other = next(filter(model.get, OTHER_BPE), None)
+    takes_whole = bool(model.get("ignore_merges"))
+    reason = ""
+    if model["type"] != "BPE":
+        reason = f"is a {model['type']} model, and of a {JSON_NAME} byte pairs alone are written"
+    elif other is not None:
+        reason = f"has {other} = {shown(model[other])}, and gguf has no name for it"
+    elif name is None:
+        reason = "gguf has no name for how it splits a text"
+    elif normalizer is not None and (normalizer, name) != ("NFC", "qwen2"):
+        reason = f"has the normalizer {shown(normalizer)}, and gguf has no name for it"
+    elif takes_whole != (name == TAKES_WHOLE):
+        reason = f"has ignore_merges = {takes_whole}, unlike {name} of gguf, which splits so"
+    if reason or name is None:
+        raise UsageError(f"{tokenizer.path}: {reason}; export --format llama")
     tokens = {i: token for token, i in model["vocab"].items()}
     types = dict.fromkeys(tokens, NORMAL)
     for added in values.get("added_tokens") or ():
         if odd := next(filter(added.get, ("lstrip", "rstrip", "single_word")), None):
             raise UsageError(
                 f"{tokenizer.path}: gguf has no {odd} of the token {added['content']!r}; export"
-                " --format llama, and convert that with llama.cpp"
+                " --format llama"
             )
         tokens[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
@@ -272,9 +323,7 @@ def _split_of(values: Mapping[str, Any]) -> str | None:
         return None
     if last.get("use_regex", True) != (splits in ("", "digits")):
         return None
-    normalizer = (values.get("normalizer") or {}).get("type")
-    name = SPLITS.get(splits) if splits is not None else None
-    return name if normalizer is None or (normalizer, name) == ("NFC", "qwen2") else None
+    return SPLITS.get(splits) if splits is not None else None
 
 
 def _token_type(processor: sentencepiece.SentencePieceProcessor, i: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,27 +34,48 @@ from minimind.runtime.checked_json import (
     validate,
 )
 from minimind.runtime.durable_files import require_regular
-from minimind.runtime.file_kinds import GGUF, SAFETENSORS, TORCH, adapter_in, kind_of_file
+from minimind.runtime.file_kinds import (
+    GGUF,
+    IS_GGUF,
+    OF_DEEPSPEED,
+    SAFETENSORS,
+    STATE,
+    TORCH,
+    form_of_folder,
+    kind_of_file,
+)
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED = "pytorch_model.bin"
-# What torch.compile, DDP and FSDP put between the names of modules.
+# What torch.compile, DDP, FSDP, DeepSpeed and Lightning put between the names of modules.
 WRAPPERS = re.compile(
-    r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+    r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_fpw_module|_checkpoint_wrapped_module"
+    r"|_forward_module)\."
 )
+# Under these names PEFT, TRL, distillation and training scripts keep a whole model. `model.` is one
+# of them where what is below has a head, or a `model.` of its own.
+HOLDER = "(base_model|pretrained_model|student|student_model|actor|policy|llm|net|network|_model)"
+HOLDERS = re.compile(rf"{HOLDER}\.")
+HELD = re.compile(rf"model\.(model|lm_head|tok_embeddings|{HOLDER})\.")
+# Parts of names of what is not the weights themselves, and what to do.
+OTHERWISE_SAVED = {
+    r"base_layer|lora_\w+|modules_to_save": (
+        "belongs to an adapter that is not merged; merge it into the model (merge_and_unload of"
+        " PEFT), and name what this saves"
+    ),
+    r"_flat_param|flat_param_\d+": (
+        "is a shard of FSDP without names; save the model with StateDictType.FULL_STATE_DICT"
+    ),
+}
 # What models of 2023 saved and the configuration determines.
 COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 TRAINED = "trained"  # a value of --weights, like AVERAGE
 REPLACE = "get the file again, or name another"
 HEADER_SIZE = 8  # bytes, with the size of the header that follows
 LARGEST_HEADER = 2**23  # bytes; of a file with 100 layers 100 KB
-IS_GGUF = (
-    "is GGUF, which is written here and not read; name what it was exported from: a run, or a"
-    " directory of safetensors"
-)
 DTYPES = {  # names in the header of a safetensors file
     "F64": torch.float64,
     "F32": torch.float32,
@@ -167,13 +188,46 @@ def open_tensors(path: Path) -> TensorSource:
     Names are those of the model itself, whatever wrapped it when it was saved, without tables that
     are computed.
     """
-    source = _open_wrapped(path)
+    source = open_as_saved(path)
     saved = [name for name in source.shapes if not COMPUTED.fullmatch(name)]
-    names = {WRAPPERS.sub("", name): name for name in saved}
+    for part, what in OTHERWISE_SAVED.items():
+        if odd := next(filter(re.compile(rf"(.*\.)?({part})(\..*)?").fullmatch, saved), None):
+            raise CheckpointError(f"{source.path}: {shown(odd)} {what}")
+    names = dict(zip(unwrapped(saved), saved, strict=True))
     return source.renamed(names if len(names) == len(saved) else {name: name for name in saved})
 
 
-def _open_wrapped(path: Path) -> TensorSource:
+def unwrapped(names: Sequence[str]) -> list[str]:
+    """The names in the model itself of tensors that wrappers saved, in this order."""
+    names, before = [WRAPPERS.sub("", name) for name in names], []
+    while names != before:
+        before = names
+        holder = "model." if any(map(HELD.match, names)) else ""
+        names = [name.removeprefix(holder) for name in names]
+        names = [name[match.end() :] if (match := HOLDERS.match(name)) else name for name in names]
+    return names
+
+
+def require_known_prefix(source: TensorSource, path: Path, expected: Iterable[str]) -> None:
+    """Raise CheckpointError if the names are those `expected` behind a prefix, which it names."""
+    known = {*expected}
+    if known & {*source.shapes}:
+        return
+    for name in source.shapes:
+        prefix, rest = "", name
+        while rest and rest not in known:
+            part, _, rest = rest.partition(".")
+            prefix += f"{part}."
+        if rest:
+            raise CheckpointError(
+                f"{path}: {shown(source.file_names.get(name, name))} would be {rest} without the"
+                f" prefix {shown(prefix)}, which no wrapper known here writes; save the model"
+                " inside, or rename its tensors"
+            )
+
+
+def open_as_saved(path: Path) -> TensorSource:
+    """`open_tensors` under the names in the files."""
     if not disk.exists(path):
         raise CheckpointError(no_such_file(path))
     if not disk.is_dir(path):
@@ -186,12 +240,11 @@ def _open_wrapped(path: Path) -> TensorSource:
         return open_pickled([path / PICKLED], path)
     if disk.exists(path / PICKLED_INDEX):
         return open_pickled(_read_index(path / PICKLED_INDEX, PICKLED), path)
-    files = sorted((*disk.matching(path, "*.pth"), *disk.matching(path, "*.pt")))
-    if not files and (gguf_files := sorted(disk.matching(path, "*.gguf"))):
-        raise CheckpointError(f"{gguf_files[0]}: {IS_GGUF}")
-    if not files and (adapter := adapter_in(path)):
-        raise CheckpointError(f"{path}: {adapter}")
+    pickled = sorted((*disk.matching(path, "*.pth"), *disk.matching(path, "*.pt")))
+    files = [file for file in pickled if not STATE.search(file.name)]
     if len(files) != 1:
+        if form := form_of_folder(path):
+            raise CheckpointError(f"{path}: {form}")
         count = f"{len(files)} files .pth or .pt" if files else "no .pth or .pt"
         raise CheckpointError(
             f"{path}: has neither {WHOLE} nor {PICKLED}, nor an index of either, and {count}; name"
@@ -268,6 +321,9 @@ def _read_index(index: Path, whole: str) -> list[Path]:
         files = {*content["weight_map"].values()}
         if whole not in files and disk.lexists(index.with_name(whole)):
             raise CheckpointError(f"stands beside {whole}, which it does not list")
+        if missing := sorted(name for name in files if not disk.lexists(index.with_name(name))):
+            count = f"{len(missing)} of its {len(files)} files"
+            raise CheckpointError(f"has {count} not beside it ({missing[0]} for one)")
     return [index.with_name(name) for name in sorted(files)]
 
 
@@ -290,6 +346,8 @@ def open_pickled(files: list[Path], path: Path | None = None) -> TensorSource:
 
 def _load_pickled(path: Path) -> Mapping[str, Tensor]:
     """The tensors of a file, memory-mapped and loaded with weights_only=True."""
+    if path.name.endswith(OF_DEEPSPEED) and (form := form_of_folder(path.parent)):
+        raise CheckpointError(f"{path}: {form}")
     with readable(path, REPLACE):
         require_regular(path)
         kind = kind_of_file(path, TORCH)
@@ -311,6 +369,14 @@ def _load_pickled(path: Path) -> Mapping[str, Tensor]:
             raise CheckpointError(f"is damaged ({shown(reason)})") from error
         if type(tensors) is not dict and not isinstance(tensors, Mapping):
             raise CheckpointError(f"holds {type(tensors).__name__}, not tensors by name")
+    for name, value in tensors.items():
+        if isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values()):
+            raise CheckpointError(
+                f"{path}: has weights under {shown(name)}, beside what else training saved; save"
+                f" these alone (torch.save(torch.load(FILE)[{shown(name)}], 'model.pth')), and name"
+                " that file"
+            )
+    with readable(path, REPLACE):
         for name, value in tensors.items():
             _check_tensor(name, value)
     return tensors

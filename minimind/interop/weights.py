@@ -49,10 +49,13 @@ from minimind.interop.tensor_sources import (
     TensorSource,
     check_shapes,
     from_minimind2,
+    open_as_saved,
     open_checkpoint,
     open_tensors,
+    require_known_prefix,
     require_trained,
     to_interleaved,
+    to_minimind2,
 )
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime import disk
@@ -79,9 +82,12 @@ def match_tensors(source: TensorSource, path: Path, config: PretrainedConfig) ->
         model = model_of(config)
     expected = {name: list(value.shape) for name, value in model.state_dict().items()}
     ignored = model._keys_to_ignore_on_load_unexpected or ()
+    prefix = f"{model.base_model_prefix}."
+    known = {*expected, *(name.removeprefix(prefix) for name in expected)}
+    require_known_prefix(source, path, known)
     names = {}
     for name in source.shapes:
-        full = f"{model.base_model_prefix}.{name}"
+        full = f"{prefix}{name}"
         if name in expected or full not in expected:
             if name not in expected and any(re.search(pattern, name) for pattern in ignored):
                 continue
@@ -281,7 +287,7 @@ def _merged(path: Path, place: str) -> Weights:
     model = transformers_model(config, dtype=torch.float32)
     weights.fill(model)
     with readable(path, REPLACE):
-        held = {*open_tensors(path / ADAPTER_WEIGHTS).shapes}
+        held = {*open_as_saved(path / ADAPTER_WEIGHTS).shapes}
         try:
             with warnings.catch_warnings(action="ignore"):  # of what is compared next
                 adapted = peft.PeftModel.from_pretrained(model, str(path))
@@ -363,10 +369,11 @@ def _load_minimind2(path: Path, source: TensorSource, flags: ShapeFlags) -> Weig
 
 
 def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
-    note = ""
+    note, shape = "", {}
     if disk.is_dir(path):
         shape, note = read_llama_config(path / CONFIG, source.shapes, flags)
-    else:
+    require_known_prefix(source, path, (EMBEDDING, str(to_minimind2(EMBEDDING))))
+    if not shape:
         shape = shape_from_tensors(path, source.shapes, flags)
         shape["tie_word_embeddings"] = _is_tied(source)
     tensors = source.renamed(

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from minimind.runtime import disk
 from minimind.runtime.durable_files import read_small, without_waiting
@@ -197,6 +198,91 @@ def kind_of_file(path: Path, *expected: str) -> Kind | None:
     except OSError:
         return None
     return kind_of_content(start, *expected) if start else None
+
+
+OF_DEEPSPEED = ("_optim_states.pt", "_model_states.pt")
+# What training leaves beside a model: no weights, or not in a form that is read.
+STATE = re.compile(
+    r"(?:^|/)(?:(?:training_args|optimizer|scheduler|scaler|rng_state|random_states)[^/]*"
+    rf"|[^/]*({'|'.join(map(re.escape, OF_DEEPSPEED))})|(?:common|model_optim_rng)\.pt)$"
+)
+IS_GGUF = (
+    "is GGUF, which is written here and not read; name what it was exported from: a run, or a"
+    " directory of safetensors"
+)
+BESIDE = "put its config.json and tokenizer there, and name OUT"
+# What is in a folder -> what this is and the way out, where {found} is the first of its files,
+# {above} the folder of this, and {root} and {tag} are DeepSpeed's.
+FORMS = (
+    (
+        ("latest_universal", "*_universal/zero", "zero/*/fp32.pt"),
+        "is a universal checkpoint of DeepSpeed; name the one that it was made from",
+    ),
+    (
+        ("*/*_optim_states.pt", "*_optim_states.pt"),
+        "is a checkpoint of DeepSpeed; write its weights with `python -m"
+        f" deepspeed.utils.zero_to_fp32 {{root}} OUT{{tag}}`, {BESIDE}",
+    ),
+    (
+        ("*/mp_rank_*_model_states.pt", "mp_rank_*_model_states.pt"),
+        "is a checkpoint of DeepSpeed without ZeRO; save what {found} has under 'module' with"
+        " torch.save, and name that file",
+    ),
+    (("zero_to_fp32.py",), "is a checkpoint of DeepSpeed without its files; get it again"),
+    (
+        (
+            *("latest_checkpointed_iteration.txt", "iter_*/mp_rank_*", "mp_rank_*/*.pt"),
+            *("model_optim_rng.pt", "common.pt", "*.nemo"),
+        ),
+        "is a checkpoint of Megatron ({found}); convert it to Hugging Face's layout (Megatron"
+        " Bridge does), and name the folder that this writes",
+    ),
+    (
+        ("pytorch_model_fsdp_*/*.distcp", "*.distcp", "model*/*.distcp", "*/*.distcp"),
+        "has its weights in shards of torch.distributed; write them with `accelerate merge-weights"
+        f" {{above}} OUT`, {BESIDE}",
+    ),
+    (
+        ("*.h5", "*.msgpack", "model.ckpt*.index"),
+        "has weights of TensorFlow or Flax ({found}); write them with transformers 4"
+        " (from_pretrained with from_tf or from_flax, then save_pretrained), and name that folder",
+    ),
+    (("*.gguf",), f"has {{found}}; it {IS_GGUF}"),
+    (
+        ("*.onnx", "onnx/*.onnx", "openvino_model.xml", "*.mlpackage", "*.tflite"),
+        "has a model for inference alone ({found}); name the safetensors that it was made from",
+    ),
+    (
+        ("*.ckpt",),
+        "has checkpoints of Lightning; save what {found} has under 'state_dict' with torch.save,"
+        " and name that file",
+    ),
+    (
+        ("consolidated.*.pth", "consolidated*.safetensors"),
+        "has weights in the layout of Meta or Mistral ({found}); get the model in Hugging Face's",
+    ),
+    (
+        ("checkpoint-*/config.json", "snapshots/*/config.json"),
+        "has no weights itself; name a model in it, such as {above}",
+    ),
+)
+
+
+def form_of_folder(folder: Path) -> str:
+    """What a folder without weights that are read here is, with the way out; empty if unknown."""
+    if adapter := adapter_in(folder):
+        return adapter
+    for names, what in FORMS:
+        paths = (path for name in names for path in sorted(disk.matching(folder, name)))
+        if (found := next(paths, None)) is None:
+            continue
+        above = found.parent if found.parent.name else disk.resolve(found.parent)
+        has_newest = above != folder and disk.is_file(folder / "latest")
+        tag = "" if has_newest else f" --tag {quote(above.name)}"
+        root = above.parent
+        return what.format(found=found, above=quote(str(above)), root=quote(str(root)), tag=tag)
+    state = sorted(path.name for path in disk.matching(folder, "*") if STATE.search(path.name))
+    return f"has the state of training alone ({', '.join(state)}); name the model" if state else ""
 
 
 def adapter_in(folder: Path) -> str:

@@ -25,6 +25,7 @@ from minimind.errors import RunError, StorageError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import free_bytes, mebibytes, sha256_of, storing
 from minimind.runtime.environment import rank_of
+from minimind.runtime.file_kinds import STATE
 from minimind.runtime.filesystem import HUB, NoAnswer, is_passing, require_server, retrying
 from minimind.runtime.object_cache import in_parallel
 from minimind.runtime.urls import HUB_PREFIX, ON_THE_HUB, masked, masked_text, without_query
@@ -36,7 +37,6 @@ FORMS = (
     re.compile(r"(?:^|/)(?:adapter_)?model(?:-\d+-of-\d+)?\.safetensors$"),
     re.compile(r"(?:^|/)(?:pytorch|adapter)_model(?:-\d+-of-\d+)?\.bin$"),
 )
-NO_WEIGHTS = re.compile(r"(?:^|/)(?:training_args|optimizer|scheduler|scaler|rng_state)[^/]*$")
 CARD = "README.md"
 BESIDE_WEIGHTS = (".json", ".model", ".jinja", ".txt", ".tiktoken")
 NAMED = 3  # files in a message
@@ -118,7 +118,7 @@ def _weights_of(model: Repository, names: Sequence[str]) -> list[str]:
     by_form = ([name for name in names if form.search(name)] for form in FORMS)
     if found := next(filter(None, by_form), []):
         return found
-    found = [name for name in names if name.endswith(WEIGHTS) and not NO_WEIGHTS.search(name)]
+    found = [name for name in names if name.endswith(WEIGHTS) and not STATE.search(name)]
     if len(found) > 1:
         raise UsageError(
             f"{model}: has {len(found)} files of weights; name one, such as"

@@ -26,6 +26,7 @@ from minimind.data.text.inputs import (
 from minimind.data.text.readers import read_segment
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import disk
+from minimind.runtime.file_kinds import form_of_folder
 from minimind.runtime.installed import LAUNCH
 from minimind.runtime.urls import is_url, require_path
 
@@ -84,7 +85,9 @@ def require_resume_path(run: RunConfig) -> None:
             f"--resume {path}: name one of its step_ directories, or {path.parent}"
         )
     if not (published_checkpoints(path / "checkpoints") or disk.exists(path / MANIFEST)):
-        raise CheckpointError(f"--resume {path}: holds no checkpoint; name a step_ directory")
+        form = form_of_folder(path)
+        remedy = "holds no checkpoint; name a step_ directory"
+        raise CheckpointError(f"--resume {path}: {form or remedy}")
 
 
 def _require_init_from(run: RunConfig) -> None:

@@ -13,18 +13,23 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import minimind.train
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.load import load_tokenizer
+from minimind.errors import CheckpointError
 from minimind.inference.generate import Sampling, generate_texts
 from minimind.inference.load_model import load_checkpoint, load_model
+from minimind.interop.foreign_config import ARCHITECTURES, FIXED, MISTRAL_WINDOW, NO_ROPE_INTERVAL
 from minimind.interop.tensor_sources import open_tensors
+from minimind.interop.weights import load_weights_from
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.train.initial_weights import read_initial
 from tests.conftest import sentences
@@ -588,6 +593,90 @@ def test_without_peft_it_is_named(saved, tmp_path, capsys, monkeypatch):
     assert error.rstrip().endswith("-m pip install peft")
 
 
+# --- keys that are left out ---------------------------------------------------------------------
+
+# The class of Mistral has 8 heads of keys and values where the file has none.
+HEADS: Values = {"num_attention_heads": 16, "num_key_value_heads": 8}
+NOT_READ = {
+    *("architectures", "transformers_version", "dtype", "torch_dtype", "initializer_range"),
+    *("use_cache", "attention_dropout", "pretraining_tp", "max_window_layers", "flash_attn"),
+    *("num_experts", "dropout"),
+}
+WINDOWS = ("sliding_window", "layer_types", "rope_scaling", "quantization_config")
+THEIR_ERRORS = (
+    *(OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
+    StrictDataclassError,
+)
+# As transformers writes them, with values other than the defaults of the class where it may be.
+KEYS = {
+    "llama": Form("llama", base(5e5)),
+    "llama, tied": Form("llama", {"tie_word_embeddings": True, "head_dim": 16}),
+    "mistral": Form("mistral", {**HEADS, "sliding_window": None}),
+    "mistral, tied": Form("mistral", {"tie_word_embeddings": True, "head_dim": 4}),
+    "qwen2": Form("qwen2", base(1e6)),
+    "qwen3": Form("qwen3", base(1e6)),
+    "qwen3, as its class": Form("qwen3", {"head_dim": 128}),
+    "smollm3": Form("smollm3", {**SMOLLM3, "no_rope_layer_interval": 2, **base(5e5)}),
+    "smollm3, untied": Form("smollm3", {**SMOLLM3, "tie_word_embeddings": False}),
+    "minimind": Form("qwen3", {**base(1e6), "tie_word_embeddings": True}, MINIMIND3),
+}
+
+
+def test_defaults_are_those_of_the_classes():
+    for kind, (_, theta, is_tied) in ARCHITECTURES.items():
+        if kind == "minimind":
+            continue
+        config = CONFIG_MAPPING[kind]()
+        assert config.rope_parameters["rope_theta"] == theta
+        assert config.tie_word_embeddings == is_tied
+        for name, value in FIXED.items():
+            assert getattr(config, name, value) == value
+    assert CONFIG_MAPPING["mistral"]().sliding_window == MISTRAL_WINDOW
+    assert CONFIG_MAPPING["smollm3"]().no_rope_layer_interval == NO_ROPE_INTERVAL
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("mistral", "num_key_value_heads"), ("smollm3", "tie_word_embeddings")]
+)
+def test_the_default_of_a_class_is_taken(name, key, tokenizer, tmp_path):
+    KEYS[name].save(tmp_path / "model", tokenizer)
+    change_config(tmp_path / "model", **{key: None})
+    require_equal(ours(tmp_path / "model", tmp_path / "out"), theirs(tmp_path / "model"))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("absent", [True, False], ids=["absent", "null"])
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_left_out_is_as_in_transformers_or_it_is_named(name, absent, tokenizer, tmp_path):
+    folder = tmp_path / "model"
+    KEYS[name].save(folder, tokenizer)
+    whole = json.loads((folder / "config.json").read_bytes())
+    right = theirs(as_transformers(folder))
+    for key in sorted({*whole, *WINDOWS} - NOT_READ):
+        values = {**whole, key: None}
+        if absent:
+            del values[key]
+        (folder / "config.json").write_text(json.dumps(values))
+        shutil.rmtree(tmp_path / "model of transformers", ignore_errors=True)
+        try:
+            expected = theirs(as_transformers(folder))
+        except THEIR_ERRORS:
+            expected = None
+        report, weights = "", None
+        try:
+            weights = load_weights_from(folder)
+        except CheckpointError as error:
+            report = str(error)
+        if weights is None:
+            assert report.startswith(f"{folder}"), report
+            assert key in report or (expected is None and "config.json requires" in report), report
+            continue
+        model = MiniMindForCausalLM(weights.config)
+        weights.fill(model)
+        # What transformers does not read has to be the model as it was.
+        require_equal(logits(model), right if expected is None else expected)
+
+
 # --- mutations ----------------------------------------------------------------------------------
 
 BASES = (
@@ -638,9 +727,6 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     "no_rope_layer_interval": (1, 2, 4, 9, 0, "2"),
     "unknown_field": (1, "x", None),
 }
-
-
-THEIR_ERRORS = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
 
 def mutate_tensors(folder: Path, draw: random.Random) -> tuple[str, ...]:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
+import sentencepiece
+from transformers import AutoTokenizer
 
+from minimind.cli.main import main
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import UsageError
 from minimind.interop.gguf import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED, gguf_vocabulary
 from tests.conftest import sentences
 from tests.interop.byte_level import SPECIAL, THOUGHT, write_tokenizer
+from tests.interop.hostile import good_folder
 
 
 @pytest.fixture(scope="module", params=SPLITS.values())
@@ -45,20 +51,42 @@ def step(values: dict[str, Any], number: int) -> dict[str, Any]:
     return first["pretokenizers"][number] if first["type"] == "Sequence" else first
 
 
-CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "another expression": lambda v: step(v, 0)["pattern"].update(Regex=r"\w+"),
-    "a literal": lambda v: step(v, 0).update(pattern={"String": " "}),
-    "what is between": lambda v: step(v, 0).update(invert=True),
-    "words removed": lambda v: step(v, 0).update(behavior="Removed"),
-    "split twice": lambda v: step(v, 1).update(use_regex=True),
-    "a space in front": lambda v: step(v, 1).update(add_prefix_space=True),
-    "three steps": lambda v: v["pre_tokenizer"]["pretokenizers"].insert(0, dict(step(v, 0))),
-    "punctuation": lambda v: step(v, 0).update(type="Punctuation"),
-    "no splits": lambda v: v.update(pre_tokenizer=None),
-    "lower case": lambda v: v.update(normalizer={"type": "Lowercase"}),
-    "whole words": lambda v: v["model"].update(ignore_merges=True),
-    "an end of words": lambda v: v["model"].update(end_of_word_suffix="</w>"),
-    "dropout": lambda v: v["model"].update(dropout=0.1),
+SPLIT = "gguf has no name for how it splits a text"
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another expression": (lambda v: step(v, 0)["pattern"].update(Regex=r"\w+"), SPLIT),
+    "a literal": (lambda v: step(v, 0).update(pattern={"String": " "}), SPLIT),
+    "what is between": (lambda v: step(v, 0).update(invert=True), SPLIT),
+    "words removed": (lambda v: step(v, 0).update(behavior="Removed"), SPLIT),
+    "split twice": (lambda v: step(v, 1).update(use_regex=True), SPLIT),
+    "a space in front": (lambda v: step(v, 1).update(add_prefix_space=True), SPLIT),
+    "three steps": (
+        lambda v: v["pre_tokenizer"]["pretokenizers"].insert(0, dict(step(v, 0))),
+        SPLIT,
+    ),
+    "punctuation": (lambda v: step(v, 0).update(type="Punctuation"), SPLIT),
+    "no splits": (lambda v: v.update(pre_tokenizer=None), SPLIT),
+    "lower case": (
+        lambda v: v.update(normalizer={"type": "Lowercase"}),
+        "has the normalizer 'Lowercase', and gguf has no name for it",
+    ),
+    "whole words": (
+        lambda v: v["model"].update(ignore_merges=True),
+        "has ignore_merges = True, unlike qwen2 of gguf, which splits so",
+    ),
+    "an end of words": (
+        lambda v: v["model"].update(end_of_word_suffix="</w>"),
+        "has end_of_word_suffix = '</w>', and gguf has no name for it",
+    ),
+    "dropout": (
+        lambda v: v["model"].update(dropout=0.1),
+        "has dropout = 0.1, and gguf has no name for it",
+    ),
+    "unigram": (
+        lambda v: v.update(
+            model={"type": "Unigram", "vocab": [[t, -1.0] for t in v["model"]["vocab"]]}
+        ),
+        "is a Unigram model, and of a tokenizer.json byte pairs alone are written",
+    ),
 }
 
 
@@ -68,9 +96,10 @@ def test_what_llama_cpp_would_split_otherwise_is_refused(change: str, tmp_path: 
     tokenizer = load_tokenizer(tmp_path)
     gguf_vocabulary(tokenizer, tokenizer.vocab_size)
     values = json.loads((tmp_path / "tokenizer.json").read_text())
-    CHANGES[change](values)
+    apply, told = CHANGES[change]
+    apply(values)
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(UsageError, match="gguf has no name for how it splits a text; export"):
+    with pytest.raises(UsageError, match=f"tokenizer.json: {told}; export --format llama$"):
         gguf_vocabulary(load_tokenizer(tmp_path), tokenizer.vocab_size)
 
 
@@ -79,5 +108,130 @@ def test_composition_is_known_with_the_split_of_qwen2_alone(name: str, tmp_path:
     write_tokenizer(tmp_path, name, sentences(1, 20))
     values = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps({**values, "normalizer": {"type": "NFC"}}))
-    with pytest.raises(UsageError, match="gguf has no name"):
+    with pytest.raises(UsageError, match="has the normalizer 'NFC', and gguf has no name for it"):
         gguf_vocabulary(load_tokenizer(tmp_path), 1000)
+
+
+TEXTS = (
+    *("Hello, world!", " one space", "  two", "   three  inside ", "a", " ", "  ", "\n", "\n\n a"),
+    *("\ttab", "春眠不覺曉，處處聞啼鳥。", " 春眠", "日本語のテキスト", "naïve café", "🙂👩‍👩‍👧"),
+    *("def f(x):\n    return x ** 2\n", "0123456789 3.14", "the wind and the sky", "end ", "x\r\n"),
+)
+
+
+def sentencepiece_model(folder: Path, own: tuple[str, ...] = (), **changes: Any) -> Any:
+    """A SentencePiece tokenizer as Llama 2 has it, but for `changes`."""
+    options: dict[str, Any] = {
+        **{"model_type": "bpe", "vocab_size": 400, "normalization_rule_name": "identity"},
+        **{"byte_fallback": True, "remove_extra_whitespaces": False, "add_dummy_prefix": True},
+        **{"character_coverage": 0.9995, "pad_id": -1, "minloglevel": 2, "num_threads": 1},
+        **{"user_defined_symbols": [*own], "hard_vocab_limit": False},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer: Any = sentencepiece.SentencePieceTrainer
+    with open(folder / "tokenizer.model", "wb") as file:
+        trainer.train(
+            sentence_iterator=iter([*sentences(1, 200), *TEXTS]),
+            model_writer=file,
+            **{**options, **changes},
+        )
+    return load_tokenizer(folder)
+
+
+def scored(entries: dict[str, Any], text: str) -> list[int]:
+    """Ids as llama.cpp makes them of a vocabulary of "llama": the highest score merges first."""
+    ids = {token: i for i, token in enumerate(entries["tokens"])}
+    can = {t: i for t, i in ids.items() if entries["token_type"][i] == NORMAL}
+    text = f" {text}" if entries["add_space_prefix"] and text else text
+    parts = [*text.replace(" ", "\u2581")]
+    while True:
+        pairs = [(at, can.get(a + b)) for at, (a, b) in enumerate(pairwise(parts))]
+        known = [(-entries["scores"][i], at) for at, i in pairs if i is not None]
+        if not known:
+            break
+        at = min(known)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    spelt = ([can[p]] if p in can else [ids[f"<0x{b:02X}>"] for b in p.encode()] for p in parts)
+    return [i for own in spelt for i in own]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_space_before_a_text_is_kept(prefix: bool, tmp_path: Path):
+    tokenizer = sentencepiece_model(tmp_path, add_dummy_prefix=prefix)
+    entries = gguf_vocabulary(tokenizer, tokenizer.vocab_size + 2)
+    assert entries["add_space_prefix"] is prefix
+    for text in TEXTS:
+        assert scored(entries, text) == tokenizer.encode(text), text
+
+
+def test_own_pieces_are_user_defined(tmp_path: Path):
+    own = ("<|user|>", "[INST]")
+    tokenizer = sentencepiece_model(tmp_path, own, add_dummy_prefix=False)
+    entries = gguf_vocabulary(tokenizer, tokenizer.vocab_size)
+    kinds = zip(entries["tokens"], entries["token_type"], strict=True)
+    assert {token for token, kind in kinds if kind == USER_DEFINED} == {*own}
+
+
+def test_a_written_file_has_the_space_and_gives_the_ids(tmp_path: Path):
+    folder = good_folder(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink()
+    tokenizer = sentencepiece_model(folder)
+    words = ["export", "--checkpoint", str(folder), "--format", "gguf", "--out"]
+    assert main([*words, str(tmp_path / "out")]) == 0
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    names = ("tokens", "scores", "token_type", "add_space_prefix")
+    entries: Any = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in names}
+    assert entries["add_space_prefix"] is True
+    (tmp_path / "out" / "tokenizer.model").unlink()  # else transformers converts this one
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
+    for text in TEXTS:
+        assert scored(entries, text) == tokenizer.encode(text), text
+        if not text.startswith(" "):  # transformers puts no second space before a text
+            found = theirs.encode(text, add_special_tokens=False)
+            assert found == tokenizer.encode(text), text
+
+
+REFUSED = {
+    "unigram": (
+        {"model_type": "unigram"},
+        "is a model of unigram pieces, and only those that are merged are written as gguf",
+    ),
+    "words": ({"model_type": "word", "byte_fallback": False}, "is a model of word pieces, and"),
+    "no bytes": (
+        {"byte_fallback": False},
+        "has no byte pieces, in which readers of gguf spell what has no other",
+    ),
+    "nmt_nfkc": (
+        {"normalization_rule_name": "nmt_nfkc"},
+        "normalizes a text by nmt_nfkc, which readers of gguf do not for merged pieces",
+    ),
+    "nfkc_cf": ({"normalization_rule_name": "nfkc_cf"}, "normalizes a text by nfkc_cf, which"),
+    "spaces removed": (
+        {"remove_extra_whitespaces": True},
+        "removes or moves spaces of a text, which readers of gguf do not for merged pieces",
+    ),
+    "spaces after words": ({"treat_whitespace_as_suffix": True}, "removes or moves spaces of a te"),
+    "own pieces that overlap": (
+        {"own": ("ab", "bcd"), "add_dummy_prefix": False},
+        "matches 'ab' before it merges, which readers of gguf do in another order",
+    ),
+    "own pieces with spaces": (
+        {"own": ("\u2581\u2581x",), "add_dummy_prefix": False},
+        "matches '\u2581\u2581x' before it merges, which readers of gguf do in another order",
+    ),
+    "own pieces and a space": (
+        {"own": ("<|user|>",)},
+        "matches '<|user|>' before it merges, which readers of gguf do in another order",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_sentencepiece_model_is_refused_by_what_it_does(name: str, tmp_path: Path):
+    changes, told = REFUSED[name]
+    tokenizer = sentencepiece_model(tmp_path, **changes)
+    with pytest.raises(UsageError) as caught:
+        gguf_vocabulary(tokenizer, tokenizer.vocab_size)
+    assert f"{tmp_path}/tokenizer.model: {told}" in str(caught.value)
+    assert str(caught.value).endswith("; export --format llama")

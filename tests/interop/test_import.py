@@ -426,7 +426,7 @@ def test_file_beside_a_configuration_is_reported_with_its_folder(llama, tmp_path
 def test_gguf_input_is_rejected(kind, place, tmp_path, capsys):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(99))
     assert import_model(tmp_path / place, tmp_path / "out", kind=kind) == 4
-    words = "model.gguf: is GGUF, which is written here and not read; name what it was exported"
+    words = "is GGUF, which is written here and not read; name what it was exported"
     refused(4, words, capsys=capsys, tmp_path=tmp_path)
 
 

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from minimind.architecture.hf_models import foreign_config
 from minimind.cli.main import main
 from minimind.config.parse import config_file
 from minimind.errors import CheckpointError, UsageError
-from minimind.interop.tensor_sources import open_tensors
-from minimind.interop.weights import load_weights_from
+from minimind.interop.tensor_sources import open_tensors, unwrapped
+from minimind.interop.weights import load_transformers_weights, load_weights_from
 from minimind.model.decoder import MiniMindForCausalLM
 from tests.interop.hostile import good_folder
 from tests.model.references import as_reference, build
@@ -35,7 +36,17 @@ WRAPPED: dict[str, Callable[[str], str]] = {
     "checkpoints": lambda name: name.replace(".mlp.", "._checkpoint_wrapped_module.mlp."),
     "a base model": lambda name: name.removeprefix(PREFIX),
     "a compiled base model": lambda name: f"_orig_mod.{name.removeprefix(PREFIX)}",
+    "PEFT": lambda name: f"base_model.model.{name}",
+    "Lightning": lambda name: f"model.{name}",
 }
+# Also read, by names alone.
+IN_FRONT = (
+    *("_forward_module.", "module.module.", "_fpw_module.", "model._orig_mod.", "_orig_mod.model."),
+    *("pretrained_model.", "student.", "student_model.", "actor.", "policy.", "llm.", "net."),
+    *("network.", "_model.", "model.module.", "module._orig_mod.base_model.model."),
+    *("_forward_module.model._orig_mod.", "model.base_model.model.", "student.model.module."),
+    *("pretrained_model.base_model.model.", "_fsdp_wrapped_module.base_model.model._orig_mod."),
+)
 
 
 @pytest.fixture
@@ -68,6 +79,72 @@ def test_they_are_read_exactly(how: str, as_file: bool, folder: Path, tmp_path: 
     with torch.no_grad():
         reference = as_reference(build(vocab_size=512))(ids).logits
         torch.testing.assert_close(model(ids).logits, reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_head", [True, False], ids=["head", "tied"])
+@pytest.mark.parametrize("prefix", ["", *IN_FRONT])
+def test_prefixes_are_dropped_in_any_order(prefix: str, has_head: bool):
+    names = [f"model.layers.0.{part}.weight" for part in ("self_attn.q_proj", "input_layernorm")]
+    names += ["model.embed_tokens.weight", "model.norm.weight", *(["lm_head.weight"] * has_head)]
+    assert unwrapped([f"{prefix}{name}" for name in names]) == names
+    theirs = ["layers.0.attention.wq.weight", "tok_embeddings.weight", "norm.weight"]
+    assert unwrapped([f"{prefix}{name}" for name in theirs]) == theirs
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["transformer.h.0.ln_1.weight", "transformer.wte.weight", "lm_head.weight"],  # GPT-2
+        ["model.decoder.layers.0.fc1.weight", "model.decoder.embed_tokens.weight"],  # OPT
+        ["gpt_neox.layers.0.mlp.weight", "embed_out.weight"],
+        ["backbone.layers.0.mixer.in_proj.weight", "backbone.embeddings.weight"],  # Mamba
+        ["model.layers.0.mlp.gate_proj.weight", "model.embed_tokens.weight"],  # tied
+        ["embed_tokens.weight", "layers.0.mlp.up_proj.weight", "norm.weight"],
+    ],
+)
+def test_names_of_models_themselves_are_kept(names: list[str]):
+    assert unwrapped(names) == names
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "import": load_weights_from,
+    "hf": lambda folder: load_transformers_weights(
+        str(folder), foreign_config(json.loads((folder / "config.json").read_bytes()))
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda name: f"my_wrapper.inner.{name}",
+            "without the prefix 'my_wrapper.inner.', which no wrapper known"
+            " here writes; save the model inside, or rename its tensors",
+        ),
+        (
+            lambda name: name.replace("q_proj.", "q_proj.base_layer."),
+            "belongs to an adapter that is not merged; merge it into the model (merge_and_unload",
+        ),
+        (
+            lambda name: name.replace("q_proj.weight", "q_proj.lora_A.default.weight"),
+            "belongs to an adapter that is not merged; merge it into the model (merge_and_unload",
+        ),
+        (
+            lambda name: name.replace("mlp.up_proj.weight", "_flat_param"),
+            "is a shard of FSDP without names; save the model with StateDictType.FULL_STATE_DICT",
+        ),
+    ],
+)
+def test_what_names_tell_is_said(
+    change: Callable[[str], str], told: str, reader: str, folder: Path
+):
+    rename(folder, change)
+    with pytest.raises(CheckpointError) as caught:
+        READERS[reader](folder)
+    assert str(caught.value).startswith(f"{folder}: ")
+    assert told in str(caught.value)
 
 
 def test_names_that_would_be_one_are_kept(folder: Path):
