@@ -109,6 +109,8 @@ class ReadOptions:
     records: Records | None = None  # documents are whole records and not the text of the field
     # Documents that are none here: names of files by the sha256 of a text that is held out.
     held_out: Mapping[bytes, str] = field(default_factory=dict, compare=False)
+    # What readers say beside documents: files, and what follows the name of each.
+    remarks: list[tuple[Path, str]] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         _pieces_of(self.text_field)
@@ -184,6 +186,8 @@ class Rejection:
     """A rejected document: the reason and its position. `line` counts from 1, as rows of tables do.
 
     `byte` is the offset of the line in the decompressed file, or of the first byte not in UTF-8.
+    Where the reader lost its place, `documents` are all that are lost with it, and `bytes` what is
+    lost of the file besides, in which documents cannot be counted.
     """
 
     path: Path
@@ -191,6 +195,8 @@ class Rejection:
     byte: int | None
     what: str
     remedy: str
+    documents: int = 1
+    bytes: int = 0
 
     def __str__(self) -> str:
         place = f"row {self.line}" if self.byte is None else f"byte {self.byte}"
@@ -198,13 +204,18 @@ class Rejection:
 
 
 class DocumentError(Exception):
-    """Raised for a bad document: reason, remedy, and offset in the line."""
+    """Raised for a bad document: reason, remedy, and offset in the line.
 
-    def __init__(self, reason: str, remedy: str, at: int = 0) -> None:
+    `documents` and `bytes` are those of a Rejection.
+    """
+
+    def __init__(self, reason: str, remedy: str, at: int = 0, documents: int = 1) -> None:
         super().__init__(reason)
         self.reason = reason
         self.remedy = remedy
         self.at = at
+        self.documents = documents
+        self.bytes = 0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from minimind.data.text.documents import (
+    CONVERSATIONS,
     LINE_BYTES_BESIDE_TEXT,
     DocumentError,
     ReadOptions,
@@ -37,6 +38,7 @@ from minimind.data.text.inputs import (
 )
 from minimind.data.text.tables import BUFFER_BYTES, Damage, dataset_texts, parquet_texts, unpacked
 from minimind.errors import DataError
+from minimind.runtime import disk
 from minimind.runtime.file_kinds import (
     JSON_LIST,
     JSON_TEXT,
@@ -46,6 +48,8 @@ from minimind.runtime.file_kinds import (
     kind_of_file,
 )
 
+# A record of as many lines, and of as many times the lines of those before it, may hold others.
+LONG_RECORD, LONGER = 100, 10
 # A document: its text, the bytes of the segment read so far, its line or row, and its offset.
 Found = Iterator[tuple[str, int, int, int | None] | Rejection]
 PIECE_BYTES = 2**20
@@ -165,7 +169,26 @@ def _document_or_error(line: bytes | bytearray | None, reading: ReadOptions) -> 
     try:
         return reading.records.of_line(line) if reading.records else document_of_line(line, reading)
     except DocumentError as error:
+        error.documents = _documents_in(line, reading)
+        error.bytes = line.count(b"\0")  # text that a disk or a crash has replaced
         return error
+
+
+def _documents_in(line: bytes | bytearray, reading: ReadOptions) -> int:
+    """How many documents a bad line holds: more than one if it is no JSON and has as many fields.
+
+    Lines may be joined, and a quote without its end lets an item of a list go on over others.
+    """
+    names = CONVERSATIONS if reading.records and not reading.records.around_text else reading.names
+    fields = (re.escape(json.dumps(name.rpartition(".")[2]).encode()) for name in names)
+    counts = [len(re.findall(rb"%s\s*:" % field, line)) for field in fields]
+    if max(counts) < 2:
+        return 1
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return max(counts)
+    return 1
 
 
 def in_file(rejection: Rejection) -> Rejection:
@@ -212,7 +235,7 @@ class _Plain(io.FileIO):
     def consumed(self) -> int:
         return self.tell()
 
-    given = consumed
+    given = reached = consumed
 
 
 @contextmanager
@@ -251,8 +274,22 @@ def _streamed_lines(segment: Segment, reading: ReadOptions) -> Found:
             if not number:
                 yield _emptiness(segment.path)
         except Damage as damage:
-            error = DocumentError(str(damage), damage.remedy)
-            yield _rejection(segment.path, number + 1, position, error)
+            yield _rest(segment.path, number + 1, position, content, damage, reading)
+
+
+def _rest(
+    path: Path, line: int, begin: int, content: Any, damage: Damage, reading: ReadOptions
+) -> Rejection:
+    """The rejection for what follows in a file that cannot be read further; also a remark."""
+    size = disk.stat(path).st_size
+    lost = max(0, size - content.reached * begin // max(1, content.given))
+    is_part = begin and lost
+    some = f" ({lost:,} of {size:,} bytes of the file are not read)" if is_part else ""
+    error = DocumentError(f"{damage}{some}", damage.remedy)
+    error.bytes = lost
+    rejection = _rejection(path, line, begin, error)
+    reading.remarks.append((path, str(rejection).removeprefix(str(path))))
+    return rejection
 
 
 # Up to the end of a string, and up to what begins a string, or ends or holds items.
@@ -293,7 +330,10 @@ def _items(
             item, begin, backslashes = bytearray(), position, 0
         depth += _DEPTH.get(mark, 0)
     if depth:
-        raise Damage("the list is cut off")
+        if depth == 1:
+            raise Damage("the list is cut off")
+        what = "the list is cut off, or a quote or bracket of this item has no end"
+        raise Damage(what, "copy the file again, or correct it")
 
 
 def _marks(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
@@ -326,10 +366,43 @@ class _CsvLines:
         self.longest = 2 * reading.max_document_bytes + LINE_BYTES_BESIDE_TEXT
         self.begin = self.end = 0  # bytes
         self.first, self.number = 1, 0  # lines
+        self.records = self.lines_of_records = 0  # good ones
         self._file = file
 
     def begin_record(self) -> None:
         self.begin, self.first = self.end, self.number + 1
+
+    def end_record(self) -> None:
+        self.records += 1
+        self.lines_of_records += self.size
+
+    @property
+    def size(self) -> int:
+        """Lines of the record."""
+        return self.number + 1 - self.first
+
+    @property
+    def has_long_record(self) -> bool:
+        return self.size >= LONG_RECORD and self._usual_records >= LONGER
+
+    @property
+    def _usual_records(self) -> int:
+        """How many records the lines of this one usually hold."""
+        return self.size * max(1, self.records) // max(1, self.lines_of_records)
+
+    @property
+    def remark(self) -> str:
+        return (
+            f":{self.first}: one document is read from the {self.size} lines up to {self.number};"
+            " if it holds other rows, end the quotes of its first line"
+        )
+
+    def lost_with(self, error: DocumentError) -> DocumentError:
+        """Count the documents whose lines a bad record takes."""
+        if self.size > 1:
+            error.reason += f", and the {self.size} lines up to {self.number} are not read"
+        error.documents = max(1, self._usual_records)
+        return error
 
     def __iter__(self) -> _CsvLines:
         return self
@@ -372,12 +445,16 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
                         continue
                     document: str | DocumentError = _document_of_row(row, columns, width, reading)
                 except csv.Error as error:
-                    fix = "write quotes within a cell twice"
-                    document = DocumentError(f"is not CSV ({error})", fix)
+                    fix = "end the quotes of a cell, and write those within it twice"
+                    document = lines.lost_with(DocumentError(f"is not CSV ({error})", fix))
                 except DocumentError as error:
-                    document = error
+                    is_short = len(row) == width and not lines.has_long_record
+                    document = error if is_short else lines.lost_with(error)
                 has_rows = True
                 if isinstance(document, str):
+                    if lines.has_long_record:
+                        reading.remarks.append((path, lines.remark))
+                    lines.end_record()
                     yield document, _reached(content, lines.end), lines.first, lines.begin
                 else:
                     document.at = 0  # of a cell
@@ -385,8 +462,7 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
             if not has_rows:
                 yield _emptiness(path)
         except Damage as damage:
-            error = DocumentError(str(damage), damage.remedy)
-            yield _rejection(path, lines.first, lines.begin, error)
+            yield _rest(path, lines.first, lines.begin, content, damage, reading)
 
 
 def _csv_columns(
@@ -453,18 +529,19 @@ def _dataset_rows(segment: Segment, reading: ReadOptions) -> Found:
 
 def _rows(segment: Segment, texts: Iterator[str | DocumentError]) -> Found:
     row = segment.start
-    try:
-        for text in texts:
+    for text in texts:
+        if isinstance(text, DocumentError):
+            bad, lost = text, text.documents
+            yield Rejection(segment.path, row + 1, None, bad.reason, bad.remedy, lost)
+            row += lost
+        else:
             row += 1
-            if isinstance(text, DocumentError):
-                yield Rejection(segment.path, row, None, text.reason, text.remedy)
-            else:
-                share = (row - segment.start) / (segment.stop - segment.start)
-                yield text, int(segment.weight * share), row, None
-        if row < segment.stop:
-            raise Damage(f"the rows from here to {segment.stop} are missing")
-    except Damage as damage:
-        yield Rejection(segment.path, row + 1, None, str(damage), damage.remedy)
+            share = (row - segment.start) / (segment.stop - segment.start)
+            yield text, int(segment.weight * share), row, None
+    if row < segment.stop:
+        reason = f"the rows from here to {segment.stop} are missing"
+        lost = segment.stop - row
+        yield Rejection(segment.path, row + 1, None, reason, "copy the file again", lost)
 
 
 def _emptiness(path: Path, is_table: bool = False) -> Rejection:
@@ -475,9 +552,10 @@ def _rejection(
     path: Path, line: int, begin: int, error: DocumentError, kind: Kind | None = None
 ) -> Rejection:
     """The rejection for `error`, or for a file of another kind."""
+    what, remedy, at = error.reason, error.remedy, error.at
     if kind is not None:
-        return Rejection(path, line, begin, f"the file is {kind.name}", kind.remedy)
-    return Rejection(path, line, begin + error.at, error.reason, error.remedy)
+        what, remedy, at = f"the file is {kind.name}", kind.remedy, 0
+    return Rejection(path, line, begin + at, what, remedy, error.documents, error.bytes)
 
 
 _READERS: dict[str, Callable[[Segment, ReadOptions], Found]] = {

@@ -147,8 +147,9 @@ def test_a_mutated_list_is_read_as_json_loads_it_or_refused(tmp_path):
     [
         (b"[]", "1 (byte 0): is empty; fill it or leave it out"),
         (b'[{"text": "a"}', "1 (byte 0): the list is cut off; copy the file again"),
-        (b'[{"text": "a"}, ', "2 (byte 15): the list is cut off; copy the file again"),
-        (b'[{"text": "a"}]\n{}', "2 (byte 15): text follows the list; write one list"),
+        (b'[{"text": "a"}, ', "2 (byte 15): the list is cut off (1 of 16 bytes of the file are"),
+        (b'[{"text": "a"}, {"text": "b}]', "2 (byte 15): the list is cut off, or a quote or"),
+        (b'[{"text": "a"}]\n{}', "2 (byte 15): text follows the list (3 of 18 bytes of the file"),
         (b'[{"text": "a"}}]', "1 (byte 0): the list holds a } without its {; correct it"),
         (b'[\n {"text": "a"},\n]', "2 (byte 18): the line is blank; remove it"),
         (
@@ -305,11 +306,14 @@ def test_a_mutated_csv_is_read_as_csv_and_pyarrow_read_it_or_refused(tmp_path):
 def test_quotes_without_an_end_do_not_take_the_whole_file_into_memory(tmp_path):
     path = put(tmp_path / "a.csv", b'text\na\n"' + b"b\n" * 2**18)
     report = (
-        f"{path}:3 (byte 7): the record is longer than {2 * 1000 + 2**16} bytes; end its quotes"
+        f"{path}:3 (byte 7): the record is longer than {2 * 1000 + 2**16} bytes"
+        f" ({2**19 + 1:,} of {2**19 + 8:,} bytes of the file are not read); end its quotes"
     )
     one, rejection = read(path, max_document_bytes=1000)
     assert one == "a"
     assert str(rejection).startswith(report)
+    assert isinstance(rejection, Rejection)
+    assert rejection.bytes == 2**19 + 1
 
 
 @pytest.mark.parametrize(

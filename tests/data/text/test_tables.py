@@ -258,12 +258,13 @@ def test_a_damaged_parquet_file_is_refused_or_reported_at_its_row(tmp_path):
     whole = bytearray(path.read_bytes())
     whole[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
     path.write_bytes(whole)
-    *documents, report = read(path)
-    assert documents == TEXTS[: len(documents)]
-    assert isinstance(report, Rejection)
-    assert report.line == len(documents) + 1 <= 400
-    assert len(documents) >= 256
+    found = read(path)
+    (report,) = (one for one in found if isinstance(one, Rejection))
+    lost = range(report.line - 1, report.line - 1 + report.documents)
+    assert 300 <= lost.start < lost.stop == 400
     assert "cannot be read (" in report.what
+    assert report.what.endswith(f", nor are the {len(lost) - 1} rows behind it read")
+    assert found == [*TEXTS[: lost.start], report, *TEXTS[lost.stop :]]
 
 
 def test_rows_that_are_missing_are_reported(tmp_path):
@@ -281,8 +282,10 @@ def test_a_dataset_whose_texts_lie_in_the_wrong_place_is_reported(tmp_path):
     whole, wrong = path.read_bytes(), [*ends[:9], 0, *ends[10:]]
     assert whole.count(struct.pack("<20i", *ends)) == 1
     path.write_bytes(whole.replace(struct.pack("<20i", *ends), struct.pack("<20i", *wrong)))
-    (report,) = read(tmp_path / "saved")
+    report, *documents = read(tmp_path / "saved")
     assert ":1 (row 1): cannot be read (" in str(report)
+    assert isinstance(report, Rejection)
+    assert documents == TEXTS[report.documents :]
 
 
 def test_a_damaged_dataset_is_refused(tmp_path):
