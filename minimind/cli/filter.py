@@ -95,6 +95,7 @@ def _label(text: str) -> tuple[str, float]:
 
 def run(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Filter, and print the table of the report."""
+    from minimind.data.prepare.encode import MAX_REMARKS
     from minimind.data.quality.filter import FilterRequest, filter_text
     from minimind.data.quality.near_duplicates import MinHash
     from minimind.data.quality.records import field_of
