@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from string import Formatter
-from typing import Any, NoReturn
+from typing import Any
 
 from minimind.errors import UsageError
 
@@ -412,8 +412,8 @@ def decode_utf8(content: bytes | bytearray) -> str:
         raise DocumentError(reason, "convert the file to UTF-8", error.start) from None
 
 
-def _reject_constant(name: str) -> NoReturn:
-    raise DocumentError(f"{name} is not JSON", "write a number or null")
+class NonFinite(float):
+    """NaN, Infinity or -Infinity: no JSON, but Python writes them, and most readers take them."""
 
 
 def _check_integer(digits: str) -> int:
@@ -428,7 +428,7 @@ def _check_integer(digits: str) -> int:
 
 # Objects become tuples of pairs, so that duplicate fields are detected.
 _JSON = json.JSONDecoder(
-    object_pairs_hook=tuple, parse_constant=_reject_constant, parse_int=_check_integer
+    object_pairs_hook=tuple, parse_constant=NonFinite, parse_int=_check_integer
 )
 _STRING = _JSON.parse_string  # pyright: ignore[reportAttributeAccessIssue] (stubs leave it out)
 USUAL_END = '"}\n'  # ends a line whose text is its last field
@@ -482,7 +482,7 @@ def _inside(container: list[Any] | tuple[Any, ...]) -> list[Any]:
 
 def json_type(value: Any) -> str:
     """Name the JSON type of a value."""
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | NonFinite):
         return json.dumps(value)
     names = {tuple: "an object", list: "a list", str: "a string"}
     return names.get(type(value), "a number")

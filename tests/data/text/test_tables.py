@@ -173,6 +173,21 @@ def test_columns_whose_names_are_alike_or_twice(tmp_path):
         words = rf'a\.parquet: has the column "text" {names.count("text")} times; keep the one'
         with pytest.raises(DataError, match=words):
             read(of(*names))
+    texts = pyarrow.array(["text"])
+    inner = pyarrow.StructArray.from_arrays([texts, texts], names=["text", "text"])
+    outer = pyarrow.StructArray.from_arrays([inner], names=["inner"])
+    twins = pyarrow.StructArray.from_arrays([outer, outer], names=["a", "a"])
+    for column, field, words in [
+        (inner, "data.text", '"data.text"'),
+        (outer, "data.inner.text", '"data.inner.text"'),
+        (twins, "data.a.inner.text", '"data.a"'),
+        (inner, "{data.text}!", '"data.text"'),
+    ]:
+        parquet.write_table(pyarrow.table({"data": column}), tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=rf"a\.parquet: has {words} 2 times; keep the one that"):
+            read(tmp_path / "a.parquet", text_field=field)
+    parquet.write_table(pyarrow.table({"data": inner, "text": texts}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == ["text"]
     for names in (("id", "id", "text"), ("Text", "text", "TEXT"), ("text.a", "text"), ("", "text")):
         assert read(of(*names)) == ["text"]
     with pytest.raises(DataError, match='has no column "text" but "Text", ""; give'):
