@@ -16,6 +16,7 @@ from string import Formatter
 from typing import Any
 
 from minimind.errors import UsageError
+from minimind.runtime.file_kinds import is_error_of_server
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def missing_in_line(pairs: Sequence[tuple[str, Any]], field: str, example: str) 
     shown = [json.dumps(key[:KEY_LENGTH_SHOWN]) for key, _ in pairs[:KEYS_SHOWN]]
     more = ["..."] if len(pairs) > KEYS_SHOWN else []
     there = f" but {', '.join(shown + more)}" if shown else ""
+    if is_error_of_server(pairs):
+        return f"has no {name}{there}", "remove this answer of a server, or download its text again"
     return f"has no {name}{there}", f"{_way(texts, 'field')}, or {example}" if texts else example
 
 
@@ -85,6 +88,10 @@ def _way(texts: Sequence[str], what: str) -> str:
     return f"give --text_field and the {what} with the text"
 
 
+# Of a line, or of the first line of a table.
+RETURNS = ("has \\r alone at the end of lines", "write \\n there (tr '\\r' '\\n')")
+ONE_LINE = "write each object on a line of its own (jq -c .)"
+RETURN_BETWEEN = re.compile(rb"\}[ \t]*\r[ \t]*\{")
 BOM = b"\xef\xbb\xbf"
 # JSON may escape a byte of text as six ("\u0001"); a line may have other fields.
 LINE_BYTES_PER_TEXT_BYTE = 6
@@ -316,6 +323,10 @@ def explain_line(line: bytes | bytearray) -> None:
         )
     if line.isspace():
         raise DocumentError("the line is blank", "remove it")
+    if line.strip() == b"{":
+        raise DocumentError("is the first line of an object", ONE_LINE)
+    if RETURN_BETWEEN.search(line):
+        raise DocumentError(*RETURNS)
 
 
 def _no_text(
@@ -444,7 +455,8 @@ def parse_line(line: str, example: str) -> Any:
         cut = error.pos >= len(line.rstrip()) or error.msg.startswith("Unterminated")
         state = "is cut off" if cut else "is not JSON"
         reason = f"{state} ({re.sub(r' at$', '', error.msg)} at column {error.colno})"
-        raise DocumentError(reason, f"write {example} on one line") from None
+        remedy = ONE_LINE if error.msg == "Extra data" else f"write {example} on one line"
+        raise DocumentError(reason, remedy) from None
     if len(line) > MAX_DEPTH:  # counting takes time
         brackets = line.count("[") + line.count("{")
         if brackets > MAX_DEPTH and _is_deep(value):

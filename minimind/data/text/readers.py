@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from minimind.data.text.documents import (
     CONVERSATIONS,
     LINE_BYTES_BESIDE_TEXT,
+    RETURNS,
     DocumentError,
     ReadOptions,
     Rejection,
@@ -433,7 +434,7 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
         delimiter = "\t" if without_packing(kind_of(path)) == ".tsv" else ","
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
-            columns, width = _csv_columns(path, rows, file.peek(LOOKED_AT), reading)
+            columns, width = _csv_columns(path, rows, delimiter, file.peek(LOOKED_AT), reading)
             has_rows = False
             while True:
                 lines.begin_record()
@@ -446,10 +447,11 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
                     document: str | DocumentError = _document_of_row(row, columns, width, reading)
                 except csv.Error as error:
                     fix = "end the quotes of a cell, and write those within it twice"
-                    document = lines.lost_with(DocumentError(f"is not CSV ({error})", fix))
+                    document = lines.lost_with(_not_csv(error, fix))
                 except DocumentError as error:
                     is_short = len(row) == width and not lines.has_long_record
                     document = error if is_short else lines.lost_with(error)
+                    document.bytes = sum(cell.count("\0") for cell in row)
                 has_rows = True
                 if isinstance(document, str):
                     if lines.has_long_record:
@@ -466,9 +468,10 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
 
 
 def _csv_columns(
-    path: Path, rows: Iterator[list[str]], start: bytes, reading: ReadOptions
+    path: Path, rows: Iterator[list[str]], delimiter: str, start: bytes, reading: ReadOptions
 ) -> tuple[dict[str, int], int]:
     """Where the columns to read are, by name, and the number of all; raise DataError for none."""
+    names: list[str] = []
     try:
         names = next(filter(None, rows), [])
         wanted = reading.records.columns(names) if reading.records else reading.names
@@ -480,10 +483,34 @@ def _csv_columns(
     except (csv.Error, DocumentError) as error:
         if kind := kind_of_content(start):
             raise DataError(f"{path}: is {kind.name}, not CSV; {kind.remedy}") from error
+        if len(names) < 2 and (other := _delimiter_of(start, delimiter)):
+            problem = f'has "{SHOWN.get(other, other)}" between its cells'
+            remedy = RENAMED.get(other, "write it with commas")
+            shown = SHOWN.get(delimiter, delimiter)
+            raise DataError(f'{path}: {problem}, not "{shown}"; {remedy}') from error
         if isinstance(error, DocumentError):
             raise DataError(f"{path}: {error.reason}; {error.remedy}") from error
-        raise DataError(f"{path}: its first line is not CSV ({error}); correct it") from error
+        problem = _not_csv(error, "correct it")
+        raise DataError(f"{path}: its first line {problem.reason}; {problem.remedy}") from error
     return {name: names.index(name) for name in wanted}, len(names)
+
+
+def _not_csv(error: csv.Error, remedy: str) -> DocumentError:
+    if str(error).startswith("new-line character seen in unquoted field"):
+        return DocumentError(*RETURNS)
+    return DocumentError(f"is not CSV ({error})", remedy)
+
+
+SHOWN = {"\t": "\\t"}
+RENAMED = {"\t": "name it .tsv", ",": "name it .csv"}
+
+
+def _delimiter_of(start: bytes, own: str) -> str | None:
+    """What divides the first line of a table, other than the delimiter of its name."""
+    line = start.partition(b"\n")[0].decode(errors="replace")
+    counts = {other: line.count(other) for other in "\t;|," if other != own}
+    most = max(counts, key=lambda other: counts[other])
+    return most if counts[most] > line.count(own) else None
 
 
 def _document_of_row(

@@ -216,6 +216,8 @@ CLAIMS: dict[str, Callable[[bytes, str], bool]] = {
     "holds a NUL byte": lambda line, field: b"\0" in line,
     "the line is blank": lambda line, field: not line.strip(),
     "is not UTF-8": lambda line, field: line.decode(errors="replace").count("\ufffd") > 0,
+    "has \\r alone": lambda line, field: b"\r" in line.strip() and _is_bad_json(line),
+    "is the first line of an object": lambda line, field: line.strip() == b"{",
     "is cut off": lambda line, field: _is_bad_json(line),
     "is not JSON (": lambda line, field: _is_bad_json(line),
     "too many digits": lambda line, field: re.search(rb"\d{4301}", line) is not None,
