@@ -375,33 +375,32 @@ class _CsvLines:
 
     def end_record(self) -> None:
         self.records += 1
-        self.lines_of_records += self.size
-
-    @property
-    def size(self) -> int:
-        """Lines of the record."""
-        return self.number + 1 - self.first
+        self.lines_of_records += self.number + 1 - self.first
 
     @property
     def has_long_record(self) -> bool:
-        return self.size >= LONG_RECORD and self._usual_records >= LONGER
+        is_long = self.number + 1 - self.first >= LONG_RECORD
+        return is_long and self._usual_records >= LONGER
 
     @property
     def _usual_records(self) -> int:
         """How many records the lines of this one usually hold."""
-        return self.size * max(1, self.records) // max(1, self.lines_of_records)
+        lines = self.number + 1 - self.first
+        return lines * max(1, self.records) // max(1, self.lines_of_records)
 
     @property
     def remark(self) -> str:
+        lines = self.number + 1 - self.first
         return (
-            f":{self.first}: one document is read from the {self.size} lines up to {self.number};"
-            " if it holds other rows, end the quotes of its first line"
+            f":{self.first}: one document is read from the {lines} lines up to {self.number}; if it"
+            " holds other rows, end the quotes of its first line"
         )
 
     def lost_with(self, error: DocumentError) -> DocumentError:
         """Count the documents whose lines a bad record takes."""
-        if self.size > 1:
-            error.reason += f", and the {self.size} lines up to {self.number} are not read"
+        if self.number > self.first:
+            lines = self.number + 1 - self.first
+            error.reason += f", and the {lines} lines up to {self.number} are not read"
         error.documents = max(1, self._usual_records)
         return error
 
@@ -436,11 +435,12 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
         try:
             columns, width = _csv_columns(path, rows, delimiter, file.peek(LOOKED_AT), reading)
             has_rows = False
+            row = end = []
             while True:
                 lines.begin_record()
                 try:
-                    row = next(rows, None)
-                    if row is None:
+                    row = next(rows, end)
+                    if row is end:
                         break
                     if not row:
                         continue
