@@ -106,10 +106,13 @@ def _is_json_over_lines(start: bytes) -> bool:
 
 
 # What an API says in place of data, by the names of its fields, its status, and its words.
-_OF_ERRORS = {"error", "errors", "error_description"}
+_OF_ERRORS = {
+    *("error", "errors", "errordescription", "errormessage", "errormsg", "errmsg"),
+    *("errorcode", "errcode"),
+}
 _BESIDE_ERRORS = {
     *("message", "msg", "detail", "details", "title", "type", "reason", "instance", "success"),
-    *("code", "status", "statuscode", "errorcode", "documentationurl", "requestid", "traceid"),
+    *("code", "status", "statuscode", "documentationurl", "requestid", "traceid"),
     *("timestamp", "path"),
 }
 _FAILURE = re.compile(
@@ -123,6 +126,7 @@ _FAILURE_ALONE = re.compile(
     rb"([45]\d\d:? (Not Found|Forbidden|Unauthorized|Bad Request|Gone)"
     rb"|([45]\d\d:? )?(Internal Server Error|Too Many Requests|Service Unavailable|Bad Gateway"
     rb"|Gateway Time-?out)|(Entry|Repository|Revision) not found|Invalid username or password"
+    rb"|Invalid credentials in Authorization header"
     rb"|error code: \d+"
     rb"|Access to (dataset|model) \S+ is restricted\b.*|upstream connect error\b.*)\.?\s*",
     re.DOTALL,
@@ -133,11 +137,10 @@ _ERROR_IN_XML = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?<Error[\s>]")
 def is_error_of_server(fields: Sequence[tuple[str, object]]) -> bool:
     """Whether a JSON object is what an API answers in place of data."""
     names = {re.sub("[_-]", "", name.lower()) for name, _ in fields}
-    errors = {name.replace("_", "") for name in _OF_ERRORS}
-    if not names or not names <= errors | _BESIDE_ERRORS:
+    if not names or not names <= _OF_ERRORS | _BESIDE_ERRORS:
         return False
     said = (str(value)[:1000] for _, value in fields if isinstance(value, str | int))
-    return not names.isdisjoint(errors) or any(map(_FAILURE.search, said))
+    return not names.isdisjoint(_OF_ERRORS) or any(map(_FAILURE.search, said))
 
 
 def _is_error_of_server(start: bytes) -> bool:

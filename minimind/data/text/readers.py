@@ -51,6 +51,7 @@ from minimind.runtime.file_kinds import (
 
 # A record of as many lines, and of as many times the lines of those before it, may hold others.
 LONG_RECORD, LONGER = 100, 10
+OBJECTS_JOINED = re.compile(rb'\}\s*\{\s*"')  # in a string, the quote has a backslash
 # A document: its text, the bytes of the segment read so far, its line or row, and its offset.
 Found = Iterator[tuple[str, int, int, int | None] | Rejection]
 PIECE_BYTES = 2**20
@@ -176,19 +177,20 @@ def _document_or_error(line: bytes | bytearray | None, reading: ReadOptions) -> 
 
 
 def _documents_in(line: bytes | bytearray, reading: ReadOptions) -> int:
-    """How many documents a bad line holds: more than one if it is no JSON and has as many fields.
+    """How many documents a bad line holds: more than one if it is no JSON and has as many fields,
+    or objects without a comma between them.
 
     Lines may be joined, and a quote without its end lets an item of a list go on over others.
     """
     names = CONVERSATIONS if reading.records and not reading.records.around_text else reading.names
     fields = (re.escape(json.dumps(name.rpartition(".")[2]).encode()) for name in names)
     counts = [len(re.findall(rb"%s\s*:" % field, line)) for field in fields]
-    if max(counts) < 2:
-        return 1
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return max(counts)
+    documents = max(*counts, 1 + len(OBJECTS_JOINED.findall(line)))
+    if documents > 1:
+        try:
+            json.loads(line)
+        except (ValueError, RecursionError):
+            return documents
     return 1
 
 

@@ -357,6 +357,8 @@ ERRORS = [
     {"detail": "Not Found"},
     {"message": "Not Found", "documentation_url": "https://docs", "status": "404"},
     {"code": 403, "message": "Permission denied"},
+    {"Code": 404, "Message": "record missing", "RequestId": "0", "Success": False},
+    {"errcode": 40001, "errmsg": "hint: [a]"},
     {"type": "https://docs", "title": "Not Found", "status": 404, "traceId": "00"},
 ]
 

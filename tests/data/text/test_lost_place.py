@@ -96,6 +96,8 @@ CLOSED = [
     pytest.param("a.jsonl", lines(cut(LINES, 500)), (999, 2), id="newline-in-a-string"),
     pytest.param("a.jsonl", lines(LINES)[:-9], (999, 1), id="cut-off"),
     pytest.param("a.jsonl", b'{"text": "a", "text": "b"}\n', (0, 1), id="key-twice"),
+    pytest.param("a.jsonl", b'{"n": "a"}{"n": "b"} {"n": "c"}\n', (0, 3), id="joined-other-fields"),
+    pytest.param("a.jsonl", b'{"n": "}{\\"a\\": 1}", "n: 1}\n', (0, 1), id="joined-in-a-string"),
     pytest.param("a.json", listed(LINES), (1000, 0), id="list"),
     pytest.param(
         "a.json",
