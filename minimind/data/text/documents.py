@@ -88,7 +88,7 @@ def _way(texts: Sequence[str], what: str) -> str:
     return f"give --text_field and the {what} with the text"
 
 
-# Of a line, or of the first line of a table.
+# What is wrong with a line, or with the first one of a table.
 RETURNS = ("has \\r alone at the end of lines", "write \\n there (tr '\\r' '\\n')")
 ONE_LINE = "write each object on a line of its own (jq -c .)"
 RETURN_BETWEEN = re.compile(rb"\}[ \t]*\r[ \t]*\{")

@@ -49,7 +49,7 @@ from minimind.runtime.file_kinds import (
     kind_of_file,
 )
 
-# A record of as many lines, and of as many times the lines of those before it, may hold others.
+# Lines of a record that is long, and how many times those of the records before it they are.
 LONG_RECORD, LONGER = 100, 10
 OBJECTS_JOINED = re.compile(rb'\}\s*\{\s*"')  # in a string, the quote has a backslash
 # A document: its text, the bytes of the segment read so far, its line or row, and its offset.
@@ -177,10 +177,10 @@ def _document_or_error(line: bytes | bytearray | None, reading: ReadOptions) -> 
 
 
 def _documents_in(line: bytes | bytearray, reading: ReadOptions) -> int:
-    """How many documents a bad line holds: more than one if it is no JSON and has as many fields,
-    or objects without a comma between them.
+    """How many documents a bad line holds, which are several only if it is no JSON.
 
-    Lines may be joined, and a quote without its end lets an item of a list go on over others.
+    Lines may be joined, and a quote without its end lets an item of a list go on over others. Their
+    fields are counted, and objects without a comma between them.
     """
     names = CONVERSATIONS if reading.records and not reading.records.around_text else reading.names
     fields = (re.escape(json.dumps(name.rpartition(".")[2]).encode()) for name in names)
@@ -381,6 +381,7 @@ class _CsvLines:
 
     @property
     def has_long_record(self) -> bool:
+        """Whether the record has so many more lines than usual that it may hold others."""
         is_long = self.number + 1 - self.first >= LONG_RECORD
         return is_long and self._usual_records >= LONGER
 
@@ -437,7 +438,7 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
         try:
             columns, width = _csv_columns(path, rows, delimiter, file.peek(LOOKED_AT), reading)
             has_rows = False
-            row = end = []
+            row = end = []  # this list itself stands for the end; blank lines give others
             while True:
                 lines.begin_record()
                 try:
