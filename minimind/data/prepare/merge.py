@@ -119,7 +119,7 @@ def require_few_rejected(
     the reader lost its place.
     """
     bad, lost = rejected["count"], rejected["bytes"]
-    of_bytes = lost / max(1, input_bytes)
+    of_bytes = min(1.0, lost / max(1, input_bytes))
     share = of_bytes + (1 - of_bytes) * bad / max(1, bad + documents)
     if share > max_bad_fraction:
         first, *others = (path for source in sources for path in source.paths)

@@ -62,11 +62,15 @@ GZIP_CONTAINER = 31  # wbits: deflate inside a gzip header and checksum
 
 
 class Damage(Exception):
-    """The rest of a file cannot be read; has the reason and the remedy."""
+    """The rest of a file cannot be read; has the reason and the remedy.
 
-    def __init__(self, what: str, remedy: str = "copy the file again") -> None:
+    `lacking` are the bytes of content that a file no longer has, where it says how many it had.
+    """
+
+    def __init__(self, what: str, remedy: str = "copy the file again", lacking: int = 0) -> None:
         super().__init__(what)
         self.remedy = remedy
+        self.lacking = lacking
 
 
 class Unpacked(io.RawIOBase):
@@ -97,6 +101,7 @@ class Unpacked(io.RawIOBase):
         self._finished = False  # one stream at least
         self._packed = b""
         self._ready = memoryview(b"")
+        self._promised = 0  # bytes given at the end of this stream, as its header says
 
     def readable(self) -> bool:
         return True
@@ -119,7 +124,11 @@ class Unpacked(io.RawIOBase):
             self.consumed += len(self._packed)
         if not self._packed and not has_more:
             if self._stream is not None:
-                raise Damage("the compressed stream is cut off, and what it lacks is unknown")
+                lacking = max(0, self._promised - self.given)
+                known = (
+                    f"it lacks {lacking:,} bytes of text" if lacking else "what it lacks is unknown"
+                )
+                raise Damage(f"the compressed stream is cut off, and {known}", lacking=lacking)
             return False
         if self._stream is None:
             if self._finished:
@@ -127,6 +136,8 @@ class Unpacked(io.RawIOBase):
                 if not self._packed:
                     return True
             self._stream = self._start()
+            if self._kind == ZSTD:
+                self._promised = self.given + _content_size(self._packed)
         try:
             self._ready = memoryview(self._stream.decompress(self._packed, *self._bound))
         except self._faults as error:
@@ -172,6 +183,16 @@ def unpacked(path: Path) -> Unpacked:
     # gzip's own tools ignore zeros behind a stream, which tapes and block devices leave.
     start = partial(zlib.decompressobj, GZIP_CONTAINER)
     return Unpacked(open(path, "rb"), GZIP, start, zlib.error, b"\0")
+
+
+def _content_size(frame: bytes) -> int:
+    """Bytes of content by the header of a zstd frame, which may lack them; else 0."""
+    import zstandard
+
+    try:
+        return max(0, zstandard.frame_content_size(frame))
+    except zstandard.ZstdError:  # the header is cut or damaged, which its decompressor says
+        return 0
 
 
 def _zstandard(path: Path) -> Any:
