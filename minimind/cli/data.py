@@ -270,7 +270,7 @@ def _print_rejected(rejected: dict[str, Any]) -> None:
 
     if rejected["count"]:
         where, lost = where_listed(rejected), rejected.get("bytes")
-        besides = f", {lost:,} bytes not read" if lost else ""
+        besides = f", {lost:,} bytes lost" if lost else ""
         print(f"bad    {rejected['count']:>14,} skipped{besides} ({where}): {rejected['first']}")
 
 

@@ -124,7 +124,7 @@ def require_few_rejected(
     if share > max_bad_fraction:
         first, *others = (path for source in sources for path in source.paths)
         where = f"{first} and {len(others)} more" if others else first
-        besides = f", and {lost:,} of {input_bytes:,} bytes are not read" if lost else ""
+        besides = f", and {of_bytes:.2%} of the bytes are lost" if lost else ""
         raise DataError(
             f"{where}: {bad:,} of {bad + documents:,} documents are bad{besides}, more than"
             f" max_bad_fraction = {max_bad_fraction}; the first is {rejected['first']}; correct the"

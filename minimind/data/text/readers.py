@@ -289,7 +289,8 @@ def _rest(
     is_part = begin and lost
     some = f" ({lost:,} of {size:,} bytes of the file are not read)" if is_part else ""
     error = DocumentError(f"{damage}{some}", damage.remedy)
-    error.bytes = lost + damage.lacking * content.reached // max(1, content.given)
+    lacking = damage.lacking * content.reached // max(1, content.given)
+    error.bytes = size * (lost + lacking) // max(1, size + lacking)  # as a share of what it had
     rejection = _rejection(path, line, begin, error)
     reading.remarks.append((path, str(rejection).removeprefix(str(path))))
     return rejection

@@ -301,7 +301,7 @@ def test_what_is_not_read_of_a_file_counts_by_its_bytes(tmp_path, tokenizer_path
     for at, fraction in [(330, 0.15), (390, 0.02)]:
         path.write_text("[" + ",\n".join([*good[:at], good[at] + "}", *good[at + 1 :]]) + "]")
         with pytest.raises(
-            DataError, match=r"documents are bad, and [\d,]+ of [\d,]+ bytes are not"
+            DataError, match=r"documents are bad, and [\d.]+% of the bytes are lost"
         ):
             make([path], tmp_path / "cache", tokenizer_path, max_bad_fraction=fraction, **given)
         prepared = make(
