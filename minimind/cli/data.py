@@ -259,6 +259,8 @@ def _print_prepared(prepared: Prepared) -> None:
     for split, counts in manifest["splits"].items():
         print(f"{split:<6} {counts['tokens']:>14,} tokens, {counts['documents']:,} documents")
     _print_rejected(manifest["rejected"])
+    for remark in prepared.remarks:
+        print(f"note   {remark}")
     _print_notices(manifest["sources"])
     print(f"done: --data_path {prepared.directory}")
 
@@ -267,8 +269,9 @@ def _print_rejected(rejected: dict[str, Any]) -> None:
     from minimind.data.shards.manifest import where_listed
 
     if rejected["count"]:
-        where = where_listed(rejected)
-        print(f"bad    {rejected['count']:>14,} skipped ({where}): {rejected['first']}")
+        where, lost = where_listed(rejected), rejected.get("bytes")
+        besides = f", {lost:,} bytes lost" if lost else ""
+        print(f"bad    {rejected['count']:>14,} skipped{besides} ({where}): {rejected['first']}")
 
 
 def _print_notices(sources: list[dict[str, Any]]) -> None:

@@ -355,6 +355,7 @@ def _print_notices(place: str, prepared: Prepared) -> None:
     if bad := prepared.manifest["rejected"]["count"]:
         count = f"{bad:,} of {bad + prepared.manifest['documents']:,} documents"
         lines.append(f"{count} are bad and skipped, the first: {prepared.first_rejected}")
+    lines += prepared.remarks
     if ignored := prepared.manifest.get("ignored"):
         lines.append(f"ignored beside the turns: {', '.join(ignored)}")
     for line in [*lines, *loss_lines(prepared.manifest["sources"])]:

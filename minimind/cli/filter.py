@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from typing import Any
 
 from minimind.config.arguments import (
@@ -18,6 +19,7 @@ from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.object_cache import ObjectCache
+from minimind.runtime.urls import named
 
 EXAMPLE = "minimind data filter my_text.jsonl --out dataset/clean --exact_dedup"
 STEPS = ("min_chars", "max_chars", "languages", "rules", "classifier", "decontaminate")
@@ -93,6 +95,7 @@ def _label(text: str) -> tuple[str, float]:
 
 def run(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Filter, and print the table of the report."""
+    from minimind.data.prepare.encode import MAX_REMARKS
     from minimind.data.quality.filter import FilterRequest, filter_text
     from minimind.data.quality.near_duplicates import MinHash
     from minimind.data.quality.records import field_of
@@ -147,6 +150,8 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
     )
     print_left_out(args.paths)
     _print_report(filter_text(request, args.out, args.force, cache))
+    for path, what in request.reading.remarks[:MAX_REMARKS]:
+        print(f"note   {named(str(path))}{what}", file=sys.stderr)
     field = field_of(request.reading)
     read = "" if field == FLAGS["text_field"].default else f" --text_field {shlex.quote(field)}"
     print(f"done: --data_path {args.out}{read}")

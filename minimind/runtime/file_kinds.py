@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -20,6 +20,7 @@ JSON_TEXT, JSON_LIST = "JSON", "one JSON list over many lines"
 PARQUET, ARROW, SAFETENSORS, GGUF = "Parquet", "Arrow", "safetensors", "GGUF"
 TORCH, SENTENCEPIECE = "a file of torch.save", "a SentencePiece model"
 TIKTOKEN = "a vocabulary of tiktoken"
+DOWNLOAD = "download the file itself"
 UTF_16 = "convert it to UTF-8 (iconv -f {0} -t UTF-8)"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER = ("adapter_config.json", ADAPTER_WEIGHTS, "adapter_model.bin")
@@ -105,6 +106,60 @@ def _is_json_over_lines(start: bytes) -> bool:
         return False
 
 
+# What an API says in place of data, by the names of its fields, its status, and its words.
+_OF_ERRORS = {
+    *("error", "errors", "errordescription", "errormessage", "errormsg", "errmsg"),
+    *("errorcode", "errcode"),
+}
+_BESIDE_ERRORS = {
+    *("message", "msg", "detail", "details", "title", "type", "reason", "instance", "success"),
+    *("code", "status", "statuscode", "documentationurl", "requestid", "traceid"),
+    *("timestamp", "path"),
+}
+_FAILURE = re.compile(
+    r"\b(not found|no such|denied|forbidden|not authori[sz]ed|unauthori[sz]ed|unauthenticated"
+    r"|log ?in|invalid (user|token|credential|api|request|url)|bad (request|gateway|credentials)"
+    r"|rate.?limit|too many requests|internal server error|unavailable|time-?out|timed out"
+    r"|restricted|does not exist|expired|40[0-9]|50[0-4])\b",
+    re.IGNORECASE,
+)
+_FAILURE_ALONE = re.compile(
+    rb"([45]\d\d:? (Not Found|Forbidden|Unauthorized|Bad Request|Gone)"
+    rb"|([45]\d\d:? )?(Internal Server Error|Too Many Requests|Service Unavailable|Bad Gateway"
+    rb"|Gateway Time-?out)|(Entry|Repository|Revision) not found|Invalid username or password"
+    rb"|Invalid credentials in Authorization header"
+    rb"|error code: \d+"
+    rb"|Access to (dataset|model) \S+ is restricted\b.*|upstream connect error\b.*)\.?\s*",
+    re.DOTALL,
+)
+_ERROR_IN_XML = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?<Error[\s>]")
+
+
+def is_error_of_server(fields: Sequence[tuple[str, object]]) -> bool:
+    """Whether a JSON object is what an API answers in place of data."""
+    names = {re.sub("[_-]", "", name.lower()) for name, _ in fields}
+    if not names or not names <= _OF_ERRORS | _BESIDE_ERRORS:
+        return False
+    said = (str(value)[:1000] for _, value in fields if isinstance(value, str | int))
+    return not names.isdisjoint(_OF_ERRORS) or any(map(_FAILURE.search, said))
+
+
+def _is_error_of_server(start: bytes) -> bool:
+    if len(start) < LOOKED_AT // 4 and _FAILURE_ALONE.fullmatch(start):
+        return True
+    if _ERROR_IN_XML.match(start):
+        return True
+    lines = start.splitlines()[: -1 if len(start) == LOOKED_AT else None]
+    for parts in ([start], lines):
+        if parts and all(part.lstrip().startswith(b"{") for part in parts):
+            try:
+                objects = [json.loads(part, object_pairs_hook=list) for part in parts]
+            except (ValueError, RecursionError):
+                continue
+            return all(map(is_error_of_server, objects))
+    return False
+
+
 # In this order: what is more certain first.
 KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     (
@@ -116,16 +171,19 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
         Kind("a git-annex pointer", "fetch the file itself with `git annex get`", is_pointer=True),
     ),
     (
-        _has(rb"(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head|<body)"),
-        Kind(
-            "a page of HTML",
-            "download the file itself, not the page about it or an error",
-            is_text=True,
-        ),
+        _is_error_of_server,
+        Kind("an error message", f"{DOWNLOAD}, not the answer of a server", is_pointer=True),
     ),
     (
-        _has(rb"(\xef\xbb\xbf)?\s*<\?xml"),
-        Kind("XML", "download the file itself, not the answer of a server", is_text=True),
+        _has(
+            rb"(\xef\xbb\xbf)?\s*(<!--.{,1000}?-->\s*)*"
+            rb"<(!doctype html|html|head|body|meta|title|script|center|h1)\b"
+        ),
+        Kind("a page of HTML", f"{DOWNLOAD}, not the page about it or an error", is_text=True),
+    ),
+    (
+        _has(rb"(\xef\xbb\xbf)?\s*<(\?xml|[a-z][\w:.-]*[\s/>])"),
+        Kind("XML", f"{DOWNLOAD}, not the answer of a server", is_text=True),
     ),
     (_begins(b"\xff\xfe\0\0", b"\0\0\xfe\xff"), Kind("UTF-32", UTF_16.format("UTF-32"))),
     (_is_marked_utf_16, Kind("UTF-16", UTF_16.format("UTF-16"))),

@@ -566,6 +566,7 @@ def data_notes(context: RunContext, prepared: Prepared) -> list[str]:
         from minimind.data.text.inputs import left_out_of
 
         notes += left_out_of(context.run.data_path, context.run.val_path)
+    notes += (f"warning  {remark}" for remark in prepared.remarks)
     if ignored := prepared.manifest.get("ignored"):
         notes.append(f"ignored beside the turns: {', '.join(ignored)}")
     return notes

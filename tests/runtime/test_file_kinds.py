@@ -91,8 +91,19 @@ CONTENTS: dict[str, list[bytes]] = {
         b"<!DOCTYPE html>\n<html><body>404</body></html>\n",
         b"\n\n  <HTML lang='en'>\n<head></head>",
         b"\xef\xbb\xbf<!doctype HTML><title>Sign in</title>",
+        b"<!-- a page -->\n<!doctype html>",
+        b"<center><h1>502 Bad Gateway</h1></center>",
     ],
-    "XML": [b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code></Error>'],
+    "XML": [b'<?xml version="1.0"?>\n<rss></rss>', b"<ListBucketResult><Name>b</Name>"],
+    "an error message": [
+        b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code></Error>',
+        b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>\n",
+        b"Entry not found",
+        b"404: Not Found",
+        b"Invalid username or password.",
+        b"Access to dataset a/b is restricted. You must be authenticated to access it.",
+        b"Bad Gateway\n",
+    ],
     "UTF-16": [LINES.decode().encode("utf-16"), b"\xfe\xff" + LINES.decode().encode("utf-16-be")],
     "UTF-16 without a byte order mark": [
         LINES.decode().encode("utf-16-le"),
@@ -265,12 +276,23 @@ def test_a_template_and_what_is_beside_a_tokenizer(tmp_path: Path):
         "春眠不覺曉\n處處聞啼鳥\n".encode(),
         b"\x80 is no pickle",
         b"Rarely",
+        b"<|im_start|>user",
+        b"< 3",
+        b"500 Days of Summer",
+        b"Not found guilty",
+        b"one\r\ntwo\r\n",
+        b"one\ntwo\r",
         b"ORDER BY",
         b"\n\x0e\n\x05<s>",
     ],
 )
 def test_other_content_is_not_named(content: bytes):
     assert kind_of_content(content) is None
+
+
+@pytest.mark.parametrize("content", [b'{"text": "a\rb"}\n', b'{"error": 1}\n[1]\n', b'{"n": "\r'])
+def test_json_is_not_named_otherwise(content: bytes):
+    assert kind_of_content(content, "JSON") is None
 
 
 def test_prompts_and_a_template_of_flags(tmp_path: Path):

@@ -38,6 +38,7 @@ from minimind.config.arguments import FIXED_VARIABLES
 from minimind.data.text.documents import (
     DocumentError,
     JsonCell,
+    NonFinite,
     ReadOptions,
     decode_utf8,
     explain_line,
@@ -285,6 +286,8 @@ def texts_in(value: Any) -> Iterator[str]:
 
 def plain(value: Any) -> Any:
     """A decoded value with dictionaries in place of pairs; raise DocumentError for a key twice."""
+    if isinstance(value, NonFinite):
+        raise DocumentError(f"{json_type(value)} is not JSON", "write a number or null")
     if isinstance(value, tuple):
         require_single(value)
         return {key: plain(inner) for key, inner in value}

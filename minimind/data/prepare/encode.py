@@ -45,7 +45,7 @@ from minimind.runtime.urls import named
 
 BATCH_CHARACTERS = 2**20  # takes about the same time in any language
 DOCUMENT_CHARACTERS = 64  # overhead per document, which dominates for short ones
-MAX_LISTED = 10_000  # rejected documents of a unit; all are counted
+MAX_LISTED = 10_000  # rejections of a unit; all are counted
 
 
 def split_of(digest: bytes, val_fraction: float) -> str:
@@ -132,12 +132,15 @@ class UnitReader:
         self.listed = listed  # file of the first `MAX_LISTED` rejections
         self.report_bytes = report_bytes
         self.reported = 0  # bytes of input
-        self.rejected = 0
+        self.rejected = 0  # documents
+        self.listed_documents = 0
+        self.lost_bytes = 0  # of files, in which documents cannot be counted
         self.first_rejected: dict[str, Any] | None = None  # fields of a Rejection
         # Per file that is cut; line numbers count from the first line of this unit.
         self.lines: Counter[str] = Counter()
         self.digest = hashlib.sha256()  # over the digests of all documents
         self._rejections: BinaryIO | None = None
+        self._lines_listed = 0
 
     def batches(self) -> Iterator[Batch]:
         """Yield batches of about `BATCH_CHARACTERS`."""
@@ -176,10 +179,14 @@ class UnitReader:
         if self._rejections is None:
             self._rejections = open(self.listed, "wb")
             self.first_rejected = {**asdict(rejection), "path": path, "line": number}
-        if self.rejected < MAX_LISTED:
+        if self._lines_listed < MAX_LISTED:
             line = {"file": path, "line": number, "byte": rejection.byte, "what": rejection.what}
-            self._rejections.write(canonical_json(line) + b"\n")
-        self.rejected += 1
+            lost = {"documents": rejection.documents, "bytes": rejection.bytes}
+            self._rejections.write(canonical_json({**line, **lost}) + b"\n")
+            self._lines_listed += 1
+            self.listed_documents += rejection.documents
+        self.rejected += rejection.documents
+        self.lost_bytes += rejection.bytes
 
     def close(self) -> None:
         """Close the list of rejected documents."""
@@ -193,10 +200,11 @@ class UnitReader:
             os.fsync(self._rejections.fileno())
 
 
-MARKER_VERSION = 5  # increase when the content of a marker, or of files that merge reads, changes
+MARKER_VERSION = 6  # increase when the content of a marker, or of files that merge reads, changes
 LARGE_BYTES = 2**23  # bytes of one document
 PREFETCH_BATCHES = 6  # short documents are read slower than they are encoded
 MAX_IGNORED, KEY_CHARACTERS = 20, 40  # keys of conversations that are named
+MAX_REMARKS = 20  # on places of files
 REMEDY = "give another folder"
 Encoded = tuple[list[np.ndarray], TextLoss]
 
@@ -253,10 +261,10 @@ class Work:
         """How documents of a unit are read.
 
         Conversations that cannot be encoded, and what the plan holds out, are rejected. The keys of
-        conversations that are not read are added to `ignored`.
+        conversations that are not read are added to `ignored`. Remarks are those on this unit.
         """
         held_out = {} if self.plan.is_held_out(unit) else self._held_out
-        return replace(self._reading(ignored), held_out=held_out)
+        return replace(self._reading(ignored), held_out=held_out, remarks=[])
 
     def _reading(self, ignored: set[str]) -> ReadOptions:
         reading, chat = self.plan.options.reading, self._chat
@@ -410,7 +418,10 @@ def encode_unit(work: Work, unit: Unit) -> None:
             "shards": {split: shard for split, shard in shards.items() if shard},
             "text_bytes": text_bytes,
             "rejected": reader.rejected,
+            "listed": reader.listed_documents,
+            "lost_bytes": reader.lost_bytes,
             "first_rejected": reader.first_rejected,
+            "remarks": [(str(path), what) for path, what in reader.reading.remarks[:MAX_REMARKS]],
             "lines": reader.lines,
             "sha256": reader.digest.hexdigest(),
             "text_loss": None if work.tokenizer.is_lossless else asdict(loss),

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minimind.data.prepare.encode import MAX_IGNORED, MAX_LISTED, Work, refusal
+from minimind.data.prepare.encode import MAX_IGNORED, MAX_REMARKS, Work, refusal
 from minimind.data.prepare.work_units import Plan, Source, Unit
 from minimind.data.shards.manifest import (
     FORMAT_VERSION,
@@ -61,7 +61,9 @@ def merge(work: Work, max_bad_fraction: float, allow_lossy: bool) -> dict[str, A
     rejected, documents = manifest["rejected"]["count"], manifest["documents"]
     if rejected and work.is_strict:
         raise refusal(manifest["rejected"]["first"])
-    require_few_rejected(manifest, max_bad_fraction, work.plan.sources)
+    require_few_rejected(
+        manifest["rejected"], documents, input_bytes(manifest), max_bad_fraction, work.plan.sources
+    )
     if not manifest["splits"]["train"]["documents"]:
         raise no_training_documents(work.plan.options.val_fraction, documents)
     for source in manifest["sources"]:
@@ -99,19 +101,34 @@ def clear(directory: Path) -> None:
             path.unlink()
 
 
+def input_bytes(manifest: dict[str, Any]) -> int:
+    """Bytes of all inputs of a folder, as they are on disk."""
+    return sum(given["bytes"] for source in manifest["sources"] for given in source["inputs"])
+
+
 def require_few_rejected(
-    manifest: dict[str, Any], max_bad_fraction: float, sources: Sequence[Source]
+    rejected: dict[str, Any],
+    documents: int,
+    input_bytes: int,
+    max_bad_fraction: float,
+    sources: Sequence[Source],
 ) -> None:
-    """Raise DataError if more than `max_bad_fraction` of all documents are bad."""
-    rejected = manifest["rejected"]["count"]
-    total = rejected + manifest["documents"]
-    if rejected > max_bad_fraction * total:
+    """Raise DataError if more than `max_bad_fraction` of the text is lost.
+
+    This is the share of bad documents where documents can be counted, and the share of bytes where
+    the reader lost its place.
+    """
+    bad, lost = rejected["count"], rejected["bytes"]
+    of_bytes = min(1.0, lost / max(1, input_bytes))
+    share = of_bytes + (1 - of_bytes) * bad / max(1, bad + documents)
+    if share > max_bad_fraction:
         first, *others = (path for source in sources for path in source.paths)
         where = f"{first} and {len(others)} more" if others else first
+        besides = f", and {of_bytes:.2%} of the bytes are lost" if lost else ""
         raise DataError(
-            f"{where}: {rejected:,} of {total:,} documents are bad, more than max_bad_fraction ="
-            f" {max_bad_fraction}; the first is {manifest['rejected']['first']}; correct the text,"
-            " or raise --max_bad_fraction"
+            f"{where}: {bad:,} of {bad + documents:,} documents are bad{besides}, more than"
+            f" max_bad_fraction = {max_bad_fraction}; the first is {rejected['first']}; correct the"
+            " text, or raise --max_bad_fraction"
         )
 
 
@@ -155,7 +172,8 @@ def _manifest(work: Work, markers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "sources": [_source(plan, number, units) for number in range(len(plan.sources))],
         "rejected": {
             "count": sum(marker["rejected"] for marker in markers),
-            "listed": sum(min(marker["rejected"], MAX_LISTED) for marker in markers),
+            "listed": sum(marker["listed"] for marker in markers),
+            "bytes": sum(marker["lost_bytes"] for marker in markers),
             "first": _first_rejected(markers),
         },
     }
@@ -163,6 +181,8 @@ def _manifest(work: Work, markers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         manifest["held_out"] = [named(path) for path in plan.held_out]
     if ignored := sorted({key for marker in markers for key in marker["ignored"]}):
         manifest["ignored"] = ignored[:MAX_IGNORED]
+    if remarks := [remark for marker in markers for remark in marker["remarks"]]:
+        manifest["remarks"] = [f"{named(path)}{what}" for path, what in remarks[:MAX_REMARKS]]
     return {**manifest, "fingerprint": tokens_fingerprint(manifest)}
 
 

@@ -27,7 +27,13 @@ from minimind.data.prepare.encode import (
     refuse,
     split_of,
 )
-from minimind.data.prepare.merge import clear, merge, no_training_documents, require_few_rejected
+from minimind.data.prepare.merge import (
+    clear,
+    input_bytes,
+    merge,
+    no_training_documents,
+    require_few_rejected,
+)
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_prepared
 from minimind.data.prepare.work_units import Options, Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
@@ -168,7 +174,13 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     prepared = open_prepared(directory, names=[given.path for given in plan.inputs])
     if not request.skips_bad and (first := prepared.first_rejected):
         raise refusal(first)
-    require_few_rejected(prepared.manifest, request.max_bad_fraction, request.sources)
+    require_few_rejected(
+        prepared.manifest["rejected"],
+        prepared.manifest["documents"],
+        input_bytes(prepared.manifest),
+        request.max_bad_fraction,
+        request.sources,
+    )
     require_kept(prepared.manifest["sources"], tokenizer, request.allow_lossy)
     return prepared
 

@@ -78,9 +78,17 @@ class Prepared:
     @property
     def first_rejected(self) -> str:
         """The first skipped document and the reason; "" if there is none."""
-        first = self.manifest["rejected"]["first"]
-        before = next((name for name in self.names if first.startswith(f"{name}:")), "")
-        return f"{named(self.names.get(before, ''))}{first[len(before) :]}"
+        return self._with_name(self.manifest["rejected"]["first"])
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences on places of the text where documents may be lost."""
+        return [*map(self._with_name, self.manifest.get("remarks", ()))]
+
+    def _with_name(self, place: str) -> str:
+        """A place with the current name of its file."""
+        before = next((name for name in self.names if place.startswith(f"{name}:")), "")
+        return f"{named(self.names.get(before, ''))}{place[len(before) :]}"
 
     def text(self, start: int, length: int) -> str:
         """Text of `length` training tokens from `start` on; of conversations as `readable`."""

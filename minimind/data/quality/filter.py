@@ -471,6 +471,7 @@ class _Run:
         self.cut = {"documents": 0, "bytes": 0}  # of documents that pass with a part of their text
         self._listed = listed
         self._first_rejected = ""
+        self._lost_bytes = self._bytes = 0  # of the files
 
     def passing(self) -> Iterator[tuple[str, str, int]]:
         """Yield what the checks leave, the documents and their places; list the others."""
@@ -491,6 +492,7 @@ class _Run:
         reading = with_records(self.request.reading)
         for number, path in enumerate(self.files):
             for segment in segments_of(path, sys.maxsize):  # one, so that lines are the file's
+                self._bytes += segment.weight
                 for document in read_segment(segment, reading):
                     if isinstance(document, Rejection):
                         yield document, place_of(number, document.line)
@@ -537,8 +539,10 @@ class _Run:
         if not self.request.skips_bad:
             refuse(rejection)
         self._first_rejected = self._first_rejected or str(rejection)
-        self.documents["rejected"] += 1
-        self._list({**self._at(place), "reason": "rejected", "what": rejection.what})
+        self.documents["rejected"] += rejection.documents
+        self._lost_bytes += rejection.bytes
+        lost = {"documents": rejection.documents, "bytes": rejection.bytes}
+        self._list({**self._at(place), "reason": "rejected", "what": rejection.what, **lost})
 
     def _count(self, reason: str, text: str) -> None:
         self.documents[reason] += 1
@@ -553,10 +557,11 @@ class _Run:
 
     def require_usable(self) -> None:
         """Raise DataError if too many documents were bad, or none is kept."""
-        rejected = {"count": self.documents["rejected"], "first": self._first_rejected}
-        counts = {"rejected": rejected, "documents": self.documents.total() - rejected["count"]}
+        bad, lost = self.documents["rejected"], self._lost_bytes
+        rejected = {"count": bad, "bytes": lost, "first": self._first_rejected}
+        good, limit = self.documents.total() - bad, self.request.max_bad_fraction
         source = Source("data", tuple(map(masked, self.request.paths)))
-        require_few_rejected(counts, self.request.max_bad_fraction, [source])
+        require_few_rejected(rejected, good, self._bytes, limit, [source])
         if not self.documents["kept"]:
             reason, count = self.documents.most_common(1)[0]
             raise DataError(

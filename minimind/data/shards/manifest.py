@@ -113,6 +113,7 @@ class Rejected(CheckedJson):
 
     count: Count
     listed: Count = 0  # absent in early folders, which list all
+    bytes: Count = 0  # lost of the inputs besides, where documents cannot be counted
     first: str
 
 
@@ -138,6 +139,7 @@ class DatasetManifest(CheckedJson):
     rejected: Rejected
     files: Annotated[dict[ListedName, str], Field(max_length=100)]
     ignored: list[str] = Field(default_factory=list)  # keys beside the turns of conversations
+    remarks: list[str] = Field(default_factory=list)  # on places where documents may be lost
     held_out: list[str] = Field(default_factory=list)  # inputs of --val_path
 
 

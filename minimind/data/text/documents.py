@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from string import Formatter
-from typing import Any, NoReturn
+from typing import Any
 
 from minimind.errors import UsageError
+from minimind.runtime.file_kinds import is_error_of_server
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ def missing_in_line(pairs: Sequence[tuple[str, Any]], field: str, example: str) 
     shown = [json.dumps(key[:KEY_LENGTH_SHOWN]) for key, _ in pairs[:KEYS_SHOWN]]
     more = ["..."] if len(pairs) > KEYS_SHOWN else []
     there = f" but {', '.join(shown + more)}" if shown else ""
+    if is_error_of_server(pairs):
+        return f"has no {name}{there}", "remove this answer of a server, or download its text again"
     return f"has no {name}{there}", f"{_way(texts, 'field')}, or {example}" if texts else example
 
 
@@ -94,6 +97,10 @@ def _way(texts: Sequence[str], what: str) -> str:
     return f"give --text_field and the {what} with the text"
 
 
+# What is wrong with a line, or with the first one of a table.
+RETURNS = ("has \\r alone at the end of lines", "write \\n there (tr '\\r' '\\n')")
+ONE_LINE = "write each object on a line of its own (jq -c .)"
+RETURN_BETWEEN = re.compile(rb"\}[ \t]*\r[ \t]*\{")
 BOM = b"\xef\xbb\xbf"
 # JSON may escape a byte of text as six ("\u0001"); a line may have other fields.
 LINE_BYTES_PER_TEXT_BYTE = 6
@@ -118,6 +125,8 @@ class ReadOptions:
     records: Records | None = None  # documents are whole records and not the text of the field
     # Documents that are none here: names of files by the sha256 of a text that is held out.
     held_out: Mapping[bytes, str] = field(default_factory=dict, compare=False)
+    # What readers say beside documents: files, and what follows the name of each.
+    remarks: list[tuple[Path, str]] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         _pieces_of(self.text_field)
@@ -193,6 +202,8 @@ class Rejection:
     """A rejected document: the reason and its position. `line` counts from 1, as rows of tables do.
 
     `byte` is the offset of the line in the decompressed file, or of the first byte not in UTF-8.
+    Where the reader lost its place, `documents` are all that are lost with it, and `bytes` what is
+    lost of the file besides, in which documents cannot be counted.
     """
 
     path: Path
@@ -200,6 +211,8 @@ class Rejection:
     byte: int | None
     what: str
     remedy: str
+    documents: int = 1
+    bytes: int = 0
 
     def __str__(self) -> str:
         place = f"row {self.line}" if self.byte is None else f"byte {self.byte}"
@@ -207,13 +220,18 @@ class Rejection:
 
 
 class DocumentError(Exception):
-    """Raised for a bad document: reason, remedy, and offset in the line."""
+    """Raised for a bad document: reason, remedy, and offset in the line.
 
-    def __init__(self, reason: str, remedy: str, at: int = 0) -> None:
+    `documents` and `bytes` are those of a Rejection.
+    """
+
+    def __init__(self, reason: str, remedy: str, at: int = 0, documents: int = 1) -> None:
         super().__init__(reason)
         self.reason = reason
         self.remedy = remedy
         self.at = at
+        self.documents = documents
+        self.bytes = 0
 
 
 @dataclass(frozen=True)
@@ -317,6 +335,10 @@ def explain_line(line: bytes | bytearray) -> None:
         )
     if line.isspace():
         raise DocumentError("the line is blank", "remove it")
+    if line.strip() == b"{":
+        raise DocumentError("is the first line of an object", ONE_LINE)
+    if RETURN_BETWEEN.search(line):
+        raise DocumentError(*RETURNS)
 
 
 def _no_text(
@@ -413,8 +435,8 @@ def decode_utf8(content: bytes | bytearray) -> str:
         raise DocumentError(reason, "convert the file to UTF-8", error.start) from None
 
 
-def _reject_constant(name: str) -> NoReturn:
-    raise DocumentError(f"{name} is not JSON", "write a number or null")
+class NonFinite(float):
+    """NaN, Infinity or -Infinity: no JSON, but Python writes them, and most readers take them."""
 
 
 def _check_integer(digits: str) -> int:
@@ -429,7 +451,7 @@ def _check_integer(digits: str) -> int:
 
 # Objects become tuples of pairs, so that duplicate fields are detected.
 _JSON = json.JSONDecoder(
-    object_pairs_hook=tuple, parse_constant=_reject_constant, parse_int=_check_integer
+    object_pairs_hook=tuple, parse_constant=NonFinite, parse_int=_check_integer
 )
 _STRING = _JSON.parse_string  # pyright: ignore[reportAttributeAccessIssue] (stubs leave it out)
 USUAL_END = '"}\n'  # ends a line whose text is its last field
@@ -445,7 +467,8 @@ def parse_line(line: str, example: str) -> Any:
         cut = error.pos >= len(line.rstrip()) or error.msg.startswith("Unterminated")
         state = "is cut off" if cut else "is not JSON"
         reason = f"{state} ({re.sub(r' at$', '', error.msg)} at column {error.colno})"
-        raise DocumentError(reason, f"write {example} on one line") from None
+        remedy = ONE_LINE if error.msg == "Extra data" else f"write {example} on one line"
+        raise DocumentError(reason, remedy) from None
     if len(line) > MAX_DEPTH:  # counting takes time
         brackets = line.count("[") + line.count("{")
         if brackets > MAX_DEPTH and _is_deep(value):
@@ -483,7 +506,7 @@ def _inside(container: list[Any] | tuple[Any, ...]) -> list[Any]:
 
 def json_type(value: Any) -> str:
     """Name the JSON type of a value."""
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | NonFinite):
         return json.dumps(value)
     names = {tuple: "an object", list: "a list", str: "a string"}
     return names.get(type(value), "a number")

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from minimind.data.text.documents import (
+    CONVERSATIONS,
     LINE_BYTES_BESIDE_TEXT,
+    RETURNS,
     DocumentError,
     ReadOptions,
     Rejection,
@@ -37,6 +39,7 @@ from minimind.data.text.inputs import (
 )
 from minimind.data.text.tables import BUFFER_BYTES, Damage, dataset_texts, parquet_texts, unpacked
 from minimind.errors import DataError
+from minimind.runtime import disk
 from minimind.runtime.file_kinds import (
     JSON_LIST,
     JSON_TEXT,
@@ -46,6 +49,9 @@ from minimind.runtime.file_kinds import (
     kind_of_file,
 )
 
+# Lines of a record that is long, and how many times those of the records before it they are.
+LONG_RECORD, LONGER = 100, 10
+OBJECTS_JOINED = re.compile(rb'\}\s*\{\s*"')  # in a string, the quote has a backslash
 # A document: its text, the bytes of the segment read so far, its line or row, and its offset.
 Found = Iterator[tuple[str, int, int, int | None] | Rejection]
 PIECE_BYTES = 2**20
@@ -165,7 +171,27 @@ def _document_or_error(line: bytes | bytearray | None, reading: ReadOptions) -> 
     try:
         return reading.records.of_line(line) if reading.records else document_of_line(line, reading)
     except DocumentError as error:
+        error.documents = _documents_in(line, reading)
+        error.bytes = line.count(b"\0")  # text that a disk or a crash has replaced
         return error
+
+
+def _documents_in(line: bytes | bytearray, reading: ReadOptions) -> int:
+    """How many documents a bad line holds, which are several only if it is no JSON.
+
+    Lines may be joined, and a quote without its end lets an item of a list go on over others. Their
+    fields are counted, and objects without a comma between them.
+    """
+    names = CONVERSATIONS if reading.records and not reading.records.around_text else reading.names
+    fields = (re.escape(json.dumps(name.rpartition(".")[2]).encode()) for name in names)
+    counts = [len(re.findall(rb"%s\s*:" % field, line)) for field in fields]
+    documents = max(*counts, 1 + len(OBJECTS_JOINED.findall(line)))
+    if documents > 1:
+        try:
+            json.loads(line)
+        except (ValueError, RecursionError):
+            return documents
+    return 1
 
 
 def in_file(rejection: Rejection) -> Rejection:
@@ -212,7 +238,7 @@ class _Plain(io.FileIO):
     def consumed(self) -> int:
         return self.tell()
 
-    given = consumed
+    given = reached = consumed
 
 
 @contextmanager
@@ -251,8 +277,23 @@ def _streamed_lines(segment: Segment, reading: ReadOptions) -> Found:
             if not number:
                 yield _emptiness(segment.path)
         except Damage as damage:
-            error = DocumentError(str(damage), damage.remedy)
-            yield _rejection(segment.path, number + 1, position, error)
+            yield _rest(segment.path, number + 1, position, content, damage, reading)
+
+
+def _rest(
+    path: Path, line: int, begin: int, content: Any, damage: Damage, reading: ReadOptions
+) -> Rejection:
+    """The rejection for what follows in a file that cannot be read further; also a remark."""
+    size = disk.stat(path).st_size
+    lost = max(0, size - content.reached * begin // max(1, content.given))
+    is_part = begin and lost
+    some = f" ({lost:,} of {size:,} bytes of the file are not read)" if is_part else ""
+    error = DocumentError(f"{damage}{some}", damage.remedy)
+    lacking = damage.lacking * content.reached // max(1, content.given)
+    error.bytes = size * (lost + lacking) // max(1, size + lacking)  # as a share of what it had
+    rejection = _rejection(path, line, begin, error)
+    reading.remarks.append((path, str(rejection).removeprefix(str(path))))
+    return rejection
 
 
 # Up to the end of a string, and up to what begins a string, or ends or holds items.
@@ -293,7 +334,10 @@ def _items(
             item, begin, backslashes = bytearray(), position, 0
         depth += _DEPTH.get(mark, 0)
     if depth:
-        raise Damage("the list is cut off")
+        if depth == 1:
+            raise Damage("the list is cut off")
+        what = "the list is cut off, or a quote or bracket of this item has no end"
+        raise Damage(what, "copy the file again, or correct it")
 
 
 def _marks(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
@@ -326,10 +370,43 @@ class _CsvLines:
         self.longest = 2 * reading.max_document_bytes + LINE_BYTES_BESIDE_TEXT
         self.begin = self.end = 0  # bytes
         self.first, self.number = 1, 0  # lines
+        self.records = self.lines_of_records = 0  # good ones
         self._file = file
 
     def begin_record(self) -> None:
         self.begin, self.first = self.end, self.number + 1
+
+    def end_record(self) -> None:
+        self.records += 1
+        self.lines_of_records += self.number + 1 - self.first
+
+    @property
+    def has_long_record(self) -> bool:
+        """Whether the record has so many more lines than usual that it may hold others."""
+        is_long = self.number + 1 - self.first >= LONG_RECORD
+        return is_long and self._usual_records >= LONGER
+
+    @property
+    def _usual_records(self) -> int:
+        """How many records the lines of this one usually hold."""
+        lines = self.number + 1 - self.first
+        return lines * max(1, self.records) // max(1, self.lines_of_records)
+
+    @property
+    def remark(self) -> str:
+        lines = self.number + 1 - self.first
+        return (
+            f":{self.first}: one document is read from the {lines} lines up to {self.number}; if it"
+            " holds other rows, end the quotes of its first line"
+        )
+
+    def lost_with(self, error: DocumentError) -> DocumentError:
+        """Count the documents whose lines a bad record takes."""
+        if self.number > self.first:
+            lines = self.number + 1 - self.first
+            error.reason += f", and the {lines} lines up to {self.number} are not read"
+        error.documents = max(1, self._usual_records)
+        return error
 
     def __iter__(self) -> _CsvLines:
         return self
@@ -360,24 +437,30 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
         delimiter = "\t" if without_packing(kind_of(path)) == ".tsv" else ","
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
-            columns, width = _csv_columns(path, rows, file.peek(LOOKED_AT), reading)
+            columns, width = _csv_columns(path, rows, delimiter, file.peek(LOOKED_AT), reading)
             has_rows = False
+            row = end = []  # this list itself stands for the end; blank lines give others
             while True:
                 lines.begin_record()
                 try:
-                    row = next(rows, None)
-                    if row is None:
+                    row = next(rows, end)
+                    if row is end:
                         break
                     if not row:
                         continue
                     document: str | DocumentError = _document_of_row(row, columns, width, reading)
                 except csv.Error as error:
-                    fix = "write quotes within a cell twice"
-                    document = DocumentError(f"is not CSV ({error})", fix)
+                    fix = "end the quotes of a cell, and write those within it twice"
+                    document = lines.lost_with(_not_csv(error, fix))
                 except DocumentError as error:
-                    document = error
+                    is_short = len(row) == width and not lines.has_long_record
+                    document = error if is_short else lines.lost_with(error)
+                    document.bytes = sum(cell.count("\0") for cell in row)
                 has_rows = True
                 if isinstance(document, str):
+                    if lines.has_long_record:
+                        reading.remarks.append((path, lines.remark))
+                    lines.end_record()
                     yield document, _reached(content, lines.end), lines.first, lines.begin
                 else:
                     document.at = 0  # of a cell
@@ -385,14 +468,14 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
             if not has_rows:
                 yield _emptiness(path)
         except Damage as damage:
-            error = DocumentError(str(damage), damage.remedy)
-            yield _rejection(path, lines.first, lines.begin, error)
+            yield _rest(path, lines.first, lines.begin, content, damage, reading)
 
 
 def _csv_columns(
-    path: Path, rows: Iterator[list[str]], start: bytes, reading: ReadOptions
+    path: Path, rows: Iterator[list[str]], delimiter: str, start: bytes, reading: ReadOptions
 ) -> tuple[dict[str, int], int]:
     """Where the columns to read are, by name, and the number of all; raise DataError for none."""
+    names: list[str] = []
     try:
         names = next(filter(None, rows), [])
         wanted = reading.records.columns(names) if reading.records else reading.names
@@ -404,10 +487,34 @@ def _csv_columns(
     except (csv.Error, DocumentError) as error:
         if kind := kind_of_content(start):
             raise DataError(f"{path}: is {kind.name}, not CSV; {kind.remedy}") from error
+        if len(names) < 2 and (other := _delimiter_of(start, delimiter)):
+            problem = f'has "{SHOWN.get(other, other)}" between its cells'
+            remedy = RENAMED.get(other, "write it with commas")
+            shown = SHOWN.get(delimiter, delimiter)
+            raise DataError(f'{path}: {problem}, not "{shown}"; {remedy}') from error
         if isinstance(error, DocumentError):
             raise DataError(f"{path}: {error.reason}; {error.remedy}") from error
-        raise DataError(f"{path}: its first line is not CSV ({error}); correct it") from error
+        problem = _not_csv(error, "correct it")
+        raise DataError(f"{path}: its first line {problem.reason}; {problem.remedy}") from error
     return {name: names.index(name) for name in wanted}, len(names)
+
+
+def _not_csv(error: csv.Error, remedy: str) -> DocumentError:
+    if str(error).startswith("new-line character seen in unquoted field"):
+        return DocumentError(*RETURNS)
+    return DocumentError(f"is not CSV ({error})", remedy)
+
+
+SHOWN = {"\t": "\\t"}
+RENAMED = {"\t": "name it .tsv", ",": "name it .csv"}
+
+
+def _delimiter_of(start: bytes, own: str) -> str | None:
+    """What divides the first line of a table, other than the delimiter of its name."""
+    line = start.partition(b"\n")[0].decode(errors="replace")
+    counts = {other: line.count(other) for other in "\t;|," if other != own}
+    most = max(counts, key=lambda other: counts[other])
+    return most if counts[most] > line.count(own) else None
 
 
 def _document_of_row(
@@ -453,18 +560,19 @@ def _dataset_rows(segment: Segment, reading: ReadOptions) -> Found:
 
 def _rows(segment: Segment, texts: Iterator[str | DocumentError]) -> Found:
     row = segment.start
-    try:
-        for text in texts:
+    for text in texts:
+        if isinstance(text, DocumentError):
+            bad, lost = text, text.documents
+            yield Rejection(segment.path, row + 1, None, bad.reason, bad.remedy, lost)
+            row += lost
+        else:
             row += 1
-            if isinstance(text, DocumentError):
-                yield Rejection(segment.path, row, None, text.reason, text.remedy)
-            else:
-                share = (row - segment.start) / (segment.stop - segment.start)
-                yield text, int(segment.weight * share), row, None
-        if row < segment.stop:
-            raise Damage(f"the rows from here to {segment.stop} are missing")
-    except Damage as damage:
-        yield Rejection(segment.path, row + 1, None, str(damage), damage.remedy)
+            share = (row - segment.start) / (segment.stop - segment.start)
+            yield text, int(segment.weight * share), row, None
+    if row < segment.stop:
+        reason = f"the rows from here to {segment.stop} are missing"
+        lost = segment.stop - row
+        yield Rejection(segment.path, row + 1, None, reason, "copy the file again", lost)
 
 
 def _emptiness(path: Path, is_table: bool = False) -> Rejection:
@@ -475,9 +583,10 @@ def _rejection(
     path: Path, line: int, begin: int, error: DocumentError, kind: Kind | None = None
 ) -> Rejection:
     """The rejection for `error`, or for a file of another kind."""
+    what, remedy, at = error.reason, error.remedy, error.at
     if kind is not None:
-        return Rejection(path, line, begin, f"the file is {kind.name}", kind.remedy)
-    return Rejection(path, line, begin + error.at, error.reason, error.remedy)
+        what, remedy, at = f"the file is {kind.name}", kind.remedy, 0
+    return Rejection(path, line, begin + at, what, remedy, error.documents, error.bytes)
 
 
 _READERS: dict[str, Callable[[Segment, ReadOptions], Found]] = {

@@ -12,7 +12,7 @@ import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,16 +62,21 @@ GZIP_CONTAINER = 31  # wbits: deflate inside a gzip header and checksum
 
 
 class Damage(Exception):
-    """The rest of a file cannot be read; has the reason and the remedy."""
+    """The rest of a file cannot be read; has the reason and the remedy.
 
-    def __init__(self, what: str, remedy: str = "copy the file again") -> None:
+    `lacking` are the bytes of content that a file no longer has, where it says how many it had.
+    """
+
+    def __init__(self, what: str, remedy: str = "copy the file again", lacking: int = 0) -> None:
         super().__init__(what)
         self.remedy = remedy
+        self.lacking = lacking
 
 
 class Unpacked(io.RawIOBase):
     """Decompressed content of a file; bytes `consumed` of the file so far, and `given` by them.
 
+    `reached` are those bytes of the file that gave something: blocks give all or nothing.
     Concatenated streams (`cat a.gz b.gz`, parallel compressors) are one content. A truncated stream
     raises Damage: the libraries' readers end silently (zstandard) or lose count of bytes (gzip).
     """
@@ -85,7 +90,7 @@ class Unpacked(io.RawIOBase):
         padding: bytes,
         *bound: int,
     ) -> None:
-        self.consumed = self.given = 0
+        self.consumed = self.given = self.reached = 0
         self._kind = kind
         self._file = file
         self._start = start  # gives a decompressor of one stream
@@ -96,6 +101,7 @@ class Unpacked(io.RawIOBase):
         self._finished = False  # one stream at least
         self._packed = b""
         self._ready = memoryview(b"")
+        self._promised = 0  # bytes given at the end of this stream, as its header says
 
     def readable(self) -> bool:
         return True
@@ -118,7 +124,11 @@ class Unpacked(io.RawIOBase):
             self.consumed += len(self._packed)
         if not self._packed and not has_more:
             if self._stream is not None:
-                raise Damage("the compressed stream is cut off")
+                lacking = max(0, self._promised - self.given)
+                known = (
+                    f"it lacks {lacking:,} bytes of text" if lacking else "what it lacks is unknown"
+                )
+                raise Damage(f"the compressed stream is cut off, and {known}", lacking=lacking)
             return False
         if self._stream is None:
             if self._finished:
@@ -126,6 +136,8 @@ class Unpacked(io.RawIOBase):
                 if not self._packed:
                     return True
             self._stream = self._start()
+            if self._kind == ZSTD:
+                self._promised = self.given + _content_size(self._packed)
         try:
             self._ready = memoryview(self._stream.decompress(self._packed, *self._bound))
         except self._faults as error:
@@ -136,7 +148,9 @@ class Unpacked(io.RawIOBase):
             if is_first and (kind := kind_of_content(self._packed, self._kind)):
                 raise Damage(f"the file is {kind.name}, not {self._kind}", kind.remedy) from error
             raise Damage(f"the compressed stream is damaged ({error})") from error
-        self.given += len(self._ready)
+        if self._ready:
+            self.given += len(self._ready)
+            self.reached = self.consumed
         self._packed = b""
         if self._stream.eof:
             self._packed = self._stream.unused_data
@@ -169,6 +183,16 @@ def unpacked(path: Path) -> Unpacked:
     # gzip's own tools ignore zeros behind a stream, which tapes and block devices leave.
     start = partial(zlib.decompressobj, GZIP_CONTAINER)
     return Unpacked(open(path, "rb"), GZIP, start, zlib.error, b"\0")
+
+
+def _content_size(frame: bytes) -> int:
+    """Bytes of content by the header of a zstd frame, which may lack them; else 0."""
+    import zstandard
+
+    try:
+        return max(0, zstandard.frame_content_size(frame))
+    except zstandard.ZstdError:  # the header is cut or damaged, which its decompressor says
+        return 0
 
 
 def _zstandard(path: Path) -> Any:
@@ -222,58 +246,73 @@ def parquet_texts(
 ) -> Iterator[str | DocumentError]:
     """Yield the texts of rows `start` to `stop`, or their problems.
 
-    Reads the row groups that begin in this range. Raise Damage at an unreadable row, DataError if
-    there is no column to read.
+    Reads the row groups that begin in this range. An unreadable row loses the others of its group,
+    which its problem counts. Raise DataError if there is no column to read.
     """
     with _parquet(path) as file:
         schema = file.schema_arrow
         columns = _columns(path, schema, reading)
-        first, groups = 0, []
+        first, parts = 0, []
         for number in range(file.metadata.num_row_groups):
+            rows = file.metadata.row_group(number).num_rows
             if start <= first < stop:
-                groups.append(number)
-            first += file.metadata.row_group(number).num_rows
-        batches = file.iter_batches(
-            ROWS_PER_BATCH, row_groups=groups, columns=columns, use_threads=False
-        )
-        yield from _texts(batches, columns, schema, reading)
+                how = {"row_groups": [number], "columns": columns, "use_threads": False}
+                parts.append((rows, partial(file.iter_batches, ROWS_PER_BATCH, **how)))
+            first += rows
+        yield from _texts(parts, columns, schema, reading)
 
 
 def dataset_texts(
     path: Path, start: int, stop: int, reading: ReadOptions
 ) -> Iterator[str | DocumentError]:
-    """Yield the texts of rows `start` to `stop`, or their problems; as parquet_texts."""
+    """Yield the texts of rows `start` to `stop`, or their problems; as parquet_texts.
+
+    The groups are of ROWS_PER_BATCH rows.
+    """
     dataset = _dataset(path)
     schema = dataset.features.arrow_schema
     columns = _columns(path, schema, reading)
     rows = dataset.select_columns(columns).with_format("arrow")
-    tables = (
-        rows[first : min(first + ROWS_PER_BATCH, stop)]
-        for first in range(start, stop, ROWS_PER_BATCH)
-    )
-    batches = (batch for table in tables for batch in table.to_batches())
-    yield from _texts(batches, columns, schema, reading)
+    ends = ((n, min(n + ROWS_PER_BATCH, stop)) for n in range(start, stop, ROWS_PER_BATCH))
+    parts = ((b - a, lambda a=a, b=b: rows[a:b].to_batches()) for a, b in ends)
+    yield from _texts(parts, columns, schema, reading)
 
 
 def _texts(
-    batches: Iterator[Any], columns: list[str], schema: Any, reading: ReadOptions
+    parts: Iterable[tuple[int, Callable[[], Iterable[Any]]]],
+    columns: list[str],
+    schema: Any,
+    reading: ReadOptions,
 ) -> Iterator[str | DocumentError]:
+    """Yield the texts of parts, given their numbers of rows and what reads them in batches."""
     import pyarrow
 
     split, text_of = _reader_of_rows(schema, reading)
-    while True:
-        try:
-            batch = next(batches, None)
-            rows = None if batch is None else list(split(batch.select(columns)))
-        except (pyarrow.ArrowException, ValueError, OSError) as error:  # ValueError: a key twice
-            raise Damage(f"cannot be read ({first_lines(error)})") from error
-        if rows is None:
-            return
-        for row in rows:
+    for left, batches_of in parts:
+        batches = None
+        while left:
             try:
-                yield text_of(row)
-            except DocumentError as error:
-                yield error
+                batches = iter(batches_of()) if batches is None else batches
+                batch = next(batches, None)
+                rows = [] if batch is None else list(split(batch.select(columns)))
+            except (pyarrow.ArrowException, ValueError, OSError) as error:  # ValueError: key twice
+                yield _unread(left, f"cannot be read ({first_lines(error)})")
+                break
+            if batch is None:
+                yield _unread(left, "is missing")
+                break
+            left -= len(rows)
+            for row in rows:
+                try:
+                    yield text_of(row)
+                except DocumentError as error:
+                    yield error
+
+
+def _unread(rows: int, problem: str) -> DocumentError:
+    """The error of a row, and of those behind it that are lost with it."""
+    others = f", nor are the {rows - 1} rows behind it read" if rows > 1 else ""
+    return DocumentError(f"{problem}{others}", "copy the file again", documents=rows)
 
 
 def _reader_of_rows(
@@ -484,12 +523,15 @@ def _require_text(path: Path, schema: Any, field: str) -> None:
         texts = [name for name, column in columns if kind_of(column) in strings]
         reason, remedy = missing_in_table(schema.names, texts, field)
         raise DataError(f"{path}: {reason}; {remedy}")
-    if (times := schema.names.count(names[0])) > 1:
-        name = json.dumps(names[0])
-        raise DataError(f"{path}: has the column {name} {times} times; keep the one that is meant")
-    column = schema.field(names[0])
-    for key in names[1:]:
-        column = column.type.field(key)
+    column, among = None, list(schema)
+    for depth, key in enumerate(names, 1):
+        same = [one for one in among if one.name == key]
+        if len(same) > 1:
+            name = f"{'' if depth > 1 else 'the column '}{json.dumps('.'.join(names[:depth]))}"
+            problem = f"has {name} {len(same)} times"
+            raise DataError(f"{path}: {problem}; keep the one that is meant")
+        column = same[0]
+        among = list(column.type) if types.is_struct(column.type) else []
     kind = kind_of(column)
     if kind not in (*strings, *others) and not isinstance(kind, pyarrow.BaseExtensionType):
         problem = f"column {name} holds {kind}, not string"

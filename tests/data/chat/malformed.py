@@ -240,7 +240,7 @@ IN_A_LINE: dict[str, Callable[[random.Random, bytes], bytes]] = {
     "a comma too many": lambda draw, line: line[:-1] + b",}",
     "two records in a line": lambda draw, line: line + b" " + line,
     "a brace too many": lambda draw, line: line + b"}",
-    "no number": lambda draw, line: _end(line, f', "n": {draw.choice(["NaN", "-Infinity"])}'),
+    "no number": lambda draw, line: _end(line, f', "tools": [{draw.choice(["NaN", "-Infinity"])}]'),
     "a huge integer": lambda draw, line: _end(line, f', "n": {"9" * draw.randrange(4301, 6000)}'),
     "deep nesting": lambda draw, line: _end(line, f', "n": {"[" * 200}{"]" * 200}'),
     "bad UTF-8": lambda draw, line: _broken(line, draw),

@@ -17,7 +17,7 @@ import pytest
 
 from minimind.cli.main import main
 from minimind.data.prepare import dataset_folder as folder
-from minimind.data.prepare import encode, merge
+from minimind.data.prepare import encode
 from minimind.data.prepare.prepared import open_prepared
 from minimind.data.prepare.work_units import MAX_UNITS, SMALLEST_UNIT, Options, Plan, make_plan
 from minimind.data.text.inputs import Source, parse_source
@@ -358,7 +358,6 @@ def test_of_much_that_is_bad_all_is_counted_and_a_part_listed(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(encode, "MAX_LISTED", 3)
-    monkeypatch.setattr(merge, "MAX_LISTED", 3)
     good = (place / "b.jsonl").read_text()
     (tmp_path / "a.jsonl").write_text(good + "[]\n" * 5 + good[: good.index("\n") + 1])
     (tmp_path / "b.jsonl").write_text(good + "[]\n" * 2)

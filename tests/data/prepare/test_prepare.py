@@ -254,6 +254,63 @@ def test_bad_documents_are_passed_over_listed_and_limited(corpus, tmp_path, toke
         make([corpus], tmp_path / "cache", tokenizer_path, max_bad_fraction=0.005, **skipping)
 
 
+def rows_with_an_open_quote(path, *closed):
+    """1,000 rows, of which the 901st has a quote without its end."""
+    rows = ["id,text", *(f"{n},row number {n} of the file says hello" for n in range(1000))]
+    rows[901] = '900,"row number 900 of the file says hello'
+    for n in closed:
+        rows[n + 1] += '"'
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def test_rows_behind_an_open_quote_are_bad_too(tmp_path, tokenizer_path):
+    path, given = rows_with_an_open_quote(tmp_path / "a.csv"), {"skips_bad": True}
+    told = (
+        r"a\.csv: 100 of 1,000 documents are bad, more than max_bad_fraction = 0\.05; the first is"
+        r" .*a\.csv:902 \(byte \d+\): is not CSV \(unexpected end of data\), and the 100 lines up"
+        r" to 1001 are not read; end the quotes of a cell, and write those within it twice; correct"
+    )
+    with pytest.raises(DataError, match=told):
+        make([path], tmp_path / "cache", tokenizer_path, **given)
+    prepared = make([path], tmp_path / "cache", tokenizer_path, max_bad_fraction=0.11, **given)
+    rejected = prepared.manifest["rejected"]
+    assert (prepared.manifest["documents"], rejected["count"], rejected["listed"]) == (
+        900,
+        100,
+        100,
+    )
+    prepared.list_rejected(tmp_path)
+    (entry,) = map(json.loads, (tmp_path / "rejected.jsonl").read_text().splitlines())
+    assert (entry["line"], entry["documents"], entry["bytes"]) == (902, 100, 0)
+
+
+def test_a_record_that_may_hold_others_is_told_at_every_use(tmp_path, tokenizer_path):
+    path = rows_with_an_open_quote(tmp_path / "a.csv", 999)
+    for name in ("a.csv", "b.csv"):
+        prepared = make([path.rename(tmp_path / name)], tmp_path / "cache", tokenizer_path)
+        path = tmp_path / name
+        (remark,) = prepared.remarks
+        assert remark.startswith(f"{path}:902: one document is read from the 100 lines up to 1001;")
+    assert prepared.manifest["documents"] == 901
+
+
+def test_what_is_not_read_of_a_file_counts_by_its_bytes(tmp_path, tokenizer_path):
+    good = [json.dumps({"text": text}, ensure_ascii=False) for text in TEXTS]
+    path, given = tmp_path / "a.json", {"skips_bad": True, "unit_bytes": 4096}
+    for at, fraction in [(330, 0.15), (390, 0.02)]:
+        path.write_text("[" + ",\n".join([*good[:at], good[at] + "}", *good[at + 1 :]]) + "]")
+        with pytest.raises(
+            DataError, match=r"documents are bad, and [\d.]+% of the bytes are lost"
+        ):
+            make([path], tmp_path / "cache", tokenizer_path, max_bad_fraction=fraction, **given)
+        prepared = make(
+            [path], tmp_path / "cache", tokenizer_path, max_bad_fraction=fraction + 0.1, **given
+        )
+        assert prepared.manifest["documents"] == at
+        assert len(prepared.remarks) == 1
+
+
 def test_no_line_is_read_again_to_number_what_is_passed_over(tmp_path, tokenizer_path, monkeypatch):
     """By as many units as there are, the same list: what each read of a file is added up."""
     paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl.gz", "d.txt", "e.parquet")]

@@ -45,7 +45,9 @@ def report_of(out: Path) -> dict[str, Any]:
     texts = kept(out)
     assert report["kept"]["documents"] == len(texts)
     assert report["kept"]["bytes"] == sum(len(text.encode()) for text in texts)
-    assert len(removed(out)) == report["read"]["documents"] - len(texts)
+    assert sum(one.get("documents", 1) for one in removed(out)) == report["read"][
+        "documents"
+    ] - len(texts)
     return report
 
 
@@ -238,3 +240,21 @@ def test_what_cannot_be_is_one_sentence_and_leaves_nothing(
     assert run(tmp_path / "out", text, *words) == status
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_reader_loses_counts_and_long_records_are_told(tmp_path, capsys):
+    rows = ["id,text", *(f"{n},row {n} of the file" for n in range(1000))]
+    rows[901] = '900,"row 900 of the file'
+    (tmp_path / "t.csv").write_text("\n".join(rows) + "\n")
+    skip = ("--min_chars", 1, "--on_bad_data", "skip")
+    assert run(tmp_path / "out", tmp_path / "t.csv", *skip) == 3
+    assert "100 of 1,000 documents are bad, more than max_bad_fraction" in capsys.readouterr().err
+    assert run(tmp_path / "out", tmp_path / "t.csv", *skip, "--max_bad_fraction", 0.2) == 0
+    assert report_of(tmp_path / "out")["rejected"]["documents"] == 100
+    (entry,) = removed(tmp_path / "out")
+    assert (entry["line"], entry["documents"], entry["bytes"]) == (902, 100, 0)
+    (tmp_path / "t.csv").write_text("\n".join(rows) + '"\n')
+    capsys.readouterr()
+    assert run(tmp_path / "out2", tmp_path / "t.csv", *skip) == 0
+    told = f"note   {tmp_path / 't.csv'}:902: one document is read from the 100 lines up to 1001; "
+    assert told in capsys.readouterr().err

@@ -12,6 +12,7 @@ import io
 import json
 import lzma
 import random
+import re
 import subprocess
 import sys
 from functools import partial
@@ -147,8 +148,9 @@ def test_a_mutated_list_is_read_as_json_loads_it_or_refused(tmp_path):
     [
         (b"[]", "1 (byte 0): is empty; fill it or leave it out"),
         (b'[{"text": "a"}', "1 (byte 0): the list is cut off; copy the file again"),
-        (b'[{"text": "a"}, ', "2 (byte 15): the list is cut off; copy the file again"),
-        (b'[{"text": "a"}]\n{}', "2 (byte 15): text follows the list; write one list"),
+        (b'[{"text": "a"}, ', "2 (byte 15): the list is cut off (1 of 16 bytes of the file are"),
+        (b'[{"text": "a"}, {"text": "b}]', "2 (byte 15): the list is cut off, or a quote or"),
+        (b'[{"text": "a"}]\n{}', "2 (byte 15): text follows the list (3 of 18 bytes of the file"),
         (b'[{"text": "a"}}]', "1 (byte 0): the list holds a } without its {; correct it"),
         (b'[\n {"text": "a"},\n]', "2 (byte 18): the line is blank; remove it"),
         (
@@ -257,6 +259,7 @@ def test_cells_are_what_csv_pyarrow_and_pandas_read(tmp_path, name, end, quoting
             ["a", "4 (byte 13): has 3 cells, and the first row 2", "d"],
         ),
         (b'text,n\n"a\nb",1\n"c"d,1\ne,1\n', ["a\nb", "4 (byte 15): is not CSV (", "e"]),
+        (b"text\na\nb\rc\r", ["a", "3 (byte 7): has \\r alone at the end of lines; write \\n"]),
         (b"text\na\n\xff\nb\n", ["a", "3 (byte 7): is not UTF-8 (0xff", "b"]),
         (b'n,text\n1,""\n2,b\n', ["2 (byte 7): the document is empty; remove it", "b"]),
         (b'text\na\n"b\n', ["a", "3 (byte 7): is not CSV (unexpected end of data)"]),
@@ -305,11 +308,14 @@ def test_a_mutated_csv_is_read_as_csv_and_pyarrow_read_it_or_refused(tmp_path):
 def test_quotes_without_an_end_do_not_take_the_whole_file_into_memory(tmp_path):
     path = put(tmp_path / "a.csv", b'text\na\n"' + b"b\n" * 2**18)
     report = (
-        f"{path}:3 (byte 7): the record is longer than {2 * 1000 + 2**16} bytes; end its quotes"
+        f"{path}:3 (byte 7): the record is longer than {2 * 1000 + 2**16} bytes"
+        f" ({2**19 + 1:,} of {2**19 + 8:,} bytes of the file are not read); end its quotes"
     )
     one, rejection = read(path, max_document_bytes=1000)
     assert one == "a"
     assert str(rejection).startswith(report)
+    assert isinstance(rejection, Rejection)
+    assert rejection.bytes == 2**19 + 1
 
 
 @pytest.mark.parametrize(
@@ -325,12 +331,61 @@ def test_quotes_without_an_end_do_not_take_the_whole_file_into_memory(tmp_path):
         (b"<!DOCTYPE html>\n<html>", "is a page of HTML, not CSV; download the file itself"),
         (b'{"text": "a"}\n', "is JSON, not CSV; "),
         (b"PAR1\x15\x04", "is Parquet, not CSV; name it .parquet"),
+        (b'{"error": "Repository not found"}', "is an error message, not CSV; download the file"),
+        (b"id;text\n1;a\n", 'has ";" between its cells, not ","; write it with commas'),
+        (b'"id";"text"\n', 'has ";" between its cells, not ","; write it with commas'),
+        (b"id\ttext\n1\ta\n", 'has "\\t" between its cells, not ","; name it .tsv'),
+        (b"sep=;\nid;text\n", 'has ";" between its cells, not ","; write it with commas'),
+        (b"id,text\r1,a\r", "its first line has \\r alone at the end of lines; write \\n"),
     ],
 )
 def test_what_is_no_csv_is_named(tmp_path, content, words):
     with pytest.raises(DataError) as caught:
         read(put(tmp_path / "a.csv", content))
     assert str(caught.value).startswith(f"{tmp_path / 'a.csv'}: {words}")
+
+
+def test_commas_in_a_file_named_tsv_are_named(tmp_path):
+    with pytest.raises(DataError, match=r'has "," between its cells, not "\\t"; name it \.csv'):
+        read(put(tmp_path / "a.tsv", b"id,text\n1,a\n"))
+
+
+ERRORS = [
+    {"error": "Repository not found"},
+    {"error": {"code": 404, "message": "No such object: a", "errors": []}},
+    {"error": "invalid_token", "error_description": "expired"},
+    {"detail": "Not Found"},
+    {"message": "Not Found", "documentation_url": "https://docs", "status": "404"},
+    {"code": 403, "message": "Permission denied"},
+    {"Code": 404, "Message": "record missing", "RequestId": "0", "Success": False},
+    {"errcode": 40001, "errmsg": "hint: [a]"},
+    {"type": "https://docs", "title": "Not Found", "status": 404, "traceId": "00"},
+]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.txt"])
+def test_what_an_api_says_in_place_of_data_is_named(tmp_path, name):
+    for error in ERRORS:
+        for content in (
+            json.dumps(error),
+            json.dumps(error, indent=1),
+            f"{json.dumps(error)}\n" * 3,
+        ):
+            (tmp_path / name).write_bytes(content.encode())
+            one, *_ = read(tmp_path / name)
+            assert re.search("is an error message(, not gzip)?; download the file itself", str(one))
+    good = json.dumps({"text": "a"})
+    for error in ERRORS:
+        *_, bad = read(put(tmp_path / "a.jsonl", f"{good}\n{json.dumps(error)}\n".encode()))
+        assert str(bad).endswith("; remove this answer of a server, or download its text again")
+    for record in (
+        {"message": "hello"},
+        {"title": "a", "body": "not found"},
+        {"error": "a", "n": 1},
+    ):
+        *_, bad = read(put(tmp_path / "a.jsonl", json.dumps(record).encode()))
+        assert 'has no "text" but ' in str(bad)
+        assert "server" not in str(bad)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ def test_a_reader_that_loses_a_document_is_found(tmp_path, monkeypatch):
     [
         (b'{"text": "a", "n": 1}\r', "a"),
         (b'{"text": "a", "text": "a"}', None),
-        (b'{"text": "a", "n": NaN}', None),
+        (b'{"text": "a", "n": NaN}', "a"),
+        (b'{"text": NaN}', None),
         (b'{"text": "\\ud83d"}', None),
         (b'{"text": "\\ud83d\\ude00"}', "😀"),
         (b'{"text": "a\xff"}', None),

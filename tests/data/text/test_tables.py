@@ -173,6 +173,21 @@ def test_columns_whose_names_are_alike_or_twice(tmp_path):
         words = rf'a\.parquet: has the column "text" {names.count("text")} times; keep the one'
         with pytest.raises(DataError, match=words):
             read(of(*names))
+    texts = pyarrow.array(["text"])
+    inner = pyarrow.StructArray.from_arrays([texts, texts], names=["text", "text"])
+    outer = pyarrow.StructArray.from_arrays([inner], names=["inner"])
+    twins = pyarrow.StructArray.from_arrays([outer, outer], names=["a", "a"])
+    for column, field, words in [
+        (inner, "data.text", '"data.text"'),
+        (outer, "data.inner.text", '"data.inner.text"'),
+        (twins, "data.a.inner.text", '"data.a"'),
+        (inner, "{data.text}!", '"data.text"'),
+    ]:
+        parquet.write_table(pyarrow.table({"data": column}), tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=rf"a\.parquet: has {words} 2 times; keep the one that"):
+            read(tmp_path / "a.parquet", text_field=field)
+    parquet.write_table(pyarrow.table({"data": inner, "text": texts}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == ["text"]
     for names in (("id", "id", "text"), ("Text", "text", "TEXT"), ("text.a", "text"), ("", "text")):
         assert read(of(*names)) == ["text"]
     with pytest.raises(DataError, match='has no column "text" but "Text", ""; give'):
@@ -258,12 +273,13 @@ def test_a_damaged_parquet_file_is_refused_or_reported_at_its_row(tmp_path):
     whole = bytearray(path.read_bytes())
     whole[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
     path.write_bytes(whole)
-    *documents, report = read(path)
-    assert documents == TEXTS[: len(documents)]
-    assert isinstance(report, Rejection)
-    assert report.line == len(documents) + 1 <= 400
-    assert len(documents) >= 256
+    found = read(path)
+    (report,) = (one for one in found if isinstance(one, Rejection))
+    lost = range(report.line - 1, report.line - 1 + report.documents)
+    assert 300 <= lost.start < lost.stop == 400
     assert "cannot be read (" in report.what
+    assert report.what.endswith(f", nor are the {len(lost) - 1} rows behind it read")
+    assert found == [*TEXTS[: lost.start], report, *TEXTS[lost.stop :]]
 
 
 def test_rows_that_are_missing_are_reported(tmp_path):
@@ -281,8 +297,10 @@ def test_a_dataset_whose_texts_lie_in_the_wrong_place_is_reported(tmp_path):
     whole, wrong = path.read_bytes(), [*ends[:9], 0, *ends[10:]]
     assert whole.count(struct.pack("<20i", *ends)) == 1
     path.write_bytes(whole.replace(struct.pack("<20i", *ends), struct.pack("<20i", *wrong)))
-    (report,) = read(tmp_path / "saved")
+    report, *documents = read(tmp_path / "saved")
     assert ":1 (row 1): cannot be read (" in str(report)
+    assert isinstance(report, Rejection)
+    assert documents == TEXTS[report.documents :]
 
 
 def test_a_damaged_dataset_is_refused(tmp_path):
