@@ -225,6 +225,9 @@ def trainer(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> Non
     )
     from transformers import Trainer, TrainingArguments, training_args
 
+    from minimind.engine.build import leave_out_shm_comm
+
+    leave_out_shm_comm()
     # It takes bf16 on a CPU only with use_cpu=True, with which Accelerate leaves DeepSpeed out.
     training_arguments: Any = training_args
     training_arguments.is_torch_bf16_gpu_available = lambda: True
