@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.racers import RECIPE
+from benchmarks.time_to_loss import final, needed
 from minimind import errors
 from minimind.architecture.costs import (
     ASSUMED,
@@ -157,6 +160,34 @@ def test_the_size_of_the_sample_is_that_of_its_flags(page: str):
 def test_the_names_of_deepspeed_files_are_all_listed():
     text = PAGES["memory.md"].split("<!-- names -->")[1].split("<!-- /names -->")[0]
     assert {*re.findall(r"`(\w+)`", text)} == {*deepspeed_files()}
+
+
+@pytest.mark.parametrize(
+    ("file", "shares", "by_cpu"),
+    [
+        (
+            "time_to_loss-2026-11-28-cpu",
+            r"by seed of nanochat: (.+?) by the pace",
+            r"by the pace, (.+?) by the CPU",
+        ),
+        ("time_to_loss-2026-11-27-cpu", r"nanochat's seeds after (0\.91.+?) of their", None),
+        ("time_to_loss-8m-2026-11-27-cpu", r"nanochat's seeds after (0\.70.+?) of their", None),
+    ],
+)
+def test_the_race_is_told_by_seed_of_the_rival(file: str, shares: str, by_cpu: str | None):
+    text = re.sub(r"\s+", " ", PAGES["measurements.md"])
+    path = ROOT / "benchmarks" / "results" / f"{file}.json"
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    for axis, said in (("seconds", shares), ("cpu_seconds", by_cpu)):
+        if said is None:
+            continue
+        expected = [
+            statistics.median(needed(one, final(rival), axis) for one in runs[RECIPE])
+            / rival["curve"][-1][axis]
+            for rival in runs["nanochat"]
+        ]
+        (found,) = re.findall(said, text)
+        assert re.findall(r"\d\.\d\d", found) == [f"{share:.2f}" for share in expected]
 
 
 STEPS = {"26m": 32, "104m": 16, "0.4b": 8}  # rows of 1,024 tokens in a micro-batch
