@@ -127,7 +127,11 @@ SMALLEST = [
         "--seconds 2 --senders 2 --slow 4",
         ("none", "bombs", "large", "slow", "median_seconds", "most_seconds", "most_mib"),
     ),
-    Small("serve_load", "--requests 20 --clients 4 --malformed 20 --cut 4", ("load", "malformed")),
+    Small(
+        "serve_load",
+        "--requests 20 --clients 4 --malformed 20 --cut 4",
+        ("requests_per_second", "most_waiting", "seconds_until_idle", "malformed", "strangers"),
+    ),
     *(
         Small("stages", f"TEXT.jsonl --race {race} {RACE}", ("tokens/s", "MiB"))
         for race in stages.RACES
