@@ -7,10 +7,12 @@ import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.racers import RECIPE
+from benchmarks.throughput import ratio
 from benchmarks.time_to_loss import final, needed
 from minimind import errors
 from minimind.architecture.costs import (
@@ -176,8 +178,7 @@ def test_the_names_of_deepspeed_files_are_all_listed():
 )
 def test_the_race_is_told_by_seed_of_the_rival(file: str, shares: str, by_cpu: str | None):
     text = re.sub(r"\s+", " ", PAGES["measurements.md"])
-    path = ROOT / "benchmarks" / "results" / f"{file}.json"
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    runs = results(file)["runs"]
     for axis, said in (("seconds", shares), ("cpu_seconds", by_cpu)):
         if said is None:
             continue
@@ -188,6 +189,72 @@ def test_the_race_is_told_by_seed_of_the_rival(file: str, shares: str, by_cpu: s
         ]
         (found,) = re.findall(said, text)
         assert re.findall(r"\d\.\d\d", found) == [f"{share:.2f}" for share in expected]
+
+
+def results(name: str) -> dict[str, Any]:
+    """A file of benchmarks/results."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+
+
+def time_of(file: str, one: str, other: str) -> float:
+    """Time of a step over that of another: the median over pairs of the same round."""
+    steps = results(file)["steps"]
+    return ratio(steps, other, one, "seconds")
+
+
+def harm(spared: str) -> list[str]:
+    """Percent that a planted document raises the last validation loss by, of each seed."""
+    losses = [
+        (seed[spared]["val_loss"], seed["without it"]["val_loss"])
+        for seed in results("poisoned_text-2026-11-25-cpu")["seeds"].values()
+    ]
+    return [f"{100 * (loss / usual - 1):.1f}" for loss, usual in losses]
+
+
+THROUGHPUT, ONE_GPU = "throughput-2026-11-23-cpu", "stages-one-gpu-2026-11-26-h100"
+SETTINGS, SCALING = "stages-settings-2026-11-22-cpu", "stages-scaling-2026-11-22-cpu"
+LARGE, ZERO_2 = "buckets of 500,000,000", "ours, ZeRO-2, compiled"
+
+
+@pytest.mark.parametrize(
+    ("page", "said", "measured"),
+    [
+        (
+            "faster.md",
+            "a step in {} of the time of ZeRO-2; on a CPU in {}",
+            lambda: [
+                time_of(ONE_GPU, "no DeepSpeed", "stage 2"),
+                time_of(THROUGHPUT, "ours, single, compiled", ZERO_2),
+            ],
+        ),
+        (
+            "faster.md",
+            "two processes compute {} times the tokens/s of one, with stage 2 {} times",
+            lambda: [kind["weak"] for kind in results(SCALING)["scaling"].values()],
+        ),
+        (
+            "faster.md",
+            "{} times the tokens/s of the eager model",
+            lambda: [1 / time_of(THROUGHPUT, ZERO_2, "ours, ZeRO-2, eager")],
+        ),
+        (
+            "faster.md",
+            "{} of the time with buckets of 500,000,000 (800 MiB more) on one H100; {} without",
+            lambda: [
+                time_of(ONE_GPU, LARGE, "stage 2"),
+                time_of(SETTINGS, "no contiguous_gradients", "as shipped"),
+            ],
+        ),
+        ("troubleshooting.md", "by {} %, {} % and {} % without", lambda: harm("with it")),
+        ("troubleshooting_zh.md", "升高 {} %、{} % 和 {} %", lambda: harm("with it")),
+        ("troubleshooting_zh.md", "启用时为 {} %、{} % 和 {} %", lambda: harm("guarded")),
+    ],
+)
+def test_figures_that_a_page_repeats_are_those_of_the_files(page: str, said: str, measured: Any):
+    pattern = re.escape(said).replace(r"\{\}", r"(-?\d+\.\d+)")
+    (found,) = re.findall(pattern, re.sub(r"\s+", " ", PAGES[page]))
+    values = [value if isinstance(value, str) else f"{value:.2f}" for value in measured()]
+    assert ([found] if isinstance(found, str) else [*found]) == values
 
 
 STEPS = {"26m": 32, "104m": 16, "0.4b": 8}  # rows of 1,024 tokens in a micro-batch
