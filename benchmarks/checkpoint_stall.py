@@ -40,11 +40,11 @@ def milliseconds(work: Callable[[], Any]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def build(run: RunConfig) -> Engine:
-    """A single-process engine on the CPU."""
+def build(model: str, run: RunConfig) -> Engine:
+    """A single-process engine of the preset's shape, on the CPU."""
     torch.manual_seed(0)
     resolved = read_setup(run, read_launch(os.environ)).resolve()
-    return build_engine(resolved, preset(run.model), "cpu")
+    return build_engine(resolved, preset(model), "cpu")
 
 
 def measure(engine: Engine, vocab: int, folder: Path, rounds: int) -> dict[str, list[float]]:
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where to write (default: a temporary one)")
     args, load = parser.parse_args(), os.getloadavg()
     run = parse_flags(["--model", args.model, "--device", "cpu", "--deepspeed_config", "none"])
-    engine = build(run)
+    engine = build(args.model, run)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         found = measure(engine, run.vocab_size, Path(folder), args.rounds)
     leave_process_group()
