@@ -105,7 +105,7 @@ SMALLEST = [
     ),
     Small(
         "poisoned_text",
-        "TEXT.jsonl --work DIR --seeds 1 --documents 20 --steps 60",
+        "TEXT.jsonl --work DIR --seeds 1 --documents 60 --steps 60",
         ("without it", "with it", "guarded", "spikes that name it"),
     ),
     Small(
