@@ -136,10 +136,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[])
     args = parser.parse_args()
     texts = dict(text.split("=", 1) for text in args.texts)
+    cases = {case.name: case for case in CASES if case.text in texts}
+    if unknown := [name for name in args.only if name not in cases] or (not cases and [*texts]):
+        parser.error(f"{unknown[0]} is no case or text; with these texts there are {[*cases]}")
     before, lines = os.getloadavg(), []
-    for case in CASES:
-        if case.text not in texts or (args.only and case.name not in args.only):
-            continue
+    for case in (cases[name] for name in cases if not args.only or name in args.only):
         data = data_of(case, Path(texts[case.text]), args.folder)
         rule = train(case, "rule", DEFAULT, {}, args.folder, data)
         old = train(case, "before", BEFORE, {}, args.folder, data)

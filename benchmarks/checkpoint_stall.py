@@ -28,6 +28,7 @@ from minimind.checkpoint.saver import Saver
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
+from minimind.config.run_config import RunConfig
 from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
 
@@ -39,29 +40,28 @@ def milliseconds(work: Callable[[], Any]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def build(model: str) -> Engine:
+def build(model: str, run: RunConfig) -> Engine:
     """A single-process engine of the preset's shape, on the CPU."""
-    run = parse_flags(["--model", model, "--device", "cpu", "--deepspeed_config", "none"])
     torch.manual_seed(0)
     resolved = read_setup(run, read_launch(os.environ)).resolve()
     return build_engine(resolved, preset(model), "cpu")
 
 
-def measure(engine: Engine, folder: Path, rounds: int) -> dict[str, list[float]]:
+def measure(engine: Engine, vocab: int, folder: Path, rounds: int) -> dict[str, list[float]]:
     """Milliseconds by what was timed, one number a round."""
     facts = {"identity": {}, "world_size": 1, "zero_stage": None, "order": {}}
     saver = Saver(engine, engine.another_group(600), folder / "checkpoints", Rules(2), facts, {})
-    rows = torch.randint(0, 6000, (1, 65))
+    rows = torch.randint(0, vocab, (1, 65))
     clock = PhaseClock(engine.device)
     found: dict[str, list[float]] = {"torch.save": [], "stall": [], "until durable": []}
-    for number in range(1, rounds + 1):
+    for step in range(1, 2 * rounds, 2):  # the first of the two steps of a round
         clock.begin()
         engine.step([rows], 1e-4, clock)
         state = dict(engine.backend.state().slices(0, 1))
         path = folder / "plain.pt"
         found["torch.save"].append(milliseconds(lambda p=path, s=state: torch.save(s, p)))
         path.unlink()
-        found["stall"].append(milliseconds(lambda n=number: saver.begin(TrainState(n, 0))))
+        found["stall"].append(milliseconds(lambda s=step: saver.begin(TrainState(s, 0))))
         clock.begin()
         engine.step([rows], 1e-4, clock)  # training goes on while the files are written
         event = saver.poll(wait=True)
@@ -82,9 +82,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", help="where to write (default: a temporary one)")
     args, load = parser.parse_args(), os.getloadavg()
-    engine = build(args.model)
+    run = parse_flags(["--model", args.model, "--device", "cpu", "--deepspeed_config", "none"])
+    engine = build(args.model, run)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        found = measure(engine, Path(folder), args.rounds)
+        found = measure(engine, run.vocab_size, Path(folder), args.rounds)
     leave_process_group()
     print(
         f"{args.model}: {engine.parameters:,} parameters, {args.rounds} rounds,"

@@ -2,9 +2,9 @@
 
     python -m benchmarks.contenders NAME SHAPE ROWS READ_FD WRITE_FD FOLDER [FLAG ...]
 
-Started by benchmarks.throughput, .stages and .gpu. A NAME that is not in `CONTENDERS` or `VARIANTS`
-is train_pretrain.py with the FLAGs. The other loops read --dtype, --max_seq_len and --device cuda
-of them (default device: the CPU).
+Started by benchmarks.throughput, .compiling, .stages and .gpu. A NAME that is not in `CONTENDERS`
+or `VARIANTS` is train_pretrain.py with the FLAGs. The other loops read --dtype, --max_seq_len and
+--device cuda of them (default device: the CPU).
 
 Between turns it waits. A step is timed from just before its first micro-batch is fetched to the
 same point of the next step, without the waiting, so it covers the whole loop. A turn is the number
@@ -225,6 +225,9 @@ def trainer(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> Non
     )
     from transformers import Trainer, TrainingArguments, training_args
 
+    from minimind.engine.build import leave_out_shm_comm
+
+    leave_out_shm_comm()
     # It takes bf16 on a CPU only with use_cpu=True, with which Accelerate leaves DeepSpeed out.
     training_arguments: Any = training_args
     training_arguments.is_torch_bf16_gpu_available = lambda: True

@@ -177,6 +177,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--only", nargs="+", default=[])
     args = parser.parse_args()
+    known = {plan.name(path.stem) for plan in PLANS for path in args.texts}
+    if unknown := [name for name in args.only if name not in known]:
+        parser.error(f"--only {unknown[0]} is no sweep of these texts; there are {sorted(known)}")
     lines, load = [], os.getloadavg()
     for plan in PLANS:
         for path in args.texts:

@@ -1,7 +1,7 @@
 """CPU time of a step with and without huge pages for torch's allocations, and whether losses agree.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.huge_pages TEXT.jsonl [--flags="--model tiny"]
-        [--steps 24] [--rounds 3] [--out FILE.json]
+    OMP_NUM_THREADS=1 python -m benchmarks.huge_pages TEXT.jsonl
+        [--flags="--config strong --model tiny"] [--steps 24] [--rounds 3] [--out FILE.json]
 
 In turn, runs with THP_MEM_ALLOC_ENABLE=0 and 1 train for 2 steps and for --steps more; a step's
 time is the difference of the processor's seconds, of user and kernel, divided by --steps. The

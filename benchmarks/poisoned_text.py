@@ -71,7 +71,7 @@ def plant(lines: list[str], flags: dict[str, Any], folder: Path) -> Planted:
         if is_late and (not best.steps or sum(reads) / len(reads) < mean):
             best, mean = Planted(text, place.line - 1, rows, sorted(reads)), sum(reads) / len(reads)
     if not best.rows:
-        raise SystemExit(f"no place is read after step {LEARNT} only; give other --seeds")
+        raise SystemExit(f"no place is read after step {LEARNT} only; give more --documents")
     at = best.line - 1
     text.write_text("".join([*lines[:at], POISON, *lines[at:]]))
     return best

@@ -1,7 +1,7 @@
 """Validation over tokens of the presets on the text of `make train`, seed by seed, for reports.
 
     OMP_NUM_THREADS=1 python -m benchmarks.reference_curves --folder DIR [--seeds 42 1 2]
-        [--only NAME ...] [--out minimind/report/reference/NAME.json]
+        [--only NAME ...] [--steps 400] [--out minimind/report/reference/NAME.json]
 
 A curve is the flags of `make train` with one of `CURVES`, in one process with the rows of its two.
 What is done in DIR is not done again; the result is written anew after each run, with the seeds
@@ -23,7 +23,7 @@ from minimind.report.placement import SHAPE
 
 ROOT = Path(__file__).resolve().parents[1]
 # The rows a step of two processes with --batch_size 8.
-PACE = "--max_steps 400 --batch_size 16 --eval_interval 25 --eval_rows 64 --device cpu"
+PACE = "--batch_size 16 --eval_interval 25 --eval_rows 64 --device cpu"
 # Unmeasured as yet: 26m-default and 26m-strong take hours a seed on a CPU.
 CURVES = {
     "tiny-strong": "--config strong --model tiny",
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seeds", nargs="+", type=int, default=[42, 1, 2])
     parser.add_argument("--only", nargs="+", choices=CURVES, default=MEASURED)
+    parser.add_argument("--steps", type=int, default=400, help="those of `make train`: 400")
     args = parser.parse_args()
     text = args.folder / "stdlib.jsonl"
     if not text.exists():
@@ -71,7 +72,9 @@ def main() -> None:
     for seed in args.seeds:
         for name in args.only:
             out = args.folder / f"{name}-{seed}"
-            lines = train(f"{CURVES[name]} {PACE} --seed {seed}", out, args.folder)
+            lines = train(
+                f"{CURVES[name]} {PACE} --max_steps {args.steps} --seed {seed}", out, args.folder
+            )
             start, found, config = lines[0], evaluations(lines), read_configuration(out).flags
             size = start["tokens_per_step"]
             facts = {"tokens_per_step": size, "total_tokens": size * start["total_steps"]}

@@ -155,6 +155,9 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=300)
     parser.add_argument("--roots", type=Path, nargs="+", default=[Path()])
     args = parser.parse_args()
+    for root in args.roots:  # else the server would be that of the installed package
+        if not (root / "minimind" / "serve").is_dir():
+            parser.error(f"--roots {root} is no checkout: it has no minimind/serve")
     load_before = os.getloadavg()
     bombs, large = [*map(chat_of, BOMBS)], [*large_bodies().values()]
     attacks: dict[str, Callable[[str], Awaitable[None]] | None] = {

@@ -1,9 +1,9 @@
 """Feed-forward units and norms saved for the backward pass, or recomputed as in `layers.py`.
 
-    OMP_NUM_THREADS=2 python -m benchmarks.units [--rounds 25] [--rows 2] [--dtype bfloat16]
-        [--out FILE.json]
+    OMP_NUM_THREADS=2 python -m benchmarks.units [--model 26m] [--rounds 25] [--rows 2]
+        [--dtype bfloat16] [--out FILE.json]
 
-The 26m preset, compiled for the CPU: forward and backward steps of both variants, alternating in
+A preset, compiled for the CPU: forward and backward steps of both variants, alternating in
 one process.
 """
 
@@ -27,12 +27,12 @@ def kept(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.
     return function(*inputs)
 
 
-def step_of(text: torch.Tensor, dtype: torch.dtype, how: Any) -> Callable[[], None]:
+def step_of(shape: str, text: torch.Tensor, dtype: torch.dtype, how: Any) -> Callable[[], None]:
     """Return a forward and backward step of a new model, compiled by a first call.
 
     The compiler guards on `layers.recompute_if_compiled`, so every call sets it.
     """
-    model: Any = preset("26m")
+    model: Any = preset(shape)
     model.to(dtype).train()
 
     @torch.compile(dynamic=False)
@@ -52,14 +52,15 @@ def step_of(text: torch.Tensor, dtype: torch.dtype, how: Any) -> Callable[[], No
 def main() -> None:
     """Run it, print the ratio, write the JSON."""
     parser = arguments(__doc__)
+    parser.add_argument("--model", default="26m")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     given = parser.parse_args()
     before, dtype = os.getloadavg(), getattr(torch, given.dtype)
-    text = torch.randint(preset("26m").config.vocab_size, (given.rows, 513))
+    text = torch.randint(preset(given.model).config.vocab_size, (given.rows, 513))
     ways = {"kept": kept, "again": layers.recompute_if_compiled}
-    steps = {name: step_of(text, dtype, how) for name, how in ways.items()}
+    steps = {name: step_of(given.model, text, dtype, how) for name, how in ways.items()}
     graphs = counters["stats"]["unique_graphs"]
     spent: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(given.rounds):

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +233,21 @@ def test_our_contender_trains_with_the_numbers_of_the_others(tmp_path, monkeypat
     assert run.weight_decay == contenders.DECAY
     assert run.grad_clip == contenders.CLIP
     assert (run.beta1, run.beta2) == contenders.BETAS
+
+
+def test_the_trainer_compiles_nothing_that_training_does_not_use(tmp_path, monkeypatch):
+    """A build that was killed leaves a lock, on which the Trainer would wait without a word."""
+    for name in ("ACCELERATE_TORCH_DEVICE", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # set by the Trainer's loop, and forgotten after the test
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **more: None)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    ops = import_module("deepspeed").ops
+    monkeypatch.setitem(vars(ops), "__compatible_ops__", {"deepspeed_shm_comm": True})
+    gate: Any = None  # no step is taken
+    with pytest.raises(SystemExit, match="needs the resolved file of our ZeRO-2 run"):
+        contenders.trainer(gate, "tiny", 1, tmp_path)
+    assert vars(ops)["__compatible_ops__"] == {"deepspeed_shm_comm": False}
 
 
 @pytest.mark.parametrize("bf16", [True, False])

@@ -82,10 +82,7 @@ def _deepspeed(
             "DeepSpeed was started in this process before and keeps its old state of the ranks;"
             " start a new process (in a notebook: restart the kernel, or notebook_launcher)"
         )
-    # Only inference uses shm_comm. Compiling it takes up to 80 s, and a process killed meanwhile
-    # leaves a lock on which every later start waits silently.
-    buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
-    deepspeed.ops.__dict__["__compatible_ops__"] = buildable
+    leave_out_shm_comm()
     set_rendezvous_defaults(os.environ)
     accelerator = _accelerator(
         device,
@@ -116,6 +113,18 @@ def _deepspeed(
     limits_norm = resolved.run.spike_guard
     backend = DeepSpeedBackend(prepared, deepspeed.comm.comm.cdb, log, limits_norm)
     return backend, accelerator.device
+
+
+def leave_out_shm_comm() -> None:
+    """Keep DeepSpeed from compiling shm_comm in this process; only inference uses it.
+
+    Compiling takes up to 80 s, and a process killed meanwhile leaves a lock on which every later
+    start waits silently.
+    """
+    import deepspeed
+
+    buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
+    deepspeed.ops.__dict__["__compatible_ops__"] = buildable
 
 
 @contextmanager

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.racers import RECIPE
+from benchmarks.throughput import ratio
+from benchmarks.time_to_loss import final, needed
 from minimind import errors
 from minimind.architecture.costs import (
     ASSUMED,
@@ -157,6 +162,103 @@ def test_the_size_of_the_sample_is_that_of_its_flags(page: str):
 def test_the_names_of_deepspeed_files_are_all_listed():
     text = PAGES["memory.md"].split("<!-- names -->")[1].split("<!-- /names -->")[0]
     assert {*re.findall(r"`(\w+)`", text)} == {*deepspeed_files()}
+
+
+@pytest.mark.parametrize(
+    ("file", "shares", "by_cpu"),
+    [
+        (
+            "time_to_loss-2026-11-28-cpu",
+            r"by seed of nanochat: (.+?) by the pace",
+            r"by the pace, (.+?) by the CPU",
+        ),
+        ("time_to_loss-2026-11-27-cpu", r"nanochat's seeds after (0\.91.+?) of their", None),
+        ("time_to_loss-8m-2026-11-27-cpu", r"nanochat's seeds after (0\.70.+?) of their", None),
+    ],
+)
+def test_the_race_is_told_by_seed_of_the_rival(file: str, shares: str, by_cpu: str | None):
+    text = re.sub(r"\s+", " ", PAGES["measurements.md"])
+    runs = results(file)["runs"]
+    for axis, said in (("seconds", shares), ("cpu_seconds", by_cpu)):
+        if said is None:
+            continue
+        expected = [
+            statistics.median(needed(one, final(rival), axis) for one in runs[RECIPE])
+            / rival["curve"][-1][axis]
+            for rival in runs["nanochat"]
+        ]
+        (found,) = re.findall(said, text)
+        assert re.findall(r"\d\.\d\d", found) == [f"{share:.2f}" for share in expected]
+
+
+def results(name: str) -> dict[str, Any]:
+    """A file of benchmarks/results."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+
+
+def time_of(file: str, one: str, other: str) -> float:
+    """Time of a step over that of another: the median over pairs of the same round."""
+    steps = results(file)["steps"]
+    return ratio(steps, other, one, "seconds")
+
+
+def harm(spared: str) -> list[str]:
+    """Percent that a planted document raises the last validation loss by, of each seed."""
+    losses = [
+        (seed[spared]["val_loss"], seed["without it"]["val_loss"])
+        for seed in results("poisoned_text-2026-11-25-cpu")["seeds"].values()
+    ]
+    return [f"{100 * (loss / usual - 1):.1f}" for loss, usual in losses]
+
+
+THROUGHPUT, ONE_GPU = "throughput-2026-11-23-cpu", "stages-one-gpu-2026-11-26-h100"
+SETTINGS, SCALING = "stages-settings-2026-11-22-cpu", "stages-scaling-2026-11-22-cpu"
+LARGE, ZERO_2 = "buckets of 500,000,000", "ours, ZeRO-2, compiled"
+
+
+@pytest.mark.parametrize(
+    ("page", "said", "measured"),
+    [
+        (
+            "faster.md",
+            "a step in {} of the time of ZeRO-2; on a CPU in {}",
+            lambda: [
+                time_of(ONE_GPU, "no DeepSpeed", "stage 2"),
+                time_of(THROUGHPUT, "ours, single, compiled", ZERO_2),
+            ],
+        ),
+        (
+            "faster.md",
+            "two processes compute {} times the tokens/s of one, with stage 2 {} times",
+            lambda: [kind["weak"] for kind in results(SCALING)["scaling"].values()],
+        ),
+        (
+            "faster.md",
+            "{} times the tokens/s of the eager model",
+            lambda: [1 / time_of(THROUGHPUT, ZERO_2, "ours, ZeRO-2, eager")],
+        ),
+        (
+            "faster.md",
+            "{} of the time with buckets of 500,000,000 (800 MiB more) on one H100; {} without",
+            lambda: [
+                time_of(ONE_GPU, LARGE, "stage 2"),
+                time_of(SETTINGS, "no contiguous_gradients", "as shipped"),
+            ],
+        ),
+        (
+            "troubleshooting.md",
+            "loss by {}, {} and {} %, with the guard by {}, {} and {} %",
+            lambda: [*harm("with it"), *harm("guarded")],
+        ),
+        ("troubleshooting_zh.md", "升高 {} %、{} % 和 {} %", lambda: harm("with it")),
+        ("troubleshooting_zh.md", "启用时为 {} %、{} % 和 {} %", lambda: harm("guarded")),
+    ],
+)
+def test_figures_that_a_page_repeats_are_those_of_the_files(page: str, said: str, measured: Any):
+    pattern = re.escape(said).replace(r"\{\}", r"(-?\d+\.\d+)")
+    (found,) = re.findall(pattern, re.sub(r"\s+", " ", PAGES[page]))
+    values = [value if isinstance(value, str) else f"{value:.2f}" for value in measured()]
+    assert ([found] if isinstance(found, str) else [*found]) == values
 
 
 STEPS = {"26m": 32, "104m": 16, "0.4b": 8}  # rows of 1,024 tokens in a micro-batch
