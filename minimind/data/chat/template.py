@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from tokenizers import AddedToken
 
 from minimind.data.chat import sandbox
 from minimind.data.chat.conversations import (
@@ -270,13 +271,31 @@ def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
     return templates.default, name
 
 
+def one_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Matches each of the names, in a group; the longest where several begin."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def _stripped(parts: Sequence[str], tokens: Sequence[AddedToken]) -> list[str]:
+    """The text between tokens without the whitespace that belongs to these, by their flags."""
+    found = [*parts]
+    for at, token in enumerate(tokens):
+        if token.lstrip:
+            found[at] = found[at].rstrip()
+        if token.rstrip:
+            found[at + 1] = found[at + 1].lstrip()
+    return found
+
+
 class ChatTemplate:
     """A Jinja chat template with a tokenizer that has its special tokens.
 
-    Special tokens in the rendered text become their ids; the text between them is encoded by
-    itself. Raise UsageError if the template is not valid, or does not fit the tokenizer; `name` is
-    what messages call it. `today` is the date that the template reads (default: the date of each
-    prompt); `variables` are other values that it reads.
+    Special tokens in the rendered text become their ids. A SentencePiece model encodes the text
+    between them by itself, a tokenizer.json the whole as AutoTokenizer does. Raise UsageError if
+    the template is not valid, or does not fit the tokenizer; `name` is what messages call it.
+    `today` is the date that the template reads (default: the date of each prompt); `variables` are
+    other values that it reads.
     """
 
     def __init__(
@@ -291,8 +310,10 @@ class ChatTemplate:
         self.name = name
         self._tokenizer = tokenizer
         self._special = tokenizer.special_tokens()
-        longest_first = sorted(self._special, key=len, reverse=True)
-        self._special_name = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        matched: set[str] = set()
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            matched = {token.content for token in tokenizer.matched.values()}
+        self._special_name, self._matched_name = one_of({*self._special, *matched}), one_of(matched)
         self._renderer = Renderer(source, named_tokens(tokenizer), name, today, variables)
         self._turns = Turns(self._renderer.render, self._special_name, name)
         self._special_ids = {token: np.array([i], np.int32) for token, i in self._special.items()}
@@ -342,7 +363,10 @@ class ChatTemplate:
 
     def ids(self, text: str) -> list[int]:
         """Return the ids of a text that the template has written."""
-        return self._ids_and_targets([(text, [])], threads=1)[0][0].tolist()
+        (encoded,) = self._ids_and_targets([(text, [])], threads=1)
+        if isinstance(encoded, DocumentError):
+            raise encoded
+        return encoded[0].tolist()
 
     def encode(self, messages: Sequence[Message], train_on: TrainOn = "assistant") -> Encoded:
         """Return the ids, int32, and whether each is trained on, bool.
@@ -442,14 +466,17 @@ class ChatTemplate:
 
     def _ids_and_targets(
         self, texts: Sequence[tuple[str, list[Span]]], threads: int, loss: TextLoss | None = None
-    ) -> list[Encoded]:
+    ) -> list[Encoded | DocumentError]:
+        tokenizer = self._tokenizer
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            return [self._as_a_whole(tokenizer, text, spans, loss) for text, spans in texts]
         split = [self._special_name.split(text) for text, _ in texts]  # every second is special
         parts = [part for pieces in split for part in pieces[::2] if part]
         part_ids = self._tokenizer.encode_arrays(parts, threads)
         if loss is not None:
             loss.count(self._tokenizer, self._sizes, parts, part_ids)
         arrays = iter(part_ids)
-        encoded = []
+        encoded: list[Encoded | DocumentError] = []
         for pieces, (_, spans) in zip(split, texts, strict=True):
             ids, targets = [np.empty(0, np.int32)], [np.empty(0, bool)]
             for number, (piece, within) in enumerate(spans_by_piece(pieces, spans)):
@@ -481,6 +508,41 @@ class ChatTemplate:
         if is_lossless:
             return len(text.encode())
         return int(self._sizes[self._tokenizer.encode(text)].sum())
+
+    def _as_a_whole(
+        self,
+        tokenizer: HuggingFaceTokenizer,
+        text: str,
+        spans: Sequence[Span],
+        loss: TextLoss | None,
+    ) -> Encoded | DocumentError:
+        """A text as AutoTokenizer of transformers encodes it, with the targets of its spans.
+
+        An error if a special token is matched that nobody has written: text may become one when it
+        is normalized.
+        """
+        ids, places = tokenizer.encode_written(text)
+        is_special = np.isin(ids, [*tokenizer.matched])
+        matched = [tokenizer.matched[i] for i in ids[is_special].tolist()]
+        names = {token.content for token in matched}
+        pieces = self._matched_name.split(text)
+        if pieces[1::2] != [token.content for token in matched]:
+            odd = next(iter(names.symmetric_difference(pieces[1::2])), "a special token")
+            return DocumentError(
+                f"{self.name} writes a text in which {tokenizer.path} matches other special tokens"
+                f" than are written in it, such as {odd!r}",
+                "remove the conversation, or give another tokenizer",
+            )
+        if loss is not None:
+            edges = np.flatnonzero(is_special)
+            parts = np.split(ids, edges)
+            own = [part[1:] if number else part for number, part in enumerate(parts)]
+            loss.count(tokenizer, self._sizes, _stripped(pieces[::2], matched), own)
+        targets = np.zeros(len(ids), bool)
+        for begin, end in spans:
+            targets |= (places[:, 1] > begin) & (places[:, 0] < end)
+        targets[:1] = False  # nothing predicts the first token
+        return ids, targets
 
     def require_no_special(self, text: str) -> None:
         """Raise DocumentError for a text with the name of a special token."""
@@ -613,7 +675,10 @@ class ChatTemplate:
             except DocumentError:  # the template refuses system messages or tools, as it may
                 continue
             self._require_special(text)
-            self._require_ids_of_library(text)
+            try:
+                self.ids(text)
+            except DocumentError as error:
+                raise UsageError(f"{error.reason}; give another tokenizer") from error
         self._require_answer()
         try:
             _ = self.end_of_turn
@@ -648,20 +713,6 @@ class ChatTemplate:
                 f"{self.name} writes {missing[0]}, which is no special token of the tokenizer"
                 f" {self._tokenizer.path}; give a tokenizer that has it, as one learnt with"
                 " --special_tokens, or another template"
-            )
-
-    def _require_ids_of_library(self, text: str) -> None:
-        """Raise UsageError for a tokenizer.json that encodes a text in another way after a token.
-
-        Some add a space to the start of a text only, or drop spaces around a special token.
-        """
-        tokenizer = self._tokenizer
-        if not isinstance(tokenizer, HuggingFaceTokenizer):
-            return
-        if self.ids(text) != tokenizer.encode_with_special(text):
-            raise UsageError(
-                f"{tokenizer.path}: encodes text beside a special token of {self.name} otherwise"
-                " than by itself, as by a space that it adds or drops; give another tokenizer"
             )
 
 

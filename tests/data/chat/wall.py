@@ -1,0 +1,242 @@
+"""Ids and masks of every kind of folder against those of transformers.
+
+`python -m tests.data.chat.wall` prints how many are equal, refused (with each sentence) and
+different.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import transformers
+from transformers import AutoTokenizer
+
+from minimind.data.chat import template as template_module
+from minimind.data.chat.conversations import conversation_of, conversation_of_line
+from minimind.data.chat.template import ChatTemplate, own_template
+from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template
+from minimind.data.text.documents import DocumentError, ReadOptions
+from minimind.data.tokenizer.load import load_tokenizer
+from minimind.errors import RunError
+from tests.data.chat.folders import KINDS, write
+from tests.data.chat.templates import END, GEN
+
+ASKED = "{% if add_generation_prompt %}"
+# As templates of models are; what the assistant writes is marked, to know the mask.
+MARKED = {
+    "chatml": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+        f"{{% if m.role == 'assistant' %}}{GEN}{{{{ m.content + '<|im_end|>' }}}}{END}"
+        "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+        f"{ASKED}{{{{ '<|im_start|>assistant\\n' }}}}{{% endif %}}"
+    ),
+    "zephyr": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}"
+        f"{{% if m.role == 'assistant' %}}{GEN}{{{{ m.content + eos_token }}}}{END}"
+        "{% else %}{{ m.content + eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+        f"{ASKED}{{{{ '<|assistant|>\\n' }}}}{{% endif %}}"
+    ),
+    "llama2": (
+        "{% if messages[0].role == 'system' %}"
+        "{% set first = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' %}"
+        "{% set messages = messages[1:] %}{% else %}{% set first = '' %}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        "{{ bos_token + '[INST] ' + (first if loop.first else '') + m.content.strip() }}"
+        f"{{{{ ' [/INST]' }}}}{{% else %}}{GEN}"
+        f"{{{{ ' ' + m.content.strip() + ' ' + eos_token }}}}{END}"
+        "{% endif %}{% endfor %}"
+    ),
+    "vicuna": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ 'ASSISTANT: ' }}"
+        f"{GEN}{{{{ m.content + eos_token }}}}{END}{{{{ '\\n' }}}}"
+        "{% elif m.role == 'user' %}{{ 'USER: ' + m.content + '\\n' }}"
+        "{% else %}{{ m.content + '\\n\\n' }}{% endif %}{% endfor %}"
+        f"{ASKED}{{{{ 'ASSISTANT: ' }}}}{{% endif %}}"
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for m in messages %}"
+        "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}"
+        f"{{% if m.role == 'assistant' %}}{GEN}{{{{ m.content | trim + '<|eot_id|>' }}}}{END}"
+        "{% else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
+        f"{ASKED}{{{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}}}{{% endif %}}"
+    ),
+}
+PLAIN = {name: re.sub(r"\{% (end)?generation %\}", "", source) for name, source in MARKED.items()}
+TEMPLATES = {**PLAIN, "marked": MARKED["zephyr"]}
+EXPECTED = {**MARKED, "marked": MARKED["zephyr"]}  # by which the mask is known
+
+
+def turns(*said: str, system: str = "") -> list[dict[str, str]]:
+    first = [{"role": "system", "content": system}] if system else []
+    roles = ("user", "assistant")
+    return first + [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)]
+
+
+CONVERSATIONS = {
+    "one turn": turns("What is the sky?", "Blue, as a rule."),
+    "several turns": turns("a b", "c d", "e\n\nf", "12 + 3.5", "x", "y z", system="Be brief."),
+    "spaces": turns("  a  b \n", "\n newline 龘 first", " 春眠😀 ", "\tand tabs  ", system=" s "),
+    "tags": turns("what is <b> and [INST] x", "a < b | c > d, <|nothing|>, <<SYS>>, [/INST]"),
+    "specials": turns("I write </s> and <|im_end|>", "and <s> <|user|> too"),
+    "empty answer": turns("say nothing", ""),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The outcome for a conversation: equal, refused (with the sentence) or different."""
+
+    outcome: str
+    what: str = ""
+
+
+@contextmanager
+def unbounded() -> Iterator[None]:
+    """Without the trial of each template in a process of its own, which is not the subject."""
+    with patch.object(template_module, "require_bounded", lambda source, name: None):
+        yield
+
+
+def refused(error: Exception, place: Path) -> Cell:
+    return Cell("refused", re.sub(rf"{re.escape(str(place))}/?", "", str(error)))
+
+
+def cells(kind: str, name: str, place: Path) -> dict[str, Cell]:
+    """Outcomes by conversation, for a training line and for the prompt of a chat."""
+    folder = write(place / "folder", kind, TEMPLATES[name])
+    theirs = AutoTokenizer.from_pretrained(folder)
+    try:
+        given = load_tokenizer(folder)
+        source, label, _ = chosen_template(None, given)
+        trained = ChatTemplate(source, chat_tokenizer(given, source, label, place / "cache"), label)
+        asked = ChatTemplate(*reversed_(given))
+    except RunError as error:
+        return dict.fromkeys(CONVERSATIONS, refused(error, place))
+    return {
+        case: _cell(trained, asked, theirs, name, messages, place)
+        for case, messages in CONVERSATIONS.items()
+    }
+
+
+def reversed_(tokenizer: Any) -> tuple[Any, Any, Any]:
+    template = own_template(tokenizer)
+    assert template is not None
+    return template[0], tokenizer, template[1]
+
+
+def _cell(
+    trained: ChatTemplate,
+    asked: ChatTemplate,
+    theirs: Any,
+    name: str,
+    messages: list[dict[str, str]],
+    place: Path,
+) -> Cell:
+    line = json.dumps({"messages": messages}).encode()
+    try:
+        conversation = conversation_of(conversation_of_line(line, ReadOptions()))
+        ids, targets = trained.encode(conversation)
+        prompt = asked.prompt(conversation.of(conversation[:-1]))
+    except (DocumentError, RunError) as error:
+        return refused(error, place)
+    ways = {"return_dict": True, "tokenize": True}
+    expected = theirs.apply_chat_template(
+        messages, chat_template=EXPECTED[name], return_assistant_tokens_mask=True, **ways
+    )
+    if ids.tolist() != expected["input_ids"]:
+        return Cell("different", f"ids {ids.tolist()} not {expected['input_ids']}")
+    mask = [0, *expected["assistant_masks"][1:]]
+    if targets.tolist() != mask:
+        return Cell("different", f"mask {targets.astype(int).tolist()} not {mask}")
+    answer = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, **ways)
+    if prompt != answer["input_ids"]:
+        return Cell("different", f"prompt {prompt} not {answer['input_ids']}")
+    return Cell("equal")
+
+
+TEXTS = (
+    *(
+        "Hello, world!",
+        " a",
+        "  a",
+        "a  b",
+        "",
+        " ",
+        "\n",
+        "\nx\n\n y\t",
+        "naïve ﬁne \uff21\uff22 e\u0301",
+    ),
+    *("春眠不覺曉，處處聞啼鳥。", "龘😀👩\u200d👧", "12 + 3.5", "▁a ▁ b", "USER: x\nASSISTANT: y"),
+)
+
+
+def texts_cell(kind: str, place: Path) -> Iterator[tuple[str, Cell]]:
+    """Outcomes by plain text."""
+    folder = write(place / "folder", kind, PLAIN["zephyr"])
+    theirs = AutoTokenizer.from_pretrained(folder)
+    try:
+        given = load_tokenizer(folder)
+    except RunError as error:
+        yield "all", refused(error, place)
+        return
+    for text in TEXTS:
+        ids, expected = given.encode(text), theirs(text, add_special_tokens=False)["input_ids"]
+        yield text, Cell("equal") if ids == expected else Cell("different", f"{ids} not {expected}")
+
+
+def wall(kinds: Iterable[str], names: Iterable[str]) -> dict[tuple[str, str, str], Cell]:
+    """All cells by kind of folder, template and conversation."""
+    transformers.logging.set_verbosity_error()
+    found = {}
+    with unbounded():
+        for kind, name in product(kinds, names):
+            with TemporaryDirectory() as place:
+                for case, cell in cells(kind, name, Path(place)).items():
+                    found[kind, name, case] = cell
+    return found
+
+
+def text_wall(kinds: Iterable[str]) -> dict[tuple[str, str], Cell]:
+    """All cells by kind of folder and text."""
+    transformers.logging.set_verbosity_error()
+    found = {}
+    for kind in kinds:
+        with TemporaryDirectory() as place:
+            found |= {(kind, text): cell for text, cell in texts_cell(kind, Path(place))}
+    return found
+
+
+def summary(found: Mapping[tuple[str, ...], Cell]) -> Iterator[str]:
+    """Lines: how many of each outcome, each sentence with its number, each difference."""
+    outcomes = Counter(cell.outcome for cell in found.values())
+    yield ", ".join(f"{name} {outcomes[name]}" for name in ("equal", "refused", "different"))
+    sentences = Counter(cell.what for cell in found.values() if cell.outcome == "refused")
+    yield from (f"{count:5} refused: {what}" for what, count in sentences.most_common())
+    for where, cell in found.items():
+        if cell.outcome == "different":
+            yield f"different: {where}: {cell.what}"
+
+
+def main() -> int:
+    kinds = sys.argv[1:] or [*KINDS]
+    chats, texts = wall(kinds, TEMPLATES), text_wall(kinds)
+    sizes = f"{len(kinds)} folders x {len(TEMPLATES)} templates x {len(CONVERSATIONS)}"
+    print(f"{sizes} conversations", *summary(chats), sep="\n")
+    print(f"{len(kinds)} folders x {len(TEXTS)} texts", *summary(texts), sep="\n")
+    outcomes = {cell.outcome for cell in (*chats.values(), *texts.values())}
+    return int("different" in outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
