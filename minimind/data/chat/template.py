@@ -217,14 +217,26 @@ SPECIAL_LOOK = re.compile(r"<[|\uff5c][^\s<>]+?[|\uff5c]>")
 NAME_IN_SOURCE = re.compile(r"<[|\uff5c][^\s<>'\"+{}]+?[|\uff5c]>")  # not of an expression
 
 
-def special_names(source: str, tokens: Mapping[str, str], name: str) -> list[str]:
-    """Names of special tokens that a template has in its source or writes for short chats.
+def special_names(source: str, tokenizer: AnyTokenizer | None, name: str) -> list[str]:
+    """Names of the special tokens of a template that is given to a tokenizer; none of its own.
 
-    It may build them from roles. `tokens` are those of `named_tokens`. Raise UsageError if it is
-    not valid; `name` is what messages call it.
+    What its own writes and it lacks is text: the model has been trained with that. Raise UsageError
+    if the template is not valid; `name` is what messages call it.
     """
+    if tokenizer is not None and is_own(source, tokenizer):
+        return []
     if source == DEFAULT_TEMPLATE:
         return [*SPECIAL_TOKENS]
+    tokens = named_tokens(tokenizer) if tokenizer else {"bos_token": "<s>", "eos_token": "</s>"}
+    return tags_of(source, tokens, name)
+
+
+def tags_of(source: str, tokens: Mapping[str, str], name: str) -> list[str]:
+    """Names in the form of special tokens that a template has in its source or writes.
+
+    It may build them from roles. `tokens` are those of `named_tokens`. Raise UsageError if it is
+    not valid.
+    """
     renderer = Renderer(source, tokens, name)
     names = NAME_IN_SOURCE.findall(source)
     for probe in PROBES:
@@ -234,6 +246,11 @@ def special_names(source: str, tokens: Mapping[str, str], name: str) -> list[str
             continue
         names += SPECIAL_LOOK.findall(text)
     return [*dict.fromkeys(names)]
+
+
+def is_own(source: str, tokenizer: AnyTokenizer) -> bool:
+    """Whether a template is one of those beside a tokenizer."""
+    return source in tokenizer.templates.by_name.values()
 
 
 def named_tokens(tokenizer: AnyTokenizer) -> dict[str, str]:
@@ -274,9 +291,10 @@ class ChatTemplate:
     """A Jinja chat template with a tokenizer that has its special tokens.
 
     Special tokens in the rendered text become their ids; the text between them is encoded by
-    itself. Raise UsageError if the template is not valid, or does not fit the tokenizer; `name` is
-    what messages call it. `today` is the date that the template reads (default: the date of each
-    prompt); `variables` are other values that it reads.
+    itself. Tags that the tokenizer lacks are text if the template is its own, as the model was
+    trained with them, and an error otherwise. Raise UsageError if the template is not valid, or
+    does not fit the tokenizer; `name` is what messages call it. `today` is the date that the
+    template reads (default: the date of each prompt); `variables` are other values that it reads.
     """
 
     def __init__(
@@ -642,6 +660,8 @@ class ChatTemplate:
             )
 
     def _require_special(self, text: str) -> None:
+        if is_own(self.source, self._tokenizer):
+            return
         missing = [name for name in SPECIAL_LOOK.findall(text) if name not in self._special]
         if missing:
             raise UsageError(
