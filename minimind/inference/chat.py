@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ class Chat:
             self.model,
             self.tokenizer,
             {self.asked: ids},
-            self.sampling,
+            replace(self.sampling, stop=(*self.sampling.stop, *self.template.text_ends)),
             on_text,
             end_ids=self.template.ends_of_turns,
         )

@@ -31,7 +31,7 @@ from minimind.data.chat.conversations import (
     turn_of,
 )
 from minimind.data.chat.sandbox import Sandbox, Span, TooLarge, TooLong
-from minimind.data.chat.turns import CALL_FORMS, Turns, called_by, forms_of
+from minimind.data.chat.turns import CALL_FORMS, TAG, THOUGHT, Turns, called_by, forms_of
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -248,6 +248,15 @@ def tags_of(source: str, tokens: Mapping[str, str], name: str) -> list[str]:
     return [*dict.fromkeys(names)]
 
 
+TAG_LOOK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")  # a tag in a rendered text
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """What matches one of these names, the longest, in a group."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+
 def is_own(source: str, tokenizer: AnyTokenizer) -> bool:
     """Whether a template is one of those beside a tokenizer."""
     return source in tokenizer.templates.by_name.values()
@@ -309,21 +318,26 @@ class ChatTemplate:
         self.name = name
         self._tokenizer = tokenizer
         self._special = tokenizer.special_tokens()
-        longest_first = sorted(self._special, key=len, reverse=True)
-        self._special_name = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        self._special_name = _any_of(self._special)
         self._renderer = Renderer(source, named_tokens(tokenizer), name, today, variables)
-        self._turns = Turns(self._renderer.render, self._special_name, name)
+        # Special tokens, and other tokens that only a template should write.
+        self._tokens = {**self._special, **self._tokens_in_text()}
+        self._token_name = _any_of(self._tokens)
+        # A template that is given can be given with a token at the end of an answer.
+        ends_in_text = is_own(source, tokenizer)
+        self._turns = Turns(self._renderer.render, self._token_name, name, ends_in_text)
         self._special_ids = {token: np.array([i], np.int32) for token, i in self._special.items()}
         self._sizes = tokenizer.piece_bytes()
         self._require_fit()
 
     @cached_property
-    def end_of_turn(self) -> int:
-        """Id that ends an assistant turn: the first special token after its content.
+    def end_of_turn(self) -> int | None:
+        """Id that ends an assistant turn: the first token after its content that is a tag.
 
-        Raise UsageError if there is none: an answer would not end.
+        None if a text alone does (`text_ends`). Raise UsageError if there is none: an answer would
+        not end.
         """
-        special = set(self._special.values())
+        special = set(self._tokens.values())
         for probe in (PROBE, PROBE * 2):  # an answer may be ended by the next turn alone
             ids, targets = self.encode(probe)
             if probe == PROBE:
@@ -333,16 +347,28 @@ class ChatTemplate:
             content = dropwhile(lambda token: token in special, written)
             if (end := next((token for token in content if token in special), None)) is not None:
                 return end
+        if self.text_ends:
+            return None
         raise UsageError(
             f"{self.name} writes no special token after what the assistant says, so that an answer"
             " would not end; end it with eos_token, or with a token such as <|end|>"
         )
 
+    @cached_property
+    def text_ends(self) -> list[str]:
+        """Text that ends an assistant turn, if the tokenizer has no token for it; as `stop`."""
+        try:
+            end = self._turns.text_end
+        except DocumentError:  # what it does to texts is known by its {% generation %} alone
+            return []
+        return [end] if end else []
+
     @property
     def ends_of_turns(self) -> list[int]:
         """Ids that end assistant turns: of answers, and of calls."""
         ends = [] if self._renderer.marks_generation else self._turns.ends
-        return [*dict.fromkeys([self.end_of_turn, *map(self._special.__getitem__, ends)])]
+        ids = (self.end_of_turn, *map(self._tokens.__getitem__, ends))
+        return [*dict.fromkeys(end for end in ids if end is not None)]
 
     def render(self, messages: Iterable[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of the messages; raise DocumentError if the template refuses them."""
@@ -501,11 +527,11 @@ class ChatTemplate:
         return int(self._sizes[self._tokenizer.encode(text)].sum())
 
     def require_no_special(self, text: str) -> None:
-        """Raise DocumentError for a text with the name of a special token."""
-        if match := self._special_name.search(text):
+        """Raise DocumentError for a text with the name of a token that a template writes."""
+        if match := self._token_name.search(text):
+            kind = "special token" if match[0] in self._special else "token"
             raise DocumentError(
-                f'contains "{match[0]}", a special token of the tokenizer, which could forge a'
-                " turn",
+                f'contains "{match[0]}", a {kind} of the tokenizer, which could forge a turn',
                 "write it in another way, or remove the conversation",
             )
 
@@ -658,6 +684,18 @@ class ChatTemplate:
                 " asked for one; end it with {% if add_generation_prompt %}, this text, and"
                 " {% endif %}"
             )
+
+    def _tokens_in_text(self) -> dict[str, int]:
+        """Ids of the tags of the template that are tokens but not special, as user-defined ones."""
+        found = {}
+        for probe in PROBES:
+            with suppress(DocumentError):  # the template refuses system messages or tools
+                for tag in TAG_LOOK.findall(self.render(probe, add_generation_prompt=True)):
+                    token = self._tokenizer.piece_id(tag)
+                    is_own_tag = TAG.fullmatch(tag) or THOUGHT.fullmatch(tag)
+                    if token is not None and token in self._tokenizer.encode(f"a{tag}a"):
+                        found |= {} if is_own_tag else {tag: token}
+        return found
 
     def _require_special(self, text: str) -> None:
         if is_own(self.source, self._tokenizer):

@@ -87,7 +87,6 @@ TAGS = {
     "deepseek": ("<｜User｜>", "<｜Assistant｜>"),
     "llama2": ("[INST]", "[/INST]"),
 }
-NO_END = {"gemma", "chatml"}  # without a token the tag at the end of an answer is text
 ESCAPED = re.compile("[\u2581\ufdd0\ufdd1]")  # a SentencePiece model of ours tells them from spaces
 CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
@@ -205,3 +204,7 @@ def test_ids_and_masks_are_those_of_transformers(learnt, tmp_path, conversations
             turns = [asdict(message) for message in before]
             expected = theirs.apply_chat_template(turns, add_generation_prompt=True)
             assert template.prompt(before) == expected["input_ids"]
+    held = " " in kind
+    ends = {"gemma": ["<end_of_turn>"], "chatml": ["<|im_end|>"]}
+    assert template.text_ends == ([] if held else ends.get(name, []))
+    assert (template.end_of_turn is None) == bool(template.text_ends)
