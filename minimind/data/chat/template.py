@@ -32,7 +32,7 @@ from minimind.data.chat.conversations import (
     turn_of,
 )
 from minimind.data.chat.sandbox import Sandbox, Span, TooLarge, TooLong
-from minimind.data.chat.turns import CALL_FORMS, Turns, called_by, forms_of
+from minimind.data.chat.turns import CALL_FORMS, TAG, THOUGHT, Turns, called_by, forms_of
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -218,14 +218,26 @@ SPECIAL_LOOK = re.compile(r"<[|\uff5c][^\s<>]+?[|\uff5c]>")
 NAME_IN_SOURCE = re.compile(r"<[|\uff5c][^\s<>'\"+{}]+?[|\uff5c]>")  # not of an expression
 
 
-def special_names(source: str, tokens: Mapping[str, str], name: str) -> list[str]:
-    """Names of special tokens that a template has in its source or writes for short chats.
+def special_names(source: str, tokenizer: AnyTokenizer | None, name: str) -> list[str]:
+    """Names of the special tokens of a template that is given to a tokenizer; none of its own.
 
-    It may build them from roles. `tokens` are those of `named_tokens`. Raise UsageError if it is
-    not valid; `name` is what messages call it.
+    What its own writes and it lacks is text: the model has been trained with that. Raise UsageError
+    if the template is not valid; `name` is what messages call it.
     """
+    if tokenizer is not None and is_own(source, tokenizer):
+        return []
     if source == DEFAULT_TEMPLATE:
         return [*SPECIAL_TOKENS]
+    tokens = named_tokens(tokenizer) if tokenizer else {"bos_token": "<s>", "eos_token": "</s>"}
+    return tags_of(source, tokens, name)
+
+
+def tags_of(source: str, tokens: Mapping[str, str], name: str) -> list[str]:
+    """Names in the form of special tokens that a template has in its source or writes.
+
+    It may build them from roles. `tokens` are those of `named_tokens`. Raise UsageError if it is
+    not valid.
+    """
     renderer = Renderer(source, tokens, name)
     names = NAME_IN_SOURCE.findall(source)
     for probe in PROBES:
@@ -235,6 +247,20 @@ def special_names(source: str, tokens: Mapping[str, str], name: str) -> list[str
             continue
         names += SPECIAL_LOOK.findall(text)
     return [*dict.fromkeys(names)]
+
+
+TAG_LOOK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")  # a tag in a rendered text
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """What matches one of these names, the longest, in a group."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def is_own(source: str, tokenizer: AnyTokenizer) -> bool:
+    """Whether a template is one of those beside a tokenizer."""
+    return source in tokenizer.templates.by_name.values()
 
 
 def named_tokens(tokenizer: AnyTokenizer) -> dict[str, str]:
@@ -271,12 +297,6 @@ def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
     return templates.default, name
 
 
-def one_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Matches each of the names, in a group; the longest where several begin."""
-    longest_first = sorted(names, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-
-
 def _stripped(parts: Sequence[str], tokens: Sequence[AddedToken]) -> list[str]:
     """The text between tokens without the whitespace that belongs to these, by their flags."""
     found = [*parts]
@@ -292,10 +312,11 @@ class ChatTemplate:
     """A Jinja chat template with a tokenizer that has its special tokens.
 
     Special tokens in the rendered text become their ids. A SentencePiece model encodes the text
-    between them by itself, a tokenizer.json the whole as AutoTokenizer does. Raise UsageError if
-    the template is not valid, or does not fit the tokenizer; `name` is what messages call it.
-    `today` is the date that the template reads (default: the date of each prompt); `variables` are
-    other values that it reads.
+    between them by itself, a tokenizer.json the whole as AutoTokenizer does. Tags that the
+    tokenizer lacks are text if the template is its own, as the model was trained with them, and an
+    error otherwise. Raise UsageError if the template is not valid, or does not fit the tokenizer;
+    `name` is what messages call it. `today` is the date that the template reads (default: the date
+    of each prompt); `variables` are other values that it reads.
     """
 
     def __init__(
@@ -310,23 +331,29 @@ class ChatTemplate:
         self.name = name
         self._tokenizer = tokenizer
         self._special = tokenizer.special_tokens()
-        matched: set[str] = set()
+        matched: dict[str, int] = {}
         if isinstance(tokenizer, HuggingFaceTokenizer):
-            matched = {token.content for token in tokenizer.matched.values()}
-        self._special_name, self._matched_name = one_of({*self._special, *matched}), one_of(matched)
+            matched = {token.content: i for i, token in tokenizer.matched.items()}
+        self._special_name, self._matched_name = _any_of(self._special), _any_of(matched)
         self._renderer = Renderer(source, named_tokens(tokenizer), name, today, variables)
-        self._turns = Turns(self._renderer.render, self._special_name, name)
+        # Special tokens, and other tokens that only a template should write.
+        self._tokens = {**self._special, **matched, **self._tokens_in_text()}
+        self._token_name = _any_of(self._tokens)
+        # A template that is given can be given with a token at the end of an answer.
+        ends_in_text = is_own(source, tokenizer)
+        self._turns = Turns(self._renderer.render, self._token_name, name, ends_in_text)
         self._special_ids = {token: np.array([i], np.int32) for token, i in self._special.items()}
         self._sizes = tokenizer.piece_bytes()
         self._require_fit()
 
     @cached_property
-    def end_of_turn(self) -> int:
-        """Id that ends an assistant turn: the first special token after its content.
+    def end_of_turn(self) -> int | None:
+        """Id that ends an assistant turn: the first token after its content that is a tag.
 
-        Raise UsageError if there is none: an answer would not end.
+        None if a text alone does (`text_ends`). Raise UsageError if there is none: an answer would
+        not end.
         """
-        special = set(self._special.values())
+        special = set(self._tokens.values())
         for probe in (PROBE, PROBE * 2):  # an answer may be ended by the next turn alone
             ids, targets = self.encode(probe)
             if probe == PROBE:
@@ -336,16 +363,28 @@ class ChatTemplate:
             content = dropwhile(lambda token: token in special, written)
             if (end := next((token for token in content if token in special), None)) is not None:
                 return end
+        if self.text_ends:
+            return None
         raise UsageError(
             f"{self.name} writes no special token after what the assistant says, so that an answer"
             " would not end; end it with eos_token, or with a token such as <|end|>"
         )
 
+    @cached_property
+    def text_ends(self) -> list[str]:
+        """Text that ends an assistant turn, if the tokenizer has no token for it; as `stop`."""
+        try:
+            end = self._turns.text_end
+        except DocumentError:  # what it does to texts is known by its {% generation %} alone
+            return []
+        return [end] if end else []
+
     @property
     def ends_of_turns(self) -> list[int]:
         """Ids that end assistant turns: of answers, and of calls."""
         ends = [] if self._renderer.marks_generation else self._turns.ends
-        return [*dict.fromkeys([self.end_of_turn, *map(self._special.__getitem__, ends)])]
+        ids = (self.end_of_turn, *map(self._tokens.__getitem__, ends))
+        return [*dict.fromkeys(end for end in ids if end is not None)]
 
     def render(self, messages: Iterable[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of the messages; raise DocumentError if the template refuses them."""
@@ -545,11 +584,11 @@ class ChatTemplate:
         return ids, targets
 
     def require_no_special(self, text: str) -> None:
-        """Raise DocumentError for a text with the name of a special token."""
-        if match := self._special_name.search(text):
+        """Raise DocumentError for a text with the name of a token that a template writes."""
+        if match := self._token_name.search(text):
+            kind = "special token" if match[0] in self._special else "token"
             raise DocumentError(
-                f'contains "{match[0]}", a special token of the tokenizer, which could forge a'
-                " turn",
+                f'contains "{match[0]}", a {kind} of the tokenizer, which could forge a turn',
                 "write it in another way, or remove the conversation",
             )
 
@@ -706,7 +745,21 @@ class ChatTemplate:
                 " {% endif %}"
             )
 
+    def _tokens_in_text(self) -> dict[str, int]:
+        """Ids of the tags of the template that are tokens but not special, as user-defined ones."""
+        found = {}
+        for probe in PROBES:
+            with suppress(DocumentError):  # the template refuses system messages or tools
+                for tag in TAG_LOOK.findall(self.render(probe, add_generation_prompt=True)):
+                    token = self._tokenizer.piece_id(tag)
+                    is_own_tag = TAG.fullmatch(tag) or THOUGHT.fullmatch(tag)
+                    if token is not None and token in self._tokenizer.encode(f"a{tag}a"):
+                        found |= {} if is_own_tag else {tag: token}
+        return found
+
     def _require_special(self, text: str) -> None:
+        if is_own(self.source, self._tokenizer):
+            return
         missing = [name for name in SPECIAL_LOOK.findall(text) if name not in self._special]
         if missing:
             raise UsageError(

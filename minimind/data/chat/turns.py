@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
+from os.path import commonprefix
 from typing import Any
 
 from minimind.data.chat.conversations import (
@@ -139,13 +140,17 @@ class Marks:
 class Turns:
     """Finds the turns of the assistant in what a template writes.
 
-    `special` matches special tokens, in a group; `name` is what messages call the template.
+    `special` matches special tokens, in a group; `name` is what messages call the template. An
+    answer without one at its end may end in a text if `may_end_in_text`.
     """
 
-    def __init__(self, render: Render, special: re.Pattern[str], name: str) -> None:
+    def __init__(
+        self, render: Render, special: re.Pattern[str], name: str, may_end_in_text: bool
+    ) -> None:
         self._render = render
         self._special = special
         self._name = name
+        self._may_end_in_text = may_end_in_text
 
     def spans(
         self, conversation: Conversation, text: str, wanted: Sequence[int]
@@ -259,6 +264,12 @@ class Turns:
         found = [self._special.search(text) for text in (closing, self._end_of_calls)]
         return [*(one[0] for one in found if one), *sorted(ends)]
 
+    @property
+    def text_end(self) -> str:
+        """Text without a special token that ends every answer; empty if there is none."""
+        closing, _ = self._closing
+        return "" if self._special.search(closing) else closing
+
     @cached_property
     def _end_of_calls(self) -> str:
         """Text that ends a turn with calls; empty if there is none."""
@@ -294,6 +305,8 @@ class Turns:
         common = "".join(one for one, _ in same)
         if self._special.search(common):
             return common.strip(), set()
+        if self._may_end_in_text and (common := commonprefix([here[0], there[0]]).strip()):
+            return common, set()
         user, middle, last = (self._first_special(text, ends[turn]) for turn in (0, 1, 3))
         if not last:  # the header of the next turn ends an answer, unless every turn has it
             return "", {middle} - {user, ""}

@@ -1,0 +1,208 @@
+"""Tags that a model's own template writes and its tokenizer lacks are text.
+
+Ids and masks are those of `apply_chat_template`, with `{% generation %}` and by the prompt.
+"""
+
+import json
+import random
+import re
+from dataclasses import asdict, replace
+
+import pytest
+import sentencepiece
+from transformers import AutoTokenizer
+
+from minimind.data.chat.template import ChatTemplate
+from minimind.data.tokenizer.load import load_tokenizer
+from tests.data.chat.made import all_good, conversation
+from tests.data.chat.templates import END, GEN
+from tests.data.tokenizer.test_tokenizer import prose
+
+
+def turns(header: str, user: str, answer: str, prompt: str, start: str = "") -> str:
+    """A template whose turns are the Jinja expressions `user`, and `header`, then `answer`."""
+    return (
+        f"{start}{{% for m in messages %}}{{% if m.role == 'assistant' %}}{{{{ {header} }}}}"
+        f"{GEN}{{{{ {answer} }}}}{END}{{% else %}}{{{{ {user} }}}}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ {prompt} }}}}{{% endif %}}"
+    )
+
+
+# In the words of well-known models; `m` is a turn.
+TEMPLATES = {
+    "zephyr": turns(
+        "'<|assistant|>\\n'",
+        "'<|' + m.role + '|>\\n' + m.content + eos_token + '\\n'",
+        "m.content + eos_token",
+        "'<|assistant|>\\n'",
+    ).replace("{% else %}", "{{ '\\n' }}{% else %}", 1),
+    "h2o": turns(
+        "'<|answer|>'",
+        "'<|prompt|>' + m.content + eos_token",
+        "m.content + eos_token",
+        "'<|answer|>'",
+    ),
+    "llama2": turns(
+        "' '",
+        "bos_token + '[INST] ' + ('<<SYS>>' if loop.first else '') + m.content + ' [/INST]'",
+        "m.content + ' ' + eos_token",
+        "''",
+    ).replace("{{ ' ' }}{% generation %}{{ ", "{% generation %}{{ ' ' + "),
+    "vicuna": turns(
+        "'ASSISTANT: '", "'USER: ' + m.content + ' '", "m.content + eos_token", "'ASSISTANT: '"
+    ),
+    "alpaca": turns(
+        "'### Response:\\n'",
+        "'### Instruction:\\n' + m.content + '\\n\\n'",
+        "m.content + eos_token",
+        "'### Response:\\n'",
+        "{{ bos_token + 'Below is an instruction.\\n\\n' }}",
+    ),
+    "gemma": turns(
+        "'<start_of_turn>model\\n'",
+        "'<start_of_turn>' + m.role + '\\n' + (m.content | trim) + '<end_of_turn>\\n'",
+        "(m.content | trim) + '<end_of_turn>'",
+        "'<start_of_turn>model\\n'",
+        "{{ bos_token }}",
+    ).replace("{% else %}", "{{ '\\n' }}{% else %}", 1),
+    "chatml": turns(
+        "'<|im_start|>assistant\\n'",
+        "'<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n'",
+        "m.content + '<|im_end|>'",
+        "'<|im_start|>assistant\\n'",
+    ).replace("{% else %}", "{{ '\\n' }}{% else %}", 1),
+    "deepseek": turns(
+        "'<｜Assistant｜>'",
+        "'<｜User｜>' + m.content",
+        "m.content + eos_token",
+        "'<｜Assistant｜>'",
+        "{{ bos_token }}",
+    ),
+}
+TAGS = {
+    "zephyr": ("<|system|>", "<|user|>", "<|assistant|>"),
+    "h2o": ("<|prompt|>", "<|answer|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "deepseek": ("<｜User｜>", "<｜Assistant｜>"),
+    "llama2": ("[INST]", "[/INST]"),
+}
+ESCAPED = re.compile("[\u2581\ufdd0\ufdd1]")  # a SentencePiece model of ours tells them from spaces
+CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    """A model of the kind of Llama-2's, and a byte-level one; each a file without tags."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("learnt")
+    texts = [*prose(1, 400)]
+    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue] (no stubs)
+        sentence_iterator=iter(texts),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=600,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=800,
+        special_tokens=["<s>", "</s>", "<unk>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def with_token(content: bytes, names: list[str], special: bool) -> bytes:
+    """A tokenizer.json with added tokens."""
+    values = json.loads(content)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for name in names:
+        number = len(values["model"]["vocab"]) + len(values["added_tokens"]) - 3
+        values["added_tokens"].append({"id": number, "content": name, **flags, "special": special})
+    return json.dumps(values).encode()
+
+
+def folder_of(learnt, place, kind, name, source):
+    """A folder of a model with this template.
+
+    `kind` says of which form its tokenizer is, and how many of the tags are tokens of it.
+    """
+    place.mkdir()
+    form, _, held = kind.partition(" ")
+    config = {**CONFIG, "chat_template": source}
+    if form == "llama":
+        (place / "tokenizer.model").write_bytes((learnt / "tokenizer.model").read_bytes())
+        config |= {"tokenizer_class": "LlamaTokenizer", "legacy": True}
+    else:
+        tags = [*TAGS[name]] if held else []
+        names = tags[1:] if "half" in held else tags
+        content = (learnt / "tokenizer.json").read_bytes()
+        content = with_token(content, names, "ordinary" not in held)
+        (place / "tokenizer.json").write_bytes(content)
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (place / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return place
+
+
+KINDS = ("llama", "bytes", "bytes special", "bytes half", "bytes ordinary")
+
+
+def asked(messages):
+    """The turns without the answers, whose prompts are compared."""
+    return [messages[:at] for at, one in enumerate(messages) if one.role == "assistant"]
+
+
+@pytest.fixture(scope="module")
+def conversations(request):
+    draw, number = random.Random(7), 300 if request.config.getoption("--long") else 20
+    drawn = (conversation(draw, 12) for _ in range(2 * number))
+    made = [messages for messages in drawn if all(one.role != "tool" for one in messages)]
+    return [
+        [replace(one, content=ESCAPED.sub("_", one.content)) for one in messages]
+        for messages in made[:number]
+    ]
+
+
+CASES = [(name, kind) for name in TEMPLATES for kind in KINDS if name in TAGS or " " not in kind]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES, ids=[*map(" in ".join, CASES)])
+def test_ids_and_masks_are_those_of_transformers(learnt, tmp_path, conversations, name, kind):
+    marked = TEMPLATES[name]
+    plain = re.sub(r"\{% (end)?generation %\}", "", marked)
+    size = load_tokenizer(folder_of(learnt, tmp_path / "marked", kind, name, marked)).vocab_size
+    folder_of(learnt, tmp_path / "plain", kind, name, plain)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "marked")
+    assert size == len(theirs)
+    found = {}
+    for form in ("marked", "plain"):
+        ours = load_tokenizer(tmp_path / form)
+        template = ChatTemplate(ours.chat_template, ours)
+        found[form] = all_good(template.encode_batch(conversations))
+    for messages, of_marks, of_prompts in zip(conversations, *found.values(), strict=True):
+        turns = [asdict(message) for message in messages]
+        expected = theirs.apply_chat_template(
+            turns, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert of_marks[0].tolist() == of_prompts[0].tolist() == expected["input_ids"]
+        assert of_marks[1].tolist() == expected["assistant_masks"], turns
+        assert of_prompts[1].tolist() == expected["assistant_masks"], turns
+        for before in asked(messages):
+            turns = [asdict(message) for message in before]
+            expected = theirs.apply_chat_template(turns, add_generation_prompt=True)
+            assert template.prompt(before) == expected["input_ids"]
+    held = " " in kind
+    ends = {"gemma": ["<end_of_turn>"], "chatml": ["<|im_end|>"]}
+    assert template.text_ends == ([] if held else ends.get(name, []))
+    assert (template.end_of_turn is None) == bool(template.text_ends)
