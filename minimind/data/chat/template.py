@@ -708,6 +708,12 @@ class ChatTemplate:
 
     def _require_fit(self) -> None:
         """Raise UsageError for a template that fails on a short chat or lacks a special token."""
+        tokenizer = self._tokenizer
+        if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.drops_unknown:
+            raise UsageError(
+                f"{tokenizer.path}: drops characters that it has no piece for, so that which tokens"
+                " an answer has is not known; give a tokenizer with byte pieces"
+            )
         for probe in PROBES:
             try:
                 text = self.render(probe)

@@ -18,6 +18,8 @@ from minimind.data.tokenizer.as_transformers import Reading, is_literal
 from minimind.data.tokenizer.bounds import require_bounded_json
 from minimind.data.tokenizer.vocabulary import (
     BYTE,
+    BYTE_NAMES,
+    BYTE_OF_LETTER,
     CONFIG_NAME,
     CONTROL,
     FILLER,
@@ -227,6 +229,22 @@ class HuggingFaceTokenizer:
         array = ids.tolist() if isinstance(ids, np.ndarray) else [*map(int, ids)]
         with self._answering("to decode its tokens"):
             return self._tokenizer.decode(array, skip_special_tokens=True)
+
+    @cached_property
+    def drops_unknown(self) -> bool:
+        """Whether a character without a piece leaves no token, and other tokens lose their place.
+
+        Merging pieces does so without bytes for the rest and without a token for them.
+        """
+        model = self._json["model"]
+        if model.get("type", "BPE") != "BPE" or self.unk_id >= 0:
+            return False
+        steps = json.dumps([self._json.get(part) for part in ("normalizer", "pre_tokenizer")])
+        is_byte_level = "ByteLevel" in steps
+        needed = (
+            BYTE_OF_LETTER if is_byte_level else BYTE_NAMES if model.get("byte_fallback") else "a"
+        )
+        return not model["vocab"].keys() >= {*needed}
 
     @property
     def lacks_decoder(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 from minimind.data.tokenizer.as_transformers import names_class
-from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME
+from minimind.data.tokenizer.vocabulary import CONFIG_NAME, JSON_NAME, MODEL_NAME
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.file_kinds import TIKTOKEN, kind_of_file
@@ -66,7 +66,8 @@ def _of_folder(
     path: Path, model: Tokenizer | None, has_json: bool, rows: int | None
 ) -> AnyTokenizer:
     """The tokenizer of a directory with one of the files or both."""
-    is_ours = model is not None and model.is_lossless and not names_class(path)
+    is_read_alike = not names_class(path) if has_json else not disk.lexists(path / CONFIG_NAME)
+    is_ours = model is not None and model.is_lossless and is_read_alike
     if model is not None and is_ours and (not has_json or model.vocab_size == rows):
         return model
     if not has_json:

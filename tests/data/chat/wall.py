@@ -22,10 +22,11 @@ from unittest.mock import patch
 import transformers
 from jinja2 import UndefinedError
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from minimind.data.chat import template as template_module
 from minimind.data.chat.conversations import conversation_of, conversation_of_line
-from minimind.data.chat.template import ChatTemplate, own_template
+from minimind.data.chat.template import ChatTemplate
 from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.tokenizer.load import load_tokenizer
@@ -75,7 +76,6 @@ MARKED = {
 }
 PLAIN = {name: re.sub(r"\{% (end)?generation %\}", "", source) for name, source in MARKED.items()}
 TEMPLATES = {**PLAIN, "marked": MARKED["zephyr"]}
-EXPECTED = {**MARKED, "marked": MARKED["zephyr"]}  # by which the mask is known
 
 
 def turns(*said: str, system: str = "") -> list[dict[str, str]]:
@@ -110,7 +110,8 @@ def unbounded() -> Iterator[None]:
 
 
 def refused(error: Exception, place: Path) -> Cell:
-    return Cell("refused", re.sub(rf"{re.escape(str(place))}/?", "", str(error)))
+    said = re.sub(rf"{re.escape(str(place))}/?(cache/tokenizer-\w+/)?", "", str(error))
+    return Cell("refused", said)
 
 
 def cells(kind: str, name: str, place: Path) -> dict[str, Cell]:
@@ -121,19 +122,13 @@ def cells(kind: str, name: str, place: Path) -> dict[str, Cell]:
         given = load_tokenizer(folder)
         source, label, _ = chosen_template(None, given)
         trained = ChatTemplate(source, chat_tokenizer(given, source, label, place / "cache"), label)
-        asked = ChatTemplate(*reversed_(given))
+        asked = ChatTemplate(source, given, label)
     except RunError as error:
         return dict.fromkeys(CONVERSATIONS, refused(error, place))
     return {
         case: _cell(trained, asked, theirs, name, messages, place)
         for case, messages in CONVERSATIONS.items()
     }
-
-
-def reversed_(tokenizer: Any) -> tuple[Any, Any, Any]:
-    template = own_template(tokenizer)
-    assert template is not None
-    return template[0], tokenizer, template[1]
 
 
 def _cell(
@@ -153,20 +148,40 @@ def _cell(
         return refused(error, place)
     ways = {"return_dict": True, "tokenize": True}
     try:
-        expected = theirs.apply_chat_template(
-            messages, chat_template=EXPECTED[name], return_assistant_tokens_mask=True, **ways
-        )
+        expected = theirs.apply_chat_template(messages, **ways)
+        mask = mask_of(theirs, name, messages)
+        answer = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, **ways)
     except UndefinedError as error:
         return Cell("not rendered", str(error))
     if ids.tolist() != expected["input_ids"]:
         return Cell("different", f"ids {ids.tolist()} not {expected['input_ids']}")
-    mask = [0, *expected["assistant_masks"][1:]]
-    if targets.tolist() != mask:
+    if targets.tolist() != [0, *mask[1:]]:
         return Cell("different", f"mask {targets.astype(int).tolist()} not {mask}")
-    answer = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, **ways)
     if prompt != answer["input_ids"]:
         return Cell("different", f"prompt {prompt} not {answer['input_ids']}")
     return Cell("equal")
+
+
+def mask_of(theirs: Any, name: str, messages: list[dict[str, str]]) -> list[int]:
+    """The mask of transformers, or that of each token with a character of an answer.
+
+    Without {% generation %} transformers knows no mask. With it, it leaves out the last bytes of a
+    character with which a span ends.
+    """
+    ways = {"return_dict": True, "return_assistant_tokens_mask": True}
+    if name == "marked":
+        return theirs.apply_chat_template(messages, tokenize=True, **ways)["assistant_masks"]
+    texts, spans = render_jinja_template(
+        [messages],
+        chat_template=MARKED[name],
+        return_assistant_tokens_mask=True,
+        **theirs.special_tokens_map,
+    )
+    places = theirs(texts[0], add_special_tokens=False, return_offsets_mapping=True)
+    return [
+        int(any(begin < stop and end > start for start, stop in spans[0]))
+        for begin, end in places["offset_mapping"]
+    ]
 
 
 TEXTS = (
@@ -195,6 +210,8 @@ def texts_cell(kind: str, place: Path) -> Iterator[tuple[str, Cell]]:
         yield "all", refused(error, place)
         return
     for text in TEXTS:
+        if kind == "ours" and "\u2581" in text:  # which we keep apart from a space
+            continue
         ids, expected = given.encode(text), theirs(text, add_special_tokens=False)["input_ids"]
         yield text, Cell("equal") if ids == expected else Cell("different", f"{ids} not {expected}")
 
