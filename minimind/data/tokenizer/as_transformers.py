@@ -21,6 +21,7 @@ from minimind.data.tokenizer.vocabulary import (
     LISTED,
     MODEL_NAME,
     SPECIALS_NAME,
+    TEMPLATE_KEY,
     TOKEN_ROLES,
     Configuration,
     dump_json,
@@ -79,6 +80,16 @@ def names_class(folder: Path) -> bool:
     """Whether the files of a folder name a class that may rebuild its tokenizer."""
     config = _values(folder / CONFIG_NAME)
     return config.get("tokenizer_class", LITERAL) not in LITERAL_CLASSES
+
+
+def is_silent(folder: Path, is_lossless: bool) -> bool:
+    """Whether nothing beside a SentencePiece model says that it is read in another way.
+
+    With the configuration of a foreign model AutoTokenizer reads it as it is if it only merges.
+    """
+    says = _values(folder / CONFIG_NAME).keys() - {TEMPLATE_KEY}
+    types = TRUSTING_TYPES if is_lossless else TRUSTING_TYPES[:2]
+    return not says and _model_type(folder) in types
 
 
 def is_literal(folder: Path, values: Mapping[str, Any], added: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
-from minimind.data.tokenizer.as_transformers import names_class
+from minimind.data.tokenizer.as_transformers import is_silent, names_class
 from minimind.data.tokenizer.vocabulary import CONFIG_NAME, JSON_NAME, MODEL_NAME
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
@@ -66,13 +66,17 @@ def _of_folder(
     path: Path, model: Tokenizer | None, has_json: bool, rows: int | None
 ) -> AnyTokenizer:
     """The tokenizer of a directory with one of the files or both."""
-    is_read_alike = not names_class(path) if has_json else not disk.lexists(path / CONFIG_NAME)
-    is_ours = model is not None and model.is_lossless and is_read_alike
-    if model is not None and is_ours and (not has_json or model.vocab_size == rows):
+    if model is not None and not has_json and is_silent(path, model.is_lossless):
         return model
     if not has_json:
         return _of_autotokenizer(path, model, rows)
-    other = _of_hugging_face(path)
+    is_ours = model is not None and model.is_lossless and not names_class(path)
+    try:
+        other = _of_hugging_face(path)
+    except DataError:
+        if model is not None and is_ours and rows in (None, model.vocab_size):
+            return model
+        raise
     fits = rows is None or other.vocab_size <= rows
     if model is not None:
         if is_ours and other.is_exported:
