@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
-from os.path import commonprefix
 from typing import Any
 
 from minimind.data.chat.conversations import (
@@ -66,6 +65,12 @@ def called_by(form: tuple[bool, Any]) -> Conversation:
 def forms_of(said: str) -> tuple[str, ...]:
     """A text as it is, and within JSON."""
     return said, *(json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+
+
+def common_start(one: Sequence[str], other: Sequence[str]) -> list[str]:
+    """What two texts, or lists of texts, have in common at their start."""
+    pairs = zip(one, other, strict=False)
+    return [here for here, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 class Unmarked(Exception):
@@ -228,8 +233,7 @@ class Turns:
         if floor <= len(prompt) <= said and text.startswith(prompt):
             return len(prompt)
         bare = self._render(before, False) if before else ""
-        alike = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, bare, strict=False))
-        asked = prompt[sum(1 for _ in alike) :]
+        asked = prompt[len(common_start(prompt, bare)) :]
         if not asked.strip() and before:  # as of [INST]: what follows the last turn asks
             ends = [prompt.rpartition(one)[2] for one in forms_of(before[-1].content.strip())]
             asked = min(ends, key=len)
@@ -301,12 +305,12 @@ class Turns:
             last = max(ends.values(), default=len(text))
             return "", {self._first_special(text, last)} - {""}
         here, there = (self._special.split(text[ends[turn] :]) for turn in (1, 3))
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False))
-        common = "".join(one for one, _ in same)
-        if self._special.search(common):
-            return common.strip(), set()
-        if self._may_end_in_text and (common := commonprefix([here[0], there[0]]).strip()):
-            return common, set()
+        common = common_start(here, there)
+        if len(common) > 1:  # the second is a special token
+            return "".join(common).strip(), set()
+        text_end = "".join(common_start(here[0], there[0])).strip()
+        if text_end and self._may_end_in_text:
+            return text_end, set()
         user, middle, last = (self._first_special(text, ends[turn]) for turn in (0, 1, 3))
         if not last:  # the header of the next turn ends an answer, unless every turn has it
             return "", {middle} - {user, ""}
