@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minimind.data.tokenizer.bounds import require_short_pieces
 from minimind.data.tokenizer.vocabulary import (
     CONFIG_NAME,
     JSON_NAME,
@@ -43,6 +44,7 @@ CHANGING = (
     *(LISTED, "extra_special_tokens", "additional_special_tokens", "auto_map", "legacy"),
     *("add_prefix_space", "add_bos_token", "add_eos_token", "backend", "sp_model_kwargs"),
 )
+NEVER_WRITTEN = {"pad_token", "cls_token", "sep_token", "mask_token"}  # by templates of chats
 SHOWN = 200  # characters of the library's own message
 
 
@@ -65,15 +67,9 @@ class Reading:
         files = {name: given.files[name] for name in given.files if name != SPECIALS_NAME}
         return Configuration({**files, CONFIG_NAME: dump_json(values)}, values, given.templates)
 
-    def limited(self, rows: int) -> Reading:
-        """Without added tokens for which an embedding has no row."""
-        values = json.loads(self.json)
-        left_out = [token["content"] for token in values["added_tokens"] if token["id"] >= rows]
-        if not left_out:
-            return self
-        values["added_tokens"] = [one for one in values["added_tokens"] if one["id"] < rows]
-        roles = {role: token for role, token in self.roles.items() if token not in left_out}
-        return Reading(dump_json(values), roles)
+
+class Unread(DataError):
+    """AutoTokenizer cannot read a tokenizer, or has no tokenizer.json of it."""
 
 
 def names_class(folder: Path) -> bool:
@@ -88,8 +84,7 @@ def is_silent(folder: Path, is_lossless: bool) -> bool:
     With the configuration of a foreign model AutoTokenizer reads it as it is if it only merges.
     """
     says = _values(folder / CONFIG_NAME).keys() - {TEMPLATE_KEY}
-    types = TRUSTING_TYPES if is_lossless else TRUSTING_TYPES[:2]
-    return not says and _model_type(folder) in types
+    return not says and (is_lossless or _model_type(folder) in (None, "minimind"))
 
 
 def is_literal(folder: Path, values: Mapping[str, Any], added: Mapping[str, Any]) -> bool:
@@ -130,8 +125,13 @@ def _values(path: Path) -> dict[str, Any]:
 def as_autotokenizer(folder: Path, without: str = "") -> Reading:
     """What AutoTokenizer makes of a folder `without` one of its files.
 
-    Code of the folder is not run, and nothing is downloaded. Raise DataError if it cannot be read.
+    Code of the folder is not run, and nothing is downloaded. Raise `Unread` if it cannot be read.
     """
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
+
+    if not disk.lexists(folder / JSON_NAME) or without == JSON_NAME:  # pieces are cut at each place
+        proto = ModelProto.FromString(read_file(folder / MODEL_NAME))
+        require_short_pieces(folder / MODEL_NAME, [piece.piece for piece in proto.pieces])
     if not without or not disk.lexists(folder / without):
         return _reading(folder, folder)
     with tempfile.TemporaryDirectory() as place:
@@ -146,24 +146,46 @@ def _reading(place: Path, folder: Path) -> Reading:
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its advice on how to load a folder is not for our users
-    name = next(name for name in (JSON_NAME, MODEL_NAME) if disk.lexists(place / name))
-    remedy = f"name the file {folder / name}, which is then read as it is, or another tokenizer"
+    remedy = "copy the file to a folder of its own to have it read by itself, or give another"
     try:
         with panics_caught():
             made = AutoTokenizer.from_pretrained(
                 place, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # classes of transformers raise anything for a folder
-        raise DataError(
+        raise Unread(
             f"{folder}: AutoTokenizer of transformers, whose ids a model is trained with, cannot"
             f" read the tokenizer ({shorten_line(str(error), SHOWN)}); {remedy}"
         ) from error
     finally:
         logging.set_verbosity(verbosity)
     if not isinstance(made, PreTrainedTokenizerFast):
-        raise DataError(
+        raise Unread(
             f"{folder}: AutoTokenizer of transformers reads the tokenizer as"
             f" {type(made).__name__}, which is not made of a tokenizer.json; {remedy}"
         )
     roles = {role: str(token) for role in TOKEN_ROLES if (token := getattr(made, role, None))}
-    return Reading(made.backend_tokenizer.to_str().encode(), roles)
+    values = json.loads(made.backend_tokenizer.to_str())
+    if unused := _unused(values, roles, place):
+        values["added_tokens"] = [
+            token for token in values["added_tokens"] if token["content"] not in unused
+        ]
+        roles = {role: token for role, token in roles.items() if token not in unused}
+    return Reading(dump_json(values), roles)
+
+
+def _unused(values: Mapping[str, Any], roles: Mapping[str, str], folder: Path) -> set[str]:
+    """Tokens that AutoTokenizer adds as padding or the like, which no file gives an id.
+
+    No model has a row for them unless it was made with one on purpose.
+    """
+    listed = _values(folder / CONFIG_NAME).get(LISTED) or {}
+    given = {token["content"] for token in listed.values() if isinstance(token, dict)}
+    given |= _values(folder / ADDED_NAME).keys()
+    added = {token["content"]: token["id"] for token in values["added_tokens"]}
+    pieces = values["model"]["vocab"]
+    return {
+        token
+        for role, token in roles.items()
+        if role in NEVER_WRITTEN and added.get(token, -1) >= len(pieces) and token not in given
+    }

@@ -25,6 +25,7 @@ from minimind.data.tokenizer.vocabulary import (
     FILLER,
     FILLER_PREFIX,
     JSON_NAME,
+    MODEL_NAME,
     SPECIALS_NAME,
     Piece,
     decode_byte_level,
@@ -74,6 +75,7 @@ class HuggingFaceTokenizer:
         self._files = {JSON_NAME: reading.json if reading else read_file(self.path), **beside.files}
         self._json = parse_object(self.path, self._files[JSON_NAME])
         require_bounded_json(self.path, self._json)
+        self._files |= self._model_beside()
         self._tokenizer = _load(self.path, self._files[JSON_NAME])
         if self.vocab_size > MOST_IDS:
             raise DataError(
@@ -92,6 +94,31 @@ class HuggingFaceTokenizer:
             config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
             config["split_special_tokens"] = True  # nor does text match special tokens here
             self._files[CONFIG_NAME] = json.dumps(config, indent=1).encode()
+
+    def _model_beside(self) -> dict[str, bytes]:
+        """The SentencePiece model with the same pieces, which programs without tokenizer.json read.
+
+        Empty if there is none.
+        """
+        path = self.path.with_name(MODEL_NAME)
+        if not disk.lexists(path):
+            return {}
+        from google.protobuf.message import DecodeError
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
+
+        content = read_file(path)
+        try:
+            proto = ModelProto.FromString(content)
+        except DecodeError:  # AutoTokenizer leaves it unread too
+            return {}
+        vocab = self._json["model"].get("vocab")
+        pieces = [piece.piece for piece in proto.pieces]
+        if isinstance(vocab, list):
+            is_same = [entry[0] for entry in vocab] == pieces
+        else:
+            is_same = vocab == {piece: i for i, piece in enumerate(pieces)}
+        added = [token["id"] for token in self._json.get("added_tokens") or ()]
+        return {MODEL_NAME: content} if is_same and max(added, default=0) < len(pieces) else {}
 
     def _special(self, names: Mapping[str, Any], role: str) -> int | None:
         """Id of the token with this role in the configuration; None if it has none."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 from minimind.data.tokenizer.as_transformers import is_silent, names_class
-from minimind.data.tokenizer.vocabulary import CONFIG_NAME, JSON_NAME, MODEL_NAME
+from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.file_kinds import TIKTOKEN, kind_of_file
@@ -32,11 +32,11 @@ def longest_document(path: str | None) -> int:
 def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
     """Load a tokenizer.json or a SentencePiece model, from a file or a directory.
 
-    A file is read as it is. A directory is read as AutoTokenizer of transformers reads it: with the
-    class that its tokenizer_config.json names, and from tokenizer.json where it has both files. The
-    model alone is read if tokenizer.json has more ids than the embedding has `rows`. What we have
-    written ourselves is known to give the same ids and is read by SentencePiece. Raise DataError if
-    there is none, and if transformers reads none.
+    It is read as AutoTokenizer of transformers reads it: with the class that tokenizer_config.json
+    names, and from tokenizer.json where a directory has both files, unless that has more ids than
+    the embedding has `rows`. SentencePiece reads a model that nothing of transformers stands beside,
+    and what we have written ourselves, which is known to give the same ids. Raise DataError if
+    there is none, and for a model that transformers cannot read.
     """
     if str(path) == "":
         raise UsageError("--tokenizer is empty, as of a variable that is not set; name one")
@@ -48,55 +48,66 @@ def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
     if not disk.lexists(path):
         raise DataError(f"{path}: there is no such tokenizer file or directory; correct the path")
     if not disk.is_dir(path):
-        return _of_hugging_face(path) if path.suffix == ".json" else _of_sentencepiece(path)
+        return _of_file(path)
     has_json = disk.lexists(path / JSON_NAME)
     model = None
     if disk.lexists(path / MODEL_NAME):
         kind = kind_of_file(path / MODEL_NAME) if has_json else None
         model = _of_sentencepiece(path) if kind is None or kind.name != TIKTOKEN else None
-    if model is None and not has_json:
-        raise DataError(
-            f"{path}: has neither {MODEL_NAME} (SentencePiece) nor {JSON_NAME} (Hugging Face);"
-            " name a directory that has one of them, or the file itself"
-        )
-    return _of_folder(path, model, has_json, rows)
-
-
-def _of_folder(
-    path: Path, model: Tokenizer | None, has_json: bool, rows: int | None
-) -> AnyTokenizer:
-    """The tokenizer of a directory with one of the files or both."""
-    if model is not None and not has_json and is_silent(path, model.is_lossless):
-        return model
     if not has_json:
-        return _of_autotokenizer(path, model, rows)
+        if model is None:
+            raise DataError(
+                f"{path}: has neither {MODEL_NAME} (SentencePiece) nor {JSON_NAME} (Hugging Face);"
+                " name a directory that has one of them, or the file itself"
+            )
+        return model if is_silent(path, model.is_lossless) else _of_autotokenizer(path, MODEL_NAME)
     is_ours = model is not None and model.is_lossless and not names_class(path)
     try:
-        other = _of_hugging_face(path)
+        literal = _of_hugging_face(path)
     except DataError:
         if model is not None and is_ours and rows in (None, model.vocab_size):
             return model
         raise
-    fits = rows is None or other.vocab_size <= rows
     if model is not None:
-        if is_ours and other.is_exported:
-            return other if fits and model.vocab_size < other.vocab_size else model
+        fits = rows is None or literal.vocab_size <= rows
+        if is_ours and literal.is_exported:
+            return literal if fits and model.vocab_size < literal.vocab_size else model
         if not fits and rows is not None and model.vocab_size <= rows:
-            return _of_autotokenizer(path, model, rows)
-    return other if other.is_literal else _of_autotokenizer(path, None, rows)
+            return _of_file(path / MODEL_NAME)
+    return literal if literal.is_literal else _of_autotokenizer(path, JSON_NAME, literal)
 
 
-def _of_autotokenizer(path: Path, model: Tokenizer | None, rows: int | None) -> AnyTokenizer:
-    """What AutoTokenizer makes of a directory, or of its SentencePiece model alone."""
-    from minimind.data.tokenizer.as_transformers import as_autotokenizer
+def _of_file(path: Path) -> AnyTokenizer:
+    """The tokenizer of a file; what stands beside it says how it is read, but no other tokenizer."""
+    if path.suffix == ".json":
+        literal = _of_hugging_face(path)
+        is_as_it_is = path.name != JSON_NAME or literal.is_literal
+        return literal if is_as_it_is else _of_autotokenizer(path.parent, JSON_NAME, literal)
+    model, folder = _of_sentencepiece(path), path.parent
+    has_json = disk.lexists(folder / JSON_NAME)
+    is_ours = model.is_lossless and has_json and not names_class(folder)
+    if path.name != MODEL_NAME or is_ours or is_silent(folder, model.is_lossless):
+        return model
+    return _of_autotokenizer(folder, MODEL_NAME)
+
+
+def _of_autotokenizer(
+    folder: Path, name: str, literal: HuggingFaceTokenizer | None = None
+) -> HuggingFaceTokenizer:
+    """What AutoTokenizer makes of a file in a folder; its `literal` reading if it cannot read it.
+
+    Then nothing but the file says what its ids are.
+    """
+    from minimind.data.tokenizer.as_transformers import Unread, as_autotokenizer
     from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 
-    if model is None:
-        return HuggingFaceTokenizer(path, as_autotokenizer(path))
-    reading = as_autotokenizer(path, without=JSON_NAME)
-    if rows is not None and model.vocab_size <= rows:  # the model has not been trained with others
-        reading = reading.limited(rows)
-    return HuggingFaceTokenizer(path, reading)
+    try:
+        reading = as_autotokenizer(folder, without=JSON_NAME if name == MODEL_NAME else "")
+    except Unread:
+        if literal is None:
+            raise
+        return literal
+    return HuggingFaceTokenizer(folder / name, reading)
 
 
 def _of_sentencepiece(path: Path) -> Tokenizer:

@@ -120,6 +120,8 @@ def cells(kind: str, name: str, place: Path) -> dict[str, Cell]:
     theirs = AutoTokenizer.from_pretrained(folder)
     try:
         given = load_tokenizer(folder)
+        again = load_tokenizer(given.path)  # as a run does that starts from a model
+        assert again.fingerprint == given.fingerprint, (kind, name)
         source, label, _ = chosen_template(None, given)
         trained = ChatTemplate(source, chat_tokenizer(given, source, label, place / "cache"), label)
         asked = ChatTemplate(source, given, label)
