@@ -34,9 +34,9 @@ def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
 
     It is read as AutoTokenizer of transformers reads it: with the class that tokenizer_config.json
     names, and from tokenizer.json where a directory has both files, unless that has more ids than
-    the embedding has `rows`. SentencePiece reads a model that nothing of transformers stands beside,
-    and what we have written ourselves, which is known to give the same ids. Raise DataError if
-    there is none, and for a model that transformers cannot read.
+    the embedding has `rows`. SentencePiece reads a model beside which nothing of transformers
+    stands, and what we have written ourselves, which is known to give the same ids. Raise DataError
+    if there is none, and for a model that transformers cannot read.
     """
     if str(path) == "":
         raise UsageError("--tokenizer is empty, as of a variable that is not set; name one")
