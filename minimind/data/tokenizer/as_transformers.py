@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minimind.data.tokenizer.bounds import require_short_pieces
 from minimind.data.tokenizer.vocabulary import (
@@ -33,6 +33,9 @@ from minimind.errors import DataError
 from minimind.runtime import disk
 from minimind.runtime.panics import panics_caught
 from minimind.runtime.terminal import shorten_line
+
+if TYPE_CHECKING:
+    from minimind.data.tokenizer.sentencepiece import Tokenizer
 
 MODEL_CONFIG_NAME, ADDED_NAME = "config.json", "added_tokens.json"
 LITERAL = "PreTrainedTokenizerFast"  # the class that takes tokenizer.json as it is
@@ -78,13 +81,29 @@ def names_class(folder: Path) -> bool:
     return config.get("tokenizer_class", LITERAL) not in LITERAL_CLASSES
 
 
-def is_silent(folder: Path, is_lossless: bool) -> bool:
+def is_read_alike(folder: Path, model: Tokenizer) -> bool:
     """Whether nothing beside a SentencePiece model says that it is read in another way.
 
-    With the configuration of a foreign model AutoTokenizer reads it as it is if it only merges.
+    AutoTokenizer reads one that only merges as it is, unless a class is named or tokens are added.
+    A model that does more is for SentencePiece if it stands alone, or with files of ours.
     """
-    says = _values(folder / CONFIG_NAME).keys() - {TEMPLATE_KEY}
-    return not says and (is_lossless or _model_type(folder) in (None, "minimind"))
+    values = _values(folder / CONFIG_NAME)
+    if not model.is_lossless:
+        return not values.keys() - {TEMPLATE_KEY} and _model_type(folder) in (None, "minimind")
+    named = [_name_of(token) for token in _tokens_beside(values)]
+    return not names_class(folder) and all(model.piece_id(name) is not None for name in named)
+
+
+def _tokens_beside(values: Mapping[str, Any]) -> Iterator[Any]:
+    """The tokens that a tokenizer_config.json adds, by their names or with flags."""
+    yield from (values.get(LISTED) or {}).values()
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        more = values.get(key) or []
+        yield from more.values() if isinstance(more, dict) else more
+
+
+def _name_of(token: Any) -> str:
+    return str(token.get("content") if isinstance(token, dict) else token)
 
 
 def is_literal(folder: Path, values: Mapping[str, Any], added: Mapping[str, Any]) -> bool:
@@ -97,19 +116,15 @@ def is_literal(folder: Path, values: Mapping[str, Any], added: Mapping[str, Any]
         return False
     if disk.lexists(folder / ADDED_NAME):
         return False
-    listed = values.get(LISTED) or {}
     named = [value for name, value in values.items() if name.endswith("_token") and value]
-    for key in ("extra_special_tokens", "additional_special_tokens"):
-        more = values.get(key) or []
-        named += more.values() if isinstance(more, dict) else more
-    return all(_is_among(token, added) for token in (*named, *listed.values()))
+    return all(_is_among(token, added) for token in (*named, *_tokens_beside(values)))
 
 
 def _is_among(token: Any, added: Mapping[str, Any]) -> bool:
     """Whether an added token has this name, and the flags, if the token has any."""
     if not isinstance(token, dict):
         return not isinstance(token, str) or (token in added and added[token]["special"])
-    known = added.get(str(token.get("content")))
+    known = added.get(_name_of(token))
     flags = {"special": True, **token}
     return known is not None and all(known.get(key, flags[key]) == flags[key] for key in flags)
 

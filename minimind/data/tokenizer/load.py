@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
-from minimind.data.tokenizer.as_transformers import is_silent, names_class
+from minimind.data.tokenizer.as_transformers import is_read_alike, names_class
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
@@ -60,7 +60,7 @@ def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
                 f"{path}: has neither {MODEL_NAME} (SentencePiece) nor {JSON_NAME} (Hugging Face);"
                 " name a directory that has one of them, or the file itself"
             )
-        return model if is_silent(path, model.is_lossless) else _of_autotokenizer(path, MODEL_NAME)
+        return model if is_read_alike(path, model) else _of_autotokenizer(path, MODEL_NAME)
     is_ours = model is not None and model.is_lossless and not names_class(path)
     try:
         literal = _of_hugging_face(path)
@@ -78,17 +78,15 @@ def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
 
 
 def _of_file(path: Path) -> AnyTokenizer:
-    """The tokenizer of a file; what stands beside it says how it is read, but no other tokenizer."""
+    """The tokenizer of a file, by what stands beside it but no other tokenizer."""
     if path.suffix == ".json":
         literal = _of_hugging_face(path)
         is_as_it_is = path.name != JSON_NAME or literal.is_literal
         return literal if is_as_it_is else _of_autotokenizer(path.parent, JSON_NAME, literal)
-    model, folder = _of_sentencepiece(path), path.parent
-    has_json = disk.lexists(folder / JSON_NAME)
-    is_ours = model.is_lossless and has_json and not names_class(folder)
-    if path.name != MODEL_NAME or is_ours or is_silent(folder, model.is_lossless):
+    model = _of_sentencepiece(path)
+    if path.name != MODEL_NAME or is_read_alike(path.parent, model):
         return model
-    return _of_autotokenizer(folder, MODEL_NAME)
+    return _of_autotokenizer(path.parent, MODEL_NAME)
 
 
 def _of_autotokenizer(
