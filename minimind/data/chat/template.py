@@ -36,6 +36,7 @@ from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
+from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
 from minimind.errors import UsageError
 from minimind.runtime.limited import tried_within
 from minimind.runtime.terminal import shorten_line
@@ -705,7 +706,8 @@ class ChatTemplate:
             raise UsageError(
                 f"{self.name} writes {missing[0]}, which is no special token of the tokenizer"
                 f" {self._tokenizer.path}; give a tokenizer that has it, as one learnt with"
-                " --special_tokens, or another template"
+                " --special_tokens, or another template, or, if the model was trained with it as"
+                f" text, put the template beside that file ({TEMPLATE_NAME})"
             )
 
     def _require_ids_of_library(self, text: str) -> None:
