@@ -4,9 +4,9 @@ Ids and masks are those of `apply_chat_template`, with `{% generation %}` and by
 """
 
 import json
-import random
 import re
 from dataclasses import asdict, replace
+from random import Random
 
 import pytest
 import sentencepiece
@@ -19,7 +19,8 @@ from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import UsageError
 from tests.data.chat.made import all_good, conversation
-from tests.data.chat.templates import END, GEN
+from tests.data.chat.templates import END, GEN, MARKED, PLAIN
+from tests.data.chat.test_turns import read, record
 from tests.data.tokenizer.test_tokenizer import prose
 
 
@@ -169,7 +170,7 @@ def asked(messages):
 
 @pytest.fixture(scope="module")
 def conversations(request):
-    draw, number = random.Random(7), 300 if request.config.getoption("--long") else 20
+    draw, number = Random(7), 300 if request.config.getoption("--long") else 20
     drawn = (conversation(draw, 12) for _ in range(2 * number))
     made = [messages for messages in drawn if all(one.role != "tool" for one in messages)]
     return [
@@ -192,7 +193,7 @@ def test_ids_and_masks_are_those_of_transformers(learnt, tmp_path, conversations
     found = {}
     for form in ("marked", "plain"):
         ours = load_tokenizer(tmp_path / form)
-        template = ChatTemplate(ours.chat_template, ours)
+        template = ChatTemplate(marked if form == "marked" else plain, ours)
         found[form] = all_good(template.encode_batch(conversations))
     for messages, of_marks, of_prompts in zip(conversations, *found.values(), strict=True):
         turns = [asdict(message) for message in messages]
@@ -210,6 +211,34 @@ def test_ids_and_masks_are_those_of_transformers(learnt, tmp_path, conversations
     ends = {"gemma": ["<end_of_turn>"], "chatml": ["<|im_end|>"]}
     assert template.text_ends == ([] if held else ends.get(name, []))
     assert (template.end_of_turn is None) == bool(template.text_ends)
+
+
+ENDLESS = {"gpt_oss", "glm"}  # a last answer has another end than an earlier one, or none
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", PLAIN)
+def test_thoughts_and_calls_between_text_tags(learnt, tmp_path, name):
+    """Templates as of known models, in a tokenizer without any of their tokens."""
+    folder, draw = folder_of(learnt, tmp_path / "model", "bytes", name, PLAIN[name]), Random(name)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    if name in ENDLESS:
+        with pytest.raises(UsageError, match="writes no special token after what the assistant"):
+            ChatTemplate(PLAIN[name], ours)
+        return
+    template = ChatTemplate(PLAIN[name], ours)
+    for _ in range(20):
+        given = record(draw, name)
+        expected = theirs.apply_chat_template(
+            given["messages"],
+            tools=given.get("tools"),
+            chat_template=MARKED[name],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        ids, targets = template.encode(read(given))
+        assert ids.tolist() == expected["input_ids"]
+        assert targets.tolist() == expected["assistant_masks"]
 
 
 def test_what_is_said_may_hold_a_text_tag_and_no_tag_that_is_a_token(learnt, tmp_path):
