@@ -286,3 +286,13 @@ def test_tokens_are_added_for_a_template_that_is_given_and_is_not_its_own(learnt
         ChatTemplate(source, after, name)
     with pytest.raises(UsageError, match="which is no special token of the tokenizer"):
         ChatTemplate(other.read_text(), before)
+
+
+def test_a_given_template_takes_tags_that_are_tokens_as_they_are(learnt, tmp_path):
+    folder = folder_of(learnt, tmp_path / "model", "bytes ordinary", "deepseek", "{{ messages }}")
+    before, given = load_tokenizer(folder), tmp_path / "given.jinja"
+    given.write_text(TEMPLATES["deepseek"])
+    source, name, _ = chosen_template(str(given), before)
+    after = chat_tokenizer(before, source, name, tmp_path / "cache")
+    assert after.vocab_size == before.vocab_size
+    ChatTemplate(source, before, name)
