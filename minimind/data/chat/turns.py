@@ -271,9 +271,16 @@ class Turns:
 
     @property
     def text_end(self) -> str:
-        """Text without a special token that ends every answer; empty if there is none."""
+        """Text without a special token that ends every answer, with the blanks before it.
+
+        Empty if there is none.
+        """
         closing, _ = self._closing
-        return "" if self._special.search(closing) else closing
+        if not closing or self._special.search(closing):
+            return ""
+        text = self._render(ROUNDS, False)
+        end = max(end for _, _, end in self._places(ROUNDS, text))
+        return text[end : text.index(closing, end)] + closing
 
     @cached_property
     def _end_of_calls(self) -> str:

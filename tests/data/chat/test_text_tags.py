@@ -258,6 +258,25 @@ def test_what_is_said_may_hold_a_text_tag_and_no_tag_that_is_a_token(learnt, tmp
             ChatTemplate(TEMPLATES["chatml"], load_tokenizer(folder)).encode(forged)
 
 
+@pytest.mark.parametrize(
+    ("end", "stop"),
+    [
+        ("'\\n---\\n'", "\n---"),
+        ("' END '", " END"),
+        ("'\\n</' + m.role + '>\\n'", "\n</assistant>"),
+    ],
+)
+def test_an_answer_may_end_in_any_text(learnt, tmp_path, end, stop):
+    """The blanks before it belong to it: a word of an answer may hold the rest."""
+    turn = f"{{% for m in messages %}}{{{{ m.role + ': ' + m.content + {end} }}}}{{% endfor %}}"
+    source = turn + "{% if add_generation_prompt %}assistant: {% endif %}"
+    ours = load_tokenizer(folder_of(learnt, tmp_path / "model", "bytes", "vicuna", source))
+    template = ChatTemplate(source, ours)
+    assert template.text_ends == [stop]
+    ids, targets = template.encode([Message("user", "a"), Message("assistant", "b END --- c")])
+    assert ours.decode(ids[targets]).strip() == f"b END --- c{stop}"
+
+
 def test_a_template_without_any_end_of_an_answer_is_refused(learnt, tmp_path):
     source = TEMPLATES["alpaca"].replace("m.content + eos_token", "m.content + '\\n\\n'")
     assert source != TEMPLATES["alpaca"]
