@@ -37,6 +37,7 @@ from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
+from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
 from minimind.errors import UsageError
 from minimind.runtime.limited import tried_within
 from minimind.runtime.terminal import shorten_line
@@ -219,17 +220,22 @@ NAME_IN_SOURCE = re.compile(r"<[|\uff5c][^\s<>'\"+{}]+?[|\uff5c]>")  # not of an
 
 
 def special_names(source: str, tokenizer: AnyTokenizer | None, name: str) -> list[str]:
-    """Names of the special tokens of a template that is given to a tokenizer; none of its own.
+    """Names of the special tokens that a template needs which is given to a tokenizer.
 
-    What its own writes and it lacks is text: the model has been trained with that. Raise UsageError
-    if the template is not valid; `name` is what messages call it.
+    None of its own template, for what that writes and it lacks is text: the model has been trained
+    with that. Raise UsageError if the template is not valid; `name` is what messages call it.
     """
     if tokenizer is not None and is_own(source, tokenizer):
         return []
-    if source == DEFAULT_TEMPLATE:
-        return [*SPECIAL_TOKENS]
     tokens = named_tokens(tokenizer) if tokenizer else {"bos_token": "<s>", "eos_token": "</s>"}
-    return tags_of(source, tokens, name)
+    tags = SPECIAL_TOKENS if source == DEFAULT_TEMPLATE else tags_of(source, tokens, name)
+    return [tag for tag in tags if tokenizer is None or not is_matched(tag, tokenizer)]
+
+
+def is_matched(tag: str, tokenizer: AnyTokenizer) -> bool:
+    """Whether a tag in a text is a token by itself, though not special: one that a user defined."""
+    token = tokenizer.piece_id(tag)
+    return token is not None and token in tokenizer.encode(f"a{tag}a")
 
 
 def tags_of(source: str, tokens: Mapping[str, str], name: str) -> list[str]:
@@ -249,6 +255,7 @@ def tags_of(source: str, tokens: Mapping[str, str], name: str) -> list[str]:
     return [*dict.fromkeys(names)]
 
 
+TURN_TAG = re.compile(f"{TAG.pattern}|{THOUGHT.pattern}")  # a tag within a turn, which may be said
 TAG_LOOK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")  # a tag in a rendered text
 
 
@@ -757,21 +764,20 @@ class ChatTemplate:
         for probe in PROBES:
             with suppress(DocumentError):  # the template refuses system messages or tools
                 for tag in TAG_LOOK.findall(self.render(probe, add_generation_prompt=True)):
-                    token = self._tokenizer.piece_id(tag)
-                    is_own_tag = TAG.fullmatch(tag) or THOUGHT.fullmatch(tag)
-                    if token is not None and token in self._tokenizer.encode(f"a{tag}a"):
-                        found |= {} if is_own_tag else {tag: token}
+                    if is_matched(tag, self._tokenizer) and not TURN_TAG.fullmatch(tag):
+                        found[tag] = self._tokenizer.piece_id(tag)
         return found
 
     def _require_special(self, text: str) -> None:
         if is_own(self.source, self._tokenizer):
             return
-        missing = [name for name in SPECIAL_LOOK.findall(text) if name not in self._special]
+        missing = [name for name in SPECIAL_LOOK.findall(text) if name not in self._tokens]
         if missing:
             raise UsageError(
                 f"{self.name} writes {missing[0]}, which is no special token of the tokenizer"
                 f" {self._tokenizer.path}; give a tokenizer that has it, as one learnt with"
-                " --special_tokens, or another template"
+                " --special_tokens, or another template, or, if the model was trained with it as"
+                f" text, put the template beside that file ({TEMPLATE_NAME})"
             )
 
 

@@ -38,6 +38,7 @@ Render = Callable[[Conversation, bool], str]
 TAG = re.compile(
     r"(</?(?:think(?:ing)?|thoughts?|reasoning|answer|tool_calls?|tool_response|function_call)>)"
 )
+WORDS = re.compile(r"(\s|<[^\s<>]+>|\[[^\s\[\]]+\])")  # a text is split into words and tags
 THOUGHT = re.compile(r"<[^<>|\s/]*think[^<>|\s]*>|\[THINK\]")  # a prompt may end in one
 NOT_SAID = {"id", "type", "name"}  # keys of a call that a template may decide by
 PRIVATE = range(0xF0000, 0xFFFFE)  # code points without a meaning
@@ -270,9 +271,16 @@ class Turns:
 
     @property
     def text_end(self) -> str:
-        """Text without a special token that ends every answer; empty if there is none."""
+        """Text without a special token that ends every answer, with the blanks before it.
+
+        Empty if there is none.
+        """
         closing, _ = self._closing
-        return "" if self._special.search(closing) else closing
+        if not closing or self._special.search(closing):
+            return ""
+        text = self._render(ROUNDS, False)
+        end = max(end for _, _, end in self._places(ROUNDS, text))
+        return text[end : text.index(closing, end)] + closing
 
     @cached_property
     def _end_of_calls(self) -> str:
@@ -308,7 +316,7 @@ class Turns:
         common = common_start(here, there)
         if len(common) > 1:  # the second is a special token
             return "".join(common).strip(), set()
-        text_end = "".join(common_start(here[0], there[0])).strip()
+        text_end = "".join(common_start(*(WORDS.split(text[0]) for text in (here, there)))).strip()
         if text_end and self._may_end_in_text:
             return text_end, set()
         user, middle, last = (self._first_special(text, ends[turn]) for turn in (0, 1, 3))
