@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.data.tokenizer.bounds import require_short_pieces
 from minimind.data.tokenizer.vocabulary import (
     CONFIG_NAME,
     JSON_NAME,
@@ -142,7 +141,10 @@ def as_autotokenizer(folder: Path, without: str = "") -> Reading:
 
     Code of the folder is not run, and nothing is downloaded. Raise `Unread` if it cannot be read.
     """
+    # The loaders, which need no library of a tokenizer to tell its kind, import this module.
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
+
+    from minimind.data.tokenizer.bounds import require_short_pieces
 
     if not disk.lexists(folder / JSON_NAME) or without == JSON_NAME:  # pieces are cut at each place
         proto = ModelProto.FromString(read_file(folder / MODEL_NAME))

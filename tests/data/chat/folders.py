@@ -156,6 +156,12 @@ def listed(first: int, tags: Sequence[str] = TAGS, **flags: Any) -> Values:
     }
 
 
+def flagged(content: str, **flags: Any) -> Values:
+    """The added tokens of a tokenizer.json as a tokenizer_config.json lists them, changed."""
+    tokens = json.loads(content)["added_tokens"]
+    return {str(token.pop("id")): {**token, **flags} for token in tokens}
+
+
 def pieces(kind: str) -> int:
     return len(ModelProto.FromString(trained(kind)).pieces)
 
@@ -292,7 +298,27 @@ KINDS: dict[str, Callable[[], Files]] = {
         LLAMA | {"legacy": True}, json=with_tags(of_bytes(legacy_form=True))
     ),
     "json without tokenizer_config": lambda: folder(None, json=with_tags(of_bytes())),
+    "json without a class": lambda: folder(
+        {"bos_token": "<s>", "eos_token": "</s>"}, json=with_tags(of_bytes())
+    ),
+    "a token with a role of its own": lambda: literal(
+        with_tags(byte_level()), extra_special_tokens={"image_token": "<|image|>"}
+    ),
+    "other flags beside": lambda: literal(
+        with_tags(byte_level()), added_tokens_decoder=flagged(with_tags(byte_level()), rstrip=True)
+    ),
+    "unigram json as T5": lambda: folder(
+        LITERAL | {"tokenizer_class": "T5Tokenizer"}, "t5", json=with_tags(unigram())
+    ),
+    "as Gemma": lambda: folder(
+        LITERAL | {"tokenizer_class": "GemmaTokenizer"}, model=trained("llama")
+    ),
+    "model without a class": lambda: folder(
+        {"bos_token": "<s>", "eos_token": "</s>"}, model=trained("llama")
+    ),
+    "a pad token that the json lacks": lambda: literal(with_tags(byte_level()), pad_token="[PAD]"),
     # both
+    "a model of ours, a foreign json": lambda: folder(LITERAL, model=ours(), json=of_bytes()),
     "ours": lambda: {MODEL: ours(), "config.json": '{"model_type": "minimind"}'},
     "ours, exported": exported,
     "both, equal": lambda: folder(LLAMA, model=trained("llama"), json=of_bytes()),

@@ -168,14 +168,17 @@ def mask_of(theirs: Any, name: str, messages: list[dict[str, str]]) -> list[int]
     """The mask of transformers, or that of each token with a character of an answer.
 
     Without {% generation %} transformers knows no mask. With it, it leaves out the last bytes of a
-    character with which a span ends.
+    character with which a span ends, and masks nothing from a span on that begins with a blank for
+    which there is no token.
     """
     ways = {"return_dict": True, "return_assistant_tokens_mask": True}
     if name == "marked":
-        return theirs.apply_chat_template(messages, tokenize=True, **ways)["assistant_masks"]
+        found = theirs.apply_chat_template(messages, tokenize=True, **ways)["assistant_masks"]
+        if any(found):
+            return found
     texts, spans = render_jinja_template(
         [messages],
-        chat_template=MARKED[name],
+        chat_template=MARKED.get(name, TEMPLATES["marked"]),
         return_assistant_tokens_mask=True,
         **theirs.special_tokens_map,
     )
