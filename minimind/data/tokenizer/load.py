@@ -83,10 +83,12 @@ def _of_file(path: Path) -> AnyTokenizer:
         literal = _of_hugging_face(path)
         is_as_it_is = path.name != JSON_NAME or literal.is_literal
         return literal if is_as_it_is else _of_autotokenizer(path.parent, JSON_NAME, literal)
-    model = _of_sentencepiece(path)
-    if path.name != MODEL_NAME or is_read_alike(path.parent, model):
+    model, folder = _of_sentencepiece(path), path.parent
+    if path.name != MODEL_NAME or is_read_alike(folder, model):
         return model
-    return _of_autotokenizer(path.parent, MODEL_NAME)
+    if model.is_lossless and disk.lexists(folder / JSON_NAME) and not names_class(folder):
+        return model  # the tokens that are named beside it are those of the other file
+    return _of_autotokenizer(folder, MODEL_NAME)
 
 
 def _of_autotokenizer(
