@@ -37,7 +37,7 @@ from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
-from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
+from minimind.data.tokenizer.vocabulary import CONFIG_NAME, TEMPLATE_NAME
 from minimind.errors import UsageError
 from minimind.runtime.limited import tried_within
 from minimind.runtime.terminal import shorten_line
@@ -297,6 +297,12 @@ def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
         raise UsageError(
             f"{path}: has the chat templates {', '.join(sorted(templates.by_name))}, and none is"
             " named default; name a file with one of them (--chat_template)"
+        )
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.writes_tags_as_text:
+        raise UsageError(
+            f"{path.with_name(CONFIG_NAME)}: split_special_tokens is true, so that transformers"
+            " writes the special tokens of the chat template as text; set it to false, or name a"
+            " template (--chat_template)"
         )
     name = f"the chat template of {path}"
     if templates.default != DEFAULT_TEMPLATE:
@@ -573,7 +579,7 @@ class ChatTemplate:
         names = {token.content for token in matched}
         pieces = self._matched_name.split(text)
         if pieces[1::2] != [token.content for token in matched]:
-            odd = next(iter(names.symmetric_difference(pieces[1::2])), "a special token")
+            odd = min(names.symmetric_difference(pieces[1::2]), default="a special token")
             return DocumentError(
                 f"{self.name} writes a text in which {tokenizer.path} matches other special tokens"
                 f" than are written in it, such as {odd!r}",

@@ -243,10 +243,14 @@ def text_wall(kinds: Iterable[str]) -> dict[tuple[str, str], Cell]:
     return found
 
 
+# "not rendered" is a template that fails in transformers for a name that the folder does not have.
+OUTCOMES = ("equal", "refused", "different", "not rendered")
+
+
 def summary(found: Mapping[tuple[str, ...], Cell]) -> Iterator[str]:
     """Lines: how many of each outcome, each sentence with its number, each difference."""
     outcomes = Counter(cell.outcome for cell in found.values())
-    yield ", ".join(f"{name} {outcomes[name]}" for name in ("equal", "refused", "different"))
+    yield ", ".join(f"{name} {outcomes[name]}" for name in OUTCOMES)
     sentences = Counter(cell.what for cell in found.values() if cell.outcome == "refused")
     yield from (f"{count:5} refused: {what}" for what, count in sentences.most_common())
     for where, cell in found.items():
