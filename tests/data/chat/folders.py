@@ -15,7 +15,7 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer

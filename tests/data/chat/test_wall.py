@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -66,7 +67,7 @@ def test_the_legacy_of_a_folder_is_followed(tmp_path: Path):
     """The same model: with and without a space after a special token."""
     kinds = ("control tags", "control tags, legacy")
     folders = [write(tmp_path / kind, kind, PLAIN["chatml"]) for kind in kinds]
-    ids = [load_tokenizer(folder) for folder in folders]
+    ids: list[Any] = [load_tokenizer(folder) for folder in folders]
     text = "<|im_start|>user"
     one, other = (tokenizer.encode_written(text)[0].tolist() for tokenizer in ids)
     assert one != other
