@@ -298,12 +298,6 @@ def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
             f"{path}: has the chat templates {', '.join(sorted(templates.by_name))}, and none is"
             " named default; name a file with one of them (--chat_template)"
         )
-    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.writes_tags_as_text:
-        raise UsageError(
-            f"{path.with_name(CONFIG_NAME)}: split_special_tokens is true, so that transformers"
-            " writes the special tokens of the chat template as text; set it to false, or name a"
-            " template (--chat_template)"
-        )
     name = f"the chat template of {path}"
     if templates.default != DEFAULT_TEMPLATE:
         require_bounded(templates.default, name)

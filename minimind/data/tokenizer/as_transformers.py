@@ -88,7 +88,7 @@ def is_read_alike(folder: Path, model: Tokenizer) -> bool:
     """
     values = _values(folder / CONFIG_NAME)
     if not model.is_lossless:
-        return not values.keys() - {TEMPLATE_KEY} and not is_of_others(folder)
+        return not values.keys() - {TEMPLATE_KEY} and _model_type(folder) in (None, "minimind")
     named = [_name_of(token) for token in _tokens_beside(values)]
     return not names_class(folder) and all(model.piece_id(name) is not None for name in named)
 
@@ -126,11 +126,6 @@ def _is_among(token: Any, added: Mapping[str, Any]) -> bool:
     known = added.get(_name_of(token))
     flags = {"special": True, **token}
     return known is not None and all(known.get(key, flags[key]) == flags[key] for key in flags)
-
-
-def is_of_others(folder: Path) -> bool:
-    """Whether a folder has the configuration of a model of transformers that is not ours."""
-    return _model_type(folder) not in (None, "minimind")
 
 
 def _model_type(folder: Path) -> Any:

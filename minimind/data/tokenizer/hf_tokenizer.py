@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from minimind.data.tokenizer.as_transformers import Reading, is_literal, is_of_others
+from minimind.data.tokenizer.as_transformers import Reading, is_literal
 from minimind.data.tokenizer.bounds import require_bounded_json
 from minimind.data.tokenizer.vocabulary import (
     BYTE,
@@ -167,15 +167,6 @@ class HuggingFaceTokenizer:
         """Whether AutoTokenizer surely takes the file as it is; see `as_transformers`."""
         added = {token["content"]: token for token in self._json.get("added_tokens") or ()}
         return is_literal(self.path.parent, self._named, added)
-
-    @property
-    def writes_tags_as_text(self) -> bool:
-        """Whether transformers matches no special token in the text of a chat template.
-
-        Our own files say so too until they are exported; then it is not meant for templates.
-        """
-        is_split = bool(self._named.get("split_special_tokens"))
-        return is_split and is_of_others(self.path.parent)
 
     @property
     def is_exported(self) -> bool:

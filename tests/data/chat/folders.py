@@ -316,7 +316,6 @@ KINDS: dict[str, Callable[[], Files]] = {
     "model without a class": lambda: folder(
         {"bos_token": "<s>", "eos_token": "</s>"}, model=trained("llama")
     ),
-    "special tokens are split": lambda: literal(with_tags(byte_level()), split_special_tokens=True),
     "a pad token that the json lacks": lambda: literal(with_tags(byte_level()), pad_token="[PAD]"),
     # both
     "a model of ours, a foreign json": lambda: folder(LITERAL, model=ours(), json=of_bytes()),

@@ -25,7 +25,6 @@ SENTENCES = (
     "drops characters that it has no piece for",
     "matches other special tokens than are written in it",
     "(UndefinedError: 'bos_token' is undefined)",
-    "tokenizer_config.json: split_special_tokens is true",
     "tokenizer.json: has no token '[PAD]', the pad_token of the files beside it",
 )
 
