@@ -37,7 +37,7 @@ from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
-from minimind.data.tokenizer.vocabulary import CONFIG_NAME, TEMPLATE_NAME
+from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
 from minimind.errors import UsageError
 from minimind.runtime.limited import tried_within
 from minimind.runtime.terminal import shorten_line

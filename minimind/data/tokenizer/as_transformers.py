@@ -95,10 +95,10 @@ def is_read_alike(folder: Path, model: Tokenizer) -> bool:
 
 def _tokens_beside(values: Mapping[str, Any]) -> Iterator[Any]:
     """The tokens that a tokenizer_config.json adds, by their names or with flags."""
-    yield from (values.get(LISTED) or {}).values()
-    for key in ("extra_special_tokens", "additional_special_tokens"):
-        more = values.get(key) or []
-        yield from more.values() if isinstance(more, dict) else more
+    for key in (LISTED, "extra_special_tokens", "additional_special_tokens"):
+        more = values.get(key)
+        if isinstance(more, dict | list):
+            yield from more.values() if isinstance(more, dict) else more
 
 
 def _name_of(token: Any) -> str:
@@ -196,8 +196,7 @@ def _unused(values: Mapping[str, Any], roles: Mapping[str, str], folder: Path) -
 
     No model has a row for them unless it was made with one on purpose.
     """
-    listed = _values(folder / CONFIG_NAME).get(LISTED) or {}
-    given = {token["content"] for token in listed.values() if isinstance(token, dict)}
+    given = {_name_of(token) for token in _tokens_beside(_values(folder / CONFIG_NAME))}
     given |= _values(folder / ADDED_NAME).keys()
     added = {token["content"]: token["id"] for token in values["added_tokens"]}
     pieces = values["model"]["vocab"]
