@@ -137,7 +137,7 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
     if run.task != "sft":
         return run, ""
     # These load numpy, which a plan of pretraining does not need.
-    from minimind.data.chat.template import named_tokens, special_names
+    from minimind.data.chat.template import special_names
     from minimind.data.prepare.chat_tokenizer import chosen_template
     from minimind.data.tokenizer.add_special import lacking
     from minimind.data.tokenizer.load import load_tokenizer
@@ -145,7 +145,7 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
     before, source = run.vocab_size, run.sources["vocab_size"]
     if run.tokenizer is None:
         template, name, _ = chosen_template(run.chat_template, None)
-        added = len(special_names(template, {"bos_token": "<s>", "eos_token": "</s>"}, name))
+        added = len(special_names(template, None, name))
     else:
         tokenizer = load_tokenizer(run.tokenizer)
         if run.is_explicit("vocab_size") and before != tokenizer.vocab_size:
@@ -154,7 +154,7 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
                 f" {tokenizer.vocab_size}; drop one of the two"
             )
         template, name, _ = chosen_template(run.chat_template, tokenizer)
-        names = special_names(template, named_tokens(tokenizer), name)
+        names = special_names(template, tokenizer, name)
         before, added = tokenizer.vocab_size, len(lacking(tokenizer, names))
     run = run.with_values(BY_TASK, vocab_size=before + added, doc_mask=True)
     return run, f"vocabulary  {before:,} and {added} special tokens of the chat template\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from minimind.data.chat.conversations import (
     tools_of,
 )
 from minimind.data.chat.template import ChatTemplate, asks_for_thought, own_template, require_read
-from minimind.data.prepare.chat_tokenizer import read_template
+from minimind.data.prepare.chat_tokenizer import given_template
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
@@ -56,7 +56,7 @@ def source_of(
     tokenizer: AnyTokenizer, path: str | None, place: Path, variables: Iterable[str] | None
 ) -> tuple[str, str]:
     """The source of a template and its name in messages; see `template_of`."""
-    template = own_template(tokenizer) if path is None else read_template(path)
+    template = given_template(path, tokenizer) if path else own_template(tokenizer)
     if template is None:
         raise no_template(place)
     require_read(variables or (), *template)
@@ -202,7 +202,7 @@ class Chat:
             self.model,
             self.tokenizer,
             {self.asked: ids},
-            self.sampling,
+            replace(self.sampling, stop=(*self.sampling.stop, *self.template.text_ends)),
             on_text,
             end_ids=self.template.ends_of_turns,
         )

@@ -220,15 +220,18 @@ def _template_entries(by_name: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _end_of_turn(tokenizer: AnyTokenizer) -> tuple[int | None, str | None]:
-    """Return the id that ends a turn of the chat template, if there is one, and a note if it does
-    not fit; the files are kept as they are.
+    """Return the id that ends a turn of the chat template, if there is one, and a note if a text
+    ends it or the template does not fit; the files are kept as they are.
     """
     if tokenizer.chat_template is None or (template := own_template(tokenizer)) is None:
         return None, None
     try:
-        return ChatTemplate(template[0], tokenizer, template[1]).end_of_turn, None
+        chat = ChatTemplate(template[0], tokenizer, template[1])
+        end, texts = chat.end_of_turn, chat.text_ends
     except UsageError as error:
         return None, f"the chat template is kept, and minimind chat does not take it: {error}"
+    note = f"answers end with the text {texts[0]!r}, no token; name it as a stop" if texts else None
+    return end, note
 
 
 def _small_files(

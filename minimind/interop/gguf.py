@@ -22,8 +22,7 @@ from minimind.checkpoint.tensor_files import Part
 from minimind.data.tokenizer.hf_export import merges
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
-from minimind.data.tokenizer.sentencepiece import Tokenizer
-from minimind.data.tokenizer.vocabulary import FILLER_PREFIX, JSON_NAME, SPACE_SIGN
+from minimind.data.tokenizer.vocabulary import FILLER_PREFIX, JSON_NAME, MODEL_NAME, SPACE_SIGN
 from minimind.errors import UsageError
 from minimind.interop.tensor_sources import TensorSource, to_gguf, to_rotate_half
 from minimind.interop.write_folder import PRODUCER, new_folder
@@ -188,9 +187,9 @@ def gguf_vocabulary(tokenizer: AnyTokenizer, rows: int) -> dict[str, Any]:
     Each row of the embedding gets a token. llama.cpp merges by score and ignores the merges;
     transformers reads them, in this order.
     """
-    if not isinstance(tokenizer, Tokenizer):
+    model = tokenizer.files().get(MODEL_NAME)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and model is None:
         return _byte_level_vocabulary(tokenizer, rows)
-    model = tokenizer.files()["tokenizer.model"]
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)  # pyright: ignore[reportCallIssue] (no stubs)
     if reason := _not_merged(processor):
         raise UsageError(f"{tokenizer.path}: {reason}; export --format llama")

@@ -39,7 +39,8 @@ class ServedModel:
     ) -> None:
         self.name, self.tokenizer, self.template = name, tokenizer, template
         self.created = int(time.time())
-        self.answers, self.texts = answers, texts
+        text_ends = template["text_ends"] if template else ()
+        self.answers, self.texts = replace(answers, stop=(*answers.stop, *text_ends)), texts
         self.positions: int = model.config.max_position_embeddings
         self.most_tokens = most_tokens
         self.ends = frozenset((tokenizer.eos_id,))
@@ -77,7 +78,8 @@ class ServedModel:
         if "top_k" in given:
             given["top_k"] = max(0, given["top_k"])  # -1 keeps all tokens in vLLM
         given.setdefault("seed", uuid4().int >> 64)
-        return replace(default, max_new_tokens=most_new, stop=tuple(settings.stop), **given)
+        stop = (*default.stop, *settings.stop)
+        return replace(default, max_new_tokens=most_new, stop=stop, **given)
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,7 @@ class Reader:
             return None
         return {
             "ends_of_turns": template.ends_of_turns,
+            "text_ends": template.text_ends,
             "keys_of_thoughts": [*template.keys_of_thoughts],
         }
 

@@ -32,7 +32,12 @@ from minimind.inference.generate import Sampling
 from minimind.inference.load_model import load_model
 from minimind.interop.gguf import CONTROL
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.serve.protocol import CompletionRequest, Settings
+from minimind.serve.reading import Reader
+from tests.cli.test_lm_eval import write_llama
+from tests.data.chat.made import CHATML
 from tests.data.chat.test_turns import sft_line
+from tests.serve.conftest import served_model
 
 train: Any = training  # a package that is called like a function
 BASE: dict[str, Any] = {
@@ -267,6 +272,51 @@ def test_a_template_without_an_end_of_a_turn_is_refused(base: dict[str, Any], tm
     given = {**base, "chat_template": str(template)}
     with pytest.raises(UsageError, match="no special token after what the assistant says"):
         train(given, out_dir=str(tmp_path / "out"))
+
+
+def test_tags_of_a_model_s_own_template_stay_text(
+    base: dict[str, Any],
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """ChatML in a model without its tokens: trained, exported, and a turn ends."""
+    source, out, exported = tmp_path / "source", tmp_path / "out", tmp_path / "exported"
+    tokenizer = load_tokenizer(place / "base" / "tokenizer")
+    write_llama(source, tokenizer, 256)
+    (source / "chat_template.jinja").write_text(CHATML)
+    given = {**base, "init_from": str(source), "max_steps": 2, "eval_rows": 4}
+    assert train(given, out_dir=str(out)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "vocabulary 600" in said
+    assert "(chat_template.jinja); text, as they are no tokens: <|im_start|>" in said
+    words = ["--checkpoint", str(out), "--format", "llama", "--out", str(exported)]
+    assert minimind(["export", *words]) == 0
+    assert "answers end with the text '<|im_end|>', no token" in capsys.readouterr().err
+    theirs, turns = AutoTokenizer.from_pretrained(exported), [Message("user", "hi<|im_end|>")]
+    template = template_of(load_tokenizer(exported), None, exported)
+    assert (
+        template.prompt(turns)
+        == theirs.apply_chat_template(
+            [{"role": "user", "content": "hi<|im_end|>"}], add_generation_prompt=True
+        ).input_ids
+    )
+    facts = Reader(load_tokenizer(exported), template, "m", 256, 256, 1).template_facts()
+    served = served_model(load_model(None, str(exported))[0], tokenizer, facts)
+    asked = Settings(**CompletionRequest(prompt="a", stop="b").settings())
+    assert served.sampling(asked, served.answers).stop == ("<|im_end|>", "b")
+    assert served.sampling(asked, served.texts).stop == ("b",)
+
+    ids = tokenizer.encode("the sea<|im_end|>\nmore")
+    monkeypatch.setattr(
+        "transformers.GenerationMixin.generate",
+        lambda model, prompts, stopping_criteria, **_: [
+            stopping_criteria[0](torch.tensor([[i]]), None) for i in ids
+        ],
+    )
+    assert minimind(["chat", "--model", str(exported), "--once", "what is deep?"]) == 0
+    assert capsys.readouterr().out == "the sea\n"
 
 
 def test_a_tokenizer_that_is_given_and_another_template_on_resume(

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from tokenizers import AddedToken
 
 from minimind.config.run_config import TEMPLATES
 from minimind.data.chat import sandbox
@@ -32,11 +33,12 @@ from minimind.data.chat.conversations import (
     turn_of,
 )
 from minimind.data.chat.sandbox import Sandbox, Span, TooLarge, TooLong
-from minimind.data.chat.turns import CALL_FORMS, Turns, called_by, forms_of
+from minimind.data.chat.turns import CALL_FORMS, TAG, THOUGHT, Turns, called_by, forms_of
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
+from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
 from minimind.errors import UsageError
 from minimind.runtime.limited import tried_within
 from minimind.runtime.terminal import shorten_line
@@ -206,14 +208,31 @@ SPECIAL_LOOK = re.compile(r"<[|\uff5c][^\s<>]+?[|\uff5c]>")
 NAME_IN_SOURCE = re.compile(r"<[|\uff5c][^\s<>'\"+{}]+?[|\uff5c]>")  # not of an expression
 
 
-def special_names(source: str, tokens: Mapping[str, str], name: str) -> list[str]:
-    """Names of special tokens that a template has in its source or writes for short chats.
+def special_names(source: str, tokenizer: AnyTokenizer | None, name: str) -> list[str]:
+    """Names of the special tokens that a template needs which is given to a tokenizer.
+
+    None of its own template, for what that writes and it lacks is text: the model has been trained
+    with that. Raise UsageError if the template is not valid; `name` is what messages call it.
+    """
+    if tokenizer is not None and is_own(source, tokenizer):
+        return []
+    tokens = named_tokens(tokenizer) if tokenizer else {"bos_token": "<s>", "eos_token": "</s>"}
+    tags = SPECIAL_TOKENS if source == DEFAULT_TEMPLATE else tags_of(source, tokens, name)
+    return [tag for tag in tags if tokenizer is None or not is_matched(tag, tokenizer)]
+
+
+def is_matched(tag: str, tokenizer: AnyTokenizer) -> bool:
+    """Whether a tag in a text is a token by itself, though not special: one that a user defined."""
+    token = tokenizer.piece_id(tag)
+    return token is not None and token in tokenizer.encode(f"a{tag}a")
+
+
+def tags_of(source: str, tokens: Mapping[str, str], name: str) -> list[str]:
+    """Names in the form of special tokens that a template has in its source or writes.
 
     It may build them from roles. `tokens` are those of `named_tokens`. Raise UsageError if it is
-    not valid; `name` is what messages call it.
+    not valid.
     """
-    if source == DEFAULT_TEMPLATE:
-        return [*SPECIAL_TOKENS]
     renderer = Renderer(source, tokens, name)
     names = NAME_IN_SOURCE.findall(source)
     for probe in PROBES:
@@ -223,6 +242,21 @@ def special_names(source: str, tokens: Mapping[str, str], name: str) -> list[str
             continue
         names += SPECIAL_LOOK.findall(text)
     return [*dict.fromkeys(names)]
+
+
+TURN_TAG = re.compile(f"{TAG.pattern}|{THOUGHT.pattern}")  # a tag within a turn, which may be said
+TAG_LOOK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")  # a tag in a rendered text
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """What matches one of these names, the longest, in a group."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def is_own(source: str, tokenizer: AnyTokenizer) -> bool:
+    """Whether a template is one of those beside a tokenizer."""
+    return source in tokenizer.templates.by_name.values()
 
 
 def named_tokens(tokenizer: AnyTokenizer) -> dict[str, str]:
@@ -259,13 +293,26 @@ def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
     return templates.default, name
 
 
+def _stripped(parts: Sequence[str], tokens: Sequence[AddedToken]) -> list[str]:
+    """The text between tokens without the whitespace that belongs to these, by their flags."""
+    found = [*parts]
+    for at, token in enumerate(tokens):
+        if token.lstrip:
+            found[at] = found[at].rstrip()
+        if token.rstrip:
+            found[at + 1] = found[at + 1].lstrip()
+    return found
+
+
 class ChatTemplate:
     """A Jinja chat template with a tokenizer that has its special tokens.
 
-    Special tokens in the rendered text become their ids; the text between them is encoded by
-    itself. Raise UsageError if the template is not valid, or does not fit the tokenizer; `name` is
-    what messages call it. `today` is the date that the template reads (default: the date of each
-    prompt); `variables` are other values that it reads.
+    Special tokens in the rendered text become their ids. A SentencePiece model encodes the text
+    between them by itself, a tokenizer.json the whole as AutoTokenizer does. Tags that the
+    tokenizer lacks are text if the template is its own, as the model was trained with them, and an
+    error otherwise. Raise UsageError if the template is not valid, or does not fit the tokenizer;
+    `name` is what messages call it. `today` is the date that the template reads (default: the date
+    of each prompt); `variables` are other values that it reads.
     """
 
     def __init__(
@@ -280,21 +327,29 @@ class ChatTemplate:
         self.name = name
         self._tokenizer = tokenizer
         self._special = tokenizer.special_tokens()
-        longest_first = sorted(self._special, key=len, reverse=True)
-        self._special_name = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        matched: dict[str, int] = {}
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            matched = {token.content: i for i, token in tokenizer.matched.items()}
+        self._special_name, self._matched_name = _any_of(self._special), _any_of(matched)
         self._renderer = Renderer(source, named_tokens(tokenizer), name, today, variables)
-        self._turns = Turns(self._renderer.render, self._special_name, name)
+        # Special tokens, and other tokens that only a template should write.
+        self._tokens = {**self._special, **matched, **self._tokens_in_text()}
+        self._token_name = _any_of(self._tokens)
+        # A template that is given can be given with a token at the end of an answer.
+        ends_in_text = is_own(source, tokenizer)
+        self._turns = Turns(self._renderer.render, self._token_name, name, ends_in_text)
         self._special_ids = {token: np.array([i], np.int32) for token, i in self._special.items()}
         self._sizes = tokenizer.piece_bytes()
         self._require_fit()
 
     @cached_property
-    def end_of_turn(self) -> int:
-        """Id that ends an assistant turn: the first special token after its content.
+    def end_of_turn(self) -> int | None:
+        """Id that ends an assistant turn: the first token after its content that is a tag.
 
-        Raise UsageError if there is none: an answer would not end.
+        None if a text alone does (`text_ends`). Raise UsageError if there is none: an answer would
+        not end.
         """
-        special = set(self._special.values())
+        special = set(self._tokens.values())
         for probe in (PROBE, PROBE * 2):  # an answer may be ended by the next turn alone
             ids, targets = self.encode(probe)
             if probe == PROBE:
@@ -304,16 +359,28 @@ class ChatTemplate:
             content = dropwhile(lambda token: token in special, written)
             if (end := next((token for token in content if token in special), None)) is not None:
                 return end
+        if self.text_ends:
+            return None
         raise UsageError(
             f"{self.name} writes no special token after what the assistant says, so that an answer"
             " would not end; end it with eos_token, or with a token such as <|end|>"
         )
 
+    @cached_property
+    def text_ends(self) -> list[str]:
+        """Text that ends an assistant turn, if the tokenizer has no token for it; as `stop`."""
+        try:
+            end = self._turns.text_end
+        except DocumentError:  # what it does to texts is known by its {% generation %} alone
+            return []
+        return [end] if end else []
+
     @property
     def ends_of_turns(self) -> list[int]:
         """Ids that end assistant turns: of answers, and of calls."""
         ends = [] if self._renderer.marks_generation else self._turns.ends
-        return [*dict.fromkeys([self.end_of_turn, *map(self._special.__getitem__, ends)])]
+        ids = (self.end_of_turn, *map(self._tokens.__getitem__, ends))
+        return [*dict.fromkeys(end for end in ids if end is not None)]
 
     def render(self, messages: Iterable[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of the messages; raise DocumentError if the template refuses them."""
@@ -331,7 +398,10 @@ class ChatTemplate:
 
     def ids(self, text: str) -> list[int]:
         """Return the ids of a text that the template has written."""
-        return self._ids_and_targets([(text, [])], threads=1)[0][0].tolist()
+        (encoded,) = self._ids_and_targets([(text, [])], threads=1)
+        if isinstance(encoded, DocumentError):
+            raise encoded
+        return encoded[0].tolist()
 
     def encode(self, messages: Sequence[Message], train_on: TrainOn = "assistant") -> Encoded:
         """Return the ids, int32, and whether each is trained on, bool.
@@ -431,14 +501,17 @@ class ChatTemplate:
 
     def _ids_and_targets(
         self, texts: Sequence[tuple[str, list[Span]]], threads: int, loss: TextLoss | None = None
-    ) -> list[Encoded]:
+    ) -> list[Encoded | DocumentError]:
+        tokenizer = self._tokenizer
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            return [self._as_a_whole(tokenizer, text, spans, loss) for text, spans in texts]
         split = [self._special_name.split(text) for text, _ in texts]  # every second is special
         parts = [part for pieces in split for part in pieces[::2] if part]
         part_ids = self._tokenizer.encode_arrays(parts, threads)
         if loss is not None:
             loss.count(self._tokenizer, self._sizes, parts, part_ids)
         arrays = iter(part_ids)
-        encoded = []
+        encoded: list[Encoded | DocumentError] = []
         for pieces, (_, spans) in zip(split, texts, strict=True):
             ids, targets = [np.empty(0, np.int32)], [np.empty(0, bool)]
             for number, (piece, within) in enumerate(spans_by_piece(pieces, spans)):
@@ -471,12 +544,47 @@ class ChatTemplate:
             return len(text.encode())
         return int(self._sizes[self._tokenizer.encode(text)].sum())
 
+    def _as_a_whole(
+        self,
+        tokenizer: HuggingFaceTokenizer,
+        text: str,
+        spans: Sequence[Span],
+        loss: TextLoss | None,
+    ) -> Encoded | DocumentError:
+        """A text as AutoTokenizer of transformers encodes it, with the targets of its spans.
+
+        An error if a special token is matched that nobody has written: text may become one when it
+        is normalized.
+        """
+        ids, places = tokenizer.encode_written(text)
+        is_special = np.isin(ids, [*tokenizer.matched])
+        matched = [tokenizer.matched[i] for i in ids[is_special].tolist()]
+        names = {token.content for token in matched}
+        pieces = self._matched_name.split(text)
+        if pieces[1::2] != [token.content for token in matched]:
+            odd = min(names.symmetric_difference(pieces[1::2]), default="a special token")
+            return DocumentError(
+                f"{self.name} writes a text in which {tokenizer.path} matches other special tokens"
+                f" than are written in it, such as {odd!r}",
+                "remove the conversation, or give another tokenizer",
+            )
+        if loss is not None:
+            edges = np.flatnonzero(is_special)
+            parts = np.split(ids, edges)
+            own = [part[1:] if number else part for number, part in enumerate(parts)]
+            loss.count(tokenizer, self._sizes, _stripped(pieces[::2], matched), own)
+        targets = np.zeros(len(ids), bool)
+        for begin, end in spans:
+            targets |= (places[:, 1] > begin) & (places[:, 0] < end)
+        targets[:1] = False  # nothing predicts the first token
+        return ids, targets
+
     def require_no_special(self, text: str) -> None:
-        """Raise DocumentError for a text with the name of a special token."""
-        if match := self._special_name.search(text):
+        """Raise DocumentError for a text with the name of a token that a template writes."""
+        if match := self._token_name.search(text):
+            kind = "special token" if match[0] in self._special else "token"
             raise DocumentError(
-                f'contains "{match[0]}", a special token of the tokenizer, which could forge a'
-                " turn",
+                f'contains "{match[0]}", a {kind} of the tokenizer, which could forge a turn',
                 "write it in another way, or remove the conversation",
             )
 
@@ -598,13 +706,22 @@ class ChatTemplate:
 
     def _require_fit(self) -> None:
         """Raise UsageError for a template that fails on a short chat or lacks a special token."""
+        tokenizer = self._tokenizer
+        if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.drops_unknown:
+            raise UsageError(
+                f"{tokenizer.path}: drops characters that it has no piece for, so that which tokens"
+                " an answer has is not known; give a tokenizer with byte pieces"
+            )
         for probe in PROBES:
             try:
                 text = self.render(probe)
             except DocumentError:  # the template refuses system messages or tools, as it may
                 continue
             self._require_special(text)
-            self._require_ids_of_library(text)
+            try:
+                self.ids(text)
+            except DocumentError as error:
+                raise UsageError(f"{error.reason}; give another tokenizer") from error
         self._require_answer()
         try:
             _ = self.end_of_turn
@@ -632,27 +749,26 @@ class ChatTemplate:
                 " {% endif %}"
             )
 
+    def _tokens_in_text(self) -> dict[str, int]:
+        """Ids of the tags of the template that are tokens but not special, as user-defined ones."""
+        found = {}
+        for probe in PROBES:
+            with suppress(DocumentError):  # the template refuses system messages or tools
+                for tag in TAG_LOOK.findall(self.render(probe, add_generation_prompt=True)):
+                    if is_matched(tag, self._tokenizer) and not TURN_TAG.fullmatch(tag):
+                        found[tag] = self._tokenizer.piece_id(tag)
+        return found
+
     def _require_special(self, text: str) -> None:
-        missing = [name for name in SPECIAL_LOOK.findall(text) if name not in self._special]
+        if is_own(self.source, self._tokenizer):
+            return
+        missing = [name for name in SPECIAL_LOOK.findall(text) if name not in self._tokens]
         if missing:
             raise UsageError(
                 f"{self.name} writes {missing[0]}, which is no special token of the tokenizer"
                 f" {self._tokenizer.path}; give a tokenizer that has it, as one learnt with"
-                " --special_tokens, or another template"
-            )
-
-    def _require_ids_of_library(self, text: str) -> None:
-        """Raise UsageError for a tokenizer.json that encodes a text in another way after a token.
-
-        Some add a space to the start of a text only, or drop spaces around a special token.
-        """
-        tokenizer = self._tokenizer
-        if not isinstance(tokenizer, HuggingFaceTokenizer):
-            return
-        if self.ids(text) != tokenizer.encode_with_special(text):
-            raise UsageError(
-                f"{tokenizer.path}: encodes text beside a special token of {self.name} otherwise"
-                " than by itself, as by a space that it adds or drops; give another tokenizer"
+                " --special_tokens, or another template, or, if the model was trained with it as"
+                f" text, put the template beside that file ({TEMPLATE_NAME})"
             )
 
 

@@ -38,6 +38,7 @@ Render = Callable[[Conversation, bool], str]
 TAG = re.compile(
     r"(</?(?:think(?:ing)?|thoughts?|reasoning|answer|tool_calls?|tool_response|function_call)>)"
 )
+WORDS = re.compile(r"(\s|<[^\s<>]+>|\[[^\s\[\]]+\])")  # a text is split into words and tags
 THOUGHT = re.compile(r"<[^<>|\s/]*think[^<>|\s]*>|\[THINK\]")  # a prompt may end in one
 NOT_SAID = {"id", "type", "name"}  # keys of a call that a template may decide by
 PRIVATE = range(0xF0000, 0xFFFFE)  # code points without a meaning
@@ -65,6 +66,12 @@ def called_by(form: tuple[bool, Any]) -> Conversation:
 def forms_of(said: str) -> tuple[str, ...]:
     """A text as it is, and within JSON."""
     return said, *(json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+
+
+def common_start(one: Sequence[str], other: Sequence[str]) -> list[str]:
+    """What two texts, or lists of texts, have in common at their start."""
+    pairs = zip(one, other, strict=False)
+    return [here for here, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 class Unmarked(Exception):
@@ -139,13 +146,17 @@ class Marks:
 class Turns:
     """Finds the turns of the assistant in what a template writes.
 
-    `special` matches special tokens, in a group; `name` is what messages call the template.
+    `special` matches special tokens, in a group; `name` is what messages call the template. An
+    answer without one at its end may end in a text if `may_end_in_text`.
     """
 
-    def __init__(self, render: Render, special: re.Pattern[str], name: str) -> None:
+    def __init__(
+        self, render: Render, special: re.Pattern[str], name: str, may_end_in_text: bool
+    ) -> None:
         self._render = render
         self._special = special
         self._name = name
+        self._may_end_in_text = may_end_in_text
 
     def spans(
         self, conversation: Conversation, text: str, wanted: Sequence[int]
@@ -223,8 +234,7 @@ class Turns:
         if floor <= len(prompt) <= said and text.startswith(prompt):
             return len(prompt)
         bare = self._render(before, False) if before else ""
-        alike = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, bare, strict=False))
-        asked = prompt[sum(1 for _ in alike) :]
+        asked = prompt[len(common_start(prompt, bare)) :]
         if not asked.strip() and before:  # as of [INST]: what follows the last turn asks
             ends = [prompt.rpartition(one)[2] for one in forms_of(before[-1].content.strip())]
             asked = min(ends, key=len)
@@ -259,6 +269,19 @@ class Turns:
         found = [self._special.search(text) for text in (closing, self._end_of_calls)]
         return [*(one[0] for one in found if one), *sorted(ends)]
 
+    @property
+    def text_end(self) -> str:
+        """Text without a special token that ends every answer, with the blanks before it.
+
+        Empty if there is none.
+        """
+        closing, _ = self._closing
+        if not closing or self._special.search(closing):
+            return ""
+        text = self._render(ROUNDS, False)
+        end = max(end for _, _, end in self._places(ROUNDS, text))
+        return text[end : text.index(closing, end)] + closing
+
     @cached_property
     def _end_of_calls(self) -> str:
         """Text that ends a turn with calls; empty if there is none."""
@@ -290,10 +313,12 @@ class Turns:
             last = max(ends.values(), default=len(text))
             return "", {self._first_special(text, last)} - {""}
         here, there = (self._special.split(text[ends[turn] :]) for turn in (1, 3))
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False))
-        common = "".join(one for one, _ in same)
-        if self._special.search(common):
-            return common.strip(), set()
+        common = common_start(here, there)
+        if len(common) > 1:  # the second is a special token
+            return "".join(common).strip(), set()
+        text_end = "".join(common_start(*(WORDS.split(text[0]) for text in (here, there)))).strip()
+        if text_end and self._may_end_in_text:
+            return text_end, set()
         user, middle, last = (self._first_special(text, ends[turn]) for turn in (0, 1, 3))
         if not last:  # the header of the next turn ends an answer, unless every turn has it
             return "", {middle} - {user, ""}

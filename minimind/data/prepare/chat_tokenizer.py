@@ -8,10 +8,12 @@ from pathlib import Path
 from minimind.config.run_config import TEMPLATES, files_by_name
 from minimind.data.chat.template import (
     DEFAULT_TEMPLATE,
+    is_own,
     named_tokens,
     own_template,
     require_bounded,
     special_names,
+    tags_of,
 )
 from minimind.data.prepare.prepare import REMEDY, build_once
 from minimind.data.tokenizer.add_special import with_special_tokens
@@ -50,14 +52,39 @@ def chosen_template(path: str | None, tokenizer: AnyTokenizer | None) -> tuple[s
     """
     templates = ChatTemplates() if tokenizer is None else tokenizer.templates
     if path is not None:
-        source, name = read_template(path)
+        source, name = given_template(path, tokenizer)
+        line = f"template  {name}"
+        if tokenizer is not None and is_own(source, tokenizer):
+            return source, name, f"{line}, one of its own{_text_tags(source, tokenizer, name)}"
         instead = f", instead of that in {templates.origin}" if templates.by_name else ""
-        return source, name, f"template  {name}{instead}"
+        return source, name, f"{line}{instead}"
     if tokenizer is not None and (template := own_template(tokenizer)):
         others = len(templates.by_name) - 1
         more = f", the default one of {others + 1}" if others else ""
-        return *template, f"template  its own ({templates.origin}{more})"
+        line = f"template  its own ({templates.origin}{more})"
+        return *template, f"{line}{_text_tags(*template[:1], tokenizer, template[1])}"
     return DEFAULT_TEMPLATE, "--chat_template by default", "template  the default: it has none"
+
+
+def given_template(path: str, tokenizer: AnyTokenizer | None) -> tuple[str, str]:
+    """Source and name of --chat_template `path`; the tokenizer's own source if it is the same.
+
+    A file may end in one newline more, which Jinja drops.
+    """
+    source, name = read_template(path)
+    own = () if tokenizer is None else tokenizer.templates.by_name.values()
+    return next((one for one in own if _drop_newline(one) == _drop_newline(source)), source), name
+
+
+def _drop_newline(source: str) -> str:
+    return source.replace("\r\n", "\n").removesuffix("\n")
+
+
+def _text_tags(source: str, tokenizer: AnyTokenizer, name: str) -> str:
+    """What the start says of tags that are no tokens."""
+    tags = tags_of(source, named_tokens(tokenizer), name)
+    as_text = [tag for tag in tags if tokenizer.piece_id(tag) is None]
+    return f"; text, as they are no tokens: {', '.join(as_text)}" if as_text else ""
 
 
 def chat_tokenizer(
@@ -65,9 +92,10 @@ def chat_tokenizer(
 ) -> AnyTokenizer:
     """The tokenizer with the special tokens that a template writes, and the template beside it.
 
-    Tokens that it lacks are appended after its last id. `name` is what messages call the template.
+    Tokens that it lacks are appended after its last id; none for its own template, whose tags are
+    then text. `name` is what messages call the template.
     """
-    names = special_names(template, named_tokens(tokenizer), name)
+    names = special_names(template, tokenizer, name)
     templates = tokenizer.templates
     is_one_of_several = template == templates.default and len(templates.by_name) > 1
     beside = {} if is_one_of_several else {TEMPLATE_NAME: template.encode()}

@@ -40,6 +40,7 @@ def with_special_tokens(
     else:
         tokens = _added_tokens(added, tokenizer.vocab_size)
         eos_token = tokenizer.piece_name(tokenizer.eos_id)
+        files.pop(MODEL_NAME, None)  # it would lack them
         files[JSON_NAME] = _with_added_tokens(files[JSON_NAME], tokens)
         files[CONFIG_NAME] = _with_names(files[CONFIG_NAME], tokens, eos_token)
     write_tokenizer(directory, files)

@@ -86,7 +86,7 @@ def _tokenizer(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any
             {"id": i, "content": processor.id_to_piece(i), **flags, "special": True}
             for i in specials
         ],
-        "normalizer": {"type": "Sequence", "normalizers": list(_escaping())},
+        "normalizer": escaping(),
         "pre_tokenizer": None,
         "post_processor": None,
         "decoder": {
@@ -151,12 +151,10 @@ def _replace(old: str, new: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": old}, "content": new}
 
 
-def _escaping() -> Iterator[dict[str, Any]]:
-    """Normalizers that do what `escape` does, and replace the space."""
-    yield _replace(GUARD, GUARD + GUARD)
-    yield _replace(MARK, GUARD + MARK)
-    yield _replace(SPACE_SIGN, MARK)
-    yield _replace(" ", SPACE_SIGN)
+def escaping() -> dict[str, Any]:
+    """The normalizer that does what `escape` does, and replaces the space."""
+    steps = ((GUARD, GUARD + GUARD), (MARK, GUARD + MARK), (SPACE_SIGN, MARK), (" ", SPACE_SIGN))
+    return {"type": "Sequence", "normalizers": [_replace(old, new) for old, new in steps]}
 
 
 def _unescaping() -> Iterator[dict[str, Any]]:

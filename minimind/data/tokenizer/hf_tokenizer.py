@@ -14,14 +14,18 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from minimind.data.tokenizer.as_transformers import Reading, is_literal
 from minimind.data.tokenizer.bounds import require_bounded_json
 from minimind.data.tokenizer.vocabulary import (
     BYTE,
+    BYTE_NAMES,
+    BYTE_OF_LETTER,
     CONFIG_NAME,
     CONTROL,
     FILLER,
     FILLER_PREFIX,
     JSON_NAME,
+    MODEL_NAME,
     SPECIALS_NAME,
     Piece,
     decode_byte_level,
@@ -61,13 +65,17 @@ class HuggingFaceTokenizer:
     longest_at_once = LONGEST_AT_ONCE
     is_lossless = False  # not known
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, reading: Reading | None = None) -> None:
+        """`reading` is what AutoTokenizer makes of the directory, instead of its files."""
         path = Path(path)
         self.path = path / JSON_NAME if disk.is_dir(path) else path
         beside = read_configuration(self.path)
-        self._files = {JSON_NAME: read_file(self.path), **beside.files}
+        if reading:
+            beside = reading.beside(beside)
+        self._files = {JSON_NAME: reading.json if reading else read_file(self.path), **beside.files}
         self._json = parse_object(self.path, self._files[JSON_NAME])
         require_bounded_json(self.path, self._json)
+        self._files |= self._model_beside()
         self._tokenizer = _load(self.path, self._files[JSON_NAME])
         if self.vocab_size > MOST_IDS:
             raise DataError(
@@ -75,7 +83,7 @@ class HuggingFaceTokenizer:
                 " give another tokenizer"
             )
         self.templates, self.token_names = beside.templates, beside.token_names
-        names = beside.values
+        self._named = names = beside.values
         eos = self._special(names, "eos_token")
         self.eos_id: int = self._known_eos() if eos is None else eos
         bos, pad = self._special(names, "bos_token"), self._special(names, "pad_token")
@@ -86,6 +94,31 @@ class HuggingFaceTokenizer:
             config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
             config["split_special_tokens"] = True  # nor does text match special tokens here
             self._files[CONFIG_NAME] = json.dumps(config, indent=1).encode()
+
+    def _model_beside(self) -> dict[str, bytes]:
+        """The SentencePiece model with the same pieces, which programs without tokenizer.json read.
+
+        Empty if there is none.
+        """
+        path = self.path.with_name(MODEL_NAME)
+        if not disk.lexists(path):
+            return {}
+        from google.protobuf.message import DecodeError
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
+
+        content = read_file(path)
+        try:
+            proto = ModelProto.FromString(content)
+        except DecodeError:  # AutoTokenizer leaves it unread too
+            return {}
+        vocab = self._json["model"].get("vocab")
+        pieces = [piece.piece for piece in proto.pieces]
+        if isinstance(vocab, list):
+            is_same = [entry[0] for entry in vocab] == pieces
+        else:
+            is_same = vocab == {piece: i for i, piece in enumerate(pieces)}
+        added = [token["id"] for token in self._json.get("added_tokens") or ()]
+        return {MODEL_NAME: content} if is_same and max(added, default=0) < len(pieces) else {}
 
     def _special(self, names: Mapping[str, Any], role: str) -> int | None:
         """Id of the token with this role in the configuration; None if it has none."""
@@ -128,6 +161,19 @@ class HuggingFaceTokenizer:
             raise DataError(
                 f"{self.path}: the tokenizer fails {said} ({error}); give another tokenizer"
             ) from error
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether AutoTokenizer surely takes the file as it is; see `as_transformers`."""
+        added = {token["content"]: token for token in self._json.get("added_tokens") or ()}
+        return is_literal(self.path.parent, self._named, added)
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether `hf_export` has written the file."""
+        from minimind.data.tokenizer.hf_export import escaping  # it loads SentencePiece
+
+        return self._json.get("normalizer") == escaping()
 
     @cached_property
     def vocab_size(self) -> int:
@@ -178,18 +224,54 @@ class HuggingFaceTokenizer:
         """Ids of each text as int32, one text at a time: the library's encodings are large."""
         return [np.array(self.encode(text), dtype=np.int32) for text in texts]
 
-    def encode_with_special(self, text: str) -> list[int]:
-        """Ids of a text in which special tokens are matched; slow, as it loads the file again."""
+    @cached_property
+    def _matching(self) -> tokenizers.Tokenizer:
+        """The same, which matches special tokens in a text."""
         matching = _load(self.path, self._files[JSON_NAME])
         matching.encode_special_tokens = False
+        return matching
+
+    def encode_written(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a text in which special tokens are matched, int32, and where each stands in it.
+
+        The second array is (ids, 2): begin and end in characters. Text after a special token is
+        encoded as AutoTokenizer does, which may put no space before it, or drop one.
+        """
         with self._answering("on the text", text):
-            return matching.encode(text, add_special_tokens=False).ids
+            encoding = self._matching.encode(text, add_special_tokens=False)
+        places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.int32), places
+
+    @cached_property
+    def matched(self) -> dict[int, tokenizers.AddedToken]:
+        """The special tokens by id that `encode_written` matches.
+
+        Fillers are among them, and not the token that also stands for unknown text.
+        """
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {i: token for i, token in added if token.special and i != self.unk_id}
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ids; special tokens are skipped, invalid UTF-8 becomes U+FFFD."""
         array = ids.tolist() if isinstance(ids, np.ndarray) else [*map(int, ids)]
         with self._answering("to decode its tokens"):
             return self._tokenizer.decode(array, skip_special_tokens=True)
+
+    @cached_property
+    def drops_unknown(self) -> bool:
+        """Whether a character without a piece leaves no token, and other tokens lose their place.
+
+        Merging pieces does so without bytes for the rest and without a token for them.
+        """
+        model = self._json["model"]
+        if model.get("type", "BPE") != "BPE" or self.unk_id >= 0:
+            return False
+        steps = json.dumps([self._json.get(part) for part in ("normalizer", "pre_tokenizer")])
+        is_byte_level = "ByteLevel" in steps
+        needed = (
+            BYTE_OF_LETTER if is_byte_level else BYTE_NAMES if model.get("byte_fallback") else "a"
+        )
+        return not model["vocab"].keys() >= {*needed}
 
     @property
     def lacks_decoder(self) -> bool:

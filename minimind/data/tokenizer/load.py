@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
+from minimind.data.tokenizer.as_transformers import is_read_alike, names_class
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
@@ -31,9 +32,11 @@ def longest_document(path: str | None) -> int:
 def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
     """Load a tokenizer.json or a SentencePiece model, from a file or a directory.
 
-    In a directory that has both, tokenizer.json takes precedence if it has more ids, of which each
-    has one of the embedding's `rows`, or if tokenizer.model is tiktoken's. Raise DataError if there
-    is none.
+    It is read as AutoTokenizer of transformers reads it: with the class that tokenizer_config.json
+    names, and from tokenizer.json where a directory has both files, unless that has more ids than
+    the embedding has `rows`. SentencePiece reads a model beside which nothing of transformers
+    stands, and what we have written ourselves, which is known to give the same ids. Raise DataError
+    if there is none, and for a model that transformers cannot read.
     """
     if str(path) == "":
         raise UsageError("--tokenizer is empty, as of a variable that is not set; name one")
@@ -45,28 +48,66 @@ def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
     if not disk.lexists(path):
         raise DataError(f"{path}: there is no such tokenizer file or directory; correct the path")
     if not disk.is_dir(path):
-        return _of_hugging_face(path) if path.suffix == ".json" else _of_sentencepiece(path)
+        return _of_file(path)
     has_json = disk.lexists(path / JSON_NAME)
+    model = None
     if disk.lexists(path / MODEL_NAME):
         kind = kind_of_file(path / MODEL_NAME) if has_json else None
-        if kind is None or kind.name != TIKTOKEN:
-            model = _of_sentencepiece(path)
-            if not has_json or model.vocab_size == rows:
-                return model
-            try:
-                other = _of_hugging_face(path)
-            except DataError:  # where rows tell that it is not needed, it is not even read
-                if rows is None:
-                    return model
-                raise
-            fits = rows is None or other.vocab_size <= rows
-            return other if fits and model.vocab_size < other.vocab_size else model
-    if has_json:
-        return _of_hugging_face(path)
-    raise DataError(
-        f"{path}: has neither {MODEL_NAME} (SentencePiece) nor {JSON_NAME} (Hugging Face);"
-        " name a directory that has one of them, or the file itself"
-    )
+        model = _of_sentencepiece(path) if kind is None or kind.name != TIKTOKEN else None
+    if not has_json:
+        if model is None:
+            raise DataError(
+                f"{path}: has neither {MODEL_NAME} (SentencePiece) nor {JSON_NAME} (Hugging Face);"
+                " name a directory that has one of them, or the file itself"
+            )
+        return model if is_read_alike(path, model) else _of_autotokenizer(path, MODEL_NAME)
+    is_ours = model is not None and model.is_lossless and not names_class(path)
+    try:
+        literal = _of_hugging_face(path)
+    except DataError:
+        if model is not None and is_ours and rows in (None, model.vocab_size):
+            return model
+        raise
+    if model is not None:
+        fits = rows is None or literal.vocab_size <= rows
+        if is_ours and literal.is_exported:
+            return literal if fits and model.vocab_size < literal.vocab_size else model
+        if not fits and rows is not None and model.vocab_size <= rows:
+            return _of_file(path / MODEL_NAME)
+    return literal if literal.is_literal else _of_autotokenizer(path, JSON_NAME, literal)
+
+
+def _of_file(path: Path) -> AnyTokenizer:
+    """The tokenizer of a file, by what stands beside it but no other tokenizer."""
+    if path.suffix == ".json":
+        literal = _of_hugging_face(path)
+        is_as_it_is = path.name != JSON_NAME or literal.is_literal
+        return literal if is_as_it_is else _of_autotokenizer(path.parent, JSON_NAME, literal)
+    model, folder = _of_sentencepiece(path), path.parent
+    if path.name != MODEL_NAME or is_read_alike(folder, model):
+        return model
+    if model.is_lossless and disk.lexists(folder / JSON_NAME) and not names_class(folder):
+        return model  # the tokens that are named beside it are those of the other file
+    return _of_autotokenizer(folder, MODEL_NAME)
+
+
+def _of_autotokenizer(
+    folder: Path, name: str, literal: HuggingFaceTokenizer | None = None
+) -> HuggingFaceTokenizer:
+    """What AutoTokenizer makes of a file in a folder; its `literal` reading if it cannot read it.
+
+    Then nothing but the file says what its ids are.
+    """
+    from minimind.data.tokenizer.as_transformers import Unread, as_autotokenizer
+    from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
+
+    try:
+        reading = as_autotokenizer(folder, without=JSON_NAME if name == MODEL_NAME else "")
+    except Unread:
+        if literal is None:
+            raise
+        return literal
+    return HuggingFaceTokenizer(folder / name, reading)
 
 
 def _of_sentencepiece(path: Path) -> Tokenizer:

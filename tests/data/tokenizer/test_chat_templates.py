@@ -220,7 +220,8 @@ def test_tokens_have_the_names_of_the_configuration(kind: str, models: Any, tmp_
     config = json.dumps({"tokenizer_class": "LlamaTokenizer", **names})
     source = folder(tmp_path / "source", models[kind], {"tokenizer_config.json": config})
     named = named_tokens(load_tokenizer(source))
-    assert named == {"bos_token": "<pad>", "eos_token": "</s>", "pad_token": "<unk>"}
+    named_here = {"bos_token": "<pad>", "eos_token": "</s>", "pad_token": "<unk>"}
+    assert named == {**named_here, "unk_token": "<unk>"}  # which the class has by default
     for place in (source, exported(tmp_path / "out", source)):
         theirs = AutoTokenizer.from_pretrained(place).special_tokens_map
         assert named == {name: theirs[name] for name in named}

@@ -37,7 +37,7 @@ def test_one_that_fails_on_a_text(tmp_path, name, threads):
     for fails in (
         lambda: tokenizer.encode_batch(["", TEXT], threads),
         lambda: tokenizer.encode_arrays(["", TEXT], threads),
-        lambda: tokenizer.encode_with_special(TEXT),
+        lambda: tokenizer.encode_written(TEXT),
     ):
         with pytest.raises(DataError, match=rf"^{said}.{{40,300}}; give another tokenizer$"):
             fails()
