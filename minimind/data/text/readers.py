@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from minimind.data.text.documents import (
     CONVERSATIONS,
     LINE_BYTES_BESIDE_TEXT,
+    ONE_LINE,
     RETURNS,
     DocumentError,
     ReadOptions,
@@ -51,7 +52,9 @@ from minimind.runtime.file_kinds import (
 
 # Lines of a record that is long, and how many times those of the records before it they are.
 LONG_RECORD, LONGER = 100, 10
-OBJECTS_JOINED = re.compile(rb'\}\s*\{\s*"')  # in a string, the quote has a backslash
+OBJECTS_JOINED = re.compile(rb'[]}]\s*(?:\[\s*)?\{\s*"')  # in a string, the quote has a backslash
+# The content of a line, or the error of one that is too long.
+Line = bytes | bytearray | DocumentError
 # A document: its text, the bytes of the segment read so far, its line or row, and its offset.
 Found = Iterator[tuple[str, int, int, int | None] | Rejection]
 PIECE_BYTES = 2**20
@@ -126,48 +129,54 @@ def _first_line_within(file: BinaryIO, segment: Segment) -> int:
 
 def _lines(
     file: BinaryIO, begin: int, stop: int, reading: ReadOptions
-) -> Iterator[tuple[int, int, bytes | bytearray | None]]:
-    """Yield start, end and content of the lines that begin between `begin` and `stop`.
-
-    The content is None for a line that is too long.
-    """
+) -> Iterator[tuple[int, int, Line]]:
+    """Yield start, end and content of the lines that begin between `begin` and `stop`."""
     while begin < stop and (line := file.readline(PIECE_BYTES)):
         if len(line) < PIECE_BYTES or line.endswith(b"\n"):
             suspect = len(line) > reading.max_document_bytes  # counting takes time
             too_long = suspect and is_too_long(len(line), line.count(b"\\"), reading)
-            whole = None if too_long else line
+            whole = _too_long(line, reading) if too_long else line
             end = begin + len(line)
         else:
-            whole, size = _long_line(file, line, stop - begin, reading)
+            whole, size = _long_line(file, line, reading)
             end = begin + size
+        if isinstance(whole, DocumentError) and whole.documents > 1:
+            whole.remedy = ONE_LINE
         yield begin, end, whole
         begin = end
 
 
-def _long_line(
-    file: BinaryIO, piece: bytes, stop: int, reading: ReadOptions
-) -> tuple[bytearray | None, int]:
-    """Return a line read in pieces, or None if too long, and its size in bytes.
-
-    A line that is too long is read to its end only if another line can begin before `stop`.
-    """
-    line: bytearray | None = bytearray()
+def _long_line(file: BinaryIO, piece: bytes, reading: ReadOptions) -> tuple[Line, int]:
+    """Return a line read in pieces, or its error, and its size in bytes."""
+    line: Line = bytearray()
     size = backslashes = 0
     while piece:
         size += len(piece)
-        if line is not None:
+        if isinstance(line, bytearray):
             line += piece
             backslashes += piece.count(b"\\")
-            line = None if is_too_long(size, backslashes, reading) else line
-        if piece.endswith(b"\n") or (line is None and size >= stop):
+            if is_too_long(size, backslashes, reading):
+                line = _too_long(line, reading)
+        else:
+            line.documents += len(OBJECTS_JOINED.findall(piece))
+            line.bytes += piece.count(b"\0")
+        if piece.endswith(b"\n"):
             break
         piece = file.readline(PIECE_BYTES)
     return line, size
 
 
-def _document_or_error(line: bytes | bytearray | None, reading: ReadOptions) -> str | DocumentError:
-    if line is None:
-        return too_long_line(reading)
+def _too_long(line: bytes | bytearray, reading: ReadOptions) -> DocumentError:
+    """The error of a line that begins like this; counts the documents and the NUL in it."""
+    error = too_long_line(reading)
+    error.documents = 1 + len(OBJECTS_JOINED.findall(line))
+    error.bytes = line.count(b"\0")
+    return error
+
+
+def _document_or_error(line: Line, reading: ReadOptions) -> str | DocumentError:
+    if isinstance(line, DocumentError):
+        return line
     try:
         return reading.records.of_line(line) if reading.records else document_of_line(line, reading)
     except DocumentError as error:
@@ -251,7 +260,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, io.BufferedReader[Any]]]:
 
 
 def _reached(content: Any, end: int) -> int:
-    """Bytes of the file in the first `end` bytes of its content, which is read further ahead."""
+    """Bytes of the file for `end` bytes of its content, which is read further ahead."""
     return content.consumed * end // max(1, content.given)
 
 
@@ -272,6 +281,7 @@ def _streamed_lines(segment: Segment, reading: ReadOptions) -> Found:
                 if isinstance(document, str):
                     yield document, _reached(content, end), number, begin
                 else:
+                    document.bytes = _reached(content, document.bytes)
                     kind = kind_of_content(start, *expected)
                     yield _rejection(segment.path, number, begin, document, kind)
             if not number:
@@ -302,9 +312,7 @@ _BESIDE_STRINGS = re.compile(rb'[^"\[\]{},]*+')
 _DEPTH = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
 
 
-def _items(
-    file: BinaryIO, reading: ReadOptions
-) -> Iterator[tuple[int, int, bytes | bytearray | None]]:
+def _items(file: BinaryIO, reading: ReadOptions) -> Iterator[tuple[int, int, Line]]:
     """Yield start, end and content of the items of a JSON list, as `_lines` does of lines.
 
     Only brackets, commas and quotes are looked at; the decoder has the items. Raise Damage where
@@ -313,25 +321,32 @@ def _items(
     marks = _marks(file)
     blank, _ = next(marks)
     begin = position = len(blank) + len("[")
-    item: bytearray | None = bytearray()
-    depth, backslashes, has_items = 1, 0, False
+    item: bytearray | DocumentError = bytearray()
+    depth, backslashes, closed, has_items = 1, 0, 0, False
     for part, mark in marks:
         position += len(part) + len(mark)
         if not depth and (part + mark).strip():
             raise Damage("text follows the list", "write one list")
         is_end = depth == 1 and mark in (b",", b"]")
-        if item is not None:
+        closed += depth == 2 and mark in (b"}", b"]")
+        if isinstance(item, bytearray):
             item += part if is_end else part + mark
             backslashes += part.count(b"\\")
-            item = None if is_too_long(len(item), backslashes, reading) else item
+            if is_too_long(len(item), backslashes, reading):
+                item = _too_long(item, reading)
+        else:
+            item.bytes += part.count(b"\0")
         if depth == 1 and mark == b"}":
             raise Damage("the list holds a } without its {", "correct it")
-        if is_end and (has_items or mark == b"," or item is None or item.strip()):
-            start = begin + (0 if item is None else len(item) - len(item.lstrip()))
-            yield start, position, None if item is None else item.strip() + b"\n"
-            has_items = True
         if is_end:
-            item, begin, backslashes = bytearray(), position, 0
+            if isinstance(item, DocumentError):
+                item.documents = max(1, closed)
+                yield begin, position, item
+                has_items = True
+            elif has_items or mark == b"," or item.strip():
+                yield begin + len(item) - len(item.lstrip()), position, item.strip() + b"\n"
+                has_items = True
+            item, begin, backslashes, closed = bytearray(), position, 0, 0
         depth += _DEPTH.get(mark, 0)
     if depth:
         if depth == 1:
@@ -455,7 +470,8 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
                 except DocumentError as error:
                     is_short = len(row) == width and not lines.has_long_record
                     document = error if is_short else lines.lost_with(error)
-                    document.bytes = sum(cell.count("\0") for cell in row)
+                    nul = sum(cell.count("\0") for cell in row)
+                    document.bytes = _reached(content, nul)
                 has_rows = True
                 if isinstance(document, str):
                     if lines.has_long_record:
