@@ -101,16 +101,19 @@ def _not_held_out(found: Found, path: Path, reading: ReadOptions) -> Found:
 
 def _plain_lines(segment: Segment, reading: ReadOptions) -> Found:
     kinds: list[Kind | None] = []  # kind of the file, once a line of it is bad
+    has_read = False
     with open(segment.path, "rb", buffering=BUFFER_BYTES) as file:
         first = _first_line_within(file, segment)
         lines = _lines(file, first, segment.stop, reading)
         for number, (begin, end, line) in enumerate(lines, 1):
             document = _document_or_error(line, reading)
             if isinstance(document, str):
+                has_read = True
                 yield document, end - segment.start, number, begin
             else:
                 kinds = kinds or [kind_of_file(segment.path, JSON_TEXT)]
-                yield _rejection(segment.path, number, begin, document, kinds[0])
+                kind = None if has_read else kinds[0]
+                yield _rejection(segment.path, number, begin, document, kind)
 
 
 def _first_line_within(file: BinaryIO, segment: Segment) -> int:
@@ -268,7 +271,7 @@ def _streamed_lines(segment: Segment, reading: ReadOptions) -> Found:
     """Documents of lines of JSON, or of the items of a list, in a file that is read as a whole."""
     with _opened(segment.path) as (content, file):
         number = position = 0
-        expected = [JSON_TEXT]
+        expected, has_read = [JSON_TEXT], False
         try:
             start = file.peek(LOOKED_AT)
             lines = _lines(file, 0, sys.maxsize, reading)
@@ -279,10 +282,11 @@ def _streamed_lines(segment: Segment, reading: ReadOptions) -> Found:
                 number, position = number + 1, end
                 document = _document_or_error(line, reading)
                 if isinstance(document, str):
+                    has_read = True
                     yield document, _reached(content, end), number, begin
                 else:
                     document.bytes = _reached(content, document.bytes)
-                    kind = kind_of_content(start, *expected)
+                    kind = None if has_read else kind_of_content(start, *expected)
                     yield _rejection(segment.path, number, begin, document, kind)
             if not number:
                 yield _emptiness(segment.path)
