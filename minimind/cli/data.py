@@ -269,7 +269,7 @@ def _print_rejected(rejected: dict[str, Any]) -> None:
     from minimind.data.shards.manifest import where_listed
 
     if rejected["count"]:
-        where, lost = where_listed(rejected), rejected.get("bytes")
+        where, lost = where_listed(rejected), rejected["bytes"]
         besides = f", {lost:,} bytes lost" if lost else ""
         print(f"bad    {rejected['count']:>14,} skipped{besides} ({where}): {rejected['first']}")
 
