@@ -169,11 +169,12 @@ def _cut_files(directory: Path, shard: dict[str, Any]) -> list[Path]:
     ]
 
 
-def where_listed(rejected: dict[str, Any]) -> str:
-    """Name the list of rejected documents, and its extent if it is incomplete."""
-    listed = rejected["listed"]
+def how_skipped(rejected: dict[str, Any]) -> str:
+    """Say that documents are skipped, what is lost besides, and which of them are listed where."""
+    listed, lost = rejected["listed"], rejected["bytes"]
+    besides = f", {lost:,} bytes lost" if lost else ""
     some = "" if listed == rejected["count"] else f"{listed:,} of them in "
-    return f"{some}rejected.jsonl"
+    return f"skipped{besides} ({some}rejected.jsonl)"
 
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:
