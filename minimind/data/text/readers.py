@@ -390,14 +390,22 @@ class _CsvLines:
         self.begin = self.end = 0  # bytes
         self.first, self.number = 1, 0  # lines
         self.records = self.lines_of_records = 0  # good ones
+        self._long: list[tuple[int, str]] = []  # lines and remarks of those that were long so far
         self._file = file
 
     def begin_record(self) -> None:
         self.begin, self.first = self.end, self.number + 1
 
     def end_record(self) -> None:
+        lines = self.number + 1 - self.first
+        if self.has_long_record:
+            remark = (
+                f":{self.first}: one document is read from the {lines} lines up to {self.number};"
+                " if it holds other rows, end the quotes of its first line"
+            )
+            self._long.append((lines, remark))
         self.records += 1
-        self.lines_of_records += self.number + 1 - self.first
+        self.lines_of_records += lines
 
     @property
     def has_long_record(self) -> bool:
@@ -411,13 +419,11 @@ class _CsvLines:
         lines = self.number + 1 - self.first
         return lines * max(1, self.records) // max(1, self.lines_of_records)
 
-    @property
-    def remark(self) -> str:
-        lines = self.number + 1 - self.first
-        return (
-            f":{self.first}: one document is read from the {lines} lines up to {self.number}; if it"
-            " holds other rows, end the quotes of its first line"
-        )
+    def remarks(self) -> list[str]:
+        """Say which records have many more lines than the others so far."""
+        lines = max(1, self.lines_of_records - sum(lines for lines, _ in self._long))
+        others = max(1, self.records - len(self._long))
+        return [remark for long, remark in self._long if long * others >= LONGER * lines]
 
     def lost_with(self, error: DocumentError) -> DocumentError:
         """Count the documents whose lines a bad record takes."""
@@ -478,8 +484,6 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
                     document.bytes = _reached(content, nul)
                 has_rows = True
                 if isinstance(document, str):
-                    if lines.has_long_record:
-                        reading.remarks.append((path, lines.remark))
                     lines.end_record()
                     yield document, _reached(content, lines.end), lines.first, lines.begin
                 else:
@@ -489,6 +493,7 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
                 yield _emptiness(path)
         except Damage as damage:
             yield _rest(path, lines.first, lines.begin, content, damage, reading)
+        reading.remarks.extend((path, remark) for remark in lines.remarks())
 
 
 def _csv_columns(

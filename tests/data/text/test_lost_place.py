@@ -231,7 +231,9 @@ def test_a_record_that_swallows_rows_and_looks_like_one_is_told_with_its_lines(t
         " quotes of its first line"
     ]
     long = b'"' + b"a line of a long text\n" * 200 + b'"\n'
-    assert len(found_in(tmp_path / "a.csv", b"text\n" + long * 50)[3]) == 1  # the first
+    assert not found_in(tmp_path / "a.csv", b"text\n" + long * 50)[3]
+    assert len(found_in(tmp_path / "a.csv", b"text\n" + long + b"a line\n" * 50)[3]) == 1
+    assert len(found_in(tmp_path / "a.csv", b"text\n" + long)[3]) == 1
     assert not found_in(tmp_path / "a.csv", b"text\n" + (b'"' + b"line\n" * 30 + b'"\n') * 50)[3]
 
 
