@@ -19,6 +19,7 @@ from minimind.data.text.documents import (
     LINE_BYTES_BESIDE_TEXT,
     ONE_LINE,
     RETURNS,
+    SPEAKERS,
     DocumentError,
     ReadOptions,
     Rejection,
@@ -189,7 +190,7 @@ def _document_or_error(line: Line, reading: ReadOptions) -> str | DocumentError:
 
 
 def _documents_in(line: bytes | bytearray, reading: ReadOptions) -> int:
-    """How many documents a bad line holds, which are several only if it is no JSON.
+    """How many documents a bad line holds: several if it is no JSON, or a list of them.
 
     Lines may be joined, and a quote without its end lets an item of a list go on over others. Their
     fields are counted, and objects without a comma between them.
@@ -198,11 +199,14 @@ def _documents_in(line: bytes | bytearray, reading: ReadOptions) -> int:
     fields = (re.escape(json.dumps(name.rpartition(".")[2]).encode()) for name in names)
     counts = [len(re.findall(rb"%s\s*:" % field, line)) for field in fields]
     documents = max(*counts, 1 + len(OBJECTS_JOINED.findall(line)))
-    if documents > 1:
+    if documents > 1 or line.lstrip().startswith(b"["):
         try:
-            json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError):
             return documents
+        items = value if isinstance(value, list) else []
+        records = (one for one in items if isinstance(one, dict))
+        return max(1, sum(one.keys().isdisjoint(SPEAKERS) for one in records))
     return 1
 
 

@@ -99,6 +99,11 @@ CLOSED = [
         (500, 7),
         id="joined-lists-of-turns",
     ),
+    pytest.param(
+        "a.jsonl", lines([*LINES[:600], b"[%s]" % b",".join(LINES[600:])]), (600, 400), id="a-list"
+    ),
+    pytest.param("a.jsonl", b'[{"role": "user"}, {"role": "tool"}]\n', (0, 1), id="turns"),
+    pytest.param("a.jsonl", b'[{"role": "user"}, 1, {"text": ""}]\n', (0, 1), id="turns-and"),
     pytest.param("a.jsonl", lines(cut(LINES, 500)), (999, 2), id="newline-in-a-string"),
     pytest.param("a.jsonl", lines(LINES)[:-9], (999, 1), id="cut-off"),
     pytest.param("a.jsonl", b'{"text": "a", "text": "b"}\n', (0, 1), id="key-twice"),
