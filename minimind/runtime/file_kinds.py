@@ -124,7 +124,8 @@ _FAILURE = re.compile(
     re.IGNORECASE,
 )
 _FAILURE_ALONE = re.compile(
-    rb"([45]\d\d:? (Not Found|Forbidden|Unauthorized|Bad Request|Gone)"
+    rb"([45]\d\d:? (Bad Request|Gone)"
+    rb"|([45]\d\d:? )?((File |Page )?[Nn]ot [Ff]ound|Forbidden|Unauthorized|Access Denied)"
     rb"|([45]\d\d:? )?(Internal Server Error|Too Many Requests|Service Unavailable|Bad Gateway"
     rb"|Gateway Time-?out)|(Entry|Repository|Revision) not found|Invalid username or password"
     rb"|Invalid credentials in Authorization header"
