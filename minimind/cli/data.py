@@ -266,12 +266,10 @@ def _print_prepared(prepared: Prepared) -> None:
 
 
 def _print_rejected(rejected: dict[str, Any]) -> None:
-    from minimind.data.shards.manifest import where_listed
+    from minimind.data.shards.manifest import how_skipped
 
     if rejected["count"]:
-        where, lost = where_listed(rejected), rejected.get("bytes")
-        besides = f", {lost:,} bytes lost" if lost else ""
-        print(f"bad    {rejected['count']:>14,} skipped{besides} ({where}): {rejected['first']}")
+        print(f"bad    {rejected['count']:>14,} {how_skipped(rejected)}: {rejected['first']}")
 
 
 def _print_notices(sources: list[dict[str, Any]]) -> None:

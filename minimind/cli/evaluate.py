@@ -352,9 +352,11 @@ def _print_notices(place: str, prepared: Prepared) -> None:
     from minimind.data.tokenizer.lossless import loss_lines
 
     lines = []
-    if bad := prepared.manifest["rejected"]["count"]:
+    rejected = prepared.manifest["rejected"]
+    if bad := rejected["count"]:
         count = f"{bad:,} of {bad + prepared.manifest['documents']:,} documents"
-        lines.append(f"{count} are bad and skipped, the first: {prepared.first_rejected}")
+        lost = f", {rejected['bytes']:,} bytes are lost" if rejected["bytes"] else ""
+        lines.append(f"{count} are bad and skipped{lost}, the first: {prepared.first_rejected}")
     lines += prepared.remarks
     if ignored := prepared.manifest.get("ignored"):
         lines.append(f"ignored beside the turns: {', '.join(ignored)}")

@@ -101,6 +101,7 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
     from minimind.data.quality.records import field_of
     from minimind.data.text.documents import ReadOptions
     from minimind.data.text.inputs import print_left_out
+    from minimind.report.formats import count
 
     if not any(getattr(args, name) for name in STEPS):
         flags = ", ".join(f"--{name}" for name in STEPS)
@@ -149,7 +150,11 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         args.processes,
     )
     print_left_out(args.paths)
-    _print_report(filter_text(request, args.out, args.force, cache))
+    report = filter_text(request, args.out, args.force, cache)
+    _print_report(report)
+    if lost := report["lost_bytes"]:
+        verb = "is" if lost == 1 else "are"
+        print(f"note   {count(lost, 'byte')} of the files {verb} lost", file=sys.stderr)
     for path, what in request.reading.remarks[:MAX_REMARKS]:
         print(f"note   {named(str(path))}{what}", file=sys.stderr)
     field = field_of(request.reading)

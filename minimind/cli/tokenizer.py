@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes
 
 if TYPE_CHECKING:
-    from minimind.data.text.documents import ReadOptions
+    from minimind.data.text.documents import ReadOptions, Rejection
     from minimind.runtime.object_cache import ObjectCache
 
 HELD_OUT_BYTES = 2**22
@@ -187,19 +188,39 @@ class Reader:
 def read_texts(path: Path, reading: ReadOptions, skips_bad: bool) -> Iterator[str]:
     """The texts of one input, with a progress bar on a terminal.
 
-    Raise DataError for a malformed document unless these are skipped.
+    Raise DataError for a malformed document unless these are skipped, which is told at the end.
     """
     from tqdm import tqdm
 
-    from minimind.data.prepare.encode import documents_of, ignore, refuse
+    from minimind.data.prepare.encode import MAX_REMARKS, documents_of, refuse
     from minimind.data.text.inputs import segments_of
+    from minimind.data.text.readers import in_file
+    from minimind.report.formats import count
 
-    reject = ignore if skips_bad else refuse
+    reading = replace(reading, remarks=[])
+    first: list[Rejection] = []
+    documents_lost = bytes_lost = 0
+
+    def skip(rejection: Rejection) -> None:
+        nonlocal documents_lost, bytes_lost
+        documents_lost += rejection.documents
+        bytes_lost += rejection.bytes
+        first.extend([] if first else [rejection])
+
+    reject = skip if skips_bad else refuse
     documents = documents_of(segments_of(path, 2**62), reading, reject)
     is_silent = not sys.stderr.isatty()
     bar = {"desc": path.name, "unit": " documents", "leave": False, "disable": is_silent}
     for text, _ in tqdm(documents, **bar):
         yield text
+    if first:
+        bad = count(documents_lost, "bad document")
+        lost = f", {count(bytes_lost, 'byte')} lost" if bytes_lost else ""
+        print(
+            f"note   {path}: {bad} skipped{lost}, the first: {in_file(first[0])}", file=sys.stderr
+        )
+    for _, what in reading.remarks[:MAX_REMARKS]:
+        print(f"note   {path}{what}", file=sys.stderr)
 
 
 def _reading(args: argparse.Namespace, tokenizer: str | None) -> ReadOptions:

@@ -124,7 +124,8 @@ _FAILURE = re.compile(
     re.IGNORECASE,
 )
 _FAILURE_ALONE = re.compile(
-    rb"([45]\d\d:? (Not Found|Forbidden|Unauthorized|Bad Request|Gone)"
+    rb"([45]\d\d:? (Bad Request|Gone)"
+    rb"|([45]\d\d:? )?((File |Page )?[Nn]ot [Ff]ound|Forbidden|Unauthorized|Access Denied)"
     rb"|([45]\d\d:? )?(Internal Server Error|Too Many Requests|Service Unavailable|Bad Gateway"
     rb"|Gateway Time-?out)|(Entry|Repository|Revision) not found|Invalid username or password"
     rb"|Invalid credentials in Authorization header"
@@ -132,7 +133,9 @@ _FAILURE_ALONE = re.compile(
     rb"|Access to (dataset|model) \S+ is restricted\b.*|upstream connect error\b.*)\.?\s*",
     re.DOTALL,
 )
-_ERROR_IN_XML = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?<Error[\s>]")
+_ERROR_IN_XML = re.compile(
+    rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?<Error[\s>].*<Code>.*</Error>\s*", re.DOTALL
+)
 
 
 def is_error_of_server(fields: Sequence[tuple[str, object]]) -> bool:
@@ -145,12 +148,14 @@ def is_error_of_server(fields: Sequence[tuple[str, object]]) -> bool:
 
 
 def _is_error_of_server(start: bytes) -> bool:
+    """Whether this is a whole file that is short; texts and records may begin like it."""
+    if len(start) == LOOKED_AT:
+        return False
     if len(start) < LOOKED_AT // 4 and _FAILURE_ALONE.fullmatch(start):
         return True
-    if _ERROR_IN_XML.match(start):
+    if _ERROR_IN_XML.fullmatch(start):
         return True
-    lines = start.splitlines()[: -1 if len(start) == LOOKED_AT else None]
-    for parts in ([start], lines):
+    for parts in ([start], start.splitlines()):
         if parts and all(part.lstrip().startswith(b"{") for part in parts):
             try:
                 objects = [json.loads(part, object_pairs_hook=list) for part in parts]

@@ -34,7 +34,7 @@ from minimind.data.prepare.prepared import (
 )
 from minimind.data.rows.order import Order
 from minimind.data.shards.conversation_shards import ConversationShards
-from minimind.data.shards.manifest import options_of, read_manifest, require_whole, where_listed
+from minimind.data.shards.manifest import how_skipped, options_of, read_manifest, require_whole
 from minimind.data.tokenizer.lossless import loss_lines
 from minimind.engine.build import Engine
 from minimind.engine.optimizers import iteration_dtype, mup_line
@@ -658,7 +658,7 @@ def _data(context: RunContext, prepared: Prepared) -> list[str]:
     ]
     if rejected["count"]:
         bad = count(rejected["count"], "bad document")
-        items.append(f"{bad} skipped ({where_listed(rejected)})")
+        items.append(f"{bad} {how_skipped(rejected)}")
     return items
 
 

@@ -172,7 +172,7 @@ def test_bad_lines_are_an_error_or_skipped_and_reported(
 ):
     text = tmp_path / "text.jsonl"
     lines = trained.texts["a"].read_text().splitlines()[:8]
-    text.write_text("\n".join([*lines[:4], "{", *lines[4:]]) + "\n")
+    text.write_text("\n".join([*lines[:4], "\0\0", *lines[4:]]) + "\n")
     cache = ("--cache_dir", str(tmp_path / "cache"))
     ask = ("--checkpoint", str(trained.run), "--data", str(text), *cache)
     assert main(["eval", *ask]) == 3
@@ -181,7 +181,7 @@ def test_bad_lines_are_an_error_or_skipped_and_reported(
     assert "raise --max_bad_fraction" in capsys.readouterr().err
     assert main(["eval", *ask, "--on_bad_data", "skip", "--max_bad_fraction", "0.2"]) == 0
     output = capsys.readouterr()
-    assert "1 of 9 documents are bad and skipped, the first: " in output.err
+    assert "1 of 9 documents are bad and skipped, 2 bytes are lost, the first: " in output.err
     assert "text.jsonl:5 " in output.err
     text.write_text("\n".join(lines) + "\n")
     assert main(["eval", *ask]) == 0

@@ -253,6 +253,18 @@ def test_inspect_reports_text_that_does_not_round_trip(tmp_path, text, capsys):
     assert "document 1, character 1: 'aaAaa' comes back as 'a a a a a'" in output
 
 
+def test_bad_documents_are_skipped_and_told(trained, text, tmp_path, capsys):
+    place = tmp_path / "bad.jsonl"
+    bad = b'{"text": "a"}{"text": "b"}\n\0\n'
+    place.write_bytes(text.read_bytes() + bad)
+    told = f"note   {place}: 3 bad documents skipped, 1 byte lost, the first: {place}:"
+    train = ("train", place, "--out", tmp_path / "out", "--vocab_size", 512)
+    for words in (("inspect", trained, "--data_path", place), train):
+        assert tokenizer(*words) == 3
+        assert tokenizer(*words, "--on_bad_data", "skip") == 0
+        assert told in capsys.readouterr().err
+
+
 def test_pieces_are_escaped_for_a_terminal():
     assert quote("\x1b[31m \n\u202e字".encode()) == r"'\x1b[31m \n\u202e字'"
     assert quote("字".encode()[:2]) == r"'\xe5\xad'"

@@ -35,7 +35,7 @@ def describe(
         "tokenizer": "",
         "fingerprint": "",
         "options": {"text_field": "text", "max_document_bytes": 1, "val_fraction": 0.0},
-        "rejected": {"count": 0, "first": ""},
+        "rejected": {"count": 0, "listed": 0, "bytes": 0, "first": ""},
         "files": {},
         "sources": [{**source, "weight": weight} for weight in weights],
         "splits": {"train": {**nothing, "shards": shards}, "val": {**nothing, "shards": []}},

@@ -103,6 +103,8 @@ CONTENTS: dict[str, list[bytes]] = {
         b"Invalid username or password.",
         b"Access to dataset a/b is restricted. You must be authenticated to access it.",
         b"Bad Gateway\n",
+        b"Forbidden",
+        b"File not found.\n",
     ],
     "UTF-16": [LINES.decode().encode("utf-16"), b"\xfe\xff" + LINES.decode().encode("utf-16-be")],
     "UTF-16 without a byte order mark": [

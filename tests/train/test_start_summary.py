@@ -82,7 +82,7 @@ def stand_in(line: str, backend: str) -> tuple[Any, Any]:
         train=range(277_519),
         val=range(2_100),
         tokenizer=SimpleNamespace(unused=0),
-        manifest={"rejected": {"count": 12, "listed": 12}},
+        manifest={"rejected": {"count": 12, "listed": 12, "bytes": 0}},
     )
     return context, prepared
 

@@ -586,6 +586,7 @@ class _Run:
             },
             "kept": counts.pop("kept", none),
             "rejected": counts.pop("rejected", none),
+            "lost_bytes": self._lost_bytes,
             "removed": counts,
             "cut": self.cut,
         }

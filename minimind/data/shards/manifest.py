@@ -20,7 +20,7 @@ PLAN_NAME = "plan.json"
 TOKENIZER_NAME = "tokenizer"
 REJECTED_NAME = "rejected.jsonl"
 SUMS_NAME = "sums.bin"
-FORMAT_VERSION = 2  # increment when the same text would give other files
+FORMAT_VERSION = 3  # increment when the same text would give other files
 SPLITS = ("train", "val")
 SMALL_BYTES = 2**26  # of all document ends, which a start hashes: tens of milliseconds
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
@@ -112,8 +112,8 @@ class Rejected(CheckedJson):
     """Documents that were left out."""
 
     count: Count
-    listed: Count = 0  # absent in early folders, which list all
-    bytes: Count = 0  # lost of the inputs besides, where documents cannot be counted
+    listed: Count
+    bytes: Count  # lost of the inputs besides, where documents cannot be counted
     first: str
 
 
@@ -169,11 +169,12 @@ def _cut_files(directory: Path, shard: dict[str, Any]) -> list[Path]:
     ]
 
 
-def where_listed(rejected: dict[str, Any]) -> str:
-    """Name the list of rejected documents, and its extent if it is incomplete."""
-    listed = rejected.get("listed", rejected["count"])  # earlier versions listed all
+def how_skipped(rejected: dict[str, Any]) -> str:
+    """Say that documents are skipped, what is lost besides, and which of them are listed where."""
+    listed, lost = rejected["listed"], rejected["bytes"]
+    besides = f", {lost:,} bytes lost" if lost else ""
     some = "" if listed == rejected["count"] else f"{listed:,} of them in "
-    return f"{some}rejected.jsonl"
+    return f"skipped{besides} ({some}rejected.jsonl)"
 
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:

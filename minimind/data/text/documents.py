@@ -50,9 +50,11 @@ def missing_in_line(pairs: Sequence[tuple[str, Any]], field: str, example: str) 
     shown = [json.dumps(key[:KEY_LENGTH_SHOWN]) for key, _ in pairs[:KEYS_SHOWN]]
     more = ["..."] if len(pairs) > KEYS_SHOWN else []
     there = f" but {', '.join(shown + more)}" if shown else ""
+    way = f"{_way(texts, 'field')}, or {example}" if texts else example
     if is_error_of_server(pairs):
-        return f"has no {name}{there}", "remove this answer of a server, or download its text again"
-    return f"has no {name}{there}", f"{_way(texts, 'field')}, or {example}" if texts else example
+        again = "if it is the answer of a server, remove it or download its text again"
+        way = f"{again}; else {_way(texts, 'field') if texts else example}"
+    return f"has no {name}{there}", way
 
 
 def _names_of_texts(pairs: Sequence[tuple[str, Any]], above: str = "") -> Iterator[str]:

@@ -17,7 +17,9 @@ from typing import Any, BinaryIO
 from minimind.data.text.documents import (
     CONVERSATIONS,
     LINE_BYTES_BESIDE_TEXT,
+    ONE_LINE,
     RETURNS,
+    SPEAKERS,
     DocumentError,
     ReadOptions,
     Rejection,
@@ -51,7 +53,9 @@ from minimind.runtime.file_kinds import (
 
 # Lines of a record that is long, and how many times those of the records before it they are.
 LONG_RECORD, LONGER = 100, 10
-OBJECTS_JOINED = re.compile(rb'\}\s*\{\s*"')  # in a string, the quote has a backslash
+OBJECTS_JOINED = re.compile(rb'[]}]\s*(?:\[\s*)?\{\s*"')  # in a string, the quote has a backslash
+# The content of a line, or the error of one that is too long.
+Line = bytes | bytearray | DocumentError
 # A document: its text, the bytes of the segment read so far, its line or row, and its offset.
 Found = Iterator[tuple[str, int, int, int | None] | Rejection]
 PIECE_BYTES = 2**20
@@ -98,16 +102,19 @@ def _not_held_out(found: Found, path: Path, reading: ReadOptions) -> Found:
 
 def _plain_lines(segment: Segment, reading: ReadOptions) -> Found:
     kinds: list[Kind | None] = []  # kind of the file, once a line of it is bad
+    has_read = False
     with open(segment.path, "rb", buffering=BUFFER_BYTES) as file:
         first = _first_line_within(file, segment)
         lines = _lines(file, first, segment.stop, reading)
         for number, (begin, end, line) in enumerate(lines, 1):
             document = _document_or_error(line, reading)
             if isinstance(document, str):
+                has_read = True
                 yield document, end - segment.start, number, begin
             else:
                 kinds = kinds or [kind_of_file(segment.path, JSON_TEXT)]
-                yield _rejection(segment.path, number, begin, document, kinds[0])
+                kind = None if has_read else kinds[0]
+                yield _rejection(segment.path, number, begin, document, kind)
 
 
 def _first_line_within(file: BinaryIO, segment: Segment) -> int:
@@ -126,48 +133,54 @@ def _first_line_within(file: BinaryIO, segment: Segment) -> int:
 
 def _lines(
     file: BinaryIO, begin: int, stop: int, reading: ReadOptions
-) -> Iterator[tuple[int, int, bytes | bytearray | None]]:
-    """Yield start, end and content of the lines that begin between `begin` and `stop`.
-
-    The content is None for a line that is too long.
-    """
+) -> Iterator[tuple[int, int, Line]]:
+    """Yield start, end and content of the lines that begin between `begin` and `stop`."""
     while begin < stop and (line := file.readline(PIECE_BYTES)):
         if len(line) < PIECE_BYTES or line.endswith(b"\n"):
             suspect = len(line) > reading.max_document_bytes  # counting takes time
             too_long = suspect and is_too_long(len(line), line.count(b"\\"), reading)
-            whole = None if too_long else line
+            whole = _too_long(line, reading) if too_long else line
             end = begin + len(line)
         else:
-            whole, size = _long_line(file, line, stop - begin, reading)
+            whole, size = _long_line(file, line, reading)
             end = begin + size
+        if isinstance(whole, DocumentError) and whole.documents > 1:
+            whole.remedy = ONE_LINE
         yield begin, end, whole
         begin = end
 
 
-def _long_line(
-    file: BinaryIO, piece: bytes, stop: int, reading: ReadOptions
-) -> tuple[bytearray | None, int]:
-    """Return a line read in pieces, or None if too long, and its size in bytes.
-
-    A line that is too long is read to its end only if another line can begin before `stop`.
-    """
-    line: bytearray | None = bytearray()
+def _long_line(file: BinaryIO, piece: bytes, reading: ReadOptions) -> tuple[Line, int]:
+    """Return a line read in pieces, or its error, and its size in bytes."""
+    line: Line = bytearray()
     size = backslashes = 0
     while piece:
         size += len(piece)
-        if line is not None:
+        if isinstance(line, bytearray):
             line += piece
             backslashes += piece.count(b"\\")
-            line = None if is_too_long(size, backslashes, reading) else line
-        if piece.endswith(b"\n") or (line is None and size >= stop):
+            if is_too_long(size, backslashes, reading):
+                line = _too_long(line, reading)
+        else:
+            line.documents += len(OBJECTS_JOINED.findall(piece))
+            line.bytes += piece.count(b"\0")
+        if piece.endswith(b"\n"):
             break
         piece = file.readline(PIECE_BYTES)
     return line, size
 
 
-def _document_or_error(line: bytes | bytearray | None, reading: ReadOptions) -> str | DocumentError:
-    if line is None:
-        return too_long_line(reading)
+def _too_long(line: bytes | bytearray, reading: ReadOptions) -> DocumentError:
+    """The error of a line that begins like this; counts the documents and the NUL in it."""
+    error = too_long_line(reading)
+    error.documents = 1 + len(OBJECTS_JOINED.findall(line))
+    error.bytes = line.count(b"\0")
+    return error
+
+
+def _document_or_error(line: Line, reading: ReadOptions) -> str | DocumentError:
+    if isinstance(line, DocumentError):
+        return line
     try:
         return reading.records.of_line(line) if reading.records else document_of_line(line, reading)
     except DocumentError as error:
@@ -177,7 +190,7 @@ def _document_or_error(line: bytes | bytearray | None, reading: ReadOptions) -> 
 
 
 def _documents_in(line: bytes | bytearray, reading: ReadOptions) -> int:
-    """How many documents a bad line holds, which are several only if it is no JSON.
+    """How many documents a bad line holds: several if it is no JSON, or a list of them.
 
     Lines may be joined, and a quote without its end lets an item of a list go on over others. Their
     fields are counted, and objects without a comma between them.
@@ -186,11 +199,14 @@ def _documents_in(line: bytes | bytearray, reading: ReadOptions) -> int:
     fields = (re.escape(json.dumps(name.rpartition(".")[2]).encode()) for name in names)
     counts = [len(re.findall(rb"%s\s*:" % field, line)) for field in fields]
     documents = max(*counts, 1 + len(OBJECTS_JOINED.findall(line)))
-    if documents > 1:
+    if documents > 1 or line.lstrip().startswith(b"["):
         try:
-            json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError):
             return documents
+        items = value if isinstance(value, list) else []
+        records = (one for one in items if isinstance(one, dict))
+        return max(1, sum(one.keys().isdisjoint(SPEAKERS) for one in records))
     return 1
 
 
@@ -251,7 +267,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, io.BufferedReader[Any]]]:
 
 
 def _reached(content: Any, end: int) -> int:
-    """Bytes of the file in the first `end` bytes of its content, which is read further ahead."""
+    """Bytes of the file for `end` bytes of its content, which is read further ahead."""
     return content.consumed * end // max(1, content.given)
 
 
@@ -259,7 +275,7 @@ def _streamed_lines(segment: Segment, reading: ReadOptions) -> Found:
     """Documents of lines of JSON, or of the items of a list, in a file that is read as a whole."""
     with _opened(segment.path) as (content, file):
         number = position = 0
-        expected = [JSON_TEXT]
+        expected, has_read = [JSON_TEXT], False
         try:
             start = file.peek(LOOKED_AT)
             lines = _lines(file, 0, sys.maxsize, reading)
@@ -270,9 +286,11 @@ def _streamed_lines(segment: Segment, reading: ReadOptions) -> Found:
                 number, position = number + 1, end
                 document = _document_or_error(line, reading)
                 if isinstance(document, str):
+                    has_read = True
                     yield document, _reached(content, end), number, begin
                 else:
-                    kind = kind_of_content(start, *expected)
+                    document.bytes = _reached(content, document.bytes)
+                    kind = None if has_read else kind_of_content(start, *expected)
                     yield _rejection(segment.path, number, begin, document, kind)
             if not number:
                 yield _emptiness(segment.path)
@@ -302,9 +320,7 @@ _BESIDE_STRINGS = re.compile(rb'[^"\[\]{},]*+')
 _DEPTH = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
 
 
-def _items(
-    file: BinaryIO, reading: ReadOptions
-) -> Iterator[tuple[int, int, bytes | bytearray | None]]:
+def _items(file: BinaryIO, reading: ReadOptions) -> Iterator[tuple[int, int, Line]]:
     """Yield start, end and content of the items of a JSON list, as `_lines` does of lines.
 
     Only brackets, commas and quotes are looked at; the decoder has the items. Raise Damage where
@@ -313,25 +329,32 @@ def _items(
     marks = _marks(file)
     blank, _ = next(marks)
     begin = position = len(blank) + len("[")
-    item: bytearray | None = bytearray()
-    depth, backslashes, has_items = 1, 0, False
+    item: bytearray | DocumentError = bytearray()
+    depth, backslashes, closed, has_items = 1, 0, 0, False
     for part, mark in marks:
         position += len(part) + len(mark)
         if not depth and (part + mark).strip():
             raise Damage("text follows the list", "write one list")
         is_end = depth == 1 and mark in (b",", b"]")
-        if item is not None:
+        closed += depth == 2 and mark in (b"}", b"]")
+        if isinstance(item, bytearray):
             item += part if is_end else part + mark
             backslashes += part.count(b"\\")
-            item = None if is_too_long(len(item), backslashes, reading) else item
+            if is_too_long(len(item), backslashes, reading):
+                item = _too_long(item, reading)
+        else:
+            item.bytes += part.count(b"\0")
         if depth == 1 and mark == b"}":
             raise Damage("the list holds a } without its {", "correct it")
-        if is_end and (has_items or mark == b"," or item is None or item.strip()):
-            start = begin + (0 if item is None else len(item) - len(item.lstrip()))
-            yield start, position, None if item is None else item.strip() + b"\n"
-            has_items = True
         if is_end:
-            item, begin, backslashes = bytearray(), position, 0
+            if isinstance(item, DocumentError):
+                item.documents = max(1, closed)
+                yield begin, position, item
+                has_items = True
+            elif has_items or mark == b"," or item.strip():
+                yield begin + len(item) - len(item.lstrip()), position, item.strip() + b"\n"
+                has_items = True
+            item, begin, backslashes, closed = bytearray(), position, 0, 0
         depth += _DEPTH.get(mark, 0)
     if depth:
         if depth == 1:
@@ -371,14 +394,22 @@ class _CsvLines:
         self.begin = self.end = 0  # bytes
         self.first, self.number = 1, 0  # lines
         self.records = self.lines_of_records = 0  # good ones
+        self._long: list[tuple[int, str]] = []  # lines and remarks of those that were long so far
         self._file = file
 
     def begin_record(self) -> None:
         self.begin, self.first = self.end, self.number + 1
 
     def end_record(self) -> None:
+        lines = self.number + 1 - self.first
+        if self.has_long_record:
+            remark = (
+                f":{self.first}: one document is read from the {lines} lines up to {self.number};"
+                " if it holds other rows, end the quotes of its first line"
+            )
+            self._long.append((lines, remark))
         self.records += 1
-        self.lines_of_records += self.number + 1 - self.first
+        self.lines_of_records += lines
 
     @property
     def has_long_record(self) -> bool:
@@ -392,13 +423,11 @@ class _CsvLines:
         lines = self.number + 1 - self.first
         return lines * max(1, self.records) // max(1, self.lines_of_records)
 
-    @property
-    def remark(self) -> str:
-        lines = self.number + 1 - self.first
-        return (
-            f":{self.first}: one document is read from the {lines} lines up to {self.number}; if it"
-            " holds other rows, end the quotes of its first line"
-        )
+    def remarks(self) -> list[str]:
+        """Say which records have many more lines than the others so far."""
+        lines = max(1, self.lines_of_records - sum(lines for lines, _ in self._long))
+        others = max(1, self.records - len(self._long))
+        return [remark for long, remark in self._long if long * others >= LONGER * lines]
 
     def lost_with(self, error: DocumentError) -> DocumentError:
         """Count the documents whose lines a bad record takes."""
@@ -455,11 +484,10 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
                 except DocumentError as error:
                     is_short = len(row) == width and not lines.has_long_record
                     document = error if is_short else lines.lost_with(error)
-                    document.bytes = sum(cell.count("\0") for cell in row)
+                    nul = sum(cell.count("\0") for cell in row)
+                    document.bytes = _reached(content, nul)
                 has_rows = True
                 if isinstance(document, str):
-                    if lines.has_long_record:
-                        reading.remarks.append((path, lines.remark))
                     lines.end_record()
                     yield document, _reached(content, lines.end), lines.first, lines.begin
                 else:
@@ -469,6 +497,7 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
                 yield _emptiness(path)
         except Damage as damage:
             yield _rest(path, lines.first, lines.begin, content, damage, reading)
+        reading.remarks.extend((path, remark) for remark in lines.remarks())
 
 
 def _csv_columns(

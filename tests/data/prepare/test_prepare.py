@@ -473,6 +473,7 @@ HOSTILE = {
     "another flag": {"options": {"text_field": "text", "seed": 3, "val_fraction": 0.1}},
     "no list": {"sources": {}},
     "a number": {"vocab_size": -1},
+    "no lost bytes": {"rejected": {"count": 0, "listed": 0, "first": ""}},
     "a file elsewhere": {"files": {"../../x.json": ""}},
 }
 

@@ -121,16 +121,20 @@ def test_all_formats_are_read_and_places_are_those_of_the_file(tmp_path):
 def test_bad_lines_end_it_or_are_skipped_and_counted(tmp_path, capsys):
     text = write(tmp_path / "t.jsonl", ["good one", "good two"])
     with open(text, "a") as file:
-        file.write('{"text": 1}\n')
+        file.write("\0\n")
     assert run(tmp_path / "out", text, "--min_chars", 1) == 3
     assert f"{text}:3 (byte 42)" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     skip = (text, "--min_chars", 1, "--on_bad_data", "skip")
     assert run(tmp_path / "out", *skip) == 3
-    assert "1 of 3 documents are bad, more than max_bad_fraction" in capsys.readouterr().err
+    assert (
+        "1 of 3 documents are bad, and 2.27% of the bytes are lost, more than"
+        in capsys.readouterr().err
+    )
     assert run(tmp_path / "out", *skip, "--max_bad_fraction", 0.5) == 0
+    assert "note   1 byte of the files is lost\n" in capsys.readouterr().err
     report = report_of(tmp_path / "out")
-    assert report["rejected"] == {"documents": 1, "bytes": 0}
+    assert (report["rejected"], report["lost_bytes"]) == ({"documents": 1, "bytes": 0}, 1)
     (entry,) = removed(tmp_path / "out")
     assert (entry["line"], entry["reason"]) == (3, "rejected")
 

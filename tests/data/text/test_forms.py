@@ -377,7 +377,7 @@ def test_what_an_api_says_in_place_of_data_is_named(tmp_path, name):
     good = json.dumps({"text": "a"})
     for error in ERRORS:
         *_, bad = read(put(tmp_path / "a.jsonl", f"{good}\n{json.dumps(error)}\n".encode()))
-        assert str(bad).endswith("; remove this answer of a server, or download its text again")
+        assert "; if it is the answer of a server, remove it or download its text again" in str(bad)
     for record in (
         {"message": "hello"},
         {"title": "a", "body": "not found"},
@@ -386,6 +386,35 @@ def test_what_an_api_says_in_place_of_data_is_named(tmp_path, name):
         *_, bad = read(put(tmp_path / "a.jsonl", json.dumps(record).encode()))
         assert 'has no "text" but ' in str(bad)
         assert "server" not in str(bad)
+
+
+LOGS = [{"message": f"connection {n} timed out", "code": 504} for n in range(200)]
+ANSWERS = [
+    b"<Error> is the element that S3 answers with; its Code says why.\n",
+    b"<Error><Code>NoSuchKey</Code></Error>\nis what S3 answers.\n",
+    b"<?xml version='1.0'?>\n<Error><Message>a</Message>\n</Error>\n\nThe above is XML.\n",
+    b'{"error": "a"}\n\nis what the interface answers.\n',
+    b"<p>A part of a page</p>\n",
+    b"".join(json.dumps(log).encode() + b"\n" for log in LOGS),
+]
+
+
+@pytest.mark.parametrize("content", ANSWERS)
+def test_a_text_on_answers_of_servers_is_a_text(tmp_path, content):
+    assert read(put(tmp_path / "a.txt", content)) == [content.decode()]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_records_that_look_like_answers_of_servers_are_read_and_named_as_records(tmp_path, name):
+    lines = [json.dumps(log).encode() for log in LOGS]
+    content = b"\n".join([*lines, b'{"message": ""}', b'{"message": '])
+    path = put(tmp_path / name, content)
+    *texts, empty, cut = read(path, text_field="message")
+    assert texts == [log["message"] for log in LOGS]
+    assert "the document is empty; remove it" in str(empty)
+    assert "is cut off" in str(cut)
+    one, *_ = read(put(tmp_path / "b.jsonl", b"\n".join(lines)))
+    assert str(one).endswith("download its text again; else give --text_field message")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from minimind.data.text import readers
+from minimind.data.text import documents, readers
 from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import segments_of
 from minimind.data.text.readers import read_segment
@@ -93,6 +93,17 @@ CLOSED = [
     pytest.param(
         "a.jsonl", lines([*LINES[:500], LINES[500] + LINES[501], *LINES[502:]]), (998, 2), id="two"
     ),
+    pytest.param(
+        "a.jsonl",
+        lines([*LINES[:500], b"".join(b'[{"role": "user"}, {"role": "tool"}]' for _ in range(7))]),
+        (500, 7),
+        id="joined-lists-of-turns",
+    ),
+    pytest.param(
+        "a.jsonl", lines([*LINES[:600], b"[%s]" % b",".join(LINES[600:])]), (600, 400), id="a-list"
+    ),
+    pytest.param("a.jsonl", b'[{"role": "user"}, {"role": "tool"}]\n', (0, 1), id="turns"),
+    pytest.param("a.jsonl", b'[{"role": "user"}, 1, {"text": ""}]\n', (0, 1), id="turns-and"),
     pytest.param("a.jsonl", lines(cut(LINES, 500)), (999, 2), id="newline-in-a-string"),
     pytest.param("a.jsonl", lines(LINES)[:-9], (999, 1), id="cut-off"),
     pytest.param("a.jsonl", b'{"text": "a", "text": "b"}\n', (0, 1), id="key-twice"),
@@ -134,6 +145,34 @@ def test_documents_are_counted_until_the_place_is_found(tmp_path, name, content,
     assert (read, lost, share) == (*counts, 0), [*map(str, bad)]
 
 
+LONG = json.dumps({"text": '}{ " ' * 2000, "n": [1]}).encode()
+
+
+@pytest.mark.parametrize("packing", [bytes, gzip.compress])
+@pytest.mark.parametrize(
+    ("form", "content", "counts"),
+    [
+        ("jsonl", lines([*LINES[:500], b"".join(LINES[500:900]), *LINES[900:]]), (600, 400)),
+        ("jsonl", lines([*LINES[:500], b"\r".join(LINES[500:])]), (500, 500)),
+        ("jsonl", lines([*LINES[:500], LONG, *LINES[500:]]), (1000, 1)),
+        ("json", listed([*LINES[:500], b" ".join(LINES[500:900]), *LINES[900:]]), (600, 400)),
+        ("json", listed([*LINES[:500], LONG, *LINES[500:]]), (1000, 1)),
+    ],
+)
+def test_documents_of_a_line_that_is_too_long_are_counted(
+    tmp_path, monkeypatch, form, content, counts, packing
+):
+    monkeypatch.setattr(documents, "LINE_BYTES_BESIDE_TEXT", 1000)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 300)
+    path = tmp_path / ("a." + form + ("" if packing is bytes else ".gz"))
+    how = {"max_document_bytes": 1000}
+    read, lost, share, _, bad = found_in(path, packing(content), **how)
+    assert read == counts[0]
+    # A place where two are joined may be between two pieces that are looked at.
+    assert lost == pytest.approx(counts[1], rel=0.05), [*map(str, bad)]
+    assert share == 0
+
+
 NAMES = [sha256(b"%d" % n).hexdigest() for n in range(6000)]
 RECORDS = [b'{"text": "%s"}' % name.encode() for name in NAMES]
 MUCH = {"jsonl": lines(RECORDS), "json": listed(RECORDS)}
@@ -155,6 +194,11 @@ PACKED = [(f"a.{form}.{packing}", form, packing) for form in MUCH for packing in
         ("a.json", listed(LINES[:500]) + listed(LINES[500:]), 500, 0.52),
         ("a.json", listed([*LINES[:500], b"{}]", *LINES[501:]]), 500, 0.52),
         ("a.jsonl", lines([*LINES[:400], bytes(20_000), *LINES[700:]]), 700, 0.3),
+        ("a.jsonl", lines([*LINES[:400], bytes(200_000), *LINES[700:]]), 700, 0.82),
+        ("a.json", listed([*LINES[:400], bytes(200_000), *LINES[700:]]), 700, 0.82),
+        ("a.jsonl.gz", gzip.compress(lines([*LINES[:700], bytes(20_000)])), 700, 0.3),
+        ("a.json.xz", lzma.compress(listed([*LINES[:400], bytes(200_000), *LINES])), 1400, 0.68),
+        ("a.csv.gz", gzip.compress(lines([*ROWS[:401], b'0,"%s"' % bytes(3000)])), 400, 0.13),
         ("a.csv", changed(PLAIN, (501, b'500,"a')), 500, 0.52),
     ],
 )
@@ -192,7 +236,9 @@ def test_a_record_that_swallows_rows_and_looks_like_one_is_told_with_its_lines(t
         " quotes of its first line"
     ]
     long = b'"' + b"a line of a long text\n" * 200 + b'"\n'
-    assert len(found_in(tmp_path / "a.csv", b"text\n" + long * 50)[3]) == 1  # the first
+    assert not found_in(tmp_path / "a.csv", b"text\n" + long * 50)[3]
+    assert len(found_in(tmp_path / "a.csv", b"text\n" + long + b"a line\n" * 50)[3]) == 1
+    assert len(found_in(tmp_path / "a.csv", b"text\n" + long)[3]) == 1
     assert not found_in(tmp_path / "a.csv", b"text\n" + (b'"' + b"line\n" * 30 + b'"\n') * 50)[3]
 
 
