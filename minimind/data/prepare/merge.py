@@ -118,7 +118,7 @@ def require_few_rejected(
     This is the share of bad documents where documents can be counted, and the share of bytes where
     the reader lost its place.
     """
-    bad, lost = rejected["count"], rejected["bytes"]
+    bad, lost = rejected["count"], rejected.get("bytes", 0)
     of_bytes = min(1.0, lost / max(1, input_bytes))
     share = of_bytes + (1 - of_bytes) * bad / max(1, bad + documents)
     if share > max_bad_fraction:

@@ -467,6 +467,16 @@ def test_a_manifest_that_was_edited_is_refused(change, corpus, tmp_path, tokeniz
         module.open_prepared(directory)
 
 
+def test_a_folder_without_what_later_versions_count_is_used(corpus, tmp_path, tokenizer_path):
+    path = make([corpus], tmp_path / "cache", tokenizer_path).directory / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    for name in ("listed", "bytes"):
+        del manifest["rejected"][name]
+    del manifest["sha256"]
+    path.write_text(json.dumps(seal(manifest)))
+    assert make([corpus], tmp_path / "cache", tokenizer_path).directory == path.parent
+
+
 HOSTILE = {
     "a dtype": {"dtype": "float16"},
     "no split": {"splits": {}},
