@@ -114,6 +114,7 @@ SMALLEST = [
         "TEXT.jsonl --rounds 1 --vocab_size 600",
         ("prepare / SentencePiece", "prepare / tokenizers", "MB/s"),
     ),
+    Small("process_end", "--rounds 1", ("processes: 1, ", "processes: 2, ")),
     Small("products", "--rounds 2 --tokens 64", ("bf16, by fp32", "chosen on this CPU")),
     Small(
         "reference_curves",
