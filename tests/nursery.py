@@ -19,6 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from minimind.runtime.exit import leave
+
 
 def warm_up() -> None:
     """Import what a run imports; no thread is started, so that forking is safe."""
@@ -66,9 +68,7 @@ def give_birth(request: dict[str, Any]) -> int:
         ended = error.code or 0
     except BaseException:  # whatever it is, this copy must not go on as the nursery
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(ended)
+    leave(ended, at_once=ended != 0)  # as a program that nobody calls
 
 
 def main() -> int:

@@ -84,17 +84,17 @@ def _check_kind(checkpoint: str | None, model: str | None) -> None:
     if not place:
         raise UsageError(f"{flag} is empty, as of a variable that is not set; name a place")
     path = Path(place).expanduser()
-    has_config = disk.exists(path / CONFIG)
+    if checkpoint is None and is_checkpoint(path):
+        raise UsageError(f"--model {place}: is of a training run; give it as --checkpoint")
     if (
         path.suffix == ".gguf"
         if not disk.is_dir(path)
-        else not has_config and any(disk.matching(path, "*.gguf"))
+        else not (disk.exists(path / CONFIG) or is_checkpoint(path))
+        and any(disk.matching(path, "*.gguf"))
     ):
         raise UsageError(
             f"{flag} {place}: is GGUF, which llama.cpp and Ollama read; name the checkpoint, or the"
             " directory, that it was exported from"
         )
-    if checkpoint is None and is_checkpoint(path):
-        raise UsageError(f"--model {place}: is of a training run; give it as --checkpoint")
     if checkpoint is not None and is_exported(path):
         raise UsageError(f"--checkpoint {place}: is no training run's; give it as --model")

@@ -70,6 +70,8 @@ OTHERWISE_SAVED = {
         "is a shard of FSDP without names; save the model with StateDictType.FULL_STATE_DICT"
     ),
 }
+# Files of weights that are told by the folder they are in.
+OTHER_LAYOUT = re.compile(r"(consolidated|adapter_model)\b")
 # What models of 2023 saved and the configuration determines.
 COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 TRAINED = "trained"  # a value of --weights, like AVERAGE
@@ -243,7 +245,9 @@ def open_as_saved(path: Path) -> TensorSource:
     pickled = sorted((*disk.matching(path, "*.pth"), *disk.matching(path, "*.pt")))
     files = [file for file in pickled if not STATE.search(file.name)]
     if len(files) != 1:
-        if form := form_of_folder(path):
+        others = (*files, *disk.matching(path, "*.safetensors"))
+        named = [file for file in others if not OTHER_LAYOUT.match(file.name)]
+        if form := "" if named else form_of_folder(path):
             raise CheckpointError(f"{path}: {form}")
         count = f"{len(files)} files .pth or .pt" if files else "no .pth or .pt"
         raise CheckpointError(

@@ -14,6 +14,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -68,6 +69,8 @@ ADDRESS = re.compile(
     r"(?:[a-z][a-z0-9+.-]*://)?(?:\[([0-9a-f:.%\w]+)\]|([\w.-]+))(?::([0-9]{1,5}))?/?",
     re.IGNORECASE,
 )
+NAME = re.compile(r"[^:]*[a-z][^:]*", re.IGNORECASE)  # no number
+NAME_TIMEOUT = 60  # seconds
 COMMAND_TIMEOUT = 20.0  # seconds; nvidia-smi takes several without the persistence daemon
 
 
@@ -170,17 +173,29 @@ def _require_address(environ: Mapping[str, str]) -> None:
         raise RendezvousError(f"MASTER_ADDR in the environment {fault}")
     if environ.get("WORLD_SIZE", "1") == "1":  # there is nobody to meet
         return
-    try:
-        socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        # A server of names that does not answer may answer later; torch asks again.
-        if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+    end, is_told = time.monotonic() + NAME_TIMEOUT, False
+    while True:
+        try:
+            socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
             return
-        reason = getattr(error, "strerror", None) or "it is no name of a host"
-        raise RendezvousError(
-            f"MASTER_ADDR is {address!r} in the environment, and this host knows no such address"
-            f" ({reason}); correct it"
-        ) from error
+        except (OSError, UnicodeError) as error:
+            number = error.errno if isinstance(error, socket.gaierror) else None
+            # A server of names that does not answer may answer later; torch asks again.
+            if number == socket.EAI_AGAIN:
+                return
+            # A pod or a container has a name once it has started.
+            may_come = number is not None and NAME.fullmatch(address)
+            if not may_come or time.monotonic() >= end:
+                reason = getattr(error, "strerror", None) or "it is no name of a host"
+                raise RendezvousError(
+                    f"MASTER_ADDR is {address!r} in the environment, and this host knows no such"
+                    f" address ({reason}); correct it"
+                ) from error
+        if not is_told:
+            what = f"no host of the name {address} (MASTER_ADDR) is known yet"
+            print(f"{what}; asking for {NAME_TIMEOUT} s", file=sys.stderr, flush=True)
+        is_told = True
+        time.sleep(1)
 
 
 def _require_torchs_variables(environ: Mapping[str, str]) -> None:

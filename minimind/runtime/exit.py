@@ -17,6 +17,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from minimind.errors import PREEMPTED, PeerError, RendezvousError, RunError, Stopped, known_error
@@ -51,7 +52,7 @@ def leave(status: int, at_once: bool = False) -> NoReturn:
     With torch that teardown takes a second of CPU time, and writes nothing. Threads that are not
     daemons end first, and exit handlers run, unless `at_once`: in those of libraries, a failed rank
     would wait for its peers. Only for the entry point of a process. Raise SystemExit instead where
-    a profiler, a debugger or `python -i` goes on after the program.
+    a notebook, a profiler, a debugger or `python -i` goes on after the program.
     """
     if not at_once:
         if _is_observed():
@@ -75,10 +76,15 @@ def leave(status: int, at_once: bool = False) -> NoReturn:
 
 
 def _is_observed() -> bool:
-    monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
-    tools = map(monitoring.get_tool, range(6)) if monitoring else ()
-    hooks = (sys.flags.interactive, sys.gettrace(), sys.getprofile(), *tools)
-    return any(hooks) or not os.environ.keys().isdisjoint(INJECTED)
+    """Whether something goes on after the program, or waits for libraries to be unloaded."""
+    frame: FrameType | None = sys._getframe()
+    while frame and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    callers: set[str | None] = set()  # of the program, which Python or `python -m` calls
+    while frame := frame and frame.f_back:
+        callers.add(frame.f_globals.get("__name__"))
+    is_called = not callers <= {"runpy"}
+    return is_called or bool(sys.flags.inspect) or not os.environ.keys().isdisjoint(INJECTED)
 
 
 class Ending:

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -549,9 +550,12 @@ def test_each_kind_of_place_requires_its_flag(
     words = ["export", "--checkpoint", str(trained.run), "--format", "minimind"]
     assert main([*words, "--out", str(out)]) == 0
     gguf.write_bytes(b"GGUF")
+    run = shutil.copytree(trained.run, tmp_path / "run")
+    shutil.copy(gguf, run)
     for flag, place, status, message in (
         ("--checkpoint", out, 2, "is no training run's; give it as --model"),
         ("--model", trained.run, 2, "is of a training run; give it as --checkpoint"),
+        ("--model", run, 2, "is of a training run; give it as --checkpoint"),
         ("--checkpoint", tmp_path, 2, "is GGUF"),
         ("--checkpoint", tmp_path / "no", 4, "holds no checkpoint; name a run's out_dir"),
         ("--checkpoint", gguf, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),

@@ -107,6 +107,19 @@ FOLDERS: dict[str, tuple[tuple[str, ...], str]] = {
         ("scheduler.pt", "rng_state.pth", "training_args.bin"),
         "has the state of training alone (rng_state.pth, scheduler.pt, training_args.bin); name",
     ),
+    "weights of another name beside other forms": (
+        ("weights.safetensors", "model.gguf", "onnx/model.onnx", "notes.h5", "config.json"),
+        "has neither model.safetensors nor pytorch_model.bin, nor an index of either, and no .pth"
+        " or .pt; name the file itself",
+    ),
+    "two models beside other forms": (
+        ("a.pth", "b.pth", "last.ckpt", "model.onnx", "config.json"),
+        "and 2 files .pth or .pt; name the file itself",
+    ),
+    "Meta's layout": (
+        ("consolidated.00.pth", "consolidated.01.pth", "params.json"),
+        "has weights in the layout of Meta or Mistral (DIR/consolidated.00.pth); get the",
+    ),
     "nothing": (("config.json",), "has neither model.safetensors nor pytorch_model.bin, nor an"),
 }
 

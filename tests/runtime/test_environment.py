@@ -7,6 +7,8 @@ import resource
 import socket
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -104,24 +106,46 @@ def test_what_launchers_and_libraries_take_passes(
     require_environment(environ)
 
 
-@pytest.mark.parametrize("host", ["nobody.invalid", "x" * 70])
-def test_an_address_that_no_host_has_is_refused_at_once(host: str, monkeypatch: pytest.MonkeyPatch):
-    asked, lookup = [], socket.getaddrinfo
+@pytest.mark.parametrize(
+    ("host", "answers", "seconds", "report"),
+    [
+        ("300.1.1.1", [socket.EAI_NONAME], 0, "300.1.1.1"),
+        ("fe80::1%gone", [socket.EAI_NONAME], 0, "fe80::1%gone"),
+        ("x" * 70, [UnicodeError("label too long")], 0, "xxx"),
+        ("nobody.invalid", [socket.EAI_NONAME] * 61, 60, "nobody.invalid"),
+        ("late.svc", [socket.EAI_NONAME] * 5, 5, ""),  # a pod that starts
+        ("late.svc", [socket.EAI_NONAME, socket.EAI_AGAIN], 1, ""),
+        ("quiet", [socket.EAI_AGAIN], 0, ""),  # no server of names answers yet
+    ],
+)
+def test_an_address_that_no_host_has_is_refused(
+    host: str,
+    answers: list[int | Exception],
+    seconds: int,
+    report: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def lookup(name: str, *more: object, **options: object) -> object:
+        answer = answers.pop(0) if answers else None
+        if isinstance(answer, int):
+            raise socket.gaierror(answer, "Name or service not known")
+        if answer:
+            raise answer
+        return [name]
 
-    def unknown(name: str, *more: object, **options: object) -> object:
-        asked.append(name)
-        if len(name) > 63:
-            return lookup(name, None)
-        raise socket.gaierror(numbers.pop(), "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    numbers = [socket.EAI_AGAIN, socket.EAI_NONAME]
-    given = {**TWO, **MEETING, "MASTER_ADDR": host}
-    with pytest.raises(RendezvousError, match=f"MASTER_ADDR is '{host}' .* knows no such address"):
-        require_environment(given)
-    if len(host) < 64:
-        require_environment(given)  # no server of names answers yet
-    assert set(asked) == {host}
+    waited: list[float] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(waited))
+    with pytest.raises(RendezvousError) if report else nullcontext() as caught:
+        require_environment({**TWO, **MEETING, "MASTER_ADDR": host})
+    if caught:
+        assert f"MASTER_ADDR is '{report}" in str(caught.value)
+        assert "knows no such address" in str(caught.value)
+    assert (answers, sum(waited)) == ([], seconds)
+    told = f"no host of the name {host} (MASTER_ADDR) is known yet; asking for 60 s\n"
+    assert capsys.readouterr().err == (told if seconds else "")
 
 
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}

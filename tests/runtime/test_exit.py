@@ -85,13 +85,45 @@ def test_output_that_cannot_be_written_has_the_status_that_python_gives(where, c
     assert (done.returncode, done.stderr) == (status, told)
 
 
-def test_a_profiler_writes_what_it_found(tmp_path: Path):
-    program = tmp_path / "program.py"
-    program.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{WORK}leave(0)")
-    words = [sys.executable, "-m", "cProfile", "-o", str(tmp_path / "found"), str(program)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert pstats.Stats(str(tmp_path / "found")).get_stats_profile().func_profiles
+RUN = """
+try:
+    import runpy; runpy.run_path({!r}, run_name="__main__")
+finally:
+    print("after it")
+"""
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "status", "after"),
+    [
+        ({}, ["{program}"], 3, []),
+        ({}, ["-m", "program"], 3, []),
+        ({}, ["-c", "import program"], 3, ["torn down"]),
+        ({}, ["-c", RUN], 3, ["after it", "torn down"]),  # as a notebook's %run and profilers do
+        ({}, ["-m", "cProfile", "-o", "{found}", "{program}"], 0, ["torn down"]),  # of cProfile
+        ({"PYTHONINSPECT": "1"}, ["{program}"], 1, ["torn down"]),  # of the shell without input
+        ({"NVTX_INJECTION64_PATH": "tool.so"}, ["{program}"], 3, ["torn down"]),
+    ],
+)
+def test_what_goes_on_after_a_program_gets_its_status(
+    environ, words, status, after, tmp_path: Path
+):
+    program, found = tmp_path / "program.py", tmp_path / "found"
+    program.write_text(f"{WORK}leave(3)")
+    words = [word.format(str(program), program=program, found=found) for word in words]
+    done = subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, **environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == status
+    assert [line for line in done.stdout.splitlines() if line in after] == after
+    assert ("torn down" in done.stdout) == ("torn down" in after)
+    assert not found.exists() or pstats.Stats(str(found)).get_stats_profile().func_profiles
+    assert found.exists() == ("cProfile" in words)
 
 
 @pytest.mark.parametrize(("status", "at_once"), [(0, False), (7, True), (75, True)])
