@@ -25,6 +25,7 @@ from minimind.interop.gguf import (
     architecture,
     gguf_parts,
     gguf_vocabulary,
+    note_on_spaces,
     require_gguf,
     write_gguf,
 )
@@ -207,7 +208,7 @@ def _tokenizer_entries(tokenizer: AnyTokenizer, rows: int) -> tuple[dict[str, An
     end, note = _end_of_turn(tokenizer)
     if end is not None:  # llama.cpp ends generation at eos and at eot
         entries["tokenizer.ggml.eot_token_id"] = end
-    return entries, note
+    return entries, "; ".join(filter(None, (note, note_on_spaces(tokenizer, vocabulary)))) or None
 
 
 def _template_entries(by_name: Mapping[str, str]) -> dict[str, Any]:

@@ -8,21 +8,29 @@ that of a SentencePiece model, or byte-level BPE whose splits of a text llama.cp
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import sentencepiece
+import tokenizers
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 from torch import Tensor
 
 from minimind.checkpoint.tensor_files import Part
-from minimind.data.tokenizer.hf_export import merges
+from minimind.data.tokenizer.hf_export import escaping, merges
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
-from minimind.data.tokenizer.vocabulary import FILLER_PREFIX, JSON_NAME, MODEL_NAME, SPACE_SIGN
+from minimind.data.tokenizer.vocabulary import (
+    BYTE_NAMES,
+    FILLER_PREFIX,
+    JSON_NAME,
+    MODEL_NAME,
+    SPACE_SIGN,
+)
 from minimind.errors import UsageError
 from minimind.interop.tensor_sources import TensorSource, to_gguf, to_rotate_half
 from minimind.interop.write_folder import PRODUCER, new_folder
@@ -187,9 +195,12 @@ def gguf_vocabulary(tokenizer: AnyTokenizer, rows: int) -> dict[str, Any]:
     Each row of the embedding gets a token. llama.cpp merges by score and ignores the merges;
     transformers reads them, in this order.
     """
-    model = tokenizer.files().get(MODEL_NAME)
-    if isinstance(tokenizer, HuggingFaceTokenizer) and model is None:
-        return _byte_level_vocabulary(tokenizer, rows)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        values = json.loads(tokenizer.files()[JSON_NAME])
+        if values["model"].get("type") == "BPE" and values["model"].get("byte_fallback"):
+            return _merged_vocabulary(tokenizer, rows)
+        return _byte_level_vocabulary(tokenizer, values, rows)
+    model = tokenizer.files()[MODEL_NAME]
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)  # pyright: ignore[reportCallIssue] (no stubs)
     if reason := _not_merged(processor):
         raise UsageError(f"{tokenizer.path}: {reason}; export --format llama")
@@ -241,13 +252,20 @@ def _not_merged(processor: sentencepiece.SentencePieceProcessor) -> str:
     if _normalized(processor, probe) not in (probe, f" {probe}"):
         return "removes or moves spaces of a text, which readers of gguf do not for merged pieces"
     # llama.cpp matches these longest first, in the text as it is, and begins anew after each.
-    own = _user_defined(processor)
-    starts = {piece[:size] for piece in own.values() for size in range(1, len(piece) + 1)}
-    for piece in own.values():
-        has_space = SPACE_SIGN in piece or _normalized(processor, "a") != "a"
-        if has_space or any(piece[at:] in starts for at in range(1, len(piece))):
-            return f"matches {piece!r} before it merges, which readers of gguf do in another order"
-    return ""
+    own = _user_defined(processor).values()
+    has_space = _normalized(processor, "a") != "a"
+    odd = next((piece for piece in own if has_space or SPACE_SIGN in piece), _overlapping(own))
+    return "" if odd is None else f"matches {odd!r} {IN_ANOTHER_ORDER}"
+
+
+IN_ANOTHER_ORDER = "before it merges, which readers of gguf do in another order"
+
+
+def _overlapping(tokens: Collection[str]) -> str | None:
+    """A token within which another one may begin that ends after it; None if there is none."""
+    starts = {token[:size] for token in tokens for size in range(1, len(token) + 1)}
+    ends = ((token, token[at:]) for token in tokens for at in range(1, len(token)))
+    return next((token for token, end in ends if end in starts), None)
 
 
 def _user_defined(processor: sentencepiece.SentencePieceProcessor) -> dict[int, str]:
@@ -257,9 +275,134 @@ def _user_defined(processor: sentencepiece.SentencePieceProcessor) -> dict[int, 
     return {i: piece.piece for i, piece in enumerate(model.pieces) if piece.type == kind}
 
 
-def _byte_level_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[str, Any]:
+def _merged_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[str, Any]:
+    """Entries of a tokenizer.json that merges as SentencePiece does; UsageError for another."""
+    library = tokenizers.Tokenizer.from_buffer(tokenizer.files()[JSON_NAME])
+    values = json.loads(library.to_str())  # in the form of today, whatever that of the file is
+    model, added = values["model"], values["added_tokens"]
+    names = [token["content"] for token in added]
+    pieces = model["vocab"].keys() - {*names, *BYTE_NAMES}
+    pairs = [(left, right) for left, right in model["merges"]]
+    made = [*dict.fromkeys(left + right for left, right in pairs)]
+    space = _space_before(values, pieces)
+    odd = next((field for field in OTHER_MERGES if model.get(field)), None)
+    changed = next((name for name in names if SPACE_SIGN in name), _overlapping(names))
+    if library.normalizer is not None:
+        as_written = library.normalizer.normalize_str
+        matched = (token["content"] for token in added if token["normalized"])
+        changed = next((name for name in matched if as_written(name) != name), changed)
+    reason = ""
+    if not {*BYTE_NAMES} <= model["vocab"].keys():
+        reason = "has no byte pieces, in which readers of gguf spell what has no other"
+    elif odd is not None:
+        reason = f"has {odd} = {shown(model[odd])}, and gguf has no name for it"
+    elif space is None:
+        reason = "changes or splits a text before it merges, which readers of gguf do not"
+    elif changed is not None:
+        reason = f"matches {changed!r} {IN_ANOTHER_ORDER}"
+    elif len(made) != len([*groupby(left + right for left, right in pairs)]) or not {*pairs} >= {
+        (piece[:at], piece[at:])
+        for piece in pieces
+        for at in range(1, len(piece))
+        if piece[:at] in pieces and piece[at:] in pieces
+    }:
+        reason = "merges pieces in another order than readers of gguf, which know the pieces alone"
+    if reason:
+        raise UsageError(f"{tokenizer.path}: {reason}; export --format llama")
+    tokens = {i: piece for piece, i in model["vocab"].items()}
+    types = {i: BYTE if piece in BYTE_NAMES else NORMAL for i, piece in tokens.items()}
+    for i, (name, kind) in _added_tokens(tokenizer, added).items():
+        tokens[i], types[i] = name, kind
+    unknown = tokenizer.piece_id(tokenizer.token_names.get("unk_token", ""))
+    unknown = unknown if tokenizer.unk_id < 0 else tokenizer.unk_id
+    if unknown is not None:
+        types[unknown] = UNKNOWN
+    scores = {piece: -float(rank) for rank, piece in enumerate(made)}
+    return {
+        "model": MODEL,
+        "pre": "default",
+        "tokens": [tokens.get(i, f"[PAD{i}]") for i in range(rows)],
+        "scores": [scores.get(tokens.get(i, ""), -float(len(made))) for i in range(rows)],
+        "token_type": [types.get(i, UNUSED) for i in range(rows)],
+        "merges": [f"{left} {right}" for left, right in pairs],
+        **_special_ids(tokenizer),
+        **({} if unknown is None else {"unknown_token_id": unknown}),
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "add_space_prefix": space,
+    }
+
+
+# Fields of a model of merged pieces that GGUF does not have.
+OTHER_MERGES = ("continuing_subword_prefix", "end_of_word_suffix", "dropout", "ignore_merges")
+SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SIGN}
+PREPEND = {"type": "Prepend", "prepend": SPACE_SIGN}
+
+
+def _space_before(values: Mapping[str, Any], pieces: Collection[str]) -> bool | None:
+    """Whether a tokenizer.json puts a space before a text; None if it does more to a text."""
+    normalizer, splits = values["normalizer"], values["pre_tokenizer"]
+    steps = [normalizer] if normalizer else []
+    if normalizer and normalizer["type"] == "Sequence":
+        steps = normalizer["normalizers"]
+    if splits and splits["type"] == "Metaspace":
+        # Words are split off before a space, within which a piece may have another.
+        is_whole = not splits["split"] or all(SPACE_SIGN not in piece[1:] for piece in pieces)
+        is_known = not steps and splits["replacement"] == SPACE_SIGN and is_whole
+        return splits["prepend_scheme"] != "never" if is_known else None
+    at_spaces = splits and splits["type"] == "Split" and splits["pattern"] == SPACE["pattern"]
+    if splits and not (at_spaces and SPACE in steps):  # none is left when it splits
+        return None
+    if steps in ([PREPEND, SPACE], [SPACE, PREPEND]):
+        return True
+    return False if steps == [SPACE] or normalizer == escaping() else None
+
+
+def note_on_spaces(tokenizer: AnyTokenizer, entries: Mapping[str, Any]) -> str | None:
+    """Where readers of a GGUF with these entries put more spaces than the tokenizer.
+
+    They put one before each text between special tokens, as the first libraries for Llama 2 did.
+    """
+    if not entries.get("add_space_prefix") or not isinstance(tokenizer, HuggingFaceTokenizer):
+        return None
+    places, plain = [], tokenizer.encode("a")
+    for i, token in [*tokenizer.matched.items()][:1]:
+        if tokenizer.encode_written(f"{token.content}a")[0].tolist() != [i, *plain]:
+            places.append("after a special token")
+    if tokenizer.encode(" a") == plain:
+        places.append("before a text that begins with a space")
+    where = ", and ".join(places)
+    return f"readers of gguf put one more space than the tokenizer: {where}" if where else None
+
+
+def _added_tokens(
+    tokenizer: HuggingFaceTokenizer, added: Iterable[Mapping[str, Any]]
+) -> dict[int, tuple[str, int]]:
+    """Names and types of the added tokens of a tokenizer.json by id."""
+    found = {}
+    for token in added:
+        if odd := next(filter(token.get, ("lstrip", "rstrip", "single_word")), None):
+            raise UsageError(
+                f"{tokenizer.path}: gguf has no {odd} of the token {token['content']!r}; export"
+                " --format llama"
+            )
+        kind = CONTROL if token.get("special") else USER_DEFINED
+        found[token["id"]] = token["content"], kind
+    return found
+
+
+def _special_ids(tokenizer: HuggingFaceTokenizer) -> dict[str, int]:
+    return {
+        "bos_token_id": tokenizer.bos_id if tokenizer.bos_id >= 0 else tokenizer.eos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "padding_token_id": tokenizer.pad_id,
+    }
+
+
+def _byte_level_vocabulary(
+    tokenizer: HuggingFaceTokenizer, values: Mapping[str, Any], rows: int
+) -> dict[str, Any]:
     """Entries of a tokenizer.json; UsageError unless it is byte-level BPE of a known split."""
-    values = json.loads(tokenizer.files()[JSON_NAME])
     model, name = values["model"], _split_of(values)
     normalizer = (values.get("normalizer") or {}).get("type")
     other = next(filter(model.get, OTHER_BPE), None)
@@ -279,19 +422,8 @@ def _byte_level_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[s
         raise UsageError(f"{tokenizer.path}: {reason}; export --format llama")
     tokens = {i: token for token, i in model["vocab"].items()}
     types = dict.fromkeys(tokens, NORMAL)
-    for added in values.get("added_tokens") or ():
-        if odd := next(filter(added.get, ("lstrip", "rstrip", "single_word")), None):
-            raise UsageError(
-                f"{tokenizer.path}: gguf has no {odd} of the token {added['content']!r}; export"
-                " --format llama"
-            )
-        tokens[added["id"]] = added["content"]
-        types[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
-    special = {
-        "bos_token_id": tokenizer.bos_id if tokenizer.bos_id >= 0 else tokenizer.eos_id,
-        "eos_token_id": tokenizer.eos_id,
-        "padding_token_id": tokenizer.pad_id,
-    }
+    for i, (token, kind) in _added_tokens(tokenizer, values.get("added_tokens") or ()).items():
+        tokens[i], types[i] = token, kind
     pairs = (pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
     return {
         "model": BYTE_LEVEL,
@@ -299,7 +431,7 @@ def _byte_level_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[s
         "tokens": [tokens.get(i, f"[PAD{i}]") for i in range(rows)],
         "token_type": [types.get(i, UNUSED) for i in range(rows)],
         "merges": [*pairs],
-        **special,
+        **_special_ids(tokenizer),
         "add_bos_token": False,
         "add_eos_token": False,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +17,18 @@ from transformers import AutoTokenizer
 from minimind.cli.main import main
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import UsageError
-from minimind.interop.gguf import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED, gguf_vocabulary
+from minimind.interop.gguf import (
+    CONTROL,
+    NORMAL,
+    SPLITS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    gguf_vocabulary,
+    note_on_spaces,
+)
 from tests.conftest import sentences
+from tests.data.chat.folders import LLAMA, write
 from tests.interop.byte_level import SPECIAL, THOUGHT, write_tokenizer
 from tests.interop.hostile import good_folder
 
@@ -139,10 +150,23 @@ def sentencepiece_model(folder: Path, own: tuple[str, ...] = (), **changes: Any)
 
 
 def scored(entries: dict[str, Any], text: str) -> list[int]:
-    """Ids as llama.cpp makes them of a vocabulary of "llama": the highest score merges first."""
+    """Ids as llama.cpp makes them of a vocabulary of "llama".
+
+    It matches special and own tokens, then merges between them by the highest score.
+    """
     ids = {token: i for i, token in enumerate(entries["tokens"])}
-    can = {t: i for t, i in ids.items() if entries["token_type"][i] == NORMAL}
-    text = f" {text}" if entries["add_space_prefix"] and text else text
+    kinds = dict(zip(entries["tokens"], entries["token_type"], strict=True))
+    whole = [token for token, kind in kinds.items() if kind in (CONTROL, USER_DEFINED)]
+    matched = re.compile(f"({'|'.join(map(re.escape, sorted(whole, key=len, reverse=True)))})")
+    prefix = " " if entries["add_space_prefix"] else ""
+    found = []
+    for number, part in enumerate(matched.split(text)):
+        found += [ids[part]] if number % 2 else merged(entries, ids, part and f"{prefix}{part}")
+    return found
+
+
+def merged(entries: dict[str, Any], ids: dict[str, int], text: str) -> list[int]:
+    can = {token: i for token, i in ids.items() if entries["token_type"][i] == NORMAL}
     parts = [*text.replace(" ", "\u2581")]
     while True:
         pairs = [(at, can.get(a + b)) for at, (a, b) in enumerate(pairwise(parts))]
@@ -174,8 +198,9 @@ def test_own_pieces_are_user_defined(tmp_path: Path):
 
 def test_a_written_file_has_the_space_and_gives_the_ids(tmp_path: Path):
     folder = good_folder(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("tokenizer.json", "chat_template.jinja"):
         (folder / name).unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({**LLAMA, "legacy": True}))
     tokenizer = sentencepiece_model(folder)
     words = ["export", "--checkpoint", str(folder), "--format", "gguf", "--out"]
     assert main([*words, str(tmp_path / "out")]) == 0
@@ -186,10 +211,137 @@ def test_a_written_file_has_the_space_and_gives_the_ids(tmp_path: Path):
     (tmp_path / "out" / "tokenizer.model").unlink()  # else transformers converts this one
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
     for text in TEXTS:
-        assert scored(entries, text) == tokenizer.encode(text), text
         if not text.startswith(" "):  # transformers puts no second space before a text
+            assert scored(entries, text) == tokenizer.encode(text), text
             found = theirs.encode(text, add_special_tokens=False)
             assert found == tokenizer.encode(text), text
+
+
+def test_a_written_file_has_the_tokens_that_a_folder_adds_to_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = good_folder(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    size = sentencepiece_model(folder).vocab_size
+    flags = {"special": True, "normalized": False}
+    added = {str(size): {"content": "<|im_start|>", **flags}}
+    added |= {str(size + 1): {"content": "<|im_end|>", **flags}}
+    added |= {str(size + 2): {"content": "<think>", **flags, "special": False}}
+    config = {**LLAMA, "eos_token": "<|im_end|>", "pad_token": "<unk>", "legacy": False}
+    config["added_tokens_decoder"] = added
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    words = ["export", "--checkpoint", str(folder), "--format", "gguf", "--out"]
+    assert main([*words, str(tmp_path / "out")]) == 0
+    assert "one more space than the tokenizer: after a special token" in capsys.readouterr().err
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    entries: Any = {name: field.contents() for name, field in fields.items()}
+    tokens, kinds = (entries[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    assert tokens[size : size + 4] == ["<|im_start|>", "<|im_end|>", "<think>", f"[PAD{size + 3}]"]
+    assert kinds[size : size + 4] == [CONTROL, CONTROL, USER_DEFINED, UNUSED]
+    ids = [entries[f"tokenizer.ggml.{role}_token_id"] for role in ("bos", "eos", "padding")]
+    assert ids == [1, size + 1, 0]
+
+
+AFTER, BEFORE = "after a special token", "before a text that begins with a space"
+# Folders that transformers reads as merged pieces: whether a space is put before a text, and where
+# llama.cpp puts more of them.
+MERGED: dict[str, tuple[bool, list[str]]] = {
+    "llama": (True, [AFTER, BEFORE]),
+    "llama, legacy": (True, [BEFORE]),
+    "llama, no prefix space": (False, []),
+    "model without a class": (False, []),
+    "no dummy prefix": (True, [AFTER, BEFORE]),  # as a class of transformers reads it
+    "trainer's defaults": (True, [AFTER, BEFORE]),
+    "control tags, legacy": (True, [BEFORE]),
+    "added tokens": (True, [AFTER, BEFORE]),
+    "added tokens, legacy": (True, [BEFORE]),
+    "added tokens, not special": (True, [AFTER, BEFORE]),
+    "added_tokens.json": (True, [AFTER, BEFORE]),
+    "as Gemma": (False, []),
+    "metaspace always": (True, [BEFORE]),
+    "metaspace never": (False, []),
+    "prepended": (True, []),
+    "both, more in the json": (True, [AFTER, BEFORE]),
+}
+CHAT = "<s>[INST] the sky [/INST] a<|im_end|>\nb</s>"
+
+
+@pytest.mark.parametrize("kind", MERGED)
+def test_merged_pieces_have_the_ids_of_autotokenizer(kind: str, tmp_path: Path):
+    """Where a note says that readers put more spaces, texts without such a place."""
+    prefix, places = MERGED[kind]
+    folder = write(tmp_path / "model", kind, "{{ messages }}")
+    tokenizer, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    rows = tokenizer.vocab_size + 2
+    entries = gguf_vocabulary(tokenizer, rows)
+    assert entries["add_space_prefix"] is prefix
+    where = ", and ".join(places)
+    note = f"readers of gguf put one more space than the tokenizer: {where}" if where else None
+    assert note_on_spaces(tokenizer, entries) == note
+    texts = [text for text in TEXTS if BEFORE not in places or not text.startswith(" ")]
+    for text in [*texts, *([] if AFTER in places else [CHAT])]:
+        assert scored(entries, text) == theirs.encode(text, add_special_tokens=False), text
+    if AFTER in places:
+        assert scored(entries, CHAT) != theirs.encode(CHAT, add_special_tokens=False)
+    added = {i: token for i, token in theirs.added_tokens_decoder.items() if i < rows - 2}
+    found = {i: (entries["tokens"][i], entries["token_type"][i]) for i in added}
+    unknown = entries.get("unknown_token_id")
+    assert found == {
+        i: (token.content, UNKNOWN if i == unknown else CONTROL if token.special else USER_DEFINED)
+        for i, token in added.items()
+    }
+    ids = entries["bos_token_id"], entries["eos_token_id"]
+    assert ids == (theirs.bos_token_id, theirs.eos_token_id)
+
+
+MERGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "in another order": (
+        lambda v: v["model"]["merges"].sort(key=lambda pair: len(pair[0])),
+        "merges pieces in another order than readers of gguf, which know the pieces alone",
+    ),
+    "a merge is missing": (
+        lambda v: v["model"]["merges"].pop(),
+        "merges pieces in another order than readers of gguf, which know the pieces alone",
+    ),
+    "words taken whole": (
+        lambda v: v["model"].update(ignore_merges=True),
+        "has ignore_merges = True, and gguf has no name for it",
+    ),
+    "a byte is missing": (
+        lambda v: v["model"]["vocab"].update({"<zero>": v["model"]["vocab"].pop("<0x00>")}),
+        "has no byte pieces, in which readers of gguf spell what has no other",
+    ),
+    "lower case": (
+        lambda v: v.update(normalizer={"type": "Lowercase"}),
+        "changes or splits a text before it merges, which readers of gguf do not",
+    ),
+    "split at digits": (
+        lambda v: v.update(pre_tokenizer={"type": "Digits", "individual_digits": True}),
+        "changes or splits a text before it merges, which readers of gguf do not",
+    ),
+    "tokens that overlap": (
+        lambda v: v["added_tokens"][0].update(content="<s><"),
+        "matches '<s><' before it merges, which readers of gguf do in another order",
+    ),
+    "a token with spaces after": (
+        lambda v: v["added_tokens"][1].update(rstrip=True),
+        "gguf has no rstrip of the token '<s>'",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", MERGES)
+def test_merged_pieces_that_readers_would_read_otherwise_are_refused(change: str, tmp_path: Path):
+    folder = write(tmp_path / "model", "metaspace never", "{{ messages }}")
+    values = json.loads((folder / "tokenizer.json").read_text())
+    apply, told = MERGES[change]
+    apply(values)
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(UsageError) as caught:
+        gguf_vocabulary(load_tokenizer(folder), 1000)
+    assert f"{folder}/tokenizer.json: {told}; export --format llama" == str(caught.value)
 
 
 REFUSED = {

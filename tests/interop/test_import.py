@@ -20,8 +20,10 @@ from transformers import (
 )
 
 from minimind.cli.main import main
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.interop import write_folder
+from minimind.interop.gguf import gguf_vocabulary
 from minimind.interop.weights import load_weights_from
 from minimind.model.decoder import MiniMindForCausalLM
 from tests.conftest import sentences
@@ -514,7 +516,7 @@ def test_gguf_is_one_file(folder, tmp_path, capsys):
     refused(2, "--max_shard_size", capsys=capsys, tmp_path=tmp_path)
 
 
-def test_hugging_face_tokenizer_is_exported_except_to_gguf(pth, folder, tmp_path, capsys):
+def test_hugging_face_tokenizer_is_exported_with_its_pieces(pth, folder, tmp_path):
     assert import_model(folder, tmp_path / "ours") == 0
     (tmp_path / "hf").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -524,6 +526,9 @@ def test_hugging_face_tokenizer_is_exported_except_to_gguf(pth, folder, tmp_path
     assert (tmp_path / "theirs" / "tokenizer.json").read_bytes() == theirs.read_bytes()
     assert not (tmp_path / "theirs" / "tokenizer.model").exists()
     words = ["export", "--checkpoint", tmp_path / "theirs", "--out", tmp_path / "out", "--format"]
-    assert main([*map(str, words), "gguf"]) == 2
-    refused(2, "tokenizer.json", "--format llama", capsys=capsys, tmp_path=tmp_path)
-    assert main([*map(str, words), "llama"]) == 0
+    assert main([*map(str, words), "gguf"]) == 0
+    assert main([*map(str, words), "llama", "--force"]) == 0
+    one, other = (load_tokenizer(tmp_path / name) for name in ("ours", "theirs"))
+    vocabularies = [gguf_vocabulary(given, one.vocab_size) for given in (one, other)]
+    for name in ("tokens", "merges", "add_space_prefix", "bos_token_id", "eos_token_id"):
+        assert vocabularies[0][name] == vocabularies[1][name]

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from functools import cache, cached_property
-from itertools import dropwhile, takewhile
+from itertools import dropwhile, takewhile, zip_longest
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -559,10 +559,11 @@ class ChatTemplate:
         ids, places = tokenizer.encode_written(text)
         is_special = np.isin(ids, [*tokenizer.matched])
         matched = [tokenizer.matched[i] for i in ids[is_special].tolist()]
-        names = {token.content for token in matched}
+        names = [token.content for token in matched]
         pieces = self._matched_name.split(text)
-        if pieces[1::2] != [token.content for token in matched]:
-            odd = min(names.symmetric_difference(pieces[1::2]), default="a special token")
+        if pieces[1::2] != names:
+            pairs = zip_longest(pieces[1::2], names)
+            odd = next(written or found for written, found in pairs if written != found)
             return DocumentError(
                 f"{self.name} writes a text in which {tokenizer.path} matches other special tokens"
                 f" than are written in it, such as {odd!r}",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minimind.data.tokenizer.vocabulary import (
+    AS_IT_IS,
     CONFIG_NAME,
     JSON_NAME,
     LISTED,
@@ -83,10 +84,13 @@ def names_class(folder: Path) -> bool:
 def is_read_alike(folder: Path, model: Tokenizer) -> bool:
     """Whether nothing beside a SentencePiece model says that it is read in another way.
 
-    AutoTokenizer reads one that only merges as it is, unless a class is named or tokens are added.
-    A model that does more is for SentencePiece if it stands alone, or with files of ours.
+    What we have written says so (`AS_IT_IS`). AutoTokenizer reads one that only merges as it is,
+    unless a class is named or tokens are added. A model that does more is for SentencePiece if it
+    stands alone, or with files of ours.
     """
     values = _values(folder / CONFIG_NAME)
+    if values.get(AS_IT_IS) is True:
+        return True
     if not model.is_lossless:
         return not values.keys() - {TEMPLATE_KEY} and _model_type(folder) in (None, "minimind")
     named = [_name_of(token) for token in _tokens_beside(values)]
@@ -106,11 +110,13 @@ def _name_of(token: Any) -> str:
 
 
 def is_literal(folder: Path, values: Mapping[str, Any], added: Mapping[str, Any]) -> bool:
-    """Whether AutoTokenizer surely takes a folder's tokenizer.json as it is.
+    """Whether AutoTokenizer surely takes a folder's tokenizer.json as it is, or we have written it.
 
     `values` are those of the files beside it, `added` its added tokens by name. It adds the tokens
     that are named beside it and are not among these.
     """
+    if values.get(AS_IT_IS) is True:
+        return True
     if names_class(folder) or _model_type(folder) not in TRUSTING_TYPES:
         return False
     if disk.lexists(folder / ADDED_NAME):

@@ -28,6 +28,7 @@ from minimind.data.tokenizer.vocabulary import (
     MODEL_NAME,
     SPECIALS_NAME,
     Piece,
+    as_it_is,
     decode_byte_level,
     formatting_as_trained,
     parse_object,
@@ -94,6 +95,7 @@ class HuggingFaceTokenizer:
             config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
             config["split_special_tokens"] = True  # nor does text match special tokens here
             self._files[CONFIG_NAME] = json.dumps(config, indent=1).encode()
+        self._files = as_it_is(self._files)
 
     def _model_beside(self) -> dict[str, bytes]:
         """The SentencePiece model with the same pieces, which programs without tokenizer.json read.

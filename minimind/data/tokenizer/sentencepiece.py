@@ -46,6 +46,7 @@ from minimind.data.tokenizer.vocabulary import (
     TEMPLATE_KEY,
     TOKEN_ROLES,
     Piece,
+    as_it_is,
     dump_json,
     escape,
     formatting_as_trained,
@@ -433,7 +434,8 @@ class Tokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Content of its files by name."""
-        return {MODEL_NAME: self._model, **self._beside}
+        files = {MODEL_NAME: self._model, **self._beside}
+        return files if self.is_lossless and CONFIG_NAME not in files else as_it_is(files)
 
     @property
     def chat_template(self) -> str | None:

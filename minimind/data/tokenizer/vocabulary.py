@@ -168,6 +168,7 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 PROCESSOR_TEMPLATE_NAME = "chat_template.json"
 TEMPLATE_KEY = "chat_template"  # key of the JSON files
 LISTED = "added_tokens_decoder"  # all added tokens, in a tokenizer_config.json by transformers 4
+AS_IT_IS = "ids_of_minimind"  # key of a tokenizer_config.json that we have written
 DEFAULT = "default"  # name of the template that formats conversations
 TOKEN_ROLES = tuple(f"{role}_token" for role in "bos eos unk sep pad cls mask".split())
 TOKENIZER_FILES = (MODEL_NAME, JSON_NAME, CONFIG_NAME, SPECIALS_NAME, TEMPLATE_NAME)
@@ -344,6 +345,15 @@ def refuse(path: Path, what: str, error: BaseException | None = None) -> NoRetur
 def dump_json(values: Any) -> bytes:
     """JSON of a tokenizer's file."""
     return json.dumps(values, ensure_ascii=False, indent=1).encode()
+
+
+def as_it_is(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files, such that `load_tokenizer` reads them to the same ids beside any config.json.
+
+    AutoTokenizer, as which it reads a folder of others, selects a class by the type of the model.
+    """
+    config = json.loads(files.get(CONFIG_NAME, b"{}"))
+    return {**files, CONFIG_NAME: dump_json(config | {AS_IT_IS: True})}
 
 
 def formatting_as_trained(files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -113,6 +113,25 @@ def unigram() -> str:
 
 
 @cache
+def words() -> str:
+    made = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
+    made.normalizer, made.decoder = normalizers.BertNormalizer(), decoders.WordPiece()
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=ROWS, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    made.train_from_iterator(texts(), trainer)
+    return made.to_str()
+
+
+def changed(content: str, **parts: Any) -> str:
+    """A tokenizer.json with other parts; those that it has as objects are extended."""
+    values = json.loads(content)
+    merged = {name: {**(values.get(name) or {}), **part} for name, part in parts.items()}
+    return json.dumps({**values, **merged})
+
+
+@cache
 def of_bytes(kind: str = "llama", pre: str = "first", legacy_form: bool = False) -> str:
     """The pieces of a SentencePiece model as a tokenizer.json: Metaspace, or as Llama-2's was."""
     proto = ModelProto.FromString(trained(kind))
@@ -306,6 +325,24 @@ KINDS: dict[str, Callable[[], Files]] = {
     ),
     "other flags beside": lambda: literal(
         with_tags(byte_level()), added_tokens_decoder=flagged(with_tags(byte_level()), rstrip=True)
+    ),
+    "words that are taken whole": lambda: literal(
+        changed(with_tags(byte_level()), model={"ignore_merges": True})
+    ),
+    "word pieces": lambda: literal(with_tags(words())),
+    "tokens of another file": lambda: folder(
+        LITERAL,
+        json=byte_level(),
+        added=json.dumps({tag: ROWS + at for at, tag in enumerate(TAGS)}),
+    ),
+    "prepended, tags normalized": lambda: literal(
+        with_tags(of_bytes(legacy_form=True), normalized=True)
+    ),
+    "cut short": lambda: literal(
+        changed(
+            with_tags(byte_level()),
+            truncation=dict(direction="Right", max_length=5, strategy="LongestFirst", stride=0),
+        )
     ),
     "unigram json as T5": lambda: folder(
         LITERAL | {"tokenizer_class": "T5Tokenizer"}, "t5", json=with_tags(unigram())

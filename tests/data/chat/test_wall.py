@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.tokenizer.vocabulary import write_tokenizer
 from minimind.errors import DataError
 from tests.data.chat.folders import KINDS, LLAMA, write
 from tests.data.chat.wall import CONVERSATIONS, PLAIN, TEMPLATES, TEXTS, Cell, text_wall, wall
@@ -23,7 +24,7 @@ SENTENCES = (
     "a token of the tokenizer, which could forge a turn",
     'turn 2: "content" is empty',
     "drops characters that it has no piece for",
-    "matches other special tokens than are written in it",
+    "matches other special tokens than are written in it, such as '<",
     "(UndefinedError: 'bos_token' is undefined)",
     "tokenizer.json: has no token '[PAD]', the pad_token of the files beside it",
 )
@@ -60,6 +61,36 @@ def test_the_whole_wall():
     assert outcomes["equal"] > outcomes.total() / 2
     texts = require_none_different(text_wall(KINDS))
     assert texts["equal"] > 0.95 * len(KINDS) * len(TEXTS)
+
+
+TYPES = ("qwen2", "mistral", "gpt2", "llama", "minimind")
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_of_a_folder_has_its_ids_beside_any_model(kind: str, tmp_path: Path):
+    """As in a step of a run, or in an export; a file alone too, by another name."""
+    folder = write(tmp_path / "given", kind, PLAIN["zephyr"])
+    places = [folder]
+    for name in ("tokenizer.model", "tokenizer.json"):
+        if (folder / name).exists():
+            places.append(folder / f"own{Path(name).suffix}")
+            shutil.copy(folder / name, places[-1])
+    for place in places:
+        try:
+            given = load_tokenizer(place)
+        except DataError:
+            assert kind == "a pad token that the json lacks"
+            continue
+        for number, files in enumerate((given.files(), given.exported)):
+            out = tmp_path / f"{place.name}-{number}"
+            write_tokenizer(out, files)
+            for model_type in TYPES:
+                (out / "config.json").write_text(json.dumps({"model_type": model_type}))
+                again = load_tokenizer(out)
+                where = (kind, place.name, number, model_type)
+                assert [*map(again.encode, TEXTS)] == [*map(given.encode, TEXTS)], where
+                assert again.special_tokens() == given.special_tokens(), where
 
 
 def test_the_legacy_of_a_folder_is_followed(tmp_path: Path):

@@ -204,7 +204,7 @@ def test_a_model_with_rules_of_normalisation_is_given_whole_texts(tmp_path, look
     assert tokenizer.encode_batch(texts, threads=1) == whole
     assert [ids.tolist() for ids in tokenizer.encode_arrays(texts, threads=1)] == whole
     assert tokenizer._encoder.pairs is None
-    assert list(tokenizer.exported) == ["tokenizer.model"]
+    assert list(tokenizer.exported) == ["tokenizer.model", "tokenizer_config.json"]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
