@@ -58,7 +58,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     given = parser.parse_args()
     before, dtype = os.getloadavg(), getattr(torch, given.dtype)
-    text = torch.randint(preset(given.model).config.vocab_size, (given.rows, 513))
+    config = preset(given.model).config
+    length = min(512, config.max_position_embeddings)
+    text = torch.randint(config.vocab_size, (given.rows, length + 1))
     ways = {"kept": kept, "again": layers.recompute_if_compiled}
     steps = {name: step_of(given.model, text, dtype, how) for name, how in ways.items()}
     graphs = counters["stats"]["unique_graphs"]
