@@ -122,7 +122,7 @@ def test_bad_conversations_end_a_run_with_3(nursery: Nursery, one: Place, tmp_pa
     for name, said in (
         ("bad.jsonl", f':5 (byte {byte}): turn 2: "role" is "boss"; write one of system, user,'),
         ("bad.parquet", ':2 (row 2): turn 2: "role" is "boss"; write one of system, user,'),
-        ("cut.jsonl.gz", f":5 (byte {byte}): the compressed stream is cut off, and what it lacks is unknown; copy the file"),
+        ("cut.jsonl.gz", f":5 (byte {byte}): the compressed stream is cut off, and what it lacks"),
     ):
         given = {**ALONE, "data_path": tmp_path / name}
         words = one.words(tmp_path / "out", **given)
