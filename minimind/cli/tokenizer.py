@@ -188,7 +188,7 @@ class Reader:
 def read_texts(path: Path, reading: ReadOptions, skips_bad: bool) -> Iterator[str]:
     """The texts of one input, with a progress bar on a terminal.
 
-    Raise DataError for a malformed document unless these are skipped, which is told at the end.
+    Raise DataError for a malformed document. If these are skipped, print their number at the end.
     """
     from tqdm import tqdm
 

@@ -49,7 +49,7 @@ def record_fault(path: Path) -> str:
 def require_rules(run: RunConfig) -> None:
     """Raise UsageError for a run's config.yaml, given with --config, that lacks one of `ALWAYS`.
 
-    A run that goes on with defaults in their place would delete checkpoints that it kept.
+    With default values in their place, a resumed run would delete checkpoints that it kept.
     """
     fault = _fault_of_config(run)
     missing = [name for name in ALWAYS if fault and run.sources[name] == "default"]

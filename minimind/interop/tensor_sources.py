@@ -70,7 +70,7 @@ OTHERWISE_SAVED = {
         "is a shard of FSDP without names; save the model with StateDictType.FULL_STATE_DICT"
     ),
 }
-# Files of weights that are told by the folder they are in.
+# Files of weights that `form_of_folder` names: layouts of Mistral and of adapters.
 OTHER_LAYOUT = re.compile(r"(consolidated|adapter_model)\b")
 # What models of 2023 saved and the configuration determines.
 COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")

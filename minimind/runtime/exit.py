@@ -52,7 +52,7 @@ def leave(status: int, at_once: bool = False) -> NoReturn:
     With torch that teardown takes a second of CPU time, and writes nothing. Threads that are not
     daemons end first, and exit handlers run, unless `at_once`: in those of libraries, a failed rank
     would wait for its peers. Only for the entry point of a process. Raise SystemExit instead where
-    a notebook, a profiler, a debugger or `python -i` goes on after the program.
+    a notebook, a profiler, a debugger or `python -i` continues after the program ends.
     """
     if not at_once:
         if _is_observed():
@@ -68,7 +68,7 @@ def leave(status: int, at_once: bool = False) -> NoReturn:
             if stream and not stream.closed:  # None: closed by whoever started us
                 stream.flush()
         except OSError as error:
-            # Of a failure all was said, and the reader of a broken pipe is gone.
+            # A failed command has printed its error, and a broken pipe has no reader.
             if not status and stream is sys.stdout and not isinstance(error, BrokenPipeError):
                 print(f"standard output: {error.strerror}", file=sys.stderr)
             status = status or UNWRITTEN
@@ -76,7 +76,7 @@ def leave(status: int, at_once: bool = False) -> NoReturn:
 
 
 def _is_observed() -> bool:
-    """Whether something goes on after the program, or waits for libraries to be unloaded."""
+    """Whether another program runs this one, or a tool writes when libraries are unloaded."""
     frame: FrameType | None = sys._getframe()
     while frame and frame.f_code.co_name != "<module>":
         frame = frame.f_back

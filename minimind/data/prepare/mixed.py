@@ -247,7 +247,7 @@ def _write(draft: Path, parts: Sequence[Part]) -> None:
             for split, own in shards.items()
         },
         "sources": _entries(parts),
-        "rejected": {"count": 0, "listed": 0, "bytes": 0, "first": ""},  # those of parts are told
+        "rejected": {"count": 0, "listed": 0, "bytes": 0, "first": ""},  # each part has its own
         "files": {name: sha256_of(draft / name) for name in sorted([PLAN_NAME, *files])},
     }
     manifest["fingerprint"] = tokens_fingerprint(manifest)

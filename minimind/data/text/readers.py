@@ -516,7 +516,9 @@ def _csv_columns(
     except (csv.Error, DocumentError) as error:
         if kind := kind_of_content(start):
             raise DataError(f"{path}: is {kind.name}, not CSV; {kind.remedy}") from error
-        if len(names) < 2 and (other := _delimiter_of(start, delimiter)):
+        line = start.partition(b"\n")[0].decode(errors="replace")
+        other = max("\t;|,", key=line.count)
+        if len(names) < 2 and line.count(other) > line.count(delimiter):
             problem = f'has "{SHOWN.get(other, other)}" between its cells'
             remedy = RENAMED.get(other, "write it with commas")
             shown = SHOWN.get(delimiter, delimiter)
@@ -536,14 +538,6 @@ def _not_csv(error: csv.Error, remedy: str) -> DocumentError:
 
 SHOWN = {"\t": "\\t"}
 RENAMED = {"\t": "name it .tsv", ",": "name it .csv"}
-
-
-def _delimiter_of(start: bytes, own: str) -> str | None:
-    """What divides the first line of a table, other than the delimiter of its name."""
-    line = start.partition(b"\n")[0].decode(errors="replace")
-    counts = {other: line.count(other) for other in "\t;|," if other != own}
-    most = max(counts, key=lambda other: counts[other])
-    return most if counts[most] > line.count(own) else None
 
 
 def _document_of_row(

@@ -34,9 +34,9 @@ def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
 
     It is read as AutoTokenizer of transformers reads it: with the class that tokenizer_config.json
     names, and from tokenizer.json where a directory has both files, unless that has more ids than
-    the embedding has `rows`. SentencePiece reads a model beside which nothing of transformers
-    stands, and what we have written ourselves, which is known to give the same ids. Raise DataError
-    if there is none, and for a model that transformers cannot read.
+    the embedding has `rows`. SentencePiece reads a tokenizer.model that has no file of
+    transformers beside it, and the models that this package has written: their ids are the same.
+    Raise DataError if there is no tokenizer, or if transformers cannot read it.
     """
     if str(path) == "":
         raise UsageError("--tokenizer is empty, as of a variable that is not set; name one")

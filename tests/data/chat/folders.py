@@ -43,7 +43,7 @@ def texts() -> list[str]:
 def trained(name: str, **settings: Any) -> bytes:
     """A SentencePiece model; `name` is that of its kind in `MODELS`."""
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
+    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue] (no stubs)
         sentence_iterator=iter(line for text in texts() for line in text.splitlines() if line),
         model_writer=model,
         vocab_size=ROWS,
