@@ -278,7 +278,7 @@ def _user_defined(processor: sentencepiece.SentencePieceProcessor) -> dict[int, 
 def _merged_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[str, Any]:
     """Entries of a tokenizer.json that merges as SentencePiece does; UsageError for another."""
     library = tokenizers.Tokenizer.from_buffer(tokenizer.files()[JSON_NAME])
-    values = json.loads(library.to_str())  # in the form of today, whatever that of the file is
+    values = json.loads(library.to_str())  # in the library's current form, also of an old file
     model, added = values["model"], values["added_tokens"]
     names = [token["content"] for token in added]
     pieces = model["vocab"].keys() - {*names, *BYTE_NAMES}

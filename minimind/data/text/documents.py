@@ -224,7 +224,7 @@ class Rejection:
 class DocumentError(Exception):
     """Raised for a bad document: reason, remedy, and offset in the line.
 
-    `documents` and `bytes` are those of a Rejection.
+    `documents` and `bytes` count what is lost, as in a Rejection.
     """
 
     def __init__(self, reason: str, remedy: str, at: int = 0, documents: int = 1) -> None:

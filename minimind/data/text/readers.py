@@ -51,7 +51,7 @@ from minimind.runtime.file_kinds import (
     kind_of_file,
 )
 
-# Lines of a record that is long, and how many times those of the records before it they are.
+# The fewest lines of a long record, and how many times as long as a usual one it is.
 LONG_RECORD, LONGER = 100, 10
 OBJECTS_JOINED = re.compile(rb'[]}]\s*(?:\[\s*)?\{\s*"')  # in a string, the quote has a backslash
 # The content of a line, or the error of one that is too long.

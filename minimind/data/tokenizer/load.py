@@ -87,7 +87,7 @@ def _of_file(path: Path) -> AnyTokenizer:
     if path.name != MODEL_NAME or is_read_alike(folder, model):
         return model
     if model.is_lossless and disk.lexists(folder / JSON_NAME) and not names_class(folder):
-        return model  # the tokens that are named beside it are those of the other file
+        return model  # the configuration beside it names tokens of the tokenizer.json
     return _of_autotokenizer(folder, MODEL_NAME)
 
 
