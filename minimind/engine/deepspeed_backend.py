@@ -23,6 +23,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import BATCH
 from minimind.engine.adapters import require_tested_deepspeed, tensor_split, zero_state
 from minimind.engine.clocks import CommunicationClock
+from minimind.engine.master_weights import ReplicatedStep, reason_against, reduce_in_place
 from minimind.engine.optimizers import MuonWithAdamW, shards_of
 from minimind.engine.state import ZeroState, gradient_norm, layer_specs, sum_partial_gradients
 
@@ -149,8 +150,12 @@ class DeepSpeedBackend:
         collectives: Any = None,
         log: CollectivesLog | None = None,
         limits_norm: bool = False,
+        by_deepspeed: bool = False,
     ) -> None:
-        """With `limits_norm`, `update` skips gradients whose norm is above its limit."""
+        """With `limits_norm`, `update` skips gradients whose norm is above its limit.
+
+        With `by_deepspeed` DeepSpeed's own step stays where there is another.
+        """
         self.engine = engine
         self.collectives = collectives  # DeepSpeed's communication backend
         self._log = log
@@ -166,6 +171,8 @@ class DeepSpeedBackend:
             # gradients and keeps it: weights are decayed, Adam's step count is one ahead.
             self.optimizer.optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
+            if not by_deepspeed and not reason_against(engine):
+                ReplicatedStep(self.optimizer)
         elif isinstance(self.optimizer, torch.optim.Optimizer):
             # Stage 0 in fp32: the bare optimizer, which DeepSpeed steps with any gradient.
             self.optimizer.register_step_pre_hook(_skip_if_overflowed)
@@ -174,6 +181,8 @@ class DeepSpeedBackend:
             # the norm they would check neither, and tensor-parallel ranks leave whole weights of
             # all but the first out of the norm.
             self.optimizer.check_grad_overflow = True
+        if not by_deepspeed and not engine.zero_optimization():
+            reduce_in_place(engine)
         base = getattr(self.optimizer, "optimizer", self.optimizer)
         is_bare = isinstance(self.optimizer, torch.optim.Optimizer)
         self._norm_limit = NormLimit(self.optimizer) if limits_norm and not is_bare else None

@@ -7,7 +7,6 @@ then `update`; deepspeed_backend.py has the same interface.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -20,18 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.engine.adapters import zero_state
 from minimind.engine.clocks import CommunicationClock
+from minimind.engine.master_weights import Groups, MasterWeights
 from minimind.engine.optimizers import optimizer_of
 from minimind.engine.state import ZeroState
 from minimind.model.experts import Routing
 from minimind.runtime.collectives import lost_peers
 from minimind.runtime.device import device_kind, widened
-
-_copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] (not listed)
-# Elements per multi-tensor copy: one kernel on a GPU instead of one per weight, without a second
-# copy of all gradients in memory.
-COPIED_AT_ONCE = 2**24
-Groups = list[dict[str, Any]]
-OptimizerOf = Callable[[Groups], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -56,54 +49,6 @@ class StepResult:
         return reduce(torch.add, self.targets)
 
 
-class MasterWeights:
-    """fp32 copies of bf16 or fp16 weights, and the optimizer that updates the copies.
-
-    As in DeepSpeed, so that losses of a dtype agree with and without it.
-    """
-
-    def __init__(self, groups: Groups, optimizer: OptimizerOf) -> None:
-        self.fp16_groups = [list(group["params"]) for group in groups]
-        self.fp32_groups = [[p.detach().float() for p in params] for params in self.fp16_groups]
-        masters = zip(groups, self.fp32_groups, strict=True)
-        self.optimizer = optimizer([{**group, "params": params} for group, params in masters])
-
-    def _batches(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Weights with their fp32 copies, COPIED_AT_ONCE elements at a time."""
-        batch: list[tuple[torch.Tensor, torch.Tensor]] = []
-        elements = 0
-        for lows, masters in zip(self.fp16_groups, self.fp32_groups, strict=True):
-            for low, master in zip(lows, masters, strict=True):
-                if batch and elements + low.numel() > COPIED_AT_ONCE:
-                    yield batch
-                    batch, elements = [], 0
-                batch.append((low, master))
-                elements += low.numel()
-        yield batch
-
-    def take_gradients(self) -> None:
-        """Move the gradients from the weights to their fp32 copies."""
-        for batch in self._batches():
-            lows: list[torch.Tensor] = []
-            grads: list[torch.Tensor] = []
-            for low, master in batch:
-                master.grad = None
-                if low.grad is not None:
-                    master.grad = torch.empty_like(master)
-                    lows.append(low.grad)
-                    grads.append(master.grad)
-                low.grad = None
-            if grads:
-                _copy_each(grads, lows)
-
-    @torch.no_grad()
-    def put_weights(self) -> None:
-        """Round the fp32 copies into the weights."""
-        for batch in self._batches():
-            lows, masters = zip(*batch, strict=True)
-            _copy_each(lows, masters)
-
-
 class PlainBackend:
     """A model under DDP or in a single process, with an optimizer of torch's."""
 
@@ -114,7 +59,7 @@ class PlainBackend:
         is_low = run.dtype != "float32"
         self.module = module
         self.forward = forward
-        self.masters = MasterWeights(groups, partial(optimizer_of, run=run)) if is_low else None
+        self.masters = MasterWeights.of(groups, partial(optimizer_of, run=run)) if is_low else None
         self.optimizer: Any = self.masters or optimizer_of(groups, run)
         self.torch_optimizer: Any = self.masters.optimizer if self.masters else self.optimizer
         device = next(module.parameters()).device.type

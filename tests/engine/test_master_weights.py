@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minimind.config.parse import parse_flags
-from minimind.engine import plain_backend
+from minimind.engine import master_weights
+from minimind.engine.master_weights import MasterWeights
 from minimind.engine.optimizers import optimizer_of
-from minimind.engine.plain_backend import MasterWeights
 
 RUN = parse_flags([])
 SIZES = [(3, 5), (7,), (1000,), (2, 2), (64, 3)]
@@ -38,13 +38,13 @@ def masters_of(dtype: torch.dtype) -> tuple[list[torch.Tensor], MasterWeights]:
         weight.grad = torch.randn(weight.shape, generator=draw).to(dtype)
     weights[1].grad = None  # frozen in this step
     groups = [{"params": weights[:3], "weight_decay": 0.1}, {"params": weights[3:]}]
-    return weights, MasterWeights(groups, partial(optimizer_of, run=RUN))
+    return weights, MasterWeights.of(groups, partial(optimizer_of, run=RUN))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("at_once", [1, 20, 2**24])
 def test_copies_have_the_bits_of_single_ones(dtype: torch.dtype, at_once: int, monkeypatch):
-    monkeypatch.setattr(plain_backend, "COPIED_AT_ONCE", at_once)
+    monkeypatch.setattr(master_weights, "COPIED_AT_ONCE", at_once)
     weights, masters = masters_of(dtype)
     grads = [None if weight.grad is None else weight.grad.float() for weight in weights]
     masters.take_gradients()
