@@ -23,7 +23,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import BATCH
 from minimind.engine.adapters import require_tested_deepspeed, tensor_split, zero_state
 from minimind.engine.clocks import CommunicationClock
-from minimind.engine.master_weights import ReplicatedStep, reason_against, reduce_in_place
+from minimind.engine.master_weights import reduce_in_place, replace_step
 from minimind.engine.optimizers import MuonWithAdamW, shards_of
 from minimind.engine.state import ZeroState, gradient_norm, layer_specs, sum_partial_gradients
 
@@ -171,8 +171,8 @@ class DeepSpeedBackend:
             # gradients and keeps it: weights are decayed, Adam's step count is one ahead.
             self.optimizer.optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
-            if not by_deepspeed and not reason_against(engine):
-                ReplicatedStep(self.optimizer)
+            if not by_deepspeed:
+                replace_step(self.optimizer)
         elif isinstance(self.optimizer, torch.optim.Optimizer):
             # Stage 0 in fp32: the bare optimizer, which DeepSpeed steps with any gradient.
             self.optimizer.register_step_pre_hook(_skip_if_overflowed)

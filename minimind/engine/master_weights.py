@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from importlib.metadata import version
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -87,91 +88,148 @@ class MasterWeights:
             _copy_each(lows, masters)
 
 
-WRAPPER = "FP16_UnfusedOptimizer"
-# What `ReplicatedStep` uses of the wrapper and of its module.
-OF_WRAPPER = (
-    *("fp16_groups", "fp32_groups", "optimizer", "overflow_checker", "fused_lamb_legacy", "mpu"),
+# What the steps below use of DeepSpeed's wrappers, by class, and of their modules.
+OF_BOTH = (
+    *("fp16_groups", "optimizer", "overflow_checker", "mpu"),
     *("_skip_invalid_grad_norm", "_update_scale", "unscale_and_clip_grads"),
 )
+OF_WRAPPER = {
+    "FP16_UnfusedOptimizer": (*OF_BOTH, "fp32_groups", "fused_lamb_legacy"),
+    "FP16_Optimizer": (
+        *(*OF_BOTH, "fp16_groups_flat", "fp32_groups_flat", "loss_scale_config"),
+        *("fused_adam_legacy", "timers"),
+    ),
+}
 NORM, TEST = "get_global_norm", "is_invalid_grad_norm"
 
 
-def reason_against(engine: Any) -> str:
-    """Why DeepSpeed's own step at stage 0 stays; empty if `ReplicatedStep` can take its place."""
-    wrapper = engine.optimizer
+def replace_step(wrapper: Any) -> str:
+    """Put a `ReplicatedStep` in the place of the wrapper's step; return why not, else nothing."""
     name, installed = type(wrapper).__name__, version("deepspeed").partition("+")[0]
     if installed != TESTED:
-        return f"version {installed} is not {TESTED}"
-    if name != WRAPPER:
-        return f"its {name} has no multi-tensor step"
+        return f"its version {installed} is not {TESTED}"
+    if name not in OF_WRAPPER:
+        return f"{name} has no other step"
     module = sys.modules[type(wrapper).__module__]
-    absent = [name for name in OF_WRAPPER if not hasattr(wrapper, name)]
-    absent += [name for name in (NORM, TEST) if not hasattr(module, name)]
+    absent = [part for part in OF_WRAPPER[name] if not hasattr(wrapper, part)]
+    absent += [part for part in (NORM, TEST) if not hasattr(module, part)]
     if absent:
-        return f"its {name} has no {absent[0]}"
-    if wrapper.fused_lamb_legacy:
-        return "Lamb measures each weight"
+        return f"{name} has no {absent[0]}"
     if wrapper.mpu is not None:
         return "tensor parallelism"
-    return "its layers of experts" if wrapper.overflow_checker.has_moe_params else ""
+    if wrapper.overflow_checker.has_moe_params:
+        return "its layers of experts"
+    is_flat = name == "FP16_Optimizer"
+    if wrapper.fused_adam_legacy if is_flat else wrapper.fused_lamb_legacy:
+        return "legacy_fusion or Lamb"
+    if is_flat and type(wrapper.timers).__name__ not in ("NoopTimer", "NoneType"):
+        return "wall_clock_breakdown"
+    wrapper.step = FlatReplicatedStep(wrapper) if is_flat else ReplicatedStep(wrapper)
+    return ""
 
 
 class ReplicatedStep:
-    """Stands in for the step of DeepSpeed's FP16_UnfusedOptimizer.
+    """The step of DeepSpeed's FP16_UnfusedOptimizer, bit for bit, without tensor parallelism.
 
     That one tests, casts, measures, scales and rounds weight by weight, and waits for the device at
-    every test. Here a gradient that is not finite shows in the norm, and the norms of all weights
-    are read at once.
+    every test. Here a gradient that is not finite shows in the norm, and all norms are read at
+    once.
     """
+
+    scaled: tuple[Any, ...] = ()  # arguments of unscale_and_clip_grads before the norm
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
         self.module: Any = sys.modules[type(wrapper).__module__]
-        self.masters = MasterWeights(wrapper.fp16_groups, wrapper.fp32_groups, wrapper.optimizer)
-        wrapper.step = self
+        self.weights = self.weights_of(wrapper)
+        self.updated = self.weights.fp32_groups
+
+    @staticmethod
+    def weights_of(wrapper: Any) -> MasterWeights:
+        """What the optimizer updates, by group, and what that is rounded into."""
+        return MasterWeights(wrapper.fp16_groups, wrapper.fp32_groups, wrapper.optimizer)
 
     def __call__(self) -> bool:
         """Update, or skip the update; return whether it was skipped."""
-        wrapper = self.wrapper
-        norm = self.take_gradients()
+        wrapper, updated = self.wrapper, self.updated
+        self.take_gradients()
+        norm = self.norm()
         wrapper.overflow = False
         if getattr(self.module, TEST)(norm):  # also above the limit of a NormLimit
             return wrapper._skip_invalid_grad_norm()
-        wrapper._global_grad_norm = norm
-        wrapper._update_scale(False)
-        factor = 1.0 / wrapper.unscale_and_clip_grads(norm, apply_scale=False)
+        self.note(norm)
+        factor = 1.0 / wrapper.unscale_and_clip_grads(*self.scaled, norm, apply_scale=False)
         if factor != 1.0:
-            _scale_each([p.grad for group in wrapper.fp32_groups for p in group], factor)
+            _scale_each([p.grad for group in updated for p in group], factor)
         wrapper.optimizer.step()
-        self.masters.put_weights()
-        for group in wrapper.fp32_groups:
-            for master in group:
-                master.grad = None
+        self.weights.put_weights()
+        for p in (p for group in updated for p in group):
+            p.grad = None
         return False
 
-    def take_gradients(self) -> float:
-        """Move the gradients to the fp32 copies; return their norm, infinite if one is not finite.
+    def norm(self) -> float:
+        """Norm of all gradients; infinite if one is not finite."""
+        grads = [p.grad for group in self.updated for p in group]
+        norms = torch.stack(_norm_each(grads)).tolist()  # the only read of the device
+        return self.total(norms) if all(map(math.isfinite, norms)) else math.inf
 
-        It is rounded as DeepSpeed's: squares are added in fp32 within a group.
-        """
-        self.masters.take_gradients()
-        masters = self.wrapper.fp32_groups
-        grads = [[p.grad for p in group if p.grad is not None] for group in masters]
-        for master in (p for group in masters for p in group):
-            if master.grad is None:  # DeepSpeed decays it all the same
-                master.grad = torch.zeros_like(master)
-        measured = [grad for group in grads for grad in group]
-        norms = torch.stack(_norm_each(measured)).tolist() if measured else []  # the only read
-        if not all(map(math.isfinite, norms)):
-            return math.inf
-        by_group, first = [], 0
+    def take_gradients(self) -> None:
+        """Move the gradients to the fp32 weights; DeepSpeed updates those without one too."""
+        self.weights.take_gradients()
+        for p in (p for group in self.updated for p in group):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+    def total(self, norms: list[float]) -> float:
+        """Norm of all from the norms of each, with sums of squares in fp32 within a group."""
+        each, by_group = iter(norms), []
         with np.errstate(over="ignore"):
-            for group in grads:
-                of_group = np.array(norms[first : first + len(group)], dtype=np.float32)
-                total = np.add.accumulate(of_group * of_group)[-1:].sum()
-                by_group.append(float(total) ** 0.5)
-                first += len(group)
+            for group in self.updated:
+                of_group = np.array([next(each) for _ in group], dtype=np.float32)
+                by_group.append(float(sum(of_group * of_group, start=np.float32(0))) ** 0.5)
         return getattr(self.module, NORM)(norm_list=by_group)
+
+    def note(self, norm: float) -> None:
+        """Give DeepSpeed the norm, and count a step for its loss scale."""
+        self.wrapper._global_grad_norm = norm
+        self.wrapper._update_scale(False)
+
+
+class FlatReplicatedStep(ReplicatedStep):
+    """The same of FP16_Optimizer, the wrapper of DeepSpeed's FusedAdam."""
+
+    scaled = (None,)
+
+    @staticmethod
+    def weights_of(wrapper: Any) -> MasterWeights:
+        """One vector of a group, in which the model's weights lie."""
+        lows = [[flat] for flat in wrapper.fp16_groups_flat]
+        return MasterWeights(lows, [[flat] for flat in wrapper.fp32_groups_flat], wrapper.optimizer)
+
+    def take_gradients(self) -> None:
+        for params, (flat,) in zip(self.wrapper.fp16_groups, self.updated, strict=True):
+            flat.grad = torch.empty_like(flat)
+            sources: list[torch.Tensor] = []
+            targets: list[torch.Tensor] = []
+            for p, part in zip(params, flat.grad.split([p.numel() for p in params]), strict=True):
+                if p.grad is None:
+                    part.zero_()
+                else:
+                    sources.append(p.grad)
+                    targets.append(part.view(p.shape))
+                p.grad = None
+            if sources:
+                _copy_each(targets, sources)
+
+    def total(self, norms: list[float]) -> float:
+        squares = np.float32(reduce(add, (norm**2.0 for norm in norms)))
+        return getattr(self.module, NORM)(norm_list=[float(squares) ** 0.5])
+
+    def note(self, norm: float) -> None:
+        scale = self.wrapper.loss_scale_config
+        if scale.use_grad_scaling:
+            self.wrapper._update_scale(False)
+        self.wrapper._global_grad_norm = norm / scale.cur_scale
 
 
 def reduce_in_place(engine: Any) -> None:
