@@ -23,6 +23,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import BATCH
 from minimind.engine.adapters import require_tested_deepspeed, tensor_split, zero_state
 from minimind.engine.clocks import CommunicationClock
+from minimind.engine.flat_partitions import CHECKED, FlatPartitions, reason_against
 from minimind.engine.master_weights import reduce_in_place, replace_step
 from minimind.engine.optimizers import MuonWithAdamW, shards_of
 from minimind.engine.state import ZeroState, gradient_norm, layer_specs, sum_partial_gradients
@@ -48,9 +49,10 @@ class NormLimit:
 
     def __call__(self, norm: Any) -> bool:
         """Whether DeepSpeed has to skip the update."""
-        if self._test(norm):
+        value = float(norm)  # the only read of the device
+        if self._test(value):
             return True
-        self.norm = norm if float(norm) > self.limit else None
+        self.norm = norm if value > self.limit else None
         return self.norm is not None
 
     def take(self) -> float | torch.Tensor | None:
@@ -150,11 +152,11 @@ class DeepSpeedBackend:
         collectives: Any = None,
         log: CollectivesLog | None = None,
         limits_norm: bool = False,
-        by_deepspeed: bool = False,
+        update: str = "auto",
     ) -> None:
         """With `limits_norm`, `update` skips gradients whose norm is above its limit.
 
-        With `by_deepspeed` DeepSpeed's own step stays where there is another.
+        update: --zero_update.
         """
         self.engine = engine
         self.collectives = collectives  # DeepSpeed's communication backend
@@ -171,8 +173,6 @@ class DeepSpeedBackend:
             # gradients and keeps it: weights are decayed, Adam's step count is one ahead.
             self.optimizer.optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
-            if not by_deepspeed:
-                replace_step(self.optimizer)
         elif isinstance(self.optimizer, torch.optim.Optimizer):
             # Stage 0 in fp32: the bare optimizer, which DeepSpeed steps with any gradient.
             self.optimizer.register_step_pre_hook(_skip_if_overflowed)
@@ -181,14 +181,31 @@ class DeepSpeedBackend:
             # the norm they would check neither, and tensor-parallel ranks leave whole weights of
             # all but the first out of the norm.
             self.optimizer.check_grad_overflow = True
-        if not by_deepspeed and not engine.zero_optimization():
+        reason, self._partitions = "--zero_update", None
+        if update == "auto" and engine.zero_optimization():
+            reason = reason_against(self.optimizer, engine.dp_world_size)
+            if not reason:
+                # Its losses were compared with DeepSpeed's on CPUs only.
+                checked = 0 if engine.device.type == "cpu" else CHECKED
+                self._partitions = FlatPartitions(self.optimizer, checked)
+        elif update == "auto":
+            reason = replace_step(self.optimizer)
             reduce_in_place(engine)
+        self._reason = reason
         base = getattr(self.optimizer, "optimizer", self.optimizer)
         is_bare = isinstance(self.optimizer, torch.optim.Optimizer)
         self._norm_limit = NormLimit(self.optimizer) if limits_norm and not is_bare else None
         self._spikes = 0  # updates that the limit skipped, since the engine was built or resumed
         if isinstance(base, MuonWithAdamW):
             base.shards = shards_of(engine, collectives, self.state(), base.muon_names)
+
+    @property
+    def zero_update(self) -> str:
+        """Who updates under ZeRO, as the start says it."""
+        reason = self._partitions.fault if self._partitions else self._reason
+        if reason:
+            return f"by DeepSpeed ({reason})"
+        return "by flat partitions" if self._partitions else "by kernels for many parameters"
 
     @property
     def skipped_steps(self) -> int:

@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
-from importlib.metadata import version
 from operator import add
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from minimind.engine.adapters import TESTED
+from minimind.engine.adapters import TESTED, untested_deepspeed
 
 _copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 _norm_each: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage] (not listed)
@@ -105,20 +104,20 @@ NORM, TEST = "get_global_norm", "is_invalid_grad_norm"
 
 def replace_step(wrapper: Any) -> str:
     """Put a `ReplicatedStep` in the place of the wrapper's step; return why not, else nothing."""
-    name, installed = type(wrapper).__name__, version("deepspeed").partition("+")[0]
-    if installed != TESTED:
-        return f"its version {installed} is not {TESTED}"
+    if installed := untested_deepspeed():
+        return f"DeepSpeed {installed} is not the tested {TESTED}"
+    name = type(wrapper).__name__
     if name not in OF_WRAPPER:
-        return f"{name} has no other step"
+        return f"its wrapper is {name}"
     module = sys.modules[type(wrapper).__module__]
     absent = [part for part in OF_WRAPPER[name] if not hasattr(wrapper, part)]
     absent += [part for part in (NORM, TEST) if not hasattr(module, part)]
     if absent:
-        return f"{name} has no {absent[0]}"
+        return f"its wrapper has no {absent[0]}"
     if wrapper.mpu is not None:
         return "tensor parallelism"
     if wrapper.overflow_checker.has_moe_params:
-        return "its layers of experts"
+        return "MoE layers of DeepSpeed"
     is_flat = name == "FP16_Optimizer"
     if wrapper.fused_adam_legacy if is_flat else wrapper.fused_lamb_legacy:
         return "legacy_fusion or Lamb"
