@@ -169,11 +169,14 @@ def _plain(shape: Shape, layout: Layout, activations: int) -> Memory:
 
 
 def _replicated(shape: Shape, layout: Layout, activations: int) -> Memory:
-    """Stage 0: everything replicated, torch's optimizers; the all-reduce uses a flat copy."""
+    """Stage 0: everything replicated, torch's optimizers.
+
+    The all-reduce uses a flat copy. Low-precision gradients are freed as fp32 copies are made.
+    """
     b, p = BYTES[layout.dtype], shape.parameters
     optimizer = _state(shape, layout, has_masters=b < FP32)
-    in_step = _temporaries(shape, layout) + (0 if b == FP32 else FP32 * p)
-    update = b * p + max(b * min(p, FLATTENED), in_step)
+    flat = b * min(p, FLATTENED) if layout.world_size > 1 else 0
+    update = max(b * p + flat, FP32 * p + _temporaries(shape, layout))
     return Memory(b * p, optimizer, b * p, 0, activations, update)
 
 
