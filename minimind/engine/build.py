@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache, partial
 from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ from minimind.engine.optimizers import optimizer_of, run_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.runtime.collectives import collective_backend, lost_peers, own_store, rendezvous
-from minimind.runtime.device import CUDA, set_numerics
+from minimind.runtime.device import CUDA, HOST, set_numerics
 from minimind.runtime.environment import allow_connections
 from minimind.runtime.secret_keys import without_secret, without_those_of
 from minimind.runtime.terminal import first_lines, phase
@@ -83,6 +84,8 @@ def _deepspeed(
             " start a new process (in a notebook: restart the kernel, or notebook_launcher)"
         )
     leave_out_shm_comm()
+    if device == HOST.name:
+        count_devices_once()
     set_rendezvous_defaults(os.environ)
     accelerator = _accelerator(
         device,
@@ -125,6 +128,15 @@ def leave_out_shm_comm() -> None:
 
     buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
     deepspeed.ops.__dict__["__compatible_ops__"] = buildable
+
+
+def count_devices_once() -> None:
+    """Have DeepSpeed's CPU accelerator keep its number of devices.
+
+    At stage 3 it is asked for with every bucket, and starts the program numactl each time.
+    """
+    accelerator = import_module("deepspeed.accelerator").get_accelerator()
+    accelerator.device_count = cache(partial(type(accelerator).device_count, accelerator))
 
 
 @contextmanager

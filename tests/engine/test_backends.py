@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,7 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import configure_libraries
 from minimind.config.parse import parse_flags
-from minimind.engine.build import Engine, build_engine, evaluation_accelerator, leave_process_group
+from minimind.engine.build import (
+    Engine,
+    build_engine,
+    count_devices_once,
+    evaluation_accelerator,
+    leave_process_group,
+)
 from minimind.engine.clocks import PhaseClock
 from minimind.engine.optimizers import optimizer_of, parameter_groups
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
@@ -305,3 +312,17 @@ def test_a_gradient_that_is_not_finite_is_no_update_and_is_counted(
     other, _ = plain(f"--dtype {dtype}")
     other.restore_counters(backend.counters())
     assert (other.steps, other.skipped_steps) == (4, 2)
+
+
+def test_deepspeed_starts_no_program_to_count_processors_twice(monkeypatch: pytest.MonkeyPatch):
+    """Its stage 3 asks with every bucket."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    accelerator: Any = import_module("deepspeed.accelerator").get_accelerator()
+    numa, started = import_module("deepspeed.utils.numa"), []
+    two = b"available: 2 nodes (0-1)\nnode 0 cpus: 0 1\nnode 1 cpus: 2 3"
+    monkeypatch.setattr(numa.subprocess, "check_output", lambda words: started.append(words) or two)
+    monkeypatch.setattr(accelerator, "device_count", None, raising=False)  # taken back at the end
+    count_devices_once()
+    assert [accelerator.device_count() for _ in range(3)] == [2, 2, 2]
+    assert started == [["numactl", "--hardware"]]
