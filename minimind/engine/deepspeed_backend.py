@@ -205,7 +205,7 @@ class DeepSpeedBackend:
         reason = self._partitions.fault if self._partitions else self._reason
         if reason:
             return f"by DeepSpeed ({reason})"
-        return "by flat partitions" if self._partitions else "by kernels for many parameters"
+        return "by flat partitions" if self._partitions else "by multi-tensor kernels"
 
     @property
     def skipped_steps(self) -> int:

@@ -42,6 +42,7 @@ OFFLOAD = {f"{ZERO}offload_optimizer": {"device": "cpu"}, "zero_force_ds_cpu_opt
 CPU_ADAM = {f"{ZERO}offload_optimizer": {"device": "cpu"}, f"{PARAMS}torch_adam": False}
 FUSED = {f"{PARAMS}torch_adam": False}
 ROUND_ROBIN = {f"{ZERO}round_robin_gradients": True, f"{ZERO}parameter_alignment": True}
+BLOCKS = {f"{ZERO}leaf_module": {"classes": ["minimind.model.layers.Block"]}}  # gathered at once
 WIDE_SUMS = {"data_types.grad_accum_dtype": "fp32"}
 # The scale doubles every 3 steps, overflows, and is halved: all of it before and after the save.
 SCALED = {"fp16.initial_scale_power": 20, "fp16.loss_scale_window": 3, "fp16.hysteresis": 2}
@@ -113,6 +114,8 @@ CASES = {
     "3, bf16": Case(3, BF16),
     "3, fp16": Case(3, FP16, edits=SCALED),
     "3, bf16, experts": Case(3, BF16, shape=EXPERTS),
+    "3, bf16, experts, blocks": Case(3, BF16, edits=BLOCKS, shape=EXPERTS),
+    "3, fp32, recomputing, blocks": Case(3, FP32, edits=BLOCKS, model=Recomputing),
     "3, bf16, offload": Case(3, BF16, edits=OFFLOAD, flags=AVERAGE),
     "3, bf16, FusedAdam": Case(3, BF16, edits=FUSED),
     "3, bf16, CPUAdam": Case(3, BF16, edits=CPU_ADAM),

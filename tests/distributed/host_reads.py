@@ -162,6 +162,7 @@ if __name__ == "__main__":
         for stage in (0, 1, 2)
         for dtype in ("bfloat16", "float32")
     }
+    cases["stage 0, bfloat16, by DeepSpeed"] = Case(0, "bfloat16", flags="--zero_update deepspeed")
     cases["stage 2, bfloat16, 4 micro-batches"] = Case(2, "bfloat16", 4)
     unclipped = {"gradient_clipping": 0.0}
     cases["stage 2, bfloat16, no clipping"] = Case(2, "bfloat16", edits=unclipped)
