@@ -13,6 +13,7 @@ what CUDA itself says of having been waited for is counted beside them.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -145,6 +146,7 @@ def reads_of_steps(case: Case, on: str, steps: int = 3) -> dict[str, float]:
     course(engine, 0, 2)
     table = torch.zeros((2, 17), dtype=torch.int64)
     clock = PhaseClock(engine.device)
+    gc.collect()  # an earlier engine waits for the device at its end
     with counted() as found, waits_noted(found, on):
         for step in range(2, 2 + steps):
             engine.seed(step)
