@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import engine_launches
 from benchmarks.record import arguments, record
 from minimind.architecture.costs import LAUNCHES
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 
-LAYERS = 8
+LAYERS, ROUNDS = 8, 50
 FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view", "prim::")
 
 
@@ -68,15 +69,22 @@ def launches(step: Callable[[], None], compiles: bool) -> int:
 def main() -> None:
     """Run it, print microseconds per launch, write the JSON."""
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--engines", action="store_true")
+    parser.add_argument("--depths", nargs="+", default=["26m", "104m", "0.4b"], help="presets")
+    parser.add_argument("--how", nargs="+", choices=LAUNCHES, default=list(LAUNCHES))
+    parser.add_argument("--processes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     given = parser.parse_args()
+    if given.engines:
+        engine_launches.run(given)
+        return
     before, found = os.getloadavg(), {}
     for name in ("eager", "compiled"):
         step = step_of(name == "compiled")
         number = launches(step, name == "compiled")
         step()
         spent = []
-        for _ in range(given.rounds):
+        for _ in range(given.rounds or ROUNDS):
             started = time.perf_counter()
             step()
             spent.append((time.perf_counter() - started) * 1e6)
