@@ -52,14 +52,14 @@ DIM, VOCABULARY, TOKENS = 16, 128, 3
 SHAPE: dict[str, Any] = {"dim": DIM, "n_heads": 2, "n_kv_heads": 1, "vocab_size": VOCABULARY}
 WARM, TURN, ROUNDS = 4, 5, 8  # steps before the first round; of a turn
 BASE, MUON = "no DeepSpeed", "--optimizer muon"
-BEFORE, AFTER = "--zero_update deepspeed", "--zero_update auto"
+UPDATES = ("deepspeed", "auto")  # before and after
 # Stage and flags.
 ENGINES: dict[str, tuple[int | None, str]] = {
     BASE: (None, ""),
-    **{f"stage {n}{way[1:]}": (n, way) for n in (0, 1, 2) for way in (BEFORE, AFTER)},
+    **{f"stage {n}, {way}": (n, f"--zero_update {way}") for n in (0, 1, 2) for way in UPDATES},
     "stage 3": (3, ""),
     "Muon, no DeepSpeed": (None, MUON),
-    **{f"Muon, stage 2{way[1:]}": (2, f"{MUON} {way}") for way in (BEFORE, AFTER)},
+    **{f"Muon, stage 2, {way}": (2, f"{MUON} --zero_update {way}") for way in UPDATES},
 }
 NAMES = ("model", "optimizer", "DeepSpeed", "ours")
 GRAPH = "graph"  # a compiled one
@@ -190,7 +190,7 @@ def shown(title: str, table: Mapping[str, Any]) -> str:
             f"  {name:28}{columns}{whole:10,}{whole / base:6.2f}{reads:7}"
             f"{row['least_ms']:10.2f}{row['median_ms']:8.2f}{row['time']:6.2f}"
         )
-    updates = [f"  {name}: {row['update']}" for name, row in table.items() if row["update"]]
+    updates = [f"  {name}: {row['update']}" for name, row in table.items() if "auto" in name]
     return "\n".join([*lines, *updates])
 
 
