@@ -1,16 +1,19 @@
-"""What the host does in a step of each engine: `python -m benchmarks.launches --engines`.
+"""The host's work in a step of each engine: `python -m benchmarks.launches --engines`.
 
-The engines have a preset's depth and matrices of DIM, so that only the host's work shows. Those of
-one depth, eager or compiled, are built in one process (or one for each rank) and take turns. Times
-are of rank 0's main thread on the processor.
+A preset's depth with matrices of DIM, so that only the host's work shows. The engines of one depth,
+eager or compiled, are built in one process, or one per rank, and take turns. Times are those of
+rank 0's main thread on the processor, in ms. "x" is relative to no DeepSpeed: operators, least
+time, and the median over rounds of two turns of the same round. The ways of `--zero_update` are
+before ("deepspeed") and after ("auto").
 
-An operator counts where the kernel of a GPU would be launched: once for a multi-tensor or fused
-one, not for views and allocations. It belongs to the innermost frame of ORIGINS. "model" is forward
-and backward pass without hooks, and DDP's buckets; "ours" has the norm and the fp32 copies without
-DeepSpeed. Of compiled graphs the mode sees only some calls, which are left out: their kernels are
-the estimate of `minimind/architecture/costs.py`, the rest is counted.
+An operator counts once where a GPU would launch kernels, a multi-tensor or fused one too; views and
+allocations do not. It belongs to the innermost frame that is in ORIGINS. "model" is the forward and
+backward pass without hooks; "DeepSpeed" includes DDP's buckets; "ours" is minimind/engine, with the
+norm and the fp32 copies of a run without DeepSpeed. torch runs a compiled model eagerly while
+operators are counted, so the model's kernels are then the estimate of
+`minimind/architecture/costs.py`; the others are counted. Stage 3 is not compiled, which it refuses.
 
-A read is what a GPU would be waited for: of a number, a tensor, or the size of a result
+A read is what the host of a GPU would wait for: a number, a tensor, or the size of a result
 (`tests/distributed/host_reads.py`).
 """
 
@@ -62,7 +65,6 @@ ENGINES: dict[str, tuple[int | None, str]] = {
     **{f"Muon, stage 2, {way}": (2, f"{MUON} --zero_update {way}") for way in UPDATES},
 }
 NAMES = ("model", "optimizer", "DeepSpeed", "ours")
-GRAPH = "graph"  # a compiled one
 ORIGINS = {  # part of a path -> who issues operators there; the first that matches
     "/deepspeed/runtime/zero/linear.py": "model",  # stage 3's product, in place of torch's
     "/deepspeed/": "DeepSpeed",
@@ -71,7 +73,6 @@ ORIGINS = {  # part of a path -> who issues operators there; the first that matc
     "/minimind/engine/": "ours",
     "/minimind/model/": "model",
     "/torch/autograd/graph.py": "model",  # the backward pass; a hook's own frame is further in
-    "/torch/_inductor/": GRAPH,
 }
 FREE = ("empty", "new_empty", "detach", "alias", "lift", "set_", "resize_", "_unsafe_view", "prim:")
 DDP = ("mul.out", "c10d::")  # what its C++ issues in the backward pass
@@ -96,7 +97,7 @@ class Operators(TorchDispatchMode):
         if not (func.is_view or name.startswith((*FREE, "profiler::", READ))):
             frames = traceback.walk_stack(sys._getframe(1))
             origins = (origin_of(frame.f_code.co_filename) for frame, _ in frames)
-            origin = next(filter(None, origins), "other")
+            origin = next(filter(None, origins), "nobody")
             is_ddp = origin == "model" and name.startswith(DDP)
             self.found["DeepSpeed" if is_ddp else origin, name] += 1
         return func(*args, **(kwargs or {}))
@@ -177,18 +178,23 @@ def measure(rank: int, size: int, port: int, layers: int, how: str, rounds: int,
         Path(out).write_text(json.dumps(found))
 
 
+def operators_of(row: Mapping[str, Any]) -> int:
+    """Return the operators of a step, of every origin."""
+    return sum(row["operators"].values())
+
+
 def shown(title: str, table: Mapping[str, Any]) -> str:
     """Return the table of one depth as text."""
-    heads = "".join(f"{name:>{len(name) + 2}}" for name in (*NAMES, "     all"))
-    lines = [f"{title:30}{heads}{'x':>6}{'reads':>7}{'least ms':>10}{'median':>8}{'x':>6}"]
-    base = sum(table[BASE]["operators"].values())
+    heads = "".join(f"{name:>{len(name) + 2}}" for name in (*NAMES, "  all"))
+    lines = [f"{title:27}{heads}{'x':>6}{'reads':>6}{'ms least':>9}{'x':>6}{'median':>8}{'x':>6}"]
+    base = table[BASE]
     for name, row in table.items():
-        issued, reads = row["operators"], sum(row["reads"].values())
-        columns = "".join(f"{issued[origin]:{len(origin) + 2},}" for origin in NAMES)
-        whole = sum(issued.values())
+        columns = "".join(f"{row['operators'][origin]:{len(origin) + 2},}" for origin in NAMES)
+        whole, least = operators_of(row), row["least_ms"]
         lines.append(
-            f"  {name:28}{columns}{whole:10,}{whole / base:6.2f}{reads:7}"
-            f"{row['least_ms']:10.2f}{row['median_ms']:8.2f}{row['time']:6.2f}"
+            f"  {name:25}{columns}{whole:7,}{whole / operators_of(base):6.2f}"
+            f"{sum(row['reads'].values()):6}{least:9.2f}{least / base['least_ms']:6.2f}"
+            f"{row['median_ms']:8.2f}{row['time']:6.2f}"
         )
     updates = [f"  {name}: {row['update']}" for name, row in table.items() if "auto" in name]
     return "\n".join([*lines, *updates])
@@ -202,8 +208,7 @@ def above_base(less: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, di
 
     def above(table: Mapping[str, Any], name: str) -> tuple[float, float]:
         row, base = table[name], table[BASE]
-        operators = sum(row["operators"].values()) - sum(base["operators"].values())
-        return operators, (row["least_ms"] - base["least_ms"]) * 1e3
+        return operators_of(row) - operators_of(base), (row["least_ms"] - base["least_ms"]) * 1e3
 
     parameters = more[BASE]["parameters"] - less[BASE]["parameters"]
     found = {}
@@ -219,7 +224,7 @@ def run(given: argparse.Namespace) -> None:
     before = os.getloadavg()
     found: dict[str, Any] = {}
     for size, how in product(given.processes, given.how):
-        group = f"{how}, {size} process{'es' * (size > 1)}"
+        group = f"{how}, W = {size}"
         tables: dict[str, Any] = {}
         found[group] = {"depths": tables}
         for preset in given.depths:
@@ -234,7 +239,7 @@ def run(given: argparse.Namespace) -> None:
         if len(tables) > 1:
             (less, one), (more, other) = list(tables.items())[-2:]
             found[group]["above"] = above = above_base(one, other)
-            print(f"above {BASE} for each parameter, {less} to {more}, {group}")
+            print(f"above {BASE}, for each parameter from {less} to {more}, {group}")
             for name, row in above.items():
-                print(f"  {name:28}{row['operators']:8.2f} operators{row['us']:9.1f} us")
+                print(f"  {name:25}{row['operators']:7.2f} operators{row['us']:7.1f} us")
             record(given.out, "launches", before, found=found)
