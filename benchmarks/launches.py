@@ -1,9 +1,12 @@
 """Time of the host per operator: a step of the 26m preset's depth with tensors of a few elements.
 
     OMP_NUM_THREADS=1 python -m benchmarks.launches [--rounds 50] [--out FILE.json]
+        [--engines [--depths 26m 104m 0.4b] [--how eager compiled] [--processes 1 2]]
 
 Forward and backward pass in fp32, eager and compiled. On a GPU the host spends this time, and that
 of a CUDA launch, on every kernel (`minimind/architecture/costs.py`).
+
+--engines: what the host does in a step of each engine instead (`benchmarks/engine_launches.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import engine_launches
 from benchmarks.record import arguments, record
@@ -24,20 +26,6 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 
 LAYERS, ROUNDS = 8, 50
-FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view", "prim::")
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators that compute; views and allocations launch nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_free = func.is_view or func.name().startswith(FREE)
-        self.number += not is_free
-        return func(*args, **(kwargs or {}))
 
 
 def step_of(compiles: bool) -> Callable[[], None]:
@@ -61,9 +49,9 @@ def launches(step: Callable[[], None], compiles: bool) -> int:
     if compiles:
         block, rest = LAUNCHES["compiled"]
         return LAYERS * block + rest
-    with Operators() as found:
+    with engine_launches.Operators() as found:
         step()
-    return found.number
+    return found.found.total()
 
 
 def main() -> None:
