@@ -1,9 +1,12 @@
 """Time of the host per operator: a step of the 26m preset's depth with tensors of a few elements.
 
     OMP_NUM_THREADS=1 python -m benchmarks.launches [--rounds 50] [--out FILE.json]
+        [--engines [--depths 26m 104m 0.4b] [--how eager compiled] [--processes 1 2]]
 
 Forward and backward pass in fp32, eager and compiled. On a GPU the host spends this time, and that
 of a CUDA launch, on every kernel (`minimind/architecture/costs.py`).
+
+--engines: what the host does in a step of each engine instead (`benchmarks/engine_launches.py`).
 """
 
 from __future__ import annotations
@@ -15,28 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import engine_launches
 from benchmarks.record import arguments, record
 from minimind.architecture.costs import LAUNCHES
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 
-LAYERS = 8
-FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view", "prim::")
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators that compute; views and allocations launch nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_free = func.is_view or func.name().startswith(FREE)
-        self.number += not is_free
-        return func(*args, **(kwargs or {}))
+LAYERS, ROUNDS = 8, 50
 
 
 def step_of(compiles: bool) -> Callable[[], None]:
@@ -60,23 +49,30 @@ def launches(step: Callable[[], None], compiles: bool) -> int:
     if compiles:
         block, rest = LAUNCHES["compiled"]
         return LAYERS * block + rest
-    with Operators() as found:
+    with engine_launches.Operators() as found:
         step()
-    return found.number
+    return found.found.total()
 
 
 def main() -> None:
     """Run it, print microseconds per launch, write the JSON."""
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--engines", action="store_true")
+    parser.add_argument("--depths", nargs="+", default=["26m", "104m", "0.4b"], help="presets")
+    parser.add_argument("--how", nargs="+", choices=LAUNCHES, default=list(LAUNCHES))
+    parser.add_argument("--processes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     given = parser.parse_args()
+    if given.engines:
+        engine_launches.run(given)
+        return
     before, found = os.getloadavg(), {}
     for name in ("eager", "compiled"):
         step = step_of(name == "compiled")
         number = launches(step, name == "compiled")
         step()
         spent = []
-        for _ in range(given.rounds):
+        for _ in range(given.rounds or ROUNDS):
             started = time.perf_counter()
             step()
             spent.append((time.perf_counter() - started) * 1e6)

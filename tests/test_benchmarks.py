@@ -22,6 +22,7 @@ import torch
 
 from benchmarks import (
     contenders,
+    engine_launches,
     gpu,
     mup_transfer,
     overhead,
@@ -173,6 +174,48 @@ def test_a_race_that_was_not_stopped_has_its_figures(tmp_path, monkeypatch):
     assert report["found"]["hooks_share"] == pytest.approx(0.1)
     assert not {"bare_ms", "profile_ms", "loop_over_engine_ms"} & {*report["found"]}
     assert report["microseconds_of_pairs"]["neither"][1] == [2_000_000]
+
+
+def test_an_operator_belongs_to_who_issued_it():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    sgd = torch.optim.SGD([weight], 0.1, foreach=True)
+    weight.register_post_accumulate_grad_hook(lambda _: sgd.step())  # within the backward pass
+    loss = (weight * weight).T.sum()
+    with engine_launches.Operators() as seen:
+        loss.backward()
+        loss.item()
+    found = {name.partition(".")[0]: origin for origin, name in seen.found}
+    assert found["mul"] == "model"
+    assert found["_foreach_add_"] == "optimizer"
+    assert "_local_scalar_dense" not in found
+
+
+@pytest.mark.parametrize(
+    ("place", "origin"),
+    [
+        ("site-packages/deepspeed/runtime/zero/stage3.py", "DeepSpeed"),
+        ("site-packages/deepspeed/runtime/zero/linear.py", "model"),
+        ("checkout/minimind/engine/flat_partitions.py", "ours"),
+        ("checkout/minimind/engine/optimizers.py", "optimizer"),
+        ("checkout/minimind/model/layers.py", "model"),
+        ("site-packages/torch/optim/adamw.py", "optimizer"),
+        ("site-packages/torch/nn/modules/linear.py", None),
+        ("checkout/minimind/train/loop.py", None),
+    ],
+)
+def test_the_origin_is_that_of_the_file(place: str, origin: str | None):
+    assert engine_launches.origin_of(f"/some/{place}") == origin
+
+
+def test_a_slope_is_what_further_parameters_add_above_the_base():
+    def table(parameters: int, least: float, operators: int) -> dict[str, Any]:
+        base = {"operators": {"model": 7 * parameters}, "least_ms": 0.5 * parameters}
+        ours = {"operators": {"model": 7 * parameters, "ours": operators}, "least_ms": least}
+        return {engine_launches.BASE: base | {"parameters": parameters}, "stage 2": ours}
+
+    found = engine_launches.above_base(table(100, 60.0, 300), table(300, 170.0, 1300))
+    assert found["stage 2"] == {"operators": 5.0, "us": pytest.approx(50.0)}
+    assert found[engine_launches.BASE] == {"operators": 0.0, "us": 0.0}
 
 
 def test_the_interval_holds_the_median_as_often_as_promised():

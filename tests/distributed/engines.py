@@ -106,7 +106,7 @@ def build(case: Case, seed: int, on: str = "cpu") -> Engine:
         device = "cuda" if case.dtype == "float16" else on
         resolved = resolve(written, "case.json", run, world_size, device)
     torch.manual_seed(seed)
-    config = MiniMindConfig(**TINY, **case.shape, max_seq_len=LENGTH)
+    config = MiniMindConfig(**(TINY | case.shape), max_seq_len=LENGTH)
     return build_engine(resolved, case.model(config), on)
 
 

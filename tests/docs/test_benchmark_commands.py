@@ -78,6 +78,11 @@ SMALLEST = [
     Small("fake_ranks", "--ranks 8", ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")),
     Small("huge_pages", "TEXT.jsonl --steps 2 --rounds 1", ("ratio", "losses equal")),
     Small("launches", "--rounds 2", ("eager", "compiled", "us each")),
+    Small(
+        "launches",
+        "--engines --depths tiny 26m --how eager --processes 1 --rounds 1",
+        ("DeepSpeed", "ours", "reads", "ms least", "stage 2, auto", "for each parameter"),
+    ),
     Small("loader", "--tokens 1000000 --rounds 2", ("8 rows, mixed", "ms per 4,096 tokens")),
     Small(
         "loss", "--vocab_sizes 600 --rows 2 --rounds 1", ("seconds", "peak_mib", "full", "chunked")
