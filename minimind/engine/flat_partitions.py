@@ -58,6 +58,7 @@ def reason_against(optimizer: Any, ranks: int) -> str:
         "data_types.grad_accum_dtype": z.use_separate_grad_accum,
         "parameter_alignment": any(map(any, z.round_robin_bit16_padding)),
         "communication_data_type": set(z.ipg_buckets) != {z.dtype},  # or torch_autocast
+        "gradient_predivide_factor": z.gradient_predivide_factor != 1.0 and not z.reduce_scatter,
         "Muon of DeepSpeed": any(map(z._is_muon_group, filter(None, z.params_in_partition))),
     }
     among_ranks = {

@@ -83,7 +83,7 @@ class Pair:
     is_crossed: bool = False  # each goes on from the other's checkpoint too
     spoilt: str = "model.layers.1.self_attn.o_proj.weight"  # whose gradient is NaN in a step
     but: str = ""  # why flat partitions do not cover it
-    among_ranks: bool = False  # where there are several only
+    among_ranks: str = ""  # why not among several
 
 
 def pair(
@@ -169,19 +169,25 @@ OPTIONS = {
         BF16,
         2,
         {f"{ZERO}contiguous_gradients": False},
-        but="contiguous_gradients = false",
-        among_ranks=True,
+        among_ranks="contiguous_gradients = false",
     ),
     "all-reduce": pair(
-        2, BF16, 2, {f"{ZERO}reduce_scatter": False}, but="reduce_scatter = false", among_ranks=True
+        2, BF16, 2, {f"{ZERO}reduce_scatter": False}, among_ranks="reduce_scatter = false"
     ),
     "reductions to one rank": pair(
         1,
         BF16,
         2,
         {f"{ZERO}use_multi_rank_bucket_allreduce": False},
-        but="use_multi_rank_bucket_allreduce = false",
-        among_ranks=True,
+        among_ranks="use_multi_rank_bucket_allreduce = false",
+    ),
+    "gradients divided before": pair(
+        1,
+        BF16,
+        2,
+        {f"{ZERO}reduce_scatter": False, "gradient_predivide_factor": 3.0},
+        but="gradient_predivide_factor",
+        among_ranks="reduce_scatter = false",
     ),
     "two reasons": pair(
         2,
@@ -202,7 +208,6 @@ TENSOR = {
     "2, fp32, tp2": pair(2, FP32, 2, flags="--tensor_parallel 2", spoilt=WHOLE),
     "2, bf16, tp2": pair(2, BF16, 2, flags="--tensor_parallel 2", spoilt=WHOLE),
     "1, bf16, tp2": pair(1, BF16, 4, flags="--tensor_parallel 2", spoilt=WHOLE),
-    "1, fp16, tp2": pair(1, FP16, 2, SCALED, flags="--tensor_parallel 2", spoilt=WHOLE),
     "2, bf16, tp2, unguarded": pair(
         2, BF16, 2, flags="--tensor_parallel 2", spoilt=WHOLE, is_guarded=False
     ),
