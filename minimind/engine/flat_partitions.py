@@ -254,6 +254,7 @@ class FlatPartitions:
             if self._left_to_check:
                 self._check()
             self._vectors, self._is_added_to = [], False
+            self._parts = [None] * len(self._params)  # views, which would keep the vectors
             for p in self._params:
                 p.grad = None
         z._epilogue_ran_this_backward = True
