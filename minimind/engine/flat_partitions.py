@@ -198,11 +198,12 @@ class FlatPartitions:
         else:
             buffer = grads[0].new_empty(self._elements)
             _copy_each(_unflatten(buffer, grads), grads)
+        del grads
+        for p in params:  # before the reduction, during which the bucket is held alone
+            p.grad = None
         if z.gradient_average:
             buffer.div_(self._ranks / float(z.sequence_parallel_size))
         work = self.comm.all_reduce(buffer, group=z.dp_process_group, async_op=z.overlap_comm)
-        for p in params:
-            p.grad = None
         pieces = buffer.split_with_sizes([self._sizes[index] for index in bucket])
         self._reduced.append((work, bucket, pieces))
         self._taken += bucket
