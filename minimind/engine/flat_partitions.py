@@ -58,6 +58,7 @@ def reason_against(optimizer: Any, ranks: int) -> str:
         "data_types.grad_accum_dtype": z.use_separate_grad_accum,
         "parameter_alignment": any(map(any, z.round_robin_bit16_padding)),
         "communication_data_type": set(z.ipg_buckets) != {z.dtype},  # or torch_autocast
+        "gradient_predivide_factor": z.gradient_predivide_factor != 1.0 and not z.reduce_scatter,
         "Muon of DeepSpeed": any(map(z._is_muon_group, filter(None, z.params_in_partition))),
     }
     among_ranks = {
@@ -197,11 +198,12 @@ class FlatPartitions:
         else:
             buffer = grads[0].new_empty(self._elements)
             _copy_each(_unflatten(buffer, grads), grads)
+        del grads
+        for p in params:  # before the reduction, during which the bucket is held alone
+            p.grad = None
         if z.gradient_average:
             buffer.div_(self._ranks / float(z.sequence_parallel_size))
         work = self.comm.all_reduce(buffer, group=z.dp_process_group, async_op=z.overlap_comm)
-        for p in params:
-            p.grad = None
         pieces = buffer.split_with_sizes([self._sizes[index] for index in bucket])
         self._reduced.append((work, bucket, pieces))
         self._taken += bucket
@@ -253,6 +255,7 @@ class FlatPartitions:
             if self._left_to_check:
                 self._check()
             self._vectors, self._is_added_to = [], False
+            self._parts = [None] * len(self._params)  # views, which would keep the vectors
             for p in self._params:
                 p.grad = None
         z._epilogue_ran_this_backward = True

@@ -1,6 +1,8 @@
 """Every pair of stages, of world sizes and of groups: saved by one, it goes on under the other.
 
-    python -m tests.distributed.elastic [--optimizer NAME]   (`make elastic`; 7 minutes)
+    python -m tests.distributed.elastic [--optimizer NAME] [--zero_update deepspeed]
+
+`make elastic`: 7 minutes.
 
 Each source takes 7 steps, saves, and takes 20 more, which are its unbroken curve. Each target loads
 that checkpoint and takes the same 20. Printed is the largest difference of a loss between the two:
@@ -19,6 +21,7 @@ DEVICE`.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -91,9 +94,15 @@ class Worker:
     """One rank of one launch: builds its engines one after another."""
 
     def __init__(
-        self, root: Path, world_size: int, tensor: int, device: str = "", optimizer: str = "adamw"
+        self,
+        root: Path,
+        world_size: int,
+        tensor: int,
+        device: str = "",
+        optimizer: str = "adamw",
+        update: str = "auto",
     ) -> None:
-        self.root, self.optimizer = root, optimizer
+        self.root, self.optimizer, self.update = root, optimizer, update
         self.world_size, self.tensor = world_size, tensor
         self.device = device or "cpu"
         self.pairs, self.chain = (ON_DEVICE, []) if device else (pairs_of(optimizer), CHAIN)
@@ -146,7 +155,8 @@ class Worker:
         from tests.distributed.engines import MUON, Case, build
 
         # On a GPU some kernels sum in an order of their own each time.
-        flags = "--deterministic" if self.device == "cuda" else ""
+        flags = f"--zero_update {self.update}" if layout.stage is not None else ""
+        flags += " --deterministic" if self.device == "cuda" else ""
         flags += f" --tensor_parallel {layout.tensor} --sequence_parallel {layout.sequence}"
         edits = {}
         if self.optimizer == "muon":
@@ -172,12 +182,17 @@ class Worker:
 
 
 def work(
-    root: Path, phase: str, device: str = "", optimizer: str = "adamw", tensor: str = "1"
+    root: Path,
+    phase: str,
+    device: str = "",
+    optimizer: str = "adamw",
+    tensor: str = "1",
+    update: str = "auto",
 ) -> None:
     """What each rank of a launch runs."""
     import torch.distributed as dist
 
-    worker = Worker(root, int(os.environ["WORLD_SIZE"]), int(tensor), device, optimizer)
+    worker = Worker(root, int(os.environ["WORLD_SIZE"]), int(tensor), device, optimizer, update)
     getattr(worker, phase)()
     if dist.get_rank() == 0:
         path = root / f"{phase}-{worker.world_size}-{tensor}.json"
@@ -186,13 +201,15 @@ def work(
     os._exit(0)  # several engines share one process group: none of them may take it down
 
 
-def launch(root: Path, phase: str, world_size: int, tensor: int, optimizer: str) -> dict[str, Any]:
+def launch(
+    root: Path, phase: str, world_size: int, tensor: int, optimizer: str, update: str
+) -> dict[str, Any]:
     """The curves that one launch has found."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [f"--nproc_per_node={world_size}", "-m", "tests.distributed.elastic"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
-        [*torchrun, str(root), phase, "", optimizer, str(tensor)],
+        [*torchrun, str(root), phase, "", optimizer, str(tensor), update],
         env=environ,
         cwd=ROOT,
         capture_output=True,
@@ -220,7 +237,7 @@ def shown(curve: list[Any], unbroken: list[Any], limit: float, is_same: bool) ->
     return f"{largest:.1e}{'' if is_within else ' TOO MUCH'}", is_within
 
 
-def main(optimizer: str) -> int:
+def main(optimizer: str, update: str) -> int:
     """Print one line per pair and one for the chain; 1 if a limit is broken."""
     curves: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -229,7 +246,7 @@ def main(optimizer: str) -> int:
                 continue
             ranks = f"{world_size} ranks{groups(tensor, 1)}"
             print(f"{phase} on {ranks} ...", file=sys.stderr, flush=True)
-            curves |= launch(Path(name), phase, world_size, tensor, optimizer)
+            curves |= launch(Path(name), phase, world_size, tensor, optimizer, update)
     print(f"{'saved by':<16}{'goes on as':<16}{'fp32':>20}{'bf16':>20}")
     pairs = [(name_of(a), name_of(b)) for a, b in pairs_of(optimizer)]
     lines = [(a, b, f"{a} -> {b}") for a, b in pairs]
@@ -254,6 +271,10 @@ def main(optimizer: str) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1] != "--optimizer":
+    if sys.argv[1:] and not sys.argv[1].startswith("--"):
         work(Path(sys.argv[1]), *sys.argv[2:])
-    sys.exit(main((sys.argv[2:] or ["adamw"])[0]))
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--zero_update", default="auto")
+    named = parser.parse_args()
+    sys.exit(main(named.optimizer, named.zero_update))

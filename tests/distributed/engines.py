@@ -7,6 +7,7 @@ process. Those at stage 3 come last: it replaces torch's linear function for goo
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,7 +122,9 @@ def text() -> torch.Tensor:
     return torch.stack(tokens, dim=1)
 
 
-def course(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
+def course(
+    engine: Engine, first: int, last: int, norm_limit: float = math.inf
+) -> list[dict[str, Any]]:
     """What every step from `first` up to `last` was: rows of all ranks, loss, norm, counters."""
     table, clock, steps = text(), PhaseClock(engine.device), []
     for step in range(first, last):
@@ -130,7 +133,7 @@ def course(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
         micro_batches = batch.split(len(batch) // engine.resolved.run.accumulation_steps)
         engine.seed(step)
         clock.begin()
-        result = engine.step(micro_batches, 2e-3 * (1 - step / 100), clock)
+        result = engine.step(micro_batches, 2e-3 * (1 - step / 100), clock, norm_limit)
         loss, tokens = engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
         scaler = engine.backend.counters()["loss_scaler"]
         shares = engine.gather(rows.tolist())

@@ -1,12 +1,13 @@
 """Every ZeRO stage x dtype x accumulation x world size against one run each in fp32 and bf16.
 
-    python -m tests.distributed.matrix     (`make matrix`; 128 runs, 14 minutes on 2 cores)
+    python -m tests.distributed.matrix [FLAG ...]  (`make matrix`; 128 runs, 14 minutes on 2 cores)
 
 Each run takes 20 steps over the same 8 rows a step, however they are shared out, so that the loss
 curves have to agree: in fp32 within 2e-6 relative, in bf16 within 2e-3 absolute. The learning rate
 of every step has to be equal. Also without DeepSpeed, as ddp and single; with ranks that share
 weight matrices (`tp2`) or the positions of rows (`sp2`, `sp4`), beside data-parallel ranks too; and
-the loss in two chunks per micro-batch against the whole. Exit 1 when one of them does not.
+the loss in two chunks per micro-batch against the whole. Exit 1 when one of them does not. Every
+run has the flags of the command line too: `--zero_update deepspeed`.
 
 Ranks are forked from a process that has imported everything. `python -m tests.gpu` starts some of
 the runs by torchrun, on a GPU where there is one.
@@ -112,11 +113,15 @@ def cases(dtype: str) -> Iterator[tuple[int | None, int, ParallelLayout]]:
     yield from product(STAGES, (1, 4), SEQUENCE)
 
 
-def main() -> int:
-    """Print one line per run; 1 if any disagrees."""
+def main(flags: list[str]) -> int:
+    """Print one line per run, each with `flags`; 1 if any disagrees."""
     failed = 0
     nursery = Nursery()
-    start = forked(nursery)
+    on_cpus = forked(nursery)
+
+    def start(own: list[str], world: int, out: Path) -> tuple[int, str]:
+        return on_cpus([*own, *flags], world, out)
+
     print(f"{'backend':<12}{'dtype':<10}{'accumulation':>12}{'ranks':>8}{'difference':>13}  rates")
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -155,4 +160,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
