@@ -313,6 +313,7 @@ class FlatPartitions:
         self._left_to_check -= 1
         differ = torch.tensor(int(differs), device=z.device)
         self.comm.all_reduce(differ, op=self.comm.ReduceOp.MAX, group=z.dp_process_group)
+        z._model_parallel_all_reduce(tensor=differ, op=self.comm.ReduceOp.MAX)
         if differ.item():
             self._left_to_check = 0
             self.remove("flat partitions differed from the gradients, which were taken instead")

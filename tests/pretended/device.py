@@ -126,6 +126,9 @@ class Device(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and is_here:
             self.reads[origin()] += 1
             return func(self._values_of(args[0]))
+        if func is aten.allclose.default and is_here:
+            self.reads[origin()] += 1
+            return func(*(self._values_of(tensor) for tensor in args[:2]), **kwargs)
         if func is aten._to_copy.default and is_here and target == torch.device("cpu"):
             if not kwargs.get("non_blocking"):  # else torch pins the copy
                 self.reads[origin()] += 1
