@@ -1,4 +1,4 @@
-"""Flat partitions on a device that is late on purpose: reductions and gradients of other streams.
+"""Flat partitions without DeepSpeed: waits on a device that is late on purpose, and the check.
 
 Each wait is right, and the result is wrong without it.
 """
@@ -66,18 +66,22 @@ def get_norm_dtype() -> torch.dtype:
 class Zero(SimpleNamespace):
     """What flat partitions ask of DeepSpeed's wrapper."""
 
-    def __init__(self, stage: int, overlaps: bool, bucket: int) -> None:
-        params = [nn.Parameter(torch.zeros(size).to(DEVICE)) for size in SIZES]
+    def __init__(
+        self, stage: int, overlaps: bool, bucket: int, device: torch.device = DEVICE
+    ) -> None:
+        params = [nn.Parameter(torch.zeros(size).to(device)) for size in SIZES]
         super().__init__(
             **{"dp_process_group": None, "bit16_groups": [params], "partition_size": [PARTITION]},
             **{"params_in_partition": [params[:2]], "round_robin_bit16_groups": [params]},
             **{"round_robin_bit16_offsets": [[0, 6, 10]], "partition_gradients": stage == 2},
             **{"overlap_comm": overlaps, "reduce_bucket_size": bucket, "_grad_acc_hooks": []},
             **{"gradient_average": True, "sequence_parallel_size": 1, "dtype": torch.float32},
-            **{"device": DEVICE, "averaged_gradients": {}, "model_parallel_world_size": 1},
+            **{"device": device, "averaged_gradients": {}, "model_parallel_world_size": 1},
             **{"single_partition_of_fp32_groups": [torch.zeros(0)], "compute_grad_norm": True},
             is_gradient_accumulation_boundary=lambda: True,
             _backward_hook_state=SimpleNamespace(reset_for_new_step=None),
+            _model_parallel_all_reduce=lambda tensor, op: None,
+            create_gradient_handling_hooks=lambda: None,
         )
 
 
@@ -151,3 +155,59 @@ def test_memory_of_a_gradient_of_another_stream_is_kept(
     monkeypatch.setattr(LateTensor, "record_stream", lambda tensor, stream: None)  # planted
     side = Stream()
     assert partition(Zero(2, True, 10), {1: side, 0: side}, reuses=True) != EXPECTED
+
+
+class Sums:
+    """Those of the first of `ranks` with the same gradients; a larger sum is in another order."""
+
+    ReduceOp = SimpleNamespace(MAX="max")
+
+    def __init__(self, ranks: int, error: float) -> None:
+        self._ranks, self._error = ranks, error
+
+    def get_world_size(self, group: Any) -> int:
+        return self._ranks
+
+    def get_rank(self, group: Any) -> int:
+        return 0
+
+    def all_reduce(
+        self, tensor: torch.Tensor, group: Any, op: str = "", async_op: bool = False
+    ) -> None:
+        if not op:
+            tensor.mul_(self._ranks)
+            if tensor.numel() > max(SIZES):  # a bucket
+                tensor.mul_(1.0 + self._error)
+
+
+EPS = torch.finfo(torch.float32).eps
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error", "value", "has_fallen_back"),
+    [
+        *((ranks, 0.0, value, False) for ranks in (2, 3, 8) for value in (1.0, 0.0, NAN, INF)),
+        *((ranks, EPS, 1.0, ranks == 2) for ranks in (2, 3, 8)),
+        *((ranks, 100 * EPS, value, True) for ranks in (2, 3, 8) for value in (1.0, NAN, INF)),
+    ],
+)
+def test_sums_in_another_order_pass_among_more_than_two_ranks(
+    ranks: int, error: float, value: float, has_fallen_back: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Also with a gradient that is not finite, which is in the same place."""
+    monkeypatch.setitem(globals(), "dist", Sums(ranks, error))
+    zero = Zero(2, False, 100, torch.device("cpu"))
+    flat = FlatPartitions(zero, checked=1)
+    given = [gradient.clone() for gradient in GRADIENTS]
+    given[1][1] = value
+    for p, gradient in zip(zero.bit16_groups[0], given, strict=True):
+        p.grad = gradient.clone()
+        for hook in p._post_accumulate_grad_hooks.values():
+            hook(p)
+    flat._end_backward()
+    assert bool(flat.fault) == has_fallen_back
+    expected = torch.cat(given)[:PARTITION]
+    found = zero.averaged_gradients[0].flat_partition
+    exact = 0.0 if has_fallen_back else error
+    assert torch.allclose(found, expected, rtol=4 * exact, atol=0.0, equal_nan=True)
