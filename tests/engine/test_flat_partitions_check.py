@@ -41,7 +41,9 @@ def launches(
         out = place / f"{ranks}.json"
         if names:
             words = [str(out), *names]
-            nursery_run = nursery.run("tests.distributed.flat_checks", words, place / "ranks", ranks)
+            nursery_run = nursery.run(
+                "tests.distributed.flat_checks", words, place / "ranks", ranks
+            )
             statuses, _, report = nursery_run
             assert statuses == [0] * ranks, report[-3000:]
             found[ranks] = json.loads(out.read_text())

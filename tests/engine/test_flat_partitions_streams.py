@@ -122,7 +122,14 @@ def partition(zero: Zero, of: dict[int, Stream], reuses: bool = False) -> list[f
     return zero.averaged_gradients[0].flat_partition.tolist()
 
 
-LAYOUTS = [(1, False, 100), (1, True, 5), (2, False, 5), (2, True, 5), (2, True, 10), (2, True, 100)]
+LAYOUTS = [
+    (1, False, 100),
+    (1, True, 5),
+    (2, False, 5),
+    (2, True, 5),
+    (2, True, 10),
+    (2, True, 100),
+]
 
 
 @pytest.mark.parametrize(("stage", "overlaps", "bucket"), LAYOUTS)
