@@ -1,7 +1,7 @@
 """What each ZeRO stage costs, 1 process against 2, and DeepSpeed's settings beside each other.
 
     OMP_NUM_THREADS=1 python -m benchmarks.stages TEXT.jsonl
-        [--race stages|scaling|settings|one_gpu] [--model 26m] [--rows 4] [--rounds 12]
+        [--race stages|scaling|settings|one_gpu|updates] [--model 26m] [--rows 4] [--rounds 12]
         [--minutes M] [--processes 1 2] [--turn STEPS] [--out FILE.json] [FLAG ...]
 
 Every contender is train_pretrain.py, eager, on the CPU, as one process or two that meet over gloo.
@@ -18,6 +18,9 @@ is weak scaling.
 
 settings: ZeRO-2 on two processes by configs/ds_config.json, by the same once more (how far apart
 two equal contenders are measured), and with one setting changed.
+
+updates: one process without DeepSpeed, and at stages 1 and 2 by each value of --zero_update. With
+--optimizer muon all have it.
 
 one_gpu: one process without DeepSpeed, at stages 0 to 2, and by some settings. On a GPU, compiled:
 --race one_gpu --model 104m --rows 16 --turn 10 --device cuda --compile on --max_seq_len 1024
@@ -69,6 +72,7 @@ class Entry:
     processes: int
     rows: int
     zero: Mapping[str, Any] | None  # none: without DeepSpeed
+    flags: tuple[str, ...] = ()
 
     def starter(
         self, name: str, shape: str, folder: Path, flags: Sequence[str] = ()
@@ -78,11 +82,13 @@ class Entry:
         if self.zero is not None:
             document = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
             document["zero_optimization"] |= self.zero
+            if "--optimizer" in flags:  # the block would be in conflict with it
+                del document["optimizer"]
             path = folder / f"{name}.json"
             path.write_text(json.dumps(document))
             config = str(path)
         own = ["--compile", "off", "--deepspeed_config", config, "--out_dir", str(folder / name)]
-        own += ["--log_interval", str(WARM)]
+        own += ["--log_interval", str(WARM), *self.flags]
         place = (name, shape, self.rows, folder)
         return partial(Contender, *place, flags=[*own, *flags], processes=self.processes)
 
@@ -127,7 +133,20 @@ def one_gpu(rows: int, processes: Sequence[int]) -> dict[str, Entry]:
     return {name: Entry(1, rows, settings) for name, settings in zero.items()}
 
 
-RACES = {"stages": stages, "scaling": both_scalings, "settings": settings, "one_gpu": one_gpu}
+def updates(rows: int, processes: Sequence[int]) -> dict[str, Entry]:
+    """One process without DeepSpeed, and at stages 1 and 2 by who updates."""
+    found = {"no DeepSpeed": Entry(1, rows, None)}
+    for stage in ("stage 2", "stage 1"):
+        for update in ("deepspeed", "auto"):
+            flags = ("--zero_update", update)
+            found[f"{stage}, {update}"] = Entry(1, rows, STAGES[stage], flags)
+    return found
+
+
+RACES = {
+    **{"stages": stages, "scaling": both_scalings, "settings": settings},
+    **{"one_gpu": one_gpu, "updates": updates},
+}
 
 
 def phases(folder: Path) -> dict[str, float]:

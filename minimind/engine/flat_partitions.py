@@ -124,7 +124,6 @@ class FlatPartitions:
         self._expected: dict[int, Tensor] = {}  # the same one by one, while updates are compared
         self._bucket: list[int] = []
         self._elements = 0
-        self._streams: set[Any] = set()  # of the bucket's gradients
         self._reduced: list[tuple[Any, list[int], Sequence[Tensor]]] = []
         self._taken: list[int] = []  # in this backward pass
         self._install()
@@ -137,6 +136,7 @@ class FlatPartitions:
         if self._ranks > 1 and (z.partition_gradients or z.overlap_comm):
             take = self._take if z.partition_gradients else self._take_last
             if not self._params[0].is_cpu:
+                self._stream = torch.accelerator.current_stream()  # of the updates
                 take = partial(self._take_on_stream, take)
             for index, p in enumerate(self._params):
                 z._grad_acc_hooks.append(p.register_post_accumulate_grad_hook(partial(take, index)))
@@ -174,9 +174,15 @@ class FlatPartitions:
             self._take(index)
 
     def _take_on_stream(self, take: Any, index: int, p: Any) -> None:
-        """The same on a device with streams: hooks of compiled parts may run on others."""
-        take(index, p)
-        self._streams.add(torch.accelerator.current_stream())
+        """The same on a device with streams: a hook may run on another than the update does."""
+        stream = torch.accelerator.current_stream()
+        if stream == self._stream:
+            take(index, p)
+            return
+        self._stream.wait_stream(stream)
+        p.grad.record_stream(self._stream)  # it is freed here, and was allocated there
+        with self._stream:
+            take(index, p)
 
     def _reduce_bucket(self) -> None:
         """Begin the mean over ranks of the bucket's gradients; the backward pass goes on."""
@@ -185,12 +191,6 @@ class FlatPartitions:
         z, bucket = self.z, self._bucket
         params = [self._params[index] for index in bucket]
         grads = [p.grad for p in params]
-        if len(self._streams) > 1:
-            current = torch.accelerator.current_stream()
-            for stream in self._streams - {current}:
-                current.wait_stream(stream)
-            for grad in grads:
-                grad.record_stream(current)  # it is copied here, and was allocated there
         if self._left_to_check:
             self._expect(bucket, grads)
         if len(bucket) == 1:  # an embedding is larger than the buckets, and is not copied
@@ -207,7 +207,7 @@ class FlatPartitions:
         pieces = buffer.split_with_sizes([self._sizes[index] for index in bucket])
         self._reduced.append((work, bucket, pieces))
         self._taken += bucket
-        self._bucket, self._elements, self._streams = [], 0, set()
+        self._bucket, self._elements = [], 0
         self._keep_parts(leave=1 if z.overlap_comm else 0)
 
     def _keep_parts(self, leave: int) -> None:
@@ -308,7 +308,8 @@ class FlatPartitions:
             for index, part in zip(order, z.averaged_gradients[group], strict=True):
                 one = self._params[index].grad if self._ranks == 1 else self._expected.get(index)
                 expected = torch.zeros_like(part) if one is None else one.view(-1).to(part.dtype)
-                bound = rounding * float(expected.abs().max()) if rounding else 0.0
+                finite = expected.nan_to_num(0.0, 0.0, 0.0)
+                bound = rounding * float(finite.abs().max()) if rounding else 0.0
                 if not torch.allclose(part, expected, rtol=0.0, atol=bound, equal_nan=True):
                     part.copy_(expected)
                     differs = True
@@ -316,6 +317,7 @@ class FlatPartitions:
         self._left_to_check -= 1
         differ = torch.tensor(int(differs), device=z.device)
         self.comm.all_reduce(differ, op=self.comm.ReduceOp.MAX, group=z.dp_process_group)
+        z._model_parallel_all_reduce(tensor=differ, op=self.comm.ReduceOp.MAX)
         if differ.item():
             self._left_to_check = 0
             self.remove("flat partitions differed from the gradients, which were taken instead")

@@ -39,12 +39,13 @@ BASE: dict[str, Any] = {
     **{"max_steps": 6, "log_interval": 1, "eval_interval": 2, "eval_rows": 8, "keep_last": 9},
     **{"save_interval": 2, "save_minutes": 0},
 }
-BATCHES, SAVER, CLOCK, HERE = (
+BATCHES, SAVER, CLOCK, FLAT, HERE = (
     f"tests/{name}.py"
     for name in (
         "data/rows/test_batches",
         "checkpoint/test_saver",
         "engine/test_phase_clock",
+        "engine/test_flat_partitions_streams",
         "engine/test_waits",
     )
 )
@@ -65,6 +66,14 @@ WAITS = {
     "engine/clocks.py PhaseClock.take synchronize": (
         CLOCK,
         "test_phases_that_were_not_waited_for_have_no_time",
+    ),
+    "engine/flat_partitions.py FlatPartitions._take_on_stream wait_stream": (
+        FLAT,
+        "test_a_gradient_of_another_stream_is_waited_for",
+    ),
+    "engine/flat_partitions.py FlatPartitions._take_on_stream record_stream": (
+        FLAT,
+        "test_memory_of_a_gradient_of_another_stream_is_kept",
     ),
     "checkpoint/tensor_files.py Staging.synchronize synchronize": (
         SAVER,

@@ -12,11 +12,13 @@ from tests.gpu.ranks import ranks
 from tests.gpu.resume import elastic, resume
 from tests.gpu.runner import Part
 from tests.gpu.speed import profile, speed
+from tests.gpu.updates import updates
 from tests.gpu.waits import marked, waits
 
 ZERO = "DeepSpeed does not run on it"
 PARTS = {
     "losses": Part(losses, 2),
+    "updates": Part(updates, 2, ZERO),
     "kernels": Part(kernels, 1),
     "tests": Part(marked, 1, is_for_cuda=True),
     "waits": Part(waits, 1, ZERO),

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 
 from minimind.config.run_config import ParallelLayout
+from tests.conftest import SHAPE
 from tests.distributed import matrix
 from tests.distributed.test_peers import ENDLESS, left_over, workers
 from tests.distributed.test_runs import wait_for
@@ -18,6 +19,7 @@ from tests.gpu.trace import overlap, read
 
 TWO = 2
 STAGES = (None, 1, 2, 3)
+FLAT_STAGES = (1, 2)  # updated by flat partitions
 # What the first error line says of rank 1; seconds after which a silent rank counts as lost.
 FAULTS = {
     signal.SIGKILL: ("died: killed by SIGKILL", 120),
@@ -54,6 +56,11 @@ def losses_of_two(site: Site) -> Iterator[Finding]:
         name = "DDP" if stage is None else f"ZeRO-{stage}"
         found = difference(curves[stage, TWO], curves[None, 1])
         yield at_most(f"{TWO} x {name}, float32", found, DISTANCE["float32"])
+    for stage in FLAT_STAGES:  # the sum of two does not depend on the order
+        flags = f"{SHAPE} --zero_update deepspeed"
+        steps = matrix.train(root, stage, *of, ParallelLayout(TWO), site.device, flags)
+        found = difference([step["loss"] for step in steps], curves[stage, TWO])
+        yield at_most(f"{TWO} x ZeRO-{stage}, by DeepSpeed's own update", found, 0.0)
 
 
 def overlapped(site: Site) -> Finding:

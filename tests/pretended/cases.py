@@ -6,9 +6,11 @@ raises for tensors of two devices; faults that are planted show that it finds ea
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ from minimind.config.launcher_env import Launch
 from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
+from minimind.engine.flat_partitions import CHECKED
 from minimind.model import attention
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
@@ -38,6 +41,8 @@ from minimind.model.decoder import MiniMindForCausalLM, MiniMindModel
 from minimind.runtime import hardware
 from minimind.runtime.device import CUDA, Copies
 from tests.conftest import sentences
+from tests.distributed import engines
+from tests.distributed.engines import Case
 from tests.pretended.device import PROPERTIES, Device
 
 train: Any = training  # a package that is called like a function
@@ -71,9 +76,9 @@ def built() -> Iterator[Callable[..., Engine]]:
     leave_process_group()
 
 
-def step(engine: Engine, number: int) -> Any:
+def step(engine: Engine, number: int, length: int = LENGTH) -> Any:
     clock = PhaseClock(engine.device)
-    rows = torch.zeros((ROWS, LENGTH + 1), dtype=torch.int64, device=engine.device)
+    rows = torch.zeros((ROWS, length + 1), dtype=torch.int64, device=engine.device)
     engine.seed(number)
     clock.begin()
     return engine.step([rows] * MICRO_BATCHES, 1e-3, clock)
@@ -122,6 +127,78 @@ def test_a_step_is_on_the_device_and_reads_what_is_documented(
     held += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     assert {tensor.device for tensor in held} == {GPU}
     assert len(optimizer.state) == len([*model.parameters()])
+
+
+@pytest.fixture
+def zero(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Build an engine of DeepSpeed on the device."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    init = dist.init_process_group
+
+    def without_nccl(backend: str, **options: Any) -> None:
+        init("fake", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
+
+    def placed(config: MiniMindConfig) -> Any:
+        """On the device before DeepSpeed, which refers weakly to what could be swapped then."""
+        model: Any = MiniMindForCausalLM(config).to(GPU)
+        model.to = lambda *_: model
+        return model
+
+    monkeypatch.setattr(dist, "init_process_group", without_nccl)
+    yield lambda case: engines.build(replace(case, model=placed), seed=1, on="cuda")
+    leave_process_group()
+
+
+NORM, COPIED = "deepspeed: is_invalid_grad_norm", "deepspeed: mask_nan_or_inf_with_val_inplace"
+SCANNED, COMPARED = "deepspeed: has_overflow", "minimind: _check"
+UNCLIPPED = {"gradient_clipping": 0.0}
+# Reads of a step, and copies that are waited for, by DeepSpeed's own update of two groups.
+ZERO: dict[str, tuple[Case, dict[str, int]]] = {
+    "1, bf16": (Case(1, "bfloat16"), {SCANNED: 1, COPIED: 2, NORM: 3}),
+    "2, bf16": (Case(2, "bfloat16"), {SCANNED: 1, COPIED: 2, NORM: 3}),
+    "1, fp16": (Case(1, "float16"), {SCANNED: 1, COPIED: 2, NORM: 3}),
+    "2, fp16": (Case(2, "float16"), {SCANNED: 1, COPIED: 2, NORM: 3}),
+    "1, fp32": (Case(1, "float32"), {COPIED: 2, NORM: 3}),
+    "2, fp32": (Case(2, "float32"), {COPIED: 2, NORM: 3}),
+    "no clipping": (Case(2, "bfloat16", edits=UNCLIPPED), {SCANNED: 1, COPIED: 2, NORM: 1}),
+    "spike guard": (Case(2, "bfloat16", flags="--spike_guard"), {SCANNED: 1, COPIED: 2, NORM: 3}),
+}
+
+
+SHORT = ("2, bf16", "1, fp32")
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # by DeepSpeed
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")  # no NCCL
+def test_updates_under_zero_read_what_is_documented(
+    device: Device, zero: Any, pytestconfig: pytest.Config
+):
+    """One number by flat partitions; the first updates of a run compare each gradient besides.
+
+    All in one test: the groups of DeepSpeed are those of the process.
+    """
+    found: dict[str, Any] = {}
+    expected: dict[str, Any] = {}
+    for name in ZERO if pytestconfig.getoption("--long") else SHORT:
+        case, by_deepspeed = ZERO[name]
+        for update in ("deepspeed", "auto"):
+            flags = f"{case.flags} --compile off --zero_update {update}"
+            engine = zero(replace(case, flags=flags))
+            gc.collect()  # the engine before waits for the device at its end
+            seen = found[f"{name}, {update}"] = []
+            for number in range(CHECKED + 1):
+                device.forget()
+                step(engine, number, engines.LENGTH)
+                seen.append(dict(device.reads))
+                assert (device.waits, device.on_cpu, device.draws) == (0, {}, {})
+        weights = len([*engine.model.parameters()])
+        # Whether each is equal, and whether one of any rank is not, which is sent and read.
+        compared = {COMPARED: weights + 2, NORM: 1}
+        expected[f"{name}, deepspeed"] = [by_deepspeed] * (CHECKED + 1)
+        expected[f"{name}, auto"] = [*[compared] * CHECKED, {NORM: 1}]
+    assert found == expected
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

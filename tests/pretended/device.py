@@ -50,9 +50,20 @@ ANSWERS: dict[str, Any] = {
     "_lazy_init": None,
     "manual_seed": None,
     "manual_seed_all": None,
+    # Asked by Accelerate and DeepSpeed.
+    "set_device": None,
+    "empty_cache": None,
+    "reset_peak_memory_stats": None,
+    "memory_allocated": 2**30,
+    "is_current_stream_capturing": False,
 }
 for _name, _answer in ANSWERS.items():
     setattr(torch.cuda, _name, lambda *_, answer=_answer, **__: answer)
+for _name in ("range_push", "range_pop"):
+    setattr(torch.cuda.nvtx, _name, lambda *_: None)
+for _name in ("synchronize", "current_stream", "set_stream"):
+    setattr(torch.cuda, _name, getattr(torch.accelerator, _name))
+torch.cuda.Stream, torch.cuda.Event = torch.Stream, torch.Event
 # Parameters that move stay the same objects, as on a GPU: they are tied.
 torch.__future__.set_swap_module_params_on_conversion(True)
 torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a copy
@@ -126,6 +137,9 @@ class Device(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and is_here:
             self.reads[origin()] += 1
             return func(self._values_of(args[0]))
+        if func is aten.allclose.default and is_here:
+            self.reads[origin()] += 1
+            return func(*(self._values_of(tensor) for tensor in args[:2]), **kwargs)
         if func is aten._to_copy.default and is_here and target == torch.device("cpu"):
             if not kwargs.get("non_blocking"):  # else torch pins the copy
                 self.reads[origin()] += 1

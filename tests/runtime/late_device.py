@@ -83,6 +83,19 @@ class Stream:
 
         self.put(wait)
 
+    def wait_stream(self, other: Stream) -> None:
+        """Let what is queued from now on wait for what is queued on the other."""
+        event = Event()
+        event.record(other)
+        self.wait_event(event)
+
+    def __enter__(self) -> None:
+        self._before = LATE.current_stream()
+        LATE.set_stream(self)
+
+    def __exit__(self, *_: Any) -> None:
+        LATE.set_stream(self._before)
+
     def is_done(self) -> bool:
         return self._done == len(self._queue)
 
