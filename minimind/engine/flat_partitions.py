@@ -46,8 +46,9 @@ def reason_against(optimizer: Any, ranks: int) -> str:
     """
     if installed := untested_deepspeed():
         return f"DeepSpeed {installed} is not the tested {TESTED}"
-    if type(optimizer).__name__ != "DeepSpeedZeroOptimizer":
-        return f"its wrapper is {type(optimizer).__name__}"
+    name = type(optimizer).__name__
+    if name != "DeepSpeedZeroOptimizer":
+        return "stage 3" if name.endswith("_Stage3") else f"its wrapper is {name}"
     if missing := [name for name in (*READ, *REPLACED) if not hasattr(optimizer, name)]:
         return f"its wrapper has no {missing[0]}"
     z = optimizer
