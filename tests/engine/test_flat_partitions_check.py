@@ -6,7 +6,6 @@ One launch of tests/distributed/flat_checks.py for each number of ranks trains a
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
