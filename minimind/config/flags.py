@@ -320,6 +320,14 @@ class PlaceFlags:
         "engine",
         choices=("auto", "on", "off"),
     )
+    zero_update: str = flag(
+        "who updates at ZeRO stages 0 to 2: DeepSpeed by its own path (deepspeed), or the same"
+        " numbers with kernels per bucket instead of per parameter where the DeepSpeed JSON allows"
+        " it (auto); the start says which",
+        "auto",
+        "engine",
+        choices=("auto", "deepspeed"),
+    )
     loss: str = flag(
         "compute the logits of a micro-batch at once (full), or of 1,024 positions at a time,"
         " recomputed in the backward pass (chunked): less memory, slower; auto: chunked on GPUs if"

@@ -23,10 +23,15 @@ from minimind.errors import CheckpointError
 TESTED = "0.19.8"  # constraints.txt and pyproject.toml pin the same
 
 
+def untested_deepspeed() -> str:
+    """The version of DeepSpeed that is installed; empty if it is the tested one."""
+    installed = version("deepspeed")
+    return "" if installed.partition("+")[0] == TESTED else installed  # after + stands the build
+
+
 def require_tested_deepspeed() -> None:
     """Raise CheckpointError if another version of DeepSpeed is installed."""
-    installed = version("deepspeed")
-    if installed.partition("+")[0] != TESTED:  # after + stands the build
+    if installed := untested_deepspeed():
         raise CheckpointError(
             f"DeepSpeed {installed} is installed, and checkpoints are tested with {TESTED} only;"
             f" run `pip install deepspeed=={TESTED}`, or train without it (--deepspeed_config none)"

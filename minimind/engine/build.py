@@ -110,8 +110,8 @@ def _deepspeed(
     for group in list(distributed_c10d._world.pg_map):  # ZeRO's groups default to 30 minutes
         distributed_c10d._set_pg_timeout(timeout, group)
     log = _enable_logs(deepspeed, prepared, resolved.config)
-    limits_norm = resolved.run.spike_guard
-    backend = DeepSpeedBackend(prepared, deepspeed.comm.comm.cdb, log, limits_norm)
+    collectives = deepspeed.comm.comm.cdb
+    backend = DeepSpeedBackend(prepared, collectives, log, run.spike_guard, run.zero_update)
     return backend, accelerator.device
 
 

@@ -23,6 +23,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import BATCH
 from minimind.engine.adapters import require_tested_deepspeed, tensor_split, zero_state
 from minimind.engine.clocks import CommunicationClock
+from minimind.engine.flat_partitions import CHECKED, FlatPartitions, reason_against
 from minimind.engine.optimizers import MuonWithAdamW, shards_of
 from minimind.engine.state import ZeroState, gradient_norm, layer_specs, sum_partial_gradients
 
@@ -47,9 +48,10 @@ class NormLimit:
 
     def __call__(self, norm: Any) -> bool:
         """Whether DeepSpeed has to skip the update."""
-        if self._test(norm):
+        value = float(norm)  # the only read of the device
+        if self._test(value):
             return True
-        self.norm = norm if float(norm) > self.limit else None
+        self.norm = norm if value > self.limit else None
         return self.norm is not None
 
     def take(self) -> float | torch.Tensor | None:
@@ -149,8 +151,12 @@ class DeepSpeedBackend:
         collectives: Any = None,
         log: CollectivesLog | None = None,
         limits_norm: bool = False,
+        update: str = "auto",
     ) -> None:
-        """With `limits_norm`, `update` skips gradients whose norm is above its limit."""
+        """With `limits_norm`, `update` skips gradients whose norm is above its limit.
+
+        update: --zero_update.
+        """
         self.engine = engine
         self.collectives = collectives  # DeepSpeed's communication backend
         self._log = log
@@ -174,6 +180,14 @@ class DeepSpeedBackend:
             # the norm they would check neither, and tensor-parallel ranks leave whole weights of
             # all but the first out of the norm.
             self.optimizer.check_grad_overflow = True
+        reason, self._partitions = "--zero_update", None
+        if update == "auto":
+            reason = reason_against(self.optimizer, engine.dp_world_size)
+            if not reason:
+                # Its losses were compared with DeepSpeed's on CPUs only.
+                checked = 0 if engine.device.type == "cpu" else CHECKED
+                self._partitions = FlatPartitions(self.optimizer, checked)
+        self._reason = reason
         base = getattr(self.optimizer, "optimizer", self.optimizer)
         is_bare = isinstance(self.optimizer, torch.optim.Optimizer)
         self._norm_limit = NormLimit(self.optimizer) if limits_norm and not is_bare else None
@@ -182,6 +196,12 @@ class DeepSpeedBackend:
         if self._muon:
             names = self._muon.muon_names
             self._muon.shards = shards_of(engine, collectives, self.state(), names)
+
+    @property
+    def zero_update(self) -> str:
+        """Who updates under ZeRO, as the start says it."""
+        reason = self._partitions.fault if self._partitions else self._reason
+        return f"by DeepSpeed ({reason})" if reason else "by flat partitions"
 
     @property
     def skipped_steps(self) -> int:
