@@ -173,6 +173,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             momenta = [self.state[p]["momentum_buffer"] for p in weights]
             update = torch.stack([p.grad for p in weights if p.grad is not None])
             _nesterov_(update.unbind(), momenta, group["momentum"])
+            update = update.to(iteration_dtype(update.device))
             _change(weights, _orthogonal(update, group).unbind(), group)
 
     def _step_shard(self, flat: Tensor, group: dict[str, Any], shards: Shards) -> None:
@@ -257,17 +258,17 @@ def _cautiously_kept(
 
 
 def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Changes of matrices by their updates, (matrices, rows, columns).
+    """Changes of matrices by their updates, (matrices, rows, columns), in the iteration's dtype.
 
     They are orthogonalized, times the negative learning rate. A matrix alone is iterated as torch
     does it.
     """
     numbers = group["ns_coefficients"], group["ns_steps"], group["eps"]
-    x = update.to(iteration_dtype(update.device))
-    direction = newton_schulz(x[0] if len(x) == 1 else x, *numbers).view(x.shape)
+    is_alone = len(update) == 1
+    direction = newton_schulz(update[0] if is_alone else update, *numbers).view(update.shape)
     # With the strides of the weights the changes are added by one kernel.
     direction = direction.to(torch.float32, memory_format=torch.contiguous_format)
-    return direction.mul_(-_adjust_lr(group["lr"], group["adjust_lr_fn"], x.shape[1:]))
+    return direction.mul_(-_adjust_lr(group["lr"], group["adjust_lr_fn"], update.shape[1:]))
 
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
