@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -293,9 +293,9 @@ def newton_schulz(update: Tensor, rows: Sequence[Row], steps: int, eps: float) -
         while len(each) > 1:
             first, second, *each = each
             x = _two_iterations(x, first, second)
-    add_product = torch.baddbmm if is_batch else torch.addmm
+    product, add_product = _products(x)
     for a, b, c in each:
-        gram = x @ x.mT
+        gram = product(x, x.mT)
         x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
 
@@ -306,15 +306,20 @@ def _two_iterations(x: Tensor, first: Row, second: Row) -> Tensor:
     In fp32 they are as exact as one by one (`benchmarks/newton_schulz.py`). In bf16 they are not,
     and neither are more than two in fp32: the Gram matrix has the squares of the singular values.
     """
-    add_product = torch.baddbmm if x.ndim == 3 else torch.addmm
-    gram = x @ x.mT
+    product, add_product = _products(x)
+    gram = product(x, x.mT)
     a, b, c = first
     factor = add_product(gram, gram, gram, beta=b, alpha=c)
     factor.diagonal(dim1=-2, dim2=-1).add_(a)
-    gram = factor @ gram @ factor
+    gram = product(product(factor, gram), factor)
     a, b, c = second
     polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
-    return add_product(factor, polynomial, factor, beta=a) @ x
+    return product(add_product(factor, polynomial, factor, beta=a), x)
+
+
+def _products(x: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The product, and the sum with one, of matrices or of batches: `@` takes four operators."""
+    return (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
