@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from threading import Barrier, Thread
 from typing import Any
@@ -31,6 +32,8 @@ from minimind.engine.optimizers import (
 from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.state import Fragment
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from tests.distributed.muon_stacks import CASES, STACKS
+from tests.forking import Nursery
 
 SHAPE: dict[str, Any] = {
     **{"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 2},
@@ -469,3 +472,54 @@ def test_a_step_on_flat_shards_is_that_on_whole_matrices(
         buffer = optimizers[rank].state[flat]["momentum_buffer"]
         assert torch.equal(buffer, sharded(momenta, ranks, rank, stage)[0])
     assert clock.take() >= 3 * Collectives.MS  # comm_ms contains the gathers
+
+
+def test_a_resumed_run_iterates_as_before(monkeypatch: pytest.MonkeyPatch):
+    """By the number of the checkpoint; a new run, or one before its first update, by the table."""
+    line, table = "--optimizer muon --dtype float32", "minimind.engine.optimizers.STACKS"
+    assert gradient_step(backend_of("--dtype float32"))
+    assert backend_of("--dtype float32").counters()["muon_stack"] is None
+    monkeypatch.setattr(table, {"cpu": 0})
+    first = backend_of(line)
+    fresh = first.counters()
+    gradient_step(first)
+    monkeypatch.setattr(table, {"cpu": 2**20})
+    for saved, expected in ((first.counters(), 0), (fresh, 2**20)):
+        other = backend_of(line)
+        gradient_step(other)
+        other.restore_counters(saved)
+        assert other.counters()["muon_stack"] == saved["muon_stack"]
+        gradient_step(other)
+        assert other.counters()["muon_stack"] == expected
+    monkeypatch.setattr(table, {})
+    other = backend_of(line)
+    gradient_step(other)
+    assert other.counters()["muon_stack"] == 0
+
+
+@pytest.fixture(scope="module")
+def studied(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("stacks")
+    words = [str(root / "found.json")]
+    run = nursery.run("tests.distributed.muon_stacks", words, root / "rank", processes=1)
+    statuses, _, report = run
+    assert statuses == [0], report[-3000:]
+    return json.loads((root / "found.json").read_text())
+
+
+@pytest.mark.long
+@pytest.mark.launch
+@pytest.mark.parametrize("how", STACKS)
+@pytest.mark.parametrize("name", CASES)
+def test_an_engine_resumes_in_its_stacks_bit_for_bit(studied: dict[str, Any], how: str, name: str):
+    """Also from the checkpoint of a run without DeepSpeed, whose numbers are the same."""
+    found, without = studied[f"{how}, {name}"], studied[f"{how}, none, {CASES[name].dtype}"]
+    after = found["after"]
+    assert found["resumed"] == after
+    assert after["recorded"] == STACKS[how]
+    assert max(after["together"]) == {"one by one": 1, "pairs": 4, "all": 15}[how]
+    assert after["losses"] == without["after"]["losses"]
+    assert after["digest"] == without["after"]["digest"]
+    if CASES[name].stage is not None:
+        assert found["crossed"] == after
+    assert after["losses"][-1] < found["before"]["losses"][0]
