@@ -64,6 +64,7 @@ class Engine(Ranks):
         compiles = resolved.run.compile == "on" and self.world_size > 1
         self._compilation = self.another_group(COMPILE_TIMEOUT) if compiles else None
         self.seeded_step = 0
+        self._known_update = backend.zero_update
         decay = resolved.run.ema
         self.average = None if decay is None else WeightAverage(backend, decay)
 
@@ -75,6 +76,16 @@ class Engine(Ranks):
     def state(self) -> ZeroState:
         """This rank's fp32 weights, their average and moments; see the backend's."""
         return self.average.state() if self.average else self.backend.state()
+
+    @property
+    def zero_update(self) -> str:
+        """Who updates under ZeRO; empty without DeepSpeed."""
+        return self.backend.zero_update
+
+    def take_update_change(self) -> str:
+        """Who updates under ZeRO, if that has changed since the last call; else empty."""
+        before, self._known_update = self._known_update, self.zero_update
+        return self.zero_update if self.zero_update != before else ""
 
     def instrument_collectives(self) -> CommunicationClock:
         """Start timing collectives; return their clock."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors as _unflatten
 
 from minimind.engine.adapters import TESTED, untested_deepspeed
 
@@ -31,9 +33,10 @@ REPLACED = (
     *("get_grad_norm_direct", "unscale_and_clip_grads", "_update_model_bit16_weights"),
 )
 
-_copy_each: Any = torch._foreach_copy_
-_add_each: Any = torch._foreach_add_
-_norm_each: Any = torch._foreach_norm
+_copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] (not listed)
+_add_each: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage] (not listed)
+_norm_each: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage] (not listed)
+_zero_each: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 
 
 def reason_against(optimizer: Any, ranks: int) -> str:
@@ -96,28 +99,33 @@ class FlatPartitions:
         self.fault = ""  # why it was given up
         self._left_to_check = checked
         self._ranks = comm.get_world_size(z.dp_process_group)
-        self._expected: dict[nn.Parameter, Tensor] = {}  # own parts, while updates are compared
-        self._place: dict[nn.Parameter, tuple[int, int, int, int]] = {}
-        self._lengths: list[list[int]] = []  # of the parts of each group, and its padding
+        self._params: list[Any] = [p for group in z.bit16_groups for p in group]
+        self._sizes = [p.numel() for p in self._params]
+        self._own: list[tuple[int, int] | None] = [None] * len(self._params)  # start, length
+        self._order: list[list[int]] = []  # of the parameters in each vector, by index
+        self._lengths: list[list[int]] = []  # of their parts, and the padding
+        index_of = {p: index for index, p in enumerate(self._params)}
         rank = comm.get_rank(z.dp_process_group)
         for group, params in enumerate(z.params_in_partition):
             ordered = z.round_robin_bit16_groups[group]
             offsets = dict(zip(ordered, z.round_robin_bit16_offsets[group], strict=True))
             size, lengths = int(z.partition_size[group]), []
-            for index, p in enumerate(params):
+            for p in params:
                 start = max(0, rank * size - offsets[p])
                 length = min(p.numel(), (rank + 1) * size - offsets[p]) - start
-                self._place[p] = group, index, start, length
+                self._own[index_of[p]] = start, length
                 lengths.append(length)
+            self._order.append([index_of[p] for p in params])
             self._lengths.append([*lengths, size - sum(lengths)])
-        self._parts: list[Sequence[Tensor] | None] = [None] * len(self._lengths)
-        self._flats: list[Tensor | None] = [None] * len(self._lengths)
-        self._is_added_to = False  # the vectors have the gradients of earlier micro-batches
-        self._bucket: list[nn.Parameter] = []
+        self._vectors: list[Tensor] = []  # of sums over micro-batches, while there are any
+        self._parts: list[Any] = [None] * len(self._params)  # views of them
+        self._is_added_to = False  # they have the gradients of earlier micro-batches
+        self._expected: dict[int, Tensor] = {}  # the same one by one, while updates are compared
+        self._bucket: list[int] = []
         self._elements = 0
-        self._seen: set[nn.Parameter] = set()  # in this backward pass
         self._streams: set[Any] = set()  # of the bucket's gradients
-        self._reduced: list[tuple[Any, list[nn.Parameter], list[Tensor]]] = []
+        self._reduced: list[tuple[Any, list[int], Sequence[Tensor]]] = []
+        self._taken: list[int] = []  # in this backward pass
         self._install()
 
     def _install(self) -> None:
@@ -126,9 +134,11 @@ class FlatPartitions:
             hook.remove()
         z._grad_acc_hooks.clear()
         if self._ranks > 1 and (z.partition_gradients or z.overlap_comm):
-            take = self._take if z.bit16_groups[0][0].is_cpu else self._take_on_stream
-            for group in z.bit16_groups:
-                z._grad_acc_hooks += [p.register_post_accumulate_grad_hook(take) for p in group]
+            take = self._take if z.partition_gradients else self._take_last
+            if not self._params[0].is_cpu:
+                take = partial(self._take_on_stream, take)
+            for index, p in enumerate(self._params):
+                z._grad_acc_hooks.append(p.register_post_accumulate_grad_hook(partial(take, index)))
         z.overlapping_partition_gradients_reduce_epilogue = self._end_backward
         z.reduce_gradients = self._end_backward
         z.clear_backward_seen_flag = z._backward_hook_state.reset_for_new_step
@@ -149,20 +159,22 @@ class FlatPartitions:
             vars(self.z).pop(name, None)
         self.z.create_gradient_handling_hooks()
 
-    def _take(self, p: nn.Parameter) -> None:
-        """Hook: the gradient of `p` is complete."""
-        if not (self.z.partition_gradients or self.z.is_gradient_accumulation_boundary()):
-            return
-        assert p not in self._seen, "a gradient is complete twice in a backward pass"
-        self._seen.add(p)
-        if self._elements + p.numel() > self.z.reduce_bucket_size:
+    def _take(self, index: int, _: Any = None) -> None:
+        """Hook: the gradient of a parameter is complete."""
+        size = self._sizes[index]
+        if self._elements + size > self.z.reduce_bucket_size:
             self._reduce_bucket()
-        self._bucket.append(p)
-        self._elements += p.numel()
+        self._bucket.append(index)
+        self._elements += size
 
-    def _take_on_stream(self, p: nn.Parameter) -> None:
+    def _take_last(self, index: int, _: Any) -> None:
+        """The same at stage 1, which reduces after the last micro-batch only."""
+        if self.z.is_gradient_accumulation_boundary():
+            self._take(index)
+
+    def _take_on_stream(self, take: Any, index: int, p: Any) -> None:
         """The same on a device with streams: hooks of compiled parts may run on others."""
-        self._take(p)
+        take(index, p)
         self._streams.add(torch.accelerator.current_stream())
 
     def _reduce_bucket(self) -> None:
@@ -170,135 +182,137 @@ class FlatPartitions:
         if not self._bucket:
             return
         z, bucket = self.z, self._bucket
-        for stream in self._streams:
-            torch.accelerator.current_stream().wait_stream(stream)
-        grads: list[Any] = [p.grad for p in bucket]
-        if len(bucket) == 1:  # an embedding is larger than the buckets, and is not copied
-            buffer = grads[0].view(-1)
-            pieces = [buffer]
-        else:
-            buffer = grads[0].new_empty(self._elements)
-            pieces = list(buffer.split([grad.numel() for grad in grads]))
-            _copy_each(pieces, [grad.view(-1) for grad in grads])
+        params = [self._params[index] for index in bucket]
+        grads = [p.grad for p in params]
+        if len(self._streams) > 1:
+            current = torch.accelerator.current_stream()
+            for stream in self._streams - {current}:
+                current.wait_stream(stream)
+            for grad in grads:
+                grad.record_stream(current)  # it is copied here, and was allocated there
         if self._left_to_check:
             self._expect(bucket, grads)
+        if len(bucket) == 1:  # an embedding is larger than the buckets, and is not copied
+            buffer = grads[0].view(-1)
+        else:
+            buffer = grads[0].new_empty(self._elements)
+            _copy_each(_unflatten(buffer, grads), grads)
         if z.gradient_average:
             buffer.div_(self._ranks / float(z.sequence_parallel_size))
         work = self.comm.all_reduce(buffer, group=z.dp_process_group, async_op=z.overlap_comm)
-        for p in bucket:
+        for p in params:
             p.grad = None
+        pieces = buffer.split_with_sizes([self._sizes[index] for index in bucket])
         self._reduced.append((work, bucket, pieces))
+        self._taken += bucket
         self._bucket, self._elements, self._streams = [], 0, set()
         self._keep_parts(leave=1 if z.overlap_comm else 0)
 
     def _keep_parts(self, leave: int) -> None:
         """Put this rank's parts of reduced buckets into the vectors, but for the last `leave`."""
         while len(self._reduced) > leave:
-            work, params, pieces = self._reduced.pop(0)
+            work, bucket, pieces = self._reduced.pop(0)
             if work is not None:
                 work.wait()
+            if not self._vectors:
+                self._begin_vectors()
             targets, parts = [], []
-            for p, piece in zip(params, pieces, strict=True):
-                if p in self._place:
-                    group, index, start, length = self._place[p]
-                    targets.append(self._parts_of(group)[index])
-                    parts.append(piece if length == len(piece) else piece.narrow(0, start, length))
+            for index, piece in zip(bucket, pieces, strict=True):
+                if own := self._own[index]:
+                    targets.append(self._parts[index])
+                    parts.append(piece if own[1] == self._sizes[index] else piece.narrow(0, *own))
             if targets:
                 (_add_each if self._is_added_to else _copy_each)(targets, parts)
 
-    def _parts_of(self, group: int) -> Sequence[Tensor]:
-        """Parts of a group's vector, by parameter; zero where no gradient comes."""
-        if (parts := self._parts[group]) is None:
-            z, lengths = self.z, self._lengths[group]
-            flat = self._flats[group] = torch.zeros(sum(lengths), dtype=z.dtype, device=z.device)
-            parts = self._parts[group] = flat.split(lengths)
-        return parts
+    def _begin_vectors(self) -> None:
+        """A vector for each group; zero where no gradient comes."""
+        z = self.z
+        for order, lengths in zip(self._order, self._lengths, strict=True):
+            vector = torch.zeros(sum(lengths), dtype=z.dtype, device=z.device)
+            for index, part in zip(order, vector.split(lengths), strict=False):
+                self._parts[index] = part
+            self._vectors.append(vector)
 
     def _end_backward(self, pipeline_parallel: bool = False) -> None:
         """Reduce what is left; after the last micro-batch hand the gradients to DeepSpeed."""
         z = self.z
-        if self._ranks > 1 and not z._grad_acc_hooks:
-            for p in (p for group in z.bit16_groups for p in group if p.grad is not None):
-                self._take(p)
-        self._reduce_bucket()
-        self._keep_parts(leave=0)
-        self._seen.clear()
-        self._is_added_to = True
+        if self._ranks > 1:
+            if not z._grad_acc_hooks:
+                for index, p in enumerate(self._params):
+                    if p.grad is not None:
+                        self._take(index)
+            self._reduce_bucket()
+            self._keep_parts(leave=0)
+            assert len(set(self._taken)) == len(self._taken), "a gradient was complete twice"
+            self._taken.clear()
+            self._is_added_to = True
         if z.is_gradient_accumulation_boundary():
-            is_equal = True
-            for group in range(len(self._lengths)):
-                gradients = self._gathered(group) if self._ranks == 1 else self._summed(group)
-                z.averaged_gradients[group] = gradients
-                if self._left_to_check:
-                    is_equal &= self._is_as_expected(group, gradients)
-            self._is_added_to = False
+            for group in range(len(self._order)):
+                gather = self._of_one_rank if self._ranks == 1 else self._of_ranks
+                z.averaged_gradients[group] = gather(group)
             if self._left_to_check:
-                self._end_check(is_equal)
-            if self._ranks == 1:
-                for p in self._place:
-                    p.grad = None
+                self._check()
+            self._vectors, self._is_added_to = [], False
+            for p in self._params:
+                p.grad = None
         z._epilogue_ran_this_backward = True
 
-    def _gathered(self, group: int) -> Gradients:
+    def _of_one_rank(self, group: int) -> Gradients:
         """Gradients of a single rank, from `.grad`."""
         z, lengths = self.z, self._lengths[group]
-        masters = z.single_partition_of_fp32_groups[group]
-        flat = torch.empty(sum(lengths), dtype=masters.dtype, device=z.device)
-        *parts, padding = flat.split(lengths)
-        grads: list[Any] = [p.grad for p in z.params_in_partition[group]]
+        dtype = z.single_partition_of_fp32_groups[group].dtype
+        vector = torch.empty(sum(lengths), dtype=dtype, device=z.device)
+        *parts, padding = vector.split(lengths)
+        grads = [self._params[index].grad for index in self._order[group]]
         given = [(at, g.view(-1)) for at, g in zip(parts, grads, strict=True) if g is not None]
         missing = [at for at, g in zip(parts, grads, strict=True) if g is None]
-        torch._foreach_zero_([*missing, padding])
+        _zero_each([*missing, padding])
         if given:
             _copy_each(*map(list, zip(*given, strict=True)))
-        return Gradients(flat, parts)
+        return Gradients(vector, parts)
 
-    def _summed(self, group: int) -> Gradients:
+    def _of_ranks(self, group: int) -> Gradients:
         """This rank's part of the mean over ranks."""
-        z = self.z
-        self._parts_of(group)
-        flat: Any = self._flats[group]
-        flat = flat.to(z.single_partition_of_fp32_groups[group].dtype)
-        self._flats[group] = self._parts[group] = None
-        return Gradients(flat, flat.split(self._lengths[group])[:-1])
+        if not self._vectors:  # no parameter had a gradient
+            self._begin_vectors()
+        dtype = self.z.single_partition_of_fp32_groups[group].dtype
+        vector = self._vectors[group].to(dtype)
+        return Gradients(vector, vector.split(self._lengths[group])[:-1])
 
-    def _expect(self, params: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
+    def _expect(self, bucket: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Add to what is expected: each gradient by an all-reduce of its own (collective)."""
         z = self.z
-        for p, grad in zip(params, grads, strict=True):
-            own = grad.detach().clone().view(-1)
+        for index, grad in zip(bucket, grads, strict=True):
+            whole = grad.detach().clone().view(-1)
             if z.gradient_average:
-                own.div_(self._ranks / float(z.sequence_parallel_size))
-            self.comm.all_reduce(own, group=z.dp_process_group)
-            if p in self._place:
-                _, _, start, length = self._place[p]
-                part = own.narrow(0, start, length).clone()
-                self._expected[p] = self._expected[p].add_(part) if p in self._expected else part
+                whole.div_(self._ranks / float(z.sequence_parallel_size))
+            self.comm.all_reduce(whole, group=z.dp_process_group)
+            if own := self._own[index]:
+                part = whole.narrow(0, *own).clone()
+                before = self._expected.get(index)
+                self._expected[index] = part if before is None else before.add_(part)
 
-    def _is_as_expected(self, group: int, gradients: Gradients) -> bool:
-        """Whether a vector has the gradients themselves; if not, they are put into it.
+    def _check(self) -> None:
+        """Compare the vectors with the gradients themselves (collective).
 
-        Among more than two ranks the order of a sum depends on where in a bucket it stands: parts
-        may differ by the rounding of as many terms.
+        Where a rank's differ, every rank takes the gradients and leaves updates to DeepSpeed. Among
+        more than two ranks the order of a sum depends on where in a bucket it stands: parts may
+        differ by the rounding of as many terms.
         """
-        is_equal = True
-        for p, part in zip(self.z.params_in_partition[group], gradients, strict=True):
-            found = p.grad if self._ranks == 1 else self._expected.pop(p, None)
-            expected = torch.zeros_like(part) if found is None else found.view(-1).to(part.dtype)
-            bound = 0.0
-            if self._ranks > 2:
-                rounding = self._ranks * torch.finfo(self.z.dtype).eps
-                bound = rounding * float(expected.abs().max()) if len(expected) else 0.0
-            if not torch.allclose(part, expected, rtol=0.0, atol=bound, equal_nan=True):
-                part.copy_(expected)
-                is_equal = False
-        return is_equal
-
-    def _end_check(self, is_equal: bool) -> None:
-        """Count a compared update; give up on every rank where one differed (collective)."""
-        differ = torch.tensor(0 if is_equal else 1, device=self.z.device)
-        self.comm.all_reduce(differ, op=self.comm.ReduceOp.MAX, group=self.z.dp_process_group)
+        z, differs = self.z, False
+        rounding = self._ranks * torch.finfo(z.dtype).eps if self._ranks > 2 else 0.0
+        for group, order in enumerate(self._order):
+            for index, part in zip(order, z.averaged_gradients[group], strict=True):
+                one = self._params[index].grad if self._ranks == 1 else self._expected.get(index)
+                expected = torch.zeros_like(part) if one is None else one.view(-1).to(part.dtype)
+                bound = rounding * float(expected.abs().max()) if rounding else 0.0
+                if not torch.allclose(part, expected, rtol=0.0, atol=bound, equal_nan=True):
+                    part.copy_(expected)
+                    differs = True
+        self._expected.clear()
         self._left_to_check -= 1
+        differ = torch.tensor(int(differs), device=z.device)
+        self.comm.all_reduce(differ, op=self.comm.ReduceOp.MAX, group=z.dp_process_group)
         if differ.item():
             self._left_to_check = 0
             self.remove("flat partitions differed from the gradients, which were taken instead")

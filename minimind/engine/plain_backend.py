@@ -107,6 +107,8 @@ class MasterWeights:
 class PlainBackend:
     """A model under DDP or in a single process, with an optimizer of torch's."""
 
+    zero_update = ""
+
     def __init__(
         self, forward: nn.Module, module: nn.Module, resolved: ResolvedConfig, groups: Groups
     ) -> None:

@@ -239,6 +239,9 @@ def log_step(context: RunContext, state: TrainState, result: StepResult) -> None
             **routing_fields(result.routing, context.engine),
         }
     )
+    if change := context.engine.take_update_change():
+        context.logger.event("zero_update_changed", step=state.step, zero_update=change)
+        context.logger.print(f"warning  update {change}, since step {state.step} at the latest")
     if seconds := context.engine.compiling.take():
         context.logger.event("compiled", step=state.step, seconds=seconds)
         context.logger.print(

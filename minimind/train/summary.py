@@ -446,6 +446,7 @@ def log_start_event(
         **layout(run, engine),
         dtype=run.dtype,
         device=engine.device.type,
+        zero_update=engine.zero_update or None,
         hardware=hardware(engine.device),
         peak_tflops=peak[0] if peak else None,
         peak_source=peak[1] if peak else None,
@@ -720,6 +721,7 @@ def _backend(context: RunContext) -> list[str]:
         zero = f", ZeRO stage {resolved.zero_stage} ({source})"
     where = f"on {engine.world_size} x {engine.device.type}"
     items = [f"{resolved.backend}{zero}, {run.dtype}, {where}"]
+    items += [f"update {engine.zero_update}"] * bool(engine.zero_update)
     items += ["compiled in the first step"] * (run.compile == "on")
     return [*items, *filter(None, [peak_text(run, engine.device)])]
 

@@ -69,6 +69,7 @@ def stand_in(line: str, backend: str) -> tuple[Any, Any]:
         world_size=world_size,
         parallel=resolved.run.parallel(world_size),
         device=torch.device("cpu"),
+        zero_update="by flat partitions" if resolved.config else "",
     )
     order = Order(2_151, 8, seed=0)
     context = SimpleNamespace(
@@ -104,6 +105,7 @@ def test_a_start_fits_20_lines_of_100_columns(backend: str, flags: str):
     report = unbroken_text(lines)
     assert "--verbose" in report
     assert f"backend {backend.split(',')[0]}" in report
+    assert ("update by flat partitions" in report) == (backend.split(",")[0] == "deepspeed")
     if not flags:
         assert "flags max_steps 40, batch_size 2, device cpu preset dim 192, n_layers 4" in report
         assert "derived compile off, loss full (no GPU)" in report

@@ -449,8 +449,8 @@ def single_process_advice(resolved: ResolvedConfig, world_size: int) -> str:
     if not config or world_size > 1 or offloaded or resolved.scheduler or not is_ours:
         return ""
     return (
-        f"ZeRO stage {resolved.zero_stage} has nothing to share out at 1 process, and costs"
-        " time and memory; --deepspeed_config none does without it (docs/memory.md)"
+        f"ZeRO stage {resolved.zero_stage} has nothing to share out at 1 process;"
+        " --deepspeed_config none does without it (docs/memory.md)"
     )
 
 
