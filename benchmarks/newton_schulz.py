@@ -6,6 +6,9 @@ Polar Express one by one and in pairs (`newton_schulz` of minimind/engine/optimi
 quintic. The time is of a random matrix, in turn. The error is relative to the same polynomials one
 by one in float64, in the Frobenius norm: that of random, ill-conditioned and rank-deficient
 matrices.
+
+Then quintic of 16 matrices of a shape in stacks of so many elements: the least time of all turns,
+relative to the matrices one by one.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from torch import Tensor
 
 from benchmarks.record import arguments, record
 from minimind.config.optimizers import NEWTON_SCHULZ
-from minimind.engine.optimizers import newton_schulz
+from minimind.engine.optimizers import newton_schulz, stacks
 
 SHAPES = ((192, 192), (64, 192), (192, 512), (512, 512), (512, 1408))
+STACKED = ((16, 32), (32, 64), (64, 64), (64, 192), (96, 96), (128, 128), (192, 192), (192, 512))
+MATRICES, ELEMENTS = 16, (0, 2**15, 2**16, 2**17, 2**24)
 STEPS, EPS = 5, 1e-7
 ALONE, PAIRS = "polar_express, one by one", "polar_express"
 
@@ -58,6 +63,27 @@ def matrices(rows: int, columns: int) -> dict[str, Tensor]:
     return {"random": draw(rows, columns), **falling, **ranks, **noisy}
 
 
+def in_stacks(matrices: list[Tensor], most: int) -> None:
+    """Quintic of matrices of one shape, stacks of up to `most` elements together."""
+    for stack in stacks([matrix.shape for matrix in matrices], most):
+        chosen = [matrices[i] for i in stack]
+        update = torch.stack(chosen) if len(chosen) > 1 else chosen[0]
+        newton_schulz(update, NEWTON_SCHULZ["quintic"], STEPS, EPS)
+
+
+def times_of_stacks(shape: tuple[int, int], dtype: torch.dtype, rounds: int) -> dict[str, float]:
+    """The least milliseconds by ELEMENTS, of turns one after another."""
+    drawn = [torch.randn(shape).to(dtype) for _ in range(MATRICES)]
+    least: dict[str, float] = {}
+    for _ in range(rounds + 1):
+        for most in ELEMENTS:
+            started = time.process_time()
+            in_stacks(drawn, most)
+            spent = (time.process_time() - started) * 1e3
+            least[str(most)] = min(spent, least.get(str(most), spent))
+    return least
+
+
 def main() -> None:
     """Run it, print the table, write the JSON."""
     parser = arguments(__doc__)
@@ -89,7 +115,14 @@ def main() -> None:
             }
             print(f"  {kind:26}", *(f"{name} {value:.1e};" for name, value in errors[kind].items()))
         found[size] = {"ms": ms, "pairs_against_one_by_one": ratio, "errors": errors}
-    record(given.out, "newton_schulz", before, found=found)
+    together: dict[str, dict[str, float]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in STACKED:
+            name = f"{str(dtype).removeprefix('torch.')}, {shape[0]} x {shape[1]}"
+            ms = together[name] = times_of_stacks(shape, dtype, given.rounds)
+            ratios = (f"{most}: {ms[most] / ms['0']:.2f};" for most in ms)
+            print(f"{name:20}", f"one by one {ms['0']:.2f} ms; together", *ratios)
+    record(given.out, "newton_schulz", before, found=found, stacks=together)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from minimind.architecture.gathers import DEFAULT_FETCHING, Fetching, gathered
 from minimind.architecture.shape import Shape, Sizes, elements, flops_per_token
-from minimind.config.optimizers import OPTIMIZERS
+from minimind.config.optimizers import OPTIMIZERS, STACKS
 from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -140,7 +140,7 @@ def _temporaries(shape: Shape, layout: Layout) -> int:
     """Bytes of an update beyond those of AdamW.
 
     A copy is of a weight or a shard. Muon's is a shard's update in two precisions,
-    then all gathered updates, one of them iterated; ZeRO has freed gradients of others by then.
+    then all gathered updates, a stack of them iterated; ZeRO has freed gradients of others by then.
     """
     shard, others = _parts(shape, layout)
     part = shard + others
@@ -148,9 +148,10 @@ def _temporaries(shape: Shape, layout: Layout) -> int:
     if not row.orthogonalizes:
         return row.copies * FP32 * (part if layout.stage else shape.largest)
     b, matrix = layout.iteration, shape.dim * max(shape.q_dim, shape.hidden_dim)
-    iterated = (FP32 + 2 * b) * matrix
+    stack = max(matrix, min(STACKS.get(layout.device, 0), shape.hidden_matrices))
+    iterated = (FP32 + 2 * b) * stack
     if not layout.stage:
-        return FP32 * matrix + iterated
+        return FP32 * stack + iterated
     freed = FP32 * (part - shard) + (BYTES[layout.dtype] * part if layout.stage != 3 else 0)
     return max((FP32 + b) * shard, b * (shard + shape.hidden_matrices) + iterated) - freed
 

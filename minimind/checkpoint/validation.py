@@ -72,6 +72,7 @@ class Counters(ClosedJson):
     skipped_steps: Count
     loss_scaler: dict[str, Any]
     scheduler_iteration: Integer | None
+    muon_stack: Count | None  # elements that Muon iterates together; null before its first update
 
 
 class Numbers(RootModel[dict[str, Real]]):

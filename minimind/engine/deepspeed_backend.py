@@ -196,8 +196,10 @@ class DeepSpeedBackend:
         is_bare = isinstance(self.optimizer, torch.optim.Optimizer)
         self._norm_limit = NormLimit(self.optimizer) if limits_norm and not is_bare else None
         self._spikes = 0  # updates that the limit skipped, since the engine was built or resumed
-        if isinstance(base, MuonWithAdamW):
-            base.shards = shards_of(engine, collectives, self.state(), base.muon_names)
+        self._muon = base if isinstance(base, MuonWithAdamW) else None
+        if self._muon:
+            names = self._muon.muon_names
+            self._muon.shards = shards_of(engine, collectives, self.state(), names)
 
     @property
     def zero_update(self) -> str:
@@ -289,6 +291,7 @@ class DeepSpeedBackend:
             "skipped_steps": self.skipped_steps,
             "loss_scaler": values,
             "scheduler_iteration": scheduler.last_batch_iteration if scheduler else None,
+            "muon_stack": self._muon.stack if self._muon else None,
         }
 
     def _loss_scaler(self) -> Any:
@@ -316,6 +319,8 @@ class DeepSpeedBackend:
                 setattr(scaler, name, kept[name])
         if engine.lr_scheduler is not None and saved["scheduler_iteration"] is not None:
             engine.lr_scheduler.step(saved["scheduler_iteration"])
+        if self._muon:
+            self._muon.stack = saved["muon_stack"]
 
 
 def _skip_if_overflowed(optimizer: Any, *_: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr
 
 from minimind.config.deepspeed.schema import ANY_CASE
-from minimind.config.optimizers import ADAM_TYPES, NEWTON_SCHULZ, OPTIMIZERS
+from minimind.config.optimizers import ADAM_TYPES, NEWTON_SCHULZ, OPTIMIZERS, STACKS
 from minimind.config.run_config import RunConfig
 from minimind.engine.state import Fragment, ZeroState
 from minimind.model.experts import MixtureOfExperts
@@ -83,6 +83,7 @@ def _powers_of_rate(run: RunConfig) -> dict[str, float]:
     return ADAMW | (MUON[run.muon["muon_scaling"]] if run.muon else {})
 
 
+multi_tensor: Any = torch  # its operators on lists, which pyright does not find in torch
 Groups = list[dict[str, Any]]
 Row = tuple[float, float, float]
 LINEAR = ("Conv1D",)  # GPT-2's class in transformers: a linear layer with its weight transposed
@@ -90,18 +91,23 @@ LINEAR = ("Conv1D",)  # GPT-2's class in transformers: a linear layer with its w
 
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """One Muon matrix: this rank's fragment, and how to find the whole in the gathered buffer."""
+    """One Muon matrix: this rank's fragment, and the columns of the whole in the gathered rows."""
 
     shape: Sequence[int]
     fragment: Fragment
-    whole: Callable[[Tensor], Tensor]  # from (ranks, elements of a shard) to (rows, columns)
+    columns: slice
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Matrices by the flat shard that the optimizer updates, and the ranks that share them."""
+    """Matrices by the flat shard that the optimizer updates, and the ranks that share them.
+
+    The gathered shards are `rows` of equal length: one vector at stages 1 and 2, a row per rank at
+    stage 3, which divides each matrix. Fragments and columns ascend.
+    """
 
     matrices: Mapping[int, list[ShardedMatrix]]  # matrices by id of the shard
+    rows: int
     collectives: Any  # DeepSpeed's communication backend, whose calls comm_ms times
     process_group: dist.ProcessGroup | None
 
@@ -114,6 +120,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     shards: Shards | None = None  # set after ZeRO has replaced the parameters by shards
     found_inf: Tensor | None = None  # 1 to skip the step; set by the backend
+    # Elements of matrices of one shape that are iterated together, 0 for one by one: set by the
+    # first update from STACKS, or by the checkpoint that is resumed.
+    stack: int | None = None
 
     def __init__(self, groups: Groups, **options: Any) -> None:
         muon_groups = [{**group} for group in groups if group.get("use_muon")]
@@ -134,18 +143,16 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if not group.get("use_muon"):
                 self._step_adamw(group)
                 continue
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                if p.ndim == 2:
-                    update = _nesterov(p.grad, state["momentum_buffer"], group["momentum"])
-                    change = _orthogonal(update, group)
-                    p.mul_(_kept(p, change, group)).add_(change)
-                elif self.shards:  # otherwise DeepSpeed steps with zero gradients for the state
-                    self._step_shard(p, state["momentum_buffer"], group, self.shards)
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                if self.stack is None:
+                    self.stack = STACKS.get(p.device.type, 0)
+            self._step_matrices([p for p in params if p.ndim == 2], group)
+            for p in params:
+                if p.ndim == 1 and self.shards:  # otherwise DeepSpeed steps for the state alone
+                    self._step_shard(p, group, self.shards)
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         self._adamw.param_groups, self._adamw.state = [group], self.state
@@ -156,44 +163,112 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._adamw.param_groups = [{**group, "weight_decay": 0.0}]
         self._adamw.step()
         for p, weight in before.items():
-            p.add_(weight * (_kept(weight, p - weight, group) - 1))
+            (kept,) = _cautiously_kept([weight], [p - weight], group)
+            p.add_(weight * (kept - 1))
 
-    def _step_shard(
-        self, flat: Tensor, momentum: Tensor, group: dict[str, Any], shards: Shards
-    ) -> None:
+    def _step_matrices(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """Update whole matrices."""
+        for stack in stacks([p.shape for p in matrices], self.stack or 0):
+            weights = [matrices[i] for i in stack]
+            momenta = [self.state[p]["momentum_buffer"] for p in weights]
+            update = torch.stack([p.grad for p in weights if p.grad is not None])
+            _nesterov_(update.unbind(), momenta, group["momentum"])
+            update = update.to(iteration_dtype(update.device))
+            _change(weights, _orthogonal(update, group).unbind(), group)
+
+    def _step_shard(self, flat: Tensor, group: dict[str, Any], shards: Shards) -> None:
         """Update a flat shard of matrices; collective."""
         assert flat.grad is not None
-        update = _nesterov(flat.grad, momentum, group["momentum"]).to(iteration_dtype(flat.device))
+        update = flat.grad.clone()
+        _nesterov_([update], [self.state[flat]["momentum_buffer"]], group["momentum"])
+        update = update.to(iteration_dtype(flat.device))
         ranks = dist.get_world_size(shards.process_group)
         gathered = update.new_empty((ranks, update.numel()))
         gather = shards.collectives.all_gather_into_tensor
         gather(gathered.view(-1), update, group=shards.process_group)
-        for matrix in shards.matrices.get(id(flat), ()):
-            whole, f = _orthogonal(matrix.whole(gathered), group), matrix.fragment
-            change, weight = whole.reshape(-1).narrow(0, f.start, f.length), f.view(flat)
-            weight.mul_(_kept(weight, change, group)).add_(change)
+        matrices = shards.matrices.get(id(flat), ())
+        wholes = _parts(gathered.view(shards.rows, -1), [matrix.columns for matrix in matrices])
+        places = [slice(f.offset, f.offset + f.length) for f in (m.fragment for m in matrices)]
+        own = _parts(flat.detach(), places)
+        for stack in stacks([matrix.shape for matrix in matrices], self.stack or 0):
+            shape = matrices[stack[0]].shape
+            x = torch.stack([wholes[i] for i in stack]) if len(stack) > 1 else wholes[stack[0]]
+            x = x.reshape(len(stack), -1)[:, : prod(shape)].view(-1, *shape)
+            changes = _orthogonal(x, group).flatten(1).unbind()
+            fragments = [matrices[i].fragment for i in stack]
+            parts = [
+                change if f.length == len(change) else change.narrow(0, f.start, f.length)
+                for change, f in zip(changes, fragments, strict=True)
+            ]
+            _change([own[i] for i in stack], parts, group)
 
 
-def _nesterov(grad: Tensor, momentum: Tensor, decay: float) -> Tensor:
-    """Update the momentum by the gradient; return the Nesterov update."""
-    momentum.lerp_(grad, 1 - decay)
-    return grad.lerp(momentum, decay)
+def stacks(shapes: Iterable[Sequence[int]], most: int) -> Iterator[list[int]]:
+    """Yield indices of matrices that are iterated together: equal shapes, up to `most` elements.
+
+    Stacks of a shape are nearly equal; a matrix is alone where two are too many.
+    """
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for index, shape in enumerate(shapes):
+        by_shape.setdefault(tuple(shape), []).append(index)
+    for shape, found in by_shape.items():
+        count = -(-len(found) // max(1, most // prod(shape)))
+        for k in range(count):
+            yield found[len(found) * k // count : len(found) * (k + 1) // count]
 
 
-def _kept(weight: Tensor, change: Tensor, group: Mapping[str, Any]) -> Any:
-    """Factor of the weights by their decay, which cautious is only where `change` agrees.
+def _parts(values: Tensor, places: Iterable[slice]) -> list[Tensor]:
+    """Views of ascending places of the last dimension, by one operator."""
+    sizes, end = [], 0
+    for place in places:
+        sizes += [place.start - end, place.stop - place.start]
+        end = place.stop
+    return list(values.split([*sizes, values.shape[-1] - end], dim=-1)[1::2])
+
+
+def _nesterov_(grads: Sequence[Tensor], momenta: Sequence[Tensor], decay: float) -> None:
+    """Update the momenta by the gradients, which become the Nesterov updates."""
+    multi_tensor._foreach_lerp_(momenta, grads, 1 - decay)
+    multi_tensor._foreach_lerp_(grads, momenta, decay)
+
+
+def _change(weights: Sequence[Tensor], changes: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+    """Decay the weights, then add the changes."""
+    kept: Any = 1 - group["lr"] * group["weight_decay"]
+    if group.get("is_cautious"):
+        kept = _cautiously_kept(weights, changes, group)
+    multi_tensor._foreach_mul_(weights, kept)
+    multi_tensor._foreach_add_(weights, changes)
+
+
+def _cautiously_kept(
+    weights: Sequence[Tensor], changes: Sequence[Tensor], group: Mapping[str, Any]
+) -> Sequence[Tensor]:
+    """Factors of the weights by a decay that is where a change, too, makes a weight smaller.
 
     Chen et al. 2025 (arXiv 2510.12402).
     """
-    rate = group["lr"] * group["weight_decay"]
-    return 1 - rate * (weight * change <= 0) if group.get("is_cautious") else 1 - rate
+    factors = multi_tensor._foreach_mul(weights, changes)
+    multi_tensor._foreach_sign_(factors)
+    multi_tensor._foreach_clamp_min_(factors, 0)  # 1 where the weight grows, else 0
+    multi_tensor._foreach_sub_(factors, 1)
+    multi_tensor._foreach_mul_(factors, group["lr"] * group["weight_decay"])
+    multi_tensor._foreach_add_(factors, 1)
+    return factors
 
 
 def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Change of a matrix by its update: orthogonalized, times the negative learning rate."""
+    """Changes of matrices by their updates, (matrices, rows, columns), in the iteration's dtype.
+
+    They are orthogonalized, times the negative learning rate. A matrix alone is iterated as torch
+    does it.
+    """
     numbers = group["ns_coefficients"], group["ns_steps"], group["eps"]
-    direction = newton_schulz(update.to(iteration_dtype(update.device)), *numbers).float()
-    return direction.mul_(-_adjust_lr(group["lr"], group["adjust_lr_fn"], update.shape))
+    is_alone = len(update) == 1
+    direction = newton_schulz(update[0] if is_alone else update, *numbers).view(update.shape)
+    # With the strides of the weights the changes are added by one kernel.
+    direction = direction.to(torch.float32, memory_format=torch.contiguous_format)
+    return direction.mul_(-_adjust_lr(group["lr"], group["adjust_lr_fn"], update.shape[1:]))
 
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
@@ -205,34 +280,46 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
 
 
 def newton_schulz(update: Tensor, rows: Sequence[Row], steps: int, eps: float) -> Tensor:
-    """The iteration of torch.optim.Muon in the dtype of `update`, by `rows` of NEWTON_SCHULZ."""
-    is_tall = len(update) > update.shape[1]
-    x = (update.T if is_tall else update) / update.norm().clamp(min=eps)
+    """The iteration of torch.optim.Muon in the dtype of `update`, by `rows` of NEWTON_SCHULZ.
+
+    `update` is a matrix or a batch of them, (matrices, rows, columns).
+    """
+    is_batch, is_tall = update.ndim == 3, update.shape[-2] > update.shape[-1]
+    norm = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True) if is_batch else update.norm()
+    x = (update.mT if is_tall else update) / norm.clamp(min=eps)
     each = [rows[min(step, len(rows) - 1)] for step in range(steps)]
-    # With a single row, as torch has it, the results are torch's bit for bit.
-    if len(rows) > 1 and x.dtype != torch.bfloat16 and 2 * x.shape[1] > 3 * len(x):
+    # With a single row, as torch has it, the results of one matrix are torch's bit for bit.
+    if len(rows) > 1 and x.dtype != torch.bfloat16 and 2 * x.shape[-1] > 3 * x.shape[-2]:
         while len(each) > 1:
             first, second, *each = each
             x = _two_iterations(x, first, second)
+    product, add_product = _products(x)
     for a, b, c in each:
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+        gram = product(x, x.mT)
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
 
 
 def _two_iterations(x: Tensor, first: Row, second: Row) -> Tensor:
-    """Two iterations of a wide matrix by products of its short side: fewer operations.
+    """Two iterations of wide matrices by products of their short side: fewer operations.
 
     In fp32 they are as exact as one by one (`benchmarks/newton_schulz.py`). In bf16 they are not,
     and neither are more than two in fp32: the Gram matrix has the squares of the singular values.
     """
-    gram = x @ x.T
+    product, add_product = _products(x)
+    gram = product(x, x.mT)
     a, b, c = first
-    factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-    factor.diagonal().add_(a)
-    gram = factor @ gram @ factor
+    factor = add_product(gram, gram, gram, beta=b, alpha=c)
+    factor.diagonal(dim1=-2, dim2=-1).add_(a)
+    gram = product(product(factor, gram), factor)
     a, b, c = second
-    return torch.addmm(factor, torch.addmm(gram, gram, gram, beta=b, alpha=c), factor, beta=a) @ x
+    polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+    return product(add_product(factor, polynomial, factor, beta=a), x)
+
+
+def _products(x: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The product, and the sum with one, of matrices or of batches: `@` takes four operators."""
+    return (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -259,24 +346,18 @@ def shards_of(
         if f.is_replicated or f.name not in muon_names:
             continue
         if hasattr(p, "ds_shape"):  # stage 3: every rank holds an equal part, padded at the end
-            whole = _of_columns(slice(f.offset, f.offset + p.partition_numel()), shape)
+            columns = slice(f.offset, f.offset + p.partition_numel())
         else:  # stages 1 and 2: the shards of all ranks are one vector
-            whole = _of_vector(f, shape)
-        matrices.setdefault(id(f.owner), []).append(ShardedMatrix(shape, f, whole))
+            start = dist.get_rank() * f.owner.numel() + f.offset - f.start
+            columns = slice(start, start + prod(shape))
+        matrices.setdefault(id(f.owner), []).append(ShardedMatrix(shape, f, columns))
     if all(f.is_replicated for f in state.fragments):
         return None
     groups = getattr(wrapper, "real_dp_process_group", None)
     group = groups[0] if groups else getattr(wrapper, "dp_process_group", None)
-    return Shards(matrices, collectives, group)
-
-
-def _of_columns(columns: slice, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    return lambda gathered: gathered[:, columns].reshape(-1)[: prod(shape)].view(*shape)
-
-
-def _of_vector(f: Fragment, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    start = dist.get_rank() * f.owner.numel() + f.offset - f.start
-    return lambda gathered: gathered.view(-1).narrow(0, start, prod(shape)).view(*shape)
+    divides_each = any(hasattr(p, "ds_shape") for p in named.values())
+    rows = dist.get_world_size(group) if divides_each else 1
+    return Shards(matrices, rows, collectives, group)
 
 
 class Lion(torch.optim.Optimizer):
@@ -418,9 +499,6 @@ def trial_optimizer(name: str | None, params: Mapping[str, Any]) -> torch.optim.
     return optimizer
 
 
-_lerp_each: Any = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage] (not listed)
-
-
 class HasState(Protocol):
     """A backend."""
 
@@ -450,7 +528,7 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Take the weights after `step`, counted from 0, into the average."""
         decay = min(self._decay, (1 + step) / (10 + step))
-        _lerp_each(self._values, self._owners, 1 - decay)
+        multi_tensor._foreach_lerp_(self._values, self._owners, 1 - decay)
 
     def state(self) -> ZeroState:
         """The backend's state with the average."""

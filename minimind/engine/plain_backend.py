@@ -20,7 +20,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.engine.adapters import zero_state
 from minimind.engine.clocks import CommunicationClock
 from minimind.engine.master_weights import Groups, MasterWeights
-from minimind.engine.optimizers import optimizer_of
+from minimind.engine.optimizers import MuonWithAdamW, optimizer_of
 from minimind.engine.state import ZeroState
 from minimind.model.experts import Routing
 from minimind.runtime.collectives import lost_peers
@@ -139,17 +139,21 @@ class PlainBackend:
 
     def counters(self) -> dict[str, Any]:
         """The same as `DeepSpeedBackend.counters`, with torch's loss scaler."""
-        scaler = self.scaler.state_dict()  # empty if disabled
+        scaler, muon = self.scaler.state_dict(), self.torch_optimizer
         return {
             "global_steps": self.steps,
             "skipped_steps": int(self.skipped_steps),
+            # torch's state is empty if disabled
             "loss_scaler": {**scaler, "cur_scale": scaler["scale"]} if scaler else {},
             "scheduler_iteration": None,
+            "muon_stack": muon.stack if isinstance(muon, MuonWithAdamW) else None,
         }
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         """Restore what `counters` of any backend returned."""
         self.steps, self.skipped_steps = saved["global_steps"], saved["skipped_steps"]
+        if isinstance(self.torch_optimizer, MuonWithAdamW):
+            self.torch_optimizer.stack = saved["muon_stack"]
         kept = saved["loss_scaler"]
         if self.scaler.is_enabled() and kept:
             state = self.scaler.state_dict()

@@ -103,7 +103,11 @@ SMALLEST = [
         ("width", "best"),
     ),
     Small("needle", "--seeds 1", ("32 tokens", "128 tokens", "linear", "yarn", "llama3")),
-    Small("newton_schulz", "--rounds 2", ("polar_express, one by one", "192 x 512", "rank 1")),
+    Small(
+        "newton_schulz",
+        "--rounds 2",
+        ("polar_express, one by one", "192 x 512", "rank 1", "float32, 64 x 64"),
+    ),
     Small(
         "overhead",
         "TEXT.jsonl --model least --batch_size 1 --pairs 6 --guard",

@@ -159,7 +159,7 @@ READ: dict[str, list[tuple[Any, ...]]] = {
     STATE: [
         *[("parameters",), ("optimizer_step",), ("counters",), ("counters", "global_steps")],
         *[("counters", "skipped_steps"), ("counters", "loss_scaler")],
-        ("counters", "scheduler_iteration"),
+        *[("counters", "scheduler_iteration"), ("counters", "muon_stack")],
     ],
     CONFIG: [
         *[("vocab_size",), ("hidden_size",), ("intermediate_size",), ("num_hidden_layers",)],

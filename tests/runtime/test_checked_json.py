@@ -19,7 +19,10 @@ from minimind.checkpoint.validation import (
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import CheckedJson, Count, Positive, Shape, validate
 
-COUNTERS = {"global_steps": 1, "skipped_steps": 0, "loss_scaler": {}, "scheduler_iteration": None}
+COUNTERS = {
+    **{"global_steps": 1, "skipped_steps": 0, "loss_scaler": {}, "scheduler_iteration": None},
+    "muon_stack": None,
+}
 STATE = {"parameters": {"w": [2, 3]}, "optimizer_step": 1, "counters": COUNTERS}
 ENTRY = {"name": "a.bin", "bytes": 1, "sha256": "0" * 64}
 
