@@ -139,62 +139,61 @@ READ, UNREAD = {"reads": True}, {"reads": False}
 BOTH, NONE = ("forward", "backward"), ()
 
 
-@pytest.mark.parametrize("rate", [1.0, 1 + 5e-5, 1 - 5e-5])  # clocks drift by parts in a million
+@pytest.mark.parametrize("rate", [1.0, 1.003, 0.997])  # clocks drift, though by less
 @pytest.mark.parametrize(
-    ("launch", "forward", "backward", "how", "decided"),
+    ("forward", "backward", "how", "decided"),
     [
-        # ms per kernel of the host, and of the device in each pass
-        (0.02, 0.01, 0.01, READ, BOTH),
-        (0.02, 0.01, 0.01, UNREAD, BOTH),
-        (0.02, 0.019, 0.019, READ, BOTH),
-        (0.02, 0.019, 0.019, UNREAD, ("backward",)),  # in the forward pass it ends the update
-        (0.02, 0.03, 0.03, READ, NONE),
-        (0.02, 0.03, 0.03, UNREAD, NONE),
-        (0.02, 0.03, 0.03, {"reads": False, "depth": 50}, NONE),  # the host waits for a place
-        (0.02, 0.5, 0.5, {"reads": False, "depth": 50}, NONE),
-        (0.02, 0.022, 0.022, READ, NONE),
-        (0.02, 0.01, 0.03, READ, ("forward",)),
-        (0.02, 0.01, 0.03, UNREAD, ("forward",)),
-        (0.02, 0.03, 0.01, READ, ("backward",)),
-        (0.02, 0.03, 0.01, {"reads": True, "micro_batches": 3}, ("backward",)),
+        # ms per kernel of the device in each pass; the host takes 0.2
+        (0.1, 0.1, READ, BOTH),
+        (0.1, 0.1, UNREAD, BOTH),
+        (0.19, 0.19, READ, BOTH),
+        (0.19, 0.19, UNREAD, NONE),  # with the update, the device takes longer
+        (0.3, 0.3, READ, NONE),
+        (0.3, 0.3, UNREAD, NONE),
+        (0.3, 0.3, {"reads": False, "depth": 50}, NONE),  # the host waits for a place
+        (5.0, 5.0, {"reads": False, "depth": 50}, NONE),
+        (0.22, 0.22, READ, NONE),
+        (0.1, 0.3, READ, ("forward",)),
+        (0.1, 0.3, UNREAD, NONE),  # nor where both passes together do
+        (0.3, 0.1, READ, ("backward",)),
+        (0.3, 0.1, {"reads": True, "micro_batches": 3}, ("backward",)),
         # A wait ends the backward pass.
-        (0.02, 0.03, 0.03, {"reads": True, "waits": True}, NONE),
-        (0.02, 0.01, 0.01, {"reads": True, "waits": True}, BOTH),
-        (0.02, 0.03, 0.03, {"reads": True, "waits": True, "micro_batches": 3}, NONE),
+        (0.3, 0.3, {"reads": True, "waits": True}, NONE),
+        (0.1, 0.1, {"reads": True, "waits": True}, BOTH),
+        (0.3, 0.3, {"reads": True, "waits": True, "micro_batches": 3}, NONE),
     ],
 )  # fmt: skip
 def test_the_passes_that_the_host_decides_are_those_that_the_device_ends_with_it(
     monkeypatch: pytest.MonkeyPatch,
-    launch: float,
     forward: float,
     backward: float,
     how: dict[str, Any],
     decided: tuple[str, ...],
     rate: float,
 ):
-    queue = Queue(Time(monkeypatch), launch, rate, how.get("depth", 1000))
+    queue = Queue(Time(monkeypatch), 0.2, rate, how.get("depth", 1000))
     monkeypatch.setitem(KINDS, "lazy", queue)
     device, waits = torch.device("lazy"), how.get("waits", False)
     clock, found = PhaseClock(device, CommunicationClock(device)), []
-    for count in (3, 100):
+    for count in (3, 40):
         for _ in range(count):
             clock.begin()
             for micro_batch in range(how.get("micro_batches", 1)):
-                queue.launch(1, 0.01)
+                queue.launch(1, 0.1)
                 clock.mark("data")
-                queue.launch(400, forward)
+                queue.launch(40, forward)
                 clock.mark("forward")
-                queue.launch(900, backward)
+                queue.launch(90, backward)
                 if waits:
                     queue.synchronize()
                 clock.mark("backward")
                 if micro_batch == how.get("micro_batches", 1) - 1:
-                    queue.launch(20, 0.1)
+                    queue.launch(2, 1.0)
                     if how["reads"]:
                         queue.synchronize()
                 clock.mark("optimizer")
         found += clock.take(waits)
-    for step in found[1:3] + found[-100:]:
+    for step in found[-20:]:  # a queue that was emptied for a report has filled
         assert step["host"] == pytest.approx(sum(step[name] for name in decided), rel=1e-3)
 
 
