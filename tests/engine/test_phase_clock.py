@@ -214,6 +214,9 @@ def test_means_and_table_state_the_same():
     table = profile_table(steps, {"checkpoint": 12.5})
     assert "25.0%" in table
     assert "12.5" in table
+    assert "host" not in table
+    table = profile_table([{**step, "host": 2.0} for step in steps], {})
+    assert ["of", "it", "host", "2.0", "2.0", "2.0", "25.0%"] in map(str.split, table.splitlines())
 
 
 def test_the_shares_of_uneven_steps_add_up_to_the_step():
