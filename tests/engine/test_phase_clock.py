@@ -17,6 +17,7 @@ import minimind.train as training
 from minimind.data.rows.batches import Batches
 from minimind.engine import engine
 from minimind.engine.clocks import PHASES, CommunicationClock, PhaseClock, mean_ms, profile_table
+from minimind.engine.deepspeed_backend import DeepSpeedBackend
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
 from minimind.report import history
@@ -195,6 +196,27 @@ def test_the_passes_that_the_host_decides_are_those_that_the_device_ends_with_it
         found += clock.take(waits)
     for step in found[-20:]:  # a queue that was emptied for a report has filled
         assert step["host"] == pytest.approx(sum(step[name] for name in decided), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("partitions", "overlaps", "is_stage_3", "waits"),
+    [
+        (SimpleNamespace(fault=""), True, False, False),
+        (SimpleNamespace(fault="it differed"), True, False, True),
+        (SimpleNamespace(fault="it differed"), False, False, False),
+        (None, True, False, True),
+        (None, False, False, False),
+        (None, False, True, True),
+    ],
+)
+def test_a_backward_pass_waits_where_deepspeeds_own_path_does(
+    partitions: Any, overlaps: bool, is_stage_3: bool, waits: bool
+):
+    backend: Any = object.__new__(DeepSpeedBackend)
+    backend._partitions = partitions
+    backend.optimizer = SimpleNamespace(overlap_comm=overlaps)
+    backend.engine = SimpleNamespace(zero_optimization_partition_weights=lambda: is_stage_3)
+    assert backend.waits is waits
 
 
 def test_without_a_profile_the_time_of_the_host_is_not_recorded(monkeypatch: pytest.MonkeyPatch):
