@@ -5,6 +5,7 @@ Every moment belongs to exactly one phase.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -133,14 +134,17 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 
 PHASES = ("data", "forward", "backward", "optimizer")
-LABELS = {"comm": "of it comm.", "memory_mib": "memory MiB"}
+PASSES = ("forward", "backward")
+LABELS = {"comm": "of it comm.", "host": "of it host", "memory_mib": "memory MiB"}
+LEVEL = 0.05  # of a pass: a device that ends it no later than that after the host waits for it
+Mark = tuple[str, Moment, float]  # a phase, its end on the device, and its end on the host in s
 
 
 class PhaseClock:
     """Records marks at the ends of phases.
 
     On a GPU marks are events, read when they are reported, the only synchronization. On a CPU
-    they are monotonic times.
+    they are monotonic times. With `communication`, the host's time is recorded beside an event.
     """
 
     def __init__(
@@ -152,20 +156,31 @@ class PhaseClock:
         self.is_traced = False
         self.passed = 0  # marks since the start: the progress of this rank, for its peers
         self.phase = ""  # the current one
-        self._marks: list[list[tuple[str, Moment]]] = []
+        self._marks: list[list[Mark]] = []
+        has_both = communication is not None and self._kind.has_queue
+        self._drained = self._drain() if has_both else None
 
     def begin(self) -> None:
         """Start a step, before its first micro-batch is fetched."""
-        self._marks.append([("", self._kind.moment())])
+        self._marks.append([self._now("")])
         self._enter("data")
         self._annotate("data")
 
     def mark(self, phase: str, is_last: bool = False) -> None:
         """End `phase`; `is_last` ends the step."""
-        self._marks[-1].append((phase, self._kind.moment()))
+        self._marks[-1].append(self._now(phase))
         next_phase = PHASES[(PHASES.index(phase) + 1) % len(PHASES)]
         self._enter(next_phase)
         self._annotate("" if is_last else next_phase)
+
+    def _now(self, phase: str) -> Mark:
+        return phase, self._kind.moment(), time.perf_counter() if self._drained else 0.0
+
+    def _drain(self) -> tuple[Moment, float]:
+        """Wait until the queue is empty; return the end of it on the device and on the host."""
+        end = self._kind.moment()
+        self._kind.synchronize()
+        return end, time.perf_counter()
 
     def _enter(self, phase: str) -> None:
         self.passed += 1
@@ -180,23 +195,54 @@ class PhaseClock:
             self._range = torch.profiler.record_function(phase)
             self._range.__enter__()
 
-    def take(self) -> list[dict[str, float]]:
+    def take(self, waits: bool = False) -> list[dict[str, float]]:
         """Return milliseconds by phase, and their sum as `step`, of each step since the last call.
 
-        Communication time, if recorded, is divided evenly over the steps as `comm`.
+        Communication time, if recorded, is divided evenly over the steps as `comm`. Where the
+        host's time is recorded, `host` is the part of both passes that the host decided.
+
+        waits: whether a backward pass ends by a wait for the device.
         """
         marks, self._marks = self._marks, []
-        self._kind.synchronize()
+        before, after = self._drained, self._drain()
         steps = []
         for step in marks:
             times: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-            for (_, start), (phase, end) in pairwise(step):
+            for (_, start, _), (phase, end, _) in pairwise(step):
                 times[phase] += milliseconds(start, end)
             steps.append({**times, "step": sum(times.values())})
+            if before:
+                steps[-1]["host"] = _decided_by_host(step, before, after, waits)
+        self._drained = before and after
         if self._communication:
             comm = self._communication.take() / max(1, len(steps))
             steps = [{**step, "comm": comm} for step in steps]
         return steps
+
+
+def _decided_by_host(
+    step: list[Mark], before: tuple[Moment, float], after: tuple[Moment, float], waits: bool
+) -> float:
+    """Milliseconds of the passes at whose end the device had nothing left to do.
+
+    A device that is the limit ends a pass after the host does: by the difference of their speeds if
+    its queue was empty before, else by all that the queue holds. After a wait nothing is left
+    either, so a backward pass with one is taken for what the forward pass before it was.
+
+    The queue was empty at `before` and `after`, which relate the two clocks; they drift apart.
+    """
+    (origin, began), (last, ended) = before, after
+    rate = (ended - began) * 1e3 / milliseconds(origin, last)
+    total, is_level = 0.0, False
+    for (_, start, _), (phase, end, queued) in pairwise(step):
+        if phase not in PASSES:
+            continue
+        lasted = milliseconds(start, end)
+        if phase == "forward" or not waits:
+            behind = milliseconds(origin, end) * rate - (queued - began) * 1e3
+            is_level = behind <= LEVEL * lasted
+        total += lasted if is_level else 0.0
+    return total
 
 
 def mean_ms(steps: list[dict[str, float]]) -> dict[str, float | None]:
@@ -235,7 +281,7 @@ def profile_table(steps: list[dict[str, float]], pauses: dict[str, float]) -> st
     """
     total = sum(s["step"] for s in steps)
     lines = [f"  {'phase':<12}{'min ms':>10}{'median':>10}{'max':>10}{'share':>8}"]
-    for name in (*PHASES, "step", "comm"):
+    for name in (*PHASES, "step", "comm", "host"):
         times = [s[name] for s in steps if name in s]
         if not times:
             continue

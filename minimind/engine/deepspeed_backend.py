@@ -210,6 +210,14 @@ class DeepSpeedBackend:
         return "by flat partitions" if self._partitions else "by multi-tensor kernels"
 
     @property
+    def waits(self) -> bool:
+        """Whether a backward pass ends by a wait for the device, as DeepSpeed 0.19.8 has it."""
+        if self._partitions and not self._partitions.fault:
+            return False
+        is_stage_3 = self.engine.zero_optimization_partition_weights()
+        return is_stage_3 or getattr(self.optimizer, "overlap_comm", False)
+
+    @property
     def skipped_steps(self) -> int:
         """Steps skipped since step 0 because of a gradient that is not finite."""
         return self.engine.skipped_steps - self._spikes

@@ -53,6 +53,7 @@ class PlainBackend:
     """A model under DDP or in a single process, with an optimizer of torch's."""
 
     zero_update = ""
+    waits = False  # for the device at the end of a backward pass
 
     def __init__(
         self, forward: nn.Module, module: nn.Module, resolved: ResolvedConfig, groups: Groups

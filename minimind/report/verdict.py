@@ -94,7 +94,7 @@ SAYINGS = {
 }
 # Least shares of the step, or of the time, at which a cause is named. Reading, evaluation and
 # checkpoints can be nearly free. A part of communication and of the update is inherent.
-WAIT, PAUSE, COMPILE, COMMUNICATION, OPTIMIZER = 0.1, 0.1, 0.2, 0.3, 0.3
+WAIT, PAUSE, COMPILE, COMMUNICATION, OPTIMIZER, HOST = 0.1, 0.1, 0.2, 0.3, 0.3, 0.3
 SLOW, SPREADS = 0.1, 3.0  # above the median of the other ranks, and above their spread
 FAR = 10  # times as long: a share of what is nearly nothing says little
 AMORTIZED = 0.5  # share of a cost per update or per reduction that twice the rows save
@@ -109,6 +109,7 @@ class Setting:
     zero_stage: int = 0  # also for DDP, which communicates like stage 0
     accumulation_steps: int = 1
     tensor_parallel: int = 1
+    sequence_parallel: int = 1
     num_workers: int = -1  # unknown
     total_steps: int = 0
     save_interval: int = 0
@@ -123,6 +124,10 @@ class Setting:
     device: str = ""
     dtype: str = ""
     compile: str = ""
+    use_moe: bool = False
+    model: str = ""  # hf:PLACE of one of transformers
+    zero_update: str = ""  # who updates under ZeRO, as the start says it
+    kernels: int = 0  # that the host launches in a step
     offloads: bool = False
 
     @classmethod
@@ -182,6 +187,7 @@ def verdict(period: Period, setting: Setting) -> Verdict:
         *_slow_rank(period, setting),
         *_communication(period, setting),
         *_optimizer(period, setting),
+        *_host(period, setting),
         *_pauses(period, setting),
         *_compiling(period, setting),
     ]
@@ -296,6 +302,8 @@ def _optimizer(period: Period, setting: Setting) -> Iterator[Verdict]:
     if not _is_large(update, step, OPTIMIZER):
         return
     advice, saved = "more rows a step: --batch_size or --accumulation_steps", update * AMORTIZED
+    if _updates_by_flag(setting):
+        advice = f"--zero_update auto, or {advice}"
     if setting.offloads:
         advice, saved = (
             "drop offload_optimizer if the memory suffices, or take more rows a step",
@@ -303,6 +311,36 @@ def _optimizer(period: Period, setting: Setting) -> Iterator[Verdict]:
         )
     text = f"the optimizer takes {_share(update, step, 'the step')}; {advice}"
     yield Verdict("optimizer", text, _figures(update, step), saved)
+
+
+def _host(period: Period, setting: Setting) -> Iterator[Verdict]:
+    """Passes at whose end the GPU has done all that the host has launched."""
+    host, step = period.usual("host"), period.step
+    if setting.offloads or not _is_large(host, step, HOST):
+        return  # what is moved to the host is waited for
+    ways = ["a larger --batch_size"]
+    if setting.accumulation_steps > 1:
+        ways = ["a larger --batch_size with fewer --accumulation_steps"]
+    if setting.zero_stage == 3:
+        ways.append("a lower ZeRO stage if the model fits")
+    if _updates_by_flag(setting):
+        ways.insert(0, "--zero_update auto")
+    divided = max(setting.tensor_parallel, setting.sequence_parallel) > 1
+    is_compilable = not (setting.use_moe or divided or setting.model.startswith("hf:"))
+    is_off = setting.compile == "off" and setting.device == "cuda" and setting.zero_stage != 3
+    if is_off and is_compilable:
+        ways.insert(0, "--compile on")
+    launches = f"it launches about {setting.kernels:,} kernels a step, and " * (setting.kernels > 0)
+    text = (
+        f"the host is the limit: {launches}the GPU waits for it in passes that are"
+        f" {_share(host, step, 'the step')}; {', or '.join(ways)}"
+    )
+    yield Verdict("host", text, _figures(host, step), host * AMORTIZED)
+
+
+def _updates_by_flag(setting: Setting) -> bool:
+    """Whether DeepSpeed's own path updates because --zero_update asks for it."""
+    return setting.zero_stage in (1, 2) and setting.zero_update == "by DeepSpeed (--zero_update)"
 
 
 def _pauses(period: Period, setting: Setting) -> Iterator[Verdict]:
@@ -411,7 +449,7 @@ def _profile(event: Mapping[str, Any]) -> dict[str, Any] | None:
         f"{name}_ms": [
             max(0.0, ms) for ms in values_by_rank(event.get("ranks"), f"{name}_ms").values()
         ]
-        for name in (*PHASES, "comm")
+        for name in (*PHASES, "comm", "host")
     }
     size = max(map(len, ranks.values()))
     if not all(len(ranks[name]) == size for name in means):

@@ -54,6 +54,7 @@ class Host:
     """A CPU: what is called has been done when the call returns."""
 
     name = "cpu"
+    has_queue = False  # the host goes on while the device works
     pins = False  # copies from and to pinned memory are queued, and waited for by an event
     has_complex = True
     has_triton = False  # torch.compile and flex attention make its kernels
@@ -111,6 +112,7 @@ class Host:
 class Accelerator(Host):
     """A device that works through a queue, as torch.accelerator has it: xpu and npu are no more."""
 
+    has_queue = True
     pins = True
 
     def __init__(

@@ -114,7 +114,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         saving = is_due(state.step, run.save_interval, last) or stopping or overdue > 0
         check_skipped_steps(context, state, result, is_due=logging or profiling or saving)
         if logging or profiling:
-            context.logger.add_phase_times(clock.take())
+            context.logger.add_phase_times(clock.take(engine.backend.waits))
         if logging:
             log_step(context, state, result)
         check_corruption(context, state, first)

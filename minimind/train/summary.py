@@ -341,8 +341,28 @@ def setting_of(engine: Engine, schedule: Schedule) -> Setting:
         "zero_stage": resolved.zero_stage,
         "device": engine.device.type,
         "total_steps": schedule.total_steps,
+        "zero_update": engine.zero_update,
+        "kernels": kernels_of(engine) if resolved.run.profile else 0,
     }
     return Setting.read({**vars(resolved.run), **leaves(resolved.config), **facts})
+
+
+def kernels_of(engine: Engine) -> int:
+    """About as many kernels as the host launches in a step; 0 where they are not counted."""
+    from minimind.architecture.costs import ZERO_LAUNCHES, step_launches
+    from minimind.architecture.plan import layout_of
+    from minimind.architecture.shape import shape_of
+
+    resolved, run = engine.resolved, engine.resolved.run
+    is_counted = run.hugging_face is None and run.optimizer == "adamw"
+    if not is_counted or run.use_moe or run.gradient_checkpointing:
+        return 0
+    layout = layout_of(run, engine.world_size, resolved.config, engine.device.type)
+    kernels = step_launches(shape_of(run), layout, "compiled" if layout.is_compiled else "eager")
+    if engine.zero_update.startswith("by DeepSpeed"):
+        weights = sum(p.requires_grad for p in engine.model.parameters())
+        kernels += ZERO_LAUNCHES[resolved.zero_stage] * weights
+    return kernels
 
 
 def peak_of(run: RunConfig, device: torch.device) -> tuple[float, str] | None:

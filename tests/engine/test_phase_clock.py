@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ import minimind.train as training
 from minimind.data.rows.batches import Batches
 from minimind.engine import engine
 from minimind.engine.clocks import PHASES, CommunicationClock, PhaseClock, mean_ms, profile_table
+from minimind.engine.deepspeed_backend import DeepSpeedBackend
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
 from minimind.report import history
 from minimind.report.run_logger import RunLogger
+from minimind.runtime.device import KINDS, Accelerator
 from minimind.runtime.durable_files import Metrics
 from minimind.train.loop import GC_WARMUP_STEPS
 from tests.runtime import late_device
@@ -83,6 +86,7 @@ def phases_on_a_late_device() -> list[dict[str, float]]:
 def test_on_a_gpu_phases_are_timed_by_events_and_waited_for_once(monkeypatch: pytest.MonkeyPatch):
     once = {"data": 1.0, "forward": 2.0, "backward": 2.0, "optimizer": 1.0, "step": 6.0}
     with late_device.late_device() as device:
+        monkeypatch.setattr(time, "perf_counter", device.seconds)
         waits: list[bool] = []
 
         def synchronize(which: torch.device | None) -> None:
@@ -90,8 +94,8 @@ def test_on_a_gpu_phases_are_timed_by_events_and_waited_for_once(monkeypatch: py
             device.synchronize()
 
         monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
-        assert phases_on_a_late_device() == [{**once, "comm": 4 / 3}] * 3
-        assert waits == [False]
+        assert phases_on_a_late_device() == [{**once, "comm": 4 / 3, "host": 0.0}] * 3
+        assert waits == [False] * 2  # the first one before the steps
 
 
 @pytest.mark.parametrize("left", ["nothing", "the wait for the current stream"])
@@ -103,12 +107,138 @@ def test_phases_that_were_not_waited_for_have_no_time(monkeypatch: pytest.Monkey
             phases_on_a_late_device()
 
 
+class Queue(Accelerator):
+    """A device and its host, by a clock of the host's; kernels begin in order, once launched."""
+
+    def __init__(self, passed: Time, launch: float, rate: float, depth: int) -> None:
+        """launch: ms of the host per kernel. rate: of the device's clock, by the host's.
+
+        depth: kernels after which the host waits for the first of them.
+        """
+        super().__init__("lazy")
+        self.passed, self.seconds, self.rate = passed, launch / 1e3, rate
+        self.ends, self.depth = [passed.seconds], depth
+
+    def launch(self, kernels: int, ms: float) -> None:
+        for _ in range(kernels):
+            self.passed.seconds += self.seconds
+            self.ends.append(max(self.passed.seconds, self.ends[-1]) + ms / 1e3)
+            if len(self.ends) > self.depth:
+                self.passed.seconds = max(self.passed.seconds, self.ends[-self.depth - 1])
+
+    def moment(self) -> Any:
+        reached = max(self.passed.seconds, self.ends[-1]) * self.rate
+        return SimpleNamespace(
+            reached=reached, elapsed_time=lambda end: (end.reached - reached) * 1e3
+        )
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        self.passed.seconds = max(self.passed.seconds, self.ends[-1])
+
+
+READ, UNREAD = {"reads": True}, {"reads": False}
+BOTH, NONE = ("forward", "backward"), ()
+
+
+@pytest.mark.parametrize("rate", [1.0, 1.003, 0.997])  # clocks drift, though by less
+@pytest.mark.parametrize(
+    ("forward", "backward", "how", "decided"),
+    [
+        # ms per kernel of the device in each pass; the host takes 0.2
+        (0.1, 0.1, READ, BOTH),
+        (0.1, 0.1, UNREAD, BOTH),
+        (0.19, 0.19, READ, BOTH),
+        (0.19, 0.19, UNREAD, NONE),  # with the update, the device takes longer
+        (0.3, 0.3, READ, NONE),
+        (0.3, 0.3, UNREAD, NONE),
+        (0.3, 0.3, {"reads": False, "depth": 50}, NONE),  # the host waits for a place
+        (5.0, 5.0, {"reads": False, "depth": 50}, NONE),
+        (0.22, 0.22, READ, NONE),
+        (0.1, 0.3, READ, ("forward",)),
+        (0.1, 0.3, UNREAD, NONE),  # nor where both passes together do
+        (0.3, 0.1, READ, ("backward",)),
+        (0.3, 0.1, {"reads": True, "micro_batches": 3}, ("backward",)),
+        # A wait ends the backward pass.
+        (0.3, 0.3, {"reads": True, "waits": True}, NONE),
+        (0.1, 0.1, {"reads": True, "waits": True}, BOTH),
+        (0.3, 0.3, {"reads": True, "waits": True, "micro_batches": 3}, NONE),
+    ],
+)  # fmt: skip
+def test_the_passes_that_the_host_decides_are_those_that_the_device_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+    forward: float,
+    backward: float,
+    how: dict[str, Any],
+    decided: tuple[str, ...],
+    rate: float,
+):
+    queue = Queue(Time(monkeypatch), 0.2, rate, how.get("depth", 1000))
+    monkeypatch.setitem(KINDS, "lazy", queue)
+    device, waits = torch.device("lazy"), how.get("waits", False)
+    clock, found = PhaseClock(device, CommunicationClock(device)), []
+    for count in (3, 40):
+        for _ in range(count):
+            clock.begin()
+            for micro_batch in range(how.get("micro_batches", 1)):
+                queue.launch(1, 0.1)
+                clock.mark("data")
+                queue.launch(40, forward)
+                clock.mark("forward")
+                queue.launch(90, backward)
+                if waits:
+                    queue.synchronize()
+                clock.mark("backward")
+                if micro_batch == how.get("micro_batches", 1) - 1:
+                    queue.launch(2, 1.0)
+                    if how["reads"]:
+                        queue.synchronize()
+                clock.mark("optimizer")
+        found += clock.take(waits)
+    for step in found[-20:]:  # a queue that was emptied for a report has filled
+        assert step["host"] == pytest.approx(sum(step[name] for name in decided), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("partitions", "overlaps", "is_stage_3", "waits"),
+    [
+        (SimpleNamespace(fault=""), True, False, False),
+        (SimpleNamespace(fault="it differed"), True, False, True),
+        (SimpleNamespace(fault="it differed"), False, False, False),
+        (None, True, False, True),
+        (None, False, False, False),
+        (None, False, True, True),
+    ],
+)
+def test_a_backward_pass_waits_where_deepspeeds_own_path_does(
+    partitions: Any, overlaps: bool, is_stage_3: bool, waits: bool
+):
+    backend: Any = object.__new__(DeepSpeedBackend)
+    backend._partitions = partitions
+    backend.optimizer = SimpleNamespace(overlap_comm=overlaps)
+    backend.engine = SimpleNamespace(zero_optimization_partition_weights=lambda: is_stage_3)
+    assert backend.waits is waits
+
+
+def test_without_a_profile_the_time_of_the_host_is_not_recorded(monkeypatch: pytest.MonkeyPatch):
+    queue = Queue(Time(monkeypatch), 1.0, 1.0, 1000)
+    monkeypatch.setitem(KINDS, "lazy", queue)
+    for device, communication in (("lazy", None), ("cpu", CommunicationClock(torch.device("cpu")))):
+        clock = PhaseClock(torch.device(device), communication)
+        clock.begin()
+        queue.launch(3, 2.0)
+        clock.mark("forward")
+        assert "host" not in clock.take()[0]
+
+
 def test_means_and_table_state_the_same():
     steps = [{**dict.fromkeys(PHASES, float(n)), "step": 4.0 * n} for n in (1, 2, 3)]
     assert mean_ms(steps)["forward_ms"] == 2.0
     table = profile_table(steps, {"checkpoint": 12.5})
     assert "25.0%" in table
     assert "12.5" in table
+    assert "host" not in table
+    table = profile_table([{**step, "host": 2.0} for step in steps], {})
+    assert ["of", "it", "host", "2.0", "2.0", "2.0", "25.0%"] in map(str.split, table.splitlines())
 
 
 def test_the_shares_of_uneven_steps_add_up_to_the_step():

@@ -63,7 +63,7 @@ WAITS = {
         CLOCK,
         "test_phases_that_were_not_waited_for_have_no_time",
     ),
-    "engine/clocks.py PhaseClock.take synchronize": (
+    "engine/clocks.py PhaseClock._drain synchronize": (
         CLOCK,
         "test_phases_that_were_not_waited_for_have_no_time",
     ),
@@ -209,6 +209,11 @@ def test_a_run_on_a_late_device_is_that_of_a_cpu_bit_for_bit(
     with trained_late(monkeypatch, holds):
         late = run("late", **more)
     assert late[0]["device"] == NAME
+    profiles = [
+        ["host_ms" in one["ranks"] for one in events if one["event"] == "profile"]
+        for events in (late, on_cpu)
+    ]
+    assert profiles == ([[True], [False]] if more is ALL else [[], []])
     assert figures(late) == figures(on_cpu)
     saved, expected = (
         published_checkpoints(tmp_path / name / "checkpoints") for name in ("late", "cpu")

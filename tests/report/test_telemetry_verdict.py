@@ -191,6 +191,66 @@ def test_an_update_that_gathers_weights_is_no_slow_optimizer():
     assert judge(gathers, world_size=2, zero_stage=0).kind == "optimizer"
 
 
+EAGER = {"compile": "off", "device": "cuda"}
+OWN = {"zero_stage": 2, "zero_update": "by DeepSpeed (--zero_update)"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        ({}, "a larger --batch_size"),
+        ({"accumulation_steps": 4}, "a larger --batch_size with fewer --accumulation_steps"),
+        (EAGER, "--compile on, or a larger --batch_size"),
+        ({**EAGER, "device": "mps"}, "a larger --batch_size"),
+        ({**EAGER, "compile": "on"}, "a larger --batch_size"),
+        ({**EAGER, "use_moe": True}, "a larger --batch_size"),
+        ({**EAGER, "model": "hf:gpt2"}, "a larger --batch_size"),
+        ({**EAGER, "tensor_parallel": 2}, "a larger --batch_size"),
+        ({**EAGER, "sequence_parallel": 2}, "a larger --batch_size"),
+        ({**EAGER, "zero_stage": 3, "zero_update": "by DeepSpeed (its wrapper is another)"},
+         "a larger --batch_size, or a lower ZeRO stage if the model fits"),
+        (OWN, "--zero_update auto, or a larger --batch_size"),
+        ({**OWN, **EAGER}, "--compile on, or --zero_update auto, or a larger --batch_size"),
+        ({**OWN, "zero_update": "by DeepSpeed (zenflow)"}, "a larger --batch_size"),
+        ({**OWN, "zero_update": "by flat partitions"}, "a larger --batch_size"),
+    ],
+)  # fmt: skip
+def test_a_host_that_the_gpu_waits_for_is_answered_by_fewer_launches_per_row(setting, advice):
+    share = "84 % of the step (84.0 of 100.0 ms)"
+    one = profile(1.0, 24.0, 60.0, 15.0, host_ms=[84.0])
+    found = judge(one, **setting)
+    assert (found.kind, found.figures["part_ms"]) == ("host", 84.0)
+    waits = f"the GPU waits for it in passes that are {share}; {advice}"
+    assert found.text == f"the host is the limit: {waits}"
+    launches = "it launches about 4,286 kernels a step, and "
+    assert judge(one, **setting, kernels=4286).text == f"the host is the limit: {launches}{waits}"
+
+
+@pytest.mark.parametrize(
+    ("one", "setting", "kind"),
+    [
+        (profile(1.0, 24.0, 60.0, 15.0, host_ms=[0.0]), {}, "compute"),
+        (profile(1.0, 24.0, 60.0, 15.0, host_ms=[24.0]), {}, "compute"),
+        (profile(1.0, 24.0, 60.0, 15.0), {}, "compute"),  # of an older run, or of a CPU
+        (profile(1.0, 24.0, 60.0, 15.0, host_ms=[84.0]), {"offloads": True}, "compute"),
+        (profile(1.0, 40.0, 60.0, 15.0, host_ms=[100.0, 0.0]), {}, "host"),
+        (profile(1.0, 24.0, 60.0, 15.0, host_ms=[0.0, 84.0]), {}, "compute"),
+        (profile(60.0, 14.0, 20.0, 6.0, host_ms=[34.0]), {"num_workers": 1}, "data"),
+        (profile(1.0, 14.0, 20.0, 65.0, host_ms=[34.0]), {}, "optimizer"),
+        (profile(1.0, 30.0, 30.0, 39.0, host_ms=[60.0]), {}, "host"),
+    ],
+)
+def test_the_host_is_named_where_it_costs_most(one, setting, kind):
+    assert judge(one, **setting).kind == kind
+
+
+def test_an_update_by_deepspeeds_own_path_is_answered_by_the_flag_that_chose_it():
+    found = judge(profile(1.0, 14.0, 20.0, 65.0, host_ms=[34.0]), **OWN)
+    assert found.text.endswith(
+        "; --zero_update auto, or more rows a step: --batch_size or --accumulation_steps"
+    )
+
+
 @pytest.mark.parametrize(
     ("cause", "setting", "words"),
     [

@@ -61,6 +61,19 @@ def test_a_key_of_the_deepspeed_file_decides_what_is_advised(tmp_path):
     assert "drop offload_optimizer" in found
 
 
+def test_the_host_of_a_profile_is_the_limit_and_a_run_that_recorded_none_has_none(tmp_path):
+    phases = {name: [made_profile()[name]] for name in ("data_ms", "forward_ms", "backward_ms")}
+    ranks = {**phases, "optimizer_ms": [10.0]}
+    start = run_start(device="cuda", zero_stage=1, zero_update="by DeepSpeed (--zero_update)")
+    lines = [start, *[made_profile(ranks={**ranks, "host_ms": [89.0]})] * 2]
+    assert verdict_of(made_run(tmp_path / "host", lines)) == (
+        "the host is the limit: the GPU waits for it in passes that are 89 % of the step (89.0 of"
+        " 100.0 ms); --zero_update auto, or a larger --batch_size"
+    )
+    lines = [start, *[made_profile(ranks=ranks)] * 2]
+    assert verdict_of(made_run(tmp_path / "before", lines)).startswith("nothing stands out")
+
+
 @pytest.mark.parametrize("as_objects", [False, True])
 def test_a_late_rank_of_a_profile_is_named(tmp_path, as_objects):
     by_rank: dict[str, list[float]] = {

@@ -26,6 +26,7 @@ from minimind.train.summary import (
     cadence_warnings,
     labelled_lines,
     non_default_settings,
+    setting_of,
     shorten,
     startup_summary,
 )
@@ -95,6 +96,28 @@ def start(line: str, backend: str, path: Path | None = None) -> list[str]:
     return startup_summary(
         context, prepared, resumed, balance, "27.1 MiB each, 2,930 more fit", []
     ).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("flags", "backend", "update", "kernels"),
+    [
+        (" --profile", "single", "", 4 * 55 + 25 + 24),
+        (" --profile --accumulation_steps 2", "single", "", 2 * (4 * 55 + 25) + 4 * 9 + 2 + 24),
+        (" --profile", "deepspeed", "by flat partitions", 4 * 55 + 25 + 24),
+        (" --profile", "deepspeed", "by DeepSpeed (--zero_update)", 4 * 55 + 25 + 24 + 18 * 3),
+        (" --profile --use_moe", "single", "", 0),
+        (" --profile --optimizer muon", "single", "", 0),
+        (" --profile --gradient_checkpointing", "single", "", 0),
+        (" --profile --model hf:some/model", "single", "", 0),
+        ("", "single", "", 0),
+    ],
+)
+def test_the_verdict_knows_how_many_kernels_the_host_launches(flags, backend, update, kernels):
+    context, _ = stand_in(TINY + flags, backend)
+    engine = context.engine
+    weights = [torch.zeros(2, requires_grad=needs) for needs in (True, False, True, True)]
+    engine.model, engine.zero_update = SimpleNamespace(parameters=lambda: weights), update
+    assert setting_of(engine, context.schedule).kernels == kernels
 
 
 @pytest.mark.parametrize("flags", ["", MANY], ids=["plain", "many flags"])
