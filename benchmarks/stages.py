@@ -19,8 +19,8 @@ is weak scaling.
 settings: ZeRO-2 on two processes by configs/ds_config.json, by the same once more (how far apart
 two equal contenders are measured), and with one setting changed.
 
-updates: one process without DeepSpeed, and at stages 1 and 2 by each value of --zero_update. With
---optimizer muon all have it.
+updates: one process without DeepSpeed, and at stage 2 by each value of --zero_update; also with
+--optimizer muon. On a GPU with the flags of one_gpu.
 
 one_gpu: one process without DeepSpeed, at stages 0 to 2, and by some settings. On a GPU, compiled:
 --race one_gpu --model 104m --rows 16 --turn 10 --device cuda --compile on --max_seq_len 1024
@@ -134,13 +134,12 @@ def one_gpu(rows: int, processes: Sequence[int]) -> dict[str, Entry]:
 
 
 def updates(rows: int, processes: Sequence[int]) -> dict[str, Entry]:
-    """One process without DeepSpeed, and at stages 1 and 2 by who updates."""
-    found = {"no DeepSpeed": Entry(1, rows, None)}
-    for stage in ("stage 2", "stage 1"):
-        for update in ("deepspeed", "auto"):
-            flags = ("--zero_update", update)
-            found[f"{stage}, {update}"] = Entry(1, rows, STAGES[stage], flags)
-    return found
+    """One process without DeepSpeed, and at stage 2 by each value of --zero_update."""
+    by = {
+        f"stage 2, {update}": Entry(1, rows, STAGES["stage 2"], ("--zero_update", update))
+        for update in ("deepspeed", "auto")
+    }
+    return {"no DeepSpeed": Entry(1, rows, None), **by}
 
 
 RACES = {

@@ -23,7 +23,6 @@ SHORT = {
         *("1, fp32, 2 micro-batches, overlap", "2, bf16, 2 micro-batches, overlap"),
         *("2, fp32, unused", "1, fp32, NaN", "2, fp32, tensor parallel"),
     ],
-    4: [],
 }
 FLAT = "by flat partitions"
 FELL_BACK = "by DeepSpeed (flat partitions differed from the gradients, which were taken instead)"
@@ -34,23 +33,19 @@ def launches(
     nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[int, dict[str, Any]]:
     """By number of ranks and case."""
-    found = {}
-    place = tmp_path_factory.mktemp("checks")
-    for ranks, names in (BY_RANKS if request.config.getoption("--long") else SHORT).items():
+    found, place = {}, tmp_path_factory.mktemp("checks")
+    chosen = BY_RANKS if request.config.getoption("--long") else SHORT
+    for ranks, names in chosen.items():
         out = place / f"{ranks}.json"
-        if names:
-            words = [str(out), *names]
-            nursery_run = nursery.run(
-                "tests.distributed.flat_checks", words, place / "ranks", ranks
-            )
-            statuses, _, report = nursery_run
-            assert statuses == [0] * ranks, report[-3000:]
-            found[ranks] = json.loads(out.read_text())
+        words = [str(out), *names]
+        run = nursery.run("tests.distributed.flat_checks", words, place / str(ranks), ranks)
+        assert run[0] == [0] * ranks, run[2][-3000:]
+        found[ranks] = json.loads(out.read_text())
     return found
 
 
 CHOSEN = [
-    pytest.param(ranks, name, marks=[] if name in SHORT[ranks] else pytest.mark.long)
+    pytest.param(ranks, name, marks=[] if name in SHORT.get(ranks, ()) else pytest.mark.long)
     for ranks, names in BY_RANKS.items()
     for name in names
 ]
