@@ -24,7 +24,7 @@ from minimind.config.deepspeed.values import BATCH
 from minimind.engine.adapters import require_tested_deepspeed, tensor_split, zero_state
 from minimind.engine.clocks import CommunicationClock
 from minimind.engine.flat_partitions import CHECKED, FlatPartitions, reason_against
-from minimind.engine.master_weights import reduce_in_place, replace_step
+from minimind.engine.master_weights import REPLICATED, reduce_in_place, replace_step
 from minimind.engine.optimizers import MuonWithAdamW, shards_of
 from minimind.engine.state import ZeroState, gradient_norm, layer_specs, sum_partial_gradients
 
@@ -168,12 +168,13 @@ class DeepSpeedBackend:
         self._split = tensor_split(engine)
         if self._split:
             sum_partial_gradients(self.module, self._split.group)
-        if type(self.optimizer).__name__ in ("FP16_UnfusedOptimizer", "FP16_Optimizer"):
+        is_bare = isinstance(self.optimizer, torch.optim.Optimizer)
+        if type(self.optimizer).__name__ in REPLICATED:
             # Stage 0 in bf16: to allocate the moments DeepSpeed 0.19.8 takes a step with zero
             # gradients and keeps it: weights are decayed, Adam's step count is one ahead.
             self.optimizer.optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
-        elif isinstance(self.optimizer, torch.optim.Optimizer):
+        elif is_bare:
             # Stage 0 in fp32: the bare optimizer, which DeepSpeed steps with any gradient.
             self.optimizer.register_step_pre_hook(_skip_if_overflowed)
         elif not getattr(self.optimizer, "compute_grad_norm", True) or self._split:
@@ -182,18 +183,15 @@ class DeepSpeedBackend:
             # all but the first out of the norm.
             self.optimizer.check_grad_overflow = True
         reason, self._partitions = "--zero_update", None
-        if update == "auto" and engine.zero_optimization():
-            reason = reason_against(self.optimizer, engine.dp_world_size)
-            if not reason:
-                # Its losses were compared with DeepSpeed's on CPUs only.
-                checked = 0 if engine.device.type == "cpu" else CHECKED
-                self._partitions = FlatPartitions(self.optimizer, checked)
-        elif update == "auto":
+        if update == "auto" and (is_bare or type(self.optimizer).__name__ in REPLICATED):
             reason = replace_step(self.optimizer)
             reduce_in_place(engine)
+        elif update == "auto" and not (reason := reason_against(self.optimizer)):
+            # Its losses were compared with DeepSpeed's on CPUs only.
+            checked = 0 if engine.device.type == "cpu" else CHECKED
+            self._partitions = FlatPartitions(self.optimizer, checked)
         self._reason = reason
         base = getattr(self.optimizer, "optimizer", self.optimizer)
-        is_bare = isinstance(self.optimizer, torch.optim.Optimizer)
         self._norm_limit = NormLimit(self.optimizer) if limits_norm and not is_bare else None
         self._spikes = 0  # updates that the limit skipped, since the engine was built or resumed
         self._muon = base if isinstance(base, MuonWithAdamW) else None

@@ -22,10 +22,17 @@ from minimind.engine.adapters import TESTED, untested_deepspeed
 CHECKED = 2  # updates of a run whose vectors are compared with the gradients, where that is due
 # What DeepSpeed's wrapper must have: read here, or replaced.
 READ = (
-    *("params_in_partition", "partition_size", "bit16_groups", "averaged_gradients", "zenflow"),
+    *("params_in_partition", "partition_count", "partition_size", "bit16_groups", "dtype"),
     *("round_robin_bit16_groups", "round_robin_bit16_offsets", "round_robin_bit16_padding"),
-    *("single_partition_of_fp32_groups", "_backward_hook_state", "create_gradient_handling_hooks"),
-    *("_grad_acc_hooks", "_get_preflattened_grad_partition", "_release_preflattened_grad_buffers"),
+    *("single_partition_of_fp32_groups", "averaged_gradients", "partition_gradients", "device"),
+    *("cpu_offload", "zenflow", "has_moe_layers", "use_separate_grad_accum", "ipg_buckets"),
+    *("contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce"),
+    *("gradient_average", "gradient_predivide_factor", "sequence_parallel_size", "overlap_comm"),
+    *("reduce_bucket_size", "dp_process_group", "model_parallel_world_size", "_is_muon_group"),
+    *("model_parallel_rank", "_model_parallel_all_reduce", "compute_grad_norm", "clip_grad"),
+    *("loss_scale", "_has_inf_or_nan", "is_gradient_accumulation_boundary", "_grad_acc_hooks"),
+    *("create_gradient_handling_hooks", "_backward_hook_state"),
+    *("_get_preflattened_grad_partition", "_release_preflattened_grad_buffers"),
 )
 REPLACED = (
     *("overlapping_partition_gradients_reduce_epilogue", "reduce_gradients"),
@@ -39,11 +46,8 @@ _norm_each: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsag
 _zero_each: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 
 
-def reason_against(optimizer: Any, ranks: int) -> str:
-    """Why DeepSpeed's own path updates; empty if flat partitions cover the wrapper.
-
-    ranks: those among which its gradients are summed.
-    """
+def reason_against(optimizer: Any) -> str:
+    """Why DeepSpeed's own path updates; empty if flat partitions cover the wrapper."""
     if installed := untested_deepspeed():
         return f"DeepSpeed {installed} is not the tested {TESTED}"
     name = type(optimizer).__name__
@@ -67,7 +71,7 @@ def reason_against(optimizer: Any, ranks: int) -> str:
         "reduce_scatter = false": not z.reduce_scatter,
         "use_multi_rank_bucket_allreduce = false": not z.use_multi_rank_bucket_allreduce,
     }
-    options = by_itself | (among_ranks if ranks > 1 else {})
+    options = by_itself | (among_ranks if z.partition_count[0] > 1 else {})
     return ", ".join(name for name, is_set in options.items() if is_set)
 
 

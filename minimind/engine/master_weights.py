@@ -92,7 +92,7 @@ OF_BOTH = (
     *("fp16_groups", "optimizer", "overflow_checker", "mpu"),
     *("_skip_invalid_grad_norm", "_update_scale", "unscale_and_clip_grads"),
 )
-OF_WRAPPER = {
+REPLICATED = {
     "FP16_UnfusedOptimizer": (*OF_BOTH, "fp32_groups", "fused_lamb_legacy"),
     "FP16_Optimizer": (
         *(*OF_BOTH, "fp16_groups_flat", "fp32_groups_flat", "loss_scale_config"),
@@ -109,10 +109,10 @@ def replace_step(wrapper: Any) -> str:
     if isinstance(wrapper, torch.optim.Optimizer):
         return "stage 0 in float32"
     name = type(wrapper).__name__
-    if name not in OF_WRAPPER:
+    if name not in REPLICATED:
         return f"its wrapper is {name}"
     module = sys.modules[type(wrapper).__module__]
-    absent = [part for part in OF_WRAPPER[name] if not hasattr(wrapper, part)]
+    absent = [part for part in REPLICATED[name] if not hasattr(wrapper, part)]
     absent += [part for part in (NORM, TEST) if not hasattr(module, part)]
     if absent:
         return f"its wrapper has no {absent[0]}"
