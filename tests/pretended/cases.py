@@ -163,7 +163,6 @@ ZERO: dict[str, tuple[Case, dict[str, int]]] = {
     "1, fp32": (Case(1, "float32"), {COPIED: 2, NORM: 3}),
     "2, fp32": (Case(2, "float32"), {COPIED: 2, NORM: 3}),
     "no clipping": (Case(2, "bfloat16", edits=UNCLIPPED), {SCANNED: 1, COPIED: 2, NORM: 1}),
-    "spike guard": (Case(2, "bfloat16", flags="--spike_guard"), {SCANNED: 1, COPIED: 2, NORM: 3}),
 }
 
 
