@@ -28,6 +28,7 @@ READ = (
     *("cpu_offload", "zenflow", "has_moe_layers", "use_separate_grad_accum", "ipg_buckets"),
     *("contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce"),
     *("gradient_average", "gradient_predivide_factor", "sequence_parallel_size", "overlap_comm"),
+    "gradient_accumulation_steps",
     *("reduce_bucket_size", "dp_process_group", "model_parallel_world_size", "_is_muon_group"),
     *("model_parallel_rank", "_model_parallel_all_reduce", "compute_grad_norm", "clip_grad"),
     *("loss_scale", "_has_inf_or_nan", "is_gradient_accumulation_boundary", "_grad_acc_hooks"),
@@ -305,10 +306,11 @@ class FlatPartitions:
 
         Where a rank's differ, every rank takes the gradients and leaves updates to DeepSpeed. Among
         more than two ranks the order of a sum depends on where in a bucket it stands: parts may
-        differ by the rounding of as many terms.
+        differ by the rounding of as many terms in every micro-batch.
         """
         z, differs = self.z, False
-        rounding = self._ranks * torch.finfo(z.dtype).eps if self._ranks > 2 else 0.0
+        terms = self._ranks * z.gradient_accumulation_steps if self._ranks > 2 else 0
+        rounding = terms * torch.finfo(z.dtype).eps
         for group, order in enumerate(self._order):
             for index, part in zip(order, z.averaged_gradients[group], strict=True):
                 one = self._params[index].grad if self._ranks == 1 else self._expected.get(index)

@@ -76,6 +76,7 @@ class Zero(SimpleNamespace):
             **{"round_robin_bit16_offsets": [[0, 6, 10]], "partition_gradients": stage == 2},
             **{"overlap_comm": overlaps, "reduce_bucket_size": bucket, "_grad_acc_hooks": []},
             **{"gradient_average": True, "sequence_parallel_size": 1, "dtype": torch.float32},
+            gradient_accumulation_steps=1,
             **{"device": device, "averaged_gradients": {}, "model_parallel_world_size": 1},
             **{"single_partition_of_fp32_groups": [torch.zeros(0)], "compute_grad_norm": True},
             is_gradient_accumulation_boundary=lambda: True,
