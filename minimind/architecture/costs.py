@@ -182,28 +182,29 @@ def _replicated(shape: Shape, layout: Layout, activations: int) -> Memory:
 
 
 def _partitioned(shape: Shape, layout: Layout, activations: int) -> Memory:
-    """Stages 1 and 2 (stage_1_and_2.py).
+    """Stages 1 and 2 by flat partitions; with an offloaded optimizer by stage_1_and_2.py.
 
-    Stage 2 holds its part of the gradients, twice while micro-batches accumulate. Stage 1 holds all
-    gradients and then its part, unless they are reduced as they are computed.
+    Several ranks put their part of each reduced bucket into a vector: at stage 1 of the last
+    micro-batch, after it unless buckets are reduced as they are computed. The update makes fp32
+    copies.
     """
     b, p = BYTES[layout.dtype], shape.parameters
-    part = sum(_parts(shape, layout))
+    part, state = sum(_parts(shape, layout)), _state(shape, layout)
     bucket = b * layout.reduce_bucket * (2 if layout.overlap else 1)
-    accumulates = layout.accumulation_steps > 1
-    if layout.stage == 1 and (accumulates or not layout.overlap):
-        gradients, making, reduced = b * (p + part * layout.overlap), 0, b * (p + part)
-    else:
-        gradients, making, reduced = b * part * (2 if accumulates else 1), b * shape.largest, 0
-    update = max((b + FP32) * part, reduced)
-    if not layout.offload_optimizer:
-        state = _state(shape, layout)
-        return Memory(b * p, state, gradients, bucket + making, activations, update)
-    # master, moments and fp32 gradients; the new weights and the accumulated gradients
-    host = _state(shape, layout) + (FP32 + 2 * b) * part + b * shape.largest
-    kept = b * p if making == 0 else 0
-    buffers = bucket + 2 * b * shape.largest
-    return Memory(b * p, 0, kept, buffers, activations, kept + buffers, host)
+    is_early = layout.stage == 2 or (layout.overlap and layout.accumulation_steps == 1)
+    if layout.offload_optimizer:
+        # master, moments and fp32 gradients; the new weights and the accumulated gradients
+        host = state + (FP32 + 2 * b) * part + b * shape.largest
+        kept, buffers = 0 if is_early else b * p, bucket + 2 * b * shape.largest
+        return Memory(b * p, 0, kept, buffers, activations, kept + buffers, host)
+    if layout.world_size == 1:
+        return Memory(b * p, state, b * p, 0, activations, (b + FP32) * p)
+    update = part * (b if b == FP32 else b + FP32)
+    if is_early:
+        buffers = bucket + b * shape.largest
+        return Memory(b * p, state, b * part, buffers, activations, update)
+    gradients = b * (p + part * layout.overlap)
+    return Memory(b * p, state, gradients, 0, activations, max(update, b * (p + part)))
 
 
 def _sharded(shape: Shape, layout: Layout, activations: int) -> Memory:

@@ -27,7 +27,7 @@ from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for e
 from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
 from minimind.config.parse import SHAPE, parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.engine import optimizers
+from minimind.engine import flat_partitions, optimizers
 from minimind.engine.build import build_engine
 from minimind.engine.clocks import PhaseClock
 from minimind.model import bf16_matmul
@@ -175,6 +175,8 @@ def main() -> None:
     optimizers.HAS_BF16 = False  # as the plan counts for a CPU
     watch.before(torch, "addmm")  # of the iteration
     watch.before(torch.Tensor, "sign_")  # of Lion
+    watch.before(flat_partitions, "_copy_each")  # into buckets and vectors
+    watch.before(flat_partitions, "Gradients")  # beside their fp32 copies
     found = []
     for words in sys.argv[2:]:
         stage, dtype, accumulation, kind = words.split(",")

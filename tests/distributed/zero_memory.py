@@ -4,8 +4,8 @@ Usage: ranks of -m tests.distributed.zero_memory OUT.json CASE ...
 A case is STAGE,DTYPE,MICRO-BATCHES,OVERLAP,BUCKET.
 
 In the last of three steps all storages are counted as in measure_memory.py: at every gradient and
-reduction, between micro-batches, at the boundary (after the last backward pass, and in the update
-of each group), and after the step.
+reduction, between micro-batches, at the boundary (after the last backward pass, in the update of
+each group, and at the collectives there), and after the step.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Census:
 
     def __init__(self) -> None:
         self.is_on = False
+        self.collective = ""  # where one is
         self.at: dict[str, int] = {}
 
     def look(self, point: str) -> None:
@@ -46,12 +47,12 @@ class Census:
                 time.sleep(0.004)
             self.at[point] = max(self.at.get(point, 0), min(counts))
 
-    def before(self, owner: Any, method: str, point: str) -> None:
-        """Count before every call of `owner.method`."""
+    def before(self, owner: Any, method: str, point: str = "") -> None:
+        """Count before every call of `owner.method`; no point: that of a collective."""
         real = getattr(owner, method)
 
         def call(*given: Any, **named: Any) -> Any:
-            self.look(point)
+            self.look(point or self.collective)
             return real(*given, **named)
 
         setattr(owner, method, call)
@@ -79,7 +80,9 @@ def measure(case: Case) -> dict[str, int]:
     backward = engine.backend.backward
 
     def watched_backward(loss: torch.Tensor) -> None:
+        census.collective = "at a reduction"
         backward(loss)
+        census.collective = "at the boundary"
         is_last = deepspeed.is_gradient_accumulation_boundary()
         census.look("at the boundary" if is_last else "between micro-batches")
 
@@ -99,7 +102,7 @@ def main() -> None:
         os.environ.setdefault(name, alone)
     import_module("deepspeed")  # its many objects are frozen with the others
     for name in COLLECTIVES:
-        census.before(dist, name, "at a collective")
+        census.before(dist, name)
     found: dict[str, Any] = {}
     for words in sys.argv[2:]:
         stage, dtype, accumulation, overlap, bucket = words.split(",")

@@ -71,11 +71,9 @@ def test_an_option_that_matters_among_ranks_only_is_named_there(
 
 
 def test_every_reason_is_named():
-    changes = {
-        name: value
-        for options in (ALWAYS | AMONG_RANKS).values()
-        for name, value in options.items()
-    }
+    changes: dict[str, Any] = {}
+    for options in (*ALWAYS.values(), *AMONG_RANKS.values()):
+        changes |= options
     assert reason(wrapper(**changes), 4) == ", ".join([*ALWAYS, *AMONG_RANKS])
 
 
