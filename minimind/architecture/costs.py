@@ -190,18 +190,20 @@ def _partitioned(shape: Shape, layout: Layout, activations: int) -> Memory:
     """
     b, p = BYTES[layout.dtype], shape.parameters
     part, state = sum(_parts(shape, layout)), _state(shape, layout)
-    bucket = b * layout.reduce_bucket * (2 if layout.overlap else 1)
+    bucket = b * layout.reduce_bucket
     is_early = layout.stage == 2 or (layout.overlap and layout.accumulation_steps == 1)
     if layout.offload_optimizer:
         # master, moments and fp32 gradients; the new weights and the accumulated gradients
         host = state + (FP32 + 2 * b) * part + b * shape.largest
-        kept, buffers = 0 if is_early else b * p, bucket + 2 * b * shape.largest
+        kept = 0 if is_early else b * p
+        buffers = bucket * (2 if layout.overlap else 1) + 2 * b * shape.largest
         return Memory(b * p, 0, kept, buffers, activations, kept + buffers, host)
     if layout.world_size == 1:
         return Memory(b * p, state, b * p, 0, activations, (b + FP32) * p)
     update = part * (b if b == FP32 else b + FP32)
     if is_early:
-        buffers = bucket + b * shape.largest
+        # gradients of a bucket, their copy, the copy being reduced, and the next gradient
+        buffers = bucket * (3 if layout.overlap else 2) + b * shape.largest
         return Memory(b * p, state, b * part, buffers, activations, update)
     gradients = b * (p + part * layout.overlap)
     return Memory(b * p, state, gradients, 0, activations, max(update, b * (p + part)))
