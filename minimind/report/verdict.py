@@ -340,7 +340,7 @@ def _host(period: Period, setting: Setting) -> Iterator[Verdict]:
 
 def _updates_by_flag(setting: Setting) -> bool:
     """Whether DeepSpeed's own path updates because --zero_update asks for it."""
-    return setting.zero_stage in (1, 2) and setting.zero_update == "by DeepSpeed (--zero_update)"
+    return setting.zero_stage != 3 and setting.zero_update == "by DeepSpeed (--zero_update)"
 
 
 def _pauses(period: Period, setting: Setting) -> Iterator[Verdict]:
