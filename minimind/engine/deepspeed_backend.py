@@ -230,7 +230,9 @@ class DeepSpeedBackend:
         return self._log.table() if self._log else ""
 
     def release(self) -> None:
-        """Restore process-wide objects of DeepSpeed."""
+        """Restore process-wide objects of DeepSpeed, and let weights and moments be freed."""
+        for hook in getattr(self.optimizer, "_grad_acc_hooks", ()):
+            hook.remove()  # Python does not collect what a weight's hook refers to
         if self._clock:
             self._clock.release()
         if self._log:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors as _unflatten
 
 from minimind.engine.adapters import TESTED, untested_deepspeed
+from minimind.engine.master_weights import copy_gradients
 
 CHECKED = 2  # updates of a run whose vectors are compared with the gradients, where that is due
 # What DeepSpeed's wrapper must have: read here, or replaced.
@@ -44,7 +45,6 @@ REPLACED = (
 _copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 _add_each: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 _norm_each: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage] (not listed)
-_zero_each: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 
 
 def reason_against(optimizer: Any) -> str:
@@ -271,14 +271,9 @@ class FlatPartitions:
         z, lengths = self.z, self._lengths[group]
         dtype = z.single_partition_of_fp32_groups[group].dtype
         vector = torch.empty(sum(lengths), dtype=dtype, device=z.device)
-        *parts, padding = vector.split(lengths)
-        grads = [self._params[index].grad for index in self._order[group]]
-        given = [(at, g.view(-1)) for at, g in zip(parts, grads, strict=True) if g is not None]
-        missing = [at for at, g in zip(parts, grads, strict=True) if g is None]
-        _zero_each([*missing, padding])
-        if given:
-            _copy_each(*map(list, zip(*given, strict=True)))
-        return Gradients(vector, parts)
+        parts = vector.split(lengths)
+        copy_gradients(parts, [*(self._params[index].grad for index in self._order[group]), None])
+        return Gradients(vector, parts[:-1])
 
     def _of_ranks(self, group: int) -> Gradients:
         """This rank's part of the mean over ranks."""

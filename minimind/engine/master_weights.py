@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from operator import add
 from typing import Any
@@ -22,11 +22,21 @@ from minimind.engine.adapters import TESTED, untested_deepspeed
 _copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 _norm_each: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage] (not listed)
 _scale_each: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage] (not listed)
+_zero_each: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 # Elements per multi-tensor copy: one kernel on a GPU instead of one per weight, without a second
 # copy of all gradients in memory.
 COPIED_AT_ONCE = 2**24
 Groups = list[dict[str, Any]]
 OptimizerOf = Callable[[Groups], torch.optim.Optimizer]
+
+
+def copy_gradients(parts: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    """Copy gradients into their parts of a vector at once; a part without one becomes zero."""
+    pairs = list(zip(parts, grads, strict=True))
+    if missing := [part for part, grad in pairs if grad is None]:
+        _zero_each(missing)
+    if given := [grad for grad in grads if grad is not None]:
+        _copy_each([part.view(grad.shape) for part, grad in pairs if grad is not None], given)
 
 
 class MasterWeights:
@@ -100,6 +110,10 @@ REPLICATED = {
     ),
 }
 NORM, TEST = "get_global_norm", "is_invalid_grad_norm"
+OF_ENGINE = (
+    *("communication_data_type", "gradient_predivide_factor"),
+    *("allreduce_bucket", "unflatten"),
+)
 
 
 def replace_step(wrapper: Any) -> str:
@@ -172,7 +186,8 @@ class ReplicatedStep:
         """Norm of all gradients; infinite if one is not finite."""
         grads = [p.grad for group in self.updated for p in group]
         norms = torch.stack(_norm_each(grads)).tolist()  # the only read of the device
-        return self.total(norms) if all(map(math.isfinite, norms)) else math.inf
+        with np.errstate(over="ignore"):
+            return self.total(norms) if all(map(math.isfinite, norms)) else math.inf
 
     def take_gradients(self) -> None:
         """Move the gradients to the fp32 weights; DeepSpeed updates those without one too."""
@@ -184,10 +199,9 @@ class ReplicatedStep:
     def total(self, norms: list[float]) -> float:
         """Norm of all from the norms of each, with sums of squares in fp32 within a group."""
         each, by_group = iter(norms), []
-        with np.errstate(over="ignore"):
-            for group in self.updated:
-                of_group = np.array([next(each) for _ in group], dtype=np.float32)
-                by_group.append(float(sum(of_group * of_group, start=np.float32(0))) ** 0.5)
+        for group in self.updated:
+            of_group = np.array([next(each) for _ in group], dtype=np.float32)
+            by_group.append(float(sum(of_group * of_group, start=np.float32(0))) ** 0.5)
         return getattr(self.module, NORM)(norm_list=by_group)
 
     def note(self, norm: float) -> None:
@@ -210,17 +224,10 @@ class FlatReplicatedStep(ReplicatedStep):
     def take_gradients(self) -> None:
         for params, (flat,) in zip(self.wrapper.fp16_groups, self.updated, strict=True):
             flat.grad = torch.empty_like(flat)
-            sources: list[torch.Tensor] = []
-            targets: list[torch.Tensor] = []
-            for p, part in zip(params, flat.grad.split([p.numel() for p in params]), strict=True):
-                if p.grad is None:
-                    part.zero_()
-                else:
-                    sources.append(p.grad)
-                    targets.append(part.view(p.shape))
+            parts = flat.grad.split([p.numel() for p in params])
+            copy_gradients(parts, [p.grad for p in params])
+            for p in params:
                 p.grad = None
-            if sources:
-                _copy_each(targets, sources)
 
     def total(self, norms: list[float]) -> float:
         squares = np.float32(reduce(add, (norm**2.0 for norm in norms)))
@@ -234,7 +241,12 @@ class FlatReplicatedStep(ReplicatedStep):
 
 
 def reduce_in_place(engine: Any) -> None:
-    """Have the engine copy reduced gradients back by one kernel, and none of a single process."""
+    """Have the engine copy reduced gradients back by one kernel, and none of a single process.
+
+    Another version of it, or one without the names that are used, keeps its own way.
+    """
+    if untested_deepspeed() or not all(hasattr(engine, name) for name in OF_ENGINE):
+        return
     engine.allreduce_and_copy = partial(_allreduce_and_copy, engine)
 
 

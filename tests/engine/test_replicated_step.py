@@ -20,7 +20,8 @@ from tests.distributed.host_reads import counted
 SIZES = [(24, 16), (16,), (1000,), (3, 5), (7,), (16, 24)]
 FROZEN, UNUSED, SPARE = 3, 4, 1  # places in SIZES; SPARE has a gradient in every second step
 STEPS = 40
-SPOILT = {5: math.nan, 11: math.inf, 12: -math.inf}  # by step, in one element of one gradient
+# By step, in one element of one gradient; the last is finite, and its square is not.
+SPOILT = {5: math.nan, 11: math.inf, 12: -math.inf, 13: 2.0**100}
 ABOVE_LIMIT = (20, 31)
 CLASSES = {
     "FP16_UnfusedOptimizer": "deepspeed.runtime.fp16.unfused_optimizer",
@@ -142,6 +143,27 @@ def test_another_version_or_class_or_measured_parts_stay_with_deepspeed(monkeypa
     assert replace_step(course.wrapper.optimizer) == "stage 0 in float32"
     monkeypatch.setattr(master_weights, "untested_deepspeed", lambda: "0.20.0")
     assert replace_step(course.wrapper) == "DeepSpeed 0.20.0 is not the tested 0.19.8"
+    engine = engine_of(lambda *_: None)
+    reduce_in_place(engine)
+    assert "allreduce_and_copy" not in vars(engine)
+
+
+def engine_of(reduce: Callable[..., Any], factor: float = 1.0) -> Any:
+    """What DeepSpeed's engine shows to its reduction at stage 0."""
+    return SimpleNamespace(
+        communication_data_type=torch.float32,
+        gradient_predivide_factor=lambda: factor,
+        allreduce_bucket=reduce,
+        unflatten=lambda flat, like: [flat[:6].view(2, 3), flat[6:]],
+    )
+
+
+@pytest.mark.parametrize("name", vars(engine_of(lambda: None)))
+def test_an_engine_without_a_name_reduces_by_itself(name: str):
+    engine = engine_of(lambda *_: None)
+    delattr(engine, name)
+    reduce_in_place(engine)
+    assert "allreduce_and_copy" not in vars(engine)
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
@@ -152,12 +174,7 @@ def test_a_process_alone_copies_no_gradient(is_exact: bool, group: None):
     def halved(bucket: list[torch.Tensor], *_: Any) -> torch.Tensor:
         return torch.cat([grad.flatten() for grad in bucket]) / 2
 
-    engine = SimpleNamespace(
-        communication_data_type=torch.float32,
-        gradient_predivide_factor=lambda: 1.0 if is_exact else 3.0,
-        allreduce_bucket=halved,
-        unflatten=lambda flat, like: [flat[:6].view(2, 3), flat[6:]],
-    )
+    engine = engine_of(halved, 1.0 if is_exact else 3.0)
     reduce_in_place(engine)
     engine.allreduce_and_copy(grads, None)
     assert grads[1].tolist() == [3.0 if is_exact else 1.5] * 4
