@@ -20,6 +20,10 @@ from torch._utils import _unflatten_dense_tensors as _unflatten
 from minimind.engine.adapters import TESTED, untested_deepspeed
 from minimind.engine.master_weights import copy_gradients
 
+OTHER_WRAPPERS = {
+    "DeepSpeedZeroOptimizer_Stage3": "stage 3",
+    "BF16_Optimizer": "data_types.grad_accum_dtype",
+}
 CHECKED = 2  # updates of a run whose vectors are compared with the gradients, where that is due
 # What DeepSpeed's wrapper must have: read here, or replaced.
 READ = (
@@ -53,7 +57,7 @@ def reason_against(optimizer: Any) -> str:
         return f"DeepSpeed {installed} is not the tested {TESTED}"
     name = type(optimizer).__name__
     if name != "DeepSpeedZeroOptimizer":
-        return "stage 3" if name.endswith("_Stage3") else f"its wrapper is {name}"
+        return OTHER_WRAPPERS.get(name, f"its wrapper is {name}")
     if missing := [name for name in (*READ, *REPLACED) if not hasattr(optimizer, name)]:
         return f"its wrapper has no {missing[0]}"
     z = optimizer

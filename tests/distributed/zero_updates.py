@@ -156,7 +156,7 @@ OPTIONS = {
     "offload": pair(2, BF16, 2, OFFLOAD, but="offload_optimizer"),
     "offload at stage 1": pair(1, BF16, 2, OFFLOAD, but="offload_optimizer"),
     "fp32 sums": pair(2, BF16, 2, WIDE_SUMS, but="data_types.grad_accum_dtype"),
-    "fp32 sums at stage 1": pair(1, BF16, 2, WIDE_SUMS, but="its wrapper is BF16_Optimizer"),
+    "fp32 sums at stage 1": pair(1, BF16, 2, WIDE_SUMS, but="data_types.grad_accum_dtype"),
     "alignment": pair(2, BF16, 2, ALIGNED, model=WithUnusedParts, but="parameter_alignment"),
     "alignment and round robin": pair(
         1, BF16, 2, ALIGNED, ROUND_ROBIN, model=WithUnusedParts, but="parameter_alignment"

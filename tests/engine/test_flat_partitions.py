@@ -83,6 +83,8 @@ def test_a_wrapper_without_a_name_is_not_touched(name: str):
 
 
 def test_another_wrapper_or_version_is_not_touched(monkeypatch: pytest.MonkeyPatch):
-    assert reason(wrapper("BF16_Optimizer")) == "its wrapper is BF16_Optimizer"
+    assert reason(wrapper("BF16_Optimizer")) == "data_types.grad_accum_dtype"
+    assert reason(wrapper("DeepSpeedZeroOptimizer_Stage3")) == "stage 3"
+    assert reason(wrapper("FP16_Optimizer")) == "its wrapper is FP16_Optimizer"
     monkeypatch.setattr(flat_partitions, "untested_deepspeed", lambda: "0.20.0")
     assert reason(wrapper()) == f"DeepSpeed 0.20.0 is not the tested {flat_partitions.TESTED}"
