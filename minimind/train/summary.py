@@ -361,7 +361,7 @@ def kernels_of(engine: Engine) -> int:
     kernels = step_launches(shape_of(run), layout, "compiled" if layout.is_compiled else "eager")
     if engine.zero_update.startswith("by DeepSpeed"):
         weights = sum(p.requires_grad for p in engine.model.parameters())
-        kernels += ZERO_LAUNCHES[resolved.zero_stage] * weights
+        kernels += ZERO_LAUNCHES[resolved.zero_stage or 0] * weights
     return kernels
 
 

@@ -52,7 +52,8 @@ def test_copies_have_the_bits_of_single_ones(dtype: torch.dtype, at_once: int, m
     for weight, master, grad in zip(weights, wide, grads, strict=True):
         assert weight.grad is None
         assert (master.grad is None) == (grad is None)
-        assert grad is None or torch.equal(master.grad, grad)
+        if grad is not None and master.grad is not None:
+            assert torch.equal(master.grad, grad)
     masters.optimizer.step()
     masters.put_weights()
     for weight, master in zip(weights, wide, strict=True):

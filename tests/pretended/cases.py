@@ -142,7 +142,8 @@ def zero(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
 
     def placed(config: MiniMindConfig) -> Any:
         """On the device before DeepSpeed, which refers weakly to what could be swapped then."""
-        model: Any = MiniMindForCausalLM(config).to(GPU)
+        model: Any = MiniMindForCausalLM(config)
+        model = model.to(GPU)
         model.to = lambda *_: model
         return model
 
