@@ -86,6 +86,7 @@ def process_pool(processes: int, work: str) -> Iterator[ProcessPoolExecutor | No
     except BrokenProcessPool as error:
         # A signal to the process group ends the workers first; a run then ends by that signal.
         time.sleep(SIGNAL_GRACE)
+        _stop_writing_to(pool)
         raise RunError(
             f"a process that {work} was killed, perhaps for lack of memory; free some and run the"
             " same command again"
@@ -94,9 +95,16 @@ def process_pool(processes: int, work: str) -> Iterator[ProcessPoolExecutor | No
         for process in multiprocessing.active_children():
             if process not in others:
                 process.kill()
+        _stop_writing_to(pool)
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _stop_writing_to(pool: ProcessPoolExecutor) -> None:
+    """Close the pipe of tasks, which has no reader left: Python 3.11.2 waits until it is read."""
+    tasks: Any = pool._call_queue
+    tasks._reader.close()
 
 
 def _encode_in_processes(
