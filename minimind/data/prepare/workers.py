@@ -101,10 +101,9 @@ def process_pool(processes: int, work: str) -> Iterator[ProcessPoolExecutor | No
         pool.shutdown(cancel_futures=True)
 
 
-def _stop_writing_to(pool: ProcessPoolExecutor) -> None:
+def _stop_writing_to(pool: Any) -> None:
     """Close the pipe of tasks, which has no reader left: Python 3.11.2 waits until it is read."""
-    tasks: Any = pool._call_queue
-    tasks._reader.close()
+    pool._call_queue._reader.close()
 
 
 def _encode_in_processes(
