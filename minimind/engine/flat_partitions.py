@@ -195,7 +195,7 @@ class FlatPartitions:
             take(index, p)
 
     def _reduce_bucket(self) -> None:
-        """Begin the mean over ranks of the bucket's gradients; the backward pass goes on."""
+        """Average the gradients of the bucket over ranks (collective)."""
         if not self._bucket:
             return
         z, bucket = self.z, self._bucket

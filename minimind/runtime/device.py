@@ -54,7 +54,7 @@ class Host:
     """A CPU: what is called has been done when the call returns."""
 
     name = "cpu"
-    has_queue = False  # the host goes on while the device works
+    has_queue = False  # calls return before the device has done the work
     pins = False  # copies from and to pinned memory are queued, and waited for by an event
     has_complex = True
     has_triton = False  # torch.compile and flex attention make its kernels

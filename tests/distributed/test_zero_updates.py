@@ -74,7 +74,7 @@ def seen(launched: Callable[[int, str], Found], ranks: int, name: str) -> dict[s
 def test_both_updates_train_to_the_same_bits(seen: dict[str, Any], ranks: int, name: str):
     """Losses, norms, counters and scales of every step; weights, moments and averages at the end.
 
-    Also where each goes on from a checkpoint of the other.
+    Each also resumes a checkpoint of the other.
     """
     known, (own, ours) = PAIRS[name], (seen[update] for update in UPDATES)
     reason = ", ".join(filter(None, (known.but, known.among_ranks * (ranks > 1))))

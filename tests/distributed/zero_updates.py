@@ -80,7 +80,7 @@ class Pair:
 
     case: Case
     is_guarded: bool = True  # --spike_guard, whose limit a step is above
-    is_crossed: bool = False  # each goes on from the other's checkpoint too
+    is_crossed: bool = False  # each also resumes the other's checkpoint
     spoilt: str = "model.layers.1.self_attn.o_proj.weight"  # whose gradient is NaN in a step
     but: str = ""  # why flat partitions do not cover it
     among_ranks: str = ""  # why not among several
@@ -198,7 +198,7 @@ OPTIONS = {
         model=WithUnusedParts,
         but="offload_optimizer, parameter_alignment",
     ),
-    # These are said of the installed version, in `installed`.
+    # `installed` names the version in these.
     "another version": pair(2, BF16, 2, but=f"DeepSpeed 0.20.0 is not the tested {TESTED}"),
     "another wrapper": pair(2, BF16, 2, but="its wrapper has no name_of_another_version"),
 }

@@ -32,7 +32,7 @@ FELL_BACK = "by DeepSpeed (flat partitions differed from the gradients, which we
 def launches(
     nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[int, dict[str, Any]]:
-    """By number of ranks and case."""
+    """What was found, by number of ranks and case."""
     found, place = {}, tmp_path_factory.mktemp("checks")
     chosen = BY_RANKS if request.config.getoption("--long") else SHORT
     for ranks, names in chosen.items():

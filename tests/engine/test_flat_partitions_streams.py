@@ -35,7 +35,7 @@ class Work:
 
 
 class Collectives:
-    """Those of the first of two ranks that have the same gradients."""
+    """Collectives of rank 0 of two ranks with equal gradients."""
 
     def __init__(self) -> None:
         self._stream = Stream()

@@ -485,7 +485,7 @@ def test_operators_do_not_grow_with_the_matrices_nor_memory_beyond_a_stack(
 
 
 def test_a_resumed_run_iterates_as_before(monkeypatch: pytest.MonkeyPatch):
-    """By the number of the checkpoint; a new run, or one before its first update, by the table."""
+    """Elements in a stack: of the checkpoint, or of the table before a first update."""
     line, table = "--optimizer muon --dtype float32", "minimind.engine.optimizers.STACKS"
     assert gradient_step(backend_of("--dtype float32"))
     assert backend_of("--dtype float32").counters()["muon_stack"] is None
