@@ -19,6 +19,7 @@ from torch._utils import _unflatten_dense_tensors as _unflatten
 
 from minimind.engine.adapters import TESTED, untested_deepspeed
 from minimind.engine.master_weights import copy_gradients
+from minimind.engine.optimizers import multi_tensor
 
 OTHER_WRAPPERS = {
     "DeepSpeedZeroOptimizer_Stage3": "stage 3",
@@ -46,9 +47,7 @@ REPLACED = (
     *("get_grad_norm_direct", "unscale_and_clip_grads", "_update_model_bit16_weights"),
 )
 
-_copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] (not listed)
-_add_each: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage] (not listed)
-_norm_each: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage] (not listed)
+_copy_each = multi_tensor._foreach_copy_
 
 
 def reason_against(optimizer: Any) -> str:
@@ -234,7 +233,7 @@ class FlatPartitions:
                     targets.append(self._parts[index])
                     parts.append(piece if own[1] == self._sizes[index] else piece.narrow(0, *own))
             if targets:
-                (_add_each if self._is_added_to else _copy_each)(targets, parts)
+                (multi_tensor._foreach_add_ if self._is_added_to else _copy_each)(targets, parts)
 
     def _begin_vectors(self) -> None:
         """A vector for each group; zero where no gradient comes."""
@@ -345,7 +344,7 @@ class FlatPartitions:
             gradients = [part for part, p in pairs if is_divided(p)]
         squares = torch.zeros((), device=z.device)
         if gradients:
-            norms = _norm_each(list(gradients), 2, dtype=self._norm_dtype)
+            norms = multi_tensor._foreach_norm(list(gradients), 2, dtype=self._norm_dtype)
             squares = torch.stack(norms).pow(2.0).sum().float()
         if self._ranks > 1:
             comm.all_reduce(squares, op=comm.ReduceOp.SUM, group=z.dp_process_group)

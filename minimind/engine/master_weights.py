@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 
 from minimind.engine.adapters import TESTED, untested_deepspeed
+from minimind.engine.optimizers import multi_tensor
 
-_copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] (not listed)
-_norm_each: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage] (not listed)
-_scale_each: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage] (not listed)
-_zero_each: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] (not listed)
+_copy_each = multi_tensor._foreach_copy_
 # Elements per multi-tensor copy: one kernel on a GPU instead of one per weight, without a second
 # copy of all gradients in memory.
 COPIED_AT_ONCE = 2**24
@@ -34,7 +32,7 @@ def copy_gradients(parts: Sequence[torch.Tensor], grads: Sequence[torch.Tensor |
     """Copy gradients into their parts of a vector at once; a part without one becomes zero."""
     pairs = list(zip(parts, grads, strict=True))
     if missing := [part for part, grad in pairs if grad is None]:
-        _zero_each(missing)
+        multi_tensor._foreach_zero_(missing)
     if given := [grad for grad in grads if grad is not None]:
         _copy_each([part.view(grad.shape) for part, grad in pairs if grad is not None], given)
 
@@ -175,7 +173,7 @@ class ReplicatedStep:
         self.note(norm)
         factor = 1.0 / wrapper.unscale_and_clip_grads(*self.scaled, norm, apply_scale=False)
         if factor != 1.0:
-            _scale_each([p.grad for group in updated for p in group], factor)
+            multi_tensor._foreach_mul_([p.grad for group in updated for p in group], factor)
         wrapper.optimizer.step()
         self.weights.put_weights()
         for p in (p for group in updated for p in group):
@@ -185,7 +183,9 @@ class ReplicatedStep:
     def norm(self) -> float:
         """Norm of all gradients; infinite if one is not finite."""
         grads = [p.grad for group in self.updated for p in group]
-        norms = torch.stack(_norm_each(grads)).tolist()  # the only read of the device
+        norms = torch.stack(
+            multi_tensor._foreach_norm(grads)
+        ).tolist()  # the only read of the device
         with np.errstate(over="ignore"):
             return self.total(norms) if all(map(math.isfinite, norms)) else math.inf
 
