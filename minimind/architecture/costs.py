@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from minimind.architecture.gathers import DEFAULT_FETCHING, Fetching, gathered
 from minimind.architecture.shape import Shape, Sizes, elements, flops_per_token
 from minimind.config.optimizers import OPTIMIZERS, STACKS
 from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
@@ -43,7 +42,10 @@ class Layout:
     moments: int = 2  # fp32 numbers that it keeps per weight; Muon one less of a matrix of a block
     loss: str = "full"  # full, chunked, or auto: chunked on a GPU if nothing is compiled
     sequence: int = 1  # processes that divide the positions of a row
-    fetching: Fetching = DEFAULT_FETCHING  # of stage 3
+    # Elements at stage 3, DeepSpeed's defaults: of all gathered weights, and of the largest weight
+    # that is not released.
+    max_live_parameters: int = 10**9
+    param_persistence_threshold: int = 10**5
 
     @property
     def is_compiled(self) -> bool:
@@ -212,14 +214,14 @@ def _partitioned(shape: Shape, layout: Layout, activations: int) -> Memory:
 def _sharded(shape: Shape, layout: Layout, activations: int) -> Memory:
     """Stage 3 (stage3.py): 1/N of everything, and gathered weights up to max_live_parameters.
 
-    A weight whose next use is near stays gathered: a model below half of max_reuse_distance is
-    complete on every device when the backward pass begins.
+    A model below half of max_reuse_distance is complete on every device when the backward pass
+    begins.
     """
     b, p = BYTES[layout.dtype], shape.parameters
     part = sum(_parts(shape, layout))
     bucket = b * layout.reduce_bucket
     # gathered weights, bucket, its flat copy for the reduce-scatter, the gradient being computed
-    buffers = b * min(p, layout.fetching.max_live_parameters) + 2 * bucket + b * shape.largest
+    buffers = b * min(p, layout.max_live_parameters) + 2 * bucket + b * shape.largest
     shard, host = b * part, 0
     state, gradients = _state(shape, layout), b * part
     update = bucket + (b + FP32) * part
@@ -307,8 +309,9 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
 
     For S bytes a ring sends S (N-1)/N in an all-gather or reduce-scatter and twice that in an
     all-reduce (Patarasuk and Yuan 2009). ZeRO, section 7, uses reduce-scatter at stages 1 and 2;
-    DeepSpeed 0.19.8 uses all-reduce, at stage 2 after every micro-batch. Stage 3 gathers weights
-    in every micro-batch (gathers.py). Muon gathers its updates.
+    DeepSpeed 0.19.8 uses all-reduce, at stage 2 after every micro-batch. Stage 3 gathers each
+    weight once in every micro-batch, and the small ones that it does not release once a step. Above
+    half of max_reuse_distance it gathers some twice, which is not counted. Muon gathers updates.
     """
     n = layout.world_size
     b, p, micro_batches = BYTES[layout.dtype], shape.parameters, layout.accumulation_steps
@@ -317,8 +320,10 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
     if layout.stage in (None, 0):
         passes = 2 * p
     elif layout.stage == 3:
-        often, once = gathered(shape, n, layout.fetching, layout.recomputes)
-        passes = micro_batches * (padded + often) + once
+        weights = [*shape.tables, *shape.matrices, *shape.vectors]
+        small = [weight for weight in weights if weight[0] <= layout.param_persistence_threshold]
+        kept = sum(count * n * -(-size // n) for size, count in small)
+        passes = micro_batches * (2 * padded - kept) + kept
     else:
         passes = 2 * p * (micro_batches if layout.stage == 2 else 1) + padded
     if OPTIMIZERS[layout.optimizer].orthogonalizes and layout.stage:

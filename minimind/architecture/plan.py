@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from minimind.architecture.costs import (
     memory_of_rank,
     tensor_parallel_lines,
 )
-from minimind.architecture.gathers import Fetching
 from minimind.architecture.shape import Shape, flops_per_token, shape_of, with_special_tokens
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.deepspeed.rules import plain_faults
@@ -250,12 +249,8 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         moments=0 if run.optimizer_values.get("sgd_momentum") == 0 else len(row.state),
         loss=run.loss,
         sequence=run.sequence_parallel,
-        fetching=Fetching(
-            **{
-                field.name: int(zero.get(f"stage3_{field.name}", field.default))
-                for field in fields(Fetching)
-            }
-        ),
+        max_live_parameters=int(zero.get("stage3_max_live_parameters", 10**9)),
+        param_persistence_threshold=int(zero.get("stage3_param_persistence_threshold", 10**5)),
     )
 
 
