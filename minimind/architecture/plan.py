@@ -18,9 +18,7 @@ from minimind.architecture.costs import (
     Layout,
     Machine,
     Memory,
-    estimate_lines,
     exchanged_bytes,
-    likely_step,
     memory_of_rank,
     tensor_parallel_lines,
 )
@@ -210,12 +208,8 @@ def plan_text(
     ]
     if run.tensor_parallel > 1:
         return "\n".join([*lines, *tensor_parallel_lines(shape, here, run.tensor_parallel)])
-    if machine.gpu:
-        lines += estimate_lines(shape, here, machine.gpu, machine.mfu)
     if machine.tokens and machine.peak_tflops:
-        likely = likely_step(shape, here, machine.gpu) if machine.gpu else None
-        mfu = machine.mfu or (likely.mfu if likely else ASSUMED_MFU)
-        source = "given" if machine.mfu else "as estimated" if likely else "assumed: --mfu"
+        mfu, source = machine.mfu or ASSUMED_MFU, "given" if machine.mfu else "assumed: --mfu"
         needed = costs.seconds(shape, machine.tokens, world_size, machine.peak_tflops, mfu)
         lines.append(
             f"time        {needed / 3600:.3g} hours for {machine.tokens:.3g} tokens on"
@@ -407,35 +401,28 @@ def _advice(
         f" the largest micro-batch that fits is {largest}.\n"
         + (f"With {more[0]} GPUs nothing has to be offloaded.\n" if more else "")
         + refusal
-        + _larger_batch(run, shape, best, largest, machine)
+        + _larger_batch(run, shape, best, largest)
         + change
         + f"  NUM_PROCESSES={gpus} {LAUNCH} \\\n"
         + f"    {break_.join(filter(None, (given, flags)))}"
     )
 
 
-def _larger_batch(
-    run: RunConfig, shape: Shape, best: Layout, largest: int, machine: Machine
-) -> str:
+def _larger_batch(run: RunConfig, shape: Shape, best: Layout, largest: int) -> str:
     """Name a larger batch where that of `best` is only the default, and has room to grow."""
     is_default = not any(map(run.is_explicit, ("batch_size", "accumulation_steps")))
     is_default = is_default and best.accumulation_steps == 1
     rows = largest - largest % 8 if largest >= 8 else largest
     if not is_default or run.split_batches or rows < 2 * best.rows:
         return ""
-    larger, speed = replace(best, rows=rows), ""
-    if machine.gpu and (step := likely_step(shape, best, machine.gpu)):
-        faster = likely_step(shape, larger, machine.gpu)
-        assert faster is not None
-        ratio = rows / best.rows * step.seconds / faster.seconds
-        speed = f",\n{ratio:.2f} times as many tokens/s by the estimate"
+    larger = replace(best, rows=rows)
     advice = "its --learning_rate follows from the run."
     if run.is_explicit("learning_rate"):
         rate = run.learning_rate * (rows / best.rows) ** 0.5
         advice = f"its --learning_rate is about {rate:.1e} (by the square root of the rows)."
     return (
         f"No flag sets the {best.rows} rows. --batch_size {rows} takes"
-        f" {costs.memory(shape, larger).total / GIB:.2f} GiB{speed};\n"
+        f" {costs.memory(shape, larger).total / GIB:.2f} GiB;\n"
         f"{advice}\n"
     )
 

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import wrap
@@ -58,9 +58,7 @@ START_SECONDS = {"cpu": 30.0}
 SLOWEST_START = 4.0  # 115 s with ten processes on each core
 MOST_EVALUATIONS = 10  # of a run
 PREPARED_PER_SECOND = 2e6  # bytes of text per process, assumed
-# A step of `strong` over one of AdamW, a measured step over the estimate (docs/measurements.md).
-OF_ESTIMATE = 1.2 * 1.3
-SLOWER = {"measured": 1.5, "estimated": 2.0}  # the far end of the forecast
+SLOWER = {"measured": 1.5, "assumed": 2.0}  # the far end of the forecast
 
 
 def add_parser(subs: Any) -> None:
@@ -88,7 +86,7 @@ def add_parser(subs: Any) -> None:
     text = "out_dir of the run (default: out/ and the name of the text)"
     add("--out_dir", type=non_empty, help=text)
     add("--gpus", type=at_least(1), help="GPUs (default: those of this machine)")
-    names = [gpu.name for gpu in GPUS if gpu.bandwidth]
+    names = [gpu.name for gpu in GPUS if gpu.memory]
     text = "model of the GPUs, also of another machine (default: that of this one)"
     add("--gpu_model", type=named_gpu, choices=names, help=text)
     text = "auto uses a GPU if there is one"
@@ -403,7 +401,7 @@ class Machine:
     device: str
     processes: int
     how: str  # how the speed is known
-    kind: str  # measured or estimated
+    kind: str  # measured or assumed
     speed_of: Callable[[Size, float], float]
     has_room: Callable[[Size], bool]
 
@@ -413,8 +411,9 @@ def find_machine(args: argparse.Namespace, vocab_size: int | None = None) -> Mac
 
     `vocab_size` is that of the text, if it has a tokenizer.
     """
-    from minimind.architecture.costs import GPUModel, Layout, likely_step
+    from minimind.architecture.costs import ASSUMED_MFU, GPUModel, Layout
     from minimind.architecture.plan import recommend
+    from minimind.architecture.shape import flops_per_token
 
     gpu: GPUModel | None = args.gpu_model and known_gpu(args.gpu_model)
     device, processes, memory, name = "cuda", args.gpus or 1, 0, args.gpu_model
@@ -450,19 +449,15 @@ def find_machine(args: argparse.Namespace, vocab_size: int | None = None) -> Mac
         best = recommend(size.shape(), layout(size), memory, is_plain=True)
         return best is not None and not best.offload_optimizer
 
-    if gpu is not None and gpu.bandwidth:
-        known = gpu
+    if gpu is not None:
+        reached = ASSUMED_MFU * gpu.peak_tflops * 1e12 * processes  # FLOPs a second
 
-        def estimated(size: Size, _: float) -> float:
-            here = replace(layout(size), stage=None, optimizer="adamw")
-            step = likely_step(size.shape(), here, known)
-            assert step is not None
-            tokens = here.rows * size.shape().max_seq_len * processes
-            return tokens / step.seconds / OF_ESTIMATE
+        def assumed(size: Size, _: float) -> float:
+            return reached / flops_per_token(size.shape())
 
-        how = "speed estimated, not measured"
+        how = f"speed by an assumed {ASSUMED_MFU:.0%} of the peak, not measured"
         return Machine(
-            f"{processes} x {name}", device, processes, how, "estimated", estimated, has_room
+            f"{processes} x {name}", device, processes, how, "assumed", assumed, has_room
         )
     from minimind.runtime.environment import usable_cores
     from minimind.sweep.step_time import measured_steps

@@ -368,7 +368,7 @@ def test_the_peak_is_the_larger_of_backward_and_update():
 @pytest.mark.parametrize(
     ("compiles", "stage", "loss", "positions", "per_logit"),
     [
-        (True, 2, "auto", 4 * 512, 2 * 2),  # logits and gradient; test_step_time.py counts them
+        (True, 2, "auto", 4 * 512, 2 * 2),  # logits and gradient, as test_launches.py finds them
         (True, 2, "chunked", LOSS_CHUNK, 2 * 2),
         (True, 3, "auto", LOSS_CHUNK, 3 * 4),  # stage 3 is eager
         (False, 2, "auto", LOSS_CHUNK, 3 * 4),

@@ -200,7 +200,7 @@ def test_what_no_run_has_measured_is_said_so(here: Path):
     assert choice.size is LADDER[-1]
     sample = Sample(1e10, 1e6, ["a"], ["The"], 3.0)
     machine = Machine(
-        "8 x H100", "cuda", 8, "", "estimated", lambda size, seconds: 1e6, lambda size: True
+        "8 x H100", "cuda", 8, "", "assumed", lambda size, seconds: 1e6, lambda size: True
     )
     text = " ".join(expectation(choice, sample, machine, 1000).split())
     assert "bits/byte below 2.70; how far below" in text
