@@ -57,6 +57,7 @@ SAMPLE_BYTES, PARTS = 2**20, 16  # of the text, in places that are spread over i
 START_SECONDS = {"cpu": 30.0}
 SLOWEST_START = 4.0  # 115 s with ten processes on each core
 MOST_EVALUATIONS = 10  # of a run
+LARGEST_TRIED = 26_700_000  # parameters of a run of the recipe `strong` that ended
 PREPARED_PER_SECOND = 2e6  # bytes of text per process, assumed
 SLOWER = {"measured": 1.5, "assumed": 2.0}  # the far end of the forecast
 
@@ -262,7 +263,6 @@ class Sample:
     documents: float
     passages: list[str]
     prompts: list[str]  # openings of documents
-    xz: float  # bits per byte of the sample
 
     @property
     def held_out(self) -> float:
@@ -323,28 +323,20 @@ def prepared_sample(folder: Path) -> PreparedSample:
     begins = [0, *ends[every - 1 : -1 : every].tolist()]
     most = SAMPLE_BYTES // max(1, len(begins)) // 4  # tokens of each
     places = [
-        (begin, min(most, end - begin))  # apart: xz would find what is in two of them
+        (begin, min(most, end - begin))
         for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True)
     ]
     texts = [tokenizer.decode(tokens.stretch(*place).tolist()) for place in places]
     splits = prepared.manifest["splits"].values()
     size = sum(split["text_bytes"] for split in splits)
     documents = sum(split["documents"] for split in splits)
-    return PreparedSample(size, documents, texts, openings(texts), bits_by_xz(texts), prepared)
+    return PreparedSample(size, documents, texts, openings(texts), prepared)
 
 
 def openings(texts: list[str]) -> list[str]:
     """Prompts for samples of the run."""
     found = (" ".join(text.split()[:4]) for text in texts)
     return [one for one in found if one and len(one) < 60][:3] or ["The"]
-
-
-def bits_by_xz(texts: list[str]) -> float:
-    """Bits per byte of the texts."""
-    import lzma
-
-    content = "\n".join(texts).encode()
-    return 8 * len(lzma.compress(content)) / max(1, len(content))
 
 
 def read_sample(
@@ -390,7 +382,7 @@ def read_sample(
     passages = [joined[:quarter], joined[quarter:]]
     share = total / max(1, read_bytes)
     size, documents = text_bytes * share, len(texts) * share
-    return Sample(size, documents, passages, openings(texts), bits_by_xz(texts))
+    return Sample(size, documents, passages, openings(texts))
 
 
 @dataclass(frozen=True)
@@ -529,7 +521,7 @@ def yaml_text(
     args: argparse.Namespace, choice: Choice, text: Sample, machine: Machine, prompts: Path
 ) -> str:
     """The file: a reason behind each value."""
-    from minimind.architecture.choice import MEASURED, MOST_EPOCHS
+    from minimind.architecture.choice import MOST_EPOCHS
 
     steps, rows = steps_of(choice, machine)
     data = json.dumps(args.data_path, ensure_ascii=False)
@@ -544,7 +536,7 @@ def yaml_text(
     recipe = (CONFIGS / "recipes" / "strong.yaml").read_text(encoding="utf-8")
     if choice.tokens < 500_000:
         recipe = recipe.replace("_rate: 0.008", "_rate: 0.002")
-    if choice.shape.parameters > 2 * max(run.parameters for run in MEASURED):
+    if choice.shape.parameters > 2 * LARGEST_TRIED:
         untried = "; untried for so large a model: lower it if the loss jumps"
         recipe = re.sub(r"^(\w*_rate|muon_lr): .*", rf"\g<0>{untried}", recipe, flags=re.MULTILINE)
     lines = [
@@ -599,15 +591,10 @@ def _reading(args: argparse.Namespace) -> list[str]:
 
 def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) -> str:
     """The table of what to expect."""
-    from minimind.architecture.choice import MEASURED, MOST_EPOCHS, bits_per_byte_range
+    from minimind.architecture.choice import MOST_EPOCHS
 
     steps, rows = steps_of(choice, machine)
-    low, high = bits_per_byte_range(text.xz)
     slowest = choice.hours * SLOWER[machine.kind]
-    tokens = [run.tokens for run in MEASURED]
-    bits = f"{low:.2f} to {high:.2f}: a guide, no law"
-    if choice.tokens > 2 * max(tokens):
-        bits = f"below {high:.2f}; how far below, no measured run tells"
     share, is_validated, too_few = text.held_out, text.held_out > 0, TOO_FEW
     validated = f"{share:.2g} of the documents, about {share * text.documents:,.0f}"
     if text.vocab_size is not None:
@@ -627,9 +614,6 @@ def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) ->
         "steps": f"about {steps:,} of {rows} rows of {choice.shape.max_seq_len} tokens",
         "hours": f"{choice.hours:.2g}, up to {slowest:.2g} ({machine.kind}:"
         f" {choice.tokens_per_second:,.0f} tokens/s)",
-        "bits/byte": f"{bits}. xz needs {text.xz:.2f} for a MiB of this text; {len(MEASURED)} runs"
-        f" of {min(tokens) / 1e6:.1f} to {max(tokens) / 1e6:.1f}M tokens ended at"
-        f" {low / text.xz:.2f} to {high / text.xz:.2f} of xz (docs/measurements.md)",
         "limit": limit,
     }
     lines = [(name, wrap(value, 80)) for name, value in table.items()]
