@@ -444,7 +444,6 @@ def exchanged_bytes(shape: Shape, layout: Layout) -> int:
     return BYTES[layout.dtype] * tokens * channels * (2 + layout.recomputes) * (n - 1) // n
 
 
-MIB = 2**20
 # All-reduces of a block: in the forward pass the outputs of two layers, in the backward pass the
 # gradients of the inputs of q, k, v, gate and up, one by one.
 FORWARD, BACKWARD = 2, 5
@@ -487,33 +486,3 @@ def memory_of_rank(shape: Shape, layout: Layout, size: int) -> Memory:
     part, ranks = own_part(shape, layout, size)
     needed = memory(part, ranks)
     return replace(needed, update=max(needed.update, saving_bytes(part, ranks)))
-
-
-def tensor_parallel_lines(shape: Shape, layout: Layout, size: int) -> list[str]:
-    """Lines of a plan, in place of the table of ZeRO stages."""
-    part, ranks = own_part(shape, layout, size)
-    needed = memory(part, ranks)
-    saving = saving_bytes(part, ranks)
-    parts = {
-        "weights": needed.weights,
-        "optimizer": needed.optimizer,
-        "gradients": needed.gradients,
-        "buffers": needed.buffers,
-        "activations at most": needed.activations,
-        "update": needed.update,
-        "saving": saving,
-    }
-    shown = ", ".join(f"{name} {value / MIB:,.1f}" for name, value in parts.items())
-    to_group = activation_bytes_sent(shape, layout, size) / MIB
-    to_others = bytes_sent(part, ranks) / MIB
-    return [
-        f"ranks       {size} share each matrix of a block: {part.parameters:,} parameters per rank,"
-        f" ZeRO-{layout.stage} over {ranks.world_size} of them",
-        f"memory      MiB per process: {shown}",
-        f"            {memory_of_rank(shape, layout, size).total / MIB:,.1f} in all: weights +"
-        " optimizer + the largest of (gradients + buffers + activations, those of undivided"
-        " matrices), update and saving",
-        f"sent        MiB per process and step: {to_group:,.1f} of activations within the group"
-        f" ({FORWARD} all-reduces per block forward, {BACKWARD} backward),"
-        f" {to_others:,.1f} of gradients and weights",
-    ]
