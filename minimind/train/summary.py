@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,9 @@ from minimind.data.tokenizer.lossless import loss_lines
 from minimind.engine.build import Engine
 from minimind.engine.optimizers import iteration_dtype, mup_line
 from minimind.recovery.token_balance import (
-    ConversationBalance,
-    StagedBalance,
-    TokenBalance,
     conversation_balance,
+    sentence,
+    staged_balance,
     token_balance,
 )
 from minimind.report.formats import count
@@ -402,7 +401,6 @@ def peak_text(run: RunConfig, device: torch.device) -> str:
 MAX_LINES = 20  # of the summary, warnings and notes aside
 MIN_SETTINGS = 3  # lines of settings that are shown in any case
 SHARDING = ("world_size", "zero_stage")
-Balance = TokenBalance | ConversationBalance | StagedBalance
 FIRST_OF_ONE_CYCLE = 2000  # steps; DeepSpeed's default
 
 
@@ -421,7 +419,7 @@ def log_run_start(
     capacity = context.saver.require_capacity(total) if has_steps else "no step is left"
     log_start_event(context, prepared, resumed, initial)
     balance = balance_of(context, prepared)
-    logger.event("token_balance", step=state.step, **asdict(balance))
+    logger.event("token_balance", step=state.step, **balance)
     _log_changes(context, resumed, layout(run, context.engine))
     own = (initial.architecture.start_summary_line(), initial.line(), initial.template_line)
     notes = [*filter(None, own), *data_notes(context, prepared), *notes]
@@ -517,7 +515,7 @@ def startup_summary(
     context: RunContext,
     prepared: Prepared,
     resumed: Resumed,
-    balance: Balance,
+    balance: dict[str, Any],
     capacity: str,
     notes: Sequence[str],
 ) -> str:
@@ -530,7 +528,7 @@ def startup_summary(
     lines = [
         *labelled_lines("model", _series(_model(context, prepared))),
         *labelled_lines("data", _series(_data(context, prepared))),
-        *labelled_lines("tokens", str(balance).split(" ")),
+        *labelled_lines("tokens", sentence(balance).split(" ")),
         *_steps(context, balance),
         *labelled_lines("length", _series(_length(context, state))),
         *labelled_lines("rate", [_rate(context)]),
@@ -593,15 +591,13 @@ def data_notes(context: RunContext, prepared: Prepared) -> list[str]:
     return notes
 
 
-def balance_of(context: RunContext, prepared: Prepared) -> Balance:
+def balance_of(context: RunContext, prepared: Prepared) -> dict[str, Any]:
     """Where the tokens of the text go."""
     row_tokens, train = context.run.max_seq_len + 1, prepared.train
     if isinstance(train, ConversationShards):
         return conversation_balance(prepared, train, row_tokens)
     if table := stages_read(context.run, context.batches.order, prepared):
-        trained = sum(stage["tokens"] for stage in table)
-        held_out = len(prepared.val)
-        return StagedBalance(len(train) + held_out, held_out, trained, tuple(table))
+        return staged_balance(prepared, table)
     return token_balance(prepared, context.batches.order, row_tokens)
 
 
@@ -683,13 +679,13 @@ def _data(context: RunContext, prepared: Prepared) -> list[str]:
     return items
 
 
-def _steps(context: RunContext, balance: Balance) -> list[str]:
+def _steps(context: RunContext, balance: dict[str, Any]) -> list[str]:
     """The lines of a step, or of each stage with the epochs that it reads of its sources."""
-    if not isinstance(balance, StagedBalance):
+    if "stages" not in balance:
         return labelled_lines("step", [_step(context)])
     from minimind.config.stages import stage_text
 
-    return labelled_lines("stages", _series(list(map(stage_text, balance.stages))))
+    return labelled_lines("stages", _series(list(map(stage_text, balance["stages"]))))
 
 
 def stages_read(run: RunConfig, order: Order, prepared: Prepared) -> list[dict[str, Any]]:
