@@ -84,7 +84,7 @@ class LoggedStart(CheckedJson):
 
 @dataclass(frozen=True)
 class Stretch:
-    """The steps of one start of a run that count: its own, up to a later resume."""
+    """Steps of one start that no later resume replaced."""
 
     steps: range
     order: Order
