@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from minimind.architecture.select import Architecture
-from minimind.checkpoint.directory import read_manifest, step_directory, verify
-from minimind.checkpoint.resume import requested_checkpoints
+from minimind.checkpoint.directory import step_directory, verify
+from minimind.checkpoint.resume import Manifests
 from minimind.config.checks import given
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.flags import AUTO
@@ -27,7 +27,7 @@ from minimind.config.run_config import RunConfig
 from minimind.data.rows.order import rows_of_sources
 from minimind.errors import CheckpointError, UsageError
 from minimind.report.formats import size
-from minimind.train.build import run_budgets
+from minimind.train.rows import run_budgets
 
 
 def with_auto_values(
@@ -36,11 +36,12 @@ def with_auto_values(
     optimizer: str,
     manifest: Mapping[str, Any] | None,
     model: Architecture,
+    saved: Manifests,
 ) -> RunConfig:
     """Return the run of `setup` with numbers for the flags that are "auto" in `known`.
 
-    `known` has what files and text decide. The numbers are those of the checkpoint from which the
-    run resumes, else those of the rules, else the plain ones of the flags. What the text decides
+    `known` has what files and text decide, `saved` are the checkpoints to resume from. A number is
+    that of the checkpoint, else of the rule, else the default of the flag. What the text decides
     stays open without its `manifest`. Raise CheckpointError if the rows of a step of the checkpoint
     cannot be divided.
     """
@@ -63,8 +64,8 @@ def with_auto_values(
             lambda tokens: run_budgets(run, tokens, model),
         )
 
-    if saved := _checkpoint_to_resume(known):
-        place, (values, rows) = saved
+    if resumed := _numbers_to_resume(known, saved):
+        place, (values, rows) = resumed
         source = f"{AUTO}: as in {place.rpartition('/')[2]}"
         if rows % smallest_step(known, world_size):
             divisors, remedies = _divisors(known, rows, world_size)
@@ -114,17 +115,17 @@ def _divisors(run: RunConfig, rows: int, world_size: int) -> tuple[str, str]:
     return " x ".join(divisors), ", or ".join(remedies)
 
 
-def _checkpoint_to_resume(run: RunConfig) -> tuple[str, Numbers] | None:
+def _numbers_to_resume(run: RunConfig, saved: Manifests) -> tuple[str, Numbers] | None:
     """Place and numbers of the checkpoint that --resume asks for; None if there is none.
 
     It is at --mirror if none here is as new. The resume itself reports a damaged one, and takes the
     next; files are hashed here only where that one has other numbers.
     """
-    here = []
-    for path in requested_checkpoints(Path(run.out_dir) / "checkpoints", run.resume):
-        with suppress(CheckpointError):
-            manifest = read_manifest(path)
-            here.append((path, manifest["step"], _numbers(run, str(path), manifest)))
+    here = [
+        (path, manifest["step"], _numbers(run, str(path), manifest))
+        for path, manifest in saved.items()
+        if not isinstance(manifest, CheckpointError)
+    ]
     if any(numbers != here[0][2] for _, _, numbers in here):
         here = [next((one for one in here if verify(one[0]) is None), here[0])]
     found, newest = None, -1
