@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from minimind.config.deepspeed.backend_choice import dry_run_notices
-from minimind.data.rows.stages import StagedOrder, stages_table
 from minimind.engine.optimizers import mup_line
 from minimind.report.formats import count
 from minimind.runtime.urls import is_url, masked
@@ -51,6 +50,7 @@ def _length(plan: Plan) -> str:
     rate = [f"rate: {schedule}"] if plan.resolved.scheduler is None else []  # else DeepSpeed's
     if run.stages:
         from minimind.config.stages import plan_stages, stage_text
+        from minimind.data.rows.stages import StagedOrder, stages_table
 
         if plan.prepared is not None:
             assert isinstance(order, StagedOrder)

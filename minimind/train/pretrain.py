@@ -41,7 +41,6 @@ from minimind.runtime.process import Progress
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import masked_values
 from minimind.train.agreement import require_agreement, require_shared_folder
-from minimind.train.dry_run import dry_run_text
 from minimind.train.evaluate import EVAL_ROWS, build_samples, held_out_of
 from minimind.train.failures import SkippedSteps, report_out_of_memory
 from minimind.train.loop import GO_BACK, RunContext, damage_logged, go_back, register_cleanup, train
@@ -62,6 +61,8 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     with ExitStack() as cleanup:
         if not run.dry_run:
             return train_planned(run, launch, progress, cleanup)
+        from minimind.train.dry_run import dry_run_text
+
         launch = planned_launch(launch, os.environ)
         require_own(Path(run.out_dir), tokenizer_kept(run), run.config)
         plan = decide(run, launch, cleanup, tokenize=False)
