@@ -6,17 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import template_variables
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
 from minimind.data.shards.manifest import options_of, require_document_ends
-from minimind.data.text.inputs import AUTO, VALIDATION, Source, val_paths
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.errors import DataError, UsageError
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import is_url, masked
+
+if TYPE_CHECKING:
+    from minimind.data.text.inputs import Source
 
 RAW_TEXT = "data"  # name of the source that raw text is
 
@@ -100,6 +102,7 @@ def read_text(run: RunConfig, text: Text) -> Prepared:
 def _prepare(run: RunConfig, text: Text) -> Prepared:
     from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
     from minimind.data.prepare.work_units import Options
+    from minimind.data.text.inputs import Source
 
     is_explicit = run.is_explicit("max_document_bytes")
     max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
@@ -125,6 +128,8 @@ def _prepare(run: RunConfig, text: Text) -> Prepared:
 @contextmanager
 def _fetched(run: RunConfig, text: Text) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Paths of raw text and of --val_path; what URLs name has a local copy inside the block."""
+    from minimind.data.text.inputs import AUTO, VALIDATION, val_paths
+
     val_path = val_paths(run.val_path, text.paths)
     if not any(map(is_url, (*text.paths, *val_path))):
         yield text.paths, val_path
