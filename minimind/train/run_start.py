@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags
 from minimind.config.deepspeed.values import leaves
-from minimind.config.flags import AUTO
+from minimind.config.flags import AUTO, is_auto
 from minimind.config.run_config import FLAGS, RULED, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
@@ -203,18 +204,26 @@ def flag_rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
 
 
 def changed_settings(resolved: ResolvedConfig) -> str:
-    """Return the settings that are no default and not on a line of their own."""
-    hidden = (*SHOWN_ABOVE, *NOT_TRAINING)
-    # A key of the file that is a flag is shown by the flag's row.
+    """Return the settings that differ from the defaults and have no line of their own."""
+    run, hidden = resolved.run, (*SHOWN_ABOVE, *NOT_TRAINING)
     rows = [
-        row
-        for row in flag_rows(resolved)
-        if row[2] != "default" and row[0] not in hidden and not row[2].startswith("by the ")
+        (name, value, source)
+        for name, value, source in flag_rows(resolved)
+        if name not in hidden and _is_changed(run, name)
     ]
     for key, value in leaves(masked_values(resolved.config)).items():
         if _is_shown(resolved, key, value):
             rows.append((key, json.dumps(value), resolved.sources[key]))
-    return aligned(rows, indent="  ")
+    here = f"{Path.cwd()}{os.sep}"
+    return aligned([(*row, source.replace(here, "")) for *row, source in rows], indent="  ")
+
+
+def _is_changed(run: RunConfig, name: str) -> bool:
+    """Whether a flag has another value than its default, or a rule decided it."""
+    source = run.sources[name]
+    if source == "default":
+        return False
+    return name in RULED or is_auto(source) or getattr(run, name) != FLAGS[name].default
 
 
 def _is_shown(resolved: ResolvedConfig, key: str, value: Any) -> bool:
@@ -451,7 +460,7 @@ def _rate(context: RunContext) -> str:
 def _backend(facts: Mapping[str, Any], resolved: ResolvedConfig) -> str:
     zero = ""
     if resolved.config:
-        source = resolved.sources["zero_optimization.stage"]
+        source = resolved.sources["zero_optimization.stage"].replace(f"{Path.cwd()}{os.sep}", "")
         zero = f", ZeRO stage {facts['zero_stage']} ({source})"
     where = f"on {facts['world_size']} x {facts['device']}"
     parts = [f"{facts['backend']}{zero}, {facts['dtype']}, {where}"]

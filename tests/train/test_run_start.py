@@ -132,6 +132,7 @@ def test_a_start_shows_the_facts_and_every_setting_that_is_no_default(backend: s
         "a checkpoint every ",
         "27.1 MiB each, 2,930 more fit",
         "max_steps 40 --max_steps",
+        "batch_size 2 --batch_size",
         "dim 192 model tiny",
         "compile off " + ("--compile" if flags else "derived: no GPU"),
     ):
