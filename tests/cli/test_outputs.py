@@ -18,7 +18,7 @@ from minimind.config.parse import parse_flags
 from minimind.errors import LockedError, StorageError, UsageError
 from minimind.train.pretrain import keeps_tokenizer
 from tests.conftest import Trained, sentences
-from tests.faults.mirrors import FLAGS, content, train
+from tools.faults.mirrors import FLAGS, content, train
 
 SWEEP = "{flags: {data_path: TEXT, eval_interval: 1}, dimensions: {seed: [1, 2]}, trials: 1}"
 LADDER = "{flags: {data_path: TEXT, dim: 64}, sizes: [{n_layers: 1}, {n_layers: 2}, {n_layers: 3},"

@@ -22,8 +22,8 @@ from minimind.model.sizes import feed_forward_width
 from tests.config.deepspeed.test_normalize import leaves as spelt
 from tests.config.deepspeed.test_normalize import replaced, spellings
 from tests.conftest import ROOT, SMALL, Trained
-from tests.forking import Nursery
 from tests.refusals.rows import FOLDER, Row, rows_of
+from tools.forking import Nursery
 
 train: Any = sys.modules["minimind.train"]
 ZERO = "zero_optimization."
