@@ -643,6 +643,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def test_what_cannot_be_is_one_line_and_status_2_before_any_work(row: Bad, monkeypatch, capfd):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: row.gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: row.gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (9, 0))
     monkeypatch.setattr(
         "minimind.config.deepspeed.backend_choice.parent_command", row.launcher.split
     )

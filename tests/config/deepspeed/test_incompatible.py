@@ -18,6 +18,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.deepspeed.values import put
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
+from minimind.config.rules import with_dtype
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.build import section_faults
 from minimind.errors import UsageError
@@ -37,7 +38,8 @@ def resolved(line: str, edits: dict[str, Any], device: str = "cpu", **more: Any)
     config = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
     for key, value in edits.items():
         put(config, key, value)
-    return resolve(config, "ds.json", parse_flags(line.split()), 2, device, **more)
+    run = with_dtype(parse_flags(line.split()), device, has_bf16=True)
+    return resolve(config, "ds.json", run, 2, device, **more)
 
 
 def scheduler(kind: str, **params: Any) -> dict[str, Any]:
@@ -316,7 +318,7 @@ def test_lion_on_a_cpu_needs_its_cpu_class():
 @pytest.mark.parametrize(
     ("words", "device", "why"),
     [
-        ("--tf32", "cuda", r"no effect in bfloat16 \(default\)"),
+        ("--tf32", "cuda", r"no effect in bfloat16 \(auto: cuda has bf16 instructions\)"),
         ("--tf32 --dtype float16", "cuda", r"no effect in float16 \(--dtype\)"),
         ("--tf32 --dtype float32", "cpu", "no effect on a CPU"),
     ],
