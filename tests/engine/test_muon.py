@@ -49,7 +49,7 @@ def model_of(**changes: Any) -> MiniMindForCausalLM:
 
 
 def backend_of(line: str) -> PlainBackend:
-    run, model = parse_flags(line.split()), model_of()
+    run, model = parse_flags(f"--dtype bfloat16 {line}".split()), model_of()
     model.to(getattr(torch, run.dtype))
     return PlainBackend(model, model, ResolvedConfig(run, "single"), run_groups(model, run))
 
