@@ -7,6 +7,7 @@ import re
 import secrets
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import torch
 from minimind.checkpoint.identity import versions
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.deepspeed.values import leaves
+from minimind.config.flags import AUTO
 from minimind.config.launcher_env import set_rendezvous_defaults
 from minimind.config.run_config import FLAGS, PACKAGE, RULED, RunConfig
 from minimind.engine.build import Engine
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import disk
-from minimind.runtime.agreement import Difference, Told, first_difference
+from minimind.runtime.agreement import Difference, Told, first_difference, first_other
 from minimind.runtime.collectives import collective_backend, meeting_store, rendezvous
 from minimind.runtime.durable_files import fingerprint, sha256_of
 from minimind.runtime.environment import allow_connections
@@ -72,24 +74,46 @@ NO_NUMBERS = re.compile(
 )
 
 
-def require_agreement(given: RunConfig, plan: Plan) -> Any:
+def meet(setup: Setup, timeout: int) -> Any:
+    """Return a store of all ranks, to keep until the process group is there; None for one rank.
+
+    `timeout` is --dist_timeout, in seconds.
+    """
+    world_size = setup.launch.world_size
+    if world_size == 1:
+        return None
+    set_rendezvous_defaults(os.environ)
+    allow_connections(world_size)
+    with rendezvous():
+        return meeting_store(os.environ, collective_backend(setup.device, timeout)[1])
+
+
+def with_common_dtype(store: Any, plan: Plan) -> Plan:
+    """Plan float32 where the devices of ranks chose different dtypes for "auto"; collective."""
+    run, launch = plan.run, plan.setup.launch
+    if store is None:
+        return plan
+    with rendezvous():
+        other = first_other(store, launch.rank, launch.world_size, "dtype", run.dtype)
+    if other is None or run.is_explicit("dtype"):
+        return plan
+    source = f"{AUTO}: a rank has no bf16 instructions"
+    setup = replace(plan.setup, run=plan.setup.run.with_values(source, dtype="float32"))
+    return replace(plan, setup=setup, resolved=setup.resolve(plan.schedule))
+
+
+def require_agreement(store: Any, given: RunConfig, plan: Plan) -> None:
     """Raise the same error on every rank if one trains another run than rank 0; collective.
 
-    `given` has the flags as parsed. Return what must be kept until the process group is there.
+    `given` has the flags as parsed; `store` is that of `meet`.
     """
-    launch = plan.setup.launch
-    if launch.world_size == 1:
-        return None
-    timeout = collective_backend(plan.setup.device, given.dist_timeout)[1]
-    set_rendezvous_defaults(os.environ)
-    allow_connections(launch.world_size)
-    kinds = all_told(given, plan, os.environ)
+    if store is None:
+        return
+    launch, kinds = plan.setup.launch, all_told(given, plan, os.environ)
     with rendezvous():
-        store = meeting_store(os.environ, timeout)
         found = first_difference(store, launch.rank, launch.world_size, kinds)
     if found:
         raise error_of(found, given)
-    return store
 
 
 def all_told(

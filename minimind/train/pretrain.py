@@ -40,7 +40,12 @@ from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import masked_values
-from minimind.train.agreement import require_agreement, require_shared_folder
+from minimind.train.agreement import (
+    meet,
+    require_agreement,
+    require_shared_folder,
+    with_common_dtype,
+)
 from minimind.train.evaluate import EVAL_ROWS, build_samples, held_out_of
 from minimind.train.failures import SkippedSteps, report_out_of_memory
 from minimind.train.loop import GO_BACK, RunContext, damage_logged, go_back, register_cleanup, train
@@ -110,13 +115,15 @@ def train_planned(given: RunConfig, launch: Launch, progress: Progress, cleanup:
             progress.lock = lock_out_dir(out_dir)
     # 2. Everything that the flags leave open. The text is tokenized here.
     plan = decide(given, launch, cleanup, tokenize=True)
-    run, (prepared, order, schedule) = plan.run, plan.rows()
     if is_rank_0 and progress.lock is None:
         progress.lock = lock_out_dir(out_dir)
     progress.out_dir = out_dir
     # 3. The engine, with its process group, of ranks that train the same run.
+    store = meet(plan.setup, given.dist_timeout)
+    plan = with_common_dtype(store, plan)
+    require_agreement(store, given, plan)
+    run, (prepared, order, schedule) = plan.run, plan.rows()
     cleanup.enter_context(report_out_of_memory(plan.setup, plan.resolved))
-    store = require_agreement(given, plan)
     engine = build_engine(plan.resolved, plan.initial.build(run, prepared), plan.setup.device)
     del store
     cleanup.callback(engine.release)

@@ -15,6 +15,7 @@ from minimind.checkpoint.run_folder import require_outputs
 from minimind.config.checks import given
 from minimind.config.deepspeed.backend_choice import Setup, read_setup
 from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.flags import AUTO
 from minimind.config.launcher_env import Launch, read_launch
 from minimind.config.rules import needs_text
 from minimind.config.run_config import RunConfig
@@ -25,7 +26,7 @@ from minimind.data.rows.order import Order
 from minimind.engine.build import require_accepted, section_faults
 from minimind.errors import UsageError
 from minimind.runtime.environment import environment_kept
-from minimind.train.auto_values import with_auto_values
+from minimind.train.auto_values import numbers_to_resume, with_auto_values
 from minimind.train.evaluate import read_sample_prompts
 from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
 from minimind.train.rows import plan_length, plan_rows, run_budgets
@@ -100,6 +101,9 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         initial = fine_tuned(initial, text, saved)
     run, model, world_size = initial.run, initial.architecture, launch.world_size
     require_rules(run)
+    resumed = None
+    if (run.dtype == AUTO or run.open_flags) and (resumed := numbers_to_resume(run, saved)):
+        run = resumed.with_dtype(run)
     setup = read_setup(run, launch)
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
     require_accepted(resolved, setup.device)
@@ -114,7 +118,7 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
     known = with_text(resolved.run, text, prepared)
     if known.open_flags:
         manifest = prepared and prepared.manifest
-        run = with_auto_values(setup, known, resolved.optimizer, manifest, model, saved)
+        run = with_auto_values(setup, known, resolved.optimizer, manifest, model, resumed)
         setup = replace(setup, run=run)
         known = setup.resolve().run
     order = schedule = None

@@ -32,8 +32,8 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import next_token_loss
 from minimind.train.dry_run import dry_run_text
 from tests.conftest import ROOT, Launcher, sentences
-from tests.distributed.conftest import config_of_stage
 from tests.train.starts import planned, read_initial
+from tools.runs import config_of_stage
 
 train: Any = minimind.train  # a module that is called
 LENGTH, ROWS, PIECES, VOCABULARY = 32, 4, 600, 640
