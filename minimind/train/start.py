@@ -105,6 +105,7 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
     if (run.dtype == AUTO or run.open_flags) and (resumed := numbers_to_resume(run, saved)):
         run = resumed.with_dtype(run)
     setup = read_setup(run, launch)
+    run = setup.run
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
     require_accepted(resolved, setup.device)
     require_outputs(resolved)
