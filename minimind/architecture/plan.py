@@ -31,7 +31,13 @@ from minimind.config.flags import ALONE, AUTO
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.parse import parse_flags, unknown_flag, words_of
 from minimind.config.paths import shell_word
-from minimind.config.rules import flags_with_rules, largest_micro_batch, needs_text, values_by_rules
+from minimind.config.rules import (
+    flags_with_rules,
+    largest_micro_batch,
+    needs_text,
+    values_by_rules,
+    with_dtype,
+)
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig, deepspeed_files
 from minimind.config.schedule import budget_steps
 from minimind.errors import UsageError, fault_error
@@ -92,6 +98,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
             raise UsageError(
                 f"gpus = {machine.gpus}, and a run on {device} has one process; give --gpus 1"
             )
+    run = with_dtype(run, device, has_bf16=True)  # the devices of a plan may be elsewhere
     config: Mapping[str, Any] = {}
     document: Mapping[str, Any] = {}
     optimizer = OPTIMIZERS[run.optimizer].name

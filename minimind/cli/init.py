@@ -409,6 +409,7 @@ def find_machine(args: argparse.Namespace, vocab_size: int | None = None) -> Mac
 
     gpu: GPUModel | None = args.gpu_model and known_gpu(args.gpu_model)
     device, processes, memory, name = "cuda", args.gpus or 1, 0, args.gpu_model
+    dtype = "bfloat16"  # as --dtype auto becomes it
     if gpu is None:
         import torch
 
@@ -423,6 +424,7 @@ def find_machine(args: argparse.Namespace, vocab_size: int | None = None) -> Mac
                 )
             kind = HOST
         device, memory = kind.name, kind.memory()
+        dtype = dtype if kind.has_bf16 else "float32"
         processes = args.gpus or max(1, kind.count()) if kind is not HOST else 2
         name = kind.model_of(torch.device(device))
         gpu = known_gpu(name) if device == "cuda" else None
@@ -434,7 +436,7 @@ def find_machine(args: argparse.Namespace, vocab_size: int | None = None) -> Mac
         rows = max(1, (8192 if device != "cpu" else 2048) // size.shape().max_seq_len)
         is_compiled = device == "cuda"
         return Layout(
-            2, processes, "bfloat16", rows, device=device, compiles=is_compiled, optimizer="muon"
+            2, processes, dtype, rows, device=device, compiles=is_compiled, optimizer="muon"
         )
 
     def has_room(size: Size) -> bool:

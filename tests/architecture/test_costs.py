@@ -212,6 +212,7 @@ def test_activations_of_presets_are_those_of_torchs_tracker(
 
 def test_plan_counts_recomputed_blocks_and_advises_them_where_nothing_fits():
     flags = "--dim 64 --n_layers 8 --n_heads 4 --max_seq_len 65536 --no-use_flash_attn".split()
+    flags += ["--dtype", "bfloat16"]
     machine = Machine(1, 2**30)
     assert "give --gradient_checkpointing" in plan([*flags, "--batch_size", "1"], machine)
     flags.append("--gradient_checkpointing")
@@ -403,7 +404,7 @@ def test_on_a_gpu_the_loss_takes_what_its_kernels_store(
 def test_the_state_is_that_of_the_optimizer_in_force(
     flags: str, per_weight: int, per_matrix: int, world_size: int
 ):
-    run = parse_flags(["--model", "tiny", *flags.split()])
+    run = parse_flags(["--model", "tiny", "--dtype", "bfloat16", *flags.split()])
     shape, layout = shape_of(run), layout_of(run, world_size, {}, "cuda")
     bytes_of_all = (4 + per_weight) * shape.parameters + per_matrix * shape.hidden_matrices
     assert memory(shape, layout).optimizer == bytes_of_all

@@ -450,7 +450,7 @@ def test_an_apple_gpu_has_no_stage_to_compare(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_table_of_a_dry_run_is_that_of_the_plan():
-    run = parse_flags(["--model", "26m"])
+    run = parse_flags(["--model", "26m", "--dtype", "bfloat16"])
     text = plan_text(run, 2)
     assert "25,829,888" in text
     assert re.search(r"^\*DDP", text, re.MULTILINE)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 # test_memory.py holds the same arithmetic against two real ranks.
 pytestmark = [pytest.mark.launch, pytest.mark.long]
