@@ -135,7 +135,6 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         is_cut_off = not log_scores(context, state)
         if profiling:
             log_profile(context, state, is_last=stopping or state.step == last)
-        log_collectives(context, state, stopping)
         if stopping:
             break
     if is_cut_off:  # the next start asks again
@@ -297,15 +296,6 @@ def log_profile(context: RunContext, state: TrainState, is_last: bool) -> None:
     """Log the phase times of every rank since the last profile, and the verdict (collective)."""
     medians = context.engine.gather(context.logger.medians())
     context.logger.profile(state.step, medians, is_last)
-
-
-def log_collectives(context: RunContext, state: TrainState, stopping: bool) -> None:
-    """Print the table of DeepSpeed's comms_logger, if enabled, every --profile_interval."""
-    last = context.schedule.total_steps
-    if not (stopping or is_due(state.step, context.run.profile_interval, last)):
-        return
-    if table := context.engine.backend.collectives_table():
-        context.logger.print(f"DeepSpeed's comms_logger, up to step {state.step}:\n{table}")
 
 
 def update_trace(

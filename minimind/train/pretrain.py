@@ -28,7 +28,7 @@ from minimind.config.deepspeed.backend_choice import advice
 from minimind.config.launcher_env import Launch, planned_launch, read_launch
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepared import Prepared
-from minimind.engine.build import Engine, build_engine, leave_process_group
+from minimind.engine.build import Engine, build_engine, leave_process_group, print_collectives
 from minimind.errors import StorageError, UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.report.verdict import Verdicts
@@ -322,6 +322,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     end = {"code": code, "status": status, "reason": reason, "step": state.step}
     logger.event("exit", **end, **logger.unlogged_pauses())
     logger.close(timeout=run.dist_timeout / 2)  # other ranks wait at the barrier
+    print_collectives(context.engine.resolved)
     if status:
         command = "run the same command again"
         if run.resume != "auto":  # the same command would resume from the same checkpoint
