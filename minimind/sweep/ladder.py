@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -40,7 +39,7 @@ from minimind.sweep.scaling import (
 from minimind.sweep.study import PREFIX, Row, best_of
 from minimind.sweep.sweep_file import Checked, Dimension, Sweep, flag_faults, read_fields, rehearsed
 from minimind.train.inputs import require_inputs
-from minimind.train.rehearsal import Rehearsal, rehearse
+from minimind.train.start import Plan, rehearse
 
 LENGTHS = ("max_tokens", "tokens_per_param", "max_steps", "epochs", "max_flops")
 BY_TOKENS = "contradicts tokens or tokens_per_param, which end every run; remove it"
@@ -187,7 +186,11 @@ def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[flo
     for n, one in enumerate(points):
         require_alike(points[0], one)
         for other in points[:n]:
-            if _key(one) == _key(other):
+            if (one.run.seed, one.tokens, one.settings) == (
+                other.run.seed,
+                other.tokens,
+                other.settings,
+            ):
                 raise UsageError(
                     f"{path}: {other.name} and {one.name} are one run of {one.tokens:,.0f} tokens;"
                     " remove one"
@@ -203,10 +206,6 @@ def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[flo
     return points
 
 
-def _key(one: Point) -> tuple[int, float, str]:
-    return one.run.seed, one.tokens, one.settings
-
-
 def _require_predictable(one: Point, fitted: Points, path: str) -> None:
     """Raise UsageError if a law of one term does not hold for the numbers of the predicted run."""
     term, notes = term_of(fitted, (), ())
@@ -216,44 +215,23 @@ def _require_predictable(one: Point, fitted: Points, path: str) -> None:
     at, of = (np.log([getattr(point, name) for point in fitted.used]) for name in (x, y))
     expected = float(np.exp(np.polyval(np.polyfit(at, of, 1), np.log(getattr(one, x)))))
     given = getattr(one, y)
-    if _is_near(given, expected):
-        return
-    remedy = f"give it {formats.size(expected)}"
-    if y == "tokens":
-        remedy = _budget_for(expected, one) or "lower its batch_size"
-    raise UsageError(
-        f"predict in {path} has {formats.size(given)} {y}, but {notes[0]}; {remedy}, or add runs"
-        " with other numbers"
-    )
+    if not 1 / NEAR <= given / expected <= NEAR:
+        raise UsageError(
+            f"predict in {path} has {formats.size(given)} {y}, but {notes[0]}; predict a run of"
+            f" about {formats.size(expected)} {y}, or add runs with other numbers"
+        )
 
 
-def _is_near(value: float, expected: float) -> bool:
-    return 1 / NEAR <= value / expected <= NEAR
-
-
-def _budget_for(tokens: float, one: Point) -> str:
-    """The budget with which the predicted run trains on so many tokens; empty if there is none.
-
-    It trains in whole steps, whose rows may follow from the budget.
-    """
-    for budget in (f"{tokens:.3g}", f"{math.ceil(tokens)}"):
-        with suppress(UsageError):  # less than a step
-            run = one.run.with_values("tokens", max_tokens=float(budget), tokens_per_param=None)
-            if _is_near(_planned(one.name, run, rehearse(run)).tokens, tokens):
-                return f"give it tokens: {budget}"
-    return ""
-
-
-def _planned(name: str, run: RunConfig, rehearsal: Rehearsal) -> Point:
+def _planned(name: str, run: RunConfig, plan: Plan) -> Point:
     """The point of a run that is not trained: tokens are those of its whole steps."""
-    known = rehearsal.run
+    known = plan.run
     shape = shape_of(known)
     settings = {name: getattr(known, name) for name in FLAGS if name not in ("seed", *LENGTHS)}
     return Point(
         name,
         run,
         shape.parameters,
-        rehearsal.tokens or math.nan,
+        plan.tokens or math.nan,
         math.nan,
         flops_per_token(shape),
         math.nan,

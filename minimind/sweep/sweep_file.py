@@ -6,7 +6,7 @@ Every scalar is kept as text, as in `--config` files, and converted by the flag 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice, product
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -24,17 +24,16 @@ from minimind.config.parse import (
     unknown_keys,
 )
 from minimind.config.run_config import FLAGS, RunConfig
-from minimind.errors import DataError, RunError, UsageError, fault_error
+from minimind.errors import UsageError, fault_error
 from minimind.runtime.checked_json import describe_fault
 from minimind.runtime.urls import masked_values
 
 if TYPE_CHECKING:
-    from minimind.train.rehearsal import Rehearsal
+    from minimind.train.start import Plan
 
 # Flags that a sweep sets for its trials, or that would end one before its last step.
 OWNED = ("out_dir", "resume", "dry_run", "stop_at_step", "max_minutes", "local_rank")
 MAX_TRIALS = 10_000
-MAX_CORNERS = 512  # combinations of ends that are tried to find one that can be trained
 NUMERIC = ("int", "float")
 TAGS = ("list", "range")  # pydantic puts them into the path of a fault
 
@@ -107,7 +106,6 @@ def read_sweep(path: str) -> Sweep:
     if faults := [*_faults(sweep, path)]:
         raise fault_error(faults)
     _check_length(sweep, path)
-    first_config(sweep, path)
     return sweep
 
 
@@ -233,16 +231,13 @@ def points(name: str, dimension: list[str] | Range) -> list[Any]:
     return [min(low + n * step, high) for n in range(count)]
 
 
-def rehearsed(
-    sweep: Sweep, parameters: Mapping[str, Any], path: str
-) -> tuple[RunConfig, Rehearsal]:
+def rehearsed(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> tuple[RunConfig, Plan]:
     """The settings of a trial, and what its start decides.
 
     Raise what the start would raise before its long work. A combination that cannot be trained is
     a UsageError, or TooFewRows.
     """
-    from minimind.train.build import place_of  # torch
-    from minimind.train.rehearsal import rehearse
+    from minimind.train.start import rehearse  # torch
 
     run = build_config(sweep.flags_of(parameters), f"{in_template(path)}: {{name}}")
     for name in OWNED:  # a --config file may set them; the out_dir of a trial precedes it
@@ -259,33 +254,22 @@ def rehearsed(
             " it"
         )
     sweep.require_suited(run, parameters)
-    rehearsal = rehearse(run)
-    if rehearsal.held_out == 0:
+    plan = rehearse(run)
+    if plan.held_out == 0:
         raise UsageError(
-            f"{place_of(run)} holds no row of {run.max_seq_len} tokens out, and so has no"
+            f"{plan.text} holds no row of {run.max_seq_len} tokens out, and so has no"
             f" {sweep.metric} to compare trials by; prepare it again with a larger --val_fraction"
         )
-    return run, rehearsal
+    return run, plan
 
 
 def first_config(sweep: Sweep, path: str) -> RunConfig:
-    """The settings of the first combination of ends that can be trained.
+    """The settings of the first point of every dimension; raise what their start would raise.
 
-    Raise the error of the first combination if every one is refused.
+    A combination that cannot be trained otherwise is refused at its turn.
     """
-    ends = [
-        (values[0], values[-1]) if isinstance(dimension, Range) else values
-        for name, dimension in sweep.dimensions.items()
-        for values in [points(name, dimension)]
-    ]
-    first: RunError | None = None
-    for values in islice(product(*ends), MAX_CORNERS):
-        try:
-            run, _ = rehearsed(sweep, dict(zip(sweep.dimensions, values, strict=True)), path)
-            return run
-        except (UsageError, DataError) as error:
-            first = first or error
-    raise first or UsageError(f"{path}: has no combination of values; give each dimension some")
+    first = {name: points(name, dimension)[0] for name, dimension in sweep.dimensions.items()}
+    return rehearsed(sweep, first, path)[0]
 
 
 def changed_fields(before: Mapping[str, Any], sweep: Sweep) -> list[str]:

@@ -16,9 +16,9 @@ from minimind.checkpoint.run_folder import require_writable
 from minimind.cli.main import TAKE_RUN_FLAGS, build_parser, main
 from minimind.config.parse import parse_flags
 from minimind.errors import LockedError, StorageError, UsageError
-from minimind.train.pretrain import keeps_tokenizer
+from minimind.train.pretrain import tokenizer_kept
 from tests.conftest import Trained, sentences
-from tests.faults.mirrors import FLAGS, content, train
+from tools.faults.mirrors import FLAGS, content, train
 
 SWEEP = "{flags: {data_path: TEXT, eval_interval: 1}, dimensions: {seed: [1, 2]}, trials: 1}"
 LADDER = "{flags: {data_path: TEXT, dim: 64}, sizes: [{n_layers: 1}, {n_layers: 2}, {n_layers: 3},"
@@ -40,7 +40,6 @@ FOLDERS: dict[str, tuple[str, str]] = {
 FILES: dict[str, tuple[str, str]] = {
     "report": ("report RUN --out OUT", "--force"),
     "scaling": ("scaling RUN --out OUT", "--force"),
-    "coord_check": ("coord_check --widths 64 128 --out OUT", "--force"),
     "init": ("init --data_path TEXT --hours 1 --gpu_model h100 --out OUT", "--force"),
     "generate": ("generate --checkpoint RUN --prompts PROMPTS --out OUT", "--force"),
 }
@@ -406,7 +405,7 @@ def test_a_run_leaves_the_tokenizer_that_it_reads_in_out_dir_as_it_is(
     flags = {"out_dir": str(tmp_path / "out"), "tokenizer": str(tokenizer), "task": task}
     run = parse_flags([word for name, value in flags.items() for word in (f"--{name}", value)])
     if task == "sft":
-        assert not keeps_tokenizer(run)
+        assert tokenizer_kept(run) is None
         return
     flags |= {"data_path": str(place / "text.jsonl"), "max_steps": "1"}
     train({**FLAGS, **flags, "data_path": [flags["data_path"]], "max_steps": 1})
@@ -537,7 +536,7 @@ PATHS = (
     *("import --from llama EXPORT --out URL", "import --from llama URL --out o"),
     *("checkpoint consolidate RUN --out URL", "checkpoint average RUN URL --out o"),
     *("checkpoint list URL", "checkpoint prune --checkpoint URL --keep 1", "report RUN --out URL"),
-    *("report RUN URL", "scaling RUN --out URL", "coord_check --out URL", "env --out_dir URL"),
+    *("report RUN URL", "scaling RUN --out URL", "env --out_dir URL"),
     *("generate --checkpoint URL --prompt a", "generate --checkpoint RUN --prompts URL"),
     *("chat --model URL --once a", "eval --checkpoint URL --data TEXT", "data at URL --step 1"),
 )

@@ -34,7 +34,7 @@ from minimind.engine.state import Fragment
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.device import Host
 from tests.distributed.muon_stacks import CASES, STACKS
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 SHAPE: dict[str, Any] = {
     **{"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 2},

@@ -1,4 +1,4 @@
-"""`python -m tests.gpu --device cpu`: what a GPU is shown by, so that the command itself is."""
+"""`python -m tools.gpu --device cpu`: what a GPU is shown by, so that the command itself is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.gpu.parts import PARTS
+from tools.gpu.parts import PARTS
 
 pytestmark = [pytest.mark.launch, pytest.mark.long]
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.long]
 def ran(out: Path, *words: str) -> tuple[dict[str, Any], str]:
     """(results.json, what was printed) of the command, in which everything must hold."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--out", str(out), *words],
+        [sys.executable, "-m", "tools.gpu", "--device", "cpu", "--out", str(out), *words],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
