@@ -5,14 +5,13 @@ In process up to where workers would meet; two real launches show the line and t
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.config.parse import parse_flags
-from minimind.errors import DataError, LockedError, RunError, UsageError
+from minimind.errors import LockedError, RunError, UsageError
 from minimind.runtime.process import Progress
 from minimind.train.inputs import require_inputs
 from minimind.train.pretrain import pretrain
@@ -49,15 +48,6 @@ def written(path: Path, content: bytes) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return str(path)
-
-
-def test_less_text_than_one_step_is_reported_in_rows(start_error, tmp_path):
-    path = written(tmp_path / "short.jsonl", json.dumps({"text": "a few words " * 90}).encode())
-    error = start_error(
-        f"--data_path {path} --val_fraction 0 --batch_size 64 --accumulation_steps 4"
-    )
-    assert isinstance(error, DataError)
-    assert "fewer than the 512 of one step (64 x 4 x 2 processes)" in str(error)
 
 
 def test_a_tokenizer_of_another_size_than_the_flag_is_refused(start_error, tmp_path):
