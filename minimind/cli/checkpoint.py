@@ -75,7 +75,7 @@ def run_verify(args: argparse.Namespace) -> int:
 def run_diff(args: argparse.Namespace) -> int:
     """Print every difference between two checkpoints; return 1 if there is any."""
     if len(args.places) != 2:
-        raise UsageError(f"diff takes two checkpoints, not {len(args.places)}")
+        raise UsageError(f"diff takes two checkpoints, not {len(args.places)}; name two")
     from minimind.checkpoint.reader import compare  # imports torch
 
     first, second = args.places
@@ -94,7 +94,7 @@ def run_consolidate(args: argparse.Namespace) -> int:
 def run_average(args: argparse.Namespace) -> int:
     """Write the mean of the weights of several checkpoints and print a summary."""
     if len(args.places) < 2:
-        raise UsageError("average takes two checkpoints or more, not 1")
+        raise UsageError("average takes two checkpoints or more, not 1; name another")
     return _write_whole(args.places, args)
 
 

@@ -82,7 +82,7 @@ def require_resume_path(run: RunConfig) -> None:
         raise CheckpointError(f"--resume {path}: no such directory; name a step_ directory")
     if published_checkpoints(path):
         raise CheckpointError(
-            f"--resume {path}: name one of its step_ directories, or {path.parent}"
+            f"--resume {path}: holds step_ directories; name one of them, or {path.parent}"
         )
     if not (published_checkpoints(path / "checkpoints") or disk.exists(path / MANIFEST)):
         form = form_of_folder(path)

@@ -198,11 +198,6 @@ def test_diff_counts_what_differs_and_names_where_most(run_dir, capsys):
     ]
 
 
-def test_diff_takes_two(run_dir, capsys):
-    assert checkpoint("diff", run_dir) == 2
-    assert "two checkpoints, not 1" in capsys.readouterr().err
-
-
 def test_diff_and_consolidate_pass_over_the_damaged_and_report_it(run_dir, tmp_path, capsys):
     damage(step(run_dir, 6) / "state.json")
     assert checkpoint("diff", run_dir, step(run_dir, 4)) == 0
@@ -427,12 +422,6 @@ def test_prune_wants_to_know_how_many(words, run_dir):
 def test_prune_is_for_a_run_and_not_for_one_of_its_checkpoints(run_dir):
     assert checkpoint("prune", step(run_dir, 2), "--keep", 1) == 2
     assert len(names(run_dir)) == 3
-
-
-@pytest.mark.parametrize("words", [(), ("a", "--checkpoint", "b")])
-def test_one_place_is_named(words, capsys):
-    assert checkpoint("list", *words) == 2
-    assert capsys.readouterr().err.startswith("minimind: error[E_USAGE]: ")
 
 
 def loaded(lines: list[str], modules: str) -> str:

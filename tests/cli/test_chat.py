@@ -320,13 +320,3 @@ def test_the_refusal_imports_no_torch(tmp_path: Path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "[2, 2] False\n", done.stderr
-
-
-@pytest.mark.parametrize("flag", ["--once", "--system"])
-@pytest.mark.parametrize(
-    ("text", "words"), [("", "is blank"), (" \n", "is blank"), ("a\udcff", "is not UTF-8")]
-)
-def test_a_flag_without_text(flag: str, text: str, words: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["chat", "--model", "a-model", flag, text]) == 2
-    assert f"argument {flag}: " in (said := capsys.readouterr().err)
-    assert words in said

@@ -95,8 +95,3 @@ def test_without_a_home_the_flag_and_the_variable_are_named(
         err = capsys.readouterr().err
         assert told in err
         assert "; set HOME, or give --cache_dir " in err
-
-
-def test_the_folder_of_an_unknown_user_is_a_usage_error(capsys: pytest.CaptureFixture[str]):
-    assert main(["chat", "--model", "~no-such-user/x", "--once", "what?"]) == 2
-    assert "a path begins with ~ and a name that is no user here; " in capsys.readouterr().err

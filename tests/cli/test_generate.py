@@ -468,31 +468,6 @@ def test_invalid_input_gives_a_one_line_error(
     assert ";" in line
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "message"),
-    [
-        ("--prompts nowhere.txt", 3, "nowhere.txt: No such file"),
-        ("--prompt_file nowhere.txt", 3, "nowhere.txt: No such file"),
-        ("--prompts PROMPTS --out nowhere/answers", 5, "there is no folder nowhere"),
-    ],
-)
-def test_invalid_arguments_are_reported_before_a_model_is_loaded(
-    words: str,
-    status: int,
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    (tmp_path / "prompts.txt").write_text("ab\n")
-    words = words.replace("PROMPTS", str(tmp_path / "prompts.txt"))
-    monkeypatch.setattr(
-        "minimind.inference.load_model.load_model", lambda *_: pytest.fail("loaded")
-    )
-    assert main(["generate", "--checkpoint", "run", *words.split()]) == status
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", [["--prompt", "a"], ["--prompts", "FILE"]])
 def test_a_full_standard_output_is_a_storage_error(
     trained: Trained,

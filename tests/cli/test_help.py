@@ -133,21 +133,3 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path, capsys):
     assert completed("run_accelerate.sh", "--dtype", "b") == ["bfloat16"]
     assert completed("run_accelerate.sh", "--data_path", "my") == ["my_text.jsonl"]
     assert "--learning_rate" in completed("run_accelerate.sh", "--l")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("init --hour 2", "--hour; did you mean --hours?"),
-        ("init --data text.jsonl", "--data; did you mean --data_path?"),
-        ("serve --prot=80", "--prot; did you mean --port?"),
-        ("checkpoint list out --verfy", "--verfy; did you mean --verify?"),
-        ("checkpoint list out --zzz", "--zzz; see minimind checkpoint list --help"),
-        ("env text.jsonl", "text.jsonl; see minimind env --help"),
-    ],
-)
-def test_an_unknown_argument_of_a_command_names_the_nearest(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-):
-    assert cli.main(words.split()) == 2
-    assert f"unknown argument {message}" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import pytest
 
 from minimind.cli.main import COMMANDS as OURS
-from minimind.cli.main import build_parser, main
+from minimind.cli.main import build_parser
 from minimind.config.parse import COMMANDS, TABLES, equivalent_flag, parse_flags, rows, suggest
 from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
@@ -105,25 +105,6 @@ def test_every_right_side_is_a_flag_of_ours():
             for word in ours:
                 name = word.split()[0].removeprefix("--").removeprefix("no-")
                 assert name in FLAGS, (theirs, word)
-
-
-@pytest.mark.parametrize(
-    ("typed", "answer"),
-    [
-        ("serve_openai_api.py", "here it is minimind serve"),
-        ("web", "here it is minimind serve"),
-        ("chat-web", "here it is minimind serve"),
-        ("pretrain", "here it is minimind train (on all GPUs minimind launch)"),
-        ("estimate-memory", "here it is minimind plan"),
-        ("genrate", "did you mean generate?"),
-        ("frobnicate", "minimind --help lists every command"),
-    ],
-)
-def test_a_command_of_another_project_is_answered(
-    typed: str, answer: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main([typed, "--port", "80"]) == 2
-    assert f"error[E_USAGE]: unknown command {typed}; {answer}" in capsys.readouterr().err
 
 
 def test_every_command_of_ours_in_the_table_is_one_and_no_name_of_theirs_is_ours():

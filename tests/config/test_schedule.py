@@ -1,7 +1,6 @@
 """Learning rates and run lengths against the closed forms they promise."""
 
 import math
-import re
 
 import pytest
 
@@ -78,21 +77,6 @@ def test_wsd_decays_in_as_many_steps_as_its_flags_say(line, total, warmup, decay
     )
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("--schedule wsd --decay_steps 96 --warmup_steps 5", "decay_steps = 96 (--decay_steps)"),
-        (
-            "--schedule wsd --decay_fraction 1",
-            "decay_fraction = 1 (--decay_fraction), 100 steps, and",
-        ),
-    ],
-)
-def test_a_decay_that_does_not_fit_is_refused(line, sentence):
-    with pytest.raises(UsageError, match=re.escape(sentence)):
-        planned(f"--max_steps 100 {line}", 1000)
-
-
 def within(line: str) -> int:
     """Steps of a run of 1,000 steps an epoch, 512 tokens a step, 3,000 weights, 20 kFLOP a token"""
     run = parse_flags(line.split())
@@ -118,17 +102,20 @@ def test_a_budget_is_exact_in_steps(line, steps):
     assert within(line) == steps
 
 
+def test_a_decay_that_leaves_no_step_to_warm_up_is_refused():
+    with pytest.raises(UsageError, match=r"decay_fraction = 1 \(--decay_fraction\), 100 steps"):
+        planned("--max_steps 100 --schedule wsd --decay_fraction 1", 1000)
+
+
 @pytest.mark.parametrize(
-    ("line", "sentence"),
+    ("line", "name"),
     [
-        ("--max_tokens 5120 --max_steps 9", "max_steps = 9 (--max_steps) contradicts max_tokens"),
-        ("--max_tokens 1e6 --tokens_per_param 20 --max_steps 1953", "contradicts tokens_per_param"),
-        ("--max_tokens 511", "max_tokens = 511 (--max_tokens) is 511 tokens, less than the 512"),
-        ("--max_flops 10", "max_flops = 10 (--max_flops) is 0 tokens"),
+        ("--max_tokens 5120 --max_steps 9", "max_tokens"),
+        ("--max_tokens 1e6 --tokens_per_param 20 --max_steps 1953", "tokens_per_param"),
     ],
 )
-def test_a_budget_that_contradicts_or_is_too_small_is_refused(line, sentence):
-    with pytest.raises(UsageError, match=re.escape(sentence)):
+def test_a_budget_that_contradicts_is_refused(line, name):
+    with pytest.raises(UsageError, match=rf"max_steps = \d+ \(--max_steps\) .* {name} = "):
         within(line)
 
 
@@ -149,11 +136,6 @@ def test_a_budget_that_contradicts_or_is_too_small_is_refused(line, sentence):
 def test_length_and_warm_up_follow_the_flags(line, steps_per_epoch, total, warmup):
     s = planned(line, steps_per_epoch)
     assert (s.total_steps, s.warmup_steps) == (total, warmup)
-
-
-def test_a_warm_up_longer_than_the_run_is_refused():
-    with pytest.raises(UsageError, match="warmup_steps = 60"):
-        planned("--warmup_steps 60 --max_steps 50", 1000)
 
 
 def test_state_counts_and_the_last_step_is_always_due():

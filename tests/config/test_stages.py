@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import yaml
 
 from minimind.config.parse import build_config
 from minimind.config.run_config import RunConfig
-from minimind.config.stages import plan_stages, read_stages, stage_text
+from minimind.config.stages import plan_stages, stage_text
 from minimind.errors import UsageError
 
 TWO = [
@@ -78,25 +77,6 @@ def test_the_decay_begins_with_a_stage(tmp_path: Path):
     assert schedule.lr_at(79) == schedule.peak > schedule.lr_at(80)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({}, r"decay_from = decay has no effect with schedule = cosine \(default\)"),
-        ({"schedule": "wsd", "decay_steps": 3}, r"and decay_steps = 3 \(--decay_steps\) are"),
-        ({"schedule": "wsd", "decay_fraction": 0.1}, r"and decay_fraction = 0\.1"),
-        (
-            {"schedule": "wsd", "warmup_steps": 90},
-            r"--stages .*: decay_from = decay begins the decay after step 80, within warmup_steps ="
-            r" 90 \(--warmup_steps\); lower it, or begin the decay later",
-        ),
-    ],
-)
-def test_a_decay_that_no_flag_begins(tmp_path: Path, flags: dict[str, Any], message: str):
-    path = file_of(tmp_path, decay_from="decay")
-    with pytest.raises(UsageError, match=message):
-        plan_stages(run_of(path, max_steps=100, **flags), 1, {})
-
-
 def test_a_decay_from_the_first_stage_leaves_no_step_to_warm_up(tmp_path: Path):
     path = file_of(tmp_path, decay_from="warm")
     with pytest.raises(UsageError, match=r"after step 0, within warmup_steps = 2 \(--warmup"):
@@ -118,90 +98,7 @@ def test_the_last_stage_may_say_that_it_ends_with_the_run(tmp_path: Path):
     assert steps_of(file_of(tmp_path, of_second(until="100%"))) == without
 
 
-def test_a_file_that_is_not_there_or_no_yaml(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"--stages .*none\.yaml: No such file"):
-        read_stages(str(tmp_path / "none.yaml"))
-    (tmp_path / "bad.yaml").write_text("stages: [")
-    with pytest.raises(UsageError, match=r"bad\.yaml:.*correct the YAML"):
-        read_stages(str(tmp_path / "bad.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("stages", "flags", "message"),
-    [
-        (
-            of_first(until=20_000),
-            {},
-            "stage warm: until = 20000 takes all 100 steps that are left, of 128 tokens, and",
-        ),
-        (of_first(until=12_800), {}, "stage warm: until = 12800 takes all 100 steps that are left"),
-        (of_first(until="1e25"), {}, r"stage warm: until = 1e25 takes all 100 steps that are left"),
-        (of_first(until="0.5%"), {}, "stage warm has no whole step of 128 tokens .* until = 0.5%"),
-        (of_first(until=100), {}, "stage warm has no whole step of 128 tokens between step 0"),
-        (of_first(max_seq_len=64), {}, r"max_seq_len = 64 \(stage warm of .* is more than .* = 32"),
-        (
-            of_first(batch_size=3),
-            {"split_batches": True},
-            r"batch_size = 3 \(stage warm of --stages .*\) cannot be split over 2 processes",
-        ),
-        (
-            of_first(max_seq_len=9),
-            {"sequence_parallel": 2},
-            r"max_seq_len = 9 .* is not divided by sequence_parallel = 2",
-        ),
-    ],
-)
-def test_stages_that_do_not_fit_the_run(
-    tmp_path: Path, stages: Any, flags: dict[str, Any], message: str
-):
-    path = file_of(tmp_path, stages)
-    with pytest.raises(UsageError, match=message):
-        plan_stages(run_of(path, max_steps=100, **flags), 1 + bool(flags), {})
-
-
-@pytest.mark.parametrize("until", ["12800", "1e25"])
-def test_a_stage_that_ends_beyond_the_budget(tmp_path: Path, until: str):
-    path = file_of(tmp_path, of_first(until=until))
-    message = (
-        rf"stage warm: until = {re.escape(until)} is not before the end of the run, 12,800 tok"
-    )
-    with pytest.raises(UsageError, match=message):
-        steps_of(path, tokens=12_800)
-
-
-def test_a_stage_that_begins_with_less_than_a_step_left(tmp_path: Path):
-    path = file_of(tmp_path, of_first(until=12_798))
-    message = r"stage decay has no whole step of 128 tokens between step 99 \(12,672 tokens\) and"
-    with pytest.raises(UsageError, match=message):
-        steps_of(path, tokens=12_799)
-
-
 def test_a_budget_of_any_size_is_laid_out(tmp_path: Path):
     run = run_of(file_of(tmp_path), max_tokens=1e25)
     _, stages, _ = plan_stages(run, 1, {"max_tokens": 10**25})
     assert sum(stage.tokens for stage in stages) == 10**25 // 128 * 128
-
-
-def test_another_number_of_steps_than_the_budget(tmp_path: Path):
-    run = run_of(file_of(tmp_path), max_steps=99, max_tokens=12_800.0)
-    with pytest.raises(UsageError, match=r"max_steps = 99 .* contradicts max_tokens = 12800"):
-        plan_stages(run, 1, {"max_tokens": 12_800})
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({}, "needs the length of the run in tokens or steps; give --max_tokens"),
-        ({"epochs": 2}, r"epochs = 2 \(--epochs\) and stages = .*, whose sources are read by"),
-        ({"max_flops": 1e9}, r"max_flops = 1e\+09 .* and stages"),
-        ({"max_steps": 9, "spike_guard": True}, "spike_guard = True .* goes back and reads other"),
-        (
-            {"max_steps": 9, "task": "sft", "init_from": "x"},
-            r"stages = .* is for text, and task = sft \(--task\) reads conversations",
-        ),
-    ],
-)
-def test_flags_that_do_not_go_with_stages(tmp_path: Path, flags: dict[str, Any], message: str):
-    with pytest.raises(UsageError, match=message):
-        run_of(file_of(tmp_path), **flags)
-    run_of(file_of(tmp_path), max_steps=9, spike_guard=True, max_rollbacks=0)

@@ -280,12 +280,6 @@ def test_an_adapter_is_merged_into_a_model_of_the_hub(
         assert "hf:ana/none: the Hub has no such model" in shown
 
 
-def test_private_without_an_upload_is_refused(run: Path, tmp_path: Path, capsys: Any):
-    place = ["export", "--checkpoint", str(run / "run"), "--format", "llama"]
-    assert main([*place, "--out", str(tmp_path / "out"), "--hub_private_repo"]) == 2
-    assert "--hub_private_repo is for --push_to_hub" in capsys.readouterr().err
-
-
 def test_an_upload_that_is_cut_changes_nothing_and_is_done_again(
     user: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -29,6 +29,7 @@ STATUSES = {
     "E_RENDEZVOUS": 9,
 }
 REPEATED = re.compile(r"<(\S+) x (\d+)>")  # "<0 x 400>" is 400 zeros
+BYTE = re.compile(r"<byte (\w\w)>")  # "<byte ff>" is a byte that is not UTF-8
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Row:
     gpus: int = 0
     error: str = "E_USAGE"  # name of the error, which decides the status; "" for none
     faults: int = 1
+    leaves: tuple[str, ...] = ()  # folders that the command may leave behind
     names: tuple[str, ...] = ()
     near: dict[str, Any] | None = None  # changes that make the row right
 
@@ -63,6 +65,16 @@ def written_out(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "json": full, "names": tuple(str(name) for name in given.get("names", ()))}
 
 
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with these changes, of objects inside it too; null removes a member of an object."""
+    both = {**base, **changes}
+    for name in base.keys() & changes.keys():
+        if isinstance(base[name], dict) and isinstance(changes[name], dict):
+            members = merged(base[name], changes[name])
+            both[name] = {key: value for key, value in members.items() if value is not None}
+    return both
+
+
 def rows_of(path: Path) -> list[Row]:
     """The rows of one file, each with the values of `base` that it does not replace."""
     tree = yaml.compose(path.read_text(), Loader=yaml.CSafeLoader)
@@ -77,7 +89,11 @@ def rows_of(path: Path) -> list[Row]:
         assert given["names"], where
         if "near" in given:
             given["near"] = written_out(given["near"])
-        rows.append(Row(**{**base, **written_out(given), "where": where}))
+        row = {**base, **written_out(given), "where": where}
+        row["argv"] = f"{base.get('argv', '')} {given.get('argv', '')}".strip()
+        for name in ("files", "environ"):
+            row[name] = merged(base.get(name, {}), given.get(name, {}))
+        rows.append(Row(**row))
     return rows
 
 
@@ -87,7 +103,8 @@ def all_rows() -> list[Row]:
 
 
 def expanded(text: str) -> str:
-    """`text` with its repetitions written out."""
+    """`text` with its repetitions and bytes written out."""
+    text = BYTE.sub(lambda match: os.fsdecode(bytes.fromhex(match[1])), text)
     return REPEATED.sub(lambda match: match[1] * int(match[2]), text)
 
 
@@ -96,7 +113,7 @@ def write_file(name: str, content: Any) -> None:
 
     A name that ends with "/" is an empty folder; null is a named pipe; {to: X} a symbolic link.
     """
-    path = Path(name)
+    path = Path(expanded(name))
     path.parent.mkdir(parents=True, exist_ok=True)
     if name.endswith("/"):
         path.mkdir(exist_ok=True)
@@ -104,11 +121,9 @@ def write_file(name: str, content: Any) -> None:
         os.mkfifo(path)
     elif isinstance(content, dict) and content.keys() == {"to"}:
         path.symlink_to(content["to"])
-    elif isinstance(content, bytes):
-        path.write_bytes(content)
     else:
         text = content if isinstance(content, str) else json.dumps(content)
-        path.write_text(expanded(text))
+        path.write_bytes(os.fsencode(expanded(text)))
 
 
 def write_files(row: Row) -> None:

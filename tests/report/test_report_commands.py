@@ -89,16 +89,6 @@ def test_a_folder_whose_name_is_not_utf8_is_reported_with_its_name_escaped(monke
     assert r"y\udcff" in (tmp_path / "a.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("place", "problem"), [("nowhere", "is no folder"), ("there", "holds no metrics.jsonl")]
-)
-def test_a_place_that_is_no_run_is_refused_in_one_sentence(capsys, tmp_path, place, problem):
-    (tmp_path / "there").mkdir()
-    err = refused(capsys, 2, tmp_path / place)
-    assert problem in err
-    assert "give the --out_dir of a run" in err
-
-
 def test_the_same_run_twice_is_a_mistake(capsys, run):
     assert "given twice" in refused(capsys, 2, run, f"{run}/../run")
 

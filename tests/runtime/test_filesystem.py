@@ -46,11 +46,6 @@ def test_no_secret_of_a_url_is_shown(text, shown):
     assert masked(text) == shown
 
 
-def test_credentials_in_a_url_are_refused():
-    with pytest.raises(UsageError, match=r"https://\*\*\*@host/a.txt: has credentials in it"):
-        open_filesystem("https://me:p@ss@host/a.txt")
-
-
 def test_a_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(UsageError, match=r"is not installed; .* install -e '\.\[remote\]'"):

@@ -23,7 +23,7 @@ from minimind.data.prepare.prepare import PrepareRequest
 from minimind.data.prepare.prepared import Prepared, open_prepared
 from minimind.data.rows.order import Order
 from minimind.data.text.inputs import Source
-from minimind.errors import DataError, StorageError, UsageError
+from minimind.errors import DataError, StorageError
 from minimind.runtime import download, filesystem
 from minimind.runtime.download import etag_of_parts
 from minimind.runtime.filesystem import Retry
@@ -201,24 +201,6 @@ def test_without_network_the_cache_is_used_and_said_so(
 def test_what_is_missing_is_an_error_of_data(texts: Path, tmp_path: Path, name: str):
     with pytest.raises(DataError, match=r"^s3://bucket/.*; correct the URL"):
         local_text([f"s3://bucket/{name}"], tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        (
-            "s4://bucket/a.txt",
-            "begins with s4://, and URLs begin with s3://, gs://, .*; correct it",
-        ),
-        ("s3:/bucket/a.txt", "begins with s3:/, and URLs begin with s3://"),
-        ("S3://bucket/a.txt", "begins with S3://"),
-        ("s3://", "names no bucket, host or file; complete the URL"),
-    ],
-)
-def test_urls_with_typos_are_told(tmp_path: Path, url: str, message: str):
-    for work in (lambda: local_text([url], tmp_path), lambda: local_folder(url, tmp_path)):
-        with pytest.raises(UsageError, match=rf"^{url}: {message}"):
-            work()
 
 
 ODD = ("a.jsonl", "a b.jsonl", "a%20b.jsonl", "x::y.jsonl", "a(1).jsonl", "it's.jsonl", "#a.jsonl")

@@ -82,21 +82,3 @@ def test_the_command_prints_both_tables(capsys: pytest.CaptureFixture[str]):
 def test_the_status_is_1_where_a_rate_is_not_scaled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(optimizers, "ADAMW", {**ADAMW, HIDDEN: 0.0})
     assert main(["coord_check", "--widths", "64", "256", "--seeds", "1", "--n_layers", "1"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("--widths 64", "a slope needs two widths or more"),
-        ("--dim 60 --n_heads 4 --n_kv_heads 3", "n_heads = 4"),
-        ("--model hf:.", "transformers"),
-        ("--optimizer sgd", "optimizer = sgd (--optimizer) does not; take another"),
-        ("--muon_lr 0.1", "muon_lr = 0.1 (--muon_lr) has no effect with optimizer = adamw"),
-        ("--dtype bfloat16", "dtype = bfloat16 (--dtype) is float32 in a coordinate check"),
-    ],
-)
-def test_what_cannot_be_checked_is_refused(
-    line: str, said: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["coord_check", *line.split()]) == 2
-    assert said in capsys.readouterr().err

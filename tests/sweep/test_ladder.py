@@ -317,49 +317,6 @@ def test_runs_of_one_ratio_predict_a_run_of_that_ratio(tmp_path, capsys, made):
     assert re.search(r"^prediction for dim 512, 20 per parameter ", capsys.readouterr().out, re.M)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"sizes": [{"dmi": 128}]}, "unknown key 'dmi' in sizes of {}; did you mean dim?"),
-        ({"sizes": ["27m"]}, "--model 27m: no such preset or file; give one (0.4b"),
-        ({"sizes": [["26m"]]}, "sizes of {} has ['26m'], which is no preset and no flags; give"),
-        ({"sizes": []}, "{}: has sizes = [], which should have at least 1"),
-        ({"size": [{"dim": 8}]}, "{}: has the unknown field size; did you mean sizes?"),
-        ({"tokens": None}, "{}: has no tokens and no tokens_per_param; add a list of one of"),
-        ({"tokens": ["x"]}, "max_tokens = 'x' ({}: max_tokens) is not a finite number; give one"),
-        ({"tokens": ["1e9", "1000000000"]}, "dim 128, 1e9 and dim 128, 1000000000 are one run"),
-        ({"tokens": ["4e7", "4e7"]}, "dim 128, 4e7 and dim 128, 4e7 are one run of 39,999,488 tok"),
-        (
-            {"tokens": ["4e7", "2e8", "100"]},
-            "dim 128, 100: max_tokens = 100 ({}: max_tokens) is 100 tokens, less",
-        ),
-        (
-            {"flags": CONTENT["flags"] | {"warmup_steps": "40000"}},
-            "warmup_steps = 40000 ({}: warmup_steps) is more than the 39062 steps of the whole run",
-        ),
-        (
-            {"flags": CONTENT["flags"] | {"trace_steps": "4"}},
-            "trace_steps = 4 ({}: trace_steps) is",
-        ),
-        ({"tokens": ["1e9"]}, "3 runs can be used, and a law of 3 constants needs 4 or more; add"),
-        ({"sizes": [{"dim": 128}, {"dim": 256}]}, "2 different numbers of parameters, and their"),
-        ({"predict": {"size": "26m"}}, "predict in {} has to have tokens or tokens_per_param; gi"),
-        ({"predict": {"size": "26m", "token": 1}}, "unknown field predict.token; did you mean tok"),
-        ({"predict": {"size": {"dim": 128}, "tokens": "4e7"}}, "128, 4e7 and dim 128, 4e7 are one"),
-        (
-            {"predict": {"size": {"dim": 512, "vocab_size": 600}, "tokens": "5e9"}},
-            "vocab_size is 4096 in dim 128, 4e7 and 600 in dim 512 vocab_size 600, 5e9, so their",
-        ),
-    ],
-)
-def test_what_is_wrong_is_named_before_anything_starts(tmp_path, capsys, made, changes, sentence):
-    assert train(tmp_path, **changes) == 2
-    output = capsys.readouterr()
-    assert sentence.format(tmp_path / "spec.yaml") in output.err
-    assert (output.out, output.err.count("\n"), made.starts) == ("", 1, [])
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.fixture(scope="module")
 def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared folder with a vocabulary of 600."""
@@ -386,26 +343,6 @@ def test_sources_that_no_run_can_read_are_named_before_the_first(tmp_path, capsy
     assert train(tmp_path, flags={**flags, "source": [f"a={tmp_path}"]}) == 2
     assert f"source a: {tmp_path} is no folder of `minimind prepare`" in capsys.readouterr().err
     assert made.starts == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ({"out_dir": "x"}, "flags.out_dir in {} is set for every trial; remove it"),
-        ({"max_tokens": "1e6"}, "flags.max_tokens in {} contradicts tokens or tokens_per_param"),
-        ({"use_moe": "true"}, "use_moe = True ({}: use_moe), but the law is of our dense decoder"),
-        ({"config": "max_steps: 7"}, "max_steps = 7 (--config {}) contradicts tokens or tokens_pe"),
-        ({"config": "resume: none"}, "resume = none (--config {}) is no setting of a trial: minim"),
-        ({"eval_rows": 0}, "eval_rows = 0 ({}: eval_rows) leaves no val_loss to compare"),
-    ],
-)
-def test_flags_that_no_run_can_have_are_named(tmp_path, capsys, flags, sentence):
-    config = tmp_path / "base.yaml"
-    config.write_text(str(flags.get("config")))
-    given = {**flags, "config": str(config)} if "config" in flags else flags
-    assert train(tmp_path, flags={**CONTENT["flags"], **given}) == 2
-    place = config if "config" in flags else tmp_path / "spec.yaml"
-    assert sentence.format(place) in capsys.readouterr().err
 
 
 FOUR = [{"dim": dim} for dim in (128, 192, 256, 320)]
@@ -625,13 +562,6 @@ def test_a_folder_called_run_is_read_as_before(tmp_path, capsys, monkeypatch):
 
 
 def test_what_the_command_needs_is_named(tmp_path, capsys, monkeypatch):
-    spec = str(write_spec(tmp_path))
-    assert main(["scaling", "run", spec]) == 2
-    assert "needs a folder for the runs; give --out DIR" in capsys.readouterr().err
-    assert train(tmp_path, "--force") == 2
-    assert "--force has no effect with run SPEC.yaml" in capsys.readouterr().err
-    assert main(["scaling", "run", str(tmp_path / "no.yaml"), "--dry_run"]) == 2
-    assert f"scaling spec {tmp_path / 'no.yaml'}: No such file" in capsys.readouterr().err
     monkeypatch.setattr(report, "find_spec", lambda name: None if name == "optuna" else name)
     assert train(tmp_path) == 2
     assert "the package optuna, which is not installed" in capsys.readouterr().err

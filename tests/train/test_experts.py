@@ -15,11 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 import minimind.train as training
 from minimind.checkpoint.validation import read_config
 from minimind.cli.main import main
-from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
 from minimind.engine.loss_of_batch import MicroBatchLoss
-from minimind.errors import CheckpointError, UsageError
+from minimind.errors import CheckpointError
 from minimind.inference.generate import Sampling, generate_texts
 from minimind.inference.load_model import load_checkpoint
 from minimind.model.configuration import MiniMindConfig
@@ -222,18 +221,6 @@ def test_a_configuration_of_too_many_experts_is_refused(runs: Path, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps({**claimed, "n_routed_experts": number}))
     with pytest.raises(CheckpointError, match=r"n_routed_experts = .*, which should be "):
         read_config(tmp_path, manifest)
-
-
-@pytest.mark.parametrize(
-    ("line", "report"),
-    [
-        ("--use_moe --n_routed_experts 0", "must be at least 1"),
-        ("--use_moe --aux_loss_alpha -1", "must be at least 0"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(line: str, report: str):
-    with pytest.raises(UsageError, match=report):
-        parse_flags(line.split())
 
 
 @pytest.mark.long

@@ -155,21 +155,3 @@ def test_weights_that_do_not_record_their_length_need_it_as_a_flag(is_directory,
         words += " --rope_original_length 32"
         run = read_initial(parse_flags([*given, *words.split()])).run
         assert (run.rope_factor, run.rope_original_length, run.max_seq_len) == (4.0, 32, 128)
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--rope_factor 4", "give --init_from, or both --rope_factor and --rope_original_length"),
-        ("--rope_factor 4 --rope_original_length 9 --rope_theta 1", "needs a base above 1"),
-        ("--rope_original_length 32 --max_seq_len 65536", "is 2048 times the 32 positions"),
-        ("--rope_factor 4 --rope_original_length 8 --max_seq_len 33", "than the 32 positions of 4"),
-    ],
-)
-def test_without_a_model_the_scaling_has_to_be_complete(words, sentence):
-    given = ["--rope_scaling", "yarn", *words.split()]
-    with pytest.raises(UsageError, match=sentence):
-        parse_flags(given)
-    heads = "--rope_scaling ntk --rope_factor 2 --rope_original_length 9 --dim 16 --n_heads 8"
-    with pytest.raises(UsageError, match="heads of more than 2 channels"):
-        parse_flags(heads.split())

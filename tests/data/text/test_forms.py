@@ -34,7 +34,7 @@ from minimind.data.chat.conversations import (
 from minimind.data.text import readers
 from minimind.data.text.documents import ReadOptions, Records, Rejection
 from minimind.data.text.inputs import PACKINGS, find_files, segments_of
-from minimind.errors import DataError, UsageError
+from minimind.errors import DataError
 from tests.data.text.reading import documents_of, read
 
 GZIPPED = gzip.compress(b"text\n", mtime=0)  # with a time it would be another test id each second
@@ -318,38 +318,6 @@ def test_quotes_without_an_end_do_not_take_the_whole_file_into_memory(tmp_path):
     assert rejection.bytes == 2**19 + 1
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"id,body\n1,a\n", 'has no column "text" but "id", "body"; give --text_field'),
-        (b"text,text\n1,a\n", 'has the column "text" 2 times; keep the one that is meant'),
-        ("id,text\n".encode("utf-16"), "is UTF-16, not CSV; convert it to UTF-8"),
-        ('{"text": "a"}\r\n'.encode("utf-16"), "is UTF-16, not CSV; convert it to UTF-8"),
-        (b'id,"text"s\n', "its first line is not CSV ("),
-        (GZIPPED, "is gzip, not CSV; unpack it (gzip -d), or name it .gz"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, not CSV; fetch"),
-        (b"<!DOCTYPE html>\n<html>", "is a page of HTML, not CSV; download the file itself"),
-        (b'{"text": "a"}\n', "is JSON, not CSV; "),
-        (b"PAR1\x15\x04", "is Parquet, not CSV; name it .parquet"),
-        (b'{"error": "Repository not found"}', "is an error message, not CSV; download the file"),
-        (b"id;text\n1;a\n", 'has ";" between its cells, not ","; write it with commas'),
-        (b'"id";"text"\n', 'has ";" between its cells, not ","; write it with commas'),
-        (b"id\ttext\n1\ta\n", 'has "\\t" between its cells, not ","; name it .tsv'),
-        (b"sep=;\nid;text\n", 'has ";" between its cells, not ","; write it with commas'),
-        (b"id,text\r1,a\r", "its first line has \\r alone at the end of lines; write \\n"),
-    ],
-)
-def test_what_is_no_csv_is_named(tmp_path, content, words):
-    with pytest.raises(DataError) as caught:
-        read(put(tmp_path / "a.csv", content))
-    assert str(caught.value).startswith(f"{tmp_path / 'a.csv'}: {words}")
-
-
-def test_commas_in_a_file_named_tsv_are_named(tmp_path):
-    with pytest.raises(DataError, match=r'has "," between its cells, not "\\t"; name it \.csv'):
-        read(put(tmp_path / "a.tsv", b"id,text\n1,a\n"))
-
-
 ERRORS = [
     {"error": "Repository not found"},
     {"error": {"code": 404, "message": "No such object: a", "errors": []}},
@@ -567,12 +535,6 @@ def test_a_null_in_a_template_is_a_bad_row(tmp_path):
     assert [str(report).partition(": ")[2] for report in bad] == [
         '"a.x" is null, not a string; remove the row'
     ] * 2
-
-
-@pytest.mark.parametrize("field", ["{", "}", "{}", "{a!r}", "{a:>3}", "{a[0]}", "{{a}}", "{a"])
-def test_what_is_no_template_is_refused_where_it_is_given(field):
-    with pytest.raises(UsageError, match=r"is no template of fields .* write names in braces"):
-        ReadOptions(field)
 
 
 def test_a_file_that_is_not_cut_is_one_segment(tmp_path):

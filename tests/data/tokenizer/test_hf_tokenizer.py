@@ -1,7 +1,6 @@
 """Tokenizers that somebody else wrote as tokenizer.json: read, used, refused."""
 
 import json
-import pickle
 
 import pytest
 from tokenizers import Tokenizer as Library
@@ -135,25 +134,6 @@ def test_half_a_character_is_reported(directory):
     for threads in (1, 2):
         with pytest.raises(DataError, match="surrogate"):
             load_tokenizer(directory).encode_arrays(["fine", "a\ud83d"], threads)
-
-
-@pytest.mark.parametrize(
-    ("content", "report"),
-    [
-        (b"", "not JSON"),
-        (b"{", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b"[]", "no JSON object"),
-        (b"{}", "no tokenizer of Hugging Face"),
-        (b'{"model": {"type": "Other"}}', "no tokenizer of Hugging Face"),
-        (pickle.dumps({"model": {}}), "a pickle of Python"),
-    ],
-)
-def test_a_file_that_is_none_is_reported(tmp_path, content, report):
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(DataError, match=rf"tokenizer\.json: is {report}.*; restore it"):
-        load_tokenizer(tmp_path)
 
 
 def test_a_truncated_file_is_reported_wherever_it_ends(directory):
