@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from minimind.cli import filter as filter_command
 from minimind.config.arguments import (
-    Parser,
     add_cache,
     at_least,
     count_of_bytes,
@@ -20,7 +19,8 @@ from minimind.config.arguments import (
     non_empty_path,
     utf8,
 )
-from minimind.config.run_config import FLAGS
+from minimind.config.command_line import Parser
+from minimind.config.flags import FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes

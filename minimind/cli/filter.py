@@ -15,7 +15,7 @@ from minimind.config.arguments import (
     non_empty_path,
     utf8,
 )
-from minimind.config.run_config import FLAGS
+from minimind.config.flags import FLAGS
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.object_cache import ObjectCache

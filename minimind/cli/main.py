@@ -24,19 +24,18 @@ from minimind.cli import serve as serve_commands
 from minimind.cli import tokenizer as tokenizer_commands
 from minimind.cli import train as train_commands
 from minimind.config.arguments import (
-    Parser,
-    PrintCompletion,
     add_weights,
     at_least,
     is_of_other_locale,
     non_empty_path,
-    parser_of,
     positive,
     share,
     size_in_bytes,
     utf8_fault,
 )
-from minimind.config.parse import equivalent_command, suggest
+from minimind.config.command_line import Parser, PrintCompletion, parser_of
+from minimind.config.foreign_flags import equivalent_command
+from minimind.config.names import suggest
 from minimind.config.paths import ORIGINS, naming_flags
 from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import CheckpointError, Interrupted, RunError, UsageError, known_error

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import (
-    Parser,
     add_cache,
     at_least,
     count_of_bytes,
@@ -20,7 +19,8 @@ from minimind.config.arguments import (
     non_empty_path,
     utf8,
 )
-from minimind.config.run_config import FLAGS
+from minimind.config.command_line import Parser
+from minimind.config.flags import FEWEST_PIECES, FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes
@@ -62,7 +62,7 @@ def add_parser(subs: Any) -> None:
     add = add_action("train", text, TRAIN)
     add("paths", nargs="*", metavar="PATH", help=TEXT_HELP)
     add("--out", type=non_empty_path, required=True, metavar="DIR", help="new output folder")
-    smallest = at_least(FLAGS["vocab_size"].metadata["at_least"])
+    smallest = at_least(FEWEST_PIECES)
     add("--vocab_size", type=smallest, default=FLAGS["vocab_size"].default, help="number of pieces")
     text = "additional pieces that text never encodes to, such as '<|im_start|>'"
     names = {"nargs": "+", "action": "extend", "default": []}

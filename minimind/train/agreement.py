@@ -15,8 +15,9 @@ from minimind.checkpoint.identity import versions
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.values import leaves
+from minimind.config.flags import FLAGS, RULED
 from minimind.config.launcher_env import set_rendezvous_defaults
-from minimind.config.run_config import FLAGS, PACKAGE, RULED, RunConfig
+from minimind.config.run_config import PACKAGE, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order

@@ -11,9 +11,9 @@ import pytest
 
 from minimind.cli import main as cli
 from minimind.config import parse as flags
-from minimind.config.arguments import EXAMPLE, all_parsers
+from minimind.config.command_line import EXAMPLE, all_parsers
+from minimind.config.flags import FLAGS
 from minimind.config.parse import parse_flags
-from minimind.config.run_config import FLAGS
 
 TRAIN = flags.build_parser()
 COMMANDS = {parser.prog: parser for parser in all_parsers(cli.build_parser())}

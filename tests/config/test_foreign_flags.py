@@ -4,8 +4,10 @@ import pytest
 
 from minimind.cli.main import COMMANDS as OURS
 from minimind.cli.main import build_parser, main
-from minimind.config.parse import COMMANDS, TABLES, equivalent_flag, parse_flags, rows, suggest
-from minimind.config.run_config import FLAGS
+from minimind.config.flags import FLAGS
+from minimind.config.foreign_flags import COMMANDS, TABLES, equivalent_flag, rows
+from minimind.config.names import suggest
+from minimind.config.parse import parse_flags
 from minimind.errors import UsageError
 
 # By hand: names of MiniMind, nanoGPT and the Trainer that are not ours, and what is meant here.

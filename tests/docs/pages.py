@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from minimind.cli.main import build_parser
-from minimind.config.run_config import FLAGS
+from minimind.config.flags import FLAGS
 from tests.conftest import ROOT
 
 DOCS = ROOT / "docs"

@@ -15,9 +15,10 @@ import minimind.train as training
 from minimind.checkpoint.directory import TrainState
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.deepspeed.resolve import leaves
+from minimind.config.flags import FLAGS
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.data.rows.order import Order
 from minimind.train.summary import (
