@@ -6,7 +6,7 @@ import pytest
 
 from minimind.config.checks import DECODER_RULES, HUGGING_FACE_RULES, RULES, Rule
 from minimind.config.flags import FLAGS
-from minimind.config.parse import parse_flags
+from minimind.config.parse import parse_flags, words_of
 from minimind.errors import UsageError
 
 ROTARY = "--rope_factor 2 --rope_original_length 64 --rope_scaling"
@@ -154,3 +154,19 @@ def test_a_rule_is_its_sentence_and_its_neighbour_is_taken(part: str):
     assert any(re.fullmatch(one, fault) for one in sentences) or not sentences, fault
     assert sentences or part in fault
     assert "faults:" not in fault
+
+
+@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.needs])
+def test_a_flag_without_what_it_needs_has_no_effect(name: str):
+    flag = FLAGS[name]
+    other = {"str": "x", "int": "20", "float": "0.5", "bool": "false"}[flag.type]
+    value = "2.5" if name == "rope_factor" else (*flag.choices, other)[0]
+    needed = flag.needs.partition("=")[0]
+    with pytest.raises(UsageError) as caught:
+        parse_flags(words_of({name: value}))
+    assert f"{name} = " in str(caught.value)
+    assert (
+        f"has no effect with {needed} = {FLAGS[needed].default} (default); add --{needed}"
+        in str(caught.value)
+    )
+    assert flag.help.startswith(f"with --{flag.needs.replace('=', ' ')}: ")
