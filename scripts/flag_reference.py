@@ -19,8 +19,8 @@ if not __package__:  # run as a script: the package is that of this checkout, wh
     del sys.path[0]
 from minimind.cli import main as cli
 from minimind.config.arguments import Number, count_of_bytes, non_empty_path, size_in_bytes
-from minimind.config.command_line import EXAMPLE
-from minimind.config.flags import FLAGS, LIMITS, Flag
+from minimind.config.command_line import EXAMPLE, all_parsers, commands_of
+from minimind.config.flags import FLAGS, LIMITS, Flag, number
 from minimind.config.foreign_flags import COMMANDS, TABLES
 from minimind.config.foreign_flags import rows as foreign_rows
 
@@ -77,12 +77,9 @@ def with_tables(text: str) -> str:
 
 def subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """Yield the parsers below this one that have no subcommands."""
-    actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    if not actions:
-        yield parser
-    for action in actions:
-        for child in action.choices.values():
-            yield from subcommands(child)
+    for one in all_parsers(parser):
+        if not [*commands_of(one)]:
+            yield one
 
 
 def _foreign_table(project: str) -> str:
@@ -109,7 +106,7 @@ def _section(parser: argparse.ArgumentParser) -> str:
 def _field_row(name: str, spec: Flag) -> Row:
     """The row of a flag of train_pretrain.py."""
     bounds = [(words, getattr(spec, limit)) for limit, (words, _) in LIMITS.items()]
-    limits = [f"{words} {_number(bound)}" for words, bound in bounds if bound is not None]
+    limits = [f"{words} {number(bound)}" for words, bound in bounds if bound is not None]
     value = ", ".join([KINDS[spec.type], *limits])
     if spec.choices:
         value = _choices(spec.choices)
@@ -152,13 +149,9 @@ def _default(value: Any) -> str:
     """A default as typed on the command line; empty if there is none."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    if value in (None, [], argparse.SUPPRESS):
+    if value in (None, [], (), argparse.SUPPRESS):
         return ""
     return _codes([" ".join(value) if isinstance(value, tuple) else str(value)])
-
-
-def _number(value: float) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _choices(values: Iterable[str]) -> str:

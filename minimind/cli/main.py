@@ -23,6 +23,7 @@ from minimind.cli import report as report_commands
 from minimind.cli import serve as serve_commands
 from minimind.cli import tokenizer as tokenizer_commands
 from minimind.cli import train as train_commands
+from minimind.cli.command import command_of
 from minimind.config.arguments import (
     add_weights,
     at_least,
@@ -33,7 +34,7 @@ from minimind.config.arguments import (
     size_in_bytes,
     utf8_fault,
 )
-from minimind.config.command_line import Parser, PrintCompletion, parser_of
+from minimind.config.command_line import Parser, PrintCompletion, commands_of, parser_of
 from minimind.config.foreign_flags import equivalent_command
 from minimind.config.names import suggest
 from minimind.config.paths import ORIGINS, naming_flags
@@ -190,6 +191,7 @@ OF_COMMANDS = {
     "checkpoint": {"place": CheckpointError, "places": CheckpointError},
     **{name: {"model": CheckpointError} for name in ("generate", "chat", "serve", "eval")},
 }
+# Commands that are not a class of `cli.command`.
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": train_commands.run_train,
     "launch": train_commands.run_launch,
@@ -202,8 +204,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "eval": eval_commands.run_eval,
     "plan": run_plan,
     "checkpoint": run_checkpoint,
-    "prepare": data_commands.run_prepare,
-    "data": data_commands.run_data,
     "tokenizer": tokenizer_commands.run,
     "export": weight_commands.run_export,
     "import": weight_commands.run_import,
@@ -239,11 +239,12 @@ def _run(argv: list[str]) -> int:
     try:
         if word := next(filter(is_of_other_locale, argv), None):
             raise UsageError(f"{word!a} {utf8_fault(word)}")
-        if argv and argv[0][:1] != "-" and argv[0] not in COMMANDS:
-            every = "minimind --help lists every command"
-            hint = equivalent_command(argv[0]) or suggest(argv[0], [*COMMANDS], every)
-            raise UsageError(f"unknown command {shorten_line(argv[0])}; {hint}")
         parser = build_parser()
+        names = [name for name, _ in commands_of(parser)]
+        if argv and argv[0][:1] != "-" and argv[0] not in names:
+            every = "minimind --help lists every command"
+            hint = equivalent_command(argv[0]) or suggest(argv[0], names, every)
+            raise UsageError(f"unknown command {shorten_line(argv[0])}; {hint}")
         args, args.run_flags = parser.parse_known_args(argv)
         if args.run_flags and args.command not in TAKE_RUN_FLAGS:
             name, below = args.run_flags[0].partition("=")[0], parser_of(parser, argv)
@@ -253,8 +254,9 @@ def _run(argv: list[str]) -> int:
             )
         _require_paths(args, argv)
         origins = ORIGINS | OF_COMMANDS.get(args.command, {})
-        with panics_caught(), naming_flags(vars(args), origins):
-            status = COMMANDS[args.command](args) or 0
+        command = command_of(args)
+        with panics_caught(), naming_flags(vars(command or args), origins):
+            status = (command.execute() if command else COMMANDS[args.command](args)) or 0
         with printing():
             print(end="", flush=True)  # a closed standard output is ignored
         return status

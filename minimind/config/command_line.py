@@ -6,7 +6,7 @@ import argparse
 import copy
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from minimind.config.arguments import Number, count_of_bytes, non_empty_path, size_in_bytes
@@ -78,18 +78,32 @@ class PrintCompletion(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """ArgumentParser that accepts `--a-b` for `--a_b` and raises UsageError.
 
-    `example` is a command line shown below the options.
+    `example` is a command line shown below the options. `add_arguments` is called with the parser
+    before its first use, so that a command line costs only the arguments of its own command.
     """
 
-    def __init__(self, example: str = "", **options: Any) -> None:
+    def __init__(
+        self,
+        example: str = "",
+        add_arguments: Callable[[Parser], None] | None = None,
+        **options: Any,
+    ) -> None:
         epilog = f"{EXAMPLE}\n  {example}" if example else None
         options = {"formatter_class": Formatter, "allow_abbrev": False, "epilog": epilog, **options}
         super().__init__(**options)
+        self._add_arguments = add_arguments
+
+    def complete(self) -> None:
+        """Add the arguments, if that is still to be done."""
+        add, self._add_arguments = self._add_arguments, None
+        if add:
+            add(self)
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] (of two overloads)
         self, args: Any = None, namespace: Any = None
     ) -> Any:
         """Parse as argparse does, with `--a-b` read as `--a_b`."""
+        self.complete()
         words = sys.argv[1:] if args is None else list(args)
         end = words.index("--") if "--" in words else len(words)
         known = self._known()
@@ -115,22 +129,28 @@ class Parser(argparse.ArgumentParser):
         return {name.replace("-", "_"): name for name in self._option_string_actions}
 
 
-def all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield the parser and the parsers of all subcommands."""
-    yield parser
+def commands_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield the commands below a parser with their parsers."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield from all_parsers(below)
+            yield from action.choices.items()
+
+
+def all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parser and the parsers of all subcommands, with their arguments."""
+    if isinstance(parser, Parser):
+        parser.complete()
+    yield parser
+    for _, below in commands_of(parser):
+        yield from all_parsers(below)
 
 
 def parser_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of the subcommand that the words of a command line name."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for number, word in enumerate(words):
-                if word in action.choices:
-                    return parser_of(action.choices[word], words[number + 1 :])
+    below = dict(commands_of(parser))
+    for number, word in enumerate(words):
+        if word in below:
+            return parser_of(below[word], words[number + 1 :])
     return parser
 
 

@@ -64,8 +64,8 @@ class Flag:
     """
 
     name: str
-    group: str
-    type: str  # int, float, str, bool or tuple
+    owner: type  # the class with its line and docstring; the group of a run's flag in --help
+    type: str  # int, float, str, bool or tuple; a command also has others
     default: Any
     ge: float | None = None
     gt: float | None = None
@@ -83,10 +83,15 @@ class Flag:
     built_in: bool = False  # only the built-in decoder has it, no model of transformers
 
     @property
+    def group(self) -> str:
+        """The group of a run's flag in --help."""
+        return self.owner.__name__.lower()
+
+    @property
     def help(self) -> str:
         """Its docstring, after what it needs."""
         prefix = f"with {as_words(self.needs)}: " if self.needs else ""
-        return prefix + _docstrings()[self.name]
+        return prefix + _docstrings(self.owner.__module__)[self.owner.__name__, self.name]
 
     @property
     def may_be_auto(self) -> bool:
@@ -112,6 +117,11 @@ class Flag:
         return ""
 
 
+def number(value: float | None) -> str:
+    """A limit as typed: 1 for 1.0, and every digit of a whole number."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def as_words(condition: str) -> str:
     """A condition as it is typed: `--task sft` for `task=sft`."""
     return f"--{condition.replace('=', ' ')}"
@@ -132,16 +142,28 @@ def flag(default: Any, **attributes: Any) -> Any:
 
 
 @cache
-def _docstrings() -> dict[str, str]:
-    """The docstring of each flag, from the source: a class does not keep those of its fields."""
-    found: dict[str, str] = {}
-    for group in ast.parse(inspect.getsource(sys.modules[__name__])).body:
-        body = group.body if isinstance(group, ast.ClassDef) else []
+def _docstrings(module: str) -> dict[tuple[str, str], str]:
+    """The docstring of each field of a module's classes, from the source: Python keeps none."""
+    found: dict[tuple[str, str], str] = {}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        body = node.body if isinstance(node, ast.ClassDef) else []
         for line, below in pairwise(body):
             if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr):
-                name, text = ast.unparse(line.target), ast.literal_eval(below.value)
-                found[name] = " ".join(text.split())
+                text = ast.literal_eval(below.value)
+                found[node.name, ast.unparse(line.target)] = " ".join(text.split())
     return found
+
+
+def type_of(annotation: object) -> str:
+    """The name of a type without its parameters, and without `| None`."""
+    return str(annotation).split(" ")[0].split("[")[0]
+
+
+def meets(values: object, flags: Mapping[str, Flag], condition: str) -> bool:
+    """Whether a condition of `Flag` holds for an object with these flags as attributes."""
+    name, _, wanted = condition.partition("=")
+    value = getattr(values, name)
+    return value == wanted if wanted else value != flags[name].default
 
 
 @dataclass(frozen=True)
@@ -546,13 +568,7 @@ class Engine:
 
 GROUPS = (Length, Optimizer, Model, Data, Output, Engine)
 FLAGS = {
-    f.name: Flag(
-        f.name,
-        group.__name__.lower(),
-        str(f.type).split(" ")[0].split("[")[0],
-        f.default,
-        **f.metadata,
-    )
+    f.name: Flag(f.name, group, type_of(f.type), f.default, **f.metadata)
     for group in GROUPS
     for f in fields(group)
 }

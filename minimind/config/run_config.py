@@ -21,6 +21,7 @@ from minimind.config.flags import (
     Optimizer,
     Output,
     is_auto,
+    meets,
 )
 from minimind.config.optimizers import OPTIMIZERS, READ_BY
 from minimind.errors import UsageError
@@ -111,9 +112,7 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
 
     def meets(self, condition: str) -> bool:
         """Whether a condition of `Flag` holds."""
-        name, _, wanted = condition.partition("=")
-        value = getattr(self, name)
-        return value == wanted if wanted else value != FLAGS[name].default
+        return meets(self, FLAGS, condition)
 
     @property
     def open_flags(self) -> list[str]:

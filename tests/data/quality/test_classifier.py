@@ -121,8 +121,11 @@ def test_files_that_are_cut_off_are_refused(form, tmp_path: Path, capsys, langua
     ("words", "said"),
     [
         ("--classifier m.bin", GO_TOGETHER),
-        ("--classifier m.bin --classifier_keep hq=1 --classifier_remove hq=1", GO_TOGETHER),
-        ("--min_chars 1 --classifier_keep hq=1", GO_TOGETHER),
+        (
+            "--classifier m.bin --classifier_keep hq=1 --classifier_remove hq=1",
+            "--classifier_keep and --classifier_remove exclude one another",
+        ),
+        ("--min_chars 1 --classifier_keep hq=1", "--classifier_keep without --classifier;"),
         ("--classifier m.bin --classifier_keep hq", "'hq' is no LABEL=P with P from 0 to 1"),
         ("--classifier m.bin --classifier_keep hq=nan", "'hq=nan' is no LABEL=P with P from 0"),
         (
