@@ -266,8 +266,10 @@ class Optimizer:
     evaluated and exported beside them"""
     grad_clip: float = flag(1.0, ge=0.0)
     """maximum global gradient norm; 0 disables clipping"""
-    dtype: str = flag("bfloat16", choices=("bfloat16", "float16", "float32"))
-    """precision of forward and backward; the optimizer's weights are float32"""
+    dtype: str = flag(AUTO, choices=(AUTO, "bfloat16", "float16", "float32"), takes_auto=True)
+    """precision of forward and backward; the optimizer's weights are float32; auto: that of the
+    checkpoint, else bfloat16 where the device of every rank has instructions for it, else
+    float32"""
     tf32: bool = flag(False)
     """multiply float32 matrices as TensorFloat-32 on GPUs: several times as fast, with 10 bits of
     mantissa instead of 23"""

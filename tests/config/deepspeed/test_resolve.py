@@ -10,6 +10,7 @@ from minimind.checkpoint.run_folder import write_reference
 from minimind.config.deepspeed.resolve import AUTO, leaves, read_deepspeed_json, resolve
 from minimind.config.deepspeed.values import DEFAULTS
 from minimind.config.parse import parse_flags
+from minimind.config.rules import with_dtype
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError
@@ -19,7 +20,8 @@ SHIPPED = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
 
 def resolved(line: str = "", config=None, world_size: int = 2, device: str = "cpu"):
     config = SHIPPED if config is None else config
-    return resolve(config, "ds.json", parse_flags(line.split()), world_size, device)
+    run = with_dtype(parse_flags(line.split()), device, has_bf16=True)
+    return resolve(config, "ds.json", run, world_size, device)
 
 
 def with_value(key: str, value):
