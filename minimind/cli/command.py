@@ -26,6 +26,7 @@ class Argument(Flag):
     nargs: str | None = None
     const: Any = None  # the value of a flag without one, with nargs "?"
     is_positional: bool = False
+    option: str = ""  # its spelling, where the name of the field is another
     shared: str = ""  # the run's flag with this help, where the field has no docstring
 
     @property
@@ -164,13 +165,14 @@ def _add_argument(parser: argparse.ArgumentParser, row: Argument) -> None:
     options |= {"type": row.parse or _type_of(row), "metavar": row.metavar, "nargs": row.nargs}
     options |= {"choices": row.choices or None, "const": row.const}
     if row.repeats:
-        options["action"] = "append"
+        options["action"] = "extend" if row.nargs else "append"
     if row.default is not MISSING:
         options["default"] = row.default
     if row.is_positional:
         parser.add_argument(row.name, **options)
     else:
-        parser.add_argument(f"--{row.name}", required=row.default is MISSING, **options)
+        options |= {"dest": row.name, "required": row.default is MISSING}
+        parser.add_argument(row.option or f"--{row.name}", **options)
 
 
 def _type_of(row: Argument) -> Any:

@@ -15,14 +15,14 @@ from minimind.architecture.costs import ASSUMED_MFU, GPUS, known_gpu, named_gpu
 from minimind.cli import data as data_commands
 from minimind.cli import environment as environment_commands
 from minimind.cli import evaluate as eval_commands
-from minimind.cli import export as weight_commands
 from minimind.cli import generate as generate_commands
 from minimind.cli import init as init_commands
 from minimind.cli import report as report_commands
 from minimind.cli import serve as serve_commands
 from minimind.cli import tokenizer as tokenizer_commands
 from minimind.cli import train as train_commands
-from minimind.cli.command import command_of
+from minimind.cli.command import add_command, command_of
+from minimind.cli.export import Export, Import
 from minimind.config.arguments import (
     add_weights,
     at_least,
@@ -71,7 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
     eval_commands.add_parser(subs)
     data_commands.add_parsers(subs)
     tokenizer_commands.add_parser(subs)
-    weight_commands.add_parsers(subs)
+    add_command(subs, "export", Export)
+    add_command(subs, "import", Import)
     report_commands.add_parsers(subs)
     environment_commands.add_parser(subs)
     return parser
@@ -201,11 +202,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "eval": eval_commands.run_eval,
     "plan": run_plan,
     "checkpoint": run_checkpoint,
-    "tokenizer": tokenizer_commands.run,
-    "export": weight_commands.run_export,
-    "import": weight_commands.run_import,
-    "report": report_commands.run_report,
-    "doctor": report_commands.run_doctor,
     "scaling": report_commands.run_scaling,
     "env": environment_commands.run_env,
 }

@@ -321,9 +321,9 @@ def test_mistakes_are_told_in_one_sentence(capsys, tmp_path):
         assert main(["report", place, "--watch", "--port", port]) == 9
     assert f"--port {port}: Address already in use; give another" in capsys.readouterr().err
     for words, problem in (
-        (["--port", "1"], "no effect without --watch"),
-        (["--watch", "--out", "a.html"], "give one of them"),
-        (["--watch", "--port", "70000"], "70000 is not from 0 to 65535"),
+        (["--port", "1"], "--port without --watch"),
+        (["--watch", "--out", "a.html"], "--watch and --out exclude one another"),
+        (["--watch", "--port", "70000"], "70000 is not at least 0, at most 65535"),
     ):
         assert main(["report", place, *words]) == 2
         assert problem in capsys.readouterr().err
