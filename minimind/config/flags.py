@@ -146,8 +146,9 @@ def _docstrings(module: str) -> dict[tuple[str, str], str]:
     """The docstring of each field of a module's classes, from the source: Python keeps none."""
     found: dict[tuple[str, str], str] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-        body = node.body if isinstance(node, ast.ClassDef) else []
-        for line, below in pairwise(body):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for line, below in pairwise(node.body):
             if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr):
                 text = ast.literal_eval(below.value)
                 found[node.name, ast.unparse(line.target)] = " ".join(text.split())
