@@ -25,7 +25,8 @@ from benchmarks.record import arguments, record
 from minimind.architecture.costs import bytes_sent, memory
 from minimind.architecture.plan import layout_of, shape_of
 from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
-from minimind.config.parse import SHAPE, parse_flags
+from minimind.config.flags import SHAPE
+from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine import optimizers
 from minimind.engine.build import build_engine

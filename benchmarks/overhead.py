@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import arguments, record
-from minimind.config.run_config import SPIKE_WINDOW
+from minimind.config.flags import FLAGS
 from minimind.data.rows.batches import Batches
 from minimind.engine.clocks import COLLECTIVES
 from minimind.engine.engine import Engine
@@ -66,7 +66,7 @@ class Race:
     def __init__(self, pairs: int, hooks_only: bool, has_guard: bool) -> None:
         self.kinds, self.has_bare = KINDS[1:] if hooks_only else KINDS, not hooks_only
         self.kinds += (GUARD,) if has_guard else ()
-        self.warm = SPIKE_WINDOW * len(self.kinds) if has_guard else WARM
+        self.warm = FLAGS["spike_window"].unset * len(self.kinds) if has_guard else WARM
         self.steps, self.taken = pairs * len(self.kinds), 0
         self.step_start = self.read_seconds = 0.0
         self.engine: Any = None

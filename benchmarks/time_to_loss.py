@@ -57,8 +57,9 @@ from benchmarks.peers import PEER_OF, PEERS
 from benchmarks.race_page import rate_text, write_page
 from benchmarks.racers import BEFORE, DEFAULT, MUON, PADDED, RACERS, RECIPE
 from benchmarks.record import arguments, record
-from minimind.config.parse import RECIPES, load_yaml_texts, parse_flags
+from minimind.config.parse import RECIPES, parse_flags
 from minimind.config.rules import suited_rows
+from minimind.config.yaml_files import load_yaml_texts
 
 SHIPPED = 5e-4  # learning rate of MiniMind's pretraining
 POINTS = 10

@@ -18,10 +18,11 @@ if not __package__:  # run as a script: the package is that of this checkout, wh
     import_module("minimind")
     del sys.path[0]
 from minimind.cli import main as cli
-from minimind.config.arguments import EXAMPLE, Number, count_of_bytes, non_empty_path, size_in_bytes
-from minimind.config.parse import COMMANDS, TABLES, type_name
-from minimind.config.parse import rows as foreign_rows
-from minimind.config.run_config import FLAGS
+from minimind.config.arguments import Number, count_of_bytes, non_empty_path, size_in_bytes
+from minimind.config.command_line import EXAMPLE, all_parsers, commands_of
+from minimind.config.flags import FLAGS, LIMITS, Flag, number
+from minimind.config.foreign_flags import COMMANDS, TABLES
+from minimind.config.foreign_flags import rows as foreign_rows
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 FOREIGN = PAGE.with_name("coming_from.md")
@@ -48,7 +49,6 @@ MARKED = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- /table -->)", re.DOTAL
 HEAD = "| flag | value | default | description |\n|---|---|---|---|\n"
 NUMBERS = {"int": "int", "float": "float", "whole number": "int", "number": "float"}
 KINDS = {**NUMBERS, "bool": "on/off", "str": "text", "tuple": "path, one or more"}
-LIMITS = {"at_least": "at least", "above": "above", "at_most": "at most", "below": "below"}
 TYPES = {
     size_in_bytes: "bytes (24GiB)",
     count_of_bytes: "bytes (4096, 16MiB)",
@@ -64,7 +64,7 @@ def page() -> str:
     """Return the whole of docs/flags.md."""
     groups: dict[str, list[Row]] = {}
     for name, spec in FLAGS.items():
-        groups.setdefault(spec.metadata["group"], []).append(_field_row(name, spec))
+        groups.setdefault(spec.group, []).append(_field_row(name, spec))
     parts = [INTRODUCTION, *(f"### {group}\n\n{_table(rows)}" for group, rows in groups.items())]
     parts += [SUBCOMMANDS, *map(_section, subcommands(cli.build_parser()))]
     return "\n".join(parts)
@@ -77,12 +77,9 @@ def with_tables(text: str) -> str:
 
 def subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """Yield the parsers below this one that have no subcommands."""
-    actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    if not actions:
-        yield parser
-    for action in actions:
-        for child in action.choices.values():
-            yield from subcommands(child)
+    for one in all_parsers(parser):
+        if not [*commands_of(one)]:
+            yield one
 
 
 def _foreign_table(project: str) -> str:
@@ -106,17 +103,18 @@ def _section(parser: argparse.ArgumentParser) -> str:
     return "\n\n".join(parts) + "\n" + (f"\n{_table(rows)}" if rows else "")
 
 
-def _field_row(name: str, spec: Any) -> Row:
+def _field_row(name: str, spec: Flag) -> Row:
     """The row of a flag of train_pretrain.py."""
-    meta = spec.metadata
-    limits = [f"{words} {_number(meta[key])}" for key, words in LIMITS.items() if key in meta]
-    value = ", ".join([KINDS[type_name(spec)], *limits])
-    if "choices" in meta:
-        value = _choices(meta["choices"])
-    if "repeats" in meta:
-        value = f"{meta['repeats']}, repeated"
-    default = f"`auto`, {meta['rule']}" if "rule" in meta else _default(spec.default)
-    return _codes([f"--{name}"]), value, default, _escape(meta["help"])
+    bounds = [(words, getattr(spec, limit)) for limit, (words, _) in LIMITS.items()]
+    limits = [f"{words} {number(bound)}" for words, bound in bounds if bound is not None]
+    value = ", ".join([KINDS[spec.type], *limits])
+    if spec.choices:
+        value = _choices(spec.choices)
+    if spec.repeats:
+        value = f"{spec.repeats}, repeated"
+    default = _default(spec.unset if spec.default is None else spec.default)
+    default = f"`auto`, {spec.rule}" if spec.rule else default
+    return _codes([f"--{name}"]), value, default, _escape(spec.help)
 
 
 def _action_row(action: argparse.Action) -> Row:
@@ -151,13 +149,9 @@ def _default(value: Any) -> str:
     """A default as typed on the command line; empty if there is none."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    if value in (None, [], argparse.SUPPRESS):
+    if value in (None, [], (), argparse.SUPPRESS):
         return ""
     return _codes([" ".join(value) if isinstance(value, tuple) else str(value)])
-
-
-def _number(value: float) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _choices(values: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.table import PAGE, written
-from minimind.config.run_config import FLAGS
+from minimind.config.flags import FLAGS
 from tests.packages import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
 from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
-from minimind.config.parse import SHAPE, parse_flags
+from minimind.config.flags import SHAPE
+from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine import flat_partitions, optimizers
 from minimind.engine.build import build_engine

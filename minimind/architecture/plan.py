@@ -27,9 +27,10 @@ from minimind.architecture.shape import Shape, flops_per_token, shape_of, with_s
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.deepspeed.rules import plain_faults
 from minimind.config.deepspeed.values import Facts, auto_values, offloads
-from minimind.config.flags import ALONE, AUTO
+from minimind.config.flags import ALONE, AUTO, FLAGS
+from minimind.config.names import unknown_flag
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.parse import parse_flags, unknown_flag, words_of
+from minimind.config.parse import parse_flags, words_of
 from minimind.config.paths import shell_word
 from minimind.config.rules import (
     flags_with_rules,
@@ -38,7 +39,7 @@ from minimind.config.rules import (
     values_by_rules,
     with_dtype,
 )
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig, deepspeed_files
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig, deepspeed_files
 from minimind.config.schedule import budget_steps
 from minimind.errors import UsageError, fault_error
 from minimind.runtime import disk

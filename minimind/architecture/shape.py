@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from minimind.config.flags import BY_TASK
-from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.flags import BY_TASK, FLAGS
+from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
 
 Sizes = list[tuple[int, int]]  # elements of a weight, and how many weights have as many

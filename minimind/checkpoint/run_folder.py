@@ -17,8 +17,8 @@ import yaml
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags, output_paths
-from minimind.config.flags import BY_TASK, SHAPE
-from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.flags import BY_TASK, FLAGS, SHAPE
+from minimind.config.run_config import RunConfig
 from minimind.config.run_record import HEAD, with_sum
 from minimind.errors import LockedError, StorageError, UsageError
 from minimind.runtime import disk

@@ -6,24 +6,18 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.cli import filter as filter_command
-from minimind.config.arguments import (
-    Parser,
-    add_cache,
-    at_least,
-    count_of_bytes,
-    fraction,
-    non_empty_path,
-    utf8,
-)
-from minimind.config.run_config import FLAGS
+from minimind.cli.command import Cached, Output, add_command, argument, shared
+from minimind.cli.filter import Filter
+from minimind.config.arguments import count_of_bytes, utf8
+from minimind.config.command_line import Parser
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes
+from minimind.runtime.object_cache import ObjectCache, open_cache
 from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import masked
 
@@ -33,102 +27,27 @@ if TYPE_CHECKING:
     from minimind.data.prepare.prepared import Prepared
     from minimind.recovery.documents import Documents, Place, Placed
     from minimind.recovery.step_rows import Row, RunLog
-    from minimind.runtime.object_cache import ObjectCache
 
 
 OPTIONS = ("text_field", "max_document_bytes", "val_fraction")
-NOT_OF_A_MERGE = (
-    "tokenizer",
-    "vocab_size",
-    *OPTIONS,
-    "val_path",
-    "on_bad_data",
-    "shard_bytes",
-    "processes",
-    "ray",
-)
-LONGEST = (
-    "longest document, in UTF-8 (default: 64MiB; 2MiB with a Hugging Face --tokenizer, 8MiB"
-    " with a SentencePiece model that is not plain BPE: these encode a document at once)"
-)
+SHARES = "the shares decide it"
+OVER_RANKS = "documents are counted over all ranks"
 INSPECT = "minimind data inspect dataset/tokens"
 BAR = 40  # characters of the longest bar
 
 
 def add_parsers(subs: Any) -> None:
     """Add the parsers of `prepare` and `data`."""
-    added = subs.add_parser(
-        "prepare",
-        help="tokenize text into a folder of shards, for any number of runs",
-        description="Tokenize text into a folder of shards for --data_path. The same command"
-        " resumes after a kill. On several machines: --shard I/N on each, then --merge.",
-        example="minimind prepare my_text.jsonl --out dataset/tokens",
+    add_command(subs, "prepare", Prepare)
+    group = subs.add_parser(
+        "data",
+        help="filter | inspect | at | where",
+        description="Filter text; inspect prepared data; the text behind a step of a run.",
+        example=INSPECT,
     )
-    add = added.add_argument
-    add("paths", nargs="*", metavar="PATH", help="files, directories, globs, dataset directories")
-    add("--data_path", nargs="+", default=[], metavar="PATH", help="more of them")
-    sources = "NAME=PATH or NAME=PATH:WEIGHT; repeat it for more sources or more paths of one"
-    add("--source", action="append", default=[], help=sources)
-    add("--sources", type=Path, help="YAML file: {NAME: {paths: [...], weight: 2}}")
-    add("--out", type=non_empty_path, required=True, help="new output folder")
-    add("--tokenizer", help="model or directory (default: train one on the text)")
-    add(
-        "--vocab_size",
-        type=at_least(1),
-        help=f"pieces of a trained tokenizer{_default('vocab_size')}",
-    )
-    add(
-        "--val_fraction",
-        type=fraction,
-        help=f"fraction of documents held out, by hash{_default('val_fraction')}",
-    )
-    held_out = "text that is held out in place of a fraction; auto: validation parts of folders"
-    add("--val_path", type=utf8, metavar="PATH", help=held_out)
-    add("--text_field", type=utf8, help=f"field or column of the text{_default('text_field')}")
-    add("--max_document_bytes", type=count_of_bytes, help=LONGEST)
-    policy = "stop at a bad document (error), or skip and list it (default: error)"
-    add("--on_bad_data", choices=("error", "skip"), help=policy)
-    limit = f"fraction of the documents that may be bad{_default('max_bad_fraction')}"
-    add("--max_bad_fraction", type=fraction, help=limit)
-    lossy = "go on although the tokenizer loses more than 0.1 %% of the text of a source"
-    add("--allow_lossy_tokenizer", action="store_true", help=lossy)
-    add("--shard", type=_share, metavar="I/N", help="encode share I (from 0) of N, do not merge")
-    add("--merge", action="store_true", help="merge the output of all --shard I/N")
-    size = "bytes of input per shard file (default: from the total size, at least 16MiB)"
-    add("--shard_bytes", type=count_of_bytes, help=size)
-    add("--processes", type=at_least(1), help="tokenizing processes (default: one per 8 cores)")
-    cluster = "encode on Ray: a cluster (auto, HOST:PORT, ray://HOST:PORT), or this host"
-    add("--ray", nargs="?", const="local", metavar="ADDRESS", help=cluster)
-    add_cache(added, "cache of objects of storage, for PATHs that are URLs")
-    add("--force", action="store_true", help="replace an earlier --out")
-    add("--debug", action="store_true", help="show tracebacks")
-    _add_data(subs)
-
-
-def _add_data(subs: Any) -> None:
-    text = "Filter text; inspect prepared data; the text behind a step of a run."
-    actions_of = "filter | inspect | at | where"
-    group = subs.add_parser("data", help=actions_of, description=text, example=INSPECT)
     actions = group.add_subparsers(dest="action", required=True, parser_class=Parser)
-    purpose = "Counts, lengths, duplicates and rows; status 3 if a file has changed"
-    inspect = actions.add_parser(
-        "inspect", help=purpose, description=f"{purpose}.", example=INSPECT
-    )
-    folder = "a folder that `minimind prepare` wrote"
-    inspect.add_argument("directory", metavar="DIR", help=f"{folder}, or its URL")
-    add_cache(inspect, "cache of objects of storage, for a DIR that is a URL")
-    inspect.add_argument("--rows", type=at_least(0), default=3, help="rows shown as text")
-    inspect.add_argument("--row_tokens", type=at_least(1), default=128, help="tokens shown per row")
-    inspect.add_argument("--no_verify", action="store_true", help="do not hash the files again")
-    inspect.add_argument("--json", action="store_true", help="print a JSON object")
-    inspect.add_argument("--debug", action="store_true", help="show tracebacks")
-    filter_command.add_parser(actions)
-    add_actions(actions)
-
-
-def _default(name: str) -> str:
-    """Format the default that a flag shares with a run's flag."""
-    return f" (default: {FLAGS[name].default})"
+    for name, command in {"inspect": Inspect, "filter": Filter, "at": At, "where": Where}.items():
+        add_command(actions, name, command)
 
 
 def _share(text: str) -> tuple[int, int]:
@@ -139,34 +58,78 @@ def _share(text: str) -> tuple[int, int]:
     return int(part), int(parts)
 
 
-def run_prepare(args: argparse.Namespace) -> int:
-    """Prepare and print a summary; raise Interrupted, naming what Ctrl-C leaves."""
-    from minimind.data.prepare.dataset_folder import draft_of
-    from minimind.runtime.object_cache import open_cache
+@dataclass(kw_only=True)
+class Prepare(Output, Cached):
+    """Tokenize text into a folder of shards, for any number of runs.
 
-    try:
-        with open_cache(args.cache_dir, args.max_cache_gib) as cache:
-            return _prepare(args, cache)
-    except KeyboardInterrupt as stop:
-        draft = draft_of(disk.resolve(args.out.expanduser()))
-        if not disk.exists(draft):
-            raise Interrupted("stopped before anything was written; run it again") from stop
-        raise Interrupted(
-            f"stopped; {draft} keeps what is done, and the same command resumes from it"
-        ) from stop
+    --data_path of a run takes the folder. The same command resumes after a kill. On several
+    machines: --shard I/N on each, then --merge.
+    """
+
+    example = "minimind prepare my_text.jsonl --out dataset/tokens"
+    paths: list[str] = argument((), nargs="*", metavar="PATH", is_positional=True)
+    """files, directories, globs, dataset directories"""
+    data_path: list[str] = argument((), nargs="+", metavar="PATH")
+    """more of them"""
+    source: list[str] | None = argument(None, repeats="SOURCE")
+    """NAME=PATH or NAME=PATH:WEIGHT; repeat it for more sources or more paths of one"""
+    sources: Path | None = argument(None)
+    """YAML file: {NAME: {paths: [...], weight: 2}}"""
+    tokenizer: str | None = argument(None)
+    """model or directory (default: train one on the text)"""
+    vocab_size: int | None = shared("vocab_size", default=None, ge=1, le=None)
+    """pieces of a trained tokenizer"""
+    val_fraction: float | None = shared("val_fraction", default=None)
+    val_path: str | None = argument(None, parse=utf8, metavar="PATH")
+    """text that is held out in place of a fraction; auto: validation parts of folders"""
+    text_field: str | None = shared("text_field", default=None, parse=utf8)
+    max_document_bytes: int | None = argument(None, parse=count_of_bytes)
+    """longest document, in UTF-8 (default: 64MiB; 2MiB with a Hugging Face --tokenizer, 8MiB with a
+    SentencePiece model that is not plain BPE: these encode a document at once)"""
+    on_bad_data: str | None = shared("on_bad_data", default=None)
+    max_bad_fraction: float | None = shared("max_bad_fraction", default=None)
+    """fraction of the documents that may be bad"""
+    allow_lossy_tokenizer: bool = argument(False)
+    """go on although the tokenizer loses more than 0.1 % of the text of a source"""
+    shard: tuple[int, int] | None = argument(None, parse=_share, metavar="I/N")
+    """encode share I (from 0) of N, do not merge"""
+    merge: bool = argument(
+        False,
+        excludes={
+            "shard": "a share is merged when all are done",
+            **dict.fromkeys(("paths", "data_path", "source", "sources"), SHARES),
+            **dict.fromkeys(("tokenizer", "vocab_size", "val_path", *OPTIONS), SHARES),
+            **dict.fromkeys(("on_bad_data", "shard_bytes", "processes", "ray"), SHARES),
+        },
+    )
+    """merge the output of all --shard I/N"""
+    shard_bytes: int | None = argument(None, parse=count_of_bytes)
+    """bytes of input per shard file (default: from the total size, at least 16MiB)"""
+    processes: int | None = argument(None, ge=1)
+    """tokenizing processes (default: one per 8 cores)"""
+    ray: str | None = argument(None, nargs="?", const="local", metavar="ADDRESS")
+    """encode on Ray: a cluster (auto, HOST:PORT, ray://HOST:PORT), or this host"""
+
+    def execute(self) -> int:
+        """Prepare and print a summary; raise Interrupted, naming what Ctrl-C leaves."""
+        from minimind.data.prepare.dataset_folder import draft_of
+
+        try:
+            with open_cache(self.cache_dir, self.max_cache_gib) as cache:
+                return _prepare(self, cache)
+        except KeyboardInterrupt as stop:
+            draft = draft_of(disk.resolve(self.out.expanduser()))
+            if not disk.exists(draft):
+                raise Interrupted("stopped before anything was written; run it again") from stop
+            raise Interrupted(
+                f"stopped; {draft} keeps what is done, and the same command resumes from it"
+            ) from stop
 
 
-def _prepare(args: argparse.Namespace, cache: ObjectCache) -> int:
+def _prepare(args: Prepare, cache: ObjectCache) -> int:
     from minimind.data.prepare.dataset_folder import merge_folder, prepare_folder
     from minimind.data.prepare.ray_tasks import require_usable
 
-    if args.merge and args.shard:
-        raise UsageError("--merge and --shard were both given; give one of them")
-    if args.merge and (args.paths or args.data_path or args.source or args.sources):
-        raise UsageError("--merge takes no text; leave it out, the shares determine it")
-    if args.merge and (given := _given(args, NOT_OF_A_MERGE)):
-        name = next(iter(given))
-        raise UsageError(f"--merge takes no --{name}; leave it out, the shares determine it")
     if args.ray is not None:
         require_usable(args.ray, args.shard, args.processes)
     if args.merge:
@@ -175,6 +138,7 @@ def _prepare(args: argparse.Namespace, cache: ObjectCache) -> int:
     else:
         prepared = prepare_folder(_request(args, cache), args.out, args.shard, args.force)
     if prepared is None:
+        assert args.shard is not None
         part, parts = args.shard
         print(f"share {part} of {parts} is done; --merge when all are: {args.out}.part")
     else:
@@ -182,13 +146,13 @@ def _prepare(args: argparse.Namespace, cache: ObjectCache) -> int:
     return 0
 
 
-def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+def _given(args: Prepare, names: Sequence[str]) -> dict[str, Any]:
     """Return the flags among these that were given."""
     values = ((name, getattr(args, name)) for name in names)
     return {name: value for name, value in values if value is not None}
 
 
-def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
+def _request(args: Prepare, cache: ObjectCache) -> PrepareRequest:
     from minimind.data.prepare.prepare import PrepareRequest
     from minimind.data.prepare.remote import local_text
     from minimind.data.prepare.work_units import Options
@@ -204,7 +168,7 @@ def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
 
     paths = (*args.paths, *args.data_path)
     sources = [Source("data", paths)] if paths else []
-    sources += [parse_source(text) for text in args.source]
+    sources += [parse_source(text) for text in args.source or ()]
     sources += read_sources(args.sources) if args.sources else []
     if not sources:
         raise UsageError("no text was named; give PATHs, --source NAME=PATH or --sources FILE.yaml")
@@ -240,7 +204,7 @@ def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
     )
 
 
-def _require_same_vocab_size(args: argparse.Namespace) -> None:
+def _require_same_vocab_size(args: Prepare) -> None:
     """Raise UsageError if --vocab_size is not that of --tokenizer."""
     from minimind.data.tokenizer.load import load_tokenizer
 
@@ -297,38 +261,50 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
     print(aligned(rows, "<>"))
 
 
-def run_data(args: argparse.Namespace) -> int:
-    """Run one action of `minimind data`."""
-    from minimind.runtime.object_cache import open_cache
+@dataclass(kw_only=True)
+class Inspect(Cached):
+    """Counts, lengths, duplicates and rows; status 3 if a file has changed."""
 
-    actions = {"filter": filter_command.run, "inspect": _run_inspect}
-    actions |= {"at": run_at, "where": run_where}
-    with open_cache(args.cache_dir, args.max_cache_gib) as cache:
-        return actions[args.action](args, cache)
+    example = INSPECT
+    directory: str = argument(metavar="DIR", is_positional=True)
+    """a folder that `minimind prepare` wrote, or its URL"""
+    rows: int = argument(3, ge=0)
+    """rows shown as text"""
+    row_tokens: int = argument(128, ge=1)
+    """tokens shown per row"""
+    no_verify: bool = argument(False)
+    """do not hash the files again"""
+    json: bool = argument(False)
+    """print a JSON object"""
+
+    def execute(self) -> int:
+        """Print a summary of a folder; return 3, and print the damage, if a file has changed."""
+        with open_cache(self.cache_dir, self.max_cache_gib) as cache:
+            return _inspect(self, cache)
 
 
-def _run_inspect(args: argparse.Namespace, cache: ObjectCache) -> int:
-    """Print a summary of a folder; return 3, and print the damage, if a file has changed."""
+def _inspect(args: Inspect, cache: ObjectCache) -> int:
     from minimind.data.prepare.inspect import damage, inspect
     from minimind.data.prepare.prepared import NEEDED, missing_of, open_prepared
     from minimind.data.prepare.remote import local_folder
 
-    place, args.directory = args.directory, Path(local_folder(args.directory, cache))
-    missing = missing_of(args.directory)
+    directory = Path(local_folder(args.directory, cache))
+    missing = missing_of(directory)
     if len(missing) == len(NEEDED):
         raise DataError(
-            f"{masked(place)}: holds no prepared data; name a folder that `minimind prepare` wrote"
+            f"{masked(args.directory)}: holds no prepared data; name a folder that `minimind"
+            " prepare` wrote"
         )
     if missing:
         raise DataError(
-            f"{masked(place)}: has no {missing[0]}, so it is no prepared data; restore it, or"
-            " prepare the text again"
+            f"{masked(args.directory)}: has no {missing[0]}, so it is no prepared data; restore it,"
+            " or prepare the text again"
         )
-    damaged = [] if args.no_verify else list(damage(args.directory))
+    damaged = [] if args.no_verify else list(damage(directory))
     if damaged:
-        print("\n".join(f"{args.directory}: DAMAGED: {fault}" for fault in damaged))
+        print("\n".join(f"{directory}: DAMAGED: {fault}" for fault in damaged))
         return DataError.status
-    inspection = inspect(open_prepared(args.directory), args.rows, args.row_tokens)
+    inspection = inspect(open_prepared(directory), args.rows, args.row_tokens)
     if args.json:
         print(inspection.to_json())
     else:
@@ -353,39 +329,6 @@ def _print_inspection(inspection: Inspection) -> None:
     print("".join(f"\n{row}" for row in inspection.rows))
 
 
-AT = "minimind data at out/mine --step 1200 --text"
-TOP = 10  # documents listed with --steps
-WHERE = "minimind data where out/mine my_text.jsonl:512"
-
-
-def add_actions(actions: Any) -> None:
-    """Add the parsers of `data at` and `data where`."""
-    text = "Rows, documents, files and lines that a step of a run reads"
-    at = actions.add_parser("at", help=text, description=f"{text}.", example=AT)
-    add = at.add_argument
-    add("run", type=Path, metavar="RUN", help="the run's out_dir")
-    add("--step", type=at_least(1), help="step, as in the log")
-    text = "of steps A to B: documents in those with a loss above the running median"
-    add("--steps", type=_steps, metavar="A:B", help=text)
-    add("--rank", type=at_least(0), help="only the rows of this process")
-    text = "print the rows of the steps, as a file for --skip_rows"
-    add("--rows", action="store_true", help=text)
-    add("--top", type=at_least(1), help="documents listed with --steps (default: 10)")
-    add("--text", action="store_true", help="print the text as well")
-
-    text = "Steps of a run that read a document"
-    where = actions.add_parser("where", help=text, description=f"{text}.", example=WHERE)
-    where.add_argument("run", type=Path, metavar="RUN", help="the run's out_dir")
-    text = "file of the text and line; of a table the row"
-    where.add_argument("place", type=_place, metavar="FILE:LINE", help=text)
-    for parser in (at, where):
-        text = "folder or URL of the prepared text, if it is not where the run read it"
-        parser.add_argument("--data", metavar="DIR", help=text)
-        add_cache(parser, "cache of objects of storage, for text at URLs")
-        parser.add_argument("--json", action="store_true", help="print a JSON object")
-        parser.add_argument("--debug", action="store_true", help="show tracebacks")
-
-
 def _steps(text: str) -> range:
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
@@ -400,21 +343,72 @@ def _place(text: str) -> tuple[str, int]:
     return file, int(line)
 
 
-def run_at(args: argparse.Namespace, cache: ObjectCache) -> int:
-    """Print the rows of a step, or the documents of steps with a high loss."""
+@dataclass(kw_only=True)
+class OfRun(Cached):
+    """A command that looks up the text of a run."""
+
+    data: str | None = argument(None, metavar="DIR")
+    """folder or URL of the prepared text, if it is not where the run read it"""
+    json: bool = argument(False)
+    """print a JSON object"""
+
+
+@dataclass(kw_only=True)
+class At(OfRun):
+    """Rows, documents, files and lines that a step of a run reads."""
+
+    example = "minimind data at out/mine --step 1200 --text"
+    run: Path = argument(metavar="RUN", is_positional=True)
+    """the run's out_dir"""
+    step: int | None = argument(None, ge=1, excludes={"steps": "they are one question each"})
+    """step, as in the log"""
+    steps: range | None = argument(
+        None, parse=_steps, excludes=dict.fromkeys(("rank", "text"), OVER_RANKS), metavar="A:B"
+    )
+    """of steps A to B: documents in those with a loss above the running median"""
+    rank: int | None = argument(None, ge=0)
+    """only the rows of this process"""
+    rows: bool = argument(
+        False, excludes=dict.fromkeys(("text", "json", "top", "rank"), "row numbers stand alone")
+    )
+    """print the rows of the steps, as a file for --skip_rows"""
+    top: int | None = argument(None, ge=1, needs="steps", unset=10)
+    """documents that are listed"""
+    text: bool = argument(False)
+    """print the text as well"""
+
+    def execute(self) -> int:
+        """Print the rows of a step, or the documents of steps with a high loss."""
+        with open_cache(self.cache_dir, self.max_cache_gib) as cache:
+            return _at(self, cache)
+
+
+@dataclass(kw_only=True)
+class Where(OfRun):
+    """Steps of a run that read a document."""
+
+    example = "minimind data where out/mine my_text.jsonl:512"
+    run: Path = argument(metavar="RUN", is_positional=True)
+    """the run's out_dir"""
+    place: tuple[str, int] = argument(parse=_place, metavar="FILE:LINE", is_positional=True)
+    """file of the text and line; of a table the row"""
+
+    def execute(self) -> int:
+        """Print the steps that read a document, for each text that the run read."""
+        with open_cache(self.cache_dir, self.max_cache_gib) as cache:
+            return _where(self, cache)
+
+
+def _at(args: At, cache: ObjectCache) -> int:
     from minimind.recovery.step_rows import documents_of, rows_at
 
-    if (args.step is None) == (args.steps is None):
-        given = "both were given" if args.step else "neither was given"
-        raise UsageError(f"--step N or --steps A:B: {given}; give one")
-    if args.rows:
-        return _run_rows(args)
-    if args.steps is not None:
-        if args.rank is not None or args.text:
-            raise UsageError("--steps counts documents over all ranks; drop --rank and --text")
-        return _run_suspects(args, cache)
-    if args.top is not None:
-        raise UsageError("--top lists documents of --steps A:B; drop it, or give --steps")
+    steps = args.steps
+    if args.rows and args.step is not None:
+        steps = range(args.step, args.step + 1)
+    if steps is not None:
+        return _print_rows(args, steps) if args.rows else _print_suspects(args, steps, cache)
+    if args.step is None:
+        raise UsageError("no step was named; give --step N or --steps A:B")
     stretch = _read_run(args.run).at(args.step)
     documents = documents_of(stretch, args.data, cache)
     rows = rows_at(stretch, documents, args.step, args.rank)
@@ -448,13 +442,11 @@ def _read_run(run_dir: Path) -> RunLog:
     return log
 
 
-def _run_rows(args: argparse.Namespace) -> int:
+def _print_rows(args: At, steps: range) -> int:
     """Print the rows of steps, as a file for --skip_rows."""
     from minimind.data.rows.order import skip_rows_text
 
-    if args.text or args.json or args.top is not None or args.rank is not None:
-        raise UsageError("--rows prints row numbers alone; drop --text, --json, --top and --rank")
-    log, steps = _read_run(args.run), args.steps or range(args.step, args.step + 1)
+    log = _read_run(args.run)
     stretches = [log.at(step) for step in steps]
     if len(kinds := {(one.data["fingerprint"], one.row_tokens) for one in stretches}) > 1:
         raise UsageError(
@@ -469,21 +461,21 @@ def _run_rows(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_suspects(args: argparse.Namespace, cache: ObjectCache) -> int:
+def _print_suspects(args: At, steps: range, cache: ObjectCache) -> int:
     """Print the documents whose steps have a high loss more often than expected."""
     from minimind.recovery.documents import place_json
     from minimind.recovery.step_rows import documents_of, suspects
 
     log = _read_run(args.run)
-    texts = log.texts(args.steps)
+    texts = log.texts(steps)
     if len(texts) > 1:
         raise UsageError(
-            f"--steps {args.steps.start}:{args.steps.stop - 1}: the run read other text from step"
+            f"--steps {steps.start}:{steps.stop - 1}: the run read other text from step"
             f" {texts[1][0].steps.start} on; give steps of one text"
         )
-    documents = documents_of(texts[0][-1] if texts else log.at(args.steps.start), args.data, cache)
-    found, high, logged = suspects(log, documents, args.steps)
-    listed = found[: args.top or TOP]
+    documents = documents_of(texts[0][-1] if texts else log.at(steps.start), args.data, cache)
+    found, high, logged = suspects(log, documents, steps)
+    listed = found[: args.in_force("top")]
     places = documents.places(suspect.document for suspect in listed)
     if args.json:
         rows = [
@@ -504,8 +496,7 @@ def _run_suspects(args: argparse.Namespace, cache: ObjectCache) -> int:
     return 0
 
 
-def run_where(args: argparse.Namespace, cache: ObjectCache) -> int:
-    """Print the steps that read a document, for each text that the run read."""
+def _where(args: Where, cache: ObjectCache) -> int:
     from minimind.recovery.documents import place_json
     from minimind.recovery.step_rows import documents_of, steps_reading
     from minimind.runtime.urls import named

@@ -5,80 +5,21 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from minimind.config.arguments import (
-    add_cache,
-    at_least,
-    count_of_bytes,
-    fraction,
-    non_empty_path,
-    utf8,
-)
-from minimind.config.run_config import FLAGS
+from minimind.cli.command import Cached, Output, argument, shared
+from minimind.config.arguments import count_of_bytes, utf8
+from minimind.config.flags import FLAGS
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import mebibytes
-from minimind.runtime.object_cache import ObjectCache
+from minimind.runtime.object_cache import ObjectCache, open_cache
 from minimind.runtime.urls import named
 
 EXAMPLE = "minimind data filter my_text.jsonl --out dataset/clean --exact_dedup"
 STEPS = ("min_chars", "max_chars", "languages", "rules", "classifier", "decontaminate")
 STEPS += ("exact_dedup", "minhash")
-MIN_PROBABILITY = 0.5  # text without words is en with 0.12
-MINHASH = {"ngrams": "words of an n-gram (default: 5)", "buckets": "buckets (default: 14)"}
-MINHASH |= {"hashes": "hashes of a bucket (default: 8)"}
-
-
-def add_parser(actions: Any) -> None:
-    """Add the parser of `data filter`."""
-    text = (
-        "Remove documents by length, language, rules, labels and as repeated; count and list each"
-    )
-    parser = actions.add_parser("filter", help=text, description=f"{text}.", example=EXAMPLE)
-    add = parser.add_argument
-    add("paths", nargs="+", metavar="PATH", help="files, directories, globs, datasets, URLs")
-    add("--out", type=non_empty_path, required=True, help="new output folder")
-    add("--min_chars", type=at_least(1), metavar="N", help="remove texts of fewer characters")
-    add("--max_chars", type=at_least(1), metavar="N", help="remove texts of more characters")
-    text = "remove texts in other languages than these, separated by commas (zh,en)"
-    add("--languages", metavar="CODES", help=text)
-    text = f"--languages: least probability of the language (default: {MIN_PROBABILITY})"
-    add("--min_language_probability", type=fraction, metavar="P", help=text)
-    text = "remove texts by datatrove's rules of these names: gopher, c4, fineweb"
-    add("--rules", metavar="NAMES", help=text)
-    text = (
-        "--rules: words and sentences of spaCy, as in datatrove, or by expressions (default: spacy)"
-    )
-    add("--rules_words", choices=("spacy", "plain"), help=text)
-    text = "remove texts by their labels of this supervised fastText model (.bin, .ftz)"
-    add("--classifier", type=non_empty_path, metavar="FILE", help=text)
-    text = "--classifier: keep texts with one of these labels, at least as probable as P"
-    add("--classifier_keep", nargs="+", type=_label, default=[], metavar="LABEL=P", help=text)
-    text = "--classifier: remove texts with one of these labels, at least as probable as P"
-    add("--classifier_remove", nargs="+", type=_label, default=[], metavar="LABEL=P", help=text)
-    text = "remove texts that have 12 words in a row in common with a text of these"
-    add("--decontaminate", nargs="+", default=[], metavar="PATH", help=text)
-    text = "--decontaminate: field or column of the text (default: --text_field)"
-    add("--decontaminate_field", type=utf8, metavar="NAME", help=text)
-    text = "remove texts that were read before, but for blanks; the first one stays"
-    add("--exact_dedup", action="store_true", help=text)
-    text = "remove near-duplicates, by MinHash of datatrove; one of each cluster stays"
-    add("--minhash", action="store_true", help=text)
-    for name, text in MINHASH.items():
-        add(f"--minhash_{name}", type=at_least(1), metavar="N", help=f"--minhash: {text}")
-    field, bad = FLAGS["text_field"].default, FLAGS["max_bad_fraction"].default
-    add("--text_field", type=utf8, default=field, help="field or column of the text")
-    text = "longest document, in UTF-8"
-    add("--max_document_bytes", type=count_of_bytes, default="64MiB", help=text)
-    text = "stop at a bad document (error), or skip and list it"
-    add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
-    text = "fraction of the documents that may be bad"
-    add("--max_bad_fraction", type=fraction, default=bad, help=text)
-    text = "processes that check documents; the output is the same for any number"
-    add("--processes", type=at_least(1), default=1, help=text)
-    add_cache(parser, "cache of objects of storage, for PATHs that are URLs")
-    add("--force", action="store_true", help="replace an earlier --out")
-    add("--debug", action="store_true", help="show tracebacks")
 
 
 def _label(text: str) -> tuple[str, float]:
@@ -93,8 +34,78 @@ def _label(text: str) -> tuple[str, float]:
     return label.removeprefix("__label__"), probability
 
 
-def run(args: argparse.Namespace, cache: ObjectCache) -> int:
-    """Filter, and print the table of the report."""
+@dataclass(kw_only=True)
+class Filter(Output, Cached):
+    """Remove documents by length, language, rules, labels and as repeated; count and list each."""
+
+    example = EXAMPLE
+    paths: list[str] = argument(nargs="+", metavar="PATH", is_positional=True)
+    """files, directories, globs, datasets, URLs"""
+    min_chars: int | None = argument(None, ge=1, metavar="N")
+    """remove texts of fewer characters"""
+    max_chars: int | None = argument(None, ge=1, metavar="N")
+    """remove texts of more characters"""
+    languages: str | None = argument(None, metavar="CODES")
+    """remove texts in other languages than these, separated by commas (zh,en)"""
+    # Text without words is en with 0.12.
+    min_language_probability: float | None = argument(
+        None, ge=0, lt=1, needs="languages", unset=0.5, metavar="P"
+    )
+    """least probability of the language"""
+    rules: str | None = argument(None, metavar="NAMES")
+    """remove texts by datatrove's rules of these names: gopher, c4, fineweb"""
+    rules_words: str | None = argument(
+        None, choices=("spacy", "plain"), needs="rules", unset="spacy"
+    )
+    """words and sentences of spaCy, as in datatrove, or by expressions"""
+    classifier: Path | None = argument(None, metavar="FILE")
+    """remove texts by their labels of this supervised fastText model (.bin, .ftz)"""
+    classifier_keep: list[tuple[str, float]] = argument(
+        (),
+        nargs="+",
+        parse=_label,
+        needs="classifier",
+        excludes={"classifier_remove": "the other labels are the answer of each"},
+        metavar="LABEL=P",
+    )
+    """keep texts with one of these labels, at least as probable as P"""
+    classifier_remove: list[tuple[str, float]] = argument(
+        (), nargs="+", parse=_label, needs="classifier", metavar="LABEL=P"
+    )
+    """remove texts with one of these labels, at least as probable as P"""
+    decontaminate: list[str] = argument((), nargs="+", metavar="PATH")
+    """remove texts that have 12 words in a row in common with a text of these"""
+    decontaminate_field: str | None = argument(
+        None, parse=utf8, needs="decontaminate", metavar="NAME"
+    )
+    """field or column of the text (default: --text_field)"""
+    exact_dedup: bool = argument(False)
+    """remove texts that were read before, but for blanks; the first one stays"""
+    minhash: bool = argument(False)
+    """remove near-duplicates, by MinHash of datatrove; one of each cluster stays"""
+    minhash_ngrams: int | None = argument(None, ge=1, needs="minhash", unset=5, metavar="N")
+    """words of an n-gram"""
+    minhash_buckets: int | None = argument(None, ge=1, needs="minhash", unset=14, metavar="N")
+    """buckets"""
+    minhash_hashes: int | None = argument(None, ge=1, needs="minhash", unset=8, metavar="N")
+    """hashes of a bucket"""
+    text_field: str = shared("text_field", parse=utf8)
+    """field or column of the text"""
+    max_document_bytes: int = shared("max_document_bytes", default="64MiB", parse=count_of_bytes)
+    """longest document, in UTF-8"""
+    on_bad_data: str = shared("on_bad_data")
+    max_bad_fraction: float = shared("max_bad_fraction")
+    """fraction of the documents that may be bad"""
+    processes: int = argument(1, ge=1)
+    """processes that check documents; the output is the same for any number"""
+
+    def execute(self) -> int:
+        """Filter, and print the table of the report."""
+        with open_cache(self.cache_dir, self.max_cache_gib) as cache:
+            return _filter(self, cache)
+
+
+def _filter(args: Filter, cache: ObjectCache) -> int:
     from minimind.data.prepare.encode import MAX_REMARKS
     from minimind.data.quality.filter import FilterRequest, filter_text
     from minimind.data.quality.near_duplicates import MinHash
@@ -111,24 +122,15 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
             f"--min_chars {args.min_chars} is more than --max_chars {args.max_chars}; no text has"
             " both, change one"
         )
-    given = {name: getattr(args, f"minhash_{name}") for name in MINHASH}
-    given = {name: value for name, value in given.items() if value is not None}
-    if given and not args.minhash:
-        raise UsageError(f"--minhash_{next(iter(given))} without --minhash; give --minhash too")
-    probability = args.min_language_probability
-    if probability is not None and not args.languages:
-        raise UsageError("--min_language_probability without --languages; give --languages too")
-    if args.rules_words and not args.rules:
-        raise UsageError("--rules_words without --rules; give --rules too")
-    if args.decontaminate_field and not args.decontaminate:
-        raise UsageError("--decontaminate_field without --decontaminate; give --decontaminate too")
-    if bool(args.classifier_keep) + bool(args.classifier_remove) != bool(args.classifier):
+    if args.classifier and not (args.classifier_keep or args.classifier_remove):
         raise UsageError(
             "--classifier FILE goes with one of --classifier_keep and --classifier_remove; give"
             " these two"
         )
     languages = args.languages.split(",") if args.languages else []
     rules = args.rules.split(",") if args.rules else []
+    numbers = (args.in_force(f"minhash_{name}") for name in ("ngrams", "buckets", "hashes"))
+    minhash = MinHash(*numbers) if args.minhash else None
     request = FilterRequest(
         tuple(args.paths),
         ReadOptions(args.text_field, args.max_document_bytes),
@@ -137,11 +139,11 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         args.min_chars,
         args.max_chars,
         args.exact_dedup,
-        MinHash(**given) if args.minhash else None,
+        minhash,
         tuple(language.strip() for language in languages),
-        MIN_PROBABILITY if probability is None else probability,
+        args.in_force("min_language_probability"),
         tuple(rule.strip() for rule in rules),
-        args.rules_words or "spacy",
+        args.in_force("rules_words"),
         tuple(args.decontaminate),
         args.decontaminate_field or args.text_field,
         args.classifier and args.classifier.expanduser(),

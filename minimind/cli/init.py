@@ -28,9 +28,9 @@ from minimind.config.arguments import (
     positive,
     utf8,
 )
-from minimind.config.flags import DEVICES, EVAL_TIME, FIRST_EVAL_ROWS
+from minimind.config.flags import DEVICES, EVAL_TIME, FEWEST_PIECES, FIRST_EVAL_ROWS
 from minimind.config.paths import shell_word
-from minimind.config.run_config import CONFIGS, FLAGS
+from minimind.config.run_config import CONFIGS
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing, write_whole
@@ -473,7 +473,7 @@ def measured_runs(vocab_size: int | None = None) -> Iterator[dict[str, Any]]:
     """The flags of the two runs of each size of the ladder whose steps are measured."""
     from minimind.architecture.choice import ladder
 
-    fewest = FLAGS["vocab_size"].metadata["at_least"]  # the text's own tokenizer may have fewer
+    fewest = FEWEST_PIECES  # the text's own tokenizer may have fewer
     for size in ladder(vocab_size):
         pieces = max(fewest, size.largest_vocab)
         for rows in (1, _most_rows(size)):

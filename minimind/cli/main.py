@@ -15,27 +15,27 @@ from minimind.architecture.costs import ASSUMED_MFU, GPUS, known_gpu, named_gpu
 from minimind.cli import data as data_commands
 from minimind.cli import environment as environment_commands
 from minimind.cli import evaluate as eval_commands
-from minimind.cli import export as weight_commands
 from minimind.cli import generate as generate_commands
 from minimind.cli import init as init_commands
 from minimind.cli import report as report_commands
 from minimind.cli import serve as serve_commands
 from minimind.cli import tokenizer as tokenizer_commands
 from minimind.cli import train as train_commands
+from minimind.cli.command import add_command, command_of
+from minimind.cli.export import Export, Import
 from minimind.config.arguments import (
-    Parser,
-    PrintCompletion,
     add_weights,
     at_least,
     is_of_other_locale,
     non_empty_path,
-    parser_of,
     positive,
     share,
     size_in_bytes,
     utf8_fault,
 )
-from minimind.config.parse import equivalent_command, suggest
+from minimind.config.command_line import Parser, PrintCompletion, commands_of, parser_of
+from minimind.config.foreign_flags import equivalent_command
+from minimind.config.names import suggest
 from minimind.config.paths import ORIGINS, naming_flags
 from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import CheckpointError, Interrupted, RunError, UsageError, known_error
@@ -71,7 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
     eval_commands.add_parser(subs)
     data_commands.add_parsers(subs)
     tokenizer_commands.add_parser(subs)
-    weight_commands.add_parsers(subs)
+    add_command(subs, "export", Export)
+    add_command(subs, "import", Import)
     report_commands.add_parsers(subs)
     environment_commands.add_parser(subs)
     return parser
@@ -188,6 +189,7 @@ OF_COMMANDS = {
     "checkpoint": {"place": CheckpointError, "places": CheckpointError},
     **{name: {"model": CheckpointError} for name in ("generate", "chat", "serve", "eval")},
 }
+# Commands that are not a class of `cli.command`.
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": train_commands.run_train,
     "launch": train_commands.run_launch,
@@ -200,13 +202,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "eval": eval_commands.run_eval,
     "plan": run_plan,
     "checkpoint": run_checkpoint,
-    "prepare": data_commands.run_prepare,
-    "data": data_commands.run_data,
-    "tokenizer": tokenizer_commands.run,
-    "export": weight_commands.run_export,
-    "import": weight_commands.run_import,
-    "report": report_commands.run_report,
-    "doctor": report_commands.run_doctor,
     "scaling": report_commands.run_scaling,
     "env": environment_commands.run_env,
 }
@@ -237,11 +232,12 @@ def _run(argv: list[str]) -> int:
     try:
         if word := next(filter(is_of_other_locale, argv), None):
             raise UsageError(f"{word!a} {utf8_fault(word)}")
-        if argv and argv[0][:1] != "-" and argv[0] not in COMMANDS:
-            every = "minimind --help lists every command"
-            hint = equivalent_command(argv[0]) or suggest(argv[0], [*COMMANDS], every)
-            raise UsageError(f"unknown command {shorten_line(argv[0])}; {hint}")
         parser = build_parser()
+        names = [name for name, _ in commands_of(parser)]
+        if argv and argv[0][:1] != "-" and argv[0] not in names:
+            every = "minimind --help lists every command"
+            hint = equivalent_command(argv[0]) or suggest(argv[0], names, every)
+            raise UsageError(f"unknown command {shorten_line(argv[0])}; {hint}")
         args, args.run_flags = parser.parse_known_args(argv)
         if args.run_flags and args.command not in TAKE_RUN_FLAGS:
             name, below = args.run_flags[0].partition("=")[0], parser_of(parser, argv)
@@ -251,8 +247,9 @@ def _run(argv: list[str]) -> int:
             )
         _require_paths(args, argv)
         origins = ORIGINS | OF_COMMANDS.get(args.command, {})
-        with panics_caught(), naming_flags(vars(args), origins):
-            status = COMMANDS[args.command](args) or 0
+        command = command_of(args)
+        with panics_caught(), naming_flags(vars(command or args), origins):
+            status = (command.execute() if command else COMMANDS[args.command](args)) or 0
         with printing():
             print(end="", flush=True)  # a closed standard output is ignored
         return status

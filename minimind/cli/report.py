@@ -7,13 +7,15 @@ import json
 import sys
 import time
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import at_least, port, positive
+from minimind.cli.command import Command, add_command, argument
+from minimind.config.arguments import at_least, positive
 from minimind.errors import UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
@@ -27,8 +29,8 @@ REMEDY = "give another --out"
 
 def add_parsers(subs: Any) -> None:
     """Add the commands."""
-    _add_report(subs)
-    _add_doctor(subs)
+    add_command(subs, "report", Report)
+    add_command(subs, "doctor", Doctor)
     parser = subs.add_parser(
         "scaling",
         help="fit loss over parameters and tokens; the best size for a budget",
@@ -57,90 +59,87 @@ def add_parsers(subs: Any) -> None:
     add("--debug", action="store_true", help="show tracebacks")
 
 
-def _add_report(subs: Any) -> None:
-    parser = subs.add_parser(
-        "report",
-        help="curves, step times, stops and resumes of a run",
-        description="Summarize one run or compare several; with --out, write one HTML file with all"
-        " curves, which needs no network. With --watch, serve that page on this host and update it"
-        " as the runs go on.",
-        example="minimind report out --out out/report.html",
-    )
-    add = parser.add_argument
-    places = "a run's out_dir; several are compared"
-    add("places", nargs="+", type=Path, metavar="OUT_DIR", help=places)
-    add("--out", type=Path, metavar="FILE.html", help="HTML file to write")
-    add("--force", action="store_true", help="replace an earlier report at --out")
-    text = "serve the page on this host until Ctrl-C; it follows runs that go on or begin later"
-    add("--watch", action="store_true", help=text)
-    text = "with --watch: port of 127.0.0.1, 0 for one that is free (default: 8010)"
-    add("--port", type=port, help=text)
-    add("--debug", action="store_true", help="show tracebacks")
+@dataclass(kw_only=True)
+class Report(Command):
+    """Curves, step times, stops and resumes of a run.
+
+    Summarize one run or compare several; with --out, write one HTML file with all curves, which
+    needs no network. With --watch, serve that page on this host and update it as the runs go on.
+    """
+
+    example = "minimind report out --out out/report.html"
+    places: list[Path] = argument(nargs="+", parse=Path, metavar="OUT_DIR", is_positional=True)
+    """a run's out_dir; several are compared"""
+    out: Path | None = argument(None, parse=Path, metavar="FILE.html")
+    """HTML file to write"""
+    force: bool = argument(False)
+    """replace an earlier report at --out"""
+    watch: bool = argument(False, excludes={"out": "the page is served or written"})
+    """serve the page on this host until Ctrl-C; it follows runs that go on or begin later"""
+    port: int | None = argument(None, ge=0, le=65535, needs="watch", unset=8010)
+    """port of 127.0.0.1, 0 for one that is free"""
+
+    def execute(self) -> None:
+        """Print the summary of each run, write the page, or serve it."""
+        from minimind.report.history import read_runs
+        from minimind.report.page import GENERATOR, write_report
+        from minimind.report.summary import Summary
+        from minimind.report.watch import watch
+
+        if self.out:
+            require_free(self.out, self.force, GENERATOR)
+        places = [place.parent if place.name == "metrics.jsonl" else place for place in self.places]
+        if len({disk.resolve(place) for place in places}) < len(places):
+            raise UsageError("the same out_dir is given twice; name each run once")
+        if self.watch:
+            watch(places, self.in_force("port"))
+        if self.out:
+            size = write_report(places, self.out, REMEDY)
+            print(f"{self.out}: {size / 1024:,.0f} KiB; open it in a browser")
+            return
+        now = time.time()
+        print("\n\n".join(Summary(run, now).as_text(_has_blocks()) for run in read_runs(places)))
 
 
-def _add_doctor(subs: Any) -> None:
-    parser = subs.add_parser(
-        "doctor",
-        help="what stands out in a run, and what to do about it",
-        description="Read the metrics of a run and say in plain sentences what stands out: what was"
-        " seen, why it matters, which flag to change, and how sure that is. The status is 1 if"
-        " anything is certain or likely, else 0.",
-        example="minimind doctor out",
-    )
-    add = parser.add_argument
-    add("place", type=Path, metavar="OUT_DIR", help="a run's out_dir")
-    add("--json", action="store_true", help="print a JSON object")
-    add("--debug", action="store_true", help="show tracebacks")
+@dataclass(kw_only=True)
+class Doctor(Command):
+    """What stands out in a run, and what to do about it.
 
+    Read the metrics of a run and say in plain sentences what stands out: what was seen, why it
+    matters, which flag to change, and how sure that is. The status is 1 if anything is certain or
+    likely, else 0.
+    """
 
-def run_doctor(args: argparse.Namespace) -> int:
-    """Print what stands out in a run; return 1 if anything is more than possible."""
-    from minimind.report.doctor import diagnose
-    from minimind.report.history import read_runs
-    from minimind.report.placement import placement
+    example = "minimind doctor out"
+    place: Path = argument(parse=Path, metavar="OUT_DIR", is_positional=True)
+    """a run's out_dir"""
+    json: bool = argument(False)
+    """print a JSON object"""
 
-    place = args.place.parent if args.place.name == "metrics.jsonl" else args.place
-    (run,) = read_runs([place])
-    for warning in run.warnings:
-        print(f"note: {warning}", file=sys.stderr)
-    findings, placed = diagnose(run, time.time()), placement(run)
-    if args.json:
-        found = [{"kind": one.kind, "sure": one.sure, "text": one.text} for one in findings]
-        print(json.dumps({"findings": found, "placement": placed}, ensure_ascii=False))
-    else:
-        lines = [f"{one.kind} ({one.sure}): {one.text}" for one in findings] or [
-            "nothing stands out"
-        ]
-        columns = get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-        wrap = TextWrapper(columns, "  ", "    ", break_long_words=False, break_on_hyphens=False)
-        print("\n".join([str(place), *(wrap.fill(line) for line in [*lines, placed] if line)]))
-    return int(any(one.counts for one in findings))
+    def execute(self) -> int:
+        """Print what stands out in a run; return 1 if anything is more than possible."""
+        from minimind.report.doctor import diagnose
+        from minimind.report.history import read_runs
+        from minimind.report.placement import placement
 
-
-def run_report(args: argparse.Namespace) -> None:
-    """Print the summary of each run, write the page, or serve it."""
-    from minimind.report.history import read_runs
-    from minimind.report.page import GENERATOR, write_report
-    from minimind.report.summary import Summary
-    from minimind.report.watch import watch
-
-    if args.out:
-        require_free(args.out, args.force, GENERATOR)
-    places = [place.parent if place.name == "metrics.jsonl" else place for place in args.places]
-    if len({disk.resolve(place) for place in places}) < len(places):
-        raise UsageError("the same out_dir is given twice; name each run once")
-    if args.watch:
-        if args.out:
-            raise UsageError("--watch serves the page and --out writes it; give one of them")
-        watch(places, 8010 if args.port is None else args.port)
-    elif args.port is not None:
-        raise UsageError("--port has no effect without --watch; remove it")
-    if args.out:
-        size = write_report(places, args.out, REMEDY)
-        print(f"{args.out}: {size / 1024:,.0f} KiB; open it in a browser")
-        return
-    now = time.time()
-    print("\n\n".join(Summary(run, now).as_text(_has_blocks()) for run in read_runs(places)))
+        place = self.place.parent if self.place.name == "metrics.jsonl" else self.place
+        (run,) = read_runs([place])
+        for warning in run.warnings:
+            print(f"note: {warning}", file=sys.stderr)
+        findings, placed = diagnose(run, time.time()), placement(run)
+        if self.json:
+            found = [{"kind": one.kind, "sure": one.sure, "text": one.text} for one in findings]
+            print(json.dumps({"findings": found, "placement": placed}, ensure_ascii=False))
+        else:
+            lines = [f"{one.kind} ({one.sure}): {one.text}" for one in findings] or [
+                "nothing stands out"
+            ]
+            columns = get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+            wrap = TextWrapper(
+                columns, "  ", "    ", break_long_words=False, break_on_hyphens=False
+            )
+            print("\n".join([str(place), *(wrap.fill(line) for line in [*lines, placed] if line)]))
+        return int(any(one.counts for one in findings))
 
 
 def run_scaling(args: argparse.Namespace) -> int:

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import (
-    Parser,
-    add_cache,
-    at_least,
-    count_of_bytes,
-    fraction,
-    non_empty_path,
-    utf8,
-)
-from minimind.config.run_config import FLAGS
+from minimind.cli.command import Cached, Output, add_command, argument, shared
+from minimind.config.arguments import count_of_bytes, utf8
+from minimind.config.command_line import Parser
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes
+from minimind.runtime.object_cache import ObjectCache, open_cache
 
 if TYPE_CHECKING:
     from minimind.data.text.documents import ReadOptions, Rejection
-    from minimind.runtime.object_cache import ObjectCache
 
 HELD_OUT_BYTES = 2**22
 SMALLEST_SAMPLE = 2**16
 TRAIN = "minimind tokenizer train my_text.jsonl --out out/tokenizer"
-TEXT_HELP = "text files, directories and globs of them, dataset directories"
 
 
 def add_parser(subs: Any) -> None:
@@ -42,63 +33,76 @@ def add_parser(subs: Any) -> None:
     actions = group.add_subparsers(
         dest="action", required=True, parser_class=Parser, metavar="train | inspect"
     )
+    add_command(actions, "train", Train)
+    add_command(actions, "inspect", Inspect)
 
-    def add_action(name: str, text: str, example: str) -> Callable[..., Any]:
-        parser = actions.add_parser(name, help=text, description=f"{text}.", example=example)
-        add = parser.add_argument
-        add("--debug", action="store_true", help="show tracebacks")
-        text = "longest document accepted (default: 64MiB, less with some tokenizers)"
-        add("--max_document_bytes", type=count_of_bytes, help=text)
-        text = "stop at a bad document (error), or skip it"
-        add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
-        text = "field or column of the text"
-        add("--text_field", type=utf8, default="text", metavar="NAME", help=text)
-        paths = {"nargs": "+", "action": "extend", "default": []}
-        add("--data_path", **paths, metavar="PATH", help=TEXT_HELP)
-        add_cache(parser, "cache of objects of storage, for PATHs that are URLs")
-        return add
 
-    text = "Train a byte-pair tokenizer on text, for --tokenizer and AutoTokenizer"
-    add = add_action("train", text, TRAIN)
-    add("paths", nargs="*", metavar="PATH", help=TEXT_HELP)
-    add("--out", type=non_empty_path, required=True, metavar="DIR", help="new output folder")
-    smallest = at_least(FLAGS["vocab_size"].metadata["at_least"])
-    add("--vocab_size", type=smallest, default=FLAGS["vocab_size"].default, help="number of pieces")
-    text = "additional pieces that text never encodes to, such as '<|im_start|>'"
-    names = {"nargs": "+", "action": "extend", "default": []}
-    add("--special_tokens", **names, metavar="NAME", help=text)
-    text = "bytes of text to train on, sampled evenly"
-    add("--sample_bytes", type=count_of_bytes, default="16MiB", help=text)
-    add("--seed", type=at_least(0), default=42, help="seed of the sample")
-    text = "fraction of documents that a run holds out; they are not used"
-    add("--val_fraction", type=fraction, default=FLAGS["val_fraction"].default, help=text)
-    add("--force", action="store_true", help="replace an earlier --out")
+@dataclass(kw_only=True)
+class OfText(Cached):
+    """A command that reads text."""
 
-    text = "Print pieces by kind, bytes per token by source, and whether text round-trips"
+    max_document_bytes: int | None = argument(None, parse=count_of_bytes)
+    """longest document accepted (default: 64MiB, less with some tokenizers)"""
+    on_bad_data: str = shared("on_bad_data")
+    """stop at a bad document (error), or skip it"""
+    text_field: str = shared("text_field", parse=utf8, metavar="NAME")
+    data_path: list[str] | None = argument(None, nargs="+", repeats="PATH", metavar="PATH")
+    """text files, directories and globs of them, dataset directories"""
+
+    def reading(self, tokenizer: str | None) -> ReadOptions:
+        """How documents are read for a tokenizer, None for one that is trained."""
+        from minimind.data.text.documents import ReadOptions
+        from minimind.data.tokenizer.load import longest_document
+
+        return ReadOptions(self.text_field, self.max_document_bytes or longest_document(tokenizer))
+
+
+@dataclass(kw_only=True)
+class Train(OfText, Output):
+    """Train a byte-pair tokenizer on text, for --tokenizer and AutoTokenizer."""
+
+    example = TRAIN
+    paths: list[str] = argument((), nargs="*", metavar="PATH", is_positional=True)
+    """text files, directories and globs of them, dataset directories"""
+    out: Path = argument(metavar="DIR")
+    """new output folder"""
+    vocab_size: int = shared("vocab_size", le=None)
+    """number of pieces"""
+    special_tokens: list[str] | None = argument(None, nargs="+", repeats="NAME", metavar="NAME")
+    """additional pieces that text never encodes to, such as '<|im_start|>'"""
+    sample_bytes: int = argument("16MiB", parse=count_of_bytes)
+    """bytes of text to train on, sampled evenly"""
+    seed: int = argument(42, ge=0)
+    """seed of the sample"""
+    val_fraction: float = shared("val_fraction")
+    """fraction of documents that a run holds out; they are not used"""
+
+    def execute(self) -> None:
+        """Train a tokenizer, write it, and print its bytes per token on held-out text."""
+        try:
+            with open_cache(self.cache_dir, self.max_cache_gib) as cache:
+                _train(self, cache)
+        except KeyboardInterrupt as stop:
+            raise Interrupted(
+                f"stopped; {self.out} is as it was before, and the same command starts again"
+            ) from stop
+
+
+@dataclass(kw_only=True)
+class Inspect(OfText):
+    """Print pieces by kind, bytes per token by source, and whether text round-trips."""
+
     example = "minimind tokenizer inspect out/tokenizer --data_path my_text.jsonl"
-    add = add_action("inspect", text, example)
-    add("tokenizer", metavar="DIR|FILE", help="as for --tokenizer of a run")
+    tokenizer: str = argument(metavar="DIR|FILE", is_positional=True)
+    """as for --tokenizer of a run"""
+
+    def execute(self) -> None:
+        """Print the pieces of a tokenizer and its statistics on text."""
+        with open_cache(self.cache_dir, self.max_cache_gib) as cache:
+            _inspect(self, cache)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run `minimind tokenizer ACTION` and return its exit status."""
-    from minimind.runtime.object_cache import open_cache
-
-    with open_cache(args.cache_dir, args.max_cache_gib) as cache:
-        return ACTIONS[args.action](args, cache)
-
-
-def run_train(args: argparse.Namespace, cache: ObjectCache) -> int:
-    """Train a tokenizer, write it, and print its bytes per token on held-out text."""
-    try:
-        return _train(args, cache)
-    except KeyboardInterrupt as stop:
-        raise Interrupted(
-            f"stopped; {args.out} is as it was before, and the same command starts again"
-        ) from stop
-
-
-def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
+def _train(args: Train, cache: ObjectCache) -> None:
     from minimind.data.prepare.remote import local_text
     from minimind.data.text.inputs import print_left_out
     from minimind.data.text.sample import sample
@@ -119,15 +123,16 @@ def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
             f"--sample_bytes {args.sample_bytes} is less than the {SMALLEST_SAMPLE} bytes that one"
             " passage can have; raise it"
         )
-    paths = [*args.paths, *args.data_path]
+    paths = [*args.paths, *(args.data_path or ())]
     if not paths:
         raise UsageError(f"no text was named; give files or directories, for example: {TRAIN}")
-    require_learnable(args.vocab_size, args.special_tokens)
+    special = args.special_tokens or []
+    require_learnable(args.vocab_size, special)
     path, author = disk.resolve(args.out.expanduser()), "minimind tokenizer train"
     names = (MODEL_NAME, JSON_NAME, CONFIG_NAME)
     out = NewFolder(path, args.force, names, author, is_trained)
     out.require_free()
-    reader = Reader(args.val_fraction, _reading(args, None), args.on_bad_data == "skip")
+    reader = Reader(args.val_fraction, args.reading(None), args.on_bad_data == "skip")
     print_left_out(paths)
     paths = local_text(paths, cache)
     passages = sample(reader.training_texts(paths), args.sample_bytes, args.seed)
@@ -138,7 +143,7 @@ def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
         )
     with out.written_aside() as draft:
         model = draft / MODEL_NAME
-        options = (args.sample_bytes, args.seed, args.special_tokens)
+        options = (args.sample_bytes, args.seed, special)
         train_tokenizer(passages, args.vocab_size, model, *options)
         tokenizer = load_tokenizer(model)
         tokenizer.save(draft)
@@ -154,7 +159,6 @@ def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
     size = mebibytes(measured.bytes)
     print(f"{measured.bytes_per_token:.3f} bytes per token on {size} of {label}")
     print(f"{time.perf_counter() - started:.1f} seconds")
-    return 0
 
 
 class Reader:
@@ -223,15 +227,7 @@ def read_texts(path: Path, reading: ReadOptions, skips_bad: bool) -> Iterator[st
         print(f"note   {path}{what}", file=sys.stderr)
 
 
-def _reading(args: argparse.Namespace, tokenizer: str | None) -> ReadOptions:
-    from minimind.data.text.documents import ReadOptions
-    from minimind.data.tokenizer.load import longest_document
-
-    return ReadOptions(args.text_field, args.max_document_bytes or longest_document(tokenizer))
-
-
-def run_inspect(args: argparse.Namespace, cache: ObjectCache) -> int:
-    """Print the pieces of a tokenizer and its statistics on text."""
+def _inspect(args: Inspect, cache: ObjectCache) -> None:
     import numpy as np
 
     from minimind.data.prepare.remote import local_text
@@ -240,9 +236,9 @@ def run_inspect(args: argparse.Namespace, cache: ObjectCache) -> int:
     from minimind.data.tokenizer.load import load_tokenizer
     from minimind.data.tokenizer.statistics import AWKWARD, measure
 
-    tokenizer, reading = load_tokenizer(args.tokenizer), _reading(args, args.tokenizer)
+    tokenizer, reading = load_tokenizer(args.tokenizer), args.reading(args.tokenizer)
     pieces = tokenizer.pieces()
-    paths = local_text(args.data_path, cache)
+    paths = local_text(args.data_path or (), cache)
     files, skips_bad = find_files(paths), args.on_bad_data == "skip"
     print(tables.format_header(tokenizer))
     print(tables.format_kinds(pieces))
@@ -255,10 +251,3 @@ def run_inspect(args: argparse.Namespace, cache: ObjectCache) -> int:
     if files:
         used = np.sum([measured[str(path)].used for path in files], axis=0)
         print(tables.format_unused(pieces, used))
-    return 0
-
-
-ACTIONS: dict[str, Callable[[argparse.Namespace, ObjectCache], int]] = {
-    "train": run_train,
-    "inspect": run_inspect,
-}

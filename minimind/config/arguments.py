@@ -1,146 +1,24 @@
-"""Argument types, help formatter and parser of `minimind SUBCOMMAND`."""
+"""Types of the arguments of `minimind SUBCOMMAND`, and arguments that several of them have."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from minimind.config.flags import DEVICES, PlaceFlags
-from minimind.errors import UsageError
+from minimind.config.flags import DEVICES, FLAGS
 from minimind.runtime.secret_keys import HIDDEN_VALUE, secrets_in
 
-EXAMPLE = "example:"
 # What every template has besides its variables.
 FIXED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "namespace", "dict"}
 FIXED_VARIABLES |= {"bos_token", "eos_token", "pad_token", "unk_token", "continue_final_message"}
 FIXED_VARIABLES |= {"raise_exception", "strftime_now", "cycler", "joiner", "range"}
-
-
-class Formatter(argparse.HelpFormatter):
-    """Help formatter with defaults, types as metavars, and unwrapped examples."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = (action.help or "").strip()
-        if "(default:" in text or not action.option_strings:
-            return text
-        default = format_default(action.default).replace("%", "%%")
-        return f"{text} (default: {default})" if default else text
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        kind: Any = action.type
-        if isinstance(kind, Number):
-            return kind.metavar
-        return {size_in_bytes: "BYTES", count_of_bytes: "BYTES", non_empty_path: "PATH"}.get(
-            kind, "TEXT"
-        )
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith(EXAMPLE) else super()._fill_text(text, width, indent)
-
-
-def format_default(value: Any) -> str:
-    """Format a default as typed; empty for no default or a switch that is off."""
-    if value is None or value is False or value == [] or value == argparse.SUPPRESS:
-        return ""
-    if isinstance(value, tuple | list):
-        return " ".join(map(str, value))
-    return "on" if value is True else str(value)
-
-
-class PrintCompletion(argparse.Action):
-    """`--print_completion SHELL`: print the completion script of `command` and exit.
-
-    `known` maps dest to choices that argparse does not validate itself.
-    """
-
-    def __init__(
-        self,
-        option_strings: Sequence[str],
-        dest: str,
-        command: str,
-        known: Mapping[str, Sequence[str]] | None = None,
-        **_: Any,
-    ) -> None:
-        shells = ("bash", "zsh", "tcsh")
-        help = "print the completion script for a shell, and end"
-        super().__init__(option_strings, argparse.SUPPRESS, choices=shells, help=help)
-        self.command, self.known = command, known or {}
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: object, values: Any, _: object = None
-    ) -> None:
-        """Print the script; options with a free value complete file names."""
-        import shtab
-
-        parser = copy.deepcopy(parser)  # others parse with this one
-        for subparser in all_parsers(parser):
-            for action in subparser._actions:
-                action.choices = action.choices or self.known.get(action.dest)
-                if action.nargs != 0 and not action.choices:
-                    setattr(action, "complete", shtab.FILE)  # noqa: B010 (shtab's, not declared)
-        parser.prog = self.command
-        print(shtab.complete(parser, values))
-        parser.exit()
-
-
-def all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield the parser and the parsers of all subcommands."""
-    yield parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield from all_parsers(below)
-
-
-def parser_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of the subcommand that the words of a command line name."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for number, word in enumerate(words):
-                if word in action.choices:
-                    return parser_of(action.choices[word], words[number + 1 :])
-    return parser
-
-
-class Parser(argparse.ArgumentParser):
-    """ArgumentParser that accepts `--a-b` for `--a_b` and raises UsageError.
-
-    `example` is a command line shown below the options.
-    """
-
-    def __init__(self, example: str = "", **options: Any) -> None:
-        epilog = f"{EXAMPLE}\n  {example}" if example else None
-        options = {"formatter_class": Formatter, "allow_abbrev": False, "epilog": epilog, **options}
-        super().__init__(**options)
-
-    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] (of two overloads)
-        self, args: Any = None, namespace: Any = None
-    ) -> Any:
-        """Parse as argparse does, with `--a-b` read as `--a_b`."""
-        words = sys.argv[1:] if args is None else list(args)
-        end = words.index("--") if "--" in words else len(words)
-        known = {name.replace("-", "_"): name for name in self._option_string_actions}
-        return super().parse_known_args(
-            [_with_known_dashes(w, known) for w in words[:end]] + words[end:], namespace
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a UsageError."""
-        raise UsageError(f"{message}; see {self.prog} --help")
-
-
-def _with_known_dashes(word: str, known: Mapping[str, str]) -> str:
-    """Rewrite a word that starts with a known option to the option's own dashes."""
-    name, equals, value = word.partition("=")
-    return known.get(name.replace("-", "_"), name) + equals + value if word[:2] == "--" else word
 
 
 class Number:
@@ -192,7 +70,7 @@ def add_model(
 def add_cache(parser: argparse.ArgumentParser, what: str) -> None:
     """Add the arguments of `minimind.runtime.object_cache.open_cache`."""
     add = parser.add_argument
-    add("--cache_dir", default=PlaceFlags.cache_dir, help=what)
+    add("--cache_dir", default=FLAGS["cache_dir"].default, help=what)
     text = "GiB of fetched objects that --cache_dir keeps; others are deleted, oldest first"
     add("--max_cache_gib", type=positive, help=text)
 

@@ -1,4 +1,4 @@
-"""Checks of combinations of flags: one row per sentence, in the order of the report."""
+"""Checks of combinations of flags: attributes of flags, and rows, in the order of the report."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.arguments import is_utf8, template_variables, utf8_fault
-from minimind.config.flags import OF_EXPERTS, SHAPE, TRACKERS, VAL_LOSS
+from minimind.config.flags import FLAGS, SHAPE, TRACKERS, VAL_LOSS, as_words
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.run_config import FLAGS, RECIPES, RunConfig, files_by_name
+from minimind.config.run_config import RECIPES, RunConfig, files_by_name
 from minimind.errors import UsageError, fault_error
 from minimind.runtime import disk
 from minimind.runtime.urls import ON_THE_HUB, begins_as_url, masked
 
 OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "tokenizer")
 OF_THIS_HOST += ("chat_template", "skip_rows", "stages")
-SPIKES = ("spike_factor", "spike_window", "max_rollbacks")
-CHATS = ("train_on", "chat_template", "chat_template_kwargs", "template_date")
 MIRROR = re.compile(r"(s3|gs)://[^/\s]|file://.*[^/\s]")
 
 
@@ -44,12 +42,12 @@ class Given:
         path = files_by_name(RECIPES).get(recipe) if place == "--config" else None
         if path is None:
             return f"drop {self.name}"
-        if FLAGS[self.name].metadata.keys() & {"rule", "takes_auto"}:
+        if FLAGS[self.name].may_be_auto:
             return f"add --{self.name} auto"
         if self.value is True:
             return f"add --no-{self.name}"
-        if self.name == "embedding_init":
-            return "add --embedding_init random"
+        if self.name in ("embedding_init", "task"):
+            return f"add --{self.name} {FLAGS[self.name].default}"
         return f"give --config a copy of {path} without {self.name}"
 
 
@@ -62,9 +60,9 @@ def given(run: RunConfig, name: str) -> Given:
 class Rule:
     """Flags that exclude one another.
 
-    In the sentence `{name}` is a flag as `name = value (source)`, of which `{name.value}` and
-    `{name.source}` are parts, and `{name.drop}` is how to take it back. Other names are values
-    that `when` returns in place of true.
+    In the sentence `{name}` is a flag as `name = value (source)`, `{name.value}` and
+    `{name.source}` give its parts, and `{name.drop}` is how to take it back. Other names are
+    values that `when` returns in place of true.
     """
 
     when: Callable[[RunConfig], object]
@@ -90,23 +88,31 @@ def conflicts(run: RunConfig) -> Iterator[str]:
         yield from rule(run)
 
 
-def _each(
-    names: Iterable[str], when: Callable[[RunConfig, str], object], sentence: str
-) -> list[Rule]:
-    """A rule for each of these flags, which `{flag}` in the sentence is."""
-    return [
-        Rule(lambda run, name=name: when(run, name), sentence.replace("{flag", f"{{{name}"))
-        for name in names
-    ]
-
-
-def _unread(needed: str, is_given: Callable[[RunConfig], object], *names: str) -> list[Rule]:
-    """A rule for each of the flags that only a run with `needed` reads."""
-    return _each(
-        names,
-        lambda run, name: getattr(run, name) is not None and not is_given(run),
-        f"{{flag}} has no effect without {needed}; add it, or drop this",
-    )
+def _by_attributes(run: RunConfig) -> Iterator[str]:
+    """What the attributes of the flags refuse."""
+    for name, flag in FLAGS.items():
+        if not run.meets(name):
+            continue
+        this = given(run, name)
+        if run.hugging_face is not None and (flag.built_in or name in SHAPE):
+            if flag.built_in:
+                yield (
+                    f"{this} is only for the built-in decoder, and --model {run.model} is a model"
+                    f" of transformers; {this.drop}"
+                )
+            continue
+        # A preset may have numbers of experts and the user --no-use_moe.
+        is_given = flag.default is None or run.is_explicit(name)
+        if flag.needs and is_given and not run.meets(flag.needs):
+            needed = given(run, flag.needs.partition("=")[0])
+            yield f"{this} has no effect with {needed}; add {as_words(flag.needs)}, or {this.drop}"
+        for condition, reason in flag.excludes.items():
+            if run.meets(condition):
+                other = given(run, condition.partition("=")[0])
+                yield (
+                    f"{this} and {other} exclude one another: {reason}; {this.drop}, or"
+                    f" {other.drop}"
+                )
 
 
 def _refusal(
@@ -139,7 +145,7 @@ def _encoding(run: RunConfig) -> Iterator[str]:
 
 
 def _places(run: RunConfig) -> Iterator[str]:
-    """URLs in place of paths, of which a folder like "s3:" would be made."""
+    """Refuse URLs where a path of this host is needed; else a folder "s3:" would be created."""
     for name in OF_THIS_HOST:
         text = getattr(run, name)
         if text and begins_as_url(text) and not disk.seems_there(text):
@@ -165,14 +171,7 @@ def _model(run: RunConfig) -> Iterator[str]:
         yield from rule(run)
 
 
-# A model of transformers: config.json decides these flags, or the model does not support them.
-def _only_built_in(name: str) -> str:
-    return (
-        f"{{{name}}} is only for the built-in decoder, and --model {{model.value}} is a model of"
-        f" transformers; {{{name}.drop}}"
-    )
-
-
+# Of a model of transformers config.json decides the shape.
 HUGGING_FACE_RULES: tuple[Rule, ...] = (
     Rule(
         lambda run: (
@@ -185,45 +184,31 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
         "--model {model.value}: there is no such directory or file; name the directory of a model,"
         " its config.json, or hf:USER/NAME of the Hub",
     ),
-    *_each(
-        (name for name in SHAPE if name not in ("max_seq_len", "vocab_size")),
-        lambda run, name: run.is_explicit(name),
-        "{flag} beside --model {model.value}, whose config.json decides the shape; {flag.drop},"
-        " or write it in config.json",
+    *(
+        Rule(
+            lambda run, name=name: run.is_explicit(name),
+            f"{{{name}}} beside --model {{model.value}}, whose config.json decides the shape;"
+            f" {{{name}.drop}}, or write it in config.json",
+        )
+        for name in SHAPE
+        if name not in ("max_seq_len", "vocab_size")
     ),
-    Rule(lambda run: run.mup_base_dim is not None, _only_built_in("mup_base_dim")),
-    Rule(lambda run: run.zero_init_outputs, _only_built_in("zero_init_outputs")),
-    Rule(lambda run: run.embedding_init == "bigrams", _only_built_in("embedding_init")),
-    Rule(lambda run: run.sequence_parallel > 1, _only_built_in("sequence_parallel")),
-    Rule(lambda run: run.doc_mask, _only_built_in("doc_mask")),
-    Rule(lambda run: run.loss == "chunked", _only_built_in("loss")),
-)
-_NOT_DIVIDED = " is not supported with {sequence_parallel}; drop one of them"
-DECODER_RULES: tuple[Rule, ...] = (
     Rule(
-        lambda run: run.embedding_init == "bigrams" and run.init_from,
-        "{embedding_init} is of new weights, and {init_from} gives trained ones; add"
-        " --embedding_init random",
+        lambda run: run.loss == "chunked",
+        "{loss} is only for the built-in decoder, and --model {model.value} is a model of"
+        " transformers; {loss.drop}",
     ),
+)
+DECODER_RULES: tuple[Rule, ...] = (
     Rule(
         lambda run: run.embedding_init == "bigrams" and run.tie_word_embeddings,
         "{embedding_init} needs a head of its own, and {tie_word_embeddings} shares it; add"
         " --no-tie_word_embeddings, or --embedding_init random",
     ),
     Rule(
-        lambda run: run.embedding_init == "bigrams" and run.mup_base_dim is not None,
-        "{mup_base_dim} scales the random weights that {embedding_init} replaces; add"
-        " --embedding_init random",
-    ),
-    Rule(
         lambda run: run.embedding_init == "bigrams" and not 3 <= run.dim <= run.vocab_size,
         "{embedding_init} needs dim ({dim.value}) between 3 and the vocabulary"
         " ({vocab_size.value}); add --embedding_init random",
-    ),
-    Rule(
-        lambda run: run.zero_init_outputs and run.init_from,
-        "{zero_init_outputs} is of new weights, and {init_from} gives trained ones; add"
-        " --no-zero_init_outputs",
     ),
     Rule(
         lambda run: run.head_dim is None and run.dim % run.n_heads,
@@ -246,14 +231,6 @@ DECODER_RULES: tuple[Rule, ...] = (
         lambda run: run.num_experts_per_tok > run.n_routed_experts,
         "{num_experts_per_tok} is more than {n_routed_experts}; lower it",
     ),
-    *_each(
-        OF_EXPERTS,
-        lambda run, name: (
-            not run.use_moe and run.is_explicit(name) and getattr(run, name) != FLAGS[name].default
-        ),
-        "{flag} has no effect without experts; give --use_moe, or drop it",
-    ),
-    *_unread("--rope_scaling", lambda run: run.rope_scaling, "rope_factor", "rope_original_length"),
     Rule(
         lambda run: run.rope_scaling and not run.init_from and run.rope_original_length is None,
         "{rope_scaling} extends the context of a trained model; give --init_from, or both"
@@ -270,16 +247,6 @@ DECODER_RULES: tuple[Rule, ...] = (
         "{rope_scaling} needs a base above 1, and {rope_theta:g}; use linear, or raise it",
     ),
     Rule(
-        lambda run: run.sequence_parallel > 1 and run.use_moe,
-        "{use_moe} computes its balance loss over whole rows, which no process has with"
-        " {sequence_parallel}; drop one of them",
-    ),
-    Rule(lambda run: run.sequence_parallel > 1 and run.compile == "on", "{compile}" + _NOT_DIVIDED),
-    Rule(
-        lambda run: run.sequence_parallel > 1 and run.verify_interval,
-        "{verify_interval}" + _NOT_DIVIDED,
-    ),
-    Rule(
         lambda run: run.n_heads % run.n_kv_heads,
         "{n_heads} is not divisible by {n_kv_heads}; change one",
     ),
@@ -289,39 +256,11 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     _encoding,
     _places,
     _trackers,
-    Rule(
-        lambda run: run.sample_prompts and not run.sample_interval,
-        "{sample_prompts} without --sample_interval, so that no sample is ever written; give"
-        " --sample_interval N",
-    ),
-    Rule(
-        lambda run: run.eval_tasks is not None and not run.eval_tasks_interval,
-        "{eval_tasks} without --eval_tasks_interval, so that no task is ever asked; give"
-        " --eval_tasks_interval N",
-    ),
-    *_each(
-        ("eval_tasks_interval", "eval_tasks_limit"),
-        lambda run, name: getattr(run, name) != FLAGS[name].default and run.eval_tasks is None,
-        "{flag} has no effect without --eval_tasks; name tasks, or drop this",
-    ),
+    _by_attributes,
     _model,
-    *_each(
-        ("decay_steps", "decay_fraction", "decay_shape"),
-        lambda run, name: getattr(run, name) is not None and run.schedule != "wsd",
-        "{flag} has no effect with {schedule}; drop it, or use --schedule wsd",
-    ),
-    Rule(
-        lambda run: run.decay_steps is not None and run.decay_fraction is not None,
-        "{decay_steps} and {decay_fraction:g} are the same number; drop one",
-    ),
     Rule(
         lambda run: run.max_steps and (run.warmup_steps or 0) > run.max_steps,
         "{warmup_steps} is more than {max_steps}; lower it, or train longer",
-    ),
-    Rule(
-        lambda run: run.stages and run.epochs is not None,
-        "{epochs} and {stages}, whose sources are read by weight; give --max_tokens or --max_steps"
-        " instead",
     ),
     Rule(
         lambda run: (
@@ -333,18 +272,11 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         " --tokens_per_param or --max_steps",
     ),
     Rule(
-        lambda run: run.stages and run.max_flops is not None,
-        "{max_flops:g} and {stages}, whose tokens may differ in their FLOPs; give --max_tokens"
-        " instead",
-    ),
-    Rule(
         lambda run: run.guard.get("max_rollbacks") and run.stages,
         "{spike_guard} goes back and reads other rows, which {stages} does not; give"
         " --max_rollbacks 0, or drop one of them",
     ),
-    *_unread("--spike_guard", lambda run: run.spike_guard, *SPIKES),
-    *_unread("--verify_interval", lambda run: run.verify_interval, "on_corruption"),
-    # Rules of retention that hardly any checkpoint would meet.
+    # Intervals that rarely meet.
     Rule(
         lambda run: run.keep_every and _rarely(run, run.keep_every),
         "{keep_every} and {save_interval} meet only every {steps:,} steps; make keep_every a"
@@ -354,10 +286,6 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         lambda run: run.val_path and run.val_fraction and run.is_explicit("val_fraction"),
         "{val_path} is all that is held out, and {val_fraction} holds out a part of the text; drop"
         " one of them",
-    ),
-    Rule(
-        lambda run: run.keep_best_by != VAL_LOSS and not run.keep_best,
-        "{keep_best_by} has no effect without --keep_best; give --keep_best N, or drop this",
     ),
     Rule(
         lambda run: run.keep_best_by != VAL_LOSS and run.keep_best and run.eval_tasks is None,
@@ -403,12 +331,6 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         lambda run: run.source and run.is_explicit("data_path"),
         "{source} and {data_path} both name the text; drop one of them",
     ),
-    *_each(
-        ("source", "stages"),
-        lambda run, name: getattr(run, name) and run.task == "sft",
-        "{flag} is for text, and {task} reads conversations; {flag.drop}, or add --task pretrain",
-    ),
-    *_unread("--task sft", lambda run: run.task == "sft", *CHATS),
     Rule(
         lambda run: run.task == "sft" and not run.doc_mask and run.is_explicit("doc_mask"),
         "{doc_mask} lets conversations of a row see each other, which --task sft does not; drop it",
@@ -428,15 +350,6 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
             and _refusal(template_variables, run.chat_template_kwargs, error=ValueError)
         ),
         "{chat_template_kwargs} {refusal}; correct it",
-    ),
-    Rule(
-        lambda run: run.task == "sft" and run.text_field != "text",
-        "{text_field} is not read with --task sft, which knows the fields of conversations; drop"
-        " it",
-    ),
-    Rule(
-        lambda run: run.spike_guard and run.dtype == "float16",
-        "{spike_guard} and {dtype} skip updates for different reasons; use bfloat16",
     ),
     Rule(
         lambda run: run.mup_base_dim is not None and not OPTIMIZERS[run.optimizer].normalizes,

@@ -1,8 +1,18 @@
-"""The flags of a run: one dataclass field each, with its default, limits and help."""
+"""The flags of a run: a typed line each, whose docstring is its help, in the groups of --help.
+
+Parser, help, docs/flags.md and checks read `FLAGS`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import ast
+import inspect
+import operator
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from minimind.config.optimizers import NEWTON_SCHULZ, OPTIMIZERS
@@ -15,6 +25,9 @@ VAL_LOSS = "val_loss"  # field of an `eval` event
 # as a share of the loss; the most time that all validations take, as a share of the training.
 FIRST_EVAL_ROWS, EVAL_ERROR, EVAL_TIME = 64, 0.01, 0.03
 MIRROR_WAIT_S = 300  # at the end of a run, for its uploads
+FEWEST_PIECES = 512  # of a vocabulary that is trained
+MOST_EXPERTS = 1024  # per layer
+MAX_ROPE_FACTOR = 1024  # also MAX_FACTOR of the model, which does not import this package
 BY_TASK = "--task sft"  # source of the values that it sets
 AUTO = "auto"  # value, and source, of a flag that the start decides (config/rules.py)
 
@@ -22,7 +35,20 @@ AUTO = "auto"  # value, and source, of a flag that the start decides (config/rul
 CHANGEABLE = ("batch", "schedule", "lr", "data", "tokenizer", "model", "dtype", "seed")
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu")
-ALONE = ("mps",)  # of them, those of one process without DeepSpeed
+ALONE = ("mps",)  # devices that train in a single process, without DeepSpeed
+# Names of Accelerate.
+TRACKERS = (
+    *("wandb", "tensorboard", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab"),
+    "trackio",
+)
+MUON = OPTIMIZERS["muon"].defaults
+
+LIMITS = {
+    "ge": ("at least", operator.ge),
+    "gt": ("above", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("below", operator.lt),
+}
 
 
 def is_auto(source: str) -> bool:
@@ -30,365 +56,527 @@ def is_auto(source: str) -> bool:
     return source == AUTO or source.startswith(f"{AUTO}: ")
 
 
-def flag(help: str, default: Any, group: str, **limits: Any) -> Any:
-    """Return a dataclass field that is also a command-line flag.
+@dataclass(frozen=True)
+class Flag:
+    """A flag as `--help`, the parser and the checks read it.
 
-    `rule` says by what "auto" is decided, which then is the default in place of the plain number
-    `default`; with `takes_auto` the flag takes "auto" for its default.
+    A condition is the name of a flag that has another value than its default, or `name=value`.
     """
-    return field(default=default, metadata={"group": group, "help": help, **limits})
+
+    name: str
+    owner: type  # the class with its line and docstring; the group of a run's flag in --help
+    type: str  # int, float, str, bool or tuple; a command also has others
+    default: Any
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    choices: tuple[str, ...] = ()
+    unset: Any = None  # the value in force where the default is None (`RunConfig.in_force`)
+    # How the start decides the flag: "auto" is then what is not given, and `default` the value
+    # where the rule does not apply.
+    rule: str = ""
+    takes_auto: bool = False  # "auto" stands for the default
+    repeats: str = ""  # placeholder of the value of a flag that may be given several times
+    needs: str = ""  # condition without which the flag has no effect
+    excludes: Mapping[str, str] = field(default_factory=dict)  # conditions, each with its reason
+    built_in: bool = False  # only the built-in decoder has it, no model of transformers
+
+    @property
+    def group(self) -> str:
+        """The group of a run's flag in --help."""
+        return self.owner.__name__.lower()
+
+    @property
+    def help(self) -> str:
+        """Its docstring, after what it needs."""
+        prefix = f"with {as_words(self.needs)}: " if self.needs else ""
+        return prefix + _docstrings(self.owner.__module__)[self.owner.__name__, self.name]
+
+    @property
+    def may_be_auto(self) -> bool:
+        """Whether the value may be "auto"."""
+        return bool(self.rule) or self.takes_auto
+
+    @property
+    def shown_default(self) -> str:
+        """The default as typed on the command line; empty for none."""
+        if self.rule:
+            return f"{AUTO}, {self.rule}"
+        value = self.unset if self.default is None else self.default
+        return format_default(value) or ("off" if value is False else "")
+
+    def unmet(self, value: Any) -> str:
+        """The requirement that a value does not meet; empty if it is within the limits."""
+        if self.choices and value not in self.choices:
+            return f"one of {', '.join(self.choices)}"
+        for limit, (words, holds) in LIMITS.items():
+            bound = getattr(self, limit)
+            if bound is not None and not holds(value, bound):
+                return f"{words} {bound}"
+        return ""
+
+
+def number(value: float | None) -> str:
+    """A limit as typed: 1 for 1.0, and every digit of a whole number."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def as_words(condition: str) -> str:
+    """A condition as it is typed: `--task sft` for `task=sft`."""
+    return f"--{condition.replace('=', ' ')}"
+
+
+def format_default(value: Any) -> str:
+    """Format a default as typed; empty for no default or a switch that is off."""
+    if value is None or value is False or value == []:
+        return ""
+    if isinstance(value, tuple | list):
+        return " ".join(map(str, value))
+    return "on" if value is True else str(value)
+
+
+def flag(default: Any, **attributes: Any) -> Any:
+    """Return the dataclass field of a flag with these attributes of `Flag`."""
+    return field(default=default, metadata=attributes)
+
+
+@cache
+def _docstrings(module: str) -> dict[tuple[str, str], str]:
+    """The docstring of each field of a module's classes, from the source: Python keeps none."""
+    found: dict[tuple[str, str], str] = {}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for line, below in pairwise(node.body):
+            if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr):
+                text = ast.literal_eval(below.value)
+                found[node.name, ast.unparse(line.target)] = " ".join(text.split())
+    return found
+
+
+def type_of(annotation: object) -> str:
+    """The name of a type without its parameters, and without `| None`."""
+    return str(annotation).split(" ")[0].split("[")[0]
+
+
+def meets(values: object, flags: Mapping[str, Flag], condition: str) -> bool:
+    """Whether a condition of `Flag` holds for an object with these flags as attributes."""
+    name, _, wanted = condition.partition("=")
+    value = getattr(values, name)
+    return value == wanted if wanted else value != flags[name].default
 
 
 @dataclass(frozen=True)
-class TrainingFlags:
-    """Length of the run."""
+class Length:
+    """How long the run is, and in which steps."""
 
-    epochs: int | None = flag(
-        "passes over the training rows (default 1 unless --max_steps or a budget is given; of"
-        " several limits the first ends the run)",
-        None,
-        "length",
-        at_least=1,
-    )
-    max_steps: int | None = flag(
-        "total optimizer steps, counted from step 0 of the run", None, "length", at_least=1
-    )
-    max_tokens: float | None = flag(
-        "budget in training tokens, such as 2e9, in whole steps", None, "length", above=0.0
-    )
-    max_flops: float | None = flag(
-        "budget in FLOPs as `minimind plan` counts them, such as 1e18, in whole steps",
-        None,
-        "length",
-        above=0.0,
-    )
-    tokens_per_param: float | None = flag(
-        "budget in training tokens per parameter, such as 20, in whole steps",
-        None,
-        "length",
-        above=0.0,
-    )
-    stop_at_step: int | None = flag(
-        "save and exit with status 75 at this step, like a preemption; the schedule is unchanged",
-        None,
-        "length",
-        at_least=1,
-    )
-    max_minutes: float | None = flag(
-        "minutes from the start of the process after which to save and exit with status 75",
-        None,
-        "length",
-        above=0.0,
-    )
-    batch_size: int = flag(
-        "rows in one micro-batch of one process (with --split_batches: of all processes together)",
-        8,
-        "length",
-        at_least=1,
-        rule="by the tokens of the run",
-    )
-    split_batches: bool = flag("count --batch_size over all processes together", False, "length")
-    accumulation_steps: int = flag(
-        "micro-batches of one process per optimizer step", 1, "length", at_least=1
-    )
-    seed: int = flag(
-        "seed of weights, row order and steps", 42, "length", at_least=0, at_most=2**32 - 1
-    )
-    deterministic: bool = flag("use deterministic kernels only", False, "length")
+    epochs: int | None = flag(None, ge=1)
+    """passes over the training rows (default: 1 unless --max_steps or a budget is given; of several
+    limits the first ends the run)"""
+    max_steps: int | None = flag(None, ge=1)
+    """total optimizer steps, counted from step 0 of the run"""
+    max_tokens: float | None = flag(None, gt=0.0)
+    """budget in training tokens, such as 2e9, in whole steps"""
+    max_flops: float | None = flag(None, gt=0.0)
+    """budget in FLOPs as `minimind plan` counts them, such as 1e18, in whole steps"""
+    tokens_per_param: float | None = flag(None, gt=0.0)
+    """budget in training tokens per parameter, such as 20, in whole steps"""
+    stop_at_step: int | None = flag(None, ge=1)
+    """save and exit with status 75 at this step, like a preemption; the schedule is unchanged"""
+    max_minutes: float | None = flag(None, gt=0.0)
+    """minutes from the start of the process after which to save and exit with status 75"""
+    batch_size: int = flag(8, ge=1, rule="by the tokens of the run")
+    """rows in one micro-batch of one process (with --split_batches: of all processes together)"""
+    split_batches: bool = flag(False)
+    """count --batch_size over all processes together"""
+    accumulation_steps: int = flag(1, ge=1)
+    """micro-batches of one process per optimizer step"""
+    seed: int = flag(42, ge=0, le=2**32 - 1)
+    """seed of weights, row order and steps"""
+    deterministic: bool = flag(False)
+    """use deterministic kernels only"""
 
 
 @dataclass(frozen=True)
-class PlaceFlags:
-    """Data, output and engine."""
+class Optimizer:
+    """Optimizer, learning rate, precision, and what guards the updates."""
 
-    data_path: tuple[str, ...] = flag(
-        "text files (.jsonl .ndjson .json .txt .md .csv .tsv, also compressed; .parquet),"
-        " directories, globs, Hugging Face dataset directories or URLs; hf:USER/SET[/PART] of the"
-        " Hub; or one folder of `minimind prepare`",
-        (DEFAULT_DATA,),
-        "data",
+    optimizer: str = flag("adamw", choices=tuple(OPTIMIZERS))
+    """AdamW, Lion, SGD with momentum, or Muon for the matrices of the blocks with AdamW for
+    embedding, head and norms; an optimizer block in the DeepSpeed JSON takes its place"""
+    learning_rate: float = flag(5e-4, gt=0.0, rule="by the parameters and tokens of the run")
+    """peak learning rate"""
+    min_lr_ratio: float = flag(0.1, ge=0.0, le=1.0, takes_auto=True)
+    """final learning rate as a fraction of the peak"""
+    warmup_steps: int | None = flag(None, ge=0, rule="by the steps of the run")
+    """optimizer steps of linear warm-up"""
+    schedule: str = flag("cosine", choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt"))
+    """learning rate after the warm-up: cosine and linear decay over the whole run; wsd (warm-up,
+    stable, decay) only in its last steps; inverse_sqrt with the square root of the step"""
+    decay_steps: int | None = flag(
+        None,
+        ge=1,
+        needs="schedule=wsd",
+        excludes={"decay_fraction": "both say when the decay begins"},
     )
+    """last optimizer steps, in which wsd decays (default: by --decay_fraction)"""
+    decay_fraction: float | None = flag(None, gt=0.0, le=1.0, needs="schedule=wsd", unset=0.2)
+    """the same as a fraction of all steps"""
+    decay_shape: str | None = flag(
+        None, choices=("linear", "1-sqrt"), needs="schedule=wsd", unset="1-sqrt"
+    )
+    """linear, or 1-sqrt, which is steeper at first"""
+    muon_lr: float | None = flag(None, gt=0.0, takes_auto=True)
+    """peak learning rate of Muon (default: 0.02; `--learning_rate` with `--muon_scaling
+    match_rms_adamw`)"""
+    muon_momentum: float | None = flag(
+        None, ge=0.0, lt=1.0, takes_auto=True, unset=MUON["muon_momentum"]
+    )
+    """momentum of Muon"""
+    muon_scaling: str | None = flag(
+        None, choices=("original", "match_rms_adamw"), takes_auto=True, unset=MUON["muon_scaling"]
+    )
+    """factor of Muon's rate for a matrix of A rows and B columns: sqrt(max(1, A / B)) (original),
+    or 0.2 sqrt(max(A, B)), the size of AdamW's updates (match_rms_adamw)"""
+    muon_steps: int | None = flag(None, ge=1, takes_auto=True, unset=MUON["muon_steps"])
+    """Newton-Schulz iterations by which Muon orthogonalizes an update"""
+    muon_coefficients: str | None = flag(
+        None, choices=tuple(NEWTON_SCHULZ), takes_auto=True, unset=MUON["muon_coefficients"]
+    )
+    """polynomials of these iterations: quintic, the same in each, leaves singular values between
+    0.68 and 1.2; polar_express, the best one for each (Amsel et al. 2025), brings them to 1"""
+    cautious_weight_decay: bool = flag(False)
+    """with Muon, also for its weights of AdamW: decay only where the update, too, makes a weight
+    smaller (Chen et al. 2025)"""
+    mup_base_dim: int | None = flag(None, ge=1, built_in=True)
+    """muP: the --dim at which the learning rates were tuned, with the same dim / n_heads;
+    initialization and rates are scaled by dim / mup_base_dim, so that they suit this width"""
+    weight_decay: float = flag(0.1, ge=0.0, rule="by passes over the text")
+    """weight decay of matrices (norms and biases are not decayed)"""
+    beta1: float = flag(0.9, ge=0.0, lt=1.0, takes_auto=True)
+    """AdamW first-moment decay; Lion: weight of the momentum in an update"""
+    beta2: float = flag(0.95, ge=0.0, lt=1.0, takes_auto=True)
+    """AdamW second-moment decay; Lion: decay of the momentum"""
+    sgd_momentum: float | None = flag(
+        None, ge=0.0, lt=1.0, unset=OPTIMIZERS["sgd"].defaults["sgd_momentum"]
+    )
+    """momentum of SGD"""
+    ema: float | None = flag(None, gt=0.0, lt=1.0)
+    """decay of an exponential moving average of the weights, such as 0.999: kept in float32, saved,
+    evaluated and exported beside them"""
+    grad_clip: float = flag(1.0, ge=0.0)
+    """maximum global gradient norm; 0 disables clipping"""
+    dtype: str = flag(AUTO, choices=(AUTO, "bfloat16", "float16", "float32"), takes_auto=True)
+    """precision of forward and backward; the optimizer's weights are float32; auto: that of the
+    checkpoint, else bfloat16 where the device of every rank has instructions for it, else
+    float32"""
+    tf32: bool = flag(False)
+    """multiply float32 matrices as TensorFloat-32 on GPUs: several times as fast, with 10 bits of
+    mantissa instead of 23"""
+    spike_guard: bool = flag(
+        False, excludes={"dtype=float16": "both skip updates, for different reasons"}
+    )
+    """skip updates whose gradient norm is far above that of the steps before; if norm or loss stay
+    high, go back to the newest checkpoint before and leave the rows out"""
+    spike_factor: float | None = flag(None, gt=0.0, needs="spike_guard", unset=8.0)
+    """what counts as far, in robust standard deviations above the median"""
+    spike_window: int | None = flag(None, ge=16, le=10_000, needs="spike_guard", unset=128)
+    """steps that loss and gradient norm are compared with"""
+    max_rollbacks: int | None = flag(None, ge=0, le=1000, needs="spike_guard", unset=3)
+    """times that a run may go back before it ends with status 6"""
+    max_skipped: int = flag(10, ge=0)
+    """non-finite steps to skip before the run ends with status 6; counted since step 0, in float16
+    only those in a row"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape and initial weights."""
+
+    model: str | None = flag(None)
+    """preset (such as tiny) or YAML file, overridden by the shape flags; or hf:DIR, the model that
+    transformers builds from DIR/config.json (or from hf:USER/MODEL of the Hub), randomly
+    initialized unless --init_from is given"""
+    dim: int = flag(512, ge=1)
+    """width of the residual stream"""
+    n_layers: int = flag(8, ge=1)
+    """decoder blocks"""
+    n_heads: int = flag(8, ge=1)
+    """query heads"""
+    n_kv_heads: int = flag(2, ge=1)
+    """key/value heads, shared by groups of query heads"""
+    head_dim: int | None = flag(None, ge=2)
+    """channels per head (default: dim / n_heads)"""
+    hidden_dim: int | None = flag(None, ge=1)
+    """width of the feed-forward layers (default: 8/3 dim, rounded up to a multiple of 64)"""
+    max_seq_len: int = flag(512, ge=1)
+    """tokens per row that are trained on; a row has one more"""
+    vocab_size: int = flag(6400, ge=FEWEST_PIECES, le=2**31)
+    """vocabulary size of the tokenizer trained on the data if --tokenizer is not given"""
+    rope_theta: float = flag(1e6, gt=0.0)
+    """base of the rotary frequencies"""
+    rope_scaling: str | None = flag(None, choices=("linear", "ntk", "yarn", "llama3"))
+    """extend the context of a trained model: linear (position interpolation), ntk (a larger
+    --rope_theta), yarn, or llama3 (as Llama 3.1) (default: that of --init_from)"""
+    rope_factor: float | None = flag(None, gt=1.0, le=MAX_ROPE_FACTOR, needs="rope_scaling")
+    """times by which the context grows (default: max_seq_len / rope_original_length); sets
+    max_seq_len if that is not given"""
+    rope_original_length: int | None = flag(None, ge=1, le=2**20, needs="rope_scaling")
+    """positions that the model was trained on before (default: those of --init_from)"""
+    no_rope_interval: int = flag(0, ge=0)
+    """every Nth layer has no rotary positions (SmolLM3: 4); 0: none"""
+    norm_eps: float = flag(1e-5, gt=0.0)
+    """added to the mean square in every norm"""
+    use_flash_attn: bool = flag(True)
+    """torch's fused attention; off: the explicit reference"""
+    qkv_bias: bool = flag(False)
+    """add biases to queries, keys and values, as in Qwen2"""
+    qk_norm: bool = flag(False)
+    """normalize each head's queries and keys, as in Qwen3"""
+    tie_word_embeddings: bool = flag(True)
+    """share one matrix between token embedding and output head"""
+    zero_init_outputs: bool = flag(
+        False, built_in=True, excludes={"init_from": "its weights are trained"}
+    )
+    """start the output projections of attention and feed-forward at 0, so that every block of a new
+    model returns its input"""
+    embedding_init: str = flag(
+        "random",
+        choices=("random", "bigrams"),
+        built_in=True,
+        excludes={
+            "init_from": "its weights are trained",
+            "mup_base_dim": "it scales random weights, which bigrams replace",
+        },
+    )
+    """start embedding and head of a new model from random numbers, or from bigram counts of the
+    training text (bigrams: an untied head, seconds at the start)"""
+    use_moe: bool = flag(False)
+    """replace every feed-forward layer by a mixture of experts of width hidden_dim"""
+    n_routed_experts: int = flag(4, ge=1, le=MOST_EXPERTS, needs="use_moe")
+    """routed experts per layer"""
+    num_experts_per_tok: int = flag(2, ge=1, needs="use_moe")
+    """routed experts per token"""
+    n_shared_experts: int = flag(1, ge=0, le=MOST_EXPERTS, needs="use_moe")
+    """experts that process every token"""
+    aux_loss_alpha: float = flag(0.01, ge=0.0, needs="use_moe")
+    """weight of the load-balancing loss"""
+    norm_topk_prob: bool = flag(True, needs="use_moe")
+    """normalize the weights of a token's experts to a sum of 1"""
+    gradient_checkpointing: bool = flag(False)
+    """recompute each block in the backward pass: less memory, a third more work, the same result"""
+    init_from: str | None = flag(None)
+    """initial weights, shape and tokenizer: a run's out_dir, a step_ directory, a directory of
+    `minimind export` or `import`, a directory of Llama, Mistral, Qwen or SmolLM (DIR or hf:DIR), a
+    MiniMind2 file or directory; or hf:USER/MODEL of the Hugging Face Hub"""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Text, tokenizer, and how rows are made of them."""
+
+    data_path: tuple[str, ...] = flag((DEFAULT_DATA,))
+    """text files (.jsonl .ndjson .json .txt .md .csv .tsv, also compressed; .parquet), directories,
+    globs, Hugging Face dataset directories or URLs; hf:USER/SET[/PART] of the Hub; or one folder of
+    `minimind prepare`"""
     source: tuple[str, ...] | None = flag(
-        "folder of `minimind prepare` in place of --data_path; repeat it to mix several, by weight"
-        " if all have one",
-        None,
-        "data",
-        repeats="NAME=PATH:WEIGHT",
+        None, repeats="NAME=PATH:WEIGHT", excludes={"task=sft": "these folders hold text"}
     )
+    """folder of `minimind prepare` in place of --data_path; repeat it to mix several, by weight if
+    all have one"""
     stages: str | None = flag(
-        "YAML file of stages of the run, each with its weights of sources, row length and batch",
         None,
-        "data",
+        excludes={
+            "epochs": "its sources have no passes; --max_tokens or --max_steps is its length",
+            "max_flops": "its tokens may differ in their FLOPs; --max_tokens is a budget for it",
+            "task=sft": "it has the sources of a text",
+        },
     )
-    task: str = flag(
-        "pretrain on text, or fine-tune on conversations (sft): only assistant turns are targets",
-        "pretrain",
-        "data",
-        choices=("pretrain", "sft"),
-    )
-    tokenizer: str | None = flag(
-        "SentencePiece .model file, Hugging Face tokenizer.json, a directory with either, or"
-        " hf:USER/MODEL of the Hub",
-        None,
-        "data",
-    )
-    val_fraction: float = flag(
-        "fraction of documents held out for validation, by hash",
-        0.01,
-        "data",
-        at_least=0.0,
-        below=1.0,
-    )
-    val_path: str | None = flag(
-        "text of your own that is held out for validation, in place of --val_fraction; or auto: the"
-        " validation part of a folder in --data_path",
-        None,
-        "data",
-    )
-    max_document_bytes: int = flag(
-        "longest document in UTF-8 bytes (default 2 or 8 MiB for some tokenizers, see"
-        " docs/data.md)",
-        64 * 2**20,
-        "data",
-        at_least=1,
-    )
-    text_field: str = flag(
-        "field or column of the text, also one in another (meta.text), or a template of several"
-        " ('{title}\\n{text}')",
-        "text",
-        "data",
-    )
-    on_bad_data: str = flag(
-        "stop at a bad document (error), or skip and list it in rejected.jsonl",
-        "error",
-        "data",
-        choices=("error", "skip"),
-    )
-    max_bad_fraction: float = flag(
-        "fraction of documents that may be bad with --on_bad_data skip",
-        0.05,
-        "data",
-        at_least=0.0,
-        below=1.0,
-    )
-    allow_lossy_tokenizer: bool = flag(
-        "train although the tokenizer loses more than 0.1 % of the text", False, "data"
-    )
-    doc_mask: bool = flag(
-        "restrict attention to the document, and restart positions in each", False, "data"
-    )
+    """YAML file of stages of the run, each with its weights of sources, row length and batch"""
+    task: str = flag("pretrain", choices=("pretrain", "sft"))
+    """pretrain on text, or fine-tune on conversations (sft): only assistant turns are targets"""
+    tokenizer: str | None = flag(None)
+    """SentencePiece .model file, Hugging Face tokenizer.json, a directory with either, or
+    hf:USER/MODEL of the Hub"""
+    val_fraction: float = flag(0.01, ge=0.0, lt=1.0)
+    """fraction of documents held out for validation, by hash"""
+    val_path: str | None = flag(None)
+    """text of your own that is held out for validation, in place of --val_fraction; or auto: the
+    validation part of a folder in --data_path"""
+    max_document_bytes: int = flag(64 * 2**20, ge=1)
+    """longest document in UTF-8 bytes (default 2 or 8 MiB for some tokenizers, see docs/data.md)"""
+    text_field: str = flag("text", excludes={"task=sft": "conversations have fields of their own"})
+    """field or column of the text, also one in another (meta.text), or a template of several
+    ('{title}\\n{text}')"""
+    on_bad_data: str = flag("error", choices=("error", "skip"))
+    """stop at a bad document (error), or skip and list it in rejected.jsonl"""
+    max_bad_fraction: float = flag(0.05, ge=0.0, lt=1.0)
+    """fraction of documents that may be bad with --on_bad_data skip"""
+    allow_lossy_tokenizer: bool = flag(False)
+    """train although the tokenizer loses more than 0.1 % of the text"""
+    doc_mask: bool = flag(False, built_in=True)
+    """restrict attention to the document, and restart positions in each"""
     train_on: str | None = flag(
-        "with --task sft: the targets are all assistant turns (assistant, the default), the last"
-        " one of each conversation (last), or everything (all)",
-        None,
-        "data",
-        choices=("assistant", "last", "all"),
+        None, choices=("assistant", "last", "all"), needs="task=sft", unset="assistant"
     )
-    chat_template: str | None = flag(
-        "with --task sft: file of a Jinja chat template, as in tokenizer_config.json, or the name"
-        " of a shipped one: thoughts_and_tools (default: that of the model, else"
-        " thoughts_and_tools)",
-        None,
-        "data",
-    )
-    chat_template_kwargs: str | None = flag(
-        "with --task sft: variables of the chat template as a JSON object, such as"
-        ' {"enable_thinking": false}',
-        None,
-        "data",
-    )
-    template_date: str | None = flag(
-        "with --task sft: the date YYYY-MM-DD that strftime_now gives a chat template, on"
-        " every day of the run (default: 2024-07-26, which Llama 3 has for a host without a clock)",
-        None,
-        "data",
-    )
-    skip_rows: str | None = flag(
-        "file of rows that are never read: per line a row such as 17, a range such as 17:19, or a"
-        " JSON object with a row; `minimind data at RUN --steps A:B --rows` prints one",
-        None,
-        "data",
-    )
-    num_workers: int = flag(
-        "threads that prefetch rows; 0: read in the training thread", 1, "data", at_least=0
-    )
-    cache_dir: str = flag(
-        "cache of tokenizers and token shards, keyed by content", "~/.cache/minimind", "data"
-    )
-    max_cache_gib: float | None = flag(
-        "GiB of fetched objects that --cache_dir keeps; others are deleted, oldest first",
-        None,
-        "data",
-        above=0.0,
-    )
+    """the targets are all assistant turns (assistant), the last one of each conversation (last), or
+    everything (all)"""
+    chat_template: str | None = flag(None, needs="task=sft")
+    """file of a Jinja chat template, as in tokenizer_config.json, or the name of a shipped one:
+    thoughts_and_tools (default: that of the model, else thoughts_and_tools)"""
+    chat_template_kwargs: str | None = flag(None, needs="task=sft")
+    """variables of the chat template as a JSON object, such as {"enable_thinking": false}"""
+    template_date: str | None = flag(None, needs="task=sft")
+    """the date YYYY-MM-DD that strftime_now gives a chat template, on every day of the run
+    (default: 2024-07-26, which Llama 3 has for a host without a clock)"""
+    skip_rows: str | None = flag(None)
+    """file of rows that are never read: per line a row such as 17, a range such as 17:19, or a JSON
+    object with a row; `minimind data at RUN --steps A:B --rows` prints one"""
+    num_workers: int = flag(1, ge=0)
+    """threads that prefetch rows; 0: read in the training thread"""
+    cache_dir: str = flag("~/.cache/minimind")
+    """cache of tokenizers and token shards, keyed by content"""
+    max_cache_gib: float | None = flag(None, gt=0.0)
+    """GiB of fetched objects that --cache_dir keeps; others are deleted, oldest first"""
 
-    out_dir: str = flag("metrics, configuration and checkpoints of this run", "out", "output")
-    resume: str = flag(
-        "auto: the newest valid checkpoint of out_dir; none: start over; or the path of a"
-        " checkpoint",
-        "auto",
-        "output",
-    )
-    init_from: str | None = flag(
-        "initial weights, shape and tokenizer: a run's out_dir, a step_ directory, a directory of"
-        " `minimind export` or `import`, a directory of Llama, Mistral, Qwen or SmolLM (DIR or"
-        " hf:DIR), a MiniMind2 file or directory; or hf:USER/MODEL of the Hugging Face Hub",
-        None,
-        "model",
-    )
-    save_interval: int = flag(
-        "optimizer steps between checkpoints; the last step is always saved",
-        1000,
-        "output",
-        at_least=1,
-    )
-    save_minutes: float = flag(
-        "also save after this many minutes without a checkpoint; 0: never",
-        30.0,
-        "output",
-        at_least=0.0,
-    )
-    keep_last: int = flag("newest checkpoints to keep", 2, "output", at_least=1)
-    keep_every: int = flag(
-        "also keep checkpoints whose step is a multiple of this; 0: none", 0, "output", at_least=0
-    )
-    keep_best: int = flag(
-        "also keep this many checkpoints with the lowest validation loss, of those saved at a step"
-        " that was validated; 0: none",
-        0,
-        "output",
-        at_least=0,
-    )
-    keep_best_by: str = flag(
-        f"what --keep_best compares: {VAL_LOSS}, or a score: a task of --eval_tasks, or `average`",
-        VAL_LOSS,
-        "output",
-    )
-    mirror: str | None = flag(
-        "URL (s3://, gs:// or file://) to which checkpoints are uploaded in the background, and"
-        " from which --resume auto fetches one that is newer than those of out_dir; the end of the"
-        f" run waits for uploads, at most {MIRROR_WAIT_S} s",
-        None,
-        "output",
-    )
-    async_save: bool = flag(
-        "write checkpoints in the background; needs memory for a copy of the optimizer state",
-        True,
-        "output",
-    )
-    allow_change: str | None = flag(
-        "settings that may differ from the checkpoint, separated by commas:"
-        f" {', '.join(CHANGEABLE)}",
-        None,
-        "output",
-    )
-    eval_interval: int = flag(
-        "optimizer steps between validations; the last step is always validated",
-        500,
-        "output",
-        at_least=1,
-    )
-    eval_rows: int | None = flag(
-        "held-out rows per validation, over all processes, spread over the held-out text; 0: none;"
-        " auto (the default): as many as bring the standard error of the loss below 1 %, within"
-        " 3 % of the time of training",
-        None,
-        "output",
-        at_least=0,
-        takes_auto=True,
-    )
-    log_interval: int = flag("optimizer steps between log lines", 10, "output", at_least=1)
 
-    verify_interval: int = flag(
-        "optimizer steps between checks for silent corruption: ranks compare weights and state, and"
-        " compute some rows again, each twice and once for its neighbour; 0: never",
-        0,
-        "engine",
-        at_least=0,
-    )
+@dataclass(frozen=True)
+class Output:
+    """What the run writes: checkpoints, validations, reports."""
+
+    out_dir: str = flag("out")
+    """metrics, configuration and checkpoints of this run"""
+    resume: str = flag("auto")
+    """auto: the newest valid checkpoint of out_dir; none: start over; or the path of a
+    checkpoint"""
+    save_interval: int = flag(1000, ge=1)
+    """optimizer steps between checkpoints; the last step is always saved"""
+    save_minutes: float = flag(30.0, ge=0.0)
+    """also save after this many minutes without a checkpoint; 0: never"""
+    keep_last: int = flag(2, ge=1)
+    """newest checkpoints to keep"""
+    keep_every: int = flag(0, ge=0)
+    """also keep checkpoints whose step is a multiple of this; 0: none"""
+    keep_best: int = flag(0, ge=0)
+    """also keep this many checkpoints with the lowest validation loss, of those saved at a step
+    that was validated; 0: none"""
+    keep_best_by: str = flag(VAL_LOSS, needs="keep_best")
+    """what is compared: val_loss, or a score: a task of --eval_tasks, or `average`"""
+    mirror: str | None = flag(None)
+    """URL (s3://, gs:// or file://) to which checkpoints are uploaded in the background, and from
+    which --resume auto fetches one that is newer than those of out_dir; the end of the run waits
+    for uploads, at most 300 s"""
+    async_save: bool = flag(True)
+    """write checkpoints in the background; needs memory for a copy of the optimizer state"""
+    allow_change: str | None = flag(None)
+    """settings that may differ from the checkpoint, separated by commas: batch, schedule, lr, data,
+    tokenizer, model, dtype, seed"""
+    eval_interval: int = flag(500, ge=1)
+    """optimizer steps between validations; the last step is always validated"""
+    eval_rows: int | None = flag(None, ge=0, takes_auto=True)
+    """held-out rows per validation, over all processes, spread over the held-out text; 0: none;
+    auto (the default): as many as bring the standard error of the loss below 1 %, within 3 % of the
+    time of training"""
+    log_interval: int = flag(10, ge=1)
+    """optimizer steps between log lines"""
+    profile: bool = flag(False)
+    """print how each step's time is spent"""
+    profile_interval: int = flag(10, ge=1)
+    """optimizer steps between profile tables"""
+    trace_steps: str | None = flag(None)
+    """FIRST:LAST: steps, both included, of which every rank writes a Chrome trace to
+    out_dir/traces"""
+    peak_tflops: float | None = flag(None, gt=0.0)
+    """peak of one device in TFLOPS in --dtype, dense, for MFU (default: data sheet values of known
+    NVIDIA GPUs)"""
+    report_to: str = flag("none")
+    """trackers that receive all metrics, separated by commas: none, or wandb, tensorboard, aim,
+    clearml, comet_ml, dvclive, mlflow, swanlab, trackio; a failing one never stops the run"""
+    wandb_project: str = flag("minimind")
+    """project name in the trackers"""
+    wandb_run_name: str | None = flag(None)
+    """run name in the trackers (default: the last folder of --out_dir)"""
+    sample_interval: int = flag(0, ge=0)
+    """optimizer steps between text samples; 0: none"""
+    sample_prompts: str | None = flag(None, needs="sample_interval")
+    """file of prompts for the samples: one per line, or .jsonl with a prompt field (default: one
+    empty prompt)"""
+    eval_tasks: str | None = flag(None, needs="eval_tasks_interval")
+    """tasks that score the model, separated by commas: cloze, needle, arithmetic, bits_per_byte,
+    repetition, a task of lm-eval, or DIR/NAME of a folder of its YAML files; NAME:chat asks in the
+    chat template of --task sft"""
+    eval_tasks_interval: int = flag(0, ge=0, needs="eval_tasks")
+    """optimizer steps between scores; the last step is always scored; 0: none"""
+    eval_tasks_limit: int = flag(100, ge=1, needs="eval_tasks")
+    """questions of each task, the first ones, over all processes"""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How and where the run computes."""
+
+    verify_interval: int = flag(0, ge=0)
+    """optimizer steps between checks for silent corruption: ranks compare weights and state, and
+    compute some rows again, each twice and once for its neighbour; 0: never"""
     on_corruption: str | None = flag(
-        "with --verify_interval: log what differs and go on (warn, the default), or end the run"
-        " with status 11 (stop)",
-        None,
-        "engine",
-        choices=("warn", "stop"),
+        None, choices=("warn", "stop"), needs="verify_interval", unset="warn"
     )
-    compile: str = flag(
-        "torch.compile the model and its loss; auto: on GPUs, for ZeRO stages 0 to 2 without"
-        " experts",
-        "auto",
-        "engine",
-        choices=("auto", "on", "off"),
-    )
-    zero_update: str = flag(
-        "who updates at ZeRO stages 0 to 2: DeepSpeed by its own path (deepspeed), or the same"
-        " numbers with kernels per bucket instead of per parameter where the DeepSpeed JSON allows"
-        " it (auto); the start says which",
-        "auto",
-        "engine",
-        choices=("auto", "deepspeed"),
-    )
-    loss: str = flag(
-        "compute the logits of a micro-batch at once (full), or of 1,024 positions at a time,"
-        " recomputed in the backward pass (chunked): less memory, slower; auto: chunked on GPUs if"
-        " the model is not compiled",
-        "auto",
-        "engine",
-        choices=("auto", "full", "chunked"),
-    )
-    deepspeed_config: str | None = flag(
-        "DeepSpeed JSON, its 'auto' values filled from these flags, or the name of a shipped one,"
-        " such as zero1; none: train without DeepSpeed (default: the file of"
-        " `accelerate launch`)",
-        None,
-        "engine",
-    )
+    """log what differs and go on (warn), or end the run with status 11 (stop)"""
+    compile: str = flag("auto", choices=("auto", "on", "off"))
+    """torch.compile the model and its loss; auto: on GPUs, for ZeRO stages 0 to 2 without
+    experts"""
+    zero_update: str = flag("auto", choices=("auto", "deepspeed"))
+    """who updates at ZeRO stages 0 to 2: DeepSpeed by its own path (deepspeed), or the same numbers
+    with kernels per bucket instead of per parameter where the DeepSpeed JSON allows it (auto); the
+    start says which"""
+    loss: str = flag("auto", choices=("auto", "full", "chunked"))
+    """compute the logits of a micro-batch at once (full), or of 1,024 positions at a time,
+    recomputed in the backward pass (chunked): less memory, slower; auto: chunked on GPUs if the
+    model is not compiled"""
+    deepspeed_config: str | None = flag(None)
+    """DeepSpeed JSON, its 'auto' values filled from these flags, or the name of a shipped one, such
+    as zero1; none: train without DeepSpeed (default: the file of `accelerate launch`)"""
     sequence_parallel: int = flag(
-        "adjacent processes that divide the positions of each row (Ulysses), for long rows",
         1,
-        "engine",
-        at_least=1,
+        ge=1,
+        built_in=True,
+        excludes={
+            "use_moe": "the balance loss needs whole rows",
+            "compile=on": "a model whose rows are divided is not compiled",
+            "verify_interval": "rows that are divided are not computed again",
+        },
     )
-    tensor_parallel: int = flag(
-        "processes that share every weight matrix of a block and read the same rows; needs"
-        " DeepSpeed at ZeRO stages 0 to 2",
-        1,
-        "engine",
-        at_least=1,
-    )
-    device: str = flag(
-        "auto uses GPUs if there are any; mps (Apple silicon) has one process and no DeepSpeed",
-        "auto",
-        "engine",
-        choices=DEVICES,
-    )
-    dist_timeout: int = flag("seconds that a rank waits for another", 120, "engine", at_least=1)
-    local_rank: int | None = flag(
-        "set by the deepspeed launcher; the environment has the same value",
-        None,
-        "engine",
-        at_least=0,
-    )
-    dry_run: bool = flag(
-        "print every resolved value and its cost after a look at every path and the first records,"
-        " then exit; with --device (cuda, mps, ...) also where there is none",
-        False,
-        "engine",
-    )
-    verbose: bool = flag(
-        "print every flag and DeepSpeed key with value and source at the start", False, "engine"
-    )
-    debug: bool = flag("show tracebacks and the launcher's own log", False, "engine")
-    config: str | None = flag(
-        "recipe (strong, sft) or YAML file of flag names and values; the command line"
-        " takes precedence",
-        None,
-        "engine",
-    )
+    """adjacent processes that divide the positions of each row (Ulysses), for long rows"""
+    tensor_parallel: int = flag(1, ge=1)
+    """processes that share every weight matrix of a block and read the same rows; needs DeepSpeed
+    at ZeRO stages 0 to 2"""
+    device: str = flag("auto", choices=DEVICES)
+    """auto uses GPUs if there are any; mps (Apple silicon) has one process and no DeepSpeed"""
+    dist_timeout: int = flag(120, ge=1)
+    """seconds that a rank waits for another"""
+    local_rank: int | None = flag(None, ge=0)
+    """set by the deepspeed launcher; the environment has the same value"""
+    dry_run: bool = flag(False)
+    """print every resolved value and its cost after a look at every path and the first records,
+    then exit; with --device (cuda, mps, ...) also where there is none"""
+    verbose: bool = flag(False)
+    """print every flag and DeepSpeed key with value and source at the start"""
+    debug: bool = flag(False)
+    """show tracebacks and the launcher's own log"""
+    config: str | None = flag(None)
+    """recipe (strong, sft) or YAML file of flag names and values; the command line takes
+    precedence"""
 
 
-MOST_EXPERTS = 1024  # per layer
-MAX_ROPE_FACTOR = 1024  # also MAX_FACTOR of the model, which does not import this package
+GROUPS = (Length, Optimizer, Model, Data, Output, Engine)
+FLAGS = {
+    f.name: Flag(f.name, group, type_of(f.type), f.default, **f.metadata)
+    for group in GROUPS
+    for f in fields(group)
+}
+# What decides each flag that has a rule.
+RULED = {name: flag.rule for name, flag in FLAGS.items() if flag.rule}
 
 
 @dataclass(frozen=True)
@@ -397,7 +585,6 @@ class ShapeField:
 
     name: str  # in MiniMindConfig
     group: str = "model"  # of the identity of a run
-    of_experts: bool = False  # has no effect without them
 
 
 SHAPE = {
@@ -419,403 +606,11 @@ SHAPE = {
     "qk_norm": ShapeField("qk_norm"),
     "tie_word_embeddings": ShapeField("tie_word_embeddings"),
     "use_moe": ShapeField("use_moe"),
-    "n_routed_experts": ShapeField("n_routed_experts", of_experts=True),
-    "num_experts_per_tok": ShapeField("num_experts_per_tok", of_experts=True),
-    "n_shared_experts": ShapeField("n_shared_experts", of_experts=True),
-    "aux_loss_alpha": ShapeField("aux_loss_alpha", of_experts=True),
-    "norm_topk_prob": ShapeField("norm_topk_prob", of_experts=True),
+    "n_routed_experts": ShapeField("n_routed_experts"),
+    "num_experts_per_tok": ShapeField("num_experts_per_tok"),
+    "n_shared_experts": ShapeField("n_shared_experts"),
+    "aux_loss_alpha": ShapeField("aux_loss_alpha"),
+    "norm_topk_prob": ShapeField("norm_topk_prob"),
 }
-OF_EXPERTS = tuple(flag for flag, row in SHAPE.items() if row.of_experts)
-
-
-@dataclass(frozen=True)
-class ModelFlags:
-    """Flags of the model."""
-
-    model: str | None = flag(
-        "preset (such as tiny) or YAML file, overridden by the shape flags; or hf:DIR,"
-        " the model that transformers builds from DIR/config.json (or from hf:USER/MODEL of the"
-        " Hub), randomly initialized unless --init_from is given",
-        None,
-        "model",
-    )
-    dim: int = flag("width of the residual stream", 512, "model", at_least=1)
-    n_layers: int = flag("decoder blocks", 8, "model", at_least=1)
-    n_heads: int = flag("query heads", 8, "model", at_least=1)
-    n_kv_heads: int = flag(
-        "key/value heads, shared by groups of query heads", 2, "model", at_least=1
-    )
-    head_dim: int | None = flag(
-        "channels per head (default: dim / n_heads)", None, "model", at_least=2
-    )
-    hidden_dim: int | None = flag(
-        "width of the feed-forward layers (default: 8/3 dim, rounded up to a multiple of 64)",
-        None,
-        "model",
-        at_least=1,
-    )
-    max_seq_len: int = flag(
-        "tokens per row that are trained on; a row has one more", 512, "model", at_least=1
-    )
-    vocab_size: int = flag(
-        "vocabulary size of the tokenizer trained on the data if --tokenizer is not given",
-        6400,
-        "model",
-        at_least=512,
-        at_most=2**31,
-    )
-    rope_theta: float = flag("base of the rotary frequencies", 1e6, "model", above=0.0)
-    rope_scaling: str | None = flag(
-        "extend the context of a trained model: linear (position interpolation), ntk (a larger"
-        " --rope_theta), yarn, or llama3 (as Llama 3.1) (default: that of --init_from)",
-        None,
-        "model",
-        choices=("linear", "ntk", "yarn", "llama3"),
-    )
-    rope_factor: float | None = flag(
-        "with --rope_scaling: times by which the context grows (default: max_seq_len /"
-        " rope_original_length); sets max_seq_len if that is not given",
-        None,
-        "model",
-        above=1.0,
-        at_most=MAX_ROPE_FACTOR,
-    )
-    rope_original_length: int | None = flag(
-        "with --rope_scaling: positions that the model was trained on before (default: those of"
-        " --init_from)",
-        None,
-        "model",
-        at_least=1,
-        at_most=2**20,
-    )
-    no_rope_interval: int = flag(
-        "one layer of so many is without rotary positions (SmolLM3: 4); 0: none",
-        0,
-        "model",
-        at_least=0,
-    )
-    norm_eps: float = flag("added to the mean square in every norm", 1e-5, "model", above=0.0)
-    use_flash_attn: bool = flag(
-        "torch's fused attention; off: the explicit reference", True, "model"
-    )
-    qkv_bias: bool = flag("add biases to queries, keys and values, as in Qwen2", False, "model")
-    qk_norm: bool = flag("normalize each head's queries and keys, as in Qwen3", False, "model")
-    tie_word_embeddings: bool = flag(
-        "share one matrix between token embedding and output head", True, "model"
-    )
-    zero_init_outputs: bool = flag(
-        "start the output projections of attention and feed-forward at 0, so that every block of a"
-        " new model returns its input",
-        False,
-        "model",
-    )
-    embedding_init: str = flag(
-        "start embedding and head of a new model from random numbers, or from which token follows"
-        " which in the training text (bigrams: an untied head, seconds at the start)",
-        "random",
-        "model",
-        choices=("random", "bigrams"),
-    )
-    use_moe: bool = flag(
-        "replace every feed-forward layer by a mixture of experts of width hidden_dim",
-        False,
-        "model",
-    )
-    n_routed_experts: int = flag(
-        "routed experts per layer", 4, "model", at_least=1, at_most=MOST_EXPERTS
-    )
-    num_experts_per_tok: int = flag("routed experts per token", 2, "model", at_least=1)
-    n_shared_experts: int = flag(
-        "experts that process every token", 1, "model", at_least=0, at_most=MOST_EXPERTS
-    )
-    aux_loss_alpha: float = flag("weight of the load-balancing loss", 0.01, "model", at_least=0.0)
-    norm_topk_prob: bool = flag(
-        "normalize the weights of a token's experts to a sum of 1", True, "model"
-    )
-    gradient_checkpointing: bool = flag(
-        "recompute each block in the backward pass: less memory, a third more work, the same"
-        " result",
-        False,
-        "model",
-    )
-
-    @property
-    def head_width(self) -> int:
-        """Channels per head."""
-        return self.head_dim or self.dim // self.n_heads
-
-    @property
-    def feed_forward_width(self) -> int:
-        """Width of the feed-forward; its default as in the model, which does not import this."""
-        return self.hidden_dim or 64 * -(-8 * self.dim // (3 * 64))
-
-
-@dataclass(frozen=True)
-class OptimizerFlags:
-    """Optimizer, learning rate and precision."""
-
-    optimizer: str = flag(
-        "AdamW, Lion, SGD with momentum, or Muon for the matrices of the blocks with AdamW for"
-        " embedding, head and norms; an optimizer block in the DeepSpeed JSON takes its place",
-        "adamw",
-        "optimizer",
-        choices=tuple(OPTIMIZERS),
-    )
-    learning_rate: float = flag(
-        "peak learning rate",
-        5e-4,
-        "optimizer",
-        above=0.0,
-        rule="by the parameters and tokens of the run",
-    )
-    min_lr_ratio: float = flag(
-        "final learning rate as a fraction of the peak",
-        0.1,
-        "optimizer",
-        at_least=0.0,
-        at_most=1.0,
-        takes_auto=True,
-    )
-    warmup_steps: int | None = flag(
-        "optimizer steps of linear warm-up",
-        None,
-        "optimizer",
-        at_least=0,
-        rule="by the steps of the run",
-    )
-    schedule: str = flag(
-        "learning rate after the warm-up: cosine and linear decay over the whole run; wsd (warm-up,"
-        " stable, decay) only in its last steps; inverse_sqrt with the square root of the step",
-        "cosine",
-        "optimizer",
-        choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
-    )
-    decay_steps: int | None = flag(
-        "last optimizer steps, in which wsd decays (default: by --decay_fraction)",
-        None,
-        "optimizer",
-        at_least=1,
-    )
-    decay_fraction: float | None = flag(
-        "the same as a fraction of all steps (default 0.2)",
-        None,
-        "optimizer",
-        above=0.0,
-        at_most=1.0,
-    )
-    decay_shape: str | None = flag(
-        "decay of wsd: linear, or 1-sqrt (the default), which is steeper at first",
-        None,
-        "optimizer",
-        choices=("linear", "1-sqrt"),
-    )
-    muon_lr: float | None = flag(
-        "peak learning rate of Muon (default 0.02; `--learning_rate` with `--muon_scaling"
-        " match_rms_adamw`)",
-        None,
-        "optimizer",
-        above=0.0,
-        takes_auto=True,
-    )
-    muon_momentum: float | None = flag(
-        "momentum of Muon (default 0.95)",
-        None,
-        "optimizer",
-        at_least=0.0,
-        below=1.0,
-        takes_auto=True,
-    )
-    muon_scaling: str | None = flag(
-        "factor of Muon's rate for a matrix of A rows and B columns: sqrt(max(1, A / B)) (original,"
-        " the default), or 0.2 sqrt(max(A, B)), the size of AdamW's updates (match_rms_adamw)",
-        None,
-        "optimizer",
-        choices=("original", "match_rms_adamw"),
-        takes_auto=True,
-    )
-    muon_steps: int | None = flag(
-        "Newton-Schulz iterations by which Muon orthogonalizes an update (default 5)",
-        None,
-        "optimizer",
-        at_least=1,
-        takes_auto=True,
-    )
-    muon_coefficients: str | None = flag(
-        "polynomials of these iterations: quintic, the same in each, leaves singular values between"
-        " 0.68 and 1.2 (the default); polar_express, the best one for each (Amsel et al. 2025),"
-        " brings them to 1",
-        None,
-        "optimizer",
-        choices=tuple(NEWTON_SCHULZ),
-        takes_auto=True,
-    )
-    cautious_weight_decay: bool = flag(
-        "with Muon, also for its weights of AdamW: decay only where the update, too, makes a weight"
-        " smaller (Chen et al. 2025)",
-        False,
-        "optimizer",
-    )
-    mup_base_dim: int | None = flag(
-        "muP: the --dim at which the learning rates were tuned, with the same dim / n_heads;"
-        " initialization and rates are scaled by dim / mup_base_dim, so that they suit this width",
-        None,
-        "optimizer",
-        at_least=1,
-    )
-    weight_decay: float = flag(
-        "weight decay of matrices (norms and biases are not decayed)",
-        0.1,
-        "optimizer",
-        at_least=0.0,
-        rule="by passes over the text",
-    )
-    beta1: float = flag(
-        "AdamW first-moment decay; Lion: weight of the momentum in an update",
-        0.9,
-        "optimizer",
-        at_least=0.0,
-        below=1.0,
-        takes_auto=True,
-    )
-    beta2: float = flag(
-        "AdamW second-moment decay; Lion: decay of the momentum",
-        0.95,
-        "optimizer",
-        at_least=0.0,
-        below=1.0,
-        takes_auto=True,
-    )
-    sgd_momentum: float | None = flag(
-        "momentum of SGD (default 0.9)", None, "optimizer", at_least=0.0, below=1.0
-    )
-    ema: float | None = flag(
-        "decay of an exponential moving average of the weights, such as 0.999: kept in float32,"
-        " saved, evaluated and exported beside them",
-        None,
-        "optimizer",
-        above=0.0,
-        below=1.0,
-    )
-    grad_clip: float = flag(
-        "maximum global gradient norm; 0 disables clipping", 1.0, "optimizer", at_least=0.0
-    )
-    dtype: str = flag(
-        "precision of forward and backward; the optimizer's weights are float32; auto: that of the"
-        " checkpoint, else bfloat16 where the device of every rank has instructions for it, else"
-        " float32",
-        AUTO,
-        "optimizer",
-        choices=(AUTO, "bfloat16", "float16", "float32"),
-        takes_auto=True,
-    )
-    tf32: bool = flag(
-        "multiply float32 matrices as TensorFloat-32 on GPUs: several times as fast, with 10 bits"
-        " of mantissa instead of 23",
-        False,
-        "optimizer",
-    )
-
-    spike_guard: bool = flag(
-        "skip updates whose gradient norm is far above that of the steps before; if norm or loss"
-        " stay high, go back to the newest checkpoint before and leave the rows out",
-        False,
-        "optimizer",
-    )
-    spike_factor: float | None = flag(
-        "with --spike_guard: what counts as far, in robust standard deviations above the median"
-        " (default 8)",
-        None,
-        "optimizer",
-        above=0.0,
-    )
-    spike_window: int | None = flag(
-        "with --spike_guard: steps that loss and gradient norm are compared with (default 128)",
-        None,
-        "optimizer",
-        at_least=16,
-        at_most=10_000,
-    )
-    max_rollbacks: int | None = flag(
-        "with --spike_guard: times that a run may go back before it ends with status 6 (default 3)",
-        None,
-        "optimizer",
-        at_least=0,
-        at_most=1000,  # as many jumps as a checkpoint may hold
-    )
-    max_skipped: int = flag(
-        "non-finite steps to skip before the run ends with status 6; counted since step 0, in"
-        " float16 only those in a row",
-        10,
-        "optimizer",
-        at_least=0,
-    )
-
-
-# Names of Accelerate.
-TRACKERS = (
-    *("wandb", "tensorboard", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab"),
-    "trackio",
-)
-
-
-@dataclass(frozen=True)
-class ReportFlags:
-    """Outputs besides metrics.jsonl."""
-
-    profile: bool = flag("print how each step's time is spent", False, "output")
-    profile_interval: int = flag("optimizer steps between profile tables", 10, "output", at_least=1)
-    trace_steps: str | None = flag(
-        "FIRST:LAST: steps, both included, of which every rank writes a Chrome trace to"
-        " out_dir/traces",
-        None,
-        "output",
-    )
-    peak_tflops: float | None = flag(
-        "peak of one device in TFLOPS in --dtype, dense, for MFU (default: data sheet values of"
-        " known NVIDIA GPUs)",
-        None,
-        "output",
-        above=0.0,
-    )
-    report_to: str = flag(
-        "trackers that receive all metrics, separated by commas: none, or"
-        f" {', '.join(TRACKERS)}; a failing one never stops the run",
-        "none",
-        "output",
-    )
-    wandb_project: str = flag("project name in the trackers", "minimind", "output")
-    wandb_run_name: str | None = flag(
-        "run name in the trackers (default: the last folder of --out_dir)", None, "output"
-    )
-    sample_interval: int = flag(
-        "optimizer steps between text samples; 0: none", 0, "output", at_least=0
-    )
-    sample_prompts: str | None = flag(
-        "file of prompts for the samples: one per line, or .jsonl with a prompt field (default:"
-        " one empty prompt)",
-        None,
-        "output",
-    )
-    eval_tasks: str | None = flag(
-        "tasks that score the model, separated by commas: cloze, needle, arithmetic, bits_per_byte,"
-        " repetition, a task of lm-eval, or DIR/NAME of a folder of its YAML files; NAME:chat asks"
-        " in the chat template of --task sft",
-        None,
-        "output",
-    )
-    eval_tasks_interval: int = flag(
-        "optimizer steps between scores; the last step is always scored; 0: none",
-        0,
-        "output",
-        at_least=0,
-    )
-    eval_tasks_limit: int = flag(
-        "questions of each task, the first ones, over all processes", 100, "output", at_least=1
-    )
-
-    def trackers(self) -> tuple[str, ...]:
-        """Unique tracker names of --report_to; empty for `none`."""
-        if self.report_to.strip() == "none":
-            return ()
-        names = (name.strip() for name in self.report_to.split(","))
-        return tuple(dict.fromkeys(name for name in names if name))
+# Without experts these have no effect.
+OF_EXPERTS = tuple(name for name in SHAPE if FLAGS[name].needs == "use_moe")

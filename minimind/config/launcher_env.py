@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.flags import ALONE
-from minimind.config.parse import load_yaml
 from minimind.config.run_config import CONFIGS
+from minimind.config.yaml_files import load_yaml
 from minimind.errors import RendezvousError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.environment import rank_of, require_environment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,16 @@ from minimind import __version__
 from minimind.config.flags import (
     AUTO,
     CHANGEABLE,
+    FLAGS,
     MAX_ROPE_FACTOR,
-    ModelFlags,
-    OptimizerFlags,
-    PlaceFlags,
-    ReportFlags,
-    TrainingFlags,
+    Data,
+    Engine,
+    Length,
+    Model,
+    Optimizer,
+    Output,
     is_auto,
+    meets,
 )
 from minimind.config.optimizers import OPTIMIZERS, READ_BY
 from minimind.errors import UsageError
@@ -29,7 +32,6 @@ from minimind.runtime.urls import HUB_PREFIX
 DISTRIBUTION = f"{DISTRIBUTION_NAME} {__version__}"  # what --version prints
 # A wheel has the folder inside the package (pyproject.toml).
 CONFIGS = (PACKAGE if disk.is_dir(PACKAGE / "configs") else PROJECT) / "configs"
-SPIKE_FACTOR, SPIKE_WINDOW, MAX_ROLLBACKS = 8.0, 128, 3  # of --spike_guard, if not given
 PATIENCE = 8  # spikes in a row until the run goes back
 MARGIN = 8  # steps before the first of them whose rows are left out, too
 REACH = MARGIN + PATIENCE + 1  # steps from the newest checkpoint to one that is surely before them
@@ -93,7 +95,7 @@ class ParallelLayout:
 
 
 @dataclass(frozen=True)
-class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFlags):
+class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
     """All flags of a run. A step is an optimizer step over all processes."""
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -102,6 +104,15 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
         """Whether the user set the value: in any source except defaults, rules and presets."""
         source = self.sources[name]
         return source not in ("default", f"model {self.model}") and not is_auto(source)
+
+    def in_force(self, name: str) -> Any:
+        """The value of a flag, or the one that holds where it is not given."""
+        value = getattr(self, name)
+        return FLAGS[name].unset if value is None else value
+
+    def meets(self, condition: str) -> bool:
+        """Whether a condition of `Flag` holds."""
+        return meets(self, FLAGS, condition)
 
     @property
     def open_flags(self) -> list[str]:
@@ -143,11 +154,26 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
         """Numbers of --spike_guard; empty without it."""
         if not self.spike_guard:
             return {}
-        return {
-            "factor": SPIKE_FACTOR if self.spike_factor is None else self.spike_factor,
-            "window": SPIKE_WINDOW if self.spike_window is None else self.spike_window,
-            "max_rollbacks": MAX_ROLLBACKS if self.max_rollbacks is None else self.max_rollbacks,
-        }
+        names = {"factor": "spike_factor", "window": "spike_window"}
+        names["max_rollbacks"] = "max_rollbacks"
+        return {key: self.in_force(name) for key, name in names.items()}
+
+    @property
+    def head_width(self) -> int:
+        """Channels per head."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def feed_forward_width(self) -> int:
+        """Width of the feed-forward; its default as in the model, which does not import this."""
+        return self.hidden_dim or 64 * -(-8 * self.dim // (3 * 64))
+
+    def trackers(self) -> tuple[str, ...]:
+        """Unique tracker names of --report_to; empty for `none`."""
+        if self.report_to.strip() == "none":
+            return ()
+        names = (name.strip() for name in self.report_to.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
 
     @property
     def width_ratio(self) -> float:
@@ -244,8 +270,3 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
     def with_values(self, source: str, /, **values: Any) -> RunConfig:
         """Return a copy with these values and `source` as their source."""
         return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
-
-
-FLAGS = {f.name: f for f in fields(RunConfig) if f.metadata}
-# What decides each flag that has a rule.
-RULED = {name: f.metadata["rule"] for name, f in FLAGS.items() if "rule" in f.metadata}

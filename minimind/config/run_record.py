@@ -9,8 +9,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from minimind.config.parse import load_yaml
-from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.flags import FLAGS
+from minimind.config.run_config import RunConfig
+from minimind.config.yaml_files import load_yaml
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.checked_json import shown
@@ -85,7 +86,7 @@ def read_record(path: Path) -> dict[str, Any]:
         default = FLAGS[name].default
         if name not in values:
             raise CheckpointError(f"{path} has no {name}, which every run writes")
-        value, least = values[name], FLAGS[name].metadata.get("at_least")
+        value, least = values[name], FLAGS[name].ge
         if type(value) is not type(default) or (least is not None and value < least):
             raise CheckpointError(f"{path} has {name}: {shown(value)}, which no run writes")
     return values

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from minimind.config.flags import FLAGS
 from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
-
-DECAY_FRACTION, DECAY_SHAPE = 0.2, "1-sqrt"  # of wsd, if not given
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Schedule:
     warmup_steps: int
     total_steps: int
     decay_steps: int = 0  # the last steps of wsd
-    decay_shape: str = DECAY_SHAPE
+    decay_shape: str = FLAGS["decay_shape"].unset
 
     def lr_at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0.
@@ -73,7 +72,7 @@ def planned_decay(run: RunConfig, total_steps: int) -> int:
     """Last steps, in which wsd decays; 0 for another schedule."""
     if run.schedule != "wsd":
         return 0
-    fraction = run.decay_fraction or DECAY_FRACTION
+    fraction = run.in_force("decay_fraction")
     by_fraction = max(1, int(total_steps * _exact(fraction)))
     return by_fraction if run.decay_steps is None else run.decay_steps
 
@@ -138,7 +137,7 @@ def plan_schedule(
         )
     given = _named(run, "decay_steps", decay)
     if run.decay_steps is None:
-        fraction = run.decay_fraction or DECAY_FRACTION
+        fraction = run.in_force("decay_fraction")
         given = f"{_named(run, 'decay_fraction', fraction)}, {decay} steps,"
     if decay > total:
         raise UsageError(
@@ -156,7 +155,7 @@ def plan_schedule(
         warmup,
         total,
         decay,
-        run.decay_shape or DECAY_SHAPE,
+        run.in_force("decay_shape"),
     )
 
 

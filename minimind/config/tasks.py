@@ -9,7 +9,7 @@ from pathlib import Path
 
 from minimind.config.checks import given
 from minimind.config.flags import VAL_LOSS
-from minimind.config.parse import suggest
+from minimind.config.names import suggest
 from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
 from minimind.runtime import disk

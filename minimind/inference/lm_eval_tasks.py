@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import at_least, non_empty
-from minimind.config.parse import suggest
+from minimind.config.names import suggest
 from minimind.config.run_config import RunConfig
 from minimind.config.tasks import LM_EVAL, OWN_TASKS, AskedTask
 from minimind.data.tokenizer.vocabulary import JSON_NAME, write_tokenizer

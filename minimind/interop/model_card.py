@@ -21,8 +21,8 @@ import yaml
 from minimind.checkpoint.directory import NAME as STEP
 from minimind.checkpoint.directory import read_manifest
 from minimind.checkpoint.retention import saved_of
-from minimind.config.parse import load_yaml
 from minimind.config.run_record import record_fault
+from minimind.config.yaml_files import load_yaml
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.interop.gguf import NAME as GGUF_NAME

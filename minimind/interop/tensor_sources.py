@@ -21,7 +21,7 @@ from torch._weights_only_unpickler import (  # torch.load raises it; nothing her
 
 from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.tensor_files import Part, readable
-from minimind.config.parse import no_such_file
+from minimind.config.names import no_such_file
 from minimind.engine.state import AVERAGE, MASTER
 from minimind.errors import CheckpointError, NumericError, UsageError
 from minimind.model.rotary import half_to_interleaved, interleaved_to_half

@@ -354,8 +354,8 @@ def main(target: str, device: str) -> dict[str, Any]:
     )
     import yaml  # after the check that it is installed
 
-    from minimind.config.parse import load_yaml
     from minimind.config.run_config import CONFIGS
+    from minimind.config.yaml_files import load_yaml
 
     take(Path(target).parent.parent)
     path = os.environ.get("CONFIG_FILE") or str(CONFIGS / "accelerate_config.yaml")

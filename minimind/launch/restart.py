@@ -27,7 +27,7 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     import_module("minimind")
     del sys.path[0]
 from minimind.checkpoint.directory import published_checkpoints
-from minimind.config.parse import load_yaml
+from minimind.config.yaml_files import load_yaml
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
 from minimind.launch.plan import count_gpus
 from minimind.runtime import disk

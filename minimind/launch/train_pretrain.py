@@ -13,10 +13,10 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import_module("minimind")
     del sys.path[0]
+from minimind.config.flags import FLAGS
 from minimind.config.launcher_env import set_allocator_defaults
 from minimind.config.parse import parse_flags
 from minimind.config.paths import naming_flags
-from minimind.config.run_config import FLAGS
 from minimind.runtime.environment import rank_of, require_environment
 from minimind.runtime.exit import Ending, leave
 from minimind.runtime.heartbeat import Peers

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from minimind.config.flags import FIRST_EVAL_ROWS
+from minimind.config.flags import FEWEST_PIECES, FIRST_EVAL_ROWS
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.rules import Workload, learning_rate
-from minimind.config.run_config import FLAGS
 from minimind.errors import NumericError
 from minimind.report import formats
 from minimind.report.history import PAUSES, PHASES, Run, number, read_configuration
@@ -664,7 +663,7 @@ def _above_floors(case: Case) -> Iterator[Found]:
 def _vocabulary(case: Case) -> Iterator[Found]:
     tokens = number(case.run.fact("rows_per_epoch")) * number(case.order.get("row_tokens"))
     if case.is_fresh and tokens < 10 * case.vocabulary:
-        fewer = max(FLAGS["vocab_size"].metadata["at_least"], int(tokens / 50))
+        fewer = max(FEWEST_PIECES, int(tokens / 50))
         text = f"the text has {tokens:,.0f} tokens for a vocabulary of {case.vocabulary:,.0f}: most"
         text += " pieces occur a few times only and are not learnt"
         less = f"--vocab_size {fewer} or " if fewer < case.vocabulary else ""

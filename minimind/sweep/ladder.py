@@ -17,7 +17,8 @@ import numpy as np
 from pydantic import Field
 
 from minimind.architecture.shape import flops_per_token, shape_of
-from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.flags import FLAGS
+from minimind.config.run_config import RunConfig
 from minimind.errors import DataError, NumericError, UsageError, fault_error
 from minimind.report import formats
 from minimind.runtime.checked_json import shown

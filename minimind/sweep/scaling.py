@@ -19,8 +19,10 @@ import plotly.graph_objects as go
 
 from minimind.architecture.shape import Shape, flops_per_token, shape_of
 from minimind.checkpoint.directory import published_checkpoints, read_manifest
-from minimind.config.parse import convert, load_yaml_texts
-from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.flags import FLAGS
+from minimind.config.parse import convert
+from minimind.config.run_config import RunConfig
+from minimind.config.yaml_files import load_yaml_texts
 from minimind.errors import CheckpointError, UsageError
 from minimind.model.sizes import feed_forward_width
 from minimind.report import formats

@@ -12,18 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from minimind.config.flags import AUTO
-from minimind.config.parse import (
-    build_config,
-    convert,
-    in_template,
-    load_yaml_texts,
-    stands_for_auto,
-    suggest,
-    type_name,
-    unknown_keys,
-)
-from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.flags import AUTO, FLAGS
+from minimind.config.names import suggest
+from minimind.config.parse import build_config, convert, in_template, stands_for_auto, unknown_keys
+from minimind.config.run_config import RunConfig
+from minimind.config.yaml_files import load_yaml_texts
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.checked_json import describe_fault
 from minimind.runtime.urls import masked_values
@@ -181,7 +174,7 @@ def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path
         if len(set(values)) < len(values):
             raise UsageError(f"{name} = {dimension} ({where}) has a value twice; remove one")
         return
-    if type_name(FLAGS[name]) not in NUMERIC:
+    if FLAGS[name].type not in NUMERIC:
         raise UsageError(f"{name} ({where}) is no number; list its values instead of a range")
     if AUTO in (dimension.low, dimension.high):
         raise UsageError(f"{name} ({where}) has {AUTO} at an end of its range; list its values")
@@ -206,7 +199,7 @@ def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path
 
 def step_of(name: str, dimension: Range, where: str = "dimensions") -> float:
     """The step of a range as a number of the flag's type; raise UsageError if it is not above 0."""
-    number_type = int if type_name(FLAGS[name]) == "int" else float
+    number_type = int if FLAGS[name].type == "int" else float
     try:
         step = number_type(dimension.step or "")
     except ValueError:

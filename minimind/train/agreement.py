@@ -17,9 +17,9 @@ import torch
 from minimind.checkpoint.identity import versions
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.deepspeed.values import leaves
-from minimind.config.flags import AUTO
+from minimind.config.flags import AUTO, FLAGS, RULED
 from minimind.config.launcher_env import set_rendezvous_defaults
-from minimind.config.run_config import FLAGS, PACKAGE, RULED, RunConfig
+from minimind.config.run_config import PACKAGE, RunConfig
 from minimind.engine.build import Engine
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import disk

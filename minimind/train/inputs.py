@@ -9,7 +9,8 @@ from pathlib import Path
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.deepspeed.resolve import read_deepspeed_json
 from minimind.config.flags import DEFAULT_DATA
-from minimind.config.parse import config_file, no_such_file
+from minimind.config.names import no_such_file
+from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME
 from minimind.data.text.documents import ReadOptions, Records, Rejection

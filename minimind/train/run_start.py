@@ -18,8 +18,8 @@ from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags
 from minimind.config.deepspeed.values import leaves
-from minimind.config.flags import AUTO, is_auto
-from minimind.config.run_config import FLAGS, RULED, RunConfig
+from minimind.config.flags import AUTO, FLAGS, RULED, is_auto
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order

@@ -113,7 +113,7 @@ def _prepare(run: RunConfig, text: Text) -> Prepared:
         options = replace(
             options,
             chat_template=template,
-            train_on=run.train_on or "assistant",
+            train_on=run.in_force("train_on"),
             template_date=run.template_date,
             chat_template_kwargs=template_variables(run.chat_template_kwargs) or None,
         )

@@ -26,7 +26,7 @@ from minimind.checkpoint.retention import (
 )
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
-from minimind.config.run_config import FLAGS
+from minimind.config.flags import FLAGS
 from minimind.config.run_record import ALWAYS, with_sum
 from minimind.runtime.checked_json import Unreadable
 from minimind.runtime.durable_files import Metrics

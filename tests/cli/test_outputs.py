@@ -13,6 +13,7 @@ import pytest
 from minimind.checkpoint.mirror import require_mirror
 from minimind.checkpoint.run_folder import require_writable
 from minimind.cli.main import TAKE_RUN_FLAGS, build_parser, main
+from minimind.config.command_line import all_parsers, commands_of
 from minimind.config.parse import parse_flags
 from minimind.errors import LockedError, StorageError, UsageError
 from minimind.train.pretrain import tokenizer_kept
@@ -109,13 +110,12 @@ THINGS += ("export with notes", "tokenizer of others in it", "repository", "new 
 
 def test_every_command_with_an_output_is_in_a_table():
     def with_output(parser: argparse.ArgumentParser, name: str = "") -> Iterator[str]:
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for word, below in action.choices.items():
-                    yield from with_output(below, f"{name} {word}".strip())
-            elif action.dest in ("out", "out_dir"):
-                yield name
+        for word, below in commands_of(parser):
+            yield from with_output(below, f"{name} {word}".strip())
+        if {"out", "out_dir"} & {action.dest for action in parser._actions}:
+            yield name
 
+    assert [*all_parsers(build_parser())]  # which adds the arguments of every command
     shown = {"env"}  # which writes nothing there
     runs = {"train", "launch"}  # by their own flags, below
     commands = [command for command, _ in (*FOLDERS.values(), *FILES.values())]

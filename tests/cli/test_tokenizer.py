@@ -330,7 +330,7 @@ def test_ctrl_c_prints_one_line_and_keeps_an_earlier_output(
         (
             ["train", "TEXT", "--out", "OUT", "--val_fraction", "1"],
             2,
-            "--val_fraction: 1 is not from 0 to below 1",
+            "--val_fraction: 1 is not at least 0, below 1",
         ),
         (["train", "TEXT", "--out", "OUT", "--sample_bytes", "0"], 2, "--sample_bytes"),
         (["train", "TEXT", "--out", "OUT", "--sample_bytes", "9K"], 2, "--sample_bytes 9216 is"),

@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from minimind.config.checks import DECODER_RULES, HUGGING_FACE_RULES, RULES, Rule
-from minimind.config.parse import parse_flags
-from minimind.config.run_config import FLAGS
+from minimind.config.flags import FLAGS
+from minimind.config.parse import parse_flags, words_of
 from minimind.errors import UsageError
 from tests.refusals.rows import FOLDER, rows_of
 
@@ -37,3 +37,19 @@ def refusals() -> list[str]:
 @pytest.mark.parametrize("rule", sorted({pattern(sentence) for sentence in SENTENCES}))
 def test_every_rule_has_a_row(rule: str, refusals: list[str]):
     assert any(re.fullmatch(rule, error) for error in refusals)
+
+
+@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.needs])
+def test_a_flag_without_what_it_needs_has_no_effect(name: str):
+    flag = FLAGS[name]
+    other = {"str": "x", "int": "20", "float": "0.5", "bool": "false"}[flag.type]
+    value = "2.5" if name == "rope_factor" else (*flag.choices, other)[0]
+    needed = flag.needs.partition("=")[0]
+    with pytest.raises(UsageError) as caught:
+        parse_flags(words_of({name: value}))
+    assert f"{name} = " in str(caught.value)
+    assert (
+        f"has no effect with {needed} = {FLAGS[needed].default} (default); add --{needed}"
+        in str(caught.value)
+    )
+    assert flag.help.startswith(f"with --{flag.needs.replace('=', ' ')}: ")

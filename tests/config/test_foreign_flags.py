@@ -2,12 +2,15 @@
 
 import pytest
 
-from minimind.cli.main import COMMANDS as OURS
 from minimind.cli.main import build_parser
-from minimind.config.parse import COMMANDS, TABLES, equivalent_flag, parse_flags, rows, suggest
-from minimind.config.run_config import FLAGS
+from minimind.config.command_line import commands_of
+from minimind.config.flags import FLAGS
+from minimind.config.foreign_flags import COMMANDS, TABLES, equivalent_flag, rows
+from minimind.config.names import suggest
+from minimind.config.parse import parse_flags
 from minimind.errors import UsageError
 
+OURS = dict(commands_of(build_parser()))
 # By hand: names of MiniMind, nanoGPT and the Trainer that are not ours, and what is meant here.
 MEANT = {
     "hidden_size": "--dim",

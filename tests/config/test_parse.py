@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from minimind.config.parse import build_config, build_parser, parse_flags, type_name, words_of
-from minimind.config.run_config import FLAGS
+from minimind.config.flags import FLAGS
+from minimind.config.parse import build_config, build_parser, parse_flags, words_of
 from minimind.errors import UsageError
 
 SEED_LINE = (
@@ -40,9 +40,9 @@ def test_hyphens_and_underscores_are_the_same_flag_and_the_last_one_wins():
 def test_the_words_of_every_flag_are_read_as_its_value(on: bool, text: str):
     given = {}
     for name, spec in FLAGS.items():
-        several = text if spec.metadata.get("repeats") else "c=d:1"
+        several = text if spec.repeats else "c=d:1"
         values = {"bool": on, "tuple": ["a=b:2", several]}
-        given[name] = values.get(type_name(spec), text)
+        given[name] = values.get(spec.type, text)
     assert vars(build_parser().parse_args(words_of(given))) == given
 
 
@@ -87,7 +87,7 @@ def test_every_flag_is_in_the_help_under_a_group():
     text = build_parser().format_help()
     for name, spec in FLAGS.items():
         assert f"--{name}" in text
-        assert spec.metadata["help"]
+        assert spec.help
 
 
 def test_split_batches_shares_the_batch_out_or_is_refused():
@@ -98,13 +98,13 @@ def test_split_batches_shares_the_batch_out_or_is_refused():
         run.micro_batch_rows(4)
 
 
-TEXTS = [name for name, spec in FLAGS.items() if type_name(spec) in ("str", "tuple")]
+TEXTS = [name for name, spec in FLAGS.items() if spec.type in ("str", "tuple")]
 LATER = ("config", "model")  # files that are opened first, and not found
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if name not in LATER])
 def test_a_value_that_is_not_utf8_is_refused(name):
-    choices = "choices" in FLAGS[name].metadata
+    choices = FLAGS[name].choices
     with pytest.raises(
         UsageError, match="must be one of" if choices else "is not UTF-8; "
     ) as caught:

@@ -133,8 +133,8 @@ def test_a_value_of_a_file_of_ones_own_is_dropped_there(tmp_path: Path):
         ),
         (
             "--config sft --source a=b",
-            "source = ('a=b',) (--source) is for text, and task = sft (--config sft) reads"
-            " conversations; drop source, or add --task pretrain",
+            "source = ('a=b',) (--source) and task = sft (--config sft) exclude one another: these"
+            " folders hold text; drop source, or add --task pretrain",
             ("--task pretrain",),
         ),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from minimind.config.deepspeed.resolve import resolve
+from minimind.config.flags import RULED
 from minimind.config.parse import build_config, build_parser, parse_flags
 from minimind.config.rules import (
     MICRO_BATCH_TOKENS,
@@ -20,7 +21,7 @@ from minimind.config.rules import (
     tokens_per_step,
     values_by_rules,
 )
-from minimind.config.run_config import RULED, RunConfig
+from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
 
 WORK = Workload(parameters=25_829_888, tokens=500_000_000, epochs=1.0, steps=4000)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from minimind.config.parse import parse_flags, type_name
-from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.flags import FLAGS
+from minimind.config.parse import parse_flags
+from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
 
 TEXTS = """010 017 0123 0x10 0o17 1_000 1:30 1:30.5 1.10 3.0e-4 1e3 .5 .inf .nan -3 +5 no on off yes
@@ -24,7 +25,7 @@ def outcome(argv: list[str]) -> RunConfig | None:
 
 
 @pytest.mark.sample(15)
-@pytest.mark.parametrize("name", [n for n in NAMES if type_name(FLAGS[n]) != "bool"])
+@pytest.mark.parametrize("name", [n for n in NAMES if FLAGS[n].type != "bool"])
 def test_the_file_means_what_the_command_line_means(name: str, tmp_path: Path):
     file = tmp_path / "run.yaml"
     for text in TEXTS:
@@ -46,7 +47,7 @@ def test_an_empty_value_is_refused_with_its_place(name: str, text: str, tmp_path
         parse_flags(["--config", str(file)])
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if type_name(FLAGS[n]) == "bool"])
+@pytest.mark.parametrize("name", [n for n in NAMES if FLAGS[n].type == "bool"])
 def test_on_and_off_are_true_and_false_alone(name: str, tmp_path: Path):
     file = tmp_path / "run.yaml"
     for text, value in (("true", True), ("False", False), ("TRUE", True)):

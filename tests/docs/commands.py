@@ -21,8 +21,9 @@ from typing import Any
 from minimind.cli import main as cli
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch, with_dropped_config
-from minimind.config.parse import load_yaml, parse_flags
+from minimind.config.parse import parse_flags
 from minimind.config.run_config import CONFIGS
+from minimind.config.yaml_files import load_yaml
 from minimind.errors import UsageError
 from minimind.launch.plan import LaunchSettings, plan
 from tests.conftest import ROOT

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from minimind.cli.main import build_parser
-from minimind.config.run_config import FLAGS
+from minimind.config.command_line import all_parsers
+from minimind.config.flags import FLAGS
 from tests.conftest import ROOT
 
 DOCS = ROOT / "docs"
@@ -80,12 +81,10 @@ def flags_of_launchers() -> set[str]:
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    for action in parser._actions:
-        for word in action.option_strings:
-            yield word.removeprefix("--").removeprefix("no-")
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield from _options(below)
+    for one in all_parsers(parser):
+        for action in one._actions:
+            for word in action.option_strings:
+                yield word.removeprefix("--").removeprefix("no-")
 
 
 class _Loader(yaml.SafeLoader):

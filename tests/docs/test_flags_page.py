@@ -8,8 +8,8 @@ import re
 import pytest
 
 from minimind.cli import main as cli
+from minimind.config.flags import FLAGS, LIMITS
 from minimind.config.parse import build_parser
-from minimind.config.run_config import FLAGS
 from scripts.flag_reference import (
     COMMAND,
     COMMON,
@@ -75,12 +75,11 @@ def test_every_subcommand_has_the_flag_that_the_page_shows_once():
 def test_the_limits_of_a_flag_are_in_its_row():
     rows = rows_of(TRAIN)
     for name, spec in FLAGS.items():
-        for key in ("at_least", "above", "at_most", "below"):
-            if key in spec.metadata:
-                bound = spec.metadata[key]
+        for key, (words, _) in LIMITS.items():
+            if (bound := getattr(spec, key)) is not None:
                 text = f"{bound:g}" if isinstance(bound, float) else bound
-                assert f"{key.replace('_', ' ')} {text}" in rows[f"--{name}"]
-        for choice in spec.metadata.get("choices", ()):
+                assert f"{words} {text}" in rows[f"--{name}"]
+        for choice in spec.choices:
             assert f"`{choice}`" in rows[f"--{name}"]
     assert "| int, at least 0, at most 4294967295 | `42` |" in rows["--seed"]
     assert "at least 512" in rows_of("minimind tokenizer train")["--vocab_size"]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minimind.config.deepspeed.schema import OPTIMIZER_PARAMS
+from minimind.config.flags import FLAGS
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.run_config import FLAGS
 from tests.engine.test_muon import backend_of, gradient_step
 
 KINDS = {

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from minimind.config.run_config import FLAGS
+from minimind.config.flags import FLAGS
 from tests.conftest import ROOT
 
 EXAMPLES = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")

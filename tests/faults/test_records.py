@@ -19,7 +19,7 @@ from minimind.checkpoint.directory import published_checkpoints, step_of
 from minimind.checkpoint.resume import newest_acknowledged
 from minimind.checkpoint.retention import good_step, record_validation
 from minimind.cli.main import main
-from minimind.config.run_config import FLAGS
+from minimind.config.flags import FLAGS
 from minimind.config.run_record import ALWAYS, HEAD, with_sum
 from minimind.errors import UsageError
 from minimind.recovery.step_rows import read_run

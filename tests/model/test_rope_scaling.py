@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from benchmarks.needle import FACTOR, LENGTH, extended, share_found, trained
-from minimind.config.run_config import FLAGS
+from minimind.config.flags import FLAGS
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import KINDS, LLAMA3, MAX_FACTOR, build_pos_cis, rotary_frequencies
 
@@ -91,8 +91,8 @@ def test_impossible_scaling_is_refused_in_one_sentence(values, sentence):
 
 
 def test_flags_and_model_have_the_same_kinds_and_limit():
-    assert FLAGS["rope_scaling"].metadata["choices"] == KINDS
-    assert FLAGS["rope_factor"].metadata["at_most"] == MAX_FACTOR
+    assert FLAGS["rope_scaling"].choices == KINDS
+    assert FLAGS["rope_factor"].le == MAX_FACTOR
 
 
 @pytest.mark.long

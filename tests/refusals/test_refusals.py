@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from minimind.cli import main as commands
+from minimind.config.command_line import all_parsers
 from minimind.config.parse import build_parser
 from minimind.engine.build import MODELS, section_faults
 from minimind.launch import train_pretrain
@@ -52,11 +53,9 @@ def flags_of(program: str) -> set[str]:
     """The flags of a program: of a run, or of any command of `minimind`."""
 
     def all_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-        for action in parser._actions:
-            yield from action.option_strings
-            if isinstance(action, argparse._SubParsersAction):
-                for inner in action.choices.values():
-                    yield from all_of(inner)
+        for one in all_parsers(parser):
+            for action in one._actions:
+                yield from action.option_strings
 
     run = {*all_of(build_parser())}
     return run if program == "train_pretrain" else run | {*all_of(commands.build_parser())}

@@ -14,7 +14,7 @@ import pytest
 import minimind.train as training
 import minimind.train.evaluate as evaluation
 from minimind.checkpoint.saver import Saver
-from minimind.config.run_config import FLAGS
+from minimind.config.flags import FLAGS
 from minimind.data.shards.token_shards import TokenShards
 from minimind.engine.plain_backend import PlainBackend
 from minimind.report.verdict import MOST_WORKERS, Period, Setting, Verdict, Verdicts, verdict

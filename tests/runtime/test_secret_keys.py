@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from minimind.config.flags import SHAPE
-from minimind.config.run_config import FLAGS
+from minimind.config.flags import FLAGS, SHAPE
 from minimind.runtime.secret_keys import (
     HIDDEN_VALUE,
     is_secret,

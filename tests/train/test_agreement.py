@@ -16,9 +16,10 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from minimind.architecture.select import MiniMind
 from minimind.config.deepspeed.backend_choice import read_setup
+from minimind.config.flags import FLAGS
 from minimind.config.launcher_env import Launch
 from minimind.config.parse import parse_flags
-from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.rows.order import Order
 from minimind.errors import DataError, RunError, StorageError, UsageError
@@ -77,9 +78,9 @@ def refused(ours: Any, theirs: Any) -> RunError:
 
 def another(name: str) -> Any:
     """A value of a flag that it does not have in GIVEN."""
-    value, limits = getattr(GIVEN, name), FLAGS[name].metadata
-    if "choices" in limits:
-        return next(choice for choice in limits["choices"] if choice != value)
+    value, choices = getattr(GIVEN, name), FLAGS[name].choices
+    if choices:
+        return next(choice for choice in choices if choice != value)
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):

@@ -18,9 +18,9 @@ from minimind.checkpoint.resume import read_manifests
 from minimind.cli.main import main as minimind
 from minimind.config import rules
 from minimind.config.deepspeed.backend_choice import read_setup
+from minimind.config.flags import RULED
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import build_config
-from minimind.config.run_config import RULED
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.runtime.device import Host
 from minimind.runtime.durable_files import fingerprint

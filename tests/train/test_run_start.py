@@ -14,9 +14,10 @@ import torch
 import minimind.train as training
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.deepspeed.resolve import ResolvedConfig, leaves
+from minimind.config.flags import FLAGS
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.train.run_start import DEFAULT_KEYS, cadence_warnings, changed_settings, first_screen
 from minimind.train.speed import setting_of

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.arguments import WEIGHTS, is_utf8, source_weight, utf8_fault
-from minimind.config.parse import load_yaml_texts, no_such_file
+from minimind.config.names import no_such_file
+from minimind.config.yaml_files import load_yaml_texts
 from minimind.data.text.tables import TRAIN, dataset_bytes, dataset_rows, is_dataset, row_groups
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk

@@ -189,7 +189,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     "no out": (["{text}"], "arguments are required: --out"),
     "no such file": (["nowhere.jsonl", "--out", "{out}"], "nowhere.jsonl: there is no such file"),
     "share": (["{text}", "--out", "{out}", "--shard", "3/3"], "'3/3' is no I/N with I from 0"),
-    "both": (["--out", "{out}", "--merge", "--shard", "0/3"], "--merge and --shard were both"),
+    "both": (["--out", "{out}", "--merge", "--shard", "0/3"], "--merge and --shard exclude"),
     "merge of nothing": (["--out", "{out}", "--merge"], ".part: does not exist; run"),
     "source": (["--out", "{out}", "--source", "a.jsonl"], "is not NAME=PATH or NAME=PATH:WEIGHT"),
     "name": (["--out", "{out}", "--source", "a/b={text}"], "'a/b' is no name; use letters"),
@@ -214,10 +214,10 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     ),
     "field": (["{text}", "--out", "{out}", "--text_field", "t\udcff"], r"'t\udcff' is not UTF-8"),
     "twice": (["{text}", "{text}", "--out", "{out}"], "is named twice; name it once"),
-    "merge and text": (["{text}", "--out", "{out}", "--merge"], "--merge takes no text"),
+    "merge and text": (["{text}", "--out", "{out}", "--merge"], "--merge and PATH exclude"),
     "merge and policy": (
         ["--out", "{out}", "--merge", "--on_bad_data", "skip"],
-        "--merge takes no --on_bad_data; leave it out",
+        "--merge and --on_bad_data exclude one another",
     ),
     "merge and tokenizer": (
         ["--out", "{out}", "--merge", "--tokenizer", "{tokenizer}"],
@@ -250,7 +250,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
         ["{here}/none.jsonl", "--out", "{out}"],
         "none.jsonl:1 (byte 0): is empty; fill it or leave it out; or skip bad documents",
     ),
-    "fraction": (["{text}", "--out", "{out}", "--val_fraction", "1"], "1 is not from 0 to below 1"),
+    "fraction": (["{text}", "--out", "{out}", "--val_fraction", "1"], "1 is not at least 0, below"),
 }
 
 

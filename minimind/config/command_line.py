@@ -1,0 +1,160 @@
+"""The parser of command lines, of runs and of subcommands: its dashes, its help, its completion."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from minimind.config.arguments import Number, count_of_bytes, non_empty_path, size_in_bytes
+from minimind.config.flags import format_default
+from minimind.config.names import unknown_flag
+from minimind.errors import UsageError
+
+EXAMPLE = "example:"
+
+
+class Formatter(argparse.HelpFormatter):
+    """Help formatter with defaults, types as metavars, and unwrapped examples."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = (action.help or "").strip()
+        if "(default:" in text or not action.option_strings or action.default == argparse.SUPPRESS:
+            return text
+        default = format_default(action.default).replace("%", "%%")
+        return f"{text} (default: {default})" if default else text
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        kind: Any = action.type
+        if isinstance(kind, Number):
+            return kind.metavar
+        return {size_in_bytes: "BYTES", count_of_bytes: "BYTES", non_empty_path: "PATH"}.get(
+            kind, "TEXT"
+        )
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(EXAMPLE) else super()._fill_text(text, width, indent)
+
+
+class PrintCompletion(argparse.Action):
+    """`--print_completion SHELL`: print the completion script of `command` and exit.
+
+    `known` maps dest to choices that argparse does not validate itself.
+    """
+
+    def __init__(
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        command: str,
+        known: Mapping[str, Sequence[str]] | None = None,
+        **_: Any,
+    ) -> None:
+        shells = ("bash", "zsh", "tcsh")
+        help = "print the completion script for a shell, and end"
+        super().__init__(option_strings, argparse.SUPPRESS, choices=shells, help=help)
+        self.command, self.known = command, known or {}
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: Any, _: object = None
+    ) -> None:
+        """Print the script; options with a free value complete file names."""
+        import shtab
+
+        parser = copy.deepcopy(parser)  # others parse with this one
+        for subparser in all_parsers(parser):
+            for action in subparser._actions:
+                action.choices = action.choices or self.known.get(action.dest)
+                if action.nargs != 0 and not action.choices:
+                    setattr(action, "complete", shtab.FILE)  # noqa: B010 (shtab's, not declared)
+        parser.prog = self.command
+        print(shtab.complete(parser, values))
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser that accepts `--a-b` for `--a_b` and raises UsageError.
+
+    `example` is a command line shown below the options. `add_arguments` is called with the parser
+    before its first use, so that a command line costs only the arguments of its own command.
+    """
+
+    def __init__(
+        self,
+        example: str = "",
+        add_arguments: Callable[[Parser], None] | None = None,
+        **options: Any,
+    ) -> None:
+        epilog = f"{EXAMPLE}\n  {example}" if example else None
+        options = {"formatter_class": Formatter, "allow_abbrev": False, "epilog": epilog, **options}
+        super().__init__(**options)
+        self._add_arguments = add_arguments
+
+    def complete(self) -> None:
+        """Add the arguments, if that is still to be done."""
+        add, self._add_arguments = self._add_arguments, None
+        if add:
+            add(self)
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] (of two overloads)
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Parse as argparse does, with `--a-b` read as `--a_b`."""
+        self.complete()
+        words = sys.argv[1:] if args is None else list(args)
+        end = words.index("--") if "--" in words else len(words)
+        known = self._known()
+        return super().parse_known_args(
+            [_with_known_dashes(w, known) for w in words[:end]] + words[end:], namespace
+        )
+
+    def unknown_flags(self, words: Sequence[str]) -> list[str]:
+        """Return one sentence per word that looks like a flag and is none of this parser."""
+        known = self._known()
+        return [
+            unknown_flag(word, [*known.values()])
+            for word in dict.fromkeys(words)
+            if re.match(r"--?[A-Za-z]", word)
+            and _with_known_dashes(word, known).split("=")[0] not in self._option_string_actions
+        ]
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a UsageError."""
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+    def _known(self) -> dict[str, str]:
+        return {name.replace("-", "_"): name for name in self._option_string_actions}
+
+
+def commands_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield the commands below a parser with their parsers."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.items()
+
+
+def all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parser and the parsers of all subcommands, with their arguments."""
+    if isinstance(parser, Parser):
+        parser.complete()
+    yield parser
+    for _, below in commands_of(parser):
+        yield from all_parsers(below)
+
+
+def parser_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the subcommand that the words of a command line name."""
+    below = dict(commands_of(parser))
+    for number, word in enumerate(words):
+        if word in below:
+            return parser_of(below[word], words[number + 1 :])
+    return parser
+
+
+def _with_known_dashes(word: str, known: Mapping[str, str]) -> str:
+    """Rewrite a word that starts with a known option to the option's own dashes."""
+    name, equals, value = word.partition("=")
+    return known.get(name.replace("-", "_"), name) + equals + value if word[:2] == "--" else word
