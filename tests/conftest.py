@@ -143,6 +143,38 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def cached(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Flags of the corpus, and of a cache for all runs on it."""
+    return {"data_path": str(corpus), "cache_dir": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.fixture(scope="session")
+def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that `minimind prepare` makes of the corpus."""
+    from minimind.cli.main import main
+
+    out = tmp_path_factory.mktemp("prepared") / "data"
+    assert main(["prepare", str(corpus), "--vocab_size", "600", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The tokenizer of the models of tests/faults/tiny.py."""
+    from tests.faults import tiny
+
+    return tiny.tokenizer_bytes(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny_tokenizer: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 2 and 4."""
+    from tests.faults import tiny
+
+    return tiny.new_run(tmp_path_factory.mktemp("tiny") / "run", tiny_tokenizer)
+
+
+@pytest.fixture(scope="session")
 def launch(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     return Launcher(corpus, tmp_path_factory.mktemp("cache"))
 
@@ -175,6 +207,7 @@ class Trained:
     run: Path
 
 
+POSITIONS = 1024  # of the chat model
 # One process, a few seconds.
 SMALL: dict[str, Any] = {
     **{"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64},
@@ -205,3 +238,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     places = {"data_path": str(found.mixed), "cache_dir": str(found.cache)}
     assert run({**SMALL, **places}, out_dir=str(found.run)) == 0
     return found
+
+
+@pytest.fixture(scope="session")
+def chat_model(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama of random weights, with the default chat template."""
+    from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS
+    from minimind.data.tokenizer.add_special import with_special_tokens
+    from minimind.data.tokenizer.load import load_tokenizer
+    from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
+    from tests.cli.test_lm_eval import write_llama
+
+    place, base = tmp_path_factory.mktemp("served"), load_tokenizer(trained.run / "tokenizer")
+    extended = with_special_tokens(base, SPECIAL_TOKENS, tmp_path_factory.mktemp("extended"))
+    (extended.path.parent / TEMPLATE_NAME).write_text(DEFAULT_TEMPLATE)
+    tokenizer = load_tokenizer(extended.path.parent)
+    write_llama(place, tokenizer, POSITIONS)
+    return place

@@ -42,6 +42,13 @@ def sentences(seed: int, documents: int) -> list[str]:
     return texts
 
 
+def events(out_dir: Path, *names: str) -> list[dict[str, Any]]:
+    """What a run recorded: the events of these names, or all."""
+    lines = (out_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    recorded = [json.loads(line) for line in lines]
+    return [event for event in recorded if event["event"] in names or not names]
+
+
 @dataclass(frozen=True)
 class Run:
     """A finished run: its exit status, what it printed, and what it recorded."""
@@ -52,9 +59,7 @@ class Run:
     stderr: str
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        path = self.out_dir / "metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [line for line in lines if line["event"] == name]
+        return events(self.out_dir, name)
 
     def curve(self) -> list[tuple[Any, ...]]:
         """Values that must be bit-identical in an uninterrupted and a resumed run."""

@@ -25,6 +25,7 @@ from minimind.model.decoder import MiniMindForCausalLM
 from minimind.recovery.step_rows import read_run
 from tests.checkpoint.weights import load_weights
 from tests.conftest import sentences
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 BASE = {
@@ -34,19 +35,13 @@ BASE = {
 }
 
 
-def events(out_dir: Path, name: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == name]
-
-
 def steps(out_dir: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in events(out_dir, "step")}
 
 
 @pytest.fixture(scope="module")
-def flags(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return {**BASE, "data_path": str(corpus), "cache_dir": cache}
+def flags(cached: dict[str, Any]) -> dict[str, Any]:
+    return {**BASE, **cached}
 
 
 @pytest.fixture(scope="module")

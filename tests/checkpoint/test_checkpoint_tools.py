@@ -29,9 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    return tiny.new_run(folder / "run", tiny.tokenizer_bytes(folder), steps=(2, 4, 6))
+def whole(tiny_tokenizer: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.new_run(tmp_path_factory.mktemp("whole") / "run", tiny_tokenizer, steps=(2, 4, 6))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,9 @@ from minimind.interop.weights import load_weights_from
 from tests.faults import tiny
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return tiny.tokenizer_bytes(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.fixture
-def run(tokenizer: bytes, tmp_path: Path) -> Path:
-    return tiny.new_run(tmp_path / "run", tokenizer)
+def run(tiny_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_run, tmp_path / "run"))
 
 
 def steps(run: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import shutil
 import threading
 import time
@@ -22,6 +21,7 @@ from minimind.runtime import filesystem
 from minimind.runtime.filesystem import Retry
 from minimind.train import pretrain
 from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 URL = f"s3://{BUCKET}/runs/one"
@@ -31,11 +31,6 @@ FLAGS: dict[str, Any] = {
     **{"deepspeed_config": "none", "max_steps": 8, "save_minutes": 0, "val_fraction": 0.1},
     **{"save_interval": 2, "eval_interval": 8, "keep_last": 2, "mirror": URL},
 }
-
-
-def events(out_dir: Path, *names: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] in names]
 
 
 def losses(out_dir: Path) -> dict[int, float]:
@@ -71,9 +66,8 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def flags(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return {**FLAGS, "data_path": [str(corpus)], "cache_dir": cache}
+def flags(cached: dict[str, Any]) -> dict[str, Any]:
+    return {**FLAGS, **cached}
 
 
 @pytest.fixture(scope="module")

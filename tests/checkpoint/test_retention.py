@@ -195,15 +195,10 @@ def test_the_last_good_step_follows_starts_checks_and_rollbacks(tmp_path):
     metrics.close()
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return tiny.tokenizer_bytes(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.fixture
-def run_dir(tmp_path: Path, tokenizer: bytes) -> Path:
+def run_dir(tmp_path: Path, tiny_tokenizer: bytes) -> Path:
     """A run with checkpoints of steps 2, 4, 6, 8, of which 4 is the best."""
-    out_dir = tiny.new_run(tmp_path / "run", tokenizer, steps=(2, 4, 6, 8))
+    out_dir = tiny.new_run(tmp_path / "run", tiny_tokenizer, steps=(2, 4, 6, 8))
     for step, loss in ((2, 3.5), (4, 3.25), (6, 3.75)):
         record_validation(out_dir / "checkpoints" / f"step_{step:08d}", loss)
     values = {name: FLAGS[name].default for name in ALWAYS}

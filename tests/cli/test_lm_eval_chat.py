@@ -13,25 +13,12 @@ import torch
 
 from minimind.cli.main import main
 from minimind.data.chat.conversations import Message
-from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
-from minimind.data.tokenizer.add_special import with_special_tokens
+from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate
 from minimind.data.tokenizer.load import load_tokenizer
-from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
 from minimind.inference import lm_eval_tasks
 from minimind.inference.load_model import load_model
-from tests.cli.test_lm_eval import FOLDER, TASK, questions, write_llama
+from tests.cli.test_lm_eval import FOLDER, TASK, questions
 from tests.conftest import ROOT, Trained
-
-
-@pytest.fixture(scope="module")
-def chat_model(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama of random weights whose tokenizer has the default chat template."""
-    place, base = tmp_path_factory.mktemp("chat"), load_tokenizer(trained.run / "tokenizer")
-    extended = with_special_tokens(base, SPECIAL_TOKENS, tmp_path_factory.mktemp("extended"))
-    (extended.path.parent / TEMPLATE_NAME).write_text(DEFAULT_TEMPLATE)
-    tokenizer = load_tokenizer(extended.path.parent)
-    write_llama(place, tokenizer)
-    return place
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ A run on that device has the losses of a CPU, bit for bit.
 from __future__ import annotations
 
 import ast
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from minimind.runtime.device import KINDS, Accelerator
 from tests.checkpoint.weights import load_weights
 from tests.conftest import ROOT
 from tools.late_device import DEVICE, LATE, NAME, Event, Stream, late_device
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 BASE: dict[str, Any] = {
@@ -175,8 +175,7 @@ def run(corpus: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     def trained(name: str, **flags: Any) -> list[dict[str, Any]]:
         places = {"data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
         assert train({**BASE, **places, **flags, "out_dir": str(tmp_path / name)}) == 0
-        lines = (tmp_path / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return events(tmp_path / name)
 
     return trained
 

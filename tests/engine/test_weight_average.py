@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from minimind.errors import CheckpointError
 from minimind.inference.load_model import load_checkpoint
 from tests.conftest import Launcher
 from tests.engine.test_muon import backend_of, gradient_step
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -61,11 +61,6 @@ def averaged(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         cadence = {"save_interval": 3, "eval_interval": 3, "keep_last": 9}
         train({**FLAGS, **places, **cadence, **more}, out_dir=str(folder / name))
     return folder
-
-
-def events(out_dir: Path, name: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == name]
 
 
 def test_training_is_the_same_with_an_average_which_is_evaluated_too(averaged: Path):

@@ -1,4 +1,4 @@
-"""One tiny run for all tests of this folder that damage copies of it."""
+"""Copies of runs that the tests of this folder damage."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import tiny
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return tiny.tokenizer_bytes(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="session")
-def whole(tokenizer: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 2 and 4, which nobody may change."""
-    return tiny.new_run(tmp_path_factory.mktemp("whole") / "run", tokenizer)
+from tests.faults.tampering import trained
 
 
 @pytest.fixture
-def run_dir(whole: Path, tmp_path: Path) -> Path:
-    """A copy to be damaged."""
-    return Path(shutil.copytree(whole, tmp_path / "run"))
+def run_dir(tiny_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_run, tmp_path / "run"))
+
+
+@pytest.fixture(scope="session")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 1 and 2."""
+    return trained(corpus, tmp_path_factory.mktemp("trained"))

@@ -42,11 +42,6 @@ from tests.faults.tampering import (
 SHARD = shard_name(0, 1)
 
 
-@pytest.fixture(scope="module")
-def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(corpus, tmp_path_factory.mktemp("damage"))
-
-
 @pytest.fixture
 def pair(run: Path, tmp_path: Path) -> tuple[Path, Path]:
     return copied(run, tmp_path / "run")

@@ -15,16 +15,7 @@ import torch
 
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.errors import CheckpointError
-from tests.faults.tampering import (
-    COMMANDS,
-    TOOLS,
-    ending,
-    files_of,
-    manifest_of,
-    reseal,
-    seal,
-    trained,
-)
+from tests.faults.tampering import COMMANDS, TOOLS, ending, files_of, manifest_of, reseal, seal
 
 
 class Payload:
@@ -73,11 +64,6 @@ PICKLES: dict[str, tuple[Callable[[Payload], bytes], Callable[[bytes], Any]]] = 
     "numpy": (numpy_file, lambda b: np.load(io.BytesIO(b), allow_pickle=True)),
     "safetensors tail": (behind_a_header, lambda b: pickle.loads(b[10:])),
 }
-
-
-@pytest.fixture(scope="module")
-def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(corpus, tmp_path_factory.mktemp("pickles"))
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # the canary's file is left open

@@ -194,14 +194,11 @@ def test_a_resume_leaves_a_damaged_line_out_and_says_so(
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return tiny.tokenizer_bytes(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def kept_run(tmp_path_factory: pytest.TempPathFactory, tokenizer: bytes) -> Path:
+def kept_run(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: bytes) -> Path:
     """Checkpoints of steps 2, 4, 6, 8: 8 is the last, 2 the best, 4 the one known to be good."""
-    out_dir = tiny.new_run(tmp_path_factory.mktemp("kept") / "run", tokenizer, steps=(2, 4, 6, 8))
+    out_dir = tiny.new_run(
+        tmp_path_factory.mktemp("kept") / "run", tiny_tokenizer, steps=(2, 4, 6, 8)
+    )
     for step, loss in ((2, 3.0), (4, 3.5), (6, 3.75), (8, 3.25)):
         record_validation(out_dir / "checkpoints" / f"step_{step:08d}", loss)
     values = {name: FLAGS[name].default for name in ALWAYS}

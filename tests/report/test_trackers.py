@@ -22,6 +22,7 @@ from minimind.report import trackers
 from minimind.report.trackers import Tracker, tracker_values
 from tests.conftest import SMALL, Trained
 from tools.forking import Nursery
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 BLOCK, HEADER = 32768, 7  # of a .wandb file, which is a log as LevelDB has it
@@ -35,8 +36,7 @@ def flags(trained: Trained, **more: Any) -> dict[str, Any]:
 def values_by_step(out_dir: Path) -> dict[int, dict[str, Any]]:
     """The figures in metrics.jsonl by step, under the names that trackers log."""
     found: dict[int, dict[str, Any]] = {}
-    for line in (out_dir / "metrics.jsonl").read_text().splitlines():
-        event = json.loads(line)
+    for event in events(out_dir):
         kind = {"step": "train", "eval": "eval", "sample": "sample"}.get(event["event"])
         if kind:
             facts = {key: event[key] for key in event if key not in ("event", "time")}
@@ -352,9 +352,8 @@ def test_none_beside_trackers_is_refused(requested: str):
 
 
 def curve(out_dir: Path) -> list[tuple[Any, ...]]:
-    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     names = ("step", "loss", "lr", "grad_norm", "rows")
-    return [tuple(line[n] for n in names) for line in lines if line["event"] == "step"]
+    return [tuple(line[n] for n in names) for line in events(out_dir, "step")]
 
 
 def test_samples_are_written_and_change_nothing(trained: Trained, tmp_path: Path):
@@ -366,8 +365,7 @@ def test_samples_are_written_and_change_nothing(trained: Trained, tmp_path: Path
     requested = flags(trained, sample_interval=0, log_interval=1)
     assert train(requested, out_dir=str(without)) == 0
     assert curve(with_samples) == curve(without)
-    lines = (with_samples / "metrics.jsonl").read_text().splitlines()
-    samples = [one for one in map(json.loads, lines) if one["event"] == "sample"]
+    samples = events(with_samples, "sample")
     found = [(one["step"], one["number"], one["prompt"]) for one in samples]
     assert found == [(step, n, p) for step in (2, 4, 6) for n, p in enumerate(("曉處", "a b"))]
     assert any(one["text"] for one in samples)

@@ -32,7 +32,6 @@ from minimind.interop.foreign_config import ShapeFlags, read_llama_config, read_
 from minimind.interop.tensor_sources import open_tensors
 from minimind.runtime.file_kinds import kind_of_content
 from tests.data.text.reading import read
-from tests.faults import tiny
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 OID = "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
@@ -201,8 +200,8 @@ def test_it_is_named_with_the_way_out(kind: str, reader: str, tmp_path: Path):
             assert found.remedy in report
 
 
-def test_a_sentencepiece_model_elsewhere(tmp_path: Path):
-    content = tiny.tokenizer_bytes(tmp_path)
+def test_a_sentencepiece_model_elsewhere(tiny_tokenizer: bytes, tmp_path: Path):
+    content = tiny_tokenizer
     for reader in ("a.jsonl", "a.parquet", "config.json", "tokenizer.json", "model.safetensors"):
         path = tmp_path / reader
         path.write_bytes(content)
@@ -226,8 +225,8 @@ def test_a_file_of_a_dataset(tmp_path: Path):
     assert f"{arrow}: is a Git LFS pointer; fetch the file itself" in report
 
 
-def test_a_template_and_what_is_beside_a_tokenizer(tmp_path: Path):
-    (tmp_path / "tokenizer.model").write_bytes(tiny.tokenizer_bytes(tmp_path))
+def test_a_template_and_what_is_beside_a_tokenizer(tiny_tokenizer: bytes, tmp_path: Path):
+    (tmp_path / "tokenizer.model").write_bytes(tiny_tokenizer)
     for name in ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"):
         for kind in ("a Git LFS pointer", "UTF-16", "gzip"):
             (tmp_path / name).write_bytes(CONTENTS[kind][0])

@@ -32,6 +32,7 @@ from minimind.runtime.urls import named
 from minimind.train.run_start import flag_rows, logged_order
 from tests.conftest import sentences
 from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
+from tools.runs import events
 
 URL = f"s3://{BUCKET}/text"
 NAMES = ("b.jsonl", "a/z.txt", "a.txt", "a/a.jsonl")
@@ -473,8 +474,7 @@ def test_runs_over_urls_are_the_local_runs(
         command = [sys.executable, "-m", "minimind", "train", *flags.split(), *places]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        lines = (tmp_path / out / "metrics.jsonl").read_text().splitlines()
-        return [one["loss"] for one in map(json.loads, lines) if one["event"] == "step"]
+        return [event["loss"] for event in events(tmp_path / out, "step")]
 
     proxy.set(cut=0.05)
     assert losses(URL, "by-url-text") == losses(str(texts), "local-text")

@@ -18,32 +18,16 @@ import pytest
 import uvicorn
 
 from minimind.cli.generate import ANSWER, TEXT
-from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS
-from minimind.data.tokenizer.add_special import with_special_tokens
-from minimind.data.tokenizer.load import load_tokenizer
-from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
+from minimind.data.chat.template import DEFAULT_TEMPLATE
 from minimind.inference.generate import Sampling
 from minimind.inference.load_model import load_model
 from minimind.serve.answers import ServedModel
 from minimind.serve.app import Limits, build_app, http_server
 from minimind.serve.batching import Scheduler
 from minimind.serve.readers import Readers
-from tests.cli.test_lm_eval import write_llama
-from tests.conftest import Trained
+from tests.conftest import POSITIONS
 
-POSITIONS = 1024
 LIMITS = Limits(bodies=80, max_body=2**16, timeout=60.0, hosts=frozenset({"localhost"}))
-
-
-@pytest.fixture(scope="session")
-def chat_model(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An exported Llama of random weights with the default template."""
-    place, base = tmp_path_factory.mktemp("served"), load_tokenizer(trained.run / "tokenizer")
-    extended = with_special_tokens(base, SPECIAL_TOKENS, tmp_path_factory.mktemp("extended"))
-    (extended.path.parent / TEMPLATE_NAME).write_text(DEFAULT_TEMPLATE)
-    tokenizer = load_tokenizer(extended.path.parent)
-    write_llama(place, tokenizer, POSITIONS)
-    return place
 
 
 def readers_of(tokenizer: Path, source: str | None, **more: Any) -> Readers:

@@ -26,6 +26,7 @@ from minimind.runtime.device import Host
 from minimind.runtime.durable_files import fingerprint
 from minimind.train.auto_values import numbers_to_resume, with_auto_values
 from tests.conftest import Launcher, sentences
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -40,12 +41,8 @@ def configuration(out_dir: Path) -> dict[str, Any]:
     return yaml.safe_load((out_dir / "config.yaml").read_text())
 
 
-def events(out_dir: Path) -> list[dict[str, Any]]:
-    return list(map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines()))
-
-
 def losses(out_dir: Path) -> list[tuple[int, float, float]]:
-    return [(e["step"], e["loss"], e["lr"]) for e in events(out_dir) if e["event"] == "step"]
+    return [(e["step"], e["loss"], e["lr"]) for e in events(out_dir, "step")]
 
 
 @pytest.fixture
@@ -252,13 +249,6 @@ def test_a_manifest_with_values_that_no_flag_has_is_of_another_run(
     path.write_bytes(manifest_text({**body, "sha256": fingerprint(body)}))
     with pytest.raises(CheckpointError, match="belongs to another run"):
         train(places, out_dir=str(tmp_path / "out"))
-
-
-@pytest.fixture(scope="module")
-def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("prepared") / "data"
-    assert minimind(["prepare", str(corpus), "--vocab_size", "600", "--out", str(out)]) == 0
-    return out
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], **flags: Any) -> dict[str, str]:

@@ -26,6 +26,7 @@ from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
 from minimind.model.experts import Routing
 from minimind.train import loop
 from tests.engine.test_backends import engine_of
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 ROWS = torch.randint(96, (8, 17), generator=torch.manual_seed(1))
@@ -99,20 +100,14 @@ def test_ddp_needs_no_search_for_idle_experts(monkeypatch):
         leave_process_group()
 
 
-def events(out_dir: Path, name: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == name]
-
-
 def curve(out_dir: Path) -> list[list[Any]]:
     names = ("step", "loss", "lr", "grad_norm", "rows", "aux_loss", "expert_load")
     return [[line[n] for n in (*names, "expert_load_range")] for line in events(out_dir, "step")]
 
 
 @pytest.fixture(scope="module")
-def flags(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return {**BASE, "data_path": str(corpus), "cache_dir": cache}
+def flags(cached: dict[str, Any]) -> dict[str, Any]:
+    return {**BASE, **cached}
 
 
 @pytest.fixture(scope="module")

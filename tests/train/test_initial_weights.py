@@ -28,9 +28,9 @@ from minimind.errors import CheckpointError, UsageError
 from minimind.interop.weights import load_weights_from
 from minimind.train import pretrain as pretrain_module
 from tests.conftest import ROOT, sentences
-from tests.faults import tiny
 from tests.interop import minimind2
 from tests.train.starts import read_initial, start_of, unbroken_text
+from tools.runs import events
 
 SHAPE = minimind2.Shape(norm_eps=1e-4)
 WEIGHTS = minimind2.random_weights(SHAPE)
@@ -42,10 +42,10 @@ PLACES = ("file.pth", "ours", "llama", "run", "run/checkpoints/step_00000001")
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def places(tiny_tokenizer: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same weights as MiniMind2's file, ours, a Llama directory and a run; and text."""
     folder = tmp_path_factory.mktemp("places")
-    tiny.tokenizer_bytes(folder)
+    (folder / "tokenizer.model").write_bytes(tiny_tokenizer)
     torch.save(WEIGHTS, folder / "file.pth")
     lines = (json.dumps({"text": text}) for text in sentences(4, 60))
     (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
@@ -74,8 +74,7 @@ def flags(folder: Path, out_dir: Path, init_from: Path | None, **more: Any) -> d
 def run(folder: Path, out_dir: Path, init_from: Path | None, **more: Any) -> list[dict[str, Any]]:
     """The events of a run in this process."""
     assert train(flags(folder, out_dir, init_from, **more)) == 0
-    lines = (out_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return events(out_dir)
 
 
 def of_pth() -> dict[str, Any]:
@@ -146,8 +145,7 @@ def test_the_loss_of_step_1_under_deepspeed(stage, places, tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    (step,) = (line for line in map(json.loads, lines) if line["event"] == "step")
+    (step,) = events(tmp_path / "out", "step")
     assert abs(step["loss"] - source_loss(places)) <= 1e-5
 
 

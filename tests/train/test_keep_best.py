@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from minimind.checkpoint.directory import published_checkpoints, step_of
 from minimind.checkpoint.retention import kept, rules_of_run, saved_in, saved_of
 from minimind.checkpoint.saver import Saver
 from minimind.report.run_logger import RunLogger
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -25,19 +25,13 @@ FLAGS: dict[str, Any] = {
 }
 
 
-def events(out_dir: Path, name: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == name]
-
-
 def steps(out_dir: Path) -> list[int]:
     return [step_of(path) for path in published_checkpoints(out_dir / "checkpoints")]
 
 
 @pytest.fixture(scope="module")
-def flags(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return {**FLAGS, "data_path": [str(corpus)], "cache_dir": cache}
+def flags(cached: dict[str, Any]) -> dict[str, Any]:
+    return {**FLAGS, **cached}
 
 
 @pytest.fixture(scope="module")

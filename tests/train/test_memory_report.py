@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -28,6 +27,7 @@ from minimind.train import failures
 from minimind.train.failures import remedy
 from minimind.train.pretrain import pretrain
 from tests.conftest import SMALL, Launcher, Trained, sentences
+from tools.runs import events
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of"
@@ -122,7 +122,7 @@ def test_a_run_out_of_memory_ends_with_10_in_one_line_and_keeps_its_checkpoint(
     assert "tried to allocate 20.00 GiB" in line
     assert "4 rows (--batch_size 4) x 64 tokens (--max_seq_len 64)" in line
     assert "`minimind plan` counts" in line
-    *_, end = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    *_, end = events(tmp_path)
     assert (end["event"], end["code"], end["status"]) == ("exit", "E_MEMORY", 10)
     (kept,) = published_checkpoints(tmp_path / "checkpoints")
     assert kept.name == "step_00000002"

@@ -11,8 +11,9 @@ import pytest
 import minimind.train as training
 from minimind.cli.main import main
 from minimind.errors import CheckpointError, DataError, UsageError
-from tests.checkpoint.test_changes import BASE, events, steps
+from tests.checkpoint.test_changes import BASE, steps
 from tests.conftest import sentences
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ import pytest
 import yaml
 
 import minimind.train as training
-from minimind.cli.main import main
 from minimind.config.parse import build_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import DataError, UsageError
 from minimind.train.start import Plan, rehearse
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -23,14 +22,6 @@ FLAGS: dict[str, Any] = {
     **{"device": "cpu", "deepspeed_config": "none", "dtype": "float32", "log_interval": 1},
 }
 NAMES = ("vocab_size", "batch_size", "accumulation_steps", "learning_rate", "warmup_steps")
-
-
-@pytest.fixture(scope="module")
-def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("rehearsal") / "prepared"
-    words = ["prepare", corpus, "--vocab_size", "600", "--val_fraction", "0.05", "--out", out]
-    assert main([*map(str, words)]) == 0
-    return out
 
 
 def rehearsed(**flags: Any) -> Plan:
@@ -51,22 +42,20 @@ def rehearsed(**flags: Any) -> Plan:
 )
 @pytest.mark.sample(3)
 def test_the_tokens_and_the_numbers_are_those_that_the_run_has(
-    folder: Path, tmp_path: Path, changes: dict[str, Any]
+    prepared: Path, tmp_path: Path, changes: dict[str, Any]
 ):
     flags = {**FLAGS, "cache_dir": str(tmp_path / "cache"), **changes}
     if "stages" in flags:
         stages = tmp_path / "stages.yaml"
         own = [{"until": 500, "max_seq_len": 16, "batch_size": 7}, {"name": "rest"}]
-        stages.write_text(yaml.safe_dump({"sources": {"a": str(folder)}, "stages": own}))
+        stages.write_text(yaml.safe_dump({"sources": {"a": str(prepared)}, "stages": own}))
         flags["stages"] = str(stages)
     else:
-        flags["data_path"] = [str(folder)]
+        flags["data_path"] = [str(prepared)]
     found = rehearsed(**flags)
     out_dir = tmp_path / "out"
     assert train(flags, out_dir=str(out_dir)) == 0
-    events = [*map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())]
-    steps = [event for event in events if event["event"] == "step"]
-    assert found.tokens == steps[-1]["tokens"]
+    assert found.tokens == events(out_dir, "step")[-1]["tokens"]
     configuration = yaml.safe_load((out_dir / "config.yaml").read_text())
     assert {name: getattr(found.run, name) for name in NAMES} == {
         name: configuration[name] for name in NAMES
@@ -80,10 +69,10 @@ def test_the_length_of_a_run_over_raw_text_is_known_by_its_budget_only(corpus: P
 
 
 def test_a_checkpoint_in_the_default_folder_decides_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    flags = {**FLAGS, "data_path": [str(folder)], "max_tokens": 2000.0}
+    flags = {**FLAGS, "data_path": [str(prepared)], "max_tokens": 2000.0}
     before = rehearsed(**flags)
     own = {"max_steps": 1, "max_tokens": None, "batch_size": 16}
     assert train(flags, out_dir=before.run.out_dir, **own) == 0
@@ -92,19 +81,19 @@ def test_a_checkpoint_in_the_default_folder_decides_nothing(
 
 
 def test_the_environment_stays_as_it_is(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     file = str(DEFAULT_DEEPSPEED_CONFIG)
-    flags = {**FLAGS, "data_path": [str(folder)], "max_tokens": 2000.0, "deepspeed_config": file}
+    flags = {**FLAGS, "data_path": [str(prepared)], "max_tokens": 2000.0, "deepspeed_config": file}
     before = dict(os.environ)
     assert rehearsed(**flags).run.accumulation_steps == 2
     assert dict(os.environ) == before
 
 
-def test_what_the_start_refuses_is_refused(folder: Path, tmp_path: Path):
-    flags = {**FLAGS, "data_path": [str(folder)], "max_tokens": 1000.0}
+def test_what_the_start_refuses_is_refused(prepared: Path, tmp_path: Path):
+    flags = {**FLAGS, "data_path": [str(prepared)], "max_tokens": 1000.0}
     with pytest.raises(UsageError, match="is 1,000 tokens, less than the 1,280 of one step"):
         rehearsed(**flags, batch_size=40)
     with pytest.raises(UsageError, match=r"vocab_size = 700 .* has 600; drop one of the two"):

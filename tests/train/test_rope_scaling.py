@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ train: Any = minimind.train  # a module that is called
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of 32 positions, and text."""
+def base(tiny_run: Path, tiny_tokenizer: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of 32 positions, its tokenizer, and text."""
     folder = tmp_path_factory.mktemp("base")
-    tiny.new_run(folder / "run", tiny.tokenizer_bytes(folder))
+    shutil.copytree(tiny_run, folder / "run")
+    (folder / "tokenizer.model").write_bytes(tiny_tokenizer)
     lines = (json.dumps({"text": text}) for text in sentences(4, 120))
     (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
     return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import minimind.train as training
 from tests.conftest import PACE, SHAPE, Launcher
 from tests.train.clocks import use_clock
 from tools.forking import Nursery
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -19,11 +19,6 @@ FLAGS: dict[str, Any] = {
     **{"vocab_size": 600, "batch_size": 2, "device": "cpu", "eval_rows": 0, "log_interval": 1},
     **{"deepspeed_config": "none", "max_steps": 8},
 }
-
-
-def events(out_dir: Path, name: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == name]
 
 
 def saved_steps(out_dir: Path) -> list[int]:

@@ -18,6 +18,7 @@ from minimind.errors import UsageError
 from minimind.inference.own_tasks import repeated_share
 from minimind.inference.scores import Score, Shares, StoppedError, average_of
 from tests.conftest import ROOT, SMALL, Trained
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 TASK = str(ROOT / "examples" / "lm_eval" / "python_code")
@@ -42,11 +43,6 @@ def flags_of(trained: Trained, **more: Any) -> dict[str, Any]:
     places = {"data_path": str(trained.mixed), "cache_dir": str(trained.cache)}
     shape = {**SMALL, "dtype": "float32", "log_interval": 1, "deepspeed_config": "none"}
     return {**shape, **places, **more}
-
-
-def events(out_dir: Path, name: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == name]
 
 
 def curve(out_dir: Path) -> list[tuple[Any, ...]]:

@@ -22,6 +22,7 @@ from minimind.errors import NumericError
 from minimind.model import decoder
 from minimind.train.failures import MAX_PENDING, MAX_ROWS, SkippedSteps
 from tests.conftest import PACE, SHAPE
+from tools.runs import events
 
 NAN = float("nan")
 train: Any = minimind.train
@@ -208,9 +209,8 @@ def test_a_run_over_its_budget_ends_with_6_and_resumed_still_knows_its_count(
         NumericError, match=r"step 5 is skipped: .* 2 in all, more than max_skipped"
     ):
         train(given)
-    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in events if e["event"] == "step_skipped"] == [2, 5]
-    report = [(e["step"], e["skipped"], e["loss"]) for e in events if e["event"] == "step"]
+    assert [e["step"] for e in events(tmp_path, "step_skipped")] == [2, 5]
+    report = [(e["step"], e["skipped"], e["loss"]) for e in events(tmp_path, "step")]
     assert [(step, skipped) for step, skipped, _ in report] == [(1, 0), (2, 1), (3, 1), (4, 1)]
     assert report[1][2] is None
     tokenizer = Tokenizer(tmp_path / "tokenizer")
@@ -222,6 +222,5 @@ def test_a_run_over_its_budget_ends_with_6_and_resumed_still_knows_its_count(
         assert line["text"].strip()
     spoilt_losses.clear()
     assert train(given, stop_at_step=6) == 75
-    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    resumed = [(e["step"], e["skipped"]) for e in events if e["event"] == "step"][len(report) :]
+    resumed = [(e["step"], e["skipped"]) for e in events(tmp_path, "step")][len(report) :]
     assert resumed == [(4, 1), (5, 1), (6, 1)]

@@ -18,8 +18,9 @@ from minimind.config.stages import stage_text
 from minimind.data.prepare.prepared import open_prepared
 from minimind.errors import CheckpointError, DataError, TooFewRows, UsageError
 from minimind.recovery.step_rows import documents_of, read_run, rows_at, steps_reading
-from tests.checkpoint.test_changes import BASE, events, steps
+from tests.checkpoint.test_changes import BASE, steps
 from tests.conftest import sentences
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 NAMES = ("loss", "lr", "grad_norm", "tokens", "rows", "stage")

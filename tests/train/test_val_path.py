@@ -20,8 +20,9 @@ from minimind.data.prepare.prepared import Prepared, open_prepared
 from minimind.data.text.inputs import find_files, left_out_of, val_paths
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.train.inputs import require_inputs
-from tests.checkpoint.test_changes import BASE, events, steps
+from tests.checkpoint.test_changes import BASE, steps
 from tests.conftest import sentences
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 

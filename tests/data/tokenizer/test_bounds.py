@@ -17,7 +17,6 @@ from minimind.data.tokenizer.bounds import require_bounded_json, require_bounded
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import DataError
 from tests.conftest import sentences
-from tests.faults import tiny
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -127,10 +126,12 @@ def test_usual_models_of_sentencepiece_pass(rule: str, kind: str):
     require_bounded_model(Path("tokenizer.model"), ModelProto.FromString(model.getvalue()))
 
 
-def test_patterns_are_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_patterns_are_tried_once(
+    tiny_tokenizer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     asked: list[Any] = []
     monkeypatch.setattr(bounds, "tried_within", lambda *given: asked.append(given) or "")
-    (tmp_path / "tokenizer.model").write_bytes(tiny.tokenizer_bytes(tmp_path))
+    (tmp_path / "tokenizer.model").write_bytes(tiny_tokenizer)
     load_tokenizer(tmp_path).save(tmp_path)
     (tmp_path / "tokenizer.model").unlink()
     load_tokenizer(tmp_path)
@@ -143,8 +144,8 @@ def test_patterns_are_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(asked) == 1
 
 
-def test_an_id_that_would_fill_the_memory_is_refused(tmp_path: Path):
-    (tmp_path / "tokenizer.model").write_bytes(tiny.tokenizer_bytes(tmp_path))
+def test_an_id_that_would_fill_the_memory_is_refused(tiny_tokenizer: bytes, tmp_path: Path):
+    (tmp_path / "tokenizer.model").write_bytes(tiny_tokenizer)
     load_tokenizer(tmp_path).save(tmp_path)
     (tmp_path / "tokenizer.model").unlink()
     values = json.loads((tmp_path / "tokenizer.json").read_bytes())

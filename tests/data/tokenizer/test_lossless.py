@@ -20,6 +20,7 @@ from minimind.data.shards.manifest import read_manifest, seal
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.lossless import TextLoss, lost_bytes
 from minimind.errors import DataError
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 CHINESE = [f"{n} 春眠不覺曉，處處聞啼鳥。夜來風雨聲，花落知多少。" for n in range(40)]
@@ -279,10 +280,7 @@ def test_train_and_eval_measure_the_text(tmp_path: Path, capsys: pytest.CaptureF
             train(flags, out_dir=str(tmp_path / "refused"))
     assert train(flags, out_dir=str(tmp_path / "out"), allow_lossy_tokenizer=True) == 0
     assert "lossy    the tokenizer loses 9" in capsys.readouterr().out
-    events = [
-        json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()
-    ]
-    found = [event for event in events if event["event"] == "eval"][-1]
+    found = events(tmp_path / "out", "eval")[-1]
     (cache,) = (tmp_path / "cache").glob("tokens-*[0-9a-f]")
     split = open_prepared(cache).manifest["splits"]["val"]
     bits = found["val_loss"] / math.log(2) * split["tokens"] / split["text_bytes"]
