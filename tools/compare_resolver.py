@@ -327,15 +327,16 @@ def answers(tree: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def named(case: dict[str, Any], text: str) -> frozenset[str]:
-    """The flags and keys of a case, also of sections, that a message names."""
-    paths: set[str] = {word.removeprefix("--") for word in case["argv"]}
+    """The flags and keys of a case that a message names, without the sections of such keys."""
+    paths = {word.removeprefix("--") for word in case["argv"] if word.startswith("--")}
     pending: list[tuple[str, Any]] = [("", case["document"])]
     while pending:
         prefix, value = pending.pop()
         for key, inner in value.items() if isinstance(value, dict) else ():
             paths.add(f"{prefix}{key}")
             pending.append((f"{prefix}{key}.", inner))
-    return frozenset(paths & {*re.findall(r"[\w.]*\w", text)})
+    found = paths & {*re.findall(r"[\w.]*\w", text)}
+    return frozenset(p for p in found if not any(q.startswith(f"{p}.") for q in found))
 
 
 def difference(case: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -13,8 +13,8 @@ import torch
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.identity import versions
 from minimind.config.deepspeed.backend_choice import Setup
+from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.config.deepspeed.values import leaves
 from minimind.config.launcher_env import set_rendezvous_defaults
 from minimind.config.run_config import FLAGS, PACKAGE, RULED, RunConfig
 from minimind.config.schedule import Schedule

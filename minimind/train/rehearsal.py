@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.run_folder import require_outputs
@@ -15,7 +14,7 @@ from minimind.config.launcher_env import Launch, read_launch
 from minimind.config.rules import needs_text
 from minimind.config.run_config import RunConfig
 from minimind.config.run_record import require_rules
-from minimind.engine.build import require_accepted, section_faults
+from minimind.engine.build import require_accepted
 from minimind.runtime.environment import environment_kept
 from minimind.train.build import plan_length, run_budgets, with_local_folder
 from minimind.train.evaluate import read_sample_prompts
@@ -33,7 +32,7 @@ def checked(run: RunConfig, launch: Launch) -> tuple[Setup, ResolvedConfig, Init
     run = initial.run
     require_rules(run)
     setup = read_setup(run, launch)
-    resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
+    resolved = setup.resolve()
     require_accepted(resolved, setup.device)
     require_outputs(resolved)
     read_sample_prompts(run)

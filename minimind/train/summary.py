@@ -19,8 +19,8 @@ from minimind.checkpoint.identity import hardware, layout, source_commit, versio
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.deepspeed.backend_choice import Setup, dry_run_notices
+from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.config.deepspeed.values import leaves
 from minimind.config.flags import AUTO, is_auto
 from minimind.config.rules import needs_text
 from minimind.config.run_config import FLAGS, RULED, RunConfig

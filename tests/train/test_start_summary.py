@@ -14,7 +14,7 @@ from tqdm.utils import disp_len
 import minimind.train as training
 from minimind.checkpoint.directory import TrainState
 from minimind.config.deepspeed.backend_choice import read_setup
-from minimind.config.deepspeed.resolve import leaves
+from minimind.config.deepspeed.document import leaves
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS

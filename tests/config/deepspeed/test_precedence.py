@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from minimind.config.deepspeed.document import get, put
 from minimind.config.deepspeed.resolve import resolve
-from minimind.config.deepspeed.values import get, put
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.errors import UsageError
