@@ -56,41 +56,12 @@ def test_every_launchers_variables_are_read():
         read_launch({"RANK": "one"})
 
 
-@pytest.mark.parametrize(
-    ("lacking", "report"),
-    [({"LOCAL_RANK"}, "LOCAL_RANK"), ({"RANK", "LOCAL_RANK"}, "RANK and LOCAL")],
-)
-def test_a_rank_that_does_not_know_which_it_is_is_refused(lacking, report):
-    with pytest.raises(RendezvousError, match=f"WORLD_SIZE is 2.*{report}.*; set"):
-        read_launch({name: value for name, value in TWO.items() if name not in lacking})
-
-
 def test_the_file_given_to_the_script_is_the_source():
     assert read_launch(TWO).source == GIVEN
     launch = read_launch({**TWO, "MINIMIND_CONFIG_FILE": "a.yaml", "MINIMIND_CPU_BY": "use_cpu"})
     assert (launch.source, launch.flags) == ("a.yaml", {"device": ("cpu", "use_cpu")})
     with pytest.raises(UsageError, match=r"^a.yaml: dynamo_backend = INDUCTOR"):
         read_launch({"MINIMIND_CONFIG_FILE": "a.yaml", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"})
-
-
-@pytest.mark.parametrize(
-    ("sizes", "use"),
-    [
-        ({"SP": "2"}, "--sequence_parallel 2"),
-        ({"TP": "2", "CP": "4"}, "--sequence_parallel 4 --tensor_parallel 2"),
-        ({"DP_SHARD": "2"}, "write a ZeRO stage"),
-        ({"DP_REPLICATE": "2"}, "the processes divide the rows without it"),
-        ({"SP": "1", "CP": "1", "TP": "1", "DP_SHARD": "1", "DP_REPLICATE": "1"}, ""),
-    ],
-)
-def test_a_division_that_only_accelerate_knows_is_refused_and_its_flag_named(sizes, use):
-    environ = {f"PARALLELISM_CONFIG_{name}_SIZE": size for name, size in sizes.items()}
-    environ |= {**TWO, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
-    if not use:
-        assert read_launch(environ).world_size == 2
-        return
-    with pytest.raises(UsageError, match=rf"parallelism_config is not read; remove it, .*{use}$"):
-        read_launch(environ)
 
 
 @pytest.mark.parametrize(
@@ -196,23 +167,6 @@ def test_other_deepspeed_flags_that_accelerate_launch_drops_are_refused():
     assert with_dropped_config(engaged, None, words) == engaged
     for line in ("bash run.sh --deepspeed_config_file x", f"{MULTI_GPU} t.py --zero_stage 3"):
         assert with_dropped_config(Launch(), None, line.split()) == Launch()
-
-
-@pytest.mark.parametrize("form", ["--config_file {}", "--config_file={}", "--config-file {}"])
-def test_a_deepspeed_block_that_accelerate_launch_drops_is_reported(tmp_path: Path, form: str):
-    path = tmp_path / "my-own=1.yaml"
-    path.write_text("distributed_type: MULTI_GPU\ndeepspeed_config: {zero_stage: 3}\n")
-    words = f"python /bin/accelerate launch {form.format(path)} t.py --dim 8".split()
-    with pytest.raises(UsageError) as caught:
-        with_dropped_config(Launch(world_size=2), None, words)
-    assert str(caught.value).startswith(f"{path}: `accelerate launch` ignores deepspeed_config")
-    assert "; write distributed_type: DEEPSPEED" in str(caught.value)
-    with_dropped_config(Launch(uses_deepspeed=True), None, words)
-    path.write_text("distributed_type: MULTI_GPU\ndeepspeed_config: {}\n")
-    with_dropped_config(Launch(), None, words)
-    with_dropped_config(
-        Launch(), None, f"/envs/accelerate/bin/python sweep.py --config_file {__file__}".split()
-    )
 
 
 def test_too_few_gpus_are_refused_and_too_many_are_reported(monkeypatch):
@@ -345,12 +299,3 @@ def test_whether_deepspeed_gathers_weights_is_accelerates_answer(
     found = setup_for(f"--deepspeed_config {path}", {**ENGAGED, **environ}).resolve()
     assert found.config["zero_optimization"][key] is value
     assert found.sources[GATHER] == source.replace("FILE", str(path))
-
-
-def test_a_file_that_gathers_no_weights_contradicts_a_yaml_that_does(setup_for, tmp_path: Path):
-    path = tmp_path / "ds.json"
-    key = GATHER.partition(".")[2]
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3, key: False}}))
-    setup = setup_for(f"--deepspeed_config {path}", {**ENGAGED, **SAVED})
-    with pytest.raises(UsageError, match=f"{key} is false but a.yaml says zero3_save_16bit_model"):
-        setup.resolve()

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from minimind.cli.main import main
 from minimind.config.parse import build_config, build_parser, parse_flags, type_name, words_of
 from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
@@ -18,26 +17,6 @@ SEED_LINE = (
 
 def parse(line: str):
     return parse_flags(line.split())
-
-
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        (["export", "--checkpoint", "", "--format", "llama", "--out", "o"], "--checkpoint"),
-        (["export", "--checkpoint", "c", "--format", "llama", "--out", ""], "--out"),
-        (["import", "--from", "llama", "", "--out", "o"], "FILE|DIR"),
-        (["import", "--from", "llama", "m", "--out", "o", "--tokenizer", ""], "--tokenizer"),
-        (["generate", "--model", "m", "--tokenizer", "", "--prompt", "a"], "--tokenizer"),
-        (["generate", "--model", "m", "--prompts", "p", "--out", ""], "--out"),
-        (["prepare", "t.jsonl", "--out", "", "--force"], "--out"),
-        (["tokenizer", "train", "t.jsonl", "--out", "", "--force"], "--out"),
-    ],
-)
-def test_an_empty_place_is_not_the_current_directory(words, flag, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    assert f"argument {flag}: is empty, as of a variable" in capsys.readouterr().err
-    assert not [*tmp_path.iterdir()]
 
 
 def test_the_seed_documents_line_means_what_it_states():
@@ -109,49 +88,6 @@ def test_every_flag_is_in_the_help_under_a_group():
     for name, spec in FLAGS.items():
         assert f"--{name}" in text
         assert spec.metadata["help"]
-
-
-# Beside the rows of test_malformed.py.
-@pytest.mark.parametrize(
-    ("line", "report"),
-    [
-        ("--batch 4", ["unknown flag --batch"]),
-        ("--no_async_sav", ["unknown flag --no_async_sav;", "did you mean --no-async_save?"]),
-        ("--xyzzy", ["--xyzzy", "--help"]),
-        ("--dim 10x", ["dim", "'10x'", "--dim", "whole number"]),
-        ("--val_fraction 1", ["val_fraction = 1.0", "below 1"]),
-        ("--dtype fp8", ["dtype = fp8", "bfloat16, float16, float32"]),
-        ("--model huge", ["huge", "give one (0.4b, 104m, 26m, 64m, tiny)"]),
-        ("--model tyni", ["did you mean tiny?"]),
-        ("--config no.yaml", ["no.yaml", "no such recipe or file", "give a file or sft, strong"]),
-        ("--config stong", ["did you mean strong?"]),
-        ("--text_field t\udcff", [r"text_field = 't\udcff' (--text_field) is not UTF-8"]),
-        ("--vocab_size 100", ["vocab_size = 100", "at least 512"]),
-    ],
-)
-def test_a_mistake_is_reported_with_field_value_and_source(line, report):
-    with pytest.raises(UsageError) as caught:
-        parse(line)
-    for words in report:
-        assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "report"),
-    [
-        ("dim: 64\n  n_heads: 4\n", ["run.yaml:2:10"]),
-        ("dim: [1\n", ["run.yaml:2:1"]),
-        ("dim: wide\n", ["'wide'", "config"]),
-        ("profile: 3\n", ["profile", "true or false"]),
-    ],
-)
-def test_a_mistake_in_a_config_file_names_the_place(tmp_path, content, report):
-    file = tmp_path / "run.yaml"
-    file.write_text(content)
-    with pytest.raises(UsageError) as caught:
-        parse(f"--config {file}")
-    for words in report:
-        assert words in str(caught.value)
 
 
 def test_split_batches_shares_the_batch_out_or_is_refused():

@@ -113,54 +113,6 @@ def of_first(**changes: Any) -> list[dict[str, Any]]:
     return [{**TWO[0], **changes}, TWO[1]]
 
 
-@pytest.mark.parametrize(
-    ("stages", "more", "message"),
-    [
-        ("warm", {}, "has no list of stages"),
-        ([], {}, "has no list of stages"),
-        ([{}] * 1001, {}, "has 1,001 stages, more than 1,000"),
-        (["warm"], {}, "stage 1: 'warm' is no mapping"),
-        (None, {"source": {"web": "a"}}, r"unknown key 'source'; did you mean sources\?"),
-        (None, {"seed": 1}, "unknown key 'seed'; the keys are stages, sources, max_epochs"),
-        (of_first(weigths={"web": 1}), {}, r"stage 1: unknown key 'weigths'; did you mean weights"),
-        (of_first(name=["a"]), {}, r"stage 1: name = \['a'\] is no text"),
-        (of_second(name="warm"), {}, "two stages are named warm"),
-        (of_first(weights={"web": 0}), {}, "stage warm: all weights are 0"),
-        (of_first(weights={}), {}, "stage warm: all weights are 0"),
-        (of_first(weights={"web": -1}), {}, "stage warm: weights: web = '-1' is not 0, or"),
-        (of_first(weights={"web": "nan"}), {}, "web = 'nan' is not 0, or a number"),
-        (
-            of_first(weights={"web": "1e308"}),
-            {},
-            r"web = '1e308' is not 0, or a number from 2\*\*-53",
-        ),
-        (of_first(weights={"web": "1e-400"}), {}, "web = '1e-400' is not 0, or a number"),
-        (of_first(weights={"web": "5e-324"}), {}, "web = '5e-324' is not 0, or a number"),
-        (of_first(weights="web"), {}, "stage warm: weights = 'web' is no mapping"),
-        (of_first(batch_size=0), {}, "stage warm: batch_size = '0' is no whole number above 0"),
-        (of_first(max_seq_len=1.5), {}, r"max_seq_len = '1\.5' is no whole number above 0"),
-        (of_first(until="soon"), {}, "stage warm: until = 'soon' is no place in the run; write"),
-        (of_first(until=0), {}, "until = '0' is no place in the run"),
-        (of_first(until="101%"), {}, "stage warm: until = 101% is after the end of the run; write"),
-        (of_first(until="100%"), {}, "until = 100% is the end of the run, and stages follow"),
-        ([TWO[1], TWO[1] | {"name": "x"}], {}, "stage decay has no until, which only the last"),
-        (of_second(until=0.9), {}, r"stage decay: until = 0\.9, and the last stage ends with"),
-        ([*TWO[:1], *of_first(name="b")], {}, "stage b: until = 80% is not after 80%, where stage"),
-        ([{"until": 9}, {"until": 8}, {}], {}, "stage stage-2: until = 8 is not after 9, where"),
-        (None, {"decay_from": "decy"}, r"decay_from = decy is no stage; did you mean decay\?"),
-        (None, {"decay_from": "end"}, "decay_from = end is no stage; give one of warm, decay"),
-        (None, {"max_epochs": {"web": 0}}, "max_epochs: web = '0' is not a number of epochs above"),
-        (None, {"max_epochs": 4}, "max_epochs = '4' is no mapping"),
-        (None, {"sources": {"web": ["a"]}}, r"sources: web = \['a'\] is not a folder of"),
-    ],
-)
-def test_mistakes_in_the_file(tmp_path: Path, stages: Any, more: dict[str, Any], message: str):
-    path = file_of(tmp_path, stages, **more)
-    with pytest.raises(UsageError, match=message) as raised:
-        read_stages(path)
-    assert f"--stages {path}" in str(raised.value)
-
-
 def test_the_last_stage_may_say_that_it_ends_with_the_run(tmp_path: Path):
     without = steps_of(file_of(tmp_path))
     assert steps_of(file_of(tmp_path, of_second(until="100%"))) == without

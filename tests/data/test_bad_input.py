@@ -154,7 +154,7 @@ def test_an_out_dir_in_use_names_its_holder(start_error, tmp_path):
     [
         pytest.param(
             *("--batch_sise 3", 2, ["E_USAGE", "did you mean --batch_size?"]),
-            marks=pytest.mark.long,  # test_malformed.py has it in process
+            marks=pytest.mark.long,  # tests/refusals has it in process
         ),
         ("--data_path gone.jsonl", 3, ["E_DATA", "gone.jsonl"]),
     ],

@@ -15,7 +15,8 @@ from minimind.config.deepspeed.schema import CHOICES, FIELD_NAMES, MODELLED, SEC
 from minimind.config.deepspeed.values import MISSING, get, normalize_config, put
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError
-from tests.config.deepspeed.test_incompatible import PAIRS, ZERO, resolved
+from tests.config.deepspeed.test_incompatible import ZERO, resolved
+from tests.refusals.rows import FOLDER, rows_of
 
 TRUE, FALSE = ("true", "True", "TRUE", "t", "yes", "Y", "on", "1", 1, 1.0), ("false", "OFF", 0)
 
@@ -48,8 +49,10 @@ def replaced(value: Any, path: tuple[Any, ...], other: Any) -> Any:
 
 
 def wrong_settings() -> Iterator[tuple[str, dict[str, Any]]]:
-    """A refused setting of every rule of incompatible.py and effects.py, by its name."""
-    yield from ((name, wrong) for name, (_, wrong, _) in PAIRS.items())
+    """A refused setting of every rule, by its name."""
+    for row in rows_of(FOLDER / "deepspeed_rules.yaml"):
+        if row.near and not row.argv:
+            yield row.where, row.json
     for key, (value, _) in ONLY.items():
         bad = {bool: not value, int: 2, str: "sum"}[type(value)]
         yield key, {key: bad}
@@ -82,7 +85,7 @@ WRONG = [(name, edits) for name, edits in wrong_settings() if verdict(edits)]
 
 def test_every_rule_has_a_refused_setting():
     refused = {name for name, _ in WRONG}
-    rules = {*PAIRS, *ONLY, *effects.OFF, *effects.SAVINGS, *effects.IGNORED}
+    rules = {*ONLY, *effects.OFF, *effects.SAVINGS, *effects.IGNORED}
     assert rules - refused == set()
 
 
@@ -167,32 +170,6 @@ HARMLESS = [
 @pytest.mark.parametrize("edits", HARMLESS, ids=json.dumps)
 def test_what_requests_nothing_is_taken(edits: dict[str, Any]):
     assert verdict(edits) == ""
-
-
-@pytest.mark.parametrize(
-    ("edits", "remedy"),
-    [
-        ({"activation_checkpointing.cpu_checkpointing": True}, "use --gradient_checkpointing"),
-        ({"compile.deepcompile": "on"}, "use --compile on"),
-        ({"compile.offload_activation": True}, "use --compile on"),
-        ({"checkpoint.tag_validation": "Fail"}, "own format; remove it"),
-        ({"checkpoint.parallel_write": {"pipeline_stage": True}}, "own format; remove it"),
-        ({"datastates_ckpt": {}}, "own format; remove it"),
-        ({"vocabulary_size": 7}, "use --vocab_size"),
-        ({"weight_quantization": {"quantized_initialization": {"num_bits": 8}}}, "quantized"),
-        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, "names the layers that are divided"),
-        ({"tensor_parallel.partition_config": {"layer_specs": []}}, "names the layers"),
-        ({"pipeline.stages": 4}, "needs ZeRO below stage 2"),
-        ({"aio.block_size": 1048576}, "NVMe"),
-        ({"data_efficiency": {"data_sampling": {"enabled": True}}}, 'write "enabled": false'),
-        ({f"{ZERO}zero_quantized_weights": True}, "only stage 3 supports"),
-        ({f"{ZERO}elastic_checkpoint": True}, "any number of processes"),
-    ],
-)
-def test_what_nothing_obeys_is_refused_with_the_way_that_works(edits: dict[str, Any], remedy: str):
-    report = verdict(edits)
-    assert remedy in report
-    assert "faults" not in report
 
 
 def test_keys_of_another_stage_are_listed():

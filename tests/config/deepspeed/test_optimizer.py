@@ -60,42 +60,6 @@ def test_auto_is_filled_from_the_flags():
 MUON = {"muon_lr": 0.02}
 
 
-@pytest.mark.parametrize(
-    ("params", "flags", "more", "sentence"),
-    [
-        ({"lr": 1e-3}, "", {}, "optimizer.params.muon_lr is missing"),
-        (MUON, "--muon_lr 0.01", {}, "muon_lr is 0.02 but --muon_lr says muon_lr = 0.01"),
-        (
-            MUON,
-            "--optimizer adamw",
-            {},
-            'optimizer.type is "Muon" but --optimizer says optimizer = adamw; drop',
-        ),
-        ({**MUON, "ns_method": "gram"}, "", {}, 'ns_method is "gram", which torch\'s Muon does'),
-        ({**MUON, "per_head_muon": True}, "", {}, "per_head_muon is true, which"),
-        (None, "--optimizer muon", {}, "says optimizer = muon; drop optimizer, or take"),
-        (None, "--optimizer lion", {}, 'optimizer.type is "AdamW" but --optimizer says'),
-        (None, "--muon_lr 0.01", {}, "muon_lr = 0.01 (--muon_lr) has no effect with optimizer ="),
-        (
-            MUON,
-            "",
-            {"scheduler": {"type": "WarmupLR", "params": {}}},
-            "scheduler sets one learning rate, and optimizer = muon (ds.json: optimizer.type)",
-        ),
-        (
-            MUON,
-            "",
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-            "zero_optimization.offload_optimizer is not supported with optimizer = muon",
-        ),
-    ],
-)
-def test_what_excludes_muon_is_refused(params, flags, more, sentence):
-    with pytest.raises(UsageError) as caught:
-        resolved(params, flags, **more)
-    assert sentence in str(caught.value)
-
-
 @pytest.mark.parametrize("flag", ["--muon_lr 0.01", "--muon_momentum 0.9"])
 def test_without_deepspeed_a_flag_of_muon_needs_muon(flag):
     launch = read_launch({})
@@ -108,31 +72,6 @@ def test_without_deepspeed_a_flag_of_muon_needs_muon(flag):
     shown = {name: (getattr(found.run, name), found.run.sources[name]) for name in found.run.muon}
     assert shown["muon_scaling"] == ("original", "Muon's default")
     assert sorted(source for _, source in shown.values())[0] == flag.split()[0]
-
-
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("--optimizer sgd --beta1 0.8", "beta1 = 0.8 (--beta1) has no effect with optimizer = sgd"),
-        ("--optimizer sgd --beta2 0.8", "drop beta2, or use --optimizer adamw"),
-        ("--optimizer lion --sgd_momentum 0.8", "drop sgd_momentum, or use --optimizer sgd"),
-        ("--sgd_momentum 0.8", "sgd_momentum = 0.8 (--sgd_momentum) has no effect with optimizer"),
-        ("--optimizer lion --muon_scaling original", "has no effect with optimizer = lion"),
-        (
-            "--cautious_weight_decay",
-            "has no effect with optimizer = adamw (default); drop cautious",
-        ),
-    ],
-)
-def test_a_flag_that_another_optimizer_reads_is_refused(line, sentence):
-    with pytest.raises(UsageError) as caught:
-        without_deepspeed(line)
-    assert sentence in str(caught.value)
-    document = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
-    document.pop("optimizer")
-    with pytest.raises(UsageError) as caught:
-        resolve(document, "ds.json", parse_flags(line.split()), 2, "cpu")
-    assert sentence in str(caught.value)
 
 
 def without_deepspeed(line: str) -> ResolvedConfig:
@@ -180,11 +119,6 @@ def test_the_momentum_of_an_sgd_block_is_the_flags(params, line, momentum, sourc
     assert found.config["optimizer"]["params"]["momentum"] == momentum
     assert (found.run.sgd_momentum, found.run.sources["sgd_momentum"]) == (momentum, source)
     assert found.optimizer_params == {"momentum": momentum}
-
-
-def test_the_momentum_of_an_sgd_block_contradicts_a_given_flag():
-    with pytest.raises(UsageError, match=r"momentum is 0\.7 but --sgd_momentum says"):
-        resolved({"momentum": 0.7}, "--sgd_momentum 0.8", kind="SGD")
 
 
 def test_a_block_of_another_optimizer_is_adopted():
