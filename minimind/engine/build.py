@@ -61,6 +61,7 @@ MODELS = {  # DeepSpeed's models of sections
     "WandbConfig": "wandb",
     "CSVConfig": "csv_monitor",
     "CometConfig": "comet",
+    "DeepSpeedThroughputTimerConfig": "timers.throughput",
 }
 PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
@@ -285,11 +286,11 @@ def require_accepted(resolved: ResolvedConfig, device: str) -> None:
     if fault := unbuildable_optimizer(resolved.config, device):
         raise UsageError(f"{resolved.path}: {fault}")
     if reason := _refusal(resolved.config):
-        raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {reason}; {CORRECT}")
+        raise UsageError(f"{resolved.path}: DeepSpeed refuses {reason}; {CORRECT}")
 
 
 def _refusal(config: Mapping[str, Any]) -> str:
-    """Return why `config`, its optimizer or its scheduler cannot be built; empty if they can.
+    """Return what of `config` cannot be built, and why; empty if all can.
 
     The global batch size is left out: it was checked before, and does not fit one process.
     """
@@ -298,21 +299,23 @@ def _refusal(config: Mapping[str, Any]) -> str:
     from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import ValidationError
 
+    part = "it"
     try:
         DeepSpeedConfig({key: deepcopy(value) for key, value in config.items() if key != BATCH})
-        block = config.get("optimizer", {})
+        part, block = "optimizer.params", config.get("optimizer", {})
         name, params = optimizer_name(block.get("type")), block.get("params", {})
         optimizer = trial_optimizer(name, params)
         if name in ADAM_TYPES and params.get("torch_adam") is not True:
             factory = DeepSpeedCPUAdam if offloads(config, "optimizer") else FusedAdam
             signature(factory).bind([], **{k: v for k, v in params.items() if k not in NOT_PASSED})
         if "scheduler" in config:
+            part = "scheduler.params"
             factory = getattr(lr_schedules, config["scheduler"]["type"])
             factory(optimizer, **config["scheduler"].get("params", {}))
     except ValidationError as error:
         return format_model_fault(MODELS.get(error.title, error.title), error.errors()[0])
     except Exception as error:  # its parsers raise many types
-        return without_those_of(first_lines(error, None), config)
+        return f"{part}: {without_those_of(first_lines(error, None), config)}"
     return ""
 
 

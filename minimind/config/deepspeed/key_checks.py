@@ -118,7 +118,9 @@ def key_faults(config: Mapping[str, Any], path: str) -> Iterator[Fault]:
         yield Fault(name, f"{path}: {name} {fault}")
 
 
-def _unknown(section: str, block: Any, names: Iterable[str]) -> dict[str, str]:
+def _unknown(
+    section: str, block: Any, names: Iterable[str], what: str = f"key of DeepSpeed {VERSION}"
+) -> dict[str, str]:
     """What is wrong with the names in a section, and in the sections in it."""
     faults: dict[str, str] = {}
     for written in block if isinstance(block, Mapping) else ():
@@ -130,7 +132,7 @@ def _unknown(section: str, block: Any, names: Iterable[str]) -> dict[str, str]:
             other = FIELD_NAMES[name]
             faults[name] = f"is another name of {other}, which is there too; remove one"
         elif written not in names:
-            faults[name] = f"is no key of DeepSpeed {VERSION}; {_advice(written, names, section)}"
+            faults[name] = f"is no {what}; {_advice(written, names, section)}"
         elif name in SECTIONS and not name.endswith(".params"):
             faults |= _unknown(name, block[written], [key.name for key in SECTIONS[name]])
     return faults
@@ -152,7 +154,7 @@ def _block_faults(
         advice = _near(kind, params_of) or "write one of these"
         return {f"{block}.type": f"is {_shown(kind)}, not one of {', '.join(params_of)}; {advice}"}
     params = written.get("params", {})
-    faults = _unknown(f"{block}.params", params, params_of[name].split())
+    faults = _unknown(f"{block}.params", params, params_of[name].split(), f"parameter of {name}")
     if name == "OneCycle" and isinstance(params, Mapping):
         for needed in ("cycle_min_lr", "cycle_max_lr"):
             if needed not in params:

@@ -233,7 +233,9 @@ RULES = (
         '{key} ({by}), and what is on a disk has no checkpoints; write "cpu"',
     ),
     Rule(
-        f"{OFFLOAD}.ratio", lambda f: _is_part(f) and f.stage != 3, "{key} and {stage}; remove it"
+        f"{OFFLOAD}.ratio",
+        lambda f: _is_part(f) and f.stage != 3,
+        "{key} and {stage}, and it needs stage 3; remove it",
     ),
     Rule(
         f"{OFFLOAD}.ratio",
@@ -248,8 +250,12 @@ RULES = (
     ),
     Rule(
         GRAD_NORM,
-        lambda f: f[GRAD_NORM] is False and (f.number("gradient_clipping") or 0) > 0,
-        "{key} beside {grad_clip}; remove it, or clip nothing: 0",
+        lambda f: (
+            f[GRAD_NORM] is False
+            and (f.number("gradient_clipping") or 0) > 0
+            and {"clipping": f["gradient_clipping"]}
+        ),
+        "{key} beside gradient_clipping = {clipping}; remove it, or set that to 0",
     ),
     Rule(
         GRAD_NORM,
@@ -421,7 +427,7 @@ def tensor_parallel_faults(f: Facts) -> Iterator[Fault]:
         f"{PARAMS}torch_adam is false": (torch_adam is False, "remove it"),
         "flops_profiler": (f["flops_profiler.enabled"] is True, "switch it off"),
         # DeepSpeed 0.19.8 then counts the gradients of the first rank only.
-        f"{ZERO}stage is 0 in bfloat16": (
+        f"{ZERO}stage is 0 with {given(run, 'dtype')}": (
             f.stage == 0 and run.dtype == "bfloat16",
             "use stage 1, which needs less memory",
         ),

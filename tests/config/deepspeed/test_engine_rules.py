@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import minimind.train  # noqa: F401 (a module that is called)
+from minimind.config.deepspeed.document import put
+from minimind.config.deepspeed.keys import Facts
 from minimind.config.deepspeed.resolve import resolve
-from minimind.config.deepspeed.rules import remedy_for, tensor_parallel_faults
-from minimind.config.deepspeed.values import Facts, put
+from minimind.config.deepspeed.rules import tensor_parallel_faults
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.errors import UsageError
@@ -80,13 +81,6 @@ def test_the_closest_right_one_is_taken(edits, device):
     assert resolved(edits, device).backend == "deepspeed"
 
 
-def test_the_remedy_names_the_key_that_is_mentioned_first():
-    config = {"bf16": {"bf16_optimizer_states": True, "enabled": True}}
-    report = "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."
-    assert remedy_for(config, report) == "change or remove bf16.bf16_optimizer_states"
-    assert remedy_for(config, "no") == "correct the file"
-
-
 # --- of a start ---------------------------------------------------------------------------------
 
 
@@ -143,9 +137,8 @@ def of_tensors(line: str, edits: dict[str, Any]) -> list[str]:
     config: dict[str, Any] = {"zero_optimization": {"stage": 2}}
     for key, value in edits.items():
         put(config, key, value)
-    return tensor_parallel_faults(
-        Facts(config, parse_flags(line.split()), 2, "cpu", path="ds.json")
-    )
+    facts = Facts(config, parse_flags(line.split()), 2, "cpu", path="ds.json")
+    return [fault.sentence for fault in tensor_parallel_faults(facts)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
