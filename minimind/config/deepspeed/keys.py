@@ -107,14 +107,6 @@ class Facts:
         """DeepSpeed's type of the optimizer block; empty without one."""
         return optimizer_name(self["optimizer.type"]) or ""
 
-    def takes(self, param: str) -> bool:
-        """Whether the optimizer of the file has the parameter."""
-        return param in OPTIMIZER_PARAMS.get(self.optimizer, "").split()
-
-    def schedules(self, *types: str) -> bool:
-        """Whether the scheduler of the file is of one of these types."""
-        return self["scheduler.type"] in types
-
     @property
     def own_adam(self) -> list[str]:
         """Parameters in the file that only DeepSpeed's Adam has."""
@@ -265,28 +257,56 @@ def _named(kind: str, names: str, stages: str = "0123") -> tuple[Key, ...]:
     return tuple(Key(name, kind, stages=stages) for name in names.split())
 
 
-_NO_LOADER = "rows come from this package's loader, which has no partial batch"
-_NO_SAVING = "checkpoints are written in this package's own format"
-_NO_DIVISION = "this package names the layers that are divided"
-_NO_NVME = "nothing is kept on NVMe here"
-_NO_STATE = "its optimizer cannot be checkpointed"
-_NO_MASTERS = "every checkpoint holds the fp32 weights, which this gives up"
-_NO_READER = "DeepSpeed never reads it"
-_DTYPES = ("fp32", "fp16", "bf16", None)
-_LOG_LEVELS = ("debug", "info", "warning", "error", "critical", None)
-_FP32 = tuple(name for name, dtype in DTYPES.items() if dtype == "float32")
-_DEVICES = ("none", "cpu", "nvme")
-_TORCHS = _fixed(True, "derived: an optimizer of torch's")
-_NO_WAIT = _fixed(False, "derived: it would wait for the device")
-_NO_STAGE = _fixed(0, "DeepSpeed's default: no stage is named")
-_NOT_SAVED = _fixed(False, "derived: DeepSpeed saves nothing")
-_FIXED_BETAS = _fixed(False, "derived: the betas are beta1 and beta2")
-
-
 def _is_adam(f: Facts) -> bool:
     return f.optimizer in ADAM_TYPES
 
 
+def _is_of_torch(f: Facts) -> bool:
+    return f.optimizer in IN_TORCH
+
+
+def _offloads_optimizer(f: Facts) -> bool:
+    return offloads(f.config, "optimizer")
+
+
+def _is_tensor_parallel(f: Facts) -> bool:
+    return f.run.tensor_parallel > 1
+
+
+def _takes(param: str) -> Callable[[Facts], bool]:
+    return lambda f: param in OPTIMIZER_PARAMS.get(f.optimizer, "").split()
+
+
+def _schedules(*types: str) -> Callable[[Facts], bool]:
+    return lambda f: f["scheduler.type"] in types
+
+
+# What the table says of several keys.
+_BILLION, _TRUE, _ZERO, _NONE = _fixed(10**9), _fixed(True), _fixed(0.0), _fixed("none")
+_EPS = _fixed(1e-8, "AdamW's default")
+_UNTESTED = _fixed(True, "derived: an optimizer of torch's")
+_NO_WAIT = _fixed(False, "derived: it would wait for the device")
+_NO_STAGE = _fixed(0, "DeepSpeed's default: no stage is named")
+_NOT_SAVED = _fixed(False, "derived: DeepSpeed saves nothing")
+_FIXED_BETAS = _fixed(False, "derived: the betas are beta1 and beta2")
+_WARMS = _schedules("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_PEAKS, _ENDS = _schedules("WarmupLR", "WarmupDecayLR"), _schedules(*_DECAYING)
+_DTYPES = ("fp32", "fp16", "bf16", None)
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical", None)
+_FP32 = tuple(name for name, dtype in DTYPES.items() if dtype == "float32")
+_DEVICES = ("none", "cpu", "nvme")
+_RECOMPUTED = "--gradient_checkpointing is the switch"
+_LOADER = "rows come from this package's loader, which has no partial batch"
+_FORMAT = "checkpoints are written in this package's own format"
+_LAYERS = "this package names the layers that are divided"
+_DISK = "nothing is kept on NVMe here"
+_MEAN = "the loss is a mean over all processes"
+_STATE = "its optimizer cannot be checkpointed"
+_MASTERS = "every checkpoint holds the fp32 weights, which this gives up"
+_UNREAD = "DeepSpeed never reads it"
+_TRAINED = "every weight is trained"
+_MUON = "DeepSpeed's own Muon is not used"
+_SKIPPED = "a step with a gradient that is not finite is skipped"
 # The sections of which every key is known, in the order in which values are adopted. DeepSpeed
 # ignores other names in them, but for zero_optimization, bf16 and fp16, whose models refuse them
 # without a suggestion.
@@ -296,18 +316,8 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key(MICRO_BATCH, "int|null", "batch_size", _micro_batch, _always),
         Key(ACCUMULATION, "int|null", "accumulation_steps", _accumulation, _always),
         Key("gradient_clipping", "number", "grad_clip", needed=_always),  # DeepSpeed's is 1.0
-        Key(
-            "zero_allow_untested_optimizer",
-            "bool",
-            fill=_TORCHS,
-            needed=lambda f: f.optimizer in IN_TORCH,
-        ),
-        Key(
-            "zero_force_ds_cpu_optimizer",
-            "bool",
-            fill=_cpu_optimizer,
-            needed=lambda f: offloads(f.config, "optimizer"),
-        ),
+        Key("zero_allow_untested_optimizer", "bool", "", _UNTESTED, _is_of_torch),
+        Key("zero_force_ds_cpu_optimizer", "bool", "", _cpu_optimizer, _offloads_optimizer),
         Key("steps_per_print", "number|null"),
         Key("gradient_predivide_factor", "number"),
         Key("communication_data_type", _DTYPES),
@@ -319,31 +329,22 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         *_named("object", "torch_autocast hybrid_engine expert_parallel data_efficiency"),
         *_named("object", "autotuning"),
         # These have no effect here.
-        Key(
-            "activation_checkpointing",
-            only=(False, None, {}),
-            why="--gradient_checkpointing is the switch",
-        ),
-        Key("aio", only=(None, {}), why=_NO_NVME),
-        Key("checkpoint", only=(False, None, {}), why=_NO_SAVING),
+        Key("activation_checkpointing", only=(False, None, {}), why=_RECOMPUTED),
+        Key("aio", only=(None, {}), why=_DISK),
+        Key("checkpoint", only=(False, None, {}), why=_FORMAT),
         Key("compile", only=(False, {}), why="--compile on is the switch"),
-        Key("datastates_ckpt", why=_NO_SAVING),
+        Key("datastates_ckpt", why=_FORMAT),
         Key("pipeline", only=(None, {}), why="its engine needs ZeRO below stage 2"),
-        Key("tensor_parallel", only=(False, None, {}), why=_NO_DIVISION),
+        Key("tensor_parallel", only=(False, None, {}), why=_LAYERS),
         Key("weight_quantization", only=(False, {}), why="weights are not quantized in training"),
-        Key("dataloader_drop_last", only=(False,), why=_NO_LOADER),
-        Key("disable_allgather", only=(False,), why=_NO_READER),
+        Key("dataloader_drop_last", only=(False,), why=_LOADER),
+        Key("disable_allgather", only=(False,), why=_UNREAD),
         Key("use_data_before_expert_parallelism", only=(False,), why="no group is of experts"),
         Key("seq_parallel_communication_data_type", only=(None,), why="no sequence is split"),
         Key("vocabulary_size", only=(None,), why="--vocab_size says how many tokens there are"),
         # These would change the rows of a process or the mean of the gradients.
         Key("managed_gradient_accumulation", only=(True,), why="DeepSpeed counts accumulation"),
-        Key(
-            "gradient_allreduce_op",
-            ("mean", "sum"),
-            only=("mean",),
-            why="the loss is a mean over all processes",
-        ),
+        Key("gradient_allreduce_op", ("mean", "sum"), only=("mean",), why=_MEAN),
         Key("sequence_parallel_size", only=(1,), why="--sequence_parallel divides rows"),
         Key("data_parallel_size", only=(1,), why="the launcher says how many processes there are"),
     ),
@@ -352,14 +353,14 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("overlap_comm", "bool|null", fill=_overlap, stages="123"),
         Key("reduce_bucket_size", "whole", fill=_bucket, stages="123"),
         Key("allgather_bucket_size", "whole", fill=_bucket, stages="12"),
-        Key("sub_group_size", "whole", fill=_fixed(10**9), stages="3"),
+        Key("sub_group_size", "whole", fill=_BILLION, stages="3"),
         Key("stage3_prefetch_bucket_size", "whole", fill=_prefetch, stages="3"),
         Key("stage3_param_persistence_threshold", "whole", fill=_persistence, stages="3"),
-        Key("stage3_max_live_parameters", "whole", fill=_fixed(10**9), stages="3"),
-        Key("stage3_max_reuse_distance", "whole", fill=_fixed(10**9), stages="3"),
+        Key("stage3_max_live_parameters", "whole", fill=_BILLION, stages="3"),
+        Key("stage3_max_reuse_distance", "whole", fill=_BILLION, stages="3"),
         Key("stage3_gather_16bit_weights_on_model_save", "bool", fill=_NOT_SAVED, stages="3"),
-        Key("contiguous_gradients", "bool", fill=_fixed(True), stages="123"),
-        Key("reduce_scatter", "bool", fill=_fixed(True), stages="12"),
+        Key("contiguous_gradients", "bool", fill=_TRUE, stages="123"),
+        Key("reduce_scatter", "bool", fill=_TRUE, stages="12"),
         Key("compute_grad_norm", "bool", stages="123"),
         Key("offload_optimizer", "object|null", stages="123"),
         Key("offload_param", "object|null", stages="3"),
@@ -372,46 +373,31 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         *_named("", "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential", "3"),
         *_named("", "memory_efficient_linear log_trace_cache_warnings enable_sanity_checks", "3"),
         *_named("", "leaf_module", "3"),
-        Key("allgather_partitions", "bool", fill=_fixed(True), only=(True,), why=_NO_READER),
+        Key("allgather_partitions", "bool", fill=_TRUE, only=(True,), why=_UNREAD),
         Key("elastic_checkpoint", "bool", only=(False,), why="any number of processes resumes"),
         Key("load_from_fp32_weights", "bool", only=(True,), why="checkpoints hold fp32 weights"),
-        Key("pipeline_loading_checkpoint", "bool", only=(False,), why=_NO_SAVING),
+        Key("pipeline_loading_checkpoint", "bool", only=(False,), why=_FORMAT),
         Key("override_module_apply", "bool", only=(True,), why="no module is made in zero.Init"),
-        Key(
-            "zero_quantized_nontrainable_weights",
-            "bool",
-            only=(False,),
-            why="every weight is trained",
-        ),
-        Key(
-            "save_muon_momentum_buffer_in_memory",
-            "bool",
-            only=(False,),
-            why="DeepSpeed's own Muon is not used",
-        ),
-        Key("zenflow", only=(None, False), why=_NO_STATE, stages="12"),
+        Key("zero_quantized_nontrainable_weights", "bool", only=(False,), why=_TRAINED),
+        Key("save_muon_momentum_buffer_in_memory", "bool", only=(False,), why=_MUON),
+        Key("zenflow", only=(None, False), why=_STATE, stages="12"),
     ),
     "zero_optimization.offload_optimizer": (
-        Key("device", _DEVICES, fill=_fixed("none")),
+        Key("device", _DEVICES, fill=_NONE),
         Key("ratio", "number"),
-        Key("super_offload", "bool", only=(False, None), why=_NO_STATE),
+        Key("super_offload", "bool", only=(False, None), why=_STATE),
         *_named("", "pin_memory cpuadam_cores_perc"),
         *_named("", "nvme_path buffer_count pipeline_read pipeline_write fast_init", "nvme"),
     ),
     "zero_optimization.offload_param": (
-        Key("device", _DEVICES, fill=_fixed("none")),
+        Key("device", _DEVICES, fill=_NONE),
         Key("pin_memory"),
         *_named("", "nvme_path buffer_count buffer_size max_in_cpu", "nvme"),
     ),
     "bf16": (
         Key("enabled", "bool", fill=_has_dtype("bfloat16"), needed=_always),
-        Key(
-            "check_grad_overflow",
-            "bool",
-            only=(True, None),
-            why="a step with a gradient that is not finite is skipped",
-        ),
-        Key("bf16_master_weights_and_grads", "bool", only=(False,), why=_NO_MASTERS),
+        Key("check_grad_overflow", "bool", only=(True, None), why=_SKIPPED),
+        Key("bf16_master_weights_and_grads", "bool", only=(False,), why=_MASTERS),
         *_named("", "immediate_grad_update bf16_optimizer_states"),
     ),
     "fp16": (
@@ -421,7 +407,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("initial_scale_power", "whole", fill=_fixed(16)),
         Key("hysteresis", "whole", fill=_fixed(2)),
         Key("min_loss_scale", "whole", fill=_fixed(1)),
-        Key("fp16_master_weights_and_grads", "bool", only=(False,), why=_NO_MASTERS),
+        Key("fp16_master_weights_and_grads", "bool", only=(False,), why=_MASTERS),
         *_named("", "auto_cast consecutive_hysteresis"),
     ),
     "data_types": (
@@ -443,10 +429,10 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
     ),
     "optimizer": (Key("type", "text"), Key("params", "object"), Key("legacy_fusion", "bool")),
     "optimizer.params": (
-        Key("lr", "number", "learning_rate", needed=lambda f: f.takes("lr")),
-        Key("weight_decay", "number", "weight_decay", needed=lambda f: f.takes("weight_decay")),
-        Key("betas", "list", fill=_betas, needed=lambda f: f.takes("betas")),
-        Key("eps", "number", fill=_fixed(1e-8, "AdamW's default")),
+        Key("lr", "number", "learning_rate", needed=_takes("lr")),
+        Key("weight_decay", "number", "weight_decay", needed=_takes("weight_decay")),
+        Key("betas", "list", fill=_betas, needed=_takes("betas")),
+        Key("eps", "number", fill=_EPS),
         Key("torch_adam", "bool", fill=_torch_adam, needed=_is_adam),
         Key("fused", "bool|null", fill=_fused, needed=_is_adam),
         Key("momentum", "number", fill=_momentum),
@@ -460,32 +446,16 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
     ),
     "scheduler": (Key("type", "text"), Key("params", "object")),
     "scheduler.params": (
-        Key("warmup_min_lr", "number|list", fill=_fixed(0.0)),
-        Key(
-            "warmup_max_lr",
-            "number|list|null",
-            "learning_rate",
-            needed=lambda f: f.schedules("WarmupLR", "WarmupDecayLR"),
-        ),
-        Key(
-            "warmup_num_steps",
-            "int",
-            "warmup_steps",
-            _warmup_steps,
-            lambda f: f.schedules("WarmupLR", *_DECAYING),
-        ),
-        Key("total_num_steps", "int", "max_steps", _total_steps, lambda f: f.schedules(*_DECAYING)),
-        Key("warmup_min_ratio", "number", fill=_fixed(0.0)),
-        Key(
-            "cos_min_ratio",
-            "number",
-            "min_lr_ratio",
-            needed=lambda f: f.schedules("WarmupCosineLR"),
-        ),
+        Key("warmup_min_lr", "number|list", fill=_ZERO),
+        Key("warmup_max_lr", "number|list|null", "learning_rate", None, _PEAKS),
+        Key("warmup_num_steps", "int", "warmup_steps", _warmup_steps, _WARMS),
+        Key("total_num_steps", "int", "max_steps", _total_steps, _ENDS),
+        Key("warmup_min_ratio", "number", fill=_ZERO),
+        Key("cos_min_ratio", "number", "min_lr_ratio", None, _schedules("WarmupCosineLR")),
         Key("warmup_type", ("log", "linear")),
         Key("cycle_min_lr", "number|list"),
         Key("cycle_max_lr", "number|list", "learning_rate"),
-        Key("cycle_momentum", "bool", fill=_FIXED_BETAS, needed=lambda f: f.schedules("OneCycle")),
+        Key("cycle_momentum", "bool", "", _FIXED_BETAS, _schedules("OneCycle")),
         Key("lr_range_test_min_lr", "number|list", "learning_rate"),
         Key("lr_range_test_staircase", "bool"),
         *_named("int", "last_batch_iteration decay_step_size lr_range_test_step_size"),
@@ -510,10 +480,8 @@ READ: dict[str, tuple[Key, ...]] = {
     "hybrid_engine": (
         Key("enabled", "bool", only=(False,), why="DeepSpeed generates no text in training"),
     ),
-    "tensor_parallel": (
-        Key("autotp_size", "whole", "tensor_parallel", needed=lambda f: f.run.tensor_parallel > 1),
-    ),
-    "tensor_parallel.tp": (Key("tp_size", "whole", only=(1,), why=_NO_DIVISION),),
+    "tensor_parallel": (Key("autotp_size", "whole", "tensor_parallel", None, _is_tensor_parallel),),
+    "tensor_parallel.tp": (Key("tp_size", "whole", only=(1,), why=_LAYERS),),
     "timers.throughput": (
         Key("enabled", "bool"),
         Key("synchronized", "bool", fill=_NO_WAIT, needed=_always),

@@ -16,7 +16,7 @@ from math import gcd
 from typing import Any
 
 from minimind.config.checks import given
-from minimind.config.deepspeed.document import AUTO, MISSING, get, offloads
+from minimind.config.deepspeed.document import MISSING, get, offloads
 from minimind.config.deepspeed.key_checks import Fault, is_one_of
 from minimind.config.deepspeed.keys import (
     BATCH,
@@ -37,48 +37,31 @@ from minimind.runtime.terminal import first_lines
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination that is refused, which the key `key` of the file is part of.
+    """A combination that is refused, which each of `keys` may be part of.
 
     In the sentence `{key}` is the key as `name is value`, `{stage}` the ZeRO stage with its source,
     and the name of a flag is that flag as `name = value (source)`. Other names are values that
     `when` returns in place of true.
     """
 
-    key: str
-    when: Callable[[Facts], object]
+    keys: str
+    when: Callable[[Facts, str], object]
     sentence: str
 
     def __call__(self, facts: Facts) -> Iterator[Fault]:
-        """Yield the fault if the file breaks the rule."""
-        if not (values := self.when(facts)):
-            return
-        words = {name: given(facts.run, name) for name in FLAGS}
-        words["key"] = f"{self.key} is {json.dumps(facts[self.key], default=str)}"
-        words["stage"] = f"stage is {facts.stage} ({facts.sources[f'{ZERO}stage']})"
-        sentence = self.sentence.format_map(words | (values if isinstance(values, dict) else {}))
-        yield Fault(self.key, f"{facts.path}: {sentence}")
+        """Yield a fault for each key with which the file breaks the rule."""
+        for key in self.keys.split():
+            if not (values := self.when(facts, key)):
+                continue
+            words: dict[str, Any] = {name: given(facts.run, name) for name in FLAGS}
+            words["key"] = f"{key} is {json.dumps(facts[key], default=str)}"
+            words["stage"] = f"stage is {facts.stage} ({facts.sources[f'{ZERO}stage']})"
+            words |= values if isinstance(values, dict) else {}
+            yield Fault(key, f"{facts.path}: {self.sentence.format_map(words)}")
 
 
-def _each(keys: str, when: Callable[[Facts, str], object], sentence: str) -> list[Rule]:
-    """A rule for each of these keys."""
-    return [Rule(key, lambda f, key=key: when(f, key), sentence) for key in keys.split()]
-
-
-def _is_on(f: Facts, key: str) -> bool:
-    return f[key] is True
-
-
-def _is_set(f: Facts, key: str) -> bool:
-    return f[key] not in (MISSING, None, False, 0)
-
-
-def _is_below(least: float) -> Callable[[Facts, str], object]:
+def _is_below(least: float) -> Callable[[Facts, str], bool]:
     return lambda f, key: (number := f.number(key)) is not None and number < least
-
-
-def _is_part(f: Facts) -> bool:
-    """Whether a part of the optimizer is offloaded."""
-    return f.number(f"{ZERO}offload_optimizer.ratio") not in (None, 1)
 
 
 def _is_own_adam(f: Facts) -> bool:
@@ -90,10 +73,9 @@ def _scatters(f: Facts) -> bool:
     return f.stage >= 2 and f[f"{ZERO}reduce_scatter"] in (MISSING, True)
 
 
-def _other_batch(f: Facts) -> dict[str, Any]:
-    run, total = f.run, f[BATCH]
-    in_step = run.rows_per_step(f.world_size)
-    if total == in_step or not isinstance(total, int):
+def _other_batch(f: Facts, key: str) -> dict[str, Any]:
+    run, in_step = f.run, f.run.rows_per_step(f.world_size)
+    if f[key] == in_step or not isinstance(f[key], int):
         return {}
     rows, processes = run.micro_batch_rows(f.world_size), run.parallel(f.world_size).data_size
     return {
@@ -102,52 +84,64 @@ def _other_batch(f: Facts) -> dict[str, Any]:
     }
 
 
-def _short_warmup(f: Facts) -> bool:
+def _short_warmup(f: Facts, key: str) -> bool:
     """Whether the flag says a warm-up that the file's scheduler lengthens."""
     is_short = f.run.is_explicit("warmup_steps") and f.run.warmup_steps in (0, 1)
     return is_short and f[f"{RATE}warmup_num_steps"] == 2
 
 
-def _ends_in_warmup(f: Facts) -> dict[str, Any]:
-    warmup, total = f[f"{RATE}warmup_num_steps"], f[TOTAL_STEPS]
+def _ends_in_warmup(f: Facts, key: str) -> dict[str, Any]:
+    warmup, total = f[f"{RATE}warmup_num_steps"], f[key]
     total = f.run.max_steps if total is MISSING else total
-    is_counted = f.sources.get(TOTAL_STEPS) != UNCOUNTED
+    is_counted = f.sources.get(key) != UNCOUNTED
     if not (isinstance(warmup, int) and isinstance(total, int) and total < warmup and is_counted):
         return {}
     by = f.run.sources["max_steps"] if total == f.run.max_steps else "the steps of the run"
-    return {"total": total, "by": by, "warmup": warmup, "source": f.run.sources["warmup_steps"]}
+    source = f.run.sources["warmup_steps"]
+    return {"end": f"{key} = {total} ({by})", "warmup": f"warmup_num_steps = {warmup} ({source})"}
 
 
-def _another_dtype(f: Facts) -> dict[str, Any]:
-    dtype = DTYPES.get(str(f["data_types.param_dtype"]), f.run.dtype)
+def _offloads_too_early(least: int) -> Callable[[Facts, str], object]:
+    def when(f: Facts, key: str) -> object:
+        is_early = offloads(f.config, key.rpartition("_")[2]) and f.stage < least
+        return is_early and {"offload": f"{key} ({f.sources[f'{key}.device']})"}
+
+    return when
+
+
+def _another_dtype(f: Facts, key: str) -> dict[str, Any]:
+    dtype = DTYPES.get(str(f[key]), f.run.dtype)
     return {"needed": dtype} if dtype != f.run.dtype else {}
 
 
-def _normalizes(f: Facts) -> bool:
+def _scales_with_gradient(f: Facts, key: str) -> bool:
+    """Whether the size of an update under muP follows the gradient."""
     flag = FLAG_OF_TYPE.get(f.optimizer)
-    return flag is None or OPTIMIZERS[flag].normalizes
+    return f.run.mup_base_dim is not None and flag is not None and not OPTIMIZERS[flag].normalizes
 
 
-def _loses_savings(f: Facts, key: str) -> bool:
-    """Whether a key would not save the memory or traffic that it promises, below stage 3."""
-    return f.stage < 3 and f[key] not in (MISSING, AUTO) and not is_one_of(f[key], (False, 1))
+def _lacks_package(f: Facts, key: str) -> object:
+    package = PACKAGES[key.partition(".")[0]]
+    is_lacking = f[key] is True and find_spec(package) is None
+    return is_lacking and {"package": package, "install": install_packages(package)}
 
 
 # Blocks that import a package when the engine is built.
 PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
 OFFLOAD, GRAD_NORM = f"{ZERO}offload_optimizer", f"{ZERO}compute_grad_norm"
+QUANTIZED = f"{ZERO}zero_quantized_weights {ZERO}zero_quantized_gradients"
 RULES = (
     Rule(
         BATCH,
         _other_batch,
         '{key}, but {product}; write "auto" there, or change --batch_size or --accumulation_steps',
     ),
-    *_each(
+    Rule(
         f"{RATE}cycle_min_mom {RATE}cycle_max_mom {RATE}decay_mom_rate",
         lambda f, key: f[key] is not MISSING and f[f"{RATE}cycle_momentum"] is False,
         "{key} and cycle_momentum is false, which ignores it; write true, or remove it",
     ),
-    *_each(
+    Rule(
         f"{RATE}warmup_num_steps",
         _is_below(2),
         "{key}, and DeepSpeed's schedulers warm up over 2 steps at least; write 2 or more",
@@ -161,173 +155,155 @@ RULES = (
     Rule(
         TOTAL_STEPS,
         _ends_in_warmup,
-        f"{TOTAL_STEPS} = {{total}} ({{by}}) is less than warmup_num_steps = {{warmup}}"
-        " ({source}); lower the warm-up, or train longer",
+        "{end} is less than {warmup}; lower the warm-up, or train longer",
     ),
-    *_each(
+    Rule(
         f"steps_per_print gradient_predivide_factor {RATE}cycle_first_step_size"
         f" {RATE}lr_range_test_step_size",
-        lambda f, key: (number := f.number(key)) is not None and number <= 0,
+        lambda f, key: f.number(key) == 0 or _is_below(0)(f, key),
         "{key}, not above 0; change it",
     ),
-    *_each(
+    Rule(
         f"{PARAMS}eps {RATE}warmup_min_lr {RATE}cycle_min_lr",
         _is_below(0),
         "{key}, not 0 or above; change it",
     ),
     Rule(
         "flops_profiler.enabled",
-        lambda f: f.run.compile == "on" and f["flops_profiler.enabled"] is True,
+        lambda f, key: f.run.compile == "on" and f[key] is True,
         "{key}, and in a model that is compiled the profiler miscounts and has it compiled again"
         " and again; {compile.drop}, or switch the profiler off",
     ),
     Rule(
         f"{ZERO}stage",
-        lambda f: f.run.compile == "on" and f.stage == 3,
-        "{stage}, and with {compile} its hooks in every module would be compiled again and again;"
+        lambda f, key: f.run.compile == "on" and f.stage == 3,
+        "{key}, and with {compile} its hooks in every module would be compiled again and again;"
         " {compile.drop}, or use stage 2",
     ),
     Rule(
         f"{ZERO}stage",
-        lambda f: f.run.dtype == "float16" and f.stage == 0 and f.device != "cpu",
+        lambda f, key: f.run.dtype == "float16" and f.stage == 0 and f.device != "cpu",
         "{dtype} trains incorrectly at ZeRO stage 0 in DeepSpeed 0.19.8 (gradients are unscaled"
         " that were never scaled); use bfloat16, or stage 1 to 3",
     ),
     Rule(
         "data_types.grad_accum_dtype",
-        lambda f: (
-            f["data_types.grad_accum_dtype"] == "fp32" and (f.run.dtype, f.stage) == ("bfloat16", 0)
-        ),
-        "{key} in bfloat16 at stage 0, which DeepSpeed 0.19.8 has not implemented; use stage 1, 2"
-        " or 3",
+        lambda f, key: (f[key], f.run.dtype, f.stage) == ("fp32", "bfloat16", 0),
+        "{key} in bfloat16, and {stage}, which DeepSpeed 0.19.8 has not implemented; use stage 1"
+        " to 3",
     ),
     Rule(
         "optimizer.type",
-        lambda f: (
-            f.optimizer == "Lion" and f.device == "cpu" and not offloads(f.config, "optimizer")
+        lambda f, key: (
+            (f[key], f.device) == ("Lion", "cpu") and not offloads(f.config, "optimizer")
         ),
         "{key}, which runs on a CPU only with offload_optimizer; remove the block, and use"
         " --optimizer lion",
     ),
     Rule(
-        OFFLOAD,
-        lambda f: (
-            offloads(f.config, "optimizer")
-            and f.stage < 1
-            and {"by": f.sources[f"{OFFLOAD}.device"]}
-        ),
-        f"{OFFLOAD} ({{by}}) needs stage 1 or above and {{stage}}; change one",
+        OFFLOAD, _offloads_too_early(1), "{offload} needs stage 1 or above and {stage}; change one"
     ),
     Rule(
         f"{ZERO}offload_param",
-        lambda f: (
-            offloads(f.config, "param")
-            and f.stage < 3
-            and {"by": f.sources[f"{ZERO}offload_param.device"]}
-        ),
-        f"{ZERO}offload_param ({{by}}) needs stage 3 or above and {{stage}}; change one",
+        _offloads_too_early(3),
+        "{offload} needs stage 3 or above and {stage}; change one",
     ),
-    *_each(
+    Rule(
         f"{OFFLOAD}.device {ZERO}offload_param.device",
         lambda f, key: f[key] == "nvme" and {"by": f.sources[key]},
         '{key} ({by}), and what is on a disk has no checkpoints; write "cpu"',
     ),
     Rule(
         f"{OFFLOAD}.ratio",
-        lambda f: _is_part(f) and f.stage != 3,
+        lambda f, key: f.number(key) not in (None, 1) and f.stage != 3,
         "{key} and {stage}, and it needs stage 3; remove it",
     ),
     Rule(
         f"{OFFLOAD}.ratio",
-        lambda f: _is_part(f) and not (_is_own_adam(f) and offloads(f.config, "optimizer")),
+        lambda f, key: (
+            f.number(key) not in (None, 1)
+            and not (_is_own_adam(f) and offloads(f.config, "optimizer"))
+        ),
         "{key}, which needs DeepSpeed's own Adam on the CPU; remove it, or write"
         ' "torch_adam": false in an AdamW block',
     ),
     Rule(
         GRAD_NORM,
-        lambda f: f[GRAD_NORM] is False and f.stage in (0, 3),
+        lambda f, key: f[key] is False and f.stage in (0, 3),
         "{key}, which this stage refuses ({stage}); remove it",
     ),
     Rule(
         GRAD_NORM,
-        lambda f: (
-            f[GRAD_NORM] is False
-            and (f.number("gradient_clipping") or 0) > 0
-            and {"clipping": f["gradient_clipping"]}
-        ),
-        "{key} beside gradient_clipping = {clipping}; remove it, or set that to 0",
+        lambda f, key: f[key] is False and f.run.grad_clip > 0,
+        "{key} beside gradient_clipping = {grad_clip.value}; remove it, or set that to 0",
     ),
     Rule(
         GRAD_NORM,
-        lambda f: f[GRAD_NORM] is False and offloads(f.config, "optimizer"),
+        lambda f, key: f[key] is False and offloads(f.config, "optimizer"),
         f"{{key}} beside {OFFLOAD}; remove one",
     ),
     Rule(
         "gradient_predivide_factor",
-        lambda f: _scatters(f) and f["gradient_predivide_factor"] not in (MISSING, 1),
+        lambda f, key: _scatters(f) and f[key] not in (MISSING, 1),
         '{key} beside reduce_scatter, and {stage}; remove it, or write "reduce_scatter": false',
     ),
     Rule(
         "prescale_gradients",
-        lambda f: _scatters(f) and f["prescale_gradients"] is True,
+        lambda f, key: _scatters(f) and f[key] is True,
         '{key} beside reduce_scatter, and {stage}; remove it, or write "reduce_scatter": false',
     ),
     Rule(
         f"{ZERO}round_robin_gradients",
-        lambda f: f[f"{ZERO}round_robin_gradients"] is True and f.stage == 3,
+        lambda f, key: f[key] is True and f.stage == 3,
         "{key}, which is for stages 1 and 2, and {stage}; remove it",
     ),
-    *_each(
-        f"{ZERO}zero_hpz_partition_size {ZERO}zero_quantized_weights"
-        f" {ZERO}zero_quantized_gradients",
-        _loses_savings,
+    Rule(
+        f"{ZERO}zero_hpz_partition_size {QUANTIZED}",
+        lambda f, key: f.stage < 3 and f[key] is not MISSING and not is_one_of(f[key], (False, 1)),
         '{key}, which only stage 3 supports, and {stage}; remove it, or write "stage": 3',
     ),
-    *_each(
-        f"{ZERO}zero_quantized_weights {ZERO}zero_quantized_gradients"
-        f" {ZERO}stage3_module_granularity_threshold",
-        lambda f, key: f.device == "cpu" and f.stage == 3 and _is_set(f, key),
+    Rule(
+        f"{QUANTIZED} {ZERO}stage3_module_granularity_threshold",
+        lambda f, key: f.device == "cpu" and f.stage == 3 and f[key] not in (MISSING, None, 0),
         "{key} and needs a GPU; remove it",
     ),
     Rule(
         f"{ZERO}allgather_bucket_size",
-        lambda f: f.stage in (1, 2) and (f.number(f"{ZERO}allgather_bucket_size") or 0) % 2,
+        lambda f, key: f.stage in (1, 2) and (f.number(key) or 0) % 2,
         "{key}, an odd number; write an even one",
     ),
     Rule(
         "scheduler",
-        lambda f: f.run.muon and f["scheduler"] is not MISSING,
+        lambda f, key: f.run.muon and f[key] is not MISSING,
         "scheduler sets one learning rate, and {optimizer} has two; take a file without the block,"
         " and use --schedule",
     ),
     Rule(
         OFFLOAD,
-        lambda f: f.run.muon and offloads(f.config, "optimizer"),
+        lambda f, key: f.run.muon and offloads(f.config, "optimizer"),
         f"{OFFLOAD} is not supported with {{optimizer}}; take a file without it, or use AdamW",
     ),
     Rule(
         "optimizer.type",
-        lambda f: f.run.mup_base_dim and not _normalizes(f),
+        _scales_with_gradient,
         "{key}, and {mup_base_dim} has rates for optimizers that normalize the gradient; use AdamW,"
         " or {mup_base_dim.drop}",
     ),
     Rule(
         f"{PARAMS}adam_w_mode",
-        lambda f: (
-            f.run.mup_base_dim and f.optimizer == "Adam" and f[f"{PARAMS}adam_w_mode"] is False
-        ),
+        lambda f, key: f.run.mup_base_dim and f.optimizer == "Adam" and f[key] is False,
         "{key}, and {mup_base_dim} scales a decoupled weight decay; remove it, or"
         " {mup_base_dim.drop}",
     ),
     Rule(
         "scheduler",
-        lambda f: f.run.mup_base_dim and f["scheduler"] is not MISSING,
+        lambda f, key: f.run.mup_base_dim and f[key] is not MISSING,
         "scheduler sets one learning rate, and {mup_base_dim} sets several; remove the block, and"
         " use --schedule",
     ),
     Rule(
         f"{PARAMS}amsgrad",
-        lambda f: _is_own_adam(f) and f[f"{PARAMS}amsgrad"] is True,
+        lambda f, key: f[key] is True and _is_own_adam(f),
         '{key}, and only torch\'s Adam has it; write "torch_adam": true, or remove it',
     ),
     Rule(
@@ -335,16 +311,47 @@ RULES = (
         _another_dtype,
         "{key}, and {dtype}; remove it, or give --dtype {needed}",
     ),
-    *(
-        Rule(
-            f"{block}.enabled",
-            lambda f, block=block: (
-                f[f"{block}.enabled"] is True and find_spec(PACKAGES[block]) is None
-            ),
-            f"{{key}} and the package {package} is not installed; remove the block, or"
-            f" {install_packages(package)}",
-        )
-        for block, package in PACKAGES.items()
+    Rule(
+        "wandb.enabled comet.enabled tensorboard.enabled",
+        _lacks_package,
+        "{key} and the package {package} is not installed; remove the block, or {install}",
+    ),
+    Rule(
+        f"{ZERO}stage",
+        lambda f, key: f.run.tensor_parallel > 1 and f.stage == 3,
+        "{key}, which is not supported with {tensor_parallel}; use stage 0, 1 or 2, or"
+        " {tensor_parallel.drop}",
+    ),
+    # DeepSpeed 0.19.8 then counts the gradients of the first rank only.
+    Rule(
+        f"{ZERO}stage",
+        lambda f, key: f.run.tensor_parallel > 1 and (f.run.dtype, f.stage) == ("bfloat16", 0),
+        "{key}, which is not supported with {dtype} and {tensor_parallel}; use stage 1, which needs"
+        " less memory, or {tensor_parallel.drop}",
+    ),
+    Rule(
+        OFFLOAD,
+        lambda f, key: f.run.tensor_parallel > 1 and offloads(f.config, "optimizer"),
+        f"{OFFLOAD} is not supported with {{tensor_parallel}}; remove it, or"
+        " {tensor_parallel.drop}",
+    ),
+    Rule(
+        f"{ZERO}round_robin_gradients flops_profiler.enabled",
+        lambda f, key: f.run.tensor_parallel > 1 and f[key] is True,
+        "{key}, which is not supported with {tensor_parallel}; switch it off, or"
+        " {tensor_parallel.drop}",
+    ),
+    Rule(
+        f"{GRAD_NORM} {PARAMS}torch_adam",
+        lambda f, key: f.run.tensor_parallel > 1 and f[key] is False,
+        "{key}, which is not supported with {tensor_parallel}; remove it, or"
+        " {tensor_parallel.drop}",
+    ),
+    Rule(
+        "data_types.grad_accum_dtype",
+        lambda f, key: f.run.tensor_parallel > 1 and f[key] not in (MISSING, None),
+        "{key}, which is not supported with {tensor_parallel}; remove it, or"
+        " {tensor_parallel.drop}",
     ),
 )
 # DeepSpeed schedulers that support these flags; any other scheduler ignores them.
@@ -366,7 +373,7 @@ def setting_faults(f: Facts) -> Iterator[Fault]:
             yield Fault("", f"{f.path}: {sentence}")
     yield from precision_faults(f.run, f.device)
     yield from unread_flag_faults(f.run)
-    yield from tensor_parallel_faults(f)
+    yield from tensor_parallel_faults(f.run)
 
 
 def ignored_flags(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -412,26 +419,11 @@ def plain_faults(run: RunConfig) -> Iterator[Fault]:
         yield Fault("", f"{flag} needs DeepSpeed; give --deepspeed_config FILE, or drop it")
 
 
-def tensor_parallel_faults(f: Facts) -> Iterator[Fault]:
-    """Yield what is wrong, or not tested, beside tensor parallelism."""
-    run = f.run
+def tensor_parallel_faults(run: RunConfig) -> Iterator[Fault]:
+    """Yield the flags beside which tensor parallelism is wrong or not tested."""
     if run.tensor_parallel == 1:
         return
-    torch_adam, accumulated = f[f"{PARAMS}torch_adam"], f["data_types.grad_accum_dtype"]
-    keys = {
-        f"{ZERO}stage is 3": (f.stage == 3, "use stage 0, 1 or 2"),
-        OFFLOAD: (offloads(f.config, "optimizer"), "remove it"),
-        f"{ZERO}round_robin_gradients": (f[f"{ZERO}round_robin_gradients"] is True, "remove it"),
-        f"{GRAD_NORM} is false": (f[GRAD_NORM] is False, "remove it"),
-        "data_types.grad_accum_dtype": (accumulated not in (MISSING, None), "remove it"),
-        f"{PARAMS}torch_adam is false": (torch_adam is False, "remove it"),
-        "flops_profiler": (f["flops_profiler.enabled"] is True, "switch it off"),
-        # DeepSpeed 0.19.8 then counts the gradients of the first rank only.
-        f"{ZERO}stage is 0 with {given(run, 'dtype')}": (
-            f.stage == 0 and run.dtype == "bfloat16",
-            "use stage 1, which needs less memory",
-        ),
-    }
+    flag = given(run, "tensor_parallel")
     flags = {
         "dtype": (run.dtype == "float16", "use bfloat16 or float32"),
         "optimizer": (run.optimizer != "adamw", "use adamw"),
@@ -443,11 +435,9 @@ def tensor_parallel_faults(f: Facts) -> Iterator[Fault]:
         "verify_interval": (run.verify_interval > 0, "drop it"),
         "sequence_parallel": (run.sequence_parallel > 1, "drop it"),
     }
-    excluded = [(f"{f.path}: {key}", remedy) for key, (is_set, remedy) in keys.items() if is_set]
-    excluded += [(given(run, name), remedy) for name, (is_set, remedy) in flags.items() if is_set]
-    flag = given(run, "tensor_parallel")
-    for what, remedy in excluded:
-        sentence = f"{what} is not supported with {flag}; {remedy}, or drop tensor_parallel"
+    excluded = {name: remedy for name, (is_set, remedy) in flags.items() if is_set}
+    for name, remedy in excluded.items():
+        sentence = f"{given(run, name)} is not supported with {flag}; {remedy}, or {flag.drop}"
         yield Fault("", sentence)
     if not excluded:
         yield from _indivisible(run)

@@ -13,7 +13,6 @@ import pytest
 
 import minimind.train  # noqa: F401 (a module that is called)
 from minimind.config.deepspeed.document import put
-from minimind.config.deepspeed.keys import Facts
 from minimind.config.deepspeed.resolve import resolve
 from minimind.config.deepspeed.rules import tensor_parallel_faults
 from minimind.config.parse import parse_flags
@@ -132,29 +131,28 @@ def test_a_tracker_that_deepspeed_cannot_open_is_named(trained: Trained, tmp_pat
     assert "give --report_to wandb" in done.stderr.splitlines()[-1]
 
 
-def of_tensors(line: str, edits: dict[str, Any]) -> list[str]:
-    """Faults of a file with stage 2 and these edits."""
-    config: dict[str, Any] = {"zero_optimization": {"stage": 2}}
-    for key, value in edits.items():
-        put(config, key, value)
-    facts = Facts(config, parse_flags(line.split()), 2, "cpu", path="ds.json")
-    return [fault.sentence for fault in tensor_parallel_faults(facts)]
+def of_tensors(line: str) -> list[str]:
+    return [fault.sentence for fault in tensor_parallel_faults(parse_flags(line.split()))]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_tensor_parallelism_is_taken_at_stages_0_to_2(stage: int):
-    assert of_tensors("--dtype float32 --tensor_parallel 2", {f"{ZERO}stage": stage}) == []
+    line = "--dtype float32 --tensor_parallel 2"
+    found = resolve(
+        document({f"{ZERO}stage": stage}), "ds.json", parse_flags(line.split()), 2, "cpu"
+    )
+    assert found.zero_stage == stage
 
 
 def test_sizes_that_would_divide_the_shape_are_named():
-    fault, other = of_tensors("--dim 384 --n_heads 12 --n_kv_heads 4 --tensor_parallel 3", {})
+    fault, other = of_tensors("--dim 384 --n_heads 12 --n_kv_heads 4 --tensor_parallel 3")
     assert fault.endswith("with this shape 2, 4 would be possible")
     assert other.startswith("hidden_dim = 1024 (default for dim = 384) is not divisible by")
 
 
 def test_the_default_width_of_the_feed_forward_is_divided():
     assert feed_forward_width(576) == 1536
-    assert of_tensors("--dim 576 --n_heads 12 --n_kv_heads 6 --tensor_parallel 3", {}) == []
+    assert of_tensors("--dim 576 --n_heads 12 --n_kv_heads 6 --tensor_parallel 3") == []
 
 
 @pytest.mark.parametrize("dim", [1, 64, 100, 384, 512, 4096])
