@@ -171,8 +171,8 @@ RULES = (
     Rule(
         "flops_profiler.enabled",
         lambda f, key: f.run.compile == "on" and f[key] is True,
-        "{key}, and in a model that is compiled the profiler miscounts and has it compiled again"
-        " and again; {compile.drop}, or switch the profiler off",
+        "{key}, and with {compile} the profiler miscounts and has the model compiled again and"
+        " again; {compile.drop}, or switch the profiler off",
     ),
     Rule(
         f"{ZERO}stage",

@@ -114,7 +114,7 @@ def test_a_model_whose_modules_have_hooks_of_stage_3_is_not_compiled(
 ):
     monkeypatch.setattr(backend_choice, "compiler_fault", lambda *_: "")
     with pytest.raises(
-        UsageError, match=r"stage is 3 .* compile = on \(--compile\) .* drop compile"
+        UsageError, match=r"stage is 3, .* compile = on \(--compile\) .* drop compile"
     ):
         resolved("--compile on", {"zero_optimization.stage": 3})
     for stage in (0, 1, 2):
