@@ -339,24 +339,23 @@ def named(case: dict[str, Any], text: str) -> frozenset[str]:
     return frozenset(p for p in found if not any(q.startswith(f"{p}.") for q in found))
 
 
-def difference(case: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The group of the difference between two answers; empty if they are equal."""
+def differences(case: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The groups of the differences between two answers; empty if they are equal."""
     if old["status"] != new["status"]:
         refused = old if old["status"] else new
         keys = ", ".join(sorted(named(case, refused["text"])))
-        return f"status {old['status']} -> {new['status']}: {keys}"
+        return [f"status {old['status']} -> {new['status']}: {keys}"]
     if old["status"]:
         before, after = named(case, old["text"]), named(case, new["text"])
-        if before == after:
-            return ""
-        gone, come = sorted(before - after), sorted(after - before)
-        return f"named: no longer {', '.join(gone) or '-'}; now also {', '.join(come) or '-'}"
+        word = "instead" if not before & after else "among others"
+        gone = [f"no longer named, {word}: {key}" for key in sorted(before - after)]
+        return gone + [f"now named, {word}: {key}" for key in sorted(after - before)]
     for part in ("config", "flags", "sources", "flag_sources"):
         if old[part] != new[part]:
             keys = {*old[part], *new[part]}
             changed = sorted(k for k in keys if old[part].get(k, "") != new[part].get(k, ""))
-            return f"{part}: {', '.join(changed)}"
-    return ""
+            return [f"{part}: {', '.join(changed)}"]
+    return []
 
 
 def compare(revision: str, count: int, seed: int) -> int:
@@ -378,7 +377,7 @@ def compare(revision: str, count: int, seed: int) -> int:
     after = answers(ROOT, cases)
     groups: dict[str, list[int]] = defaultdict(list)
     for n, (case, old, new) in enumerate(zip(cases, before, after, strict=True)):
-        if group := difference(case, old, new):
+        for group in differences(case, old, new):
             groups[group].append(n)
     accepted = sum(not answer["status"] for answer in before)
     bugs = sum(answer["status"] == 70 for answer in after)

@@ -93,10 +93,9 @@ def _converted(value: Any, kind: Any) -> Any:
     if kind not in ("whole", "number") or isinstance(value, int):
         return value
     try:
-        is_text_of_int = isinstance(value, str) and value.strip("+-_ ").isdecimal()
-        if kind == "whole" or is_text_of_int:
-            return int(value if isinstance(value, str) else float(value))
-        return float(value)
+        is_of_int = isinstance(value, str) and (kind == "whole" or value.strip("+-_ ").isdecimal())
+        number = int(value) if is_of_int else float(value)
+        return int(number) if kind == "whole" and number == int(number) else number
     except (ValueError, OverflowError):
         return value
 
@@ -112,7 +111,10 @@ def key_faults(config: Mapping[str, Any], path: str) -> Iterator[Fault]:
         **_block_faults("scheduler", config.get("scheduler"), SCHEDULER_PARAMS, "WarmupLR"),
     }
     for name, value in _values(config):
-        if name not in faults and (fault := _wrong_value(name, value)):
+        block, _, param = name.partition(".params.")
+        if name in faults or (param and f"{block}.type" in faults):
+            continue
+        if fault := _wrong_value(name, value):
             faults[name] = fault
     for name, fault in faults.items():
         yield Fault(name, f"{path}: {name} {fault}")

@@ -300,6 +300,8 @@ _LOADER = "rows come from this package's loader, which has no partial batch"
 _FORMAT = "checkpoints are written in this package's own format"
 _LAYERS = "this package names the layers that are divided"
 _DISK = "nothing is kept on NVMe here"
+_COUNTED = "DeepSpeed counts the micro-batches"
+_NO_EXPERTS = "no group of processes has experts of its own"
 _MEAN = "the loss is a mean over all processes"
 _STATE = "its optimizer cannot be checkpointed"
 _MASTERS = "every checkpoint holds the fp32 weights, which this gives up"
@@ -337,16 +339,16 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("pipeline", only=(None, {}), why="its engine needs ZeRO below stage 2"),
         Key("tensor_parallel", only=(False, None, {}), why=_LAYERS),
         Key("weight_quantization", only=(False, {}), why="weights are not quantized in training"),
-        Key("dataloader_drop_last", only=(False,), why=_LOADER),
-        Key("disable_allgather", only=(False,), why=_UNREAD),
-        Key("use_data_before_expert_parallelism", only=(False,), why="no group is of experts"),
+        Key("dataloader_drop_last", "bool", only=(False,), why=_LOADER),
+        Key("disable_allgather", "bool", only=(False,), why=_UNREAD),
+        Key("use_data_before_expert_parallelism", "bool", only=(False,), why=_NO_EXPERTS),
         Key("seq_parallel_communication_data_type", only=(None,), why="no sequence is split"),
-        Key("vocabulary_size", only=(None,), why="--vocab_size says how many tokens there are"),
+        Key("vocabulary_size", "int|null", only=(None,), why="--vocab_size is the flag for it"),
         # These would change the rows of a process or the mean of the gradients.
-        Key("managed_gradient_accumulation", only=(True,), why="DeepSpeed counts accumulation"),
+        Key("managed_gradient_accumulation", "bool", only=(True,), why=_COUNTED),
         Key("gradient_allreduce_op", ("mean", "sum"), only=("mean",), why=_MEAN),
-        Key("sequence_parallel_size", only=(1,), why="--sequence_parallel divides rows"),
-        Key("data_parallel_size", only=(1,), why="the launcher says how many processes there are"),
+        Key("sequence_parallel_size", "int", only=(1,), why="--sequence_parallel divides rows"),
+        Key("data_parallel_size", "int", only=(1,), why="the launcher counts the processes"),
     ),
     "zero_optimization": (
         Key("stage", (0, 1, 2, 3), fill=_NO_STAGE, needed=_always),
