@@ -81,7 +81,7 @@ check-python:
 
 gpu: NEEDS := pytest
 gpu: $(ENVIRONMENT) ## all that one GPU has to show, to out/gpu: 20 minutes at most; DEVICE=mps, xpu or npu: another one, DEVICE=cpu tries it, PYTHON=python3 uses that
-	$(RUN) -m tests.gpu --device $(DEVICE) --out out/gpu
+	$(RUN) -m tools.gpu --device $(DEVICE) --out out/gpu
 
 gpu-bench: $(ENVIRONMENT) ## speed on one CUDA GPU: tokens/s, MFU, memory of 26m, 104m, 0.4b, to out/gpu.json
 	@mkdir -p out
@@ -103,13 +103,13 @@ smoke: $(READY) ## two processes, killed and resumed, compared step by step
 	$(BIN)/python -m pytest tests/distributed -k 'kill or resume'
 
 matrix: $(READY) ## ZeRO stage x dtype x accumulation x processes and their groups: do all curves agree? 12 to 14 minutes
-	$(BIN)/python -m tests.distributed.matrix
+	$(BIN)/python -m tools.matrix
 
 elastic: $(READY) ## save under one ZeRO stage, number of processes or group size, go on under another: the table, 7 minutes
-	$(BIN)/python -m tests.distributed.elastic
+	$(BIN)/python -m tools.elastic
 
 faults: $(READY) ## kill, fill, stop and damage runs in every way; a table of what came of it: about an hour
-	$(BIN)/python -m tests.faults
+	$(BIN)/python -m tools.faults
 
 $(EXAMPLES): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples]'

@@ -3,7 +3,7 @@
     PRETENDED_CUDA=LIBRARY python -m benchmarks.card_compiler CAPABILITY DTYPE HEAD_DIM ...
 
 Prints a line of JSON for each kernel. Started by benchmarks.other_cards. LIBRARY is that of
-tests/pretended; this process begins with it, since torch has to be imported after it.
+tools/pretended; this process begins with it, since torch has to be imported after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from tests.pretended import device as pretended  # isort: skip
+from tools.pretended import device as pretended  # isort: skip
 
 import torch
 from torch._dynamo.device_interface import CudaInterface

@@ -14,7 +14,7 @@ operators are counted, so the model's kernels are then the estimate of
 `minimind/architecture/costs.py`; the others are counted. Stage 3 is not compiled, which it refuses.
 
 A read is what the host of a GPU would wait for: a number, a tensor, or the size of a result
-(`tests/distributed/host_reads.py`).
+(`tools/host_reads.py`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from minimind.config.parse import parse_flags
 from minimind.engine import build as engine_build
 from minimind.engine.clocks import PhaseClock
 from minimind.engine.engine import Engine
-from tests.distributed.engines import Case, build
-from tests.distributed.host_reads import counted
-from tests.forking import free_port
+from tools.engines import Case, build
+from tools.forking import free_port
+from tools.host_reads import counted
 
 DIM, VOCABULARY, TOKENS = 16, 128, 3
 SHAPE: dict[str, Any] = {"dim": DIM, "n_heads": 2, "n_kv_heads": 1, "vocab_size": VOCABULARY}

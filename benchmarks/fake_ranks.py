@@ -1,12 +1,11 @@
 """What one rank of many sends in a step and keeps, against `minimind plan`: one process plays it.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.fake_ranks [--ranks 8 64 512 1024] [--distance N]
-        [--out FILE.json] [FLAG ...]
+    OMP_NUM_THREADS=1 python -m benchmarks.fake_ranks [--ranks 8 64 512 1024] [--out FILE.json]
+        [FLAG ...]
 
 The process group sends nothing. It fills what other ranks would, and counts what DeepSpeed and DDP
 ask of it in the third step. Ranks 0 and W - 1 are played, each in a fork. Values mean nothing.
-FLAGs change the run: preset tiny, rows of 32 tokens, bf16. --distance: elements that stage 3
-gathers at once and after which it releases a weight, for a model scaled down with them.
+FLAGs change the run: preset tiny, rows of 32 tokens, bf16.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch.futures import Future
 
 from benchmarks.record import arguments, record
 from minimind.architecture.costs import bytes_sent, memory
-from minimind.architecture.gathers import Fetching
 from minimind.architecture.plan import layout_of, shape_of
 from minimind.config.deepspeed.document import read_deepspeed_json
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
@@ -109,9 +107,7 @@ class OneOfMany(ProcessGroup):
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
 
-def play(
-    rank: int, world_size: int, stage: int | None, distance: int, flags: Sequence[str]
-) -> dict[str, Any]:
+def play(rank: int, world_size: int, stage: int | None, flags: Sequence[str]) -> dict[str, Any]:
     """What rank `rank` of `world_size` does in its third step, and what the plan says of it."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     os.environ.update({name: str(value) for name, value in place.items()})
@@ -128,10 +124,7 @@ def play(
     dist.init_process_group("one_of_many", store=store, rank=rank, world_size=world_size)
     run = parse_flags([*SMALL.split(), *flags])
     document = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
-    zero_block = document["zero_optimization"] | {"stage": stage}
-    for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
-        zero_block[name] = distance
-    document["zero_optimization"] = zero_block
+    document["zero_optimization"] |= {"stage": stage}
     if run.is_explicit("optimizer"):
         del document["optimizer"]
     resolved = ResolvedConfig(run, "ddp")
@@ -196,7 +189,6 @@ def shown(found: dict[str, Any]) -> str:
 if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 512, 1024])
-    parser.add_argument("--distance", type=int, default=Fetching.max_reuse_distance)
     args, flags = parser.parse_known_args()
     load = os.getloadavg()
     print(
@@ -207,6 +199,6 @@ if __name__ == "__main__":
     for world_size in args.ranks:
         for stage in STAGES:
             for rank in (0, world_size - 1):
-                table.append(in_a_fork(rank, world_size, stage, args.distance, flags))
+                table.append(in_a_fork(rank, world_size, stage, flags))
                 print(shown(table[-1]), flush=True)
     record(args.out, "fake_ranks", load, table=table)

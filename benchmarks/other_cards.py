@@ -5,7 +5,7 @@
 
 The attention of --doc_mask (minimind/model/attention.py) is compiled by inductor for each compute
 capability, forward and backward, in bf16 (fp16 where torch compiles none), fp32 and fp32 with
---tf32, on tensors without values of the pretended CUDA device (tests/pretended), and its Triton
+--tf32, on tensors without values of the pretended CUDA device (tools/pretended), and its Triton
 kernels are assembled. Nothing runs. The packages triton and torch have to belong together: `pip
 install --no-deps --target DIR triton==3.8.0` for torch 2.13, with DIR on PYTHONPATH. A kernel fits
 if its shared memory is within what a block of the card can have.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import arguments, record
-from tests.pretended.library import build_library
+from tools.pretended.library import build_library
 
 # KiB of shared memory that a block can have, and multiprocessors of one such card: CUDA C++
 # Programming Guide, "Technical Specifications per Compute Capability".

@@ -35,8 +35,8 @@ from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from tests.cli.test_lm_eval import write_llama
-from tests.conftest import sentences
 from tests.serve.bombs import BOMBS, chat_of, large_bodies, with_bombs
+from tools.runs import sentences
 
 CHAT = "/v1/chat/completions"
 POSITIONS = 1024

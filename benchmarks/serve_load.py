@@ -28,9 +28,9 @@ import psutil
 
 from benchmarks.record import arguments, record
 from minimind.config.parse import parse_flags
-from tests.conftest import sentences
 from tests.examples.conftest import fine_tuned
 from tests.serve.fuzz import malformed
+from tools.runs import sentences
 
 CHAT = "/v1/chat/completions"
 BATCH, QUEUE, BODY = 16, 64, 2**20

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,13 +14,11 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-# Small enough that a launch costs more than the training.
-SHAPE = "--dim 64 --n_layers 2 --n_heads 4 --n_kv_heads 2 --max_seq_len 64 --vocab_size 600"
-PACE = (
-    "--batch_size 2 --accumulation_steps 2 --max_steps 20 --log_interval 1 --device cpu"
-    " --learning_rate 2e-3 --val_fraction 0.05"
-)
+from tools.runs import PACE as PACE
+from tools.runs import ROOT as ROOT
+from tools.runs import SHAPE as SHAPE
+from tools.runs import Launcher, sentences
+from tools.runs import Run as Run
 
 # Fixtures that run two processes at once.
 STARTS_RUNS = {"launch", "forked", "nursery"}
@@ -139,94 +134,12 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def sentences(seed: int, documents: int) -> list[str]:
-    """Documents with something to learn: 90 % of the time one of two fixed words follows a word."""
-    draw = random.Random(seed)
-    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(80)]
-    words += ["春眠", "不覺", "曉處", "處聞", "啼鳥", "夜來", "風雨", "聲花"]
-    after = {word: draw.choices(words, k=2) for word in words}
-    texts = []
-    for _ in range(documents):
-        word, line = draw.choice(words), []
-        for _ in range(draw.randint(30, 120)):
-            line.append(word)
-            word = draw.choice(after[word]) if draw.random() < 0.9 else draw.choice(words)
-        texts.append(" ".join(line) + ".\n")
-    return texts
-
-
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
     lines = (json.dumps({"text": text}, ensure_ascii=False) for text in sentences(1, 400))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run: its exit status, what it printed, and what it recorded."""
-
-    out_dir: Path
-    status: int
-    stdout: str
-    stderr: str
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        path = self.out_dir / "metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [line for line in lines if line["event"] == name]
-
-    def curve(self) -> list[tuple[Any, ...]]:
-        """Values that must be bit-identical in an uninterrupted and a resumed run."""
-        names = ("step", "loss", "lr", "grad_norm", "tokens", "rows")
-        return [tuple(map(repr, (line[n] for n in names))) for line in self.events("step")]
-
-    def losses(self) -> list[float]:
-        return [line["loss"] for line in self.events("step")]
-
-
-class Launcher:
-    """Starts run_accelerate.sh on the small corpus, one cache for all."""
-
-    def __init__(self, corpus: Path, cache: Path) -> None:
-        self.corpus = corpus
-        self.cache = cache
-
-    def command(self, out_dir: Path, flags: str) -> list[str]:
-        given = f"{SHAPE} {PACE} {flags}".split()
-        places = ["--data_path", str(self.corpus), "--cache_dir", str(self.cache)]
-        return ["bash", str(ROOT / "run_accelerate.sh"), *places, "--out_dir", str(out_dir), *given]
-
-    @staticmethod
-    def environment(processes: int = 2) -> dict[str, str]:
-        variables = {
-            "NUM_PROCESSES": str(processes),
-            "OMP_NUM_THREADS": "1",
-            "PYTHON": sys.executable,
-        }
-        return {**os.environ, **variables}
-
-    def run(self, out_dir: Path, flags: str = "", processes: int = 2, **options: Any) -> Run:
-        done = subprocess.run(
-            self.command(out_dir, flags),
-            env=self.environment(processes),
-            capture_output=True,
-            text=True,
-            **{"timeout": 300, **options},
-        )
-        return Run(out_dir, done.returncode, done.stdout, done.stderr)
-
-    def start(self, out_dir: Path, flags: str = "", processes: int = 2) -> subprocess.Popen[str]:
-        """A run in a process group of its own, to be killed."""
-        return subprocess.Popen(
-            self.command(out_dir, flags),
-            env=self.environment(processes),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
 
 
 @pytest.fixture(scope="session")
@@ -236,8 +149,8 @@ def launch(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Any]:
-    """A tests.forking.Nursery."""
-    from tests.forking import Nursery
+    """A tools.forking.Nursery."""
+    from tools.forking import Nursery
 
     found = Nursery()
     yield found
@@ -247,7 +160,7 @@ def nursery() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def forked(launch: Launcher, nursery: Any) -> Launcher:
     """Runs without run_accelerate.sh, for what is not about how a run is started."""
-    from tests.forking import Forked
+    from tools.forking import Forked
 
     return Forked(launch, nursery)
 

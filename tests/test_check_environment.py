@@ -60,12 +60,12 @@ def test_the_given_interpreter_runs_the_suite_on_the_given_device(checkout: Path
     shown = make(checkout, "--dry-run", "gpu", f"PYTHON={sys.executable}", "DEVICE=cpu").stdout
     assert shown.splitlines() == [
         f"{sys.executable} scripts/check_environment.py pytest",
-        f"{sys.executable} -m tests.gpu --device cpu --out out/gpu",
+        f"{sys.executable} -m tools.gpu --device cpu --out out/gpu",
     ]
     without = make(checkout, "--dry-run", "gpu").stdout
     assert " -m venv .venv" in without
     assert without.splitlines()[-1] == (
-        f"{checkout}/.venv/bin/python -m tests.gpu --device cuda --out out/gpu"
+        f"{checkout}/.venv/bin/python -m tools.gpu --device cuda --out out/gpu"
     )
     bench = make(checkout, "--dry-run", "gpu-bench", "PYTHON=python3").stdout.splitlines()
     assert bench[-1] == "python3 -m benchmarks.gpu --out out/gpu.json"

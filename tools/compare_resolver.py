@@ -281,6 +281,8 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
 
     try:
         run, launch = parse_flags(case["argv"]), read_launch(case["environ"])
+        if run.dtype == "auto":  # which the start replaces before
+            run = run.with_values("default", dtype="bfloat16")
         document = case["document"] if case["backend"] == "deepspeed" else {}
         setup = Setup(run, launch, case["device"], case["backend"], document, case["path"])
         more = {}

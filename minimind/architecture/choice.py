@@ -128,7 +128,7 @@ class Choice:
 
     @property
     def hours(self) -> float:
-        """From the command to the end, at the speed that was measured or estimated."""
+        """From the command to the end, at the speed that was measured or assumed."""
         return (self.start_seconds + self.tokens / self.tokens_per_second / OF_STEPS) / 3600
 
 
@@ -198,36 +198,3 @@ def _rounded_up(hours: float) -> str:
     while hours * 10**digits < 10:
         digits += 1
     return f"{-(-hours * 10**digits // 1) / 10**digits:g}"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A finished run of the recipe `strong`, and what `xz` makes of a mebibyte of its text."""
-
-    text: str
-    parameters: float
-    tokens: float
-    bits_per_byte: float
-    xz: float
-    source: str
-
-    @property
-    def ratio(self) -> float:
-        return self.bits_per_byte / self.xz
-
-
-_H100, _RACE = "recipe-parts-2026-11-27-h100.json", "time_to_loss-2026-11-28-cpu.json"
-MEASURED = (
-    Measured("verse and Bible", 3.1e6, 1.2e6, 2.205, 3.07, _H100),
-    Measured("verse and Bible", 9.3e6, 1.2e6, 2.168, 3.07, _H100),
-    Measured("verse and Bible", 26.7e6, 3.3e6, 1.951, 3.07, _H100),
-    Measured("Python", 3.1e6, 1.2e6, 1.639, 1.82, _H100),
-    Measured("verse and Bible", 3.1e6, 2.3e6, 2.082, 3.07, _RACE),
-    Measured("Python", 3.1e6, 1.6e6, 1.599, 1.82, "docs/measurements.md"),
-)
-
-
-def bits_per_byte_range(xz: float) -> tuple[float, float]:
-    """A guide and no law: the ratios of measured runs to `xz`, times that of this text."""
-    ratios = [run.ratio for run in MEASURED]
-    return min(ratios) * xz, max(ratios) * xz

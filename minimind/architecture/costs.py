@@ -1,18 +1,15 @@
-"""Cost of a step by arithmetic: memory and communication in bytes, FLOPs, seconds on a known GPU.
+"""Cost of a step by arithmetic: memory and communication in bytes, seconds at a share of the peak.
 
 P is the number of parameters, N of processes, b the size of --dtype in bytes, K
 reduce_bucket_size. Memory follows "ZeRO" (Rajbhandari et al. 2020, sections 3 and 5) where
-DeepSpeed 0.19.8 does, and its source where it differs; tests measure both on two processes. The
-time of a step is the larger of arithmetic and memory traffic of every kernel; nothing is run.
+DeepSpeed 0.19.8 does, and its source where it differs; tests measure both on two processes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from minimind.architecture.gathers import DEFAULT_FETCHING, Fetching, gathered
 from minimind.architecture.shape import Shape, Sizes, elements, flops_per_token
 from minimind.config.optimizers import OPTIMIZERS, STACKS
 from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
@@ -43,7 +40,10 @@ class Layout:
     moments: int = 2  # fp32 numbers that it keeps per weight; Muon one less of a matrix of a block
     loss: str = "full"  # full, chunked, or auto: chunked on a GPU if nothing is compiled
     sequence: int = 1  # processes that divide the positions of a row
-    fetching: Fetching = DEFAULT_FETCHING  # of stage 3
+    # Elements at stage 3, DeepSpeed's defaults: of all gathered weights, and of the largest weight
+    # that is not released.
+    max_live_parameters: int = 10**9
+    param_persistence_threshold: int = 10**5
 
     @property
     def is_compiled(self) -> bool:
@@ -212,14 +212,14 @@ def _partitioned(shape: Shape, layout: Layout, activations: int) -> Memory:
 def _sharded(shape: Shape, layout: Layout, activations: int) -> Memory:
     """Stage 3 (stage3.py): 1/N of everything, and gathered weights up to max_live_parameters.
 
-    A weight whose next use is near stays gathered: a model below half of max_reuse_distance is
-    complete on every device when the backward pass begins.
+    A model below half of max_reuse_distance is complete on every device when the backward pass
+    begins.
     """
     b, p = BYTES[layout.dtype], shape.parameters
     part = sum(_parts(shape, layout))
     bucket = b * layout.reduce_bucket
     # gathered weights, bucket, its flat copy for the reduce-scatter, the gradient being computed
-    buffers = b * min(p, layout.fetching.max_live_parameters) + 2 * bucket + b * shape.largest
+    buffers = b * min(p, layout.max_live_parameters) + 2 * bucket + b * shape.largest
     shard, host = b * part, 0
     state, gradients = _state(shape, layout), b * part
     update = bucket + (b + FP32) * part
@@ -307,8 +307,9 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
 
     For S bytes a ring sends S (N-1)/N in an all-gather or reduce-scatter and twice that in an
     all-reduce (Patarasuk and Yuan 2009). ZeRO, section 7, uses reduce-scatter at stages 1 and 2;
-    DeepSpeed 0.19.8 uses all-reduce, at stage 2 after every micro-batch. Stage 3 gathers weights
-    in every micro-batch (gathers.py). Muon gathers its updates.
+    DeepSpeed 0.19.8 uses all-reduce, at stage 2 after every micro-batch. Stage 3 gathers each
+    weight once in every micro-batch, and the small ones that it does not release once a step. Above
+    half of max_reuse_distance it gathers some twice, which is not counted. Muon gathers updates.
     """
     n = layout.world_size
     b, p, micro_batches = BYTES[layout.dtype], shape.parameters, layout.accumulation_steps
@@ -317,8 +318,10 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
     if layout.stage in (None, 0):
         passes = 2 * p
     elif layout.stage == 3:
-        often, once = gathered(shape, n, layout.fetching, layout.recomputes)
-        passes = micro_batches * (padded + often) + once
+        weights = [*shape.tables, *shape.matrices, *shape.vectors]
+        small = [weight for weight in weights if weight[0] <= layout.param_persistence_threshold]
+        kept = sum(count * n * -(-size // n) for size, count in small)
+        passes = micro_batches * (2 * padded - kept) + kept
     else:
         passes = 2 * p * (micro_batches if layout.stage == 2 else 1) + padded
     if OPTIMIZERS[layout.optimizer].orthogonalizes and layout.stage:
@@ -333,38 +336,37 @@ def seconds(shape: Shape, tokens: float, world_size: int, peak_tflops: float, mf
 
 @dataclass(frozen=True)
 class GPUModel:
-    """Rates of one GPU as printed by its vendor; no kernel reaches them."""
+    """Peak and memory of one GPU as printed by its vendor; no kernel reaches the peak."""
 
     name: str
     peak_tflops: float  # dense bf16 with fp32 accumulation, 10^12 FLOPs a second
-    bandwidth: float | None = None  # of its memory, 10^12 bytes a second; None: varies
     memory: int = 0  # GB on the label, which are about as many GiB; 0: varies
 
 
 # From NVIDIA's data sheets and white papers (many print the sparse peak, which is twice as high).
 # The first entry that matches the device name counts.
 GPUS = (
-    GPUModel("GB200", 2500.0, 8.0, 186),
-    GPUModel("B200", 2250.0, 8.0, 180),
-    GPUModel("H200", 989.4, 4.8, 141),
-    GPUModel("H100 PCIe", 756.0, 2.0, 80),
-    GPUModel("H100 NVL", 835.0, 3.9, 94),
-    GPUModel("H100", 989.4, 3.35, 80),
+    GPUModel("GB200", 2500.0, 186),
+    GPUModel("B200", 2250.0, 180),
+    GPUModel("H200", 989.4, 141),
+    GPUModel("H100 PCIe", 756.0, 80),
+    GPUModel("H100 NVL", 835.0, 94),
+    GPUModel("H100", 989.4, 80),
     GPUModel("GH200", 989.4),
-    GPUModel("A100-40GB", 312.0, 1.555, 40),
-    GPUModel("A100 PCIe", 312.0, 1.935, 80),
-    GPUModel("A100", 312.0, 2.039, 80),
-    GPUModel("A800", 312.0, 2.039, 80),
-    GPUModel("H800", 989.4, 3.35, 80),
-    GPUModel("L40S", 362.0, 0.864, 48),
-    GPUModel("L40", 181.0, 0.864, 48),
-    GPUModel("L4", 121.0, 0.3, 24),
-    GPUModel("A40", 150.0, 0.696, 48),
-    GPUModel("A30", 165.0, 0.933, 24),
-    GPUModel("A10", 125.0, 0.6, 24),
-    GPUModel("RTX 5090", 209.5, 1.792, 32),
-    GPUModel("RTX 4090", 165.2, 1.008, 24),
-    GPUModel("RTX 3090", 71.0, 0.936, 24),
+    GPUModel("A100-40GB", 312.0, 40),
+    GPUModel("A100 PCIe", 312.0, 80),
+    GPUModel("A100", 312.0, 80),
+    GPUModel("A800", 312.0, 80),
+    GPUModel("H800", 989.4, 80),
+    GPUModel("L40S", 362.0, 48),
+    GPUModel("L40", 181.0, 48),
+    GPUModel("L4", 121.0, 24),
+    GPUModel("A40", 150.0, 48),
+    GPUModel("A30", 165.0, 24),
+    GPUModel("A10", 125.0, 24),
+    GPUModel("RTX 5090", 209.5, 32),
+    GPUModel("RTX 4090", 165.2, 24),
+    GPUModel("RTX 3090", 71.0, 24),
 )
 
 
@@ -383,7 +385,7 @@ def named_gpu(text: str) -> str:
     Case, vendor, form factor and kind of memory do not matter; a size of memory has to be right.
     """
     base, size = _plain_name(text)
-    named = [(gpu, *_plain_name(gpu.name)) for gpu in GPUS if gpu.bandwidth]
+    named = [(gpu, *_plain_name(gpu.name)) for gpu in GPUS if gpu.memory]
     matches = [gpu for gpu, name, _ in named if name == base and size in (0, gpu.memory)]
     return max(matches, key=lambda gpu: gpu.memory).name if matches else text
 
@@ -406,28 +408,10 @@ class Machine:
     gpus: int = 1
     memory: int | None = None  # bytes of one device
     peak_tflops: float | None = None  # one device, 10^12 FLOPs a second
-    mfu: float | None = None  # None: that of the estimate, else ASSUMED_MFU
+    mfu: float | None = None  # None: ASSUMED_MFU
     tokens: float | None = None
-    gpu: GPUModel | None = None  # its model
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Fractions of the data sheet's peak and bandwidth that kernels reach."""
-
-    products: float = 1.0
-    attention: float = 1.0
-    memory: float = 1.0
-
-
-# What no program can exceed.
-DATA_SHEET = Rates()
-# Assumptions, not measured here: shares of the peak and of the bandwidth that large kernels reach.
-# attention: FlashAttention-2 on an H100, by the abstract of FlashAttention-3 (Shah et al. 2024).
-ASSUMED = Rates(products=0.8, attention=0.35, memory=0.9)
-# Microseconds of the host per launch, assumed. On a busy core of an AMD EPYC an eager operator with
-# a tensor of a few elements took 14, its arithmetic included (`benchmarks/launches.py`).
-LAUNCH_US = {"eager": 9.0, "compiled": 6.0}
 # Operators of forward and backward pass, each of which launches one kernel or more: of a block, and
 # of everything else. OUTSIDE is what a compiled model leaves to eager code: embedding, mean loss.
 LAUNCHES = {"eager": (55, 25), "compiled": (40, 22)}
@@ -437,183 +421,14 @@ WEIGHTS = (9, 2)  # weights of a block, and others; each further micro-batch add
 # Operators that DeepSpeed's own path adds per weight and update, by stage: those of version 0.19.8
 # with 146 weights in bf16, counted on a CPU, less those without DeepSpeed.
 ZERO_LAUNCHES = {0: 21, 1: 18, 2: 18, 3: 5}
-FORWARD_AND_BACKWARD = 3  # products: the output, the gradients of its input and of its weight
 
 
-@dataclass(frozen=True)
-class Work:
-    """FLOPs and bytes of the kernels of one part in one step."""
-
-    part: str
-    flops: float
-    bytes: float
-
-    def seconds(self, gpu: GPUModel, rates: Rates) -> float:
-        share = rates.attention if self.part == "attention" else rates.products
-        assert gpu.bandwidth is not None
-        compute = self.flops / (gpu.peak_tflops * 1e12 * share)
-        return max(compute, self.bytes / (gpu.bandwidth * 1e12 * rates.memory))
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Estimated seconds of one optimizer step of one process, by what they are spent on."""
-
-    parts: dict[str, float]  # seconds of the GPU
-    host: float  # seconds of the host for all launches
-    flops: float  # FLOPs of the model, as MFU counts them
-    launches: int
-    gpu: GPUModel
-
-    @property
-    def kernels(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def seconds(self) -> float:
-        return max(self.kernels, self.host)
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilization that these times give."""
-        return self.flops / (self.seconds * self.gpu.peak_tflops * 1e12)
-
-    @property
-    def bound(self) -> str:
-        return (
-            "launches" if self.host > self.kernels else max(self.parts, key=self.parts.__getitem__)
-        )
-
-
-def step_time(
-    shape: Shape, layout: Layout, gpu: GPUModel, rates: Rates = ASSUMED, how: str = "compiled"
-) -> StepTime:
-    """Estimate a step of a dense model with fused causal attention, without communication.
-
-    `how` is compiled or eager. bf16 and fp16; in fp32 the peak of the data sheet does not apply.
-    """
-    parts: dict[str, float] = {}
-    for work in step_work(shape, layout, how):
-        parts[work.part] = parts.get(work.part, 0.0) + work.seconds(gpu, rates)
-    launches = step_launches(shape, layout, how)
-    tokens = layout.rows * shape.max_seq_len * layout.accumulation_steps
-    return StepTime(
-        parts, launches * LAUNCH_US[how] * 1e-6, flops_per_token(shape) * tokens, launches, gpu
-    )
-
-
-def step_work(shape: Shape, layout: Layout, how: str = "compiled") -> Iterator[Work]:
-    """Yield the work of every part of one optimizer step."""
-    tokens, b = layout.rows * shape.max_seq_len * layout.accumulation_steps, BYTES[layout.dtype]
-    micro_batches = layout.accumulation_steps
-    e, q, kv, f, layers = shape.dim, shape.q_dim, shape.kv_dim, shape.hidden_dim, shape.n_layers
-    matrices = [(e, q, 1), (q, e, 1), (e, kv, 2), (e, f, 2), (f, e, 1)]  # inputs, outputs, number
-    for inputs, outputs, number in matrices:
-        yield _product("products", inputs, outputs, tokens, b, micro_batches, number * layers)
-    yield _product("head", e, shape.vocab_size, tokens, b, micro_batches, 1)
-    # A causal kernel computes half of the positions; the backward pass recomputes the scores.
-    attention = 2 * tokens * shape.max_seq_len * q * (1 + 2.5) * layers
-    # q, o, k, v; then q, o, their gradients, k, v and theirs
-    yield Work("attention", attention, layers * tokens * b * (6 * q + 6 * kv))
-    # Embedding, final norm; for a vocabulary its fp32 gradient, for q and k the permuted weights.
-    fixed = 18 * shape.vocab_size * e + 4 * b * layers * e * (q + kv) * (how == "compiled")
-    tokenwise = tokens * (layers * _block_bytes(shape, b, how) + 13 * b * e)
-    yield Work("elementwise", 0, tokenwise + micro_batches * fixed)
-    yield Work("loss", 0, tokens * shape.vocab_size * _loss_traffic(b, how))
-    yield Work("update", 0, shape.parameters * _update_bytes(b, micro_batches))
-
-
-def _product(
-    part: str, inputs: int, outputs: int, tokens: int, b: int, micro_batches: int, number: int
-) -> Work:
-    """`number` products of (N, inputs) and (inputs, outputs), forward and backward."""
-    flops = 2 * tokens * inputs * outputs
-    moved = b * (tokens * (inputs + outputs) + micro_batches * inputs * outputs)
-    return Work(part, FORWARD_AND_BACKWARD * number * flops, FORWARD_AND_BACKWARD * number * moved)
-
-
-def _block_bytes(shape: Shape, b: int, how: str) -> int:
-    """Bytes per token of norms, rotary position, SwiGLU and residual sums of a block.
-
-    Compiled, each is one kernel per pass, with the sums of gradients in the norm's; the gradient of
-    a norm's weight is one more. Eager, every operator reads its inputs and writes its result.
-    """
-    e, f, rotated = shape.dim, shape.hidden_dim, shape.q_dim + shape.kv_dim
-    if how == "compiled":
-        forward = 10 * e + 2 * rotated + 3 * f
-        backward = (6 + 4 + 5 + 3) * e + 2 * rotated + 5 * f
-        return b * (forward + backward)
-    rotary = (2 * b + 4 * FP32) * rotated  # fp32 copy, complex product, rounded copy
-    forward = b * (2 * 2 * e + 2 * 3 * e + 5 * f)  # norms, residual sums, silu and product
-    backward = b * (2 * 5 * e + 5 * 3 * e + 9 * f)  # norms, sums of gradients, SwiGLU
-    return forward + backward + 2 * rotary
-
-
-def _loss_traffic(b: int, how: str) -> int:
-    """Bytes per logit of the cross-entropy, without the product that makes the logits.
-
-    Compiled: read once, read again in the backward pass, the gradient written, all in the dtype of
-    the weights. Eager: an fp32 copy, log-probabilities, two fp32 gradients and a rounded one.
-    """
-    if how == "compiled":
-        return 3 * b
-    copies = 0 if b == FP32 else 2 * (b + FP32)
-    return copies + 2 * FP32 + FP32 + 3 * FP32
-
-
-def _update_bytes(b: int, micro_batches: int) -> int:
-    """Bytes per parameter of clipping and AdamW in multi-tensor kernels, and of accumulation."""
-    accumulate = 3 * b * (micro_batches - 1)
-    clip, adamw = 3 * FP32, 7 * FP32
-    masters = 0 if b == FP32 else 2 * (b + FP32)  # fp32 gradients, rounded weights
-    return accumulate + clip + adamw + masters
-
-
-def step_launches(shape: Shape, layout: Layout, how: str = "compiled") -> int:
-    """Return the number of kernels that the host launches in one optimizer step."""
-    steps, (block, rest), (weights, others) = layout.accumulation_steps, LAUNCHES[how], WEIGHTS
+def step_launches(shape: Shape, layout: Layout) -> int:
+    """Return about how many kernels the host launches in one optimizer step of a dense model."""
+    block, rest = LAUNCHES["compiled" if layout.is_compiled else "eager"]
+    steps, (weights, others) = layout.accumulation_steps, WEIGHTS
     added = (steps - 1) * (shape.n_layers * weights + others)
     return steps * (shape.n_layers * block + rest) + added + UPDATE_LAUNCHES
-
-
-def likely_step(shape: Shape, layout: Layout, gpu: GPUModel) -> StepTime | None:
-    """The estimate with assumed rates; None for what it does not cover."""
-    is_covered = shape.use_flash_attn and not (shape.use_moe or shape.doc_mask)
-    is_covered &= layout.dtype != "float32" and layout.on_cuda
-    is_covered &= layout.optimizer == "adamw" and layout.sequence == 1
-    if not is_covered or layout.recomputes or layout.chunks_loss:
-        return None
-    return step_time(shape, layout, gpu, ASSUMED, _how(layout))
-
-
-def _how(layout: Layout) -> str:
-    return "compiled" if layout.is_compiled else "eager"
-
-
-def estimate_lines(
-    shape: Shape, layout: Layout, gpu: GPUModel, mfu: float | None = None
-) -> list[str]:
-    """Lines of `minimind plan`: the least time of a step, and the one with assumed rates.
-
-    `mfu`, if given, is what the time of the run is computed from in place of the estimate.
-    """
-    likely, how = likely_step(shape, layout, gpu), _how(layout)
-    if likely is None:
-        return [
-            "estimate    none: only for dense models with fused causal attention in bf16 or fp16"
-            " and AdamW, without --gradient_checkpointing, --sequence_parallel or --loss chunked"
-            " (auto is chunked if nothing is compiled)"
-        ]
-    least = step_time(shape, layout, gpu, DATA_SHEET, how)
-    reached = f" ({likely.mfu:.0%} MFU of {gpu.peak_tflops:g} TFLOP/s)" if mfu is None else ""
-    parts = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in likely.parts.items())
-    return [
-        f"estimate    {gpu.name}, {how}: a step takes {least.seconds * 1e3:.1f} ms or more;",
-        f"            at rates that kernels reach {likely.seconds * 1e3:.1f} ms{reached}:",
-        f"            {parts};",
-        f"            {likely.launches:,} launches take the host {likely.host * 1e3:.1f} ms"
-        " meanwhile; not measured, without communication",
-    ]
 
 
 def exchanged_bytes(shape: Shape, layout: Layout) -> int:
@@ -629,7 +444,6 @@ def exchanged_bytes(shape: Shape, layout: Layout) -> int:
     return BYTES[layout.dtype] * tokens * channels * (2 + layout.recomputes) * (n - 1) // n
 
 
-MIB = 2**20
 # All-reduces of a block: in the forward pass the outputs of two layers, in the backward pass the
 # gradients of the inputs of q, k, v, gate and up, one by one.
 FORWARD, BACKWARD = 2, 5
@@ -672,33 +486,3 @@ def memory_of_rank(shape: Shape, layout: Layout, size: int) -> Memory:
     part, ranks = own_part(shape, layout, size)
     needed = memory(part, ranks)
     return replace(needed, update=max(needed.update, saving_bytes(part, ranks)))
-
-
-def tensor_parallel_lines(shape: Shape, layout: Layout, size: int) -> list[str]:
-    """Lines of a plan, in place of the table of ZeRO stages."""
-    part, ranks = own_part(shape, layout, size)
-    needed = memory(part, ranks)
-    saving = saving_bytes(part, ranks)
-    parts = {
-        "weights": needed.weights,
-        "optimizer": needed.optimizer,
-        "gradients": needed.gradients,
-        "buffers": needed.buffers,
-        "activations at most": needed.activations,
-        "update": needed.update,
-        "saving": saving,
-    }
-    shown = ", ".join(f"{name} {value / MIB:,.1f}" for name, value in parts.items())
-    to_group = activation_bytes_sent(shape, layout, size) / MIB
-    to_others = bytes_sent(part, ranks) / MIB
-    return [
-        f"ranks       {size} share each matrix of a block: {part.parameters:,} parameters per rank,"
-        f" ZeRO-{layout.stage} over {ranks.world_size} of them",
-        f"memory      MiB per process: {shown}",
-        f"            {memory_of_rank(shape, layout, size).total / MIB:,.1f} in all: weights +"
-        " optimizer + the largest of (gradients + buffers + activations, those of undivided"
-        " matrices), update and saving",
-        f"sent        MiB per process and step: {to_group:,.1f} of activations within the group"
-        f" ({FORWARD} all-reduces per block forward, {BACKWARD} backward),"
-        f" {to_others:,.1f} of gradients and weights",
-    ]

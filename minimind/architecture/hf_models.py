@@ -6,9 +6,8 @@ read without running its code: keys that fetch or run code are refused.
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
@@ -168,7 +167,6 @@ def matrix_weights(model: Any) -> int:
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-SIZES = (*NEEDED, "num_key_value_heads", "head_dim", "intermediate_size")
 POSITIONS = "max_position_embeddings"
 MAX_LAYERS = 4096  # modules are built for each before any weight is read
 # transformers loads any other implementation from a hub or from another package.
@@ -191,11 +189,10 @@ def foreign_config(values: Mapping[str, Any]) -> PretrainedConfig:
         raise CheckpointError(f"has model_type = {kind}, whose code comes from a hub")
     if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(f"has model_type = {kind}, which is no causal language model")
-    original = deepcopy(values)  # transformers writes into nested objects
     try:
         config = _read(values)
     except Exception as error:  # each check of transformers raises its own type
-        raise CheckpointError(_refusal(original, error, _read)) from error
+        raise _refusal(error) from error
     for name in (*NEEDED, POSITIONS):
         value = getattr(config, name, None)
         if type(value) is not int or value < 1:
@@ -253,11 +250,10 @@ def require_model(values: Mapping[str, Any]) -> None:
 
     Runs on fake tensors, which takes little time and memory; errors that depend on values pass.
     """
-    original = deepcopy(dict(values))
     try:
-        _try_model(original)
+        _try_model(values)
     except Exception as error:  # model code raises anything for an unusable value
-        raise CheckpointError(_refusal(original, error, _try_model)) from error
+        raise _refusal(error) from error
 
 
 def _read(values: Mapping[str, Any]) -> PretrainedConfig:
@@ -288,47 +284,9 @@ def _try_model(values: Mapping[str, Any]) -> None:
         return  # the model reads a value
 
 
-def _refusal(values: Mapping[str, Any], error: Exception, attempt: Callable[..., Any]) -> str:
-    """Describe what transformers refuses: its error, and the key that makes `attempt` fail."""
+def _refusal(error: Exception) -> CheckpointError:
+    """What transformers refuses, in its words."""
     reason = first_lines(error, 2)
     if isinstance(error, LookupError):  # its text is only the missing name
         reason = f"{type(error).__name__}: {reason}"
-    key = _key_at_fault(values, attempt)
-    if key is None:
-        return f"is refused by transformers ({reason})"
-    return f"has {key} = {shown(values[key])}, which transformers refuses ({reason})"
-
-
-def _key_at_fault(values: Mapping[str, Any], attempt: Callable[..., Any]) -> str | None:
-    """Return the first key without which `attempt` succeeds; None if there is none."""
-    before = logging.root.manager.disable
-    logging.disable()  # transformers warns again in each attempt
-    try:
-        return next(
-            (key for key, changed in _variants(values) if _succeeds(attempt, changed)), None
-        )
-    finally:
-        logging.disable(before)
-
-
-def _variants(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each key with the file without it, then each integer key with the value 1.
-
-    The latter because a default, such as the number of heads, may not fit the file either.
-    """
-    # Sizes last: their defaults describe another model, in which a wrong value may fit.
-    order = [*values]
-    keys = sorted(set(values) - {"model_type"}, key=lambda key: (key in SIZES, order.index(key)))
-    for key in keys:
-        yield key, {name: value for name, value in values.items() if name != key}
-    for key in keys:
-        if type(values[key]) is int:
-            yield key, {**values, key: 1}
-
-
-def _succeeds(attempt: Callable[..., Any], values: Mapping[str, Any]) -> bool:
-    try:
-        attempt(deepcopy(values))
-    except Exception:  # whatever is raised, another key causes it
-        return False
-    return True
+    return CheckpointError(f"is refused by transformers ({reason})")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,11 @@ from minimind.architecture.costs import (
     Layout,
     Machine,
     Memory,
-    estimate_lines,
+    activation_bytes_sent,
     exchanged_bytes,
-    likely_step,
     memory_of_rank,
-    tensor_parallel_lines,
+    own_part,
 )
-from minimind.architecture.gathers import Fetching
 from minimind.architecture.shape import Shape, flops_per_token, shape_of, with_special_tokens
 from minimind.config.deepspeed.document import offloads, read_deepspeed_json
 from minimind.config.deepspeed.keys import Facts
@@ -34,7 +32,13 @@ from minimind.config.flags import ALONE, AUTO
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.parse import parse_flags, unknown_flag, words_of
 from minimind.config.paths import shell_word
-from minimind.config.rules import flags_with_rules, largest_micro_batch, needs_text, values_by_rules
+from minimind.config.rules import (
+    flags_with_rules,
+    largest_micro_batch,
+    needs_text,
+    values_by_rules,
+    with_dtype,
+)
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig, deepspeed_files
 from minimind.config.schedule import budget_steps
 from minimind.errors import UsageError, fault_error
@@ -55,7 +59,6 @@ FILES = {
     (2, True, False): "zero2_offload",
     (3, True, True): "zero3_offload",
 }
-COPY = "my_deepspeed.json"
 WIDTH = 75  # columns for the flags of a command
 
 
@@ -92,6 +95,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
             raise UsageError(
                 f"gpus = {machine.gpus}, and a run on {device} has one process; give --gpus 1"
             )
+    run = with_dtype(run, device, has_bf16=True)  # the devices of a plan may be elsewhere
     config: Mapping[str, Any] = {}
     document: Mapping[str, Any] = {}
     optimizer = OPTIMIZERS[run.optimizer].name
@@ -109,12 +113,9 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     text = f"{vocabulary}{plan_text(run, machine.gpus, config, machine, device)}{batch}"
     if machine.memory is None:
         return f"{text}\n\nGive --memory (of one GPU, say 24GiB) or --gpu_model to see what fits."
+    if run.tensor_parallel > 1:
+        return text
     current = layout_of(run, machine.gpus, config, device)
-    if run.tensor_parallel > 1:  # other stages are no alternatives
-        needed = memory_of_rank(shape_of(run), current, run.tensor_parallel)
-        verb = "Fits" if fits(needed, machine.memory) else "May not fit"
-        sizes = f"at most {needed.total / GIB:.2f} of {machine.memory / GIB:.2f} GiB"
-        return f"{text}\n\n{verb}: {sizes}, with {HEADROOM:.0%} kept free."
     return f"{text}\n\n{_advice(run, current, machine, path, document)}"
 
 
@@ -210,20 +211,14 @@ def plan_text(
         f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x {heads}"
         f" x T), {flops * tokens / 1e12:.3g} T per step",
     ]
-    if run.tensor_parallel > 1:
-        return "\n".join([*lines, *tensor_parallel_lines(shape, here, run.tensor_parallel)])
-    if machine.gpu:
-        lines += estimate_lines(shape, here, machine.gpu, machine.mfu)
     if machine.tokens and machine.peak_tflops:
-        likely = likely_step(shape, here, machine.gpu) if machine.gpu else None
-        mfu = machine.mfu or (likely.mfu if likely else ASSUMED_MFU)
-        source = "given" if machine.mfu else "as estimated" if likely else "assumed: --mfu"
+        mfu, source = machine.mfu or ASSUMED_MFU, "given" if machine.mfu else "assumed: --mfu"
         needed = costs.seconds(shape, machine.tokens, world_size, machine.peak_tflops, mfu)
         lines.append(
             f"time        {needed / 3600:.3g} hours for {machine.tokens:.3g} tokens on"
             f" {world_size} x {machine.peak_tflops:g} TFLOPS at {mfu:.0%} MFU ({source})"
         )
-    return "\n".join([*lines, "", *_table(shape, here, machine.memory)])
+    return "\n".join([*lines, "", *_table(shape, here, machine.memory, run.tensor_parallel)])
 
 
 def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device: str) -> Layout:
@@ -251,12 +246,8 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         moments=0 if run.optimizer_values.get("sgd_momentum") == 0 else len(row.state),
         loss=run.loss,
         sequence=run.sequence_parallel,
-        fetching=Fetching(
-            **{
-                field.name: int(zero.get(f"stage3_{field.name}", field.default))
-                for field in fields(Fetching)
-            }
-        ),
+        max_live_parameters=int(zero.get("stage3_max_live_parameters", 10**9)),
+        param_persistence_threshold=int(zero.get("stage3_param_persistence_threshold", 10**5)),
     )
 
 
@@ -288,19 +279,34 @@ COLUMNS = ("weights", "optimizer", "gradients", "buffers", "activations", "updat
 HEADS = ("model", "optim", "grads", "bufs", "activ", "updt", "total", "host", "sent")
 
 
-def _table(shape: Shape, here: Layout, memory: int | None) -> list[str]:
+def _rows(shape: Shape, here: Layout, tensor: int) -> list[tuple[Layout, Memory, int]]:
+    """Layouts with the memory of a process and the bytes that it sends in a step.
+
+    `tensor` ranks share each matrix of a block; above one the configured layout stands alone, and
+    its activations are those of undivided matrices.
+    """
+    if tensor > 1:
+        sent = activation_bytes_sent(shape, here, tensor)
+        sent += costs.bytes_sent(*own_part(shape, here, tensor))
+        return [(here, memory_of_rank(shape, here, tensor), sent)]
     without = replace(here, stage=None, offload_optimizer=False, offload_param=False)
-    layouts = [*dict.fromkeys((without, *alternatives(here), here))]
-    needed = [costs.memory(shape, layout) for layout in layouts]
-    unit, word = (GIB, "GiB") if max(m.total for m in needed) >= GIB else (2**20, "MiB")
+    layouts = dict.fromkeys((without, *alternatives(here), here))
+    rows = []
+    for layout in layouts:
+        sent = costs.bytes_sent(shape, layout) + exchanged_bytes(shape, layout)
+        rows.append((layout, costs.memory(shape, layout), sent))
+    return rows
+
+
+def _table(shape: Shape, here: Layout, memory: int | None, tensor: int) -> list[str]:
+    rows = _rows(shape, here, tensor)
+    unit, word = (GIB, "GiB") if max(use.total for _, use, _ in rows) >= GIB else (2**20, "MiB")
     lines = [
         f"Per process in {word}, {here.dtype}, micro-batch {here.rows}:",
         f"{'':<19}" + "".join(f"{head:>6}" for head in HEADS) + " fits" * bool(memory),
     ]
-    for layout, use in zip(layouts, needed, strict=True):
-        numbers = [getattr(use, column) for column in COLUMNS]
-        sent = costs.bytes_sent(shape, layout) + exchanged_bytes(shape, layout)
-        numbers += [use.total, use.host, sent]
+    for layout, use, sent in rows:
+        numbers = [getattr(use, column) for column in COLUMNS] + [use.total, use.host, sent]
         row = f"{'*' if layout == here else ' '}{name_of(layout):<18}"
         verdict = f"{'yes' if fits(use, memory) else 'no':>5}" if memory else ""
         lines.append(row + "".join(_cell(n / unit) for n in numbers) + verdict)
@@ -353,8 +359,8 @@ def _advice(
 ) -> str:
     """Return the recommendation with its command line, or what would make the run fit.
 
-    One process needs no DeepSpeed (docs/memory.md). A stage is a shipped file, unless `path`
-    has more to it than a stage; the file of an installed package is not to be edited.
+    One process needs no DeepSpeed (docs/memory.md). A stage is a shipped file; the file at `path`
+    stays if it has that stage.
     """
     shape, gpus, memory = shape_of(run), here.world_size, machine.memory or 0
     shipped = {disk.resolve(Path(file)): name for name, file in deepspeed_files().items()}.get(
@@ -375,97 +381,40 @@ def _advice(
     row = costs.activation_bytes(shape, replace(best, rows=1))
     largest = int((memory * (1 - HEADROOM) - beside) // row)
     host = f", {needed.host * gpus / GIB:.1f} GiB of RAM" if needed.host else ""
-    rows = best.rows * (run.parallel(gpus).data_size if run.split_batches else 1)
-    given, change = _command_flags(run), ""
-    same = replace(best, rows=here.rows, accumulation_steps=here.accumulation_steps) == here
-    is_split = best.rows != here.rows
-    refusal = ""
+    is_split = (best.rows, best.accumulation_steps) != (here.rows, here.accumulation_steps)
+    notes = ""
     if is_split and not run.is_explicit("batch_size"):
-        refusal = f"Micro-batches of {here.rows} rows do not fit: the command sets the batch.\n"
+        notes = f"Micro-batches of {here.rows} rows do not fit: the command sets the batch.\n"
+    rows = best.rows * (run.parallel(gpus).data_size if run.split_batches else 1)
     words = [
         f"--{name} {value}"
         for name, value in (("batch_size", rows), ("accumulation_steps", best.accumulation_steps))
         if is_split or run.is_explicit(name)
     ]
-    if is_replaceable and not same:
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    sets_batch = any(document.get(key, "auto") != "auto" for key in keys)
+    if _stage_of(best) != _stage_of(here) or (is_split and sets_batch):
         words.append(f"--deepspeed_config {FILES[_stage_of(best)]}")
+        if not is_replaceable:
+            notes += f"The command does not have the other settings of {path}.\n"
     elif run.is_explicit("deepspeed_config"):
-        file = shipped or run.deepspeed_config
-        if changes := _config_changes(here, best, document):
-            file = COPY if shipped else file
-            change = f"  {f'{COPY}, a copy of {path}' if shipped else path}: {changes}\n"
-        words.append(f"--deepspeed_config {shell_word(str(file))}")
-        if gpus == 1 and not (shipped or path == "none"):
-            change += (
-                f"  (one process has nothing to partition: unless {path} has other settings,"
-                " --deepspeed_config none)\n"
-            )
-    flags = " ".join(words)
+        words.append(f"--deepspeed_config {shell_word(str(shipped or run.deepspeed_config))}")
+    given, flags = _command_flags(run), " ".join(words)
     held = "the CUDA context" if here.device == "cuda" else "the device's libraries"
     break_ = " \\\n    " if len(given) + len(flags) > WIDTH else " "
-    others = [replace(here, world_size=gpus * n) for n in (2, 4, 8) if best.offload_optimizer]
-    layouts = [recommend(shape, other, memory) for other in others]
-    more = [s.world_size for s in layouts if s and not s.offload_optimizer]
     return (
         f"Recommended: {name_of(best)}, micro-batch {best.rows}, accumulation"
         f" {best.accumulation_steps}: {needed.total / GIB:.2f} of {memory / GIB:.2f} GiB{host}.\n"
         f"{HEADROOM:.0%} stays free for {held} and fragmentation;"
         f" the largest micro-batch that fits is {largest}.\n"
-        + (f"With {more[0]} GPUs nothing has to be offloaded.\n" if more else "")
-        + refusal
-        + _larger_batch(run, shape, best, largest, machine)
-        + change
-        + f"  NUM_PROCESSES={gpus} {LAUNCH} \\\n"
-        + f"    {break_.join(filter(None, (given, flags)))}"
-    )
-
-
-def _larger_batch(
-    run: RunConfig, shape: Shape, best: Layout, largest: int, machine: Machine
-) -> str:
-    """Name a larger batch where that of `best` is only the default, and has room to grow."""
-    is_default = not any(map(run.is_explicit, ("batch_size", "accumulation_steps")))
-    is_default = is_default and best.accumulation_steps == 1
-    rows = largest - largest % 8 if largest >= 8 else largest
-    if not is_default or run.split_batches or rows < 2 * best.rows:
-        return ""
-    larger, speed = replace(best, rows=rows), ""
-    if machine.gpu and (step := likely_step(shape, best, machine.gpu)):
-        faster = likely_step(shape, larger, machine.gpu)
-        assert faster is not None
-        ratio = rows / best.rows * step.seconds / faster.seconds
-        speed = f",\n{ratio:.2f} times as many tokens/s by the estimate"
-    advice = "its --learning_rate follows from the run."
-    if run.is_explicit("learning_rate"):
-        rate = run.learning_rate * (rows / best.rows) ** 0.5
-        advice = f"its --learning_rate is about {rate:.1e} (by the square root of the rows)."
-    return (
-        f"No flag sets the {best.rows} rows. --batch_size {rows} takes"
-        f" {costs.memory(shape, larger).total / GIB:.2f} GiB{speed};\n"
-        f"{advice}\n"
+        f"{notes}"
+        f"  NUM_PROCESSES={gpus} {LAUNCH} \\\n"
+        f"    {break_.join(filter(None, (given, flags)))}"
     )
 
 
 def _stage_of(layout: Layout) -> tuple[int | None, bool, bool]:
     return layout.stage, layout.offload_optimizer, layout.offload_param
-
-
-def _config_changes(here: Layout, best: Layout, document: Mapping[str, Any]) -> str:
-    """Return the changes to the DeepSpeed file of `here`; empty if there are none."""
-    changes = []
-    if _stage_of(here) != _stage_of(best):
-        zero, gone = f'"stage": {best.stage}', []
-        for name in ("offload_optimizer", "offload_param"):
-            if getattr(best, name):
-                zero += f', "{name}": {{"device": "cpu"}}'
-            elif getattr(here, name):
-                gone.append(name)
-        changes.append(f'"zero_optimization": {{{zero}}}')
-        changes += [f"no {name}" for name in gone]
-    if (here.rows, here.accumulation_steps) != (best.rows, best.accumulation_steps):
-        keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        changes += [f'"{key}": "auto"' for key in keys if document.get(key, "auto") != "auto"]
-    return ", ".join(changes)
 
 
 def _command_flags(run: RunConfig) -> str:

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import wrap
@@ -57,10 +57,9 @@ SAMPLE_BYTES, PARTS = 2**20, 16  # of the text, in places that are spread over i
 START_SECONDS = {"cpu": 30.0}
 SLOWEST_START = 4.0  # 115 s with ten processes on each core
 MOST_EVALUATIONS = 10  # of a run
+LARGEST_TRIED = 26_700_000  # parameters of a run of the recipe `strong` that ended
 PREPARED_PER_SECOND = 2e6  # bytes of text per process, assumed
-# A step of `strong` over one of AdamW, a measured step over the estimate (docs/measurements.md).
-OF_ESTIMATE = 1.2 * 1.3
-SLOWER = {"measured": 1.5, "estimated": 2.0}  # the far end of the forecast
+SLOWER = {"measured": 1.5, "assumed": 2.0}  # the far end of the forecast
 
 
 def add_parser(subs: Any) -> None:
@@ -88,7 +87,7 @@ def add_parser(subs: Any) -> None:
     text = "out_dir of the run (default: out/ and the name of the text)"
     add("--out_dir", type=non_empty, help=text)
     add("--gpus", type=at_least(1), help="GPUs (default: those of this machine)")
-    names = [gpu.name for gpu in GPUS if gpu.bandwidth]
+    names = [gpu.name for gpu in GPUS if gpu.memory]
     text = "model of the GPUs, also of another machine (default: that of this one)"
     add("--gpu_model", type=named_gpu, choices=names, help=text)
     text = "auto uses a GPU if there is one"
@@ -264,7 +263,6 @@ class Sample:
     documents: float
     passages: list[str]
     prompts: list[str]  # openings of documents
-    xz: float  # bits per byte of the sample
 
     @property
     def held_out(self) -> float:
@@ -325,28 +323,20 @@ def prepared_sample(folder: Path) -> PreparedSample:
     begins = [0, *ends[every - 1 : -1 : every].tolist()]
     most = SAMPLE_BYTES // max(1, len(begins)) // 4  # tokens of each
     places = [
-        (begin, min(most, end - begin))  # apart: xz would find what is in two of them
+        (begin, min(most, end - begin))
         for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True)
     ]
     texts = [tokenizer.decode(tokens.stretch(*place).tolist()) for place in places]
     splits = prepared.manifest["splits"].values()
     size = sum(split["text_bytes"] for split in splits)
     documents = sum(split["documents"] for split in splits)
-    return PreparedSample(size, documents, texts, openings(texts), bits_by_xz(texts), prepared)
+    return PreparedSample(size, documents, texts, openings(texts), prepared)
 
 
 def openings(texts: list[str]) -> list[str]:
     """Prompts for samples of the run."""
     found = (" ".join(text.split()[:4]) for text in texts)
     return [one for one in found if one and len(one) < 60][:3] or ["The"]
-
-
-def bits_by_xz(texts: list[str]) -> float:
-    """Bits per byte of the texts."""
-    import lzma
-
-    content = "\n".join(texts).encode()
-    return 8 * len(lzma.compress(content)) / max(1, len(content))
 
 
 def read_sample(
@@ -392,7 +382,7 @@ def read_sample(
     passages = [joined[:quarter], joined[quarter:]]
     share = total / max(1, read_bytes)
     size, documents = text_bytes * share, len(texts) * share
-    return Sample(size, documents, passages, openings(texts), bits_by_xz(texts))
+    return Sample(size, documents, passages, openings(texts))
 
 
 @dataclass(frozen=True)
@@ -403,7 +393,7 @@ class Machine:
     device: str
     processes: int
     how: str  # how the speed is known
-    kind: str  # measured or estimated
+    kind: str  # measured or assumed
     speed_of: Callable[[Size, float], float]
     has_room: Callable[[Size], bool]
 
@@ -413,11 +403,13 @@ def find_machine(args: argparse.Namespace, vocab_size: int | None = None) -> Mac
 
     `vocab_size` is that of the text, if it has a tokenizer.
     """
-    from minimind.architecture.costs import GPUModel, Layout, likely_step
+    from minimind.architecture.costs import ASSUMED_MFU, GPUModel, Layout
     from minimind.architecture.plan import recommend
+    from minimind.architecture.shape import flops_per_token
 
     gpu: GPUModel | None = args.gpu_model and known_gpu(args.gpu_model)
     device, processes, memory, name = "cuda", args.gpus or 1, 0, args.gpu_model
+    dtype = "bfloat16"  # as --dtype auto becomes it
     if gpu is None:
         import torch
 
@@ -432,6 +424,7 @@ def find_machine(args: argparse.Namespace, vocab_size: int | None = None) -> Mac
                 )
             kind = HOST
         device, memory = kind.name, kind.memory()
+        dtype = dtype if kind.has_bf16 else "float32"
         processes = args.gpus or max(1, kind.count()) if kind is not HOST else 2
         name = kind.model_of(torch.device(device))
         gpu = known_gpu(name) if device == "cuda" else None
@@ -443,26 +436,22 @@ def find_machine(args: argparse.Namespace, vocab_size: int | None = None) -> Mac
         rows = max(1, (8192 if device != "cpu" else 2048) // size.shape().max_seq_len)
         is_compiled = device == "cuda"
         return Layout(
-            2, processes, "bfloat16", rows, device=device, compiles=is_compiled, optimizer="muon"
+            2, processes, dtype, rows, device=device, compiles=is_compiled, optimizer="muon"
         )
 
     def has_room(size: Size) -> bool:
         best = recommend(size.shape(), layout(size), memory, is_plain=True)
         return best is not None and not best.offload_optimizer
 
-    if gpu is not None and gpu.bandwidth:
-        known = gpu
+    if gpu is not None:
+        reached = ASSUMED_MFU * gpu.peak_tflops * 1e12 * processes  # FLOPs a second
 
-        def estimated(size: Size, _: float) -> float:
-            here = replace(layout(size), stage=None, optimizer="adamw")
-            step = likely_step(size.shape(), here, known)
-            assert step is not None
-            tokens = here.rows * size.shape().max_seq_len * processes
-            return tokens / step.seconds / OF_ESTIMATE
+        def assumed(size: Size, _: float) -> float:
+            return reached / flops_per_token(size.shape())
 
-        how = "speed estimated, not measured"
+        how = f"speed by an assumed {ASSUMED_MFU:.0%} of the peak, not measured"
         return Machine(
-            f"{processes} x {name}", device, processes, how, "estimated", estimated, has_room
+            f"{processes} x {name}", device, processes, how, "assumed", assumed, has_room
         )
     from minimind.runtime.environment import usable_cores
     from minimind.sweep.step_time import measured_steps
@@ -534,7 +523,7 @@ def yaml_text(
     args: argparse.Namespace, choice: Choice, text: Sample, machine: Machine, prompts: Path
 ) -> str:
     """The file: a reason behind each value."""
-    from minimind.architecture.choice import MEASURED, MOST_EPOCHS
+    from minimind.architecture.choice import MOST_EPOCHS
 
     steps, rows = steps_of(choice, machine)
     data = json.dumps(args.data_path, ensure_ascii=False)
@@ -549,7 +538,7 @@ def yaml_text(
     recipe = (CONFIGS / "recipes" / "strong.yaml").read_text(encoding="utf-8")
     if choice.tokens < 500_000:
         recipe = recipe.replace("_rate: 0.008", "_rate: 0.002")
-    if choice.shape.parameters > 2 * max(run.parameters for run in MEASURED):
+    if choice.shape.parameters > 2 * LARGEST_TRIED:
         untried = "; untried for so large a model: lower it if the loss jumps"
         recipe = re.sub(r"^(\w*_rate|muon_lr): .*", rf"\g<0>{untried}", recipe, flags=re.MULTILINE)
     lines = [
@@ -604,15 +593,10 @@ def _reading(args: argparse.Namespace) -> list[str]:
 
 def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) -> str:
     """The table of what to expect."""
-    from minimind.architecture.choice import MEASURED, MOST_EPOCHS, bits_per_byte_range
+    from minimind.architecture.choice import MOST_EPOCHS
 
     steps, rows = steps_of(choice, machine)
-    low, high = bits_per_byte_range(text.xz)
     slowest = choice.hours * SLOWER[machine.kind]
-    tokens = [run.tokens for run in MEASURED]
-    bits = f"{low:.2f} to {high:.2f}: a guide, no law"
-    if choice.tokens > 2 * max(tokens):
-        bits = f"below {high:.2f}; how far below, no measured run tells"
     share, is_validated, too_few = text.held_out, text.held_out > 0, TOO_FEW
     validated = f"{share:.2g} of the documents, about {share * text.documents:,.0f}"
     if text.vocab_size is not None:
@@ -632,9 +616,6 @@ def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) ->
         "steps": f"about {steps:,} of {rows} rows of {choice.shape.max_seq_len} tokens",
         "hours": f"{choice.hours:.2g}, up to {slowest:.2g} ({machine.kind}:"
         f" {choice.tokens_per_second:,.0f} tokens/s)",
-        "bits/byte": f"{bits}. xz needs {text.xz:.2f} for a MiB of this text; {len(MEASURED)} runs"
-        f" of {min(tokens) / 1e6:.1f} to {max(tokens) / 1e6:.1f}M tokens ended at"
-        f" {low / text.xz:.2f} to {high / text.xz:.2f} of xz (docs/measurements.md)",
         "limit": limit,
     }
     lines = [(name, wrap(value, 80)) for name, value in table.items()]

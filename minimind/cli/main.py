@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,13 +92,13 @@ def _add_plan(subs: Any) -> None:
     text = "memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB (default: that of"
     text += " --gpu_model)"
     add("--memory", type=size_in_bytes, help=text)
-    text = "model of the GPUs, for memory and the time of a step (also h100, 4090, a100-40gb)"
-    names = [gpu.name for gpu in GPUS if gpu.bandwidth]
+    text = "model of the GPUs, for memory and peak (also h100, 4090, a100-40gb)"
+    names = [gpu.name for gpu in GPUS if gpu.memory]
     add("--gpu_model", type=named_gpu, choices=names, help=text)
     text = "10^12 FLOPs a second of one GPU in --dtype, dense (default: that of --gpu_model)"
     add("--peak_tflops", type=positive, help=text)
-    text = "fraction of the peak that is reached (default: as estimated for --gpu_model, else"
-    add("--mfu", type=share, help=f"{text} {ASSUMED_MFU})")
+    text = "fraction of the peak that is reached"
+    add("--mfu", type=share, help=f"{text} (default {ASSUMED_MFU})")
     add("--tokens", type=positive, help="tokens to train on, such as 1e9")
 
 
@@ -165,11 +164,9 @@ def run_plan(args: argparse.Namespace) -> None:
     from minimind.architecture.plan import Machine, plan
 
     gpu = args.gpu_model and known_gpu(args.gpu_model)
-    if gpu and args.peak_tflops:
-        gpu = replace(gpu, peak_tflops=args.peak_tflops)
-    peak = gpu.peak_tflops if gpu else args.peak_tflops
+    peak = args.peak_tflops or (gpu.peak_tflops if gpu else None)
     memory = args.memory or (gpu.memory * 2**30 if gpu else None)
-    machine = Machine(args.gpus, memory, peak, args.mfu, args.tokens, gpu)
+    machine = Machine(args.gpus, memory, peak, args.mfu, args.tokens)
     print(plan(args.run_flags, machine))
 
 

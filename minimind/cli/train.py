@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from minimind.cli.report import REMEDY, require_free
 from minimind.config.arguments import at_least, non_empty_path
 from minimind.config.parse import build_parser
 from minimind.errors import UsageError
@@ -63,15 +62,13 @@ def _add_coord_check(subs: Any) -> None:
         " without muP, and print the sizes of the changes of their activations; status 0 if those"
         " with muP do not depend on the width, else 1. Takes the flags of train_pretrain.py too"
         " (--dim, --n_heads, --learning_rate, --optimizer, ...): the model at the base width.",
-        example="minimind coord_check --widths 64 128 256 --use_moe --out coordinates.html",
+        example="minimind coord_check --widths 64 128 256 --use_moe",
     )
     add = parser.add_argument
     text = "widths to compare, multiples of --dim (default: --dim, twice and four times that)"
     add("--widths", type=at_least(1), nargs="+", help=text)
     add("--steps", type=at_least(1), default=5, help="optimizer steps")
     add("--seeds", type=at_least(1), default=2, help="models of each width, averaged")
-    add("--out", type=non_empty_path, metavar="FILE.html", help="page of plots to write")
-    add("--force", action="store_true", help="replace an earlier page")
     add("--debug", action="store_true", help="show tracebacks")
 
 
@@ -119,15 +116,9 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 def run_coord_check(args: argparse.Namespace) -> int:
     """Print the coordinate check; return 0 if it is flat, else 1."""
-    from minimind.report.page import GENERATOR, write_page
-    from minimind.sweep.coordinate_check import coordinate_check, render
+    from minimind.sweep.coordinate_check import coordinate_check
 
-    if args.out:
-        require_free(args.out, args.force, GENERATOR)
     results = coordinate_check(args.run_flags, args.widths, args.steps, args.seeds)
     with_mup = next(iter(results.values()))
     print(f"\n{with_mup.verdict()}")
-    if args.out:
-        write_page(render(results, args.steps, with_mup.verdict()), args.out, REMEDY)
-        print(f"{args.out}: plots")
     return 0 if with_mup.is_flat else 1

@@ -701,10 +701,13 @@ class OptimizerFlags:
         "maximum global gradient norm; 0 disables clipping", 1.0, "optimizer", at_least=0.0
     )
     dtype: str = flag(
-        "precision of forward and backward; the optimizer's weights are float32",
-        "bfloat16",
+        "precision of forward and backward; the optimizer's weights are float32; auto: that of the"
+        " checkpoint, else bfloat16 where the device of every rank has instructions for it, else"
+        " float32",
+        AUTO,
         "optimizer",
-        choices=("bfloat16", "float16", "float32"),
+        choices=(AUTO, "bfloat16", "float16", "float32"),
+        takes_auto=True,
     )
     tf32: bool = flag(
         "multiply float32 matrices as TensorFloat-32 on GPUs: several times as fast, with 10 bits"

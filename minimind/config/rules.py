@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from minimind.config.flags import AUTO
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import planned_decay, run_length
 
@@ -82,6 +83,18 @@ OF_OPTIMIZER: Mapping[str, tuple[float, Collection[str]]] = {
     "Adam": (0.4, RULES),
     "Muon": (0.8, ()),
 }
+
+
+def with_dtype(run: RunConfig, device: str, has_bf16: bool) -> RunConfig:
+    """Replace `dtype = auto`: bfloat16 on a type of device that has instructions for it.
+
+    float16 is never chosen: it trains on GPUs only, and its loss has to be scaled.
+    """
+    if run.dtype != AUTO:
+        return run
+    if has_bf16:
+        return run.with_values(f"{AUTO}: {device} has bf16 instructions", dtype="bfloat16")
+    return run.with_values(f"{AUTO}: {device} has no bf16 instructions", dtype="float32")
 
 
 def flags_with_rules(run: RunConfig, optimizer: str) -> list[str]:

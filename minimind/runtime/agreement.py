@@ -81,16 +81,9 @@ def first_difference(store: Store, rank: int, world_size: int, kinds: Kinds) -> 
     own = fingerprint(
         {kind: {name: one.value for name, one in kinds[kind].items()} for kind in kinds}
     )
-    others = range(1, world_size)
-    if rank == 0:
-        found = store.multi_get([f"digest/{other}" for other in others]) if others else []
-        pairs = zip(others, found, strict=True)
-        store.set("differs", next((str(other) for other, its in pairs if its.decode() != own), ""))
-    else:
-        store.set(f"digest/{rank}", own)
-    if not (differs := store.get("differs").decode()):
+    other = first_other(store, rank, world_size, "digest", own)
+    if other is None:
         return None
-    other = int(differs)
     if rank in (0, other):
         store.set(f"told/{rank}", json.dumps([socket.gethostname(), _sent(kinds)]))
     (host, ours), (its_host, theirs) = (json.loads(store.get(f"told/{n}")) for n in (0, other))
@@ -100,6 +93,20 @@ def first_difference(store: Store, rank: int, world_size: int, kinds: Kinds) -> 
         time.sleep(0.02)
     kind, name, values = next(_differing(ours, theirs))
     return Difference(kind, name, other, values, (host, its_host))
+
+
+def first_other(store: Store, rank: int, world_size: int, name: str, value: str) -> int | None:
+    """The first rank whose value is not that of rank 0, the same on every rank; collective."""
+    others = range(1, world_size)
+    if rank == 0:
+        found = store.multi_get([f"{name}/{other}" for other in others]) if others else []
+        pairs = zip(others, found, strict=True)
+        differs = next((str(other) for other, its in pairs if its.decode() != value), "")
+        store.set(f"{name}/differs", differs)
+    else:
+        store.set(f"{name}/{rank}", value)
+    differs = store.get(f"{name}/differs").decode()
+    return int(differs) if differs else None
 
 
 def _sent(kinds: Kinds) -> dict[str, dict[str, tuple[str, str]]]:

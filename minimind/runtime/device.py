@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity
 
 from minimind.runtime.environment import command_output
 
+MIN_BF16_CAPABILITY = (8, 0)  # of a CUDA device; also of the flash attention kernels of torch
 Moment = float | torch.Event  # seconds of the host's clock, or a place in the queue of a device
 
 
@@ -66,6 +67,18 @@ class Host:
     @property
     def has_float64(self) -> bool:
         return True
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether every device of this type here has instructions for bfloat16.
+
+        oneDNN also reports support for AVX-512 without them, and then emulates them slowly.
+        """
+        mkldnn = torch.ops.mkldnn
+        if not torch.backends.mkldnn.is_available() or not mkldnn._is_mkldnn_bf16_supported():
+            return False
+        is_x86 = platform.machine() in ("x86_64", "AMD64")
+        return not is_x86 or torch.cpu._is_avx512_bf16_supported()
 
     def is_available(self) -> bool:
         return True
@@ -132,6 +145,11 @@ class Accelerator(Host):
         """An Intel Arc of the A series has none."""
         return getattr(self.module.get_device_properties(), "has_fp64", True)
 
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it converts from and to bfloat16; torch tells of xpu alone."""
+        return getattr(self.module.get_device_properties(), "has_bfloat16_conversions", True)
+
     def is_available(self) -> bool:
         is_available = getattr(self.module, "is_available", None)
         return bool(is_available and is_available())
@@ -182,6 +200,12 @@ class Cuda(Accelerator):
     def has_float64(self) -> bool:
         return True
 
+    @property
+    def has_bf16(self) -> bool:
+        """As torch.cuda.is_bf16_supported(including_emulation=False), of all GPUs."""
+        lowest = self.lowest_capability()
+        return lowest is not None and lowest >= MIN_BF16_CAPABILITY
+
     def properties(self) -> list[Any]:
         """Name, memory and capability of every GPU that torch sees."""
         return [torch.cuda.get_device_properties(number) for number in range(self.count())]
@@ -206,6 +230,10 @@ class Metal(Accelerator):
     @property
     def has_float64(self) -> bool:
         return False
+
+    @property
+    def has_bf16(self) -> bool:
+        return True
 
     def copies(self, device: torch.device) -> Copies | None:
         return None

@@ -6,7 +6,6 @@ Functions ending in `_fault` return one clause that says what is missing, or "" 
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import sysconfig
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from minimind.runtime.device import CUDA, device_kind
+from minimind.runtime.device import CUDA, HOST, MIN_BF16_CAPABILITY, device_kind
 from minimind.runtime.environment import HIDDEN, command_output, visible_gpu_names
 
 GPU_FIELDS = ("name", "driver_version", "memory.total", "compute_cap")
@@ -26,7 +25,6 @@ GPU_FIELDS = ("name", "driver_version", "memory.total", "compute_cap")
 MIN_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 0)}
 MAX_IDLE_MIB = 1024  # memory that a desktop and the driver use on a GPU without other programs
 MIN_TRITON_CAPABILITY = (7, 0)  # torch/_inductor/scheduler.py, GPUTooOldForTriton
-MIN_BF16_CAPABILITY = (8, 0)  # also of the flash attention kernels of torch
 MIN_FP8_CAPABILITY = (8, 9)
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
 DEFAULT_HIPCC = "/opt/rocm/bin/hipcc"
@@ -42,17 +40,7 @@ class GPU:
     capability: tuple[int, int] | None
 
 
-def has_bf16() -> bool:
-    """Whether this CPU has bf16 instructions.
-
-    oneDNN also reports support for AVX-512 without them, and then emulates them slowly.
-    """
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    return platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_bf16_supported()
-
-
-HAS_BF16 = has_bf16()
+HAS_BF16 = HOST.has_bf16
 
 
 def torch_build() -> str:

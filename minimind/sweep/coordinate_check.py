@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
@@ -30,9 +28,6 @@ from minimind.engine.optimizers import run_groups, scale_initial_weights
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError, fault_error
 from minimind.model.experts import MixtureOfExperts
-from minimind.report.charts import TEMPLATE, Chart, run_style
-from minimind.report.formats import LIGHT
-from minimind.report.page import fill_page, html_table, plots
 
 SOURCE = "minimind coord_check"
 # They replace the defaults of training, so that a check takes seconds on a CPU.
@@ -55,7 +50,6 @@ class Coordinates:
     """Root mean squares of activations by kind, one for each width; means over layers and seeds."""
 
     widths: Sequence[int]
-    sizes: Mapping[str, Sequence[float]]  # after the last step
     changes: Mapping[str, Sequence[float]]  # of the difference to step 0
 
     def slope(self, kind: str) -> float:
@@ -76,15 +70,11 @@ class Coordinates:
         flat = f"{'' if self.is_flat else 'not '}flat with muP"
         return f"{flat}: {bound} within {TOLERANCE} of 0{''.join(also)}"
 
-    def rows(self) -> list[list[str]]:
-        """Kind, change at each width, slope; as text."""
-        return [
-            [kind, *(f"{value:.4f}" for value in values), f"{self.slope(kind):+.2f}"]
-            for kind, values in self.changes.items()
-        ]
-
     def table(self) -> str:
-        rows = [["width", *map(str, self.widths), "slope"], *self.rows()]
+        """Change at each width and slope, a line for each kind."""
+        rows = [["width", *map(str, self.widths), "slope"]]
+        for kind, values in self.changes.items():
+            rows.append([kind, *(f"{value:.4f}" for value in values), f"{self.slope(kind):+.2f}"])
         return "\n".join(f"  {row[0]:<16}{''.join(f'{c:>9}' for c in row[1:])}" for row in rows)
 
 
@@ -156,20 +146,15 @@ def runs_of_widths(run: RunConfig, widths: Sequence[int], is_mup: bool) -> list[
 def measure(runs: Sequence[RunConfig], steps: int, seeds: int) -> Coordinates:
     """Train each run for `steps` steps on random text, once per seed, and measure it."""
     measured = [[_measure_one(run, steps, run.seed + n) for n in range(seeds)] for run in runs]
-    sizes, changes = (
-        {
-            kind: [float(np.mean([one[n][kind] for one in of_run])) for of_run in measured]
-            for kind in measured[0][0][n]
-        }
-        for n in (0, 1)
-    )
-    return Coordinates([run.dim for run in runs], sizes, changes)
+    changes = {
+        kind: [float(np.mean([seed[kind] for seed in seeds_of_run])) for seeds_of_run in measured]
+        for kind in measured[0][0]
+    }
+    return Coordinates([run.dim for run in runs], changes)
 
 
-def _measure_one(
-    run: RunConfig, steps: int, seed: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Sizes after `steps` steps, and sizes of the changes since step 0."""
+def _measure_one(run: RunConfig, steps: int, seed: int) -> dict[str, float]:
+    """Root mean square of the changes since step 0, averaged over layers."""
     torch.manual_seed(seed)
     model = model_of(minimind_config(run, bos_token_id=None, eos_token_id=0, pad_token_id=None))
     scale_initial_weights(model, run)
@@ -182,13 +167,8 @@ def _measure_one(
         backend.backward(loss.total)
         backend.update(is_last=True)
     after = activations(model, rows[:, :-1])
-    changes = {kind: after[kind] - before[kind] for kind in after}
-    return _sizes(after), _sizes(changes)
-
-
-def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Root mean square of each tensor's layers (L, ...), averaged over them."""
-    return {kind: float(x.flatten(1).pow(2).mean(1).sqrt().mean()) for kind, x in tensors.items()}
+    changes = {kind: (after[kind] - before[kind]).flatten(1) for kind in after}
+    return {kind: float(x.pow(2).mean(1).sqrt().mean()) for kind, x in changes.items()}
 
 
 def random_text(run: RunConfig, seed: int) -> Tensor:
@@ -228,34 +208,3 @@ def activations(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     for hook in hooks:
         hook.remove()
     return {kind: torch.stack(values).float() for kind, values in outputs.items()}
-
-
-TITLE = "Coordinate check"
-
-
-def render(results: Mapping[str, Coordinates], steps: int, verdict: str) -> str:
-    """The HTML of the page of the coordinates by title."""
-    charts = [
-        chart_of(f"coordinates{n}", title, one) for n, (title, one) in enumerate(results.items())
-    ]
-    lead = f"Changes of activations in {steps} optimizer steps, root mean square: {verdict}."
-    parts = [f"<h1>{TITLE}</h1>", f'<p class="lead">{escape(lead)}</p>', plots(charts, True)]
-    for title, one in results.items():
-        head = ["activation", *map(str, one.widths), "slope"]
-        parts.append(f"<h2>{escape(title)}</h2>{html_table(head, one.rows(), 'final')}")
-    return fill_page(TITLE, "\n".join(parts), charts, is_linked=False)
-
-
-def chart_of(key: str, title: str, coordinates: Coordinates) -> Chart:
-    """A line per kind of activation over the width, both axes logarithmic."""
-    traces = []
-    for n, (kind, values) in enumerate(coordinates.changes.items()):
-        tone, dash = run_style(n)
-        look = {"mode": "lines+markers", "line": {"color": LIGHT[tone], "dash": dash}}
-        name = f"{kind}, slope {coordinates.slope(kind):+.2f}"
-        traces.append(go.Scatter(name=name, x=[*coordinates.widths], y=[*values], **look))
-    widths = [*coordinates.widths]
-    x_axis = {"title": "width", "type": "log", "tickvals": widths, "ticktext": [*map(str, widths)]}
-    y_axis = {"type": "log", "hoverformat": ".4f", "dtick": 1}
-    layout = {"template": TEMPLATE, "xaxis": x_axis, "yaxis": y_axis, "showlegend": True}
-    return Chart(key, title, "change, log scale", go.Figure(traces, layout))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -187,7 +186,11 @@ def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[flo
     for n, one in enumerate(points):
         require_alike(points[0], one)
         for other in points[:n]:
-            if _key(one) == _key(other):
+            if (one.run.seed, one.tokens, one.settings) == (
+                other.run.seed,
+                other.tokens,
+                other.settings,
+            ):
                 raise UsageError(
                     f"{path}: {other.name} and {one.name} are one run of {one.tokens:,.0f} tokens;"
                     " remove one"
@@ -203,10 +206,6 @@ def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[flo
     return points
 
 
-def _key(one: Point) -> tuple[int, float, str]:
-    return one.run.seed, one.tokens, one.settings
-
-
 def _require_predictable(one: Point, fitted: Points, path: str) -> None:
     """Raise UsageError if a law of one term does not hold for the numbers of the predicted run."""
     term, notes = term_of(fitted, (), ())
@@ -216,32 +215,11 @@ def _require_predictable(one: Point, fitted: Points, path: str) -> None:
     at, of = (np.log([getattr(point, name) for point in fitted.used]) for name in (x, y))
     expected = float(np.exp(np.polyval(np.polyfit(at, of, 1), np.log(getattr(one, x)))))
     given = getattr(one, y)
-    if _is_near(given, expected):
-        return
-    remedy = f"give it {formats.size(expected)}"
-    if y == "tokens":
-        remedy = _budget_for(expected, one) or "lower its batch_size"
-    raise UsageError(
-        f"predict in {path} has {formats.size(given)} {y}, but {notes[0]}; {remedy}, or add runs"
-        " with other numbers"
-    )
-
-
-def _is_near(value: float, expected: float) -> bool:
-    return 1 / NEAR <= value / expected <= NEAR
-
-
-def _budget_for(tokens: float, one: Point) -> str:
-    """The budget with which the predicted run trains on so many tokens; empty if there is none.
-
-    It trains in whole steps, whose rows may follow from the budget.
-    """
-    for budget in (f"{tokens:.3g}", f"{math.ceil(tokens)}"):
-        with suppress(UsageError):  # less than a step
-            run = one.run.with_values("tokens", max_tokens=float(budget), tokens_per_param=None)
-            if _is_near(_planned(one.name, run, rehearse(run)).tokens, tokens):
-                return f"give it tokens: {budget}"
-    return ""
+    if not 1 / NEAR <= given / expected <= NEAR:
+        raise UsageError(
+            f"predict in {path} has {formats.size(given)} {y}, but {notes[0]}; predict a run of"
+            f" about {formats.size(expected)} {y}, or add runs with other numbers"
+        )
 
 
 def _planned(name: str, run: RunConfig, rehearsal: Rehearsal) -> Point:

@@ -6,12 +6,9 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import optuna
 from optuna.trial import TrialState
 from optuna.visualization import (
@@ -24,7 +21,6 @@ from plotly.graph_objects import Figure
 
 from minimind.report import formats
 from minimind.report.charts import TEMPLATE, Chart
-from minimind.report.formats import LIGHT
 from minimind.report.page import fill_page, html_table, plots
 from minimind.sweep.study import (
     ORDER,
@@ -35,12 +31,9 @@ from minimind.sweep.study import (
     distribution_of,
     parameters_text,
 )
-from minimind.sweep.sweep_file import Range, Sweep
+from minimind.sweep.sweep_file import Sweep
 
 NOUNS = {"val_bpb": "bits per byte", "val_loss": "nats per token"}
-BANDS = ("run0", "run5", "sample")  # the best third of the finished trials, the second, the last
-UNFINISHED = {"symbol": "x-thin-open", "color": LIGHT["run1"], "size": 9, "line": {"width": 2}}
-BEST = {"color": LIGHT["ink"], "width": 1.5, "shape": "hv"}
 
 
 def render(sweep: Sweep, rows: Sequence[Row], folder: Path) -> str:
@@ -66,67 +59,20 @@ def render(sweep: Sweep, rows: Sequence[Row], folder: Path) -> str:
 
 
 def draw(sweep: Sweep, rows: Sequence[Row]) -> list[Chart]:
-    """Optuna's figures of the trials that have a metric, in the look of the pages."""
-    known = [row for row in rows if math.isfinite(row.metric)]
-    if not known:
+    """Optuna's figures of the trials that have a metric."""
+    if not any(math.isfinite(row.metric) for row in rows):
         return []
     study, metric, noun = recorded(sweep, rows), sweep.metric, NOUNS[sweep.metric]
-    history = plot_optimization_history(study, target_name=metric)
-    hover = "trial-%{x:04d}: %{y:.4f}<extra></extra>"
-    looks = [
-        {"name": "done", "marker": {"color": LIGHT["run0"], "size": 9}, "hovertemplate": hover},
-        {"name": "best so far", "line": BEST, "hoverinfo": "skip"},
-        {"name": "not finished", "marker": UNFINISHED, "hovertemplate": hover},
+    charts = [
+        _chart("history", "History", noun, plot_optimization_history(study, target_name=metric))
     ]
-    traces: Any = history.data
-    for trace, look in zip(traces, looks, strict=True):
-        trace.update(look, showlegend=bool(np.isfinite(trace.y).any()))
-    history.update_xaxes(title="trial", dtick=max(1, len(rows) // 10))
-    parallel, curves = _lines(sweep, known)
-    is_any_done = best_of(known) is not None
-    lines = "a line per trial: the best third of the finished ones bold, others dotted"
-    return [
-        _chart("history", "History", f"{noun}; of other trials the last validation", history),
-        _chart("parallel", "Parallel coordinates", lines, parallel),
-        *(_slice(sweep, study, name) for name in sweep.dimensions if is_any_done),
-        _chart("curves", "Validations", f"{noun} at each step", curves),
-    ]
-
-
-def _lines(sweep: Sweep, known: Sequence[Row]) -> tuple[Figure, Figure]:
-    """Parallel coordinates and validations, a line per trial in both; the best ones on top."""
-    ranked = sorted(known, key=lambda row: (row.kind == "done", -row.metric))
-    # Optuna draws choices in the order in which trials have them: these come first, undrawn.
-    choices = {n: d for n, d in sweep.dimensions.items() if not isinstance(d, Range)}
-    in_order = [
-        {name: values[min(n, len(values) - 1)] for name, values in choices.items()}
-        for n in range(max(map(len, choices.values()), default=0))
-    ]
-    first = [replace(ranked[0], parameters=ranked[0].parameters | p, curve={}) for p in in_order]
-    study = recorded(sweep, [*first, *ranked])
-    parallel = plot_parallel_coordinate(study, target_name=sweep.metric)
-    parallel.data = parallel.data[len(first) :][: len(ranked)]  # without the scale of colors
-    parallel.update_annotations(font={"color": LIGHT["soft"]}, bgcolor=LIGHT["paper"])
-    parallel.update_shapes(line={"color": LIGHT["soft"]})
-    room = [-0.35, len(sweep.dimensions) + 0.35]  # for the names of the axes
-    parallel.update_xaxes(showline=False, range=room)
+    parallel = plot_parallel_coordinate(study, target_name=metric)
+    charts.append(_chart("parallel", "Parallel coordinates", noun, parallel))
+    for name in sweep.dimensions if best_of(rows) else ():
+        key = f"over-{name.replace('_', '-')}"
+        charts.append(_chart(key, name, noun, plot_slice(study, [name], target_name=metric)))
     curves = plot_intermediate_values(study)
-    hover = "step %{x}: %{y:.4f}<extra></extra>"
-    curves.update_traces(hovertemplate=hover, marker={"size": 4})
-    curves.update_layout(xaxis={"title": "step"}, yaxis={"title": sweep.metric})
-    limits = np.quantile([row.metric for row in known if row.kind == "done"] or [0], (1 / 3, 2 / 3))
-    drawn: Any = (
-        *zip(parallel.data, ranked, strict=True),
-        *zip(curves.data, [row for row in ranked if row.curve], strict=True),
-    )
-    for trace, row in drawn:
-        is_done = row.kind == "done"
-        band = int(np.searchsorted(limits, row.metric)) if is_done else len(BANDS) - 1
-        dash, width = "solid" if is_done else "dot", 1.25 if band else 2.5
-        line = {"color": LIGHT[BANDS[band]], "dash": dash, "width": width}
-        text = f"{row.folder}, {trace.hovertemplate}"
-        trace.update(line=line, opacity=1, hovertemplate=text)
-    return parallel, curves
+    return [*charts, _chart("curves", "Validations", f"{noun} at each step", curves)]
 
 
 def recorded(sweep: Sweep, rows: Sequence[Row]) -> optuna.Study:
@@ -149,29 +95,6 @@ def recorded(sweep: Sweep, rows: Sequence[Row]) -> optuna.Study:
         )
         study.add_trial(trial)
     return study
-
-
-def _slice(sweep: Sweep, study: optuna.Study, name: str) -> Chart:
-    """The metric of finished trials over a dimension."""
-    dimension = sweep.dimensions[name]
-    figure = plot_slice(study, [name], target_name=sweep.metric)
-    figure.data = figure.data[:1]  # the finished ones; of others the metric is an early one
-    scale = [[0, LIGHT["rule"]], [1, LIGHT["run0"]]]
-    look = {"size": 9, "colorscale": scale, "line": {"width": 1, "color": LIGHT["run0"]}}
-    look["colorbar"] = {"title": "trial", "thickness": 10, "outlinewidth": 0, "xpad": 10}
-    figure.update_traces(
-        marker=look, hovertemplate="trial-%{marker.color:04d}, %{x}: %{y:.4f}<extra></extra>"
-    )
-    figure.update_xaxes(hoverformat=".4~g")
-    is_log = isinstance(dimension, Range) and dimension.log
-    if is_log:
-        values = [trial.params[name] for trial in study.get_trials(states=[TrialState.COMPLETE])]
-        ticks = formats.log_ticks(min(values), max(values))
-        figure.update_xaxes(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
-    elif not isinstance(dimension, Range):  # Optuna shows them in quotes
-        figure.update_xaxes(tickvals=[*map(repr, dimension)], ticktext=[*map(escape, dimension)])
-    unit = f"{NOUNS[sweep.metric]} of the finished trials{', log scale' if is_log else ''}"
-    return _chart(f"over-{name.replace('_', '-')}", name, unit, figure)
 
 
 def _chart(key: str, title: str, unit: str, figure: Figure) -> Chart:

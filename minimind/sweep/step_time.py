@@ -22,6 +22,7 @@ from minimind.architecture.hf_models import model_of
 from minimind.architecture.select import minimind_config
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import build_config
+from minimind.config.rules import with_dtype
 from minimind.config.run_config import RunConfig
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.engine.optimizers import run_groups
@@ -38,6 +39,7 @@ def step_seconds(run: RunConfig, device: str) -> float:
     """Return the median time of a few steps of one micro-batch in one process, in seconds."""
     torch.manual_seed(run.seed)
     kind = device_kind(device)
+    run = with_dtype(run, device, kind.has_bf16)
     model = model_of(minimind_config(run, bos_token_id=None, eos_token_id=0, pad_token_id=None))
     model.to(device, getattr(torch, run.dtype))
     backend = PlainBackend(model, model, ResolvedConfig(run, "single"), run_groups(model, run))

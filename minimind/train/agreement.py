@@ -15,14 +15,15 @@ from minimind.checkpoint.identity import versions
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.config.launcher_env import set_rendezvous_defaults
+from minimind.config.flags import AUTO
+from minimind.config.launcher_env import Launch, set_rendezvous_defaults
 from minimind.config.run_config import FLAGS, PACKAGE, RULED, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import disk
-from minimind.runtime.agreement import Difference, Told, first_difference
+from minimind.runtime.agreement import Difference, Told, first_difference, first_other
 from minimind.runtime.collectives import collective_backend, meeting_store, rendezvous
 from minimind.runtime.durable_files import fingerprint, sha256_of
 from minimind.runtime.environment import allow_connections
@@ -73,7 +74,31 @@ NO_NUMBERS = re.compile(
 )
 
 
+def meet(given: RunConfig, setup: Setup) -> Any:
+    """A store of all ranks, to keep until the process group is there; None of one rank."""
+    launch = setup.launch
+    if launch.world_size == 1:
+        return None
+    timeout = collective_backend(setup.device, given.dist_timeout)[1]
+    set_rendezvous_defaults(os.environ)
+    allow_connections(launch.world_size)
+    with rendezvous():
+        return meeting_store(os.environ, timeout)
+
+
+def with_common_dtype(store: Any, run: RunConfig, launch: Launch) -> RunConfig:
+    """float32 where the devices of ranks chose different dtypes for `dtype = auto`; collective."""
+    if store is None:
+        return run
+    with rendezvous():
+        other = first_other(store, launch.rank, launch.world_size, "dtype", run.dtype)
+    if other is None or run.is_explicit("dtype"):
+        return run
+    return run.with_values(f"{AUTO}: a rank has no bf16 instructions", dtype="float32")
+
+
 def require_agreement(
+    store: Any,
     given: RunConfig,
     setup: Setup,
     resolved: ResolvedConfig,
@@ -81,24 +106,19 @@ def require_agreement(
     prepared: Prepared,
     order: Order,
     schedule: Schedule,
-) -> Any:
+) -> None:
     """Raise the same error on every rank if one trains another run than rank 0; collective.
 
-    `given` has the flags as parsed. Return what must be kept until the process group is there.
+    `given` has the flags as parsed; `store` is that of `meet`.
     """
+    if store is None:
+        return
     launch = setup.launch
-    if launch.world_size == 1:
-        return None
-    timeout = collective_backend(setup.device, given.dist_timeout)[1]
-    set_rendezvous_defaults(os.environ)
-    allow_connections(launch.world_size)
     kinds = all_told(given, setup, resolved, model, prepared, order, schedule, os.environ)
     with rendezvous():
-        store = meeting_store(os.environ, timeout)
         found = first_difference(store, launch.rank, launch.world_size, kinds)
     if found:
         raise error_of(found, given)
-    return store
 
 
 def all_told(

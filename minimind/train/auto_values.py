@@ -65,7 +65,8 @@ def with_auto_values(
 
     if saved := _checkpoint_to_resume(known):
         place, (values, rows) = saved
-        source = f"{AUTO}: as in {place.rpartition('/')[2]}"
+        source = _source_of_checkpoint(place)
+        values.pop("dtype", None)  # decided before the device was chosen
         if rows % smallest_step(known, world_size):
             divisors, remedies = _divisors(known, rows, world_size)
             raise CheckpointError(
@@ -94,6 +95,21 @@ def with_auto_values(
     plain = {name: getattr(known, name) for name in decided}
     run = setup.run.with_values("default", **plain).with_values(source, **values)
     return run.with_values(source_of_rule, **by_rule)
+
+
+def with_dtype_of_checkpoint(run: RunConfig) -> RunConfig:
+    """Replace `dtype = auto` by that of the checkpoint from which the run resumes, if there is one.
+
+    The launcher and the DeepSpeed file replace it, as they replace a default.
+    """
+    if run.dtype != AUTO or not (saved := _checkpoint_to_resume(run)):
+        return run
+    place, (values, _) = saved
+    return run.with_values(_source_of_checkpoint(place), dtype=values.get("dtype", AUTO))
+
+
+def _source_of_checkpoint(place: str) -> str:
+    return f"{AUTO}: as in {place.rpartition('/')[2]}"
 
 
 def _source_of_rule(work: Workload) -> str:
@@ -158,7 +174,7 @@ def _numbers(run: RunConfig, place: str, manifest: dict[str, Any]) -> Numbers:
     saved = {**groups.get("lr", {}), **groups.get("schedule", {}), **manifest}
     saved["batch_size"] = saved.get("micro_batch_rows")
     found: dict[str, Any] = {}
-    for name in (*run.open_flags, "accumulation_steps"):
+    for name in (*run.open_flags, "accumulation_steps", "dtype"):
         with suppress(UsageError):
             if saved.get(name) is not None:
                 found[name] = convert(name, saved[name], place)

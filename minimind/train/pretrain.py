@@ -40,7 +40,7 @@ from minimind.runtime.event_log import EventLog
 from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
 from minimind.runtime.terminal import phase
-from minimind.train.agreement import require_agreement
+from minimind.train.agreement import meet, require_agreement, with_common_dtype
 from minimind.train.auto_values import with_auto_values
 from minimind.train.build import (
     build_batches,
@@ -145,6 +145,10 @@ def train_resolved(
     if resolved.run.open_flags:
         known, manifest = with_prepared(resolved.run, prepared), prepared.manifest
         run = with_auto_values(setup, known, resolved.optimizer, manifest, initial.architecture)
+    # The ranks meet here, as what follows depends on the dtype that their devices compute.
+    store = meet(given, setup)
+    run = with_common_dtype(store, run, setup.launch)
+    if run is not setup.run:
         setup = replace(setup, run=run)
         resolved = setup.resolve()
     order, schedule = plan_data_and_schedule(
@@ -161,7 +165,7 @@ def train_resolved(
     # 5. The engine, with its process group, of ranks that train the same run.
     cleanup.enter_context(report_out_of_memory(setup, resolved))
     model = initial.architecture
-    store = require_agreement(given, setup, resolved, model, prepared, order, schedule)
+    require_agreement(store, given, setup, resolved, model, prepared, order, schedule)
     engine = build_engine(resolved, initial.build(run, prepared), setup.device)
     del store
     cleanup.callback(engine.release)

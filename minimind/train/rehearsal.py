@@ -16,6 +16,7 @@ from minimind.config.run_config import RunConfig
 from minimind.config.run_record import require_rules
 from minimind.engine.build import require_accepted
 from minimind.runtime.environment import environment_kept
+from minimind.train.auto_values import with_dtype_of_checkpoint
 from minimind.train.build import plan_length, run_budgets, with_local_folder
 from minimind.train.evaluate import read_sample_prompts
 from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
@@ -29,9 +30,10 @@ def checked(run: RunConfig, launch: Launch) -> tuple[Setup, ResolvedConfig, Init
     Raise every mistake that is known before the text is read.
     """
     initial = fine_tuned(read_initial(run)) if run.task == "sft" else read_initial(run)
+    require_rules(initial.run)
+    initial = replace(initial, run=with_dtype_of_checkpoint(initial.run))
+    setup = read_setup(initial.run, launch)
     run = initial.run
-    require_rules(run)
-    setup = read_setup(run, launch)
     resolved = setup.resolve()
     require_accepted(resolved, setup.device)
     require_outputs(resolved)

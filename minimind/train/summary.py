@@ -358,7 +358,7 @@ def kernels_of(engine: Engine) -> int:
     if not is_counted or run.use_moe or run.gradient_checkpointing:
         return 0
     layout = layout_of(run, engine.world_size, resolved.config, engine.device.type)
-    kernels = step_launches(shape_of(run), layout, "compiled" if layout.is_compiled else "eager")
+    kernels = step_launches(shape_of(run), layout)
     if engine.zero_update.startswith("by DeepSpeed"):
         weights = sum(p.requires_grad for p in engine.model.parameters())
         kernels += ZERO_LAUNCHES[resolved.zero_stage or 0] * weights

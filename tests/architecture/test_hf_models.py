@@ -33,7 +33,7 @@ from minimind.model.decoder import next_token_loss
 from minimind.train.initial_weights import read_initial
 from minimind.train.summary import dry_run_text, plan_run
 from tests.conftest import ROOT, Launcher, sentences
-from tests.distributed.conftest import config_of_stage
+from tools.runs import config_of_stage
 
 train: Any = minimind.train  # a module that is called
 LENGTH, ROWS, PIECES, VOCABULARY = 32, 4, 600, 640

@@ -16,8 +16,8 @@ import pytest
 from minimind.checkpoint.directory import verify
 from minimind.checkpoint.remote_run import RemoteRun, by_step, complete
 from tests.conftest import PACE, SHAPE, Launcher, sentences
-from tests.forking import Nursery, state_of
 from tests.runtime.servers import BUCKET, KEYS, FaultyProxy, ObjectStore
+from tools.forking import Nursery, state_of
 
 MIRROR = f"s3://{BUCKET}/runs/one"
 CUT = 0.05  # of the connections

@@ -33,7 +33,7 @@ from minimind.errors import CheckpointError, NumericError, StorageError, which_m
 from minimind.runtime.durable_files import Metrics
 from tests.alone import Alone
 from tests.checkpoint.weights import load_weights
-from tests.runtime.late_device import DEVICE, LATE, Stream, late_device
+from tools.late_device import DEVICE, LATE, Stream, late_device
 
 CPU = torch.device("cpu")
 FACTS = {"identity": {"seed": {"seed": 1}}, "world_size": 1, "zero_stage": 0, "dtype": "float32"}

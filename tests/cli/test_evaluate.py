@@ -21,7 +21,7 @@ from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.data.tokenizer.vocabulary import sizes
 from minimind.inference.load_model import load_checkpoint
 from tests.conftest import ROOT, Trained
-from tests.forking import Nursery, free_port
+from tools.forking import Nursery, free_port
 
 
 def texts_of(path: Path) -> list[str]:

@@ -13,16 +13,7 @@ import pytest
 
 import minimind.train as training
 from minimind.architecture.choice import LADDER, Text, choose, ladder
-from minimind.cli.init import (
-    Machine,
-    Sample,
-    expectation,
-    measured_runs,
-    prepared_sample,
-    read_sample,
-    speed_by_steps,
-    yaml_text,
-)
+from minimind.cli.init import Machine, Sample, measured_runs, read_sample, speed_by_steps, yaml_text
 from minimind.cli.main import build_parser, main
 from minimind.config.parse import build_config, parse_flags
 from minimind.sweep import step_time
@@ -55,7 +46,6 @@ def test_the_file_is_read_back(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "bash run_accelerate.sh --config run.yaml" in printed
-    assert "a guide, no law" in printed
     run = parse_flags(["--config", "run.yaml"])
     assert (run.data_path, run.out_dir, run.optimizer) == (("text.jsonl",), "out/text", "muon")
     assert run.max_tokens
@@ -198,12 +188,10 @@ def test_the_speed_is_that_of_the_batch_of_the_run():
 def test_what_no_run_has_measured_is_said_so(here: Path):
     choice = choose(Text(1e10, lambda vocab_size: 3.5), 1000, 60, lambda size, seconds: 1e6)
     assert choice.size is LADDER[-1]
-    sample = Sample(1e10, 1e6, ["a"], ["The"], 3.0)
+    sample = Sample(1e10, 1e6, ["a"], ["The"])
     machine = Machine(
-        "8 x H100", "cuda", 8, "", "estimated", lambda size, seconds: 1e6, lambda size: True
+        "8 x H100", "cuda", 8, "", "assumed", lambda size, seconds: 1e6, lambda size: True
     )
-    text = " ".join(expectation(choice, sample, machine, 1000).split())
-    assert "bits/byte below 2.70; how far below" in text
     args = build_parser().parse_args(["init", "text.jsonl", "--out_dir", "out", "--hours", "1000"])
     args.data_path = args.paths
     Path("run.yaml").write_text(yaml_text(args, choice, sample, machine, Path("run.prompts.txt")))
@@ -278,8 +266,6 @@ def test_a_prepared_folder_has_sizes_and_a_tokenizer(
     printed = capsys.readouterr().out
     assert f"tokens: {size / 1e3:.3g} kB in about 400 documents" in printed
     assert "vocabulary 600" in printed
-    xz = read_sample(["text.jsonl"]).xz
-    assert prepared_sample(Path("tokens")).xz == pytest.approx(xz, rel=0.02)
     manifest = json.loads(Path("tokens/manifest.json").read_text())
     train_tokens, val_tokens = (manifest["splits"][name]["tokens"] for name in ("train", "val"))
     assert f"of {train_tokens:,} tokens" in printed

@@ -18,7 +18,7 @@ from minimind.config.parse import parse_flags
 from minimind.errors import LockedError, StorageError, UsageError
 from minimind.train.pretrain import keeps_tokenizer
 from tests.conftest import Trained, sentences
-from tests.faults.mirrors import FLAGS, content, train
+from tools.faults.mirrors import FLAGS, content, train
 
 SWEEP = "{flags: {data_path: TEXT, eval_interval: 1}, dimensions: {seed: [1, 2]}, trials: 1}"
 LADDER = "{flags: {data_path: TEXT, dim: 64}, sizes: [{n_layers: 1}, {n_layers: 2}, {n_layers: 3},"
@@ -40,7 +40,6 @@ FOLDERS: dict[str, tuple[str, str]] = {
 FILES: dict[str, tuple[str, str]] = {
     "report": ("report RUN --out OUT", "--force"),
     "scaling": ("scaling RUN --out OUT", "--force"),
-    "coord_check": ("coord_check --widths 64 128 --out OUT", "--force"),
     "init": ("init --data_path TEXT --hours 1 --gpu_model h100 --out OUT", "--force"),
     "generate": ("generate --checkpoint RUN --prompts PROMPTS --out OUT", "--force"),
 }
@@ -537,7 +536,7 @@ PATHS = (
     *("import --from llama EXPORT --out URL", "import --from llama URL --out o"),
     *("checkpoint consolidate RUN --out URL", "checkpoint average RUN URL --out o"),
     *("checkpoint list URL", "checkpoint prune --checkpoint URL --keep 1", "report RUN --out URL"),
-    *("report RUN URL", "scaling RUN --out URL", "coord_check --out URL", "env --out_dir URL"),
+    *("report RUN URL", "scaling RUN --out URL", "env --out_dir URL"),
     *("generate --checkpoint URL --prompt a", "generate --checkpoint RUN --prompts URL"),
     *("chat --model URL --once a", "eval --checkpoint URL --data TEXT", "data at URL --step 1"),
 )

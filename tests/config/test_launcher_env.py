@@ -24,6 +24,7 @@ from minimind.config.launcher_env import (
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import RendezvousError, UsageError
+from minimind.runtime.device import Host
 from tests.conftest import ROOT
 
 GIVEN = "accelerate launch (YAML or flag)"
@@ -229,20 +230,19 @@ def test_zero_at_one_process_is_stated_to_buy_nothing(setup_for):
     assert report(f"--deepspeed_config {beside / 'warmup_cosine.json'} --max_steps 9", {}) == ""
 
 
-def test_transformers_layers_in_bf16_are_stated_to_crawl_where_a_cpu_has_no_instructions_for_it(
-    setup_for, monkeypatch, tmp_path
-):
+def test_bf16_that_a_cpu_emulates_is_warned_of_in_one_line(setup_for, monkeypatch):
     def report(line: str, device: str = "cpu") -> str:
         setup = replace(setup_for(f"--deepspeed_config none {line}", {}), device=device)
         return "\n".join(advice(setup, setup.resolve()))
 
-    model = f"--model hf:{tmp_path}"
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    for has, count in ((False, 1), (True, 0)):
-        monkeypatch.setattr("minimind.config.deepspeed.backend_choice.HAS_BF16", has)
-        assert report(model).count("--dtype float32") == count
-        assert report(f"{model} --dtype float32") == report("--model 26m") == ""
-        assert report(model, "cuda") == ""
+    for has, start in ((False, "warning  dtype = bfloat16 (--dtype)"), (True, "")):
+        monkeypatch.setattr(Host, "has_bf16", has)
+        found = report("--dtype bfloat16")
+        assert found.startswith(start)
+        assert "\n" not in found
+        assert bool(found) is not has
+        assert report("--dtype float32") == report("") == ""
+        assert "bf16" not in report("--dtype bfloat16", "cuda")
 
 
 def test_allocators_are_set_unless_the_user_set_them():

@@ -25,7 +25,7 @@ from minimind.runtime.process import Progress
 from minimind.train.inputs import require_inputs
 from minimind.train.pretrain import pretrain
 from tests.conftest import SHAPE, Launcher
-from tests.distributed.test_peers import left_over
+from tools.runs import left_over
 
 
 @pytest.fixture

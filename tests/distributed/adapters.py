@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.engines import (
+from tools.engines import (
     MUON,
     Case,
     Recomputing,

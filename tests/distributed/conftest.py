@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from tests.conftest import Launcher, Run
+from tools.runs import config_of_stage
 
 FP32 = "--dtype float32"
 LONGER = "--max_steps 60 --save_interval 6"  # long enough to be killed in the middle
@@ -30,15 +30,6 @@ def fp32(forked: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The yardstick of the equivalences: fp32, ZeRO-2, two processes of two micro-batches."""
     out_dir = tmp_path_factory.mktemp("fp32") / "out"
     return forked.run(out_dir, f"{FP32} --save_interval 9 --keep_last 3")
-
-
-def config_of_stage(stage: int, directory: Path) -> Path:
-    """The shipped DeepSpeed file with another stage, and nothing else, in it."""
-    shipped = DEFAULT_DEEPSPEED_CONFIG.read_text()
-    assert shipped.count('"stage": 2') == 1
-    path = directory / f"stage{stage}.json"
-    path.write_text(shipped.replace('"stage": 2', f'"stage": {stage}'))
-    return path
 
 
 @pytest.fixture(

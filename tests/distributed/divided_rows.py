@@ -23,8 +23,8 @@ from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.attention import SequenceGroup, boolean_mask
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model.layers import flash_attention
-from tests.distributed.engines import ROWS, Case, build, state_of, text
 from tests.distributed.target_means import TARGETS, marked
+from tools.engines import ROWS, Case, build, state_of, text
 
 STEPS = 20
 

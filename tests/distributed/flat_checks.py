@@ -25,7 +25,7 @@ from minimind.engine import deepspeed_backend, flat_partitions, master_weights
 from minimind.engine.build import Engine
 from minimind.engine.flat_partitions import CHECKED, FlatPartitions
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from tests.distributed.engines import Case, build, course, state_of
+from tools.engines import Case, build, course, state_of
 
 STEPS = 12
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

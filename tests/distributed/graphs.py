@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config
 
 from minimind.engine.loss_of_batch import EAGER_BACKWARD
-from tests.distributed.engines import Case, build, course
+from tools.engines import Case, build, course
 
 is_ahead: list[bool] = []  # of each graph, whether its backward pass is asked for with it
 STAGES = {"ddp": None, "stage 0": 0, "stage 1": 1, "stage 2": 2}

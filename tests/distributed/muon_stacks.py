@@ -17,7 +17,7 @@ import torch
 
 from minimind.engine import optimizers
 from minimind.engine.build import Engine, leave_process_group
-from tests.distributed.engines import Case, WithFrozenParts, build, course, load, save, state_of
+from tools.engines import Case, WithFrozenParts, build, course, load, save, state_of
 
 SAVED, LAST = 3, 6
 STACKS = {"one by one": 0, "pairs": 2**11, "all": 2**20}

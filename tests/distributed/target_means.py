@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
-from tests.distributed.engines import ROWS, Case, build, state_of, text
+from tools.engines import ROWS, Case, build, state_of, text
 
 # Targets of each row, of 16, by step. Then whole micro-batches, a whole rank of two, and all.
 TARGETS = [

@@ -8,7 +8,7 @@ import pytest
 
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from tests.conftest import Launcher
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 STARTS = [
     pytest.param("--grad_clip 0.01", {}, "--grad_clip", "1.0 (default)", id="other numbers"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
 # Stage 3 comes last: it replaces torch's linear function in the whole process.

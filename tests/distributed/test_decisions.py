@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 
 def test_every_rank_gets_the_answer_or_the_error_of_the_rank_that_has_it(

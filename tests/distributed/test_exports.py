@@ -15,7 +15,8 @@ import pytest
 from minimind.checkpoint.directory import published_checkpoints, read_manifest
 from minimind.cli.main import main
 from tests.conftest import Launcher
-from tests.distributed.conftest import FP32, config_of_stage
+from tests.distributed.conftest import FP32
+from tools.runs import config_of_stage
 
 pytestmark = [pytest.mark.launch, pytest.mark.long]
 STEPS = 6

@@ -16,8 +16,8 @@ from pyarrow import parquet
 
 import minimind.train as training
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from tests.forking import Nursery
 from tests.train.test_fine_tuning import BASE, conversations, write
+from tools.forking import Nursery
 
 train: Any = training  # a package that is called like a function
 pytestmark = pytest.mark.launch

@@ -32,7 +32,7 @@ from minimind.runtime.environment import GPU_VARIABLES
 from minimind.runtime.heartbeat import this_worker
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32
-from tests.forking import free_port
+from tools.forking import free_port
 
 SCRIPT = str(ROOT / "train_pretrain.py")
 SHIPPED = ROOT / "configs" / "accelerate_config.yaml"

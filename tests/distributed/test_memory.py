@@ -17,7 +17,7 @@ from minimind.architecture.costs import Layout, bytes_sent, memory
 from minimind.architecture.plan import shape_of
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.parse import parse_flags
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
 TINY = shape_of(parse_flags(["--model", "tiny"]))
@@ -40,7 +40,7 @@ def measured_in_one_launch(
     nursery: Nursery, directory: Path, cases: list[tuple[Any, ...]]
 ) -> Measured:
     out, words = directory / "held.json", [",".join(map(str, case)) for case in cases]
-    statuses, _, report = nursery.run("tests.distributed.measure_memory", [str(out), *words], out)
+    statuses, _, report = nursery.run("tools.measure_memory", [str(out), *words], out)
     assert statuses == [0, 0], report
     return {tuple(found["of"]): found for found in json.loads(out.read_text())}
 

@@ -16,11 +16,10 @@ import psutil
 import pytest
 
 from tests.conftest import Launcher, Run
-from tests.distributed.test_runs import wait_for
+from tools.runs import ENDLESS, left_over, wait_for, workers
 
 pytestmark = pytest.mark.launch
 
-ENDLESS = "--max_steps 90000 --log_interval 1"
 FAULTS = """
 import os, signal, time
 
@@ -37,19 +36,6 @@ if "RANK" in os.environ and "FAULT" in os.environ:
 """
 
 
-def workers(script: int) -> dict[int, psutil.Process]:
-    """The worker processes below run_accelerate.sh, by rank."""
-    found = {}
-    for process in psutil.Process(script).children(recursive=True):
-        try:
-            words = " ".join(process.cmdline())
-            if "train_pretrain.py" in words and "accelerate_launch.py" not in words:
-                found[int(process.environ()["RANK"])] = process
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
 def is_importing(worker: psutil.Process) -> bool:
     """Whether it catches SIGTERM, as a worker does before it imports torch."""
     status = Path(f"/proc/{worker.pid}/status").read_text()
@@ -59,18 +45,6 @@ def is_importing(worker: psutil.Process) -> bool:
 def launcher(script: int) -> psutil.Process:
     children = psutil.Process(script).children()
     return next(c for c in children if "accelerate_launch.py" in " ".join(c.cmdline()[1:2]))
-
-
-def left_over(out_dir: Path, seconds: float = 60.0) -> list[list[str]]:
-    """Command lines of processes that still name this run, so long after it ended."""
-    deadline = time.monotonic() + seconds
-    while True:
-        listed = psutil.process_iter(["cmdline", "status"])
-        alive = [p.info for p in listed if p.info["status"] != psutil.STATUS_ZOMBIE]
-        found = [info["cmdline"] for info in alive if str(out_dir) in (info["cmdline"] or [])]
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
 
 
 @pytest.fixture

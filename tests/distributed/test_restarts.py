@@ -42,9 +42,8 @@ from minimind.train.pretrain import record_for_restart
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32, LONGER
 from tests.distributed.test_launchers import environment
-from tests.distributed.test_peers import left_over, workers
-from tests.distributed.test_runs import kill_all, wait_for
-from tests.forking import free_port
+from tools.forking import free_port
+from tools.runs import kill_all, left_over, wait_for, workers
 
 LAYOUT = Layout("a1", "out", 4, 2, 2, 2, split_batches=False, resume="auto", fixed_by="")
 

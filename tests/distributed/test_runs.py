@@ -7,16 +7,14 @@ twenty small steps, so each run is started once and looked at by several tests.
 from __future__ import annotations
 
 import json
-import subprocess
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.conftest import Launcher, Run
-from tests.distributed.conftest import FP32, LONGER, config_of_stage, largest_relative_difference
+from tests.distributed.conftest import FP32, LONGER, largest_relative_difference
 from tests.train.starts import require_fit, start_of
+from tools.runs import config_of_stage, kill_all, wait_for
 
 pytestmark = pytest.mark.launch
 
@@ -178,24 +176,6 @@ def test_ddp_is_deepspeed_and_split_batches_counts_over_all_processes(
         assert [s[name] for s in ddp.events("step")] == [s[name] for s in fp32.events("step")]
     norms = [s["grad_norm"] for s in fp32.events("step")]
     assert [s["grad_norm"] for s in ddp.events("step")] == pytest.approx(norms, rel=1e-4)
-
-
-def wait_for(started: subprocess.Popen[str], out_dir: Path, words: str) -> None:
-    """Until metrics.jsonl holds `words`."""
-    metrics = out_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while not (metrics.exists() and words in metrics.read_text()):
-        assert started.poll() is None, started.communicate()
-        assert time.monotonic() < deadline, "the run never got that far"
-        time.sleep(0.01)
-
-
-def kill_all(started: subprocess.Popen[str]) -> None:
-    """kill -9 of the script, the launcher and the workers, which torch puts in other groups."""
-    family = [*psutil.Process(started.pid).children(recursive=True), psutil.Process(started.pid)]
-    for process in family:
-        process.kill()
-    started.communicate()
 
 
 def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bit(

@@ -13,7 +13,8 @@ import pytest
 
 from minimind.config.tasks import OWN_TASKS
 from tests.conftest import ROOT, Launcher, Run
-from tests.distributed.conftest import FP32, config_of_stage
+from tests.distributed.conftest import FP32
+from tools.runs import config_of_stage
 
 # Each takes a minute; tests/train/test_scores.py has the batches of any number of ranks.
 pytestmark = [pytest.mark.launch, pytest.mark.long]

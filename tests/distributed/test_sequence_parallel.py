@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.divided_rows import STEPS
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
 KINDS = ("plain", "documents", "recomputed", "chunked", "sft")

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Launcher
 from tests.distributed.skip_steps import COURSE, NORM_LIMIT, ORDER, all_rows
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
 # Stage 3 comes last: it replaces torch's linear function in the whole process.

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from tests.distributed.engines import LENGTH, TINY
 from tests.distributed.target_means import RATES, TARGETS, rows_of
-from tests.forking import Nursery
+from tools.engines import LENGTH, TINY
+from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
 ALONE = ["None,float32,1", "None,float32,2", "None,float32,4", "2,float32,4"]

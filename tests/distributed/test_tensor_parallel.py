@@ -12,7 +12,7 @@ from minimind.architecture.costs import Layout, gathered_bytes, own_part
 from minimind.architecture.shape import shape_of
 from minimind.config.parse import parse_flags
 from tests.distributed.tensor_parallel import CLIP, SAVED, SPOILT
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
 WITHIN = 2e-6

@@ -15,9 +15,8 @@ import pytest
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32, LONGER
 from tests.distributed.test_launchers import NAMED, SCRIPT, environment
-from tests.distributed.test_peers import left_over, workers
-from tests.distributed.test_runs import kill_all, wait_for
-from tests.forking import free_port
+from tools.forking import free_port
+from tools.runs import kill_all, left_over, wait_for, workers
 
 pytestmark = [pytest.mark.launch, pytest.mark.long]
 Agents = list[subprocess.Popen[str]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
 # Stage, dtype, micro-batches, overlap, elements of a bucket; the model has 33,952 weights.

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.matrix import WITHIN, difference
 from tests.distributed.zero_updates import OPTIONS, PAIRS, SAVED, TENSOR, UPDATES
-from tests.forking import Nursery
+from tools.forking import Nursery
+from tools.matrix import WITHIN, difference
 
 pytestmark = pytest.mark.launch
 Found = dict[str, dict[str, Any]]

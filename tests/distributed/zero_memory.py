@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.distributed.adapters import ZERO
-from tests.distributed.engines import Case, build, course
-from tests.distributed.measure_memory import COLLECTIVES, held, inner_parts
+from tools.engines import Case, build, course
+from tools.measure_memory import COLLECTIVES, held, inner_parts
 
 LAST = 2  # step that is looked at
 

@@ -30,16 +30,7 @@ from minimind.engine.build import Engine
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.distributed.adapters import BF16, EXPERTS, FP16, FP32, OFFLOAD, SCALED, WIDE_SUMS, ZERO
-from tests.distributed.engines import (
-    Case,
-    WithFrozenParts,
-    build,
-    course,
-    load,
-    save,
-    state_of,
-    text,
-)
+from tools.engines import Case, WithFrozenParts, build, course, load, save, state_of, text
 
 UPDATES = {"deepspeed": "by DeepSpeed (--zero_update)", "auto": "by flat partitions"}
 SAVED, LAST = 7, 40

@@ -60,7 +60,7 @@ def blocks(text: str) -> list[str]:
 def flags_of_ours() -> set[str]:
     """Every flag of training, of each subcommand, and of the scripts of this project."""
     found = {*FLAGS, "help", *_options(build_parser())}
-    files = [ROOT / "tests" / "gpu" / "__main__.py"]
+    files = [ROOT / "tools" / "gpu" / "__main__.py"]
     for folder in ("benchmarks", "examples", "scripts"):
         files += (ROOT / folder).glob("*.py")
     for path in files:

@@ -9,7 +9,7 @@ import pytest
 
 from scripts import device_reference
 from scripts.device_reference import COLUMNS, COMMAND, PAGE, ROWS, cell, page, passed_parts
-from tests.gpu.parts import PARTS
+from tools.gpu.parts import PARTS
 
 
 def test_the_page_is_what_its_command_writes():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,7 @@ from benchmarks.racers import RECIPE
 from benchmarks.throughput import ratio
 from benchmarks.time_to_loss import final, needed
 from minimind import errors
-from minimind.architecture.costs import (
-    ASSUMED,
-    DATA_SHEET,
-    Layout,
-    Rates,
-    StepTime,
-    known_gpu,
-    memory,
-    step_time,
-)
+from minimind.architecture.costs import Layout, memory
 from minimind.architecture.plan import Machine, plan
 from minimind.architecture.shape import shape_of
 from minimind.config.deepspeed.document import read_deepspeed_json
@@ -260,38 +250,3 @@ def test_figures_that_a_page_repeats_are_those_of_the_files(page: str, said: str
     (found,) = re.findall(pattern, re.sub(r"\s+", " ", PAGES[page]))
     values = [value if isinstance(value, str) else f"{value:.2f}" for value in measured()]
     assert ([found] if isinstance(found, str) else [*found]) == values
-
-
-STEPS = {"26m": 32, "104m": 16, "0.4b": 8}  # rows of 1,024 tokens in a micro-batch
-H100, H200 = (gpu for name in ("H100", "H200") if (gpu := known_gpu(name)))
-
-
-def step_column(name: str) -> dict[str, str]:
-    """The column of a preset in the table of a step; pairs are of H100 and H200."""
-    shape = replace(shape_of(parse_flags(["--model", name])), max_seq_len=1024)
-    layout = Layout(None, 1, "bfloat16", STEPS[name])
-
-    def both(rates: Rates, micro_batches: int = 1) -> list[StepTime]:
-        large = replace(layout, accumulation_steps=micro_batches)
-        return [step_time(shape, large, gpu, rates, "compiled") for gpu in (H100, H200)]
-
-    def milliseconds(times: list[StepTime]) -> str:
-        return ", ".join(f"{time.kernels * 1e3:.1f} ms" for time in times)
-
-    def share(times: list[StepTime]) -> str:
-        return ", ".join(f"{time.mfu:.0%}" for time in times)
-
-    least, likely = both(DATA_SHEET), both(ASSUMED)
-    return {
-        "all kernels at the data sheet's rates": milliseconds(least),
-        "all kernels at assumed rates": milliseconds(likely),
-        "MFU at most": share(least),
-        "MFU at assumed rates": share(likely),
-        "the same with 8 micro-batches in a step": share(both(ASSUMED, 8)),
-    }
-
-
-def test_the_table_of_a_step_is_that_of_the_estimate():
-    columns = [step_column(name) for name in STEPS]
-    expected = [[what, *(column[what] for column in columns)] for what in columns[0]]
-    assert rows(PAGES["measurements.md"], "## What bounds a step on an H100") == expected

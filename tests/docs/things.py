@@ -21,7 +21,7 @@ from tests.data.chat.test_turns import sft_line
 from tests.interop import minimind2
 from tests.interop.byte_level import write_tokenizer
 
-FOLDERS = ("benchmarks", "configs", "docs", "examples", "minimind", "scripts", "tests")
+FOLDERS = ("benchmarks", "configs", "docs", "examples", "minimind", "scripts", "tests", "tools")
 FILES = ("Makefile", "constraints.txt", "pyproject.toml", "run_accelerate.sh", "train_pretrain.py")
 DOCUMENTS = 250  # 37 rows of 512 tokens: two steps of two processes
 

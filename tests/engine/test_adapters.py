@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.adapters import CASES, LAST, SAVED
-from tests.distributed.engines import FROZEN, TINY
-from tests.forking import Nursery
+from tools.engines import FROZEN, TINY
+from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
 WRAPPERS = {

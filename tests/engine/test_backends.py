@@ -109,7 +109,9 @@ def engine_of(model: MiniMindForCausalLM, monkeypatch: pytest.MonkeyPatch, line:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**alone, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
-    return build_engine(ResolvedConfig(parse_flags(line.split()), "ddp"), model, "cpu")
+    return build_engine(
+        ResolvedConfig(parse_flags(f"--dtype bfloat16 {line}".split()), "ddp"), model, "cpu"
+    )
 
 
 def test_the_flag_names_which_device_the_two_libraries_take(monkeypatch):

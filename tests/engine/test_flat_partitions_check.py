@@ -12,7 +12,7 @@ import pytest
 
 from minimind.engine.flat_partitions import CHECKED
 from tests.distributed.flat_checks import CASES, STEPS, WAYS
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
 DIVIDED = [name for name in CASES if "tensor parallel" in name]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from minimind.engine.flat_partitions import FlatPartitions
-from tests.runtime.late_device import DEVICE, LATE, Event, LateTensor, Stream, late_device
+from tools.late_device import DEVICE, LATE, Event, LateTensor, Stream, late_device
 
 # Three weights: the first rank of two has the first and a part of the second.
 SIZES, PARTITION = (6, 4, 6), 8

@@ -16,8 +16,8 @@ import torch
 import minimind.train as training
 from minimind.report import run_logger
 from tests.conftest import ROOT
-from tests.distributed.host_reads import counted
 from tests.train.terminal import Terminal
+from tools.host_reads import counted
 
 train: Any = training  # a package that is called like a function
 BASE: dict[str, Any] = {
@@ -62,7 +62,7 @@ def test_a_step_without_deepspeed_reads_nothing(
 def test_under_deepspeed_only_it_reads(tmp_path: Path):
     out = tmp_path / "reads.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.host_reads", str(out)],
+        [sys.executable, "-m", "tools.host_reads", str(out)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,

@@ -33,7 +33,7 @@ from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.state import Fragment
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.distributed.muon_stacks import CASES, STACKS
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 SHAPE: dict[str, Any] = {
     **{"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 2},
@@ -49,7 +49,7 @@ def model_of(**changes: Any) -> MiniMindForCausalLM:
 
 
 def backend_of(line: str) -> PlainBackend:
-    run, model = parse_flags(line.split()), model_of()
+    run, model = parse_flags(f"--dtype bfloat16 {line}".split()), model_of()
     model.to(getattr(torch, run.dtype))
     return PlainBackend(model, model, ResolvedConfig(run, "single"), run_groups(model, run))
 

@@ -26,7 +26,7 @@ NORM = "model.norm.weight"
 
 
 def run_of(line: str) -> RunConfig:
-    return parse_flags(f"{SHAPE} {line}".split())
+    return parse_flags(f"{SHAPE} --dtype bfloat16 {line}".split())
 
 
 def model_of(run: RunConfig) -> MiniMindForCausalLM:

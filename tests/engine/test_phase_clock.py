@@ -25,7 +25,7 @@ from minimind.report.run_logger import RunLogger
 from minimind.runtime.device import KINDS, Accelerator
 from minimind.runtime.durable_files import Metrics
 from minimind.train.loop import GC_WARMUP_STEPS
-from tests.runtime import late_device
+from tools import late_device
 
 
 def test_the_report_knows_the_same_phases():

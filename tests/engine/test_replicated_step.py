@@ -15,7 +15,7 @@ from minimind.config.launcher_env import configure_libraries
 from minimind.engine import master_weights
 from minimind.engine.deepspeed_backend import NormLimit
 from minimind.engine.master_weights import reduce_in_place, replace_step
-from tests.distributed.host_reads import counted
+from tools.host_reads import counted
 
 SIZES = [(24, 16), (16,), (1000,), (3, 5), (7,), (16, 24)]
 FROZEN, UNUSED, SPARE = 3, 4, 1  # places in SIZES; SPARE has a gradient in every second step

@@ -23,8 +23,8 @@ from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.state import Fragment, ZeroState
 from minimind.errors import CheckpointError
 from tests.conftest import ROOT
-from tests.distributed.elastic import shown
-from tests.distributed.host_reads import counted
+from tools.elastic import shown
+from tools.host_reads import counted
 
 
 class FP16_UnfusedOptimizer:

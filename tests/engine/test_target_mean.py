@@ -22,7 +22,7 @@ from minimind.engine.clocks import PhaseClock
 from minimind.engine.loss_of_batch import PADDING, token_ids
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.recovery.corruption import replay
-from tests.distributed.host_reads import counted
+from tools.host_reads import counted
 
 SHAPE: dict[str, Any] = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 1}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1}

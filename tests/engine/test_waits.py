@@ -28,7 +28,7 @@ from minimind.report.trace import Trace
 from minimind.runtime.device import KINDS, Accelerator
 from tests.checkpoint.weights import load_weights
 from tests.conftest import ROOT
-from tests.runtime.late_device import DEVICE, LATE, NAME, Event, Stream, late_device
+from tools.late_device import DEVICE, LATE, NAME, Event, Stream, late_device
 
 train: Any = training  # a package that is called like a function
 BASE: dict[str, Any] = {

@@ -22,11 +22,11 @@ from minimind.config.run_config import CONFIGS
 from minimind.launch.plan import RESTARTS, LaunchSettings, plan
 from tests.conftest import PACE, ROOT, SHAPE, Launcher, Run
 from tests.distributed.test_launchers import environment
-from tests.distributed.test_runs import kill_all, wait_for
 from tests.docs.commands import check
 from tests.docs.pages import PAGES, rows
 from tests.examples.conftest import EXAMPLES
-from tests.forking import free_port
+from tools.forking import free_port
+from tools.runs import kill_all, wait_for
 
 CLAIM, JOBSET = yaml.safe_load_all((EXAMPLES / "kubernetes" / "jobset.yaml").read_text())
 (HOSTS,) = JOBSET["spec"]["replicatedJobs"]

@@ -16,7 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from tests.conftest import ROOT
 from tests.examples.conftest import environment
-from tests.forking import free_port
+from tools.forking import free_port
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is without a GPU")
 # One line in one write, for those of two processes shall not mix.

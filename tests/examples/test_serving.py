@@ -17,8 +17,8 @@ from minimind.inference.chat import Chat, template_of
 from minimind.inference.generate import Sampling
 from minimind.inference.load_model import load_model
 from tests.examples.conftest import environment
-from tests.forking import free_port
 from tests.train.test_fine_tuning import CAPITALS
+from tools.forking import free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.launch]
 SERVE = [sys.executable, "-m", "transformers.cli.transformers", "serve"]

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.forked import ALONE, Bench, no_strace
-from tests.faults.harness import Site
-from tests.faults.kills import random_kills
-from tests.faults.outcomes import Outcome, table
-from tests.faults.syscalls import fail_at_each, in_order, kill_at_each
-from tests.forking import Nursery
+from tools.faults.forked import ALONE, Bench, no_strace
+from tools.faults.harness import Site
+from tools.faults.kills import random_kills
+from tools.faults.outcomes import Outcome, table
+from tools.faults.syscalls import fail_at_each, in_order, kill_at_each
+from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
 

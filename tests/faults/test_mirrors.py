@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.mirrors import CASES, Ground
+from tools.faults.mirrors import CASES, Ground
 
 
 @pytest.fixture(scope="module")

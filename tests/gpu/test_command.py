@@ -1,4 +1,4 @@
-"""`python -m tests.gpu --device cpu`: what a GPU is shown by, so that the command itself is."""
+"""`python -m tools.gpu --device cpu`: what a GPU is shown by, so that the command itself is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.gpu.parts import PARTS
+from tools.gpu.parts import PARTS
 
 pytestmark = [pytest.mark.launch, pytest.mark.long]
 

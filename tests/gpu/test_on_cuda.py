@@ -24,9 +24,9 @@ from minimind.runtime.hardware import GPU
 from minimind.train.failures import remedy
 from minimind.train.optional import traced_steps
 from tests.conftest import PACE, SHAPE
-from tests.gpu import losses, memory, ranks, speed, waits
-from tests.gpu.findings import Finding
-from tests.gpu.site import Site, Trained
+from tools.gpu import losses, memory, ranks, speed, waits
+from tools.gpu.findings import Finding
+from tools.gpu.site import Site, Trained
 
 H100 = GPU("NVIDIA H100 80GB HBM3", "580.65.06", 81559, (9, 0))
 CURVE = [6.4, 6.3]
@@ -160,7 +160,7 @@ def test_a_wait_of_ours_is_wrong_and_a_read_is_not_counted_twice(
     }
 
     def python(module: str, out: str, *words: str, **environ: str) -> str:
-        assert (module, words) == ("tests.distributed.host_reads", ("cuda",))
+        assert (module, words) == ("tools.host_reads", ("cuda",))
         assert environ["DS_ACCELERATOR"] == "cuda"
         Path(out).write_text(json.dumps(reads))
         return ""

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.gpu.parts import PARTS
+from tools.gpu.parts import PARTS
 
-PAGE = Path(__file__).with_name("PATHS.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "tools" / "gpu" / "PATHS.md").read_text(encoding="utf-8")
 HEAD = "| path | file | shown | a failure looks like |"
 KINDS = ("run", "read", "stand-in", "pretended", "late", "H100", "not shown")
 BY_TEST = re.compile(r"(run|stand-in|pretended|late): `(tests/[\w./]+\.py)`")

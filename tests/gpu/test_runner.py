@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from minimind.runtime.device import KINDS
-from tests.gpu import losses, parts
-from tests.gpu.findings import Finding, PartError, at_most, check, figure, skipped
-from tests.gpu.runner import NO_TIME, Part
-from tests.gpu.site import Site, Trained
+from tools.gpu import losses, parts
+from tools.gpu.findings import Finding, PartError, at_most, check, figure, skipped
+from tools.gpu.runner import NO_TIME, Part
+from tools.gpu.site import Site, Trained
 
-command = import_module("tests.gpu.__main__").main
+command = import_module("tools.gpu.__main__").main
 
 pytestmark = pytest.mark.long  # of the command, which is no part of the package
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_run_is_refused_in_one_sentence(
 def test_an_interpreter_without_a_library_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    module = import_module("tests.gpu.__main__")
+    module = import_module("tools.gpu.__main__")
     monkeypatch.setattr(module, "BESIDES", ("absent_library",))
     assert command(["--device", "cpu"]) == 2
     assert "absent_library is missing; install with " in capsys.readouterr().err

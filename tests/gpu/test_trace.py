@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.trace import kind_of, overlap, shares
+from tools.gpu.trace import kind_of, overlap, shares
 
 pytestmark = pytest.mark.long  # of the command, which is no part of the package
 

@@ -32,6 +32,16 @@ Change = Callable[[Path], object]
 ALL = ("import", "init_from", "chat", "tokenizer")
 MODEL = ("import", "init_from", "chat")  # read weights too
 TALK = ("chat",)  # asks for a template
+TEXT = '{"text": "春眠不覺曉, a word and another"}\n'
+COMMANDS = {
+    "import": "import --from llama {folder} --out {out}",
+    "init_from": "train --init_from {folder} --data_path {text} --out_dir {out} --cache_dir {cache}"
+    " --device cpu --deepspeed_config none --dry_run",
+    "chat": "chat --model {folder} --once hello --max_new_tokens 2",
+    "tokenizer": "prepare {text} --tokenizer {folder} --out {out}",
+}
+# Of a tokenizer that a model brings the model is refused, of --tokenizer the data.
+STATUSES = {"import": {4}, "init_from": {3, 4}, "chat": {4}, "tokenizer": {3}}
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,12 @@ class Case:
     change: Change
     named: str
     readers: tuple[str, ...] = ALL
+
+
+def words(reader: str, folder: Path) -> list[str]:
+    here = folder.parent
+    places = {"folder": folder, "text": here / "text.jsonl", "cache": here / "cache"}
+    return COMMANDS[reader].format(**places, out=here / reader).split()
 
 
 def good_folder(folder: Path) -> Path:

@@ -9,20 +9,10 @@ from typing import Any
 import pytest
 
 from minimind.cli.main import main
-from tests.interop.hostile import HARMLESS, cases, good_folder
+from tests.interop.hostile import COMMANDS, HARMLESS, STATUSES, TEXT, cases, good_folder, words
 
 CASES = cases()
 PATIENCE = 120.0  # seconds, of a loaded machine; each takes one or two
-TEXT = '{"text": "春眠不覺曉, a word and another"}\n'
-COMMANDS = {
-    "import": "import --from llama {folder} --out {out}",
-    "init_from": "train --init_from {folder} --data_path {text} --out_dir {out} --cache_dir {cache}"
-    " --device cpu --deepspeed_config none --dry_run",
-    "chat": "chat --model {folder} --once hello --max_new_tokens 2",
-    "tokenizer": "prepare {text} --tokenizer {folder} --out {out}",
-}
-# Of a tokenizer that a model brings the model is refused, of --tokenizer the data.
-STATUSES = {"import": {4}, "init_from": {3, 4}, "chat": {4}, "tokenizer": {3}}
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +24,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(good: Path, tmp_path: Path) -> Path:
     (tmp_path / "text.jsonl").write_text(TEXT, encoding="utf-8")
     return Path(shutil.copytree(good, tmp_path / "folder"))
-
-
-def words(reader: str, folder: Path) -> list[str]:
-    here = folder.parent
-    places = {"folder": folder, "text": here / "text.jsonl", "cache": here / "cache"}
-    return COMMANDS[reader].format(**places, out=here / reader).split()
 
 
 def test_there_are_enough():
@@ -55,7 +39,7 @@ def test_each_reader_ends_soon_and_names_the_file(name: str, folder: Path, nurse
     for reader in case.readers:
         argv = words(reader, folder)
         place = folder.parent / f"ended-{reader}"
-        module = "tests.interop.bounded_command"
+        module = "tools.faults.bounded_command"
         (status,), _, stderr = nursery.run(module, argv, place, processes=1, seconds=PATIENCE)
         report = [line for line in stderr.splitlines() if "error[" in line]
         assert status in STATUSES[reader], (reader, status, stderr)

@@ -40,10 +40,10 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM, MiniMindModel
 from minimind.runtime import hardware
 from minimind.runtime.device import CUDA, Copies
-from tests.conftest import sentences
-from tests.distributed import engines
-from tests.distributed.engines import Case
-from tests.pretended.device import PROPERTIES, Device
+from tools import engines
+from tools.engines import Case
+from tools.pretended.device import PROPERTIES, Device
+from tools.runs import sentences
 
 train: Any = training  # a package that is called like a function
 GPU = torch.device("cuda", 0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.pretended.library import CXX, build_library
+from tools.pretended.library import CXX, build_library
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def library(pytestconfig: pytest.Config) -> Path:
 def test_cases_on_a_pretended_device(library: Path, pytestconfig: pytest.Config):
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-p", "tests.pretended.device"),
+            *(sys.executable, "-m", "pytest", "-p", "tools.pretended.device"),
             *("-p", "no:cacheprovider", "tests/pretended/cases.py"),
             *(["--long"] if pytestconfig.getoption("--long") else []),
         ],

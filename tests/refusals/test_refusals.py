@@ -97,6 +97,7 @@ def outcome(
     """The status of a row's command, and what it wrote to stderr."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: row.gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: row.gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (9, 0))
     monkeypatch.setattr(
         "minimind.config.deepspeed.backend_choice.parent_command", row.launcher.split
     )

@@ -21,7 +21,7 @@ from minimind.errors import DataError, UsageError
 from minimind.report import trackers
 from minimind.report.trackers import Tracker, tracker_values
 from tests.conftest import SMALL, Trained
-from tests.forking import Nursery
+from tools.forking import Nursery
 
 train: Any = training  # a package that is called like a function
 BLOCK, HEADER = 32768, 7  # of a .wandb file, which is a log as LevelDB has it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.late_device import DEVICE, LATE, Event, Stream, late_device
+from tools.late_device import DEVICE, LATE, Event, Stream, late_device
 
 
 @pytest.mark.parametrize("holds", [True, False])

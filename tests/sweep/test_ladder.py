@@ -429,24 +429,12 @@ def test_a_run_is_predicted_at_the_tokens_that_the_others_trained_on(
     assert len(made.starts) == 5
 
 
-def test_the_tokens_that_a_refusal_asks_for_are_accepted(tmp_path, capsys, made):
-    changes: dict[str, Any] = {"sizes": FOUR, "tokens": ["7e3"]}
-    predict = {"size": {"dim": 512, "batch_size": 3}, "tokens": "5e3"}
-    assert train(tmp_path, predict=predict, **changes) == 2
-    error = capsys.readouterr().err
-    assert "has 4.61K tokens, but all runs have 6.14K tokens" in error
-    (budget,) = re.findall(r"; give it tokens: (\S+), or add runs with other numbers$", error, re.M)
-    assert train(tmp_path, "--dry_run", predict={**predict, "tokens": budget}, **changes) == 0
-    assert plan_of(capsys.readouterr().out) == [6144] * 5
-
-
-def test_a_step_that_does_not_divide_the_tokens_of_the_others_is_named(tmp_path, capsys, made):
+def test_a_prediction_with_other_tokens_than_the_runs_have_is_refused(tmp_path, capsys, made):
     predict = {"size": {"dim": 512, "batch_size": 7}, "tokens": "5e3"}
     assert train(tmp_path, sizes=FOUR, tokens=["5e3"], predict=predict) == 2
-    sentence = "has 3.58K tokens, but all runs have 4.1K tokens"
     error = capsys.readouterr().err
-    assert sentence in error
-    assert "; lower its batch_size, or add runs with other numbers\n" in error
+    assert "has 3.58K tokens, but all runs have 4.1K tokens" in error
+    assert "; predict a run of about 4.1K tokens, or add runs with other numbers\n" in error
     assert made.starts == []
 
 

@@ -21,6 +21,7 @@ from minimind.config.launcher_env import read_launch
 from minimind.config.parse import build_config
 from minimind.config.run_config import RULED
 from minimind.errors import CheckpointError, DataError, UsageError
+from minimind.runtime.device import Host
 from minimind.runtime.durable_files import fingerprint
 from minimind.train.auto_values import with_auto_values
 from tests.conftest import Launcher, sentences
@@ -83,6 +84,19 @@ def test_a_resumed_run_keeps_its_numbers_though_the_rules_changed(places, tmp_pa
     assert {name: after[name] for name in NAMES} == {name: before[name] for name in NAMES}
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert "auto: as in step_00000004" in (tmp_path / "cut" / "config.yaml").read_text()
+
+
+def test_a_resumed_run_keeps_its_dtype_on_another_device(places, tmp_path, monkeypatch):
+    flags = {**places, "out_dir": str(tmp_path / "out"), "dtype": "auto", "batch_size": 2}
+    for has_bf16, steps in ((False, 4), (True, 8)):
+        monkeypatch.setattr(Host, "has_bf16", has_bf16)
+        assert train(flags, max_steps=steps, allow_change="schedule") == 0
+        starts = [event for event in events(tmp_path / "out") if event["event"] == "run_start"]
+        assert starts[-1]["dtype"] == "float32"
+        assert configuration(tmp_path / "out")["dtype"] == "float32"
+    manifest = tmp_path / "out" / "checkpoints" / "step_00000008" / "manifest.json"
+    assert json.loads(manifest.read_text())["dtype"] == "float32"
+    assert "# auto: as in step_00000004" in (tmp_path / "out" / "config.yaml").read_text()
 
 
 @pytest.mark.sample(1)

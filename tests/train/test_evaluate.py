@@ -20,7 +20,7 @@ from minimind.errors import UsageError
 from minimind.inference.score import LossSums, standard_error
 from minimind.train.evaluate import HeldOutRows, affordable_rows, evaluate
 from tests.conftest import SMALL, Trained
-from tests.distributed.host_reads import counted
+from tools.host_reads import counted
 
 train: Any = training  # a package that is called like a function
 ROW = 5

@@ -10,8 +10,8 @@ import pytest
 
 import minimind.train as training
 from tests.conftest import PACE, SHAPE, Launcher
-from tests.forking import Nursery
 from tests.train.clocks import use_clock
+from tools.forking import Nursery
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from minimind.config.checks import given
 from minimind.config.deepspeed.adopt import adopt_launch, is_shipped
 from minimind.config.deepspeed.document import AUTO, get, offloads, put, read_deepspeed_json
 from minimind.config.deepspeed.keys import DEEPSPEED_ADAM, optimizer_name
@@ -30,6 +31,7 @@ from minimind.config.deepspeed.rules import (
 from minimind.config.flags import ALONE
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.optimizers import FLAG_OF_TYPE
+from minimind.config.rules import with_dtype
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.config.run_record import config_notice
 from minimind.config.schedule import Schedule
@@ -38,7 +40,6 @@ from minimind.runtime import disk
 from minimind.runtime.device import CUDA, HOST, Accelerator, accelerator, device_kind
 from minimind.runtime.environment import GPU_VARIABLES, visible_gpu_names
 from minimind.runtime.hardware import (
-    HAS_BF16,
     compiler_fault,
     extension_fault,
     invisible_gpus_fault,
@@ -209,6 +210,9 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     except UsageError:
         require_none(faults)  # else resolve() reports them, with those of the file
         raise
+    if adopted.dtype == AUTO:  # else the launcher has it; the file may replace it, too
+        has_bf16 = is_of_another_host(adopted) or device_kind(device).has_bf16
+        run = with_dtype(run, device, has_bf16)
     path = adopted.deepspeed_config
     if device in ALONE and path not in (None, "none") and not is_shipped(path):
         raise UsageError(
@@ -363,6 +367,7 @@ def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
         idle_gpus(setup.device, launch),
         single_process_advice(resolved, launch.world_size),
         slow_bf16(resolved.run, setup.device),
+        unused_fp16(setup, resolved),
         eager_on_gpu(resolved.run, setup.device),
         exact_float32(resolved.run, setup.device),
         replaced_adam(resolved),
@@ -378,6 +383,8 @@ def dry_run_notices(setup: Setup, resolved: ResolvedConfig) -> list[str]:
         dropped_config_notice(setup.launch),
         without_deepspeed(setup),
         replaced_block(setup, resolved.run),
+        slow_bf16(resolved.run, setup.device),
+        unused_fp16(setup, resolved),
         replaced_adam(resolved),
         compilation_notice(resolved.config, setup.device),
         "" if setup.device != HOST.name or setup.run.is_explicit("device") else ELSEWHERE,
@@ -451,12 +458,28 @@ def single_process_advice(resolved: ResolvedConfig, world_size: int) -> str:
 
 
 def slow_bf16(run: RunConfig, device: str) -> str:
-    """Advice on bfloat16 emulation; the built-in decoder multiplies in float32 there."""
-    if run.hugging_face is None or run.dtype != "bfloat16" or device != HOST.name or HAS_BF16:
+    """Warning that this CPU emulates bfloat16; empty if it does not."""
+    if run.dtype != "bfloat16" or device != HOST.name or HOST.has_bf16:
         return ""
     return (
-        "this CPU has no instructions for bfloat16, and transformers' layers take many times as"
-        " long by it as by float32; --dtype float32 does without it"
+        f"warning  {given(run, 'dtype')}: this CPU has no bf16 instructions and emulates them, many"
+        " times slower than float32; --dtype float32 is faster"
+    )
+
+
+def unused_fp16(setup: Setup, resolved: ResolvedConfig) -> str:
+    """Notice of `fp16.enabled: "auto"` in a user's file, which --dtype auto does not switch on.
+
+    It is empty where `bf16.enabled: "auto"` beside it is on.
+    """
+    run, path = resolved.run, setup.path
+    is_open = get(setup.document, "fp16.enabled") == AUTO and not run.is_explicit("dtype")
+    has_bf16 = get(setup.document, "bf16.enabled") == AUTO and run.dtype == "bfloat16"
+    if not is_open or has_bf16 or is_shipped(path):
+        return ""
+    return (
+        f'fp16.enabled is "auto" in {path} and off: {given(run, "dtype")}; --dtype float16'
+        " switches it on"
     )
 
 

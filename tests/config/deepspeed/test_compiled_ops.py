@@ -23,6 +23,7 @@ from minimind.config.deepspeed.document import put, read_deepspeed_json
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import Launch
 from minimind.config.parse import parse_flags
+from minimind.config.rules import with_dtype
 from tests.conftest import ROOT
 
 SHIPPED = read_deepspeed_json(str(ROOT / "configs" / "ds_config.json"))
@@ -46,7 +47,8 @@ def setup_of(changes: dict[str, Any], device: str = "cuda") -> Setup:
     document = deepcopy(SHIPPED)
     for key, value in changes.items():
         put(document, key, value)
-    return Setup(parse_flags([]), Launch(), device, "deepspeed", document, "ds.json")
+    run = with_dtype(parse_flags([]), device, has_bf16=True)
+    return Setup(run, Launch(), device, "deepspeed", document, "ds.json")
 
 
 def adam_of(resolved: ResolvedConfig) -> dict[str, Any]:

@@ -16,14 +16,15 @@ from minimind.config.deepspeed.document import put
 from minimind.config.deepspeed.resolve import resolve
 from minimind.config.deepspeed.rules import tensor_parallel_faults
 from minimind.config.parse import parse_flags
+from minimind.config.rules import with_dtype
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.errors import UsageError
 from minimind.model.sizes import feed_forward_width
 from tests.config.deepspeed.test_normalize import leaves as spelt
 from tests.config.deepspeed.test_normalize import replaced, spellings
 from tests.conftest import ROOT, SMALL, Trained
-from tests.forking import Nursery
 from tests.refusals.rows import FOLDER, Row, rows_of
+from tools.forking import Nursery
 
 train: Any = sys.modules["minimind.train"]
 ZERO = "zero_optimization."
@@ -40,7 +41,9 @@ def document(edits: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolved(edits: dict[str, Any], device: str, line: str = "") -> Any:
-    return resolve(document(edits), "ds.json", parse_flags(line.split()), 1, device)
+    return resolve(
+        document(edits), "ds.json", with_dtype(parse_flags(line.split()), device, True), 1, device
+    )
 
 
 RIGHT = {

@@ -13,6 +13,7 @@ from minimind.config.deepspeed.document import put
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
+from minimind.config.rules import with_dtype
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError
 
@@ -28,7 +29,8 @@ def resolved(line: str, edits: dict[str, Any], device: str = "cpu", **more: Any)
     config = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
     for key, value in edits.items():
         put(config, key, value)
-    return resolve(config, "ds.json", parse_flags(line.split()), 2, device, **more)
+    run = with_dtype(parse_flags(line.split()), device, has_bf16=True)
+    return resolve(config, "ds.json", run, 2, device, **more)
 
 
 def scheduler(kind: str, **params: Any) -> dict[str, Any]:

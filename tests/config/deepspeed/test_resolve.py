@@ -11,6 +11,7 @@ from minimind.config.deepspeed.document import AUTO, leaves, read_deepspeed_json
 from minimind.config.deepspeed.keys import Facts
 from minimind.config.deepspeed.resolve import auto_values, resolve
 from minimind.config.parse import parse_flags
+from minimind.config.rules import with_dtype
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError
@@ -25,7 +26,8 @@ DEFAULTS = {  # of DeepSpeed's models
 
 def resolved(line: str = "", config=None, world_size: int = 2, device: str = "cpu"):
     config = SHIPPED if config is None else config
-    return resolve(config, "ds.json", parse_flags(line.split()), world_size, device)
+    run = with_dtype(parse_flags(line.split()), device, has_bf16=True)
+    return resolve(config, "ds.json", run, world_size, device)
 
 
 def with_value(key: str, value):

@@ -16,7 +16,7 @@ from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import write_tokenizer
 from minimind.errors import DataError
 from tests.data.chat.folders import KINDS, LLAMA, write
-from tests.data.chat.wall import CONVERSATIONS, PLAIN, TEMPLATES, TEXTS, Cell, text_wall, wall
+from tools.chat_masks import CONVERSATIONS, PLAIN, TEMPLATES, TEXTS, Cell, text_wall, wall
 
 # What a refusal may say; each is true of the cells that it is said of.
 SENTENCES = (

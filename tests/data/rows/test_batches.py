@@ -14,7 +14,7 @@ from minimind.data.rows.order import Order, Origin
 from minimind.data.shards.token_shards import TokenShards
 from minimind.runtime.device import CUDA
 from tests.data.made import write
-from tests.runtime.late_device import DEVICE, LateTensor, Stream, late_device
+from tools.late_device import DEVICE, LateTensor, Stream, late_device
 
 ROW = 5
 CPU = torch.device("cpu")

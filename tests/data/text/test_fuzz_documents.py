@@ -1,8 +1,8 @@
-"""Damaged files by the thousand; `python -m tests.data.text.fuzz_documents` makes any number."""
+"""Damaged files by the thousand; `python -m tools.fuzz_documents` makes any number."""
 
 import pytest
 
-from tests.data.text.fuzz_documents import check_inputs, judge
+from tools.fuzz_documents import check_inputs, judge
 
 
 @pytest.mark.sample(1)
