@@ -345,7 +345,7 @@ JSONS = [
                     **{"_comment": "which models it takes", **FACTORY_EITHER},
                     **{**zero(2, **FACTORY_2), "tensor_parallel": {"autotp_size": 2}},
                 },
-                "round_robin_gradients is not supported with tensor_parallel = 2",
+                "round_robin_gradients is true, which is not supported with tensor_parallel = 2",
             ),
             ("z2", {**FACTORY_EITHER, **zero(2, **FACTORY_2)}, runs(2)),
             (

@@ -16,6 +16,7 @@ from minimind.config.deepspeed.resolve import _resolved, collected
 from minimind.config.deepspeed.rules import RULES, keys_without_effect
 from minimind.config.launcher_env import Launch
 from minimind.config.parse import parse_flags
+from minimind.config.rules import with_dtype
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError
 from tests.config.deepspeed.test_incompatible import ZERO, resolved
@@ -86,7 +87,7 @@ def broken_rules(row: Row) -> set[int]:
         put(document, key, value)
     config, device = normalize_config(document), "cuda" if row.gpus else "cpu"
     try:
-        run = parse_flags(row.argv.split())
+        run = with_dtype(parse_flags(row.argv.split()), device, has_bf16=True)
         facts = collected(_resolved(config, Facts(config, run, 2, device), Launch()))[0]
     except UsageError:  # of the flags alone
         return set()

@@ -11,6 +11,7 @@ from minimind.config.deepspeed.document import get, put
 from minimind.config.deepspeed.resolve import resolve
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
+from minimind.config.rules import with_dtype
 from minimind.errors import UsageError
 
 
@@ -140,7 +141,7 @@ def test_who_decides(setting: Setting, row: list[str], tmp_path: Path):
     [
         ("", {"bf16": False}, "float32", "ds.json: bf16.enabled"),
         ("", {"bf16": False, "fp16": False}, "float32", "ds.json: bf16.enabled"),
-        ("", {"fp16": False}, "bfloat16", "default"),
+        ("", {"fp16": False}, "bfloat16", "auto: cuda has bf16 instructions"),
         ("--dtype float32", {"bf16": False}, "float32", "--dtype"),
         ("--dtype float16", {"bf16": False}, "float16", "--dtype"),
         ("--dtype float16", {"bf16": "auto", "fp16": "auto"}, "float16", "--dtype"),
@@ -149,7 +150,8 @@ def test_who_decides(setting: Setting, row: list[str], tmp_path: Path):
 def test_a_block_of_a_precision_that_is_off(line: str, file: Any, dtype: str, source: str):
     document = {block: {"enabled": value} for block, value in file.items()}
     document["zero_optimization"] = {"stage": 1}
-    run = resolve(document, "ds.json", parse_flags(line.split()), 2, "cuda").run
+    given = with_dtype(parse_flags(line.split()), "cuda", has_bf16=True)
+    run = resolve(document, "ds.json", given, 2, "cuda").run
     assert (run.dtype, run.sources["dtype"]) == (dtype, source)
 
 
