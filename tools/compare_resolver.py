@@ -285,9 +285,9 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
             run = run.with_values("default", dtype="bfloat16")
         document = case["document"] if case["backend"] == "deepspeed" else {}
         setup = Setup(run, launch, case["device"], case["backend"], document, case["path"])
-        more = {}
-        if "sections" in signature(setup.resolve).parameters:
-            more = {"sections": partial(build.section_faults, device="cpu")}
+        more: dict[str, Any] = {}
+        if "sections" in signature(setup.resolve).parameters:  # of an earlier commit
+            more = {"sections": partial(vars(build)["section_faults"], device="cpu")}
         resolved = setup.resolve(**more)
         build.require_accepted(resolved, "cpu")
     except RunError as error:

@@ -152,7 +152,7 @@ def _block_faults(
     if not isinstance(kind, str) or kind == AUTO:
         return {}
     name = optimizer_name(kind) if block == "optimizer" else kind
-    if name not in params_of:
+    if name is None or name not in params_of:
         advice = _near(kind, params_of) or "write one of these"
         return {f"{block}.type": f"is {_shown(kind)}, not one of {', '.join(params_of)}; {advice}"}
     params = written.get("params", {})

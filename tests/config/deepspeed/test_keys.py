@@ -280,9 +280,9 @@ def test_the_shipped_file_has_no_faults():
 
 @pytest.mark.parametrize("name", KEYS)
 def test_auto_is_right_for_every_value(name):
-    is_object = isinstance(KEYS[name].kind, str) and KEYS[name].kind.startswith("object")
+    is_object = str(KEYS[name].kind).startswith("object")
     block, _, param = name.partition(".params.")
-    config = nested(name, "auto")
+    config: dict[str, Any] = nested(name, "auto")
     if param:
         kinds = OPTIMIZER_PARAMS if block == "optimizer" else SCHEDULER_PARAMS
         kind = next(kind for kind, params in kinds.items() if param in params.split())
