@@ -120,7 +120,7 @@ print("SURVEY" + json.dumps({
 """
 
 
-def nested(section, block):
+def nested(section: str, block: Any) -> Any:
     """The object in which `block` stands at a dotted path."""
     for name in reversed(section.split(".")):
         block = {name: block}
