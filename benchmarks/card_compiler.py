@@ -35,8 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.other_cards import CARDS
 from minimind.model.attention import document_attention, document_block_mask
-from minimind.runtime.device import set_numerics
-from minimind.runtime.hardware import MIN_BF16_CAPABILITY
+from minimind.runtime.device import MIN_BF16_CAPABILITY, set_numerics
 
 ROWS, LENGTH, HEADS, KEY_HEADS = 8, 1024, 8, 2
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.DOTALL)

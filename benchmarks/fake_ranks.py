@@ -132,7 +132,8 @@ def play(rank: int, world_size: int, stage: int | None, flags: Sequence[str]) ->
         resolved = resolve(document, "fake_ranks.json", run, world_size, "cpu")
     shape, layout = shape_of(run), layout_of(run, world_size, resolved.config, "cpu")
     sizes = {name: getattr(run, name) for name in SHAPE if name != "rope_theta"}
-    optimizers.HAS_BF16 = False  # of Muon, as the plan counts for a CPU
+    # As the plan counts for a CPU.
+    optimizers.iteration_dtype = lambda device: torch.float32
     model = MiniMindForCausalLM(MiniMindConfig(**sizes))
     if run.gradient_checkpointing:
         enable_checkpointing(model)

@@ -36,7 +36,7 @@ from examples.stdlib_corpus import main as write_corpus
 from minimind.architecture.plan import shape_of
 from minimind.architecture.shape import flops_per_token
 from minimind.config.parse import parse_flags
-from minimind.train.summary import peak_of
+from minimind.train.speed import peak_of
 
 OURS = ("ours, ZeRO-2, compiled", "ours, single, compiled")
 NAMES = (*OURS, BARE, LLAMA)

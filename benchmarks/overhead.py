@@ -34,13 +34,17 @@ from minimind.data.rows.batches import Batches
 from minimind.engine.clocks import COLLECTIVES
 from minimind.engine.engine import Engine
 from minimind.recovery.spikes import SpikeGuard
-from minimind.train.optional import NoSpikeGuard
 
 WARM = 10  # steps
 KINDS = ("as ever", "hooks", "neither")
 GUARD = "guard"
-NO_GUARD = NoSpikeGuard()
-GUARD_METHODS = ("norm_limit", "own_sums", "observe", "hold")  # that the loop calls in a step
+# What the loop calls of a spike guard in a step, and what a guard without a limit returns.
+WITHOUT_GUARD: dict[str, Any] = {
+    "norm_limit": math.inf,
+    "own_sums": [],
+    "observe": False,
+    "hold": None,
+}
 # A step of some milliseconds, which hides nothing: `--model least`.
 LEAST = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32}
 LEAST |= {"vocab_size": 1024, "batch_size": 2}
@@ -156,12 +160,11 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
             """As without --spike_guard, except in steps that have it."""
             if race.kind == GUARD:
                 return call(self, *given)
-            off = getattr(NO_GUARD, name)
-            return off(*given) if callable(off) else off
+            return WITHOUT_GUARD[name]
 
         return property(called) if isinstance(true, property) else called
 
-    guard_methods = {name: vars(SpikeGuard)[name] for name in GUARD_METHODS}
+    guard_methods = {name: vars(SpikeGuard)[name] for name in WITHOUT_GUARD}
     Batches.at, Engine.step = at_with_bare_step, with_or_without
     for name in guard_methods if GUARD in race.kinds else ():
         setattr(SpikeGuard, name, guarding(name))

@@ -16,7 +16,7 @@ from minimind.checkpoint.identity import hardware, source_commit, versions
 from minimind.config.parse import parse_flags
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.runtime.hardware import HAS_BF16
+from minimind.runtime.device import HOST
 
 
 def arguments(text: str | None) -> argparse.ArgumentParser:
@@ -41,7 +41,7 @@ def record(out: Path | None, name: str, load_before: Any, **found: Any) -> None:
         "machine": {
             "cpus": os.cpu_count(),
             "processor": hardware(torch.device("cpu")),
-            "bf16": HAS_BF16,  # native bf16 instructions, which decide most figures
+            "bf16": HOST.has_bf16,  # native bf16 instructions, which decide most figures
         },
         "threads": torch.get_num_threads(),
         "load": {"before": load_before, "after": os.getloadavg()},

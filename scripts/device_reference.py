@@ -20,8 +20,8 @@ if not __package__:  # run as a script: the package is that of this checkout, wh
     import_module("minimind")
     del sys.path[0]
 from minimind.config.flags import ALONE
-from minimind.runtime.device import KINDS
-from minimind.runtime.hardware import MIN_BF16_CAPABILITY, dotted
+from minimind.runtime.device import KINDS, MIN_BF16_CAPABILITY
+from minimind.runtime.hardware import dotted
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "devices.md"

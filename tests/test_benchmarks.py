@@ -43,6 +43,7 @@ from minimind.config.parse import parse_flags
 from minimind.data.rows.batches import Batches
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
+from minimind.runtime.device import Host
 from tests.conftest import ROOT
 
 PLACE: dict[str, Any] = {
@@ -229,7 +230,7 @@ def test_the_interval_holds_the_median_as_often_as_promised():
 
 def test_results_state_whether_the_cpu_multiplies_bf16(tmp_path, monkeypatch):
     for has in (True, False):
-        monkeypatch.setattr(record, "HAS_BF16", has)
+        monkeypatch.setattr(Host, "has_bf16", has)
         record.record(tmp_path / "of.json", "of", None)
         assert json.loads((tmp_path / "of.json").read_text())["machine"]["bf16"] is has
 

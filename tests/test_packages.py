@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +79,18 @@ def test_what_needs_no_torch_imports_none():
     program += f"    assert not (found := sorted({HEAVY} & {{*sys.modules}})), (name, found)\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_start_on_raw_text_loads_no_chat(tmp_path: Path):
+    text = Path(__file__).read_text() + (ROOT / "README.md").read_text()
+    (tmp_path / "t.txt").write_text(text)
+    flags = {"data_path": [str(tmp_path / "t.txt")], "out_dir": str(tmp_path / "out")}
+    flags |= {"cache_dir": str(tmp_path / "cache"), "dim": 16, "n_layers": 1, "n_heads": 2}
+    flags |= {"vocab_size": 520, "max_seq_len": 16, "max_steps": 1, "device": "cpu"}
+    program = f"import sys, minimind; status = minimind.train({flags}, deepspeed_config='none')\n"
+    program += "print(status, [n for n in sys.modules if n.startswith('minimind.data.chat.')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.endswith("\n0 []\n"), done.stdout + done.stderr
 
 
 # What a flag, a URL, a kind of data or the end of a run turns on, and the libraries of these.

@@ -151,6 +151,8 @@ class Worker:
         return (layout.world_size, layout.tensor) == (self.world_size, self.tensor)
 
     def _build(self, layout: Layout, dtype: str) -> Any:
+        import torch
+
         from minimind.engine import optimizers
         from tools.engines import MUON, Case, build
 
@@ -160,7 +162,8 @@ class Worker:
         flags += f" --tensor_parallel {layout.tensor} --sequence_parallel {layout.sequence}"
         edits = {}
         if self.optimizer == "muon":
-            optimizers.HAS_BF16 = False  # Newton-Schulz in fp32
+            dtypes = {"cpu": torch.float32}
+            optimizers.iteration_dtype = lambda device: dtypes.get(device.type, torch.bfloat16)
             edits = MUON
             flags += " --optimizer muon --muon_lr 0.01" if layout.stage is None else ""
         elif self.optimizer != "adamw":

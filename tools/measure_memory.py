@@ -31,7 +31,6 @@ from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine import flat_partitions, optimizers
 from minimind.engine.build import build_engine
 from minimind.engine.clocks import PhaseClock
-from minimind.model import bf16_matmul
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -169,11 +168,9 @@ def measure(
 
 def main() -> None:
     """Measure every case of the command line; rank 0 writes the list."""
-    # As where bf16 is multiplied as such: the temporary fp32 of other CPUs is no state.
-    bf16_matmul.HAS_BF16 = True
     import_module("deepspeed")  # its many objects are frozen with the others
     watch = Watch()
-    optimizers.HAS_BF16 = False  # as the plan counts for a CPU
+    optimizers.iteration_dtype = lambda device: torch.float32  # as the plan counts for a CPU
     watch.before(torch, "addmm")  # of the iteration
     watch.before(torch.Tensor, "sign_")  # of Lion
     watch.before(flat_partitions, "_copy_each")  # into buckets and vectors

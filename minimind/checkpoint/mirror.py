@@ -544,8 +544,11 @@ class Mirror:
         self._restored: list[tuple[str, dict[str, Any]]] = []  # events to log after run_start
 
     @phase("looking for a checkpoint at --mirror")
-    def restore(self, identity: dict[str, Any]) -> None:
-        """Claim the URL, and fetch its newest checkpoint if none here is as new (collective)."""
+    def restore(self, identity: dict[str, Any]) -> Path | None:
+        """Claim the URL, and fetch its newest checkpoint if none here is as new (collective).
+
+        Return the newest checkpoint here whose files were verified for that.
+        """
         url, run, ranks = self._url, self.run, self.ranks
 
         def begin() -> tuple[list[Path], list[int]]:
@@ -555,12 +558,12 @@ class Mirror:
             return published_checkpoints(self._root), complete(remote.files())
 
         local, steps = on_rank_0(ranks, begin)
-        if run.resume != "auto" or not steps:
-            return
-        if valid := self._newest_here(local):
-            newest, damaged = valid
-            later = [step for step in steps if step > newest]
-            self._fetch(later, damaged, is_needed=newest < 0)
+        if run.resume != "auto" or not steps or not (valid := self._newest_here(local)):
+            return None
+        newest, damaged = valid
+        later = [step for step in steps if step > newest]
+        self._fetch(later, damaged, is_needed=newest < 0)
+        return step_directory(self._root, newest) if newest >= 0 else None
 
     def fetch(self, steps: range) -> None:
         """Fetch the newest checkpoint of some steps, unless one here is as new (collective).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from minimind.runtime.durable_files import sync_directory
 from minimind.runtime.event_log import EventLog
 from minimind.runtime.terminal import phase
 
+Manifests = Mapping[Path, dict[str, Any] | CheckpointError]  # by checkpoint, the newest first
+
 
 @dataclass(frozen=True)
 class Resumed:
@@ -60,16 +62,22 @@ def resume(
     identity: dict[str, Any],
     allowed: Set[str] = frozenset(),
     steps: range | None = None,
+    verified: Path | None = None,
 ) -> Resumed:
     """Load the checkpoint of `--resume` into the engine.
 
     `ranks` is a control group with a long timeout, since ranks may read different amounts. Damaged
     and newer checkpoints of `root`, and all of them when resuming from elsewhere, are set aside, so
     that pruning and later resumes ignore them. With `steps`, only checkpoints of these steps count.
+    The files of a `verified` one are not hashed again.
     """
     candidates = on_rank_0(ranks, lambda: _candidates(root, requested))
     candidates = [path for path in candidates if steps is None or step_of(path) in steps]
-    path, rejected = newest_valid(candidates, lambda path: _verify_on_all_ranks(ranks, path))
+
+    def check(path: Path) -> Rejected | None:
+        return None if path == verified else _verify_on_all_ranks(ranks, path)
+
+    path, rejected = newest_valid(candidates, check)
     if path is None:
         return Resumed(rejected=rejected)
     manifest = on_rank_0(ranks, lambda: read_manifest(path))
@@ -105,6 +113,17 @@ def requested_checkpoints(root: Path, requested: str) -> list[Path]:
     return (
         published_checkpoints(path / "checkpoints") if disk.is_dir(path / "checkpoints") else [path]
     )
+
+
+def read_manifests(root: Path, requested: str) -> Manifests:
+    """Read the manifests of the candidates for `--resume`; the error of each that is damaged."""
+    manifests: dict[Path, dict[str, Any] | CheckpointError] = {}
+    for path in requested_checkpoints(root, requested):
+        try:
+            manifests[path] = read_manifest(path)
+        except CheckpointError as error:
+            manifests[path] = error
+    return manifests
 
 
 def _require_nothing_lost(root: Path) -> None:

@@ -104,7 +104,8 @@ def _oldest(facts: HostFacts) -> tuple[int, int] | None:
 
 def _support(facts: HostFacts) -> str:
     """Dtypes and kernels that every GPU has in hardware."""
-    from minimind.runtime.hardware import MIN_BF16_CAPABILITY, MIN_FP8_CAPABILITY
+    from minimind.runtime.device import MIN_BF16_CAPABILITY
+    from minimind.runtime.hardware import MIN_FP8_CAPABILITY
 
     oldest = _oldest(facts)
     if oldest is None:
@@ -132,7 +133,8 @@ def consequences(facts: HostFacts) -> list[str]:
 
 def _of_gpus(facts: HostFacts) -> dict[str, bool]:
     """Consequences for training on GPUs, and whether each applies."""
-    from minimind.runtime.hardware import MIN_BF16_CAPABILITY, dotted
+    from minimind.runtime.device import MIN_BF16_CAPABILITY
+    from minimind.runtime.hardware import dotted
 
     oldest, names = _oldest(facts), sorted({gpu.name for gpu in facts.gpus})
     is_old = oldest is not None and oldest < MIN_BF16_CAPABILITY
@@ -160,8 +162,8 @@ def _of_the_cpu(facts: HostFacts) -> dict[str, bool]:
         "slow: every model but --model tiny, for there is no GPU": not (
             facts.gpus or facts.accelerator
         ),
-        "slow: --dtype bfloat16 with --model hf:DIR, since this CPU has no bf16 instructions; use"
-        " --dtype float32": not facts.has_cpu_bf16,
+        "slow: --dtype bfloat16, since this CPU has no bf16 instructions; leave it out, and it is"
+        " float32": not facts.has_cpu_bf16,
         "slow: steps, since the kernel gives no huge pages; write madvise to"
         " /sys/kernel/mm/transparent_hugepage/enabled": facts.huge_pages == "never",
         f"refused: --compile on, since {facts.compile_fault}; leave it out": bool(

@@ -43,7 +43,7 @@ from minimind.runtime.terminal import first_lines, phase
 from minimind.runtime.urls import masked_values
 
 if TYPE_CHECKING:
-    from minimind.engine.deepspeed_backend import CollectivesLog, DeepSpeedBackend
+    from minimind.engine.deepspeed_backend import DeepSpeedBackend
 
 # Raised by DeepSpeed and torch's optimizers for a configuration they do not support.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
@@ -126,9 +126,11 @@ def _deepspeed(
     timeout = collective_backend(device, run.dist_timeout)[1]
     for group in list(distributed_c10d._world.pg_map):  # ZeRO's groups default to 30 minutes
         distributed_c10d._set_pg_timeout(timeout, group)
-    log = _enable_logs(deepspeed, prepared, resolved.config)
+    log = resolved.config.get("comms_logger", {})
+    if log.get("enabled") and log.get("verbose") and "log_level" not in resolved.config:
+        deepspeed.utils.logging.set_log_level_from_string("info")
     collectives = deepspeed.comm.comm.cdb
-    backend = DeepSpeedBackend(prepared, collectives, log, run.spike_guard, run.zero_update)
+    backend = DeepSpeedBackend(prepared, collectives, run.spike_guard, run.zero_update)
     return backend, accelerator.device
 
 
@@ -177,16 +179,12 @@ def _refusals(resolved: ResolvedConfig) -> Iterator[None]:
         raise UsageError(f"{resolved.path}: {message}") from error
 
 
-def _enable_logs(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> CollectivesLog:
-    """Return DeepSpeed's log of collectives; correct its loggers and profilers if enabled."""
-    from minimind.engine.deepspeed_backend import CollectivesLog, fix_start_time
+def print_collectives(resolved: ResolvedConfig) -> None:
+    """Print DeepSpeed's table of collectives if its comms_logger is on; collective."""
+    if resolved.config.get("comms_logger", {}).get("enabled"):
+        import deepspeed
 
-    log = CollectivesLog(deepspeed.comm.comm, config.get("comms_logger"))
-    if log.is_on and config["comms_logger"].get("verbose") and "log_level" not in config:
-        deepspeed.utils.logging.set_log_level_from_string("info")
-    if config.get("flops_profiler", {}).get("enabled"):
-        fix_start_time(engine.flops_profiler, engine.module)
-    return log
+        deepspeed.comm.log_summary()
 
 
 def _plain(

@@ -1,19 +1,14 @@
 """The backend that steps a DeepSpeed engine, which build.py creates.
 
-DeepSpeed 0.19.8's comms_logger and flops_profiler are corrected, and an update whose gradient norm
-is above a limit can be skipped.
+An update whose gradient norm is above a limit can be skipped.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import sys
-import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from functools import wraps
 from typing import Any
 
 import torch
@@ -65,66 +60,6 @@ class NormLimit:
         setattr(self._module, TEST, self._test)
 
 
-class CollectivesLog:
-    """DeepSpeed's log of collectives, configured by the `comms_logger` block or None.
-
-    The log belongs to the process; `release` restores it.
-    """
-
-    def __init__(self, comm: Any, block: Mapping[str, Any] | None) -> None:
-        """comm: the module deepspeed.comm.comm, after an engine was built."""
-        self._comm = comm
-        self._was_enabled = comm.comms_logger.enabled if block is None else False
-        self.is_on = block is not None and bool(block.get("enabled"))
-        if block is not None:
-            comm.comms_logger.enabled = self.is_on
-            comm.comms_logger.reset_data()  # collectives of the engine's construction
-        if self.is_on:
-            comm.timers.Timer = _reset_on_read(comm.timers.Timer)
-            comm.timers.timers.clear()
-
-    def table(self) -> str:
-        """Table of the collectives since the last call; empty if disabled."""
-        if not self.is_on:
-            return ""
-        output = io.StringIO()
-        with redirect_stdout(output):
-            self._comm.comms_logger.log_all()
-        self._comm.comms_logger.reset_data()
-        return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
-
-    def release(self) -> None:
-        """Stop logging and restore the logger."""
-        self._comm.comms_logger.enabled = self._was_enabled
-        if self.is_on:
-            self._comm.comms_logger.reset_data()
-            self._comm.timers.timers.clear()
-            del self._comm.timers.Timer
-        self.is_on = False
-
-
-def _reset_on_read(timer: type[Any]) -> type[Any]:
-    """Subclass of a timer class whose elapsed time is reset when read."""
-
-    class ResetOnRead(timer):
-        def elapsed(self, reset: bool = True) -> float:
-            return super().elapsed(reset=True)
-
-    return ResetOnRead
-
-
-def fix_start_time(profiler: Any, model: Any) -> None:
-    """Set the start time of the forward pass, which the flops profiler misses."""
-    start = profiler.start_profile
-
-    @wraps(start)
-    def start_profile(*args: Any, **kwargs: Any) -> None:
-        start(*args, **kwargs)
-        model.__start_time__ = time.time()  # read by its hook at the end
-
-    profiler.start_profile = start_profile
-
-
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -136,6 +71,8 @@ def configuration(resolved: ResolvedConfig) -> dict[str, Any]:
     data-parallel ranks all the same.
     """
     config, run = deepcopy(resolved.config), resolved.run
+    if not config.get("comms_logger", {}).get("enabled"):
+        config.pop("comms_logger", None)  # DeepSpeed 0.19.8 switches it on by any block
     if BATCH in config:
         config[BATCH] *= run.tensor_parallel * run.sequence_parallel
     if run.tensor_parallel > 1:
@@ -147,12 +84,7 @@ class DeepSpeedBackend:
     """DeepSpeed reduces, clips and updates at the last micro-batch of a step."""
 
     def __init__(
-        self,
-        engine: Any,
-        collectives: Any = None,
-        log: CollectivesLog | None = None,
-        limits_norm: bool = False,
-        update: str = "auto",
+        self, engine: Any, collectives: Any = None, limits_norm: bool = False, update: str = "auto"
     ) -> None:
         """With `limits_norm`, `update` skips gradients whose norm is above its limit.
 
@@ -160,7 +92,6 @@ class DeepSpeedBackend:
         """
         self.engine = engine
         self.collectives = collectives  # DeepSpeed's communication backend
-        self._log = log
         self._clock: CommunicationClock | None = None
         self.module: nn.Module = engine.module
         self.forward = engine
@@ -225,18 +156,12 @@ class DeepSpeedBackend:
         self._clock = clock
         clock.watch_deepspeed(self.collectives)
 
-    def collectives_table(self) -> str:
-        """Table of DeepSpeed's comms_logger since the last call; empty if disabled."""
-        return self._log.table() if self._log else ""
-
     def release(self) -> None:
         """Restore process-wide objects of DeepSpeed, and let weights and moments be freed."""
         for hook in getattr(self.optimizer, "_grad_acc_hooks", ()):
             hook.remove()  # Python does not collect what a weight's hook refers to
         if self._clock:
             self._clock.release()
-        if self._log:
-            self._log.release()
         if self._norm_limit:
             self._norm_limit.release()
 

@@ -80,10 +80,6 @@ class PlainBackend:
         if isinstance(self.forward, DistributedDataParallel):
             clock.watch_ddp(self.forward)
 
-    def collectives_table(self) -> str:
-        """Empty: the table is DeepSpeed's."""
-        return ""
-
     def release(self) -> None:
         """Do nothing: hooks end with the model."""
 

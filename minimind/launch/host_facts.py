@@ -21,7 +21,6 @@ from minimind.runtime.device import CUDA, HOST, accelerator, cpu_name
 from minimind.runtime.environment import command_output, usable_cores
 from minimind.runtime.hardware import (
     GPU,
-    HAS_BF16,
     compiler_fault,
     invisible_gpus_fault,
     list_gpus,
@@ -88,7 +87,7 @@ def read_facts(out_dir: Path) -> HostFacts:
         system=f"{platform.system()} {platform.release()} {platform.machine()},"
         f" Python {platform.python_version()}",
         cpu=f"{cpu_name()}, {usable_cores()} cores for this process, {memory:.1f} GiB of memory",
-        has_cpu_bf16=HAS_BF16,
+        has_cpu_bf16=HOST.has_bf16,
         huge_pages=_huge_pages(),
         gpus=of_torch or on_host,
         torch_gpus=torch_gpus,

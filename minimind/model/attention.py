@@ -21,7 +21,6 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from minimind.model.activation_checkpointing import is_traced, recompute
-from minimind.model.bf16_matmul import needs_fp32_matmul
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.sizes import MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
 from minimind.runtime.device import CUDA, block_memory, device_kind, major_capability
@@ -262,8 +261,7 @@ def make_attention_mask(
     if starts_BT is not None and use_flex:
         return document_block_mask(starts_BT)
     mask = boolean_mask(length, past, attention_mask, starts_BT, device, keys)
-    dtype = torch.float32 if needs_fp32_matmul(x_BTE) else x_BTE.dtype  # of the scores
-    return additive_mask(mask, dtype) if is_fused and mask is not None else mask
+    return additive_mask(mask, x_BTE.dtype) if is_fused and mask is not None else mask
 
 
 def boolean_mask(

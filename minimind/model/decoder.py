@@ -29,7 +29,6 @@ from minimind.model.attention import (
     eos_starts,
     make_attention_mask,
 )
-from minimind.model.bf16_matmul import Linear
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.experts import MiniMindModelOutput, MiniMindOutput, combine_routings
 from minimind.model.layers import Attention, Block, ResidualOutput, RMSNorm
@@ -279,7 +278,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
         # Before the model draws its weights, so that a seed gives what it gave before.
-        lm_head = Linear(config.hidden_size, config.vocab_size)
+        lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.model = MiniMindModel(config)
         self.lm_head = lm_head
         self.sequence: SequenceGroup | None = None  # ranks that divide the positions of a loss

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from minimind.model.bf16_matmul import Linear, widen
 from minimind.model.configuration import MiniMindConfig
 
 
@@ -59,7 +58,7 @@ class MixtureOfExperts(nn.Module):
         self.alpha = config.aux_loss_alpha
         # A single normalized weight would always be 1, and the gate would learn nothing.
         self.is_normed = config.norm_topk_prob and self.per_token > 1
-        self.gate = Linear(config.hidden_size, config.n_routed_experts)
+        self.gate = nn.Linear(config.hidden_size, config.n_routed_experts, bias=False)
         self.experts = nn.ModuleList(make_expert() for _ in range(config.n_routed_experts))
         self.shared_experts = nn.ModuleList(make_expert() for _ in range(config.n_shared_experts))
 
@@ -88,7 +87,6 @@ class MixtureOfExperts(nn.Module):
 
     def _combine(self, x_BTE: Tensor, weights_BTC: Tensor, y_BTCE: Tensor) -> Tensor:
         """Weighted sum (B, T, E) of the chosen experts, plus the shared ones."""
-        weights_BTC, y_BTCE = widen(weights_BTC, y_BTCE)
         out_BTE = (weights_BTC.unsqueeze(-2) @ y_BTCE).squeeze(-2).type_as(x_BTE)
         for expert in self.shared_experts:
             out_BTE = out_BTE + expert(x_BTE)

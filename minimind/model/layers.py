@@ -26,7 +26,6 @@ from minimind.model.attention import (
     document_attention,
     has_grouped_kernel,
 )
-from minimind.model.bf16_matmul import Linear, linear, widen
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.experts import MixtureOfExperts
 from minimind.model.rotary import (
@@ -79,7 +78,7 @@ class HeadNorm(RMSNorm):
         return rms_norm(x_BTE, weight, self.eps)  # rotated next, so no copy is saved
 
 
-class HeadProjection(Linear):
+class HeadProjection(nn.Linear):
     """Projection to queries or keys, with channels in either layout.
 
     A module of its own, because ZeRO stage 3 gathers a weight only while its module runs.
@@ -95,11 +94,14 @@ class HeadProjection(Linear):
         if is_half:
             weight = interleaved_to_half(weight, self.head_dim)
             bias = None if bias is None else interleaved_to_half(bias, self.head_dim)
-        return linear(input, weight, bias)
+        return F.linear(input, weight, bias)
 
 
-class ResidualOutput(Linear):
+class ResidualOutput(nn.Linear):
     """Output projection of a residual branch, initialized with a smaller std."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
 
 
 class Attention(nn.Module):
@@ -119,7 +121,7 @@ class Attention(nn.Module):
         )
         self.q_proj = project(config.num_attention_heads)
         self.k_proj = project(config.num_key_value_heads)
-        self.v_proj = Linear(config.hidden_size, key_width, config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_width, config.qkv_bias)
         self.o_proj = ResidualOutput(query_width, config.hidden_size)
         eps = config.rms_norm_eps
         self.q_norm = HeadNorm(self.head_dim, eps) if config.qk_norm else None
@@ -147,13 +149,12 @@ class Attention(nn.Module):
         k_BKSD, v_BKSD = k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
         if cache is not None:
             k_BKSD, v_BKSD = cache.update(k_BKSD, v_BKSD, self.layer)
-        k_BKSD, v_BKSD = widen(k_BKSD, v_BKSD)
         q_BHTD, weights_BHTS = q_BTHD.transpose(1, 2), None
         if self.config.is_fused:
             out_BHTD = flash_attention(q_BHTD, k_BKSD, v_BKSD, mask)
         else:
             out_BHTD, weights_BHTS = reference_attention(q_BHTD, k_BKSD, v_BKSD, mask)
-        out_BTHD = out_BHTD.type_as(v_BTKD).transpose(1, 2)
+        out_BTHD = out_BHTD.transpose(1, 2)
         if sequence is not None:
             out_BTHD = sequence.to_positions(out_BTHD)
         return self.o_proj(out_BTHD.flatten(-2)), weights_BHTS
@@ -196,7 +197,6 @@ def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Attent
     is_causal = mask is None and bool(q_BHTD.shape[2] > 1)  # torch.jit.trace has tensors as sizes
     if is_causal and is_compiled() and q_BHTD.device.type == "cpu":
         return blockwise_attention(q_BHTD, k_BKSD, v_BKSD)
-    q_BHTD = q_BHTD.type_as(k_BKSD)
     if isinstance(mask, BlockMask):
         return document_attention(q_BHTD, k_BKSD, v_BKSD, mask)
     if mask is not None:
@@ -234,7 +234,7 @@ def reference_attention(
     """Plain attention, equal to flash_attention within rounding, and its weights (B, H, T, S)."""
     assert not isinstance(mask, BlockMask)  # made for fused kernels only
     k_BHSD, v_BHSD = _repeat_kv(k_BKSD, q_BHTD), _repeat_kv(v_BKSD, q_BHTD)
-    scores_BHTS = q_BHTD.type_as(k_BHSD) @ k_BHSD.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
+    scores_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
     if mask is None and q_BHTD.shape[2] > 1:
         mask = torch.ones_like(scores_BHTS[0, 0], dtype=torch.bool).tril()
     if mask is not None and mask.is_floating_point():
@@ -250,8 +250,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, width: int, hidden_width: int):
         super().__init__()
-        self.gate_proj = Linear(width, hidden_width)
-        self.up_proj = Linear(width, hidden_width)
+        self.gate_proj = nn.Linear(width, hidden_width, bias=False)
+        self.up_proj = nn.Linear(width, hidden_width, bias=False)
         self.down_proj = ResidualOutput(hidden_width, width)
 
     def forward(self, x_BTE: Tensor) -> Tensor:

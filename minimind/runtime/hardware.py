@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from minimind.runtime.device import CUDA, HOST, MIN_BF16_CAPABILITY, device_kind
+from minimind.runtime.device import CUDA, MIN_BF16_CAPABILITY, device_kind
 from minimind.runtime.environment import HIDDEN, command_output, visible_gpu_names
 
 GPU_FIELDS = ("name", "driver_version", "memory.total", "compute_cap")
@@ -38,9 +38,6 @@ class GPU:
     driver: str
     memory_mib: int | None
     capability: tuple[int, int] | None
-
-
-HAS_BF16 = HOST.has_bf16
 
 
 def torch_build() -> str:

@@ -39,7 +39,7 @@ from minimind.sweep.scaling import (
 from minimind.sweep.study import PREFIX, Row, best_of
 from minimind.sweep.sweep_file import Checked, Dimension, Sweep, flag_faults, read_fields, rehearsed
 from minimind.train.inputs import require_inputs
-from minimind.train.rehearsal import Rehearsal, rehearse
+from minimind.train.start import Plan, rehearse
 
 LENGTHS = ("max_tokens", "tokens_per_param", "max_steps", "epochs", "max_flops")
 BY_TOKENS = "contradicts tokens or tokens_per_param, which end every run; remove it"
@@ -222,16 +222,16 @@ def _require_predictable(one: Point, fitted: Points, path: str) -> None:
         )
 
 
-def _planned(name: str, run: RunConfig, rehearsal: Rehearsal) -> Point:
+def _planned(name: str, run: RunConfig, plan: Plan) -> Point:
     """The point of a run that is not trained: tokens are those of its whole steps."""
-    known = rehearsal.run
+    known = plan.run
     shape = shape_of(known)
     settings = {name: getattr(known, name) for name in FLAGS if name not in ("seed", *LENGTHS)}
     return Point(
         name,
         run,
         shape.parameters,
-        rehearsal.tokens or math.nan,
+        plan.tokens or math.nan,
         math.nan,
         flops_per_token(shape),
         math.nan,

@@ -29,7 +29,7 @@ from minimind.runtime.checked_json import describe_fault
 from minimind.runtime.urls import masked_values
 
 if TYPE_CHECKING:
-    from minimind.train.rehearsal import Rehearsal
+    from minimind.train.start import Plan
 
 # Flags that a sweep sets for its trials, or that would end one before its last step.
 OWNED = ("out_dir", "resume", "dry_run", "stop_at_step", "max_minutes", "local_rank")
@@ -231,16 +231,13 @@ def points(name: str, dimension: list[str] | Range) -> list[Any]:
     return [min(low + n * step, high) for n in range(count)]
 
 
-def rehearsed(
-    sweep: Sweep, parameters: Mapping[str, Any], path: str
-) -> tuple[RunConfig, Rehearsal]:
+def rehearsed(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> tuple[RunConfig, Plan]:
     """The settings of a trial, and what its start decides.
 
     Raise what the start would raise before its long work. A combination that cannot be trained is
     a UsageError, or TooFewRows.
     """
-    from minimind.train.build import place_of  # torch
-    from minimind.train.rehearsal import rehearse
+    from minimind.train.start import rehearse  # torch
 
     run = build_config(sweep.flags_of(parameters), f"{in_template(path)}: {{name}}")
     for name in OWNED:  # a --config file may set them; the out_dir of a trial precedes it
@@ -257,13 +254,13 @@ def rehearsed(
             " it"
         )
     sweep.require_suited(run, parameters)
-    rehearsal = rehearse(run)
-    if rehearsal.held_out == 0:
+    plan = rehearse(run)
+    if plan.held_out == 0:
         raise UsageError(
-            f"{place_of(run)} holds no row of {run.max_seq_len} tokens out, and so has no"
+            f"{plan.text} holds no row of {run.max_seq_len} tokens out, and so has no"
             f" {sweep.metric} to compare trials by; prepare it again with a larger --val_fraction"
         )
-    return run, rehearsal
+    return run, plan
 
 
 def first_config(sweep: Sweep, path: str) -> RunConfig:

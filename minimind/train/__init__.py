@@ -1,9 +1,8 @@
 """The training of a run, and `minimind.train(...)`, which is this package called as a function.
 
-A change of the loop or of an action between steps starts in `loop.py`, of what a
-start reads and checks in `pretrain.py`, of a part that a flag turns on in `optional.py`. The
-package is a callable module, so that `minimind.train(...)` and `import minimind.train.loop` both
-work; torch is imported by the call.
+The loop and its actions between steps are in `loop.py`, what a start decides and refuses in
+`start.py`, what it builds in `pretrain.py`. The package is a callable module, so that
+`minimind.train(...)` and `import minimind.train.loop` both work; torch is imported by the call.
 """
 
 from __future__ import annotations

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+import socket
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from minimind.architecture.select import Architecture
 from minimind.checkpoint.identity import versions
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.deepspeed.document import leaves
-from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.flags import AUTO
-from minimind.config.launcher_env import Launch, set_rendezvous_defaults
+from minimind.config.launcher_env import set_rendezvous_defaults
 from minimind.config.run_config import FLAGS, PACKAGE, RULED, RunConfig
-from minimind.config.schedule import Schedule
-from minimind.data.prepare.prepared import Prepared
-from minimind.data.rows.order import Order
+from minimind.engine.build import Engine
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.agreement import Difference, Told, first_difference, first_other
 from minimind.runtime.collectives import collective_backend, meeting_store, rendezvous
 from minimind.runtime.durable_files import fingerprint, sha256_of
 from minimind.runtime.environment import allow_connections
-from minimind.train.build import place_of
 from minimind.train.evaluate import read_sample_prompts
+from minimind.train.start import Plan
 
 # Flags that need not be alike on all ranks, and why.
 _BY_CONTENT = "a place, which hosts may mount elsewhere: what is read there is compared"
@@ -74,47 +74,42 @@ NO_NUMBERS = re.compile(
 )
 
 
-def meet(given: RunConfig, setup: Setup) -> Any:
-    """A store of all ranks, to keep until the process group is there; None of one rank."""
-    launch = setup.launch
-    if launch.world_size == 1:
+def meet(setup: Setup, timeout: int) -> Any:
+    """Return a store of all ranks, to keep until the process group is there; None for one rank.
+
+    `timeout` is --dist_timeout, in seconds.
+    """
+    world_size = setup.launch.world_size
+    if world_size == 1:
         return None
-    timeout = collective_backend(setup.device, given.dist_timeout)[1]
     set_rendezvous_defaults(os.environ)
-    allow_connections(launch.world_size)
+    allow_connections(world_size)
     with rendezvous():
-        return meeting_store(os.environ, timeout)
+        return meeting_store(os.environ, collective_backend(setup.device, timeout)[1])
 
 
-def with_common_dtype(store: Any, run: RunConfig, launch: Launch) -> RunConfig:
-    """float32 where the devices of ranks chose different dtypes for `dtype = auto`; collective."""
+def with_common_dtype(store: Any, plan: Plan) -> Plan:
+    """Plan float32 where the devices of ranks chose different dtypes for "auto"; collective."""
+    run, launch = plan.run, plan.setup.launch
     if store is None:
-        return run
+        return plan
     with rendezvous():
         other = first_other(store, launch.rank, launch.world_size, "dtype", run.dtype)
     if other is None or run.is_explicit("dtype"):
-        return run
-    return run.with_values(f"{AUTO}: a rank has no bf16 instructions", dtype="float32")
+        return plan
+    source = f"{AUTO}: a rank has no bf16 instructions"
+    setup = replace(plan.setup, run=plan.setup.run.with_values(source, dtype="float32"))
+    return replace(plan, setup=setup, resolved=setup.resolve(plan.schedule))
 
 
-def require_agreement(
-    store: Any,
-    given: RunConfig,
-    setup: Setup,
-    resolved: ResolvedConfig,
-    model: Architecture,
-    prepared: Prepared,
-    order: Order,
-    schedule: Schedule,
-) -> None:
+def require_agreement(store: Any, given: RunConfig, plan: Plan) -> None:
     """Raise the same error on every rank if one trains another run than rank 0; collective.
 
     `given` has the flags as parsed; `store` is that of `meet`.
     """
     if store is None:
         return
-    launch = setup.launch
-    kinds = all_told(given, setup, resolved, model, prepared, order, schedule, os.environ)
+    launch, kinds = plan.setup.launch, all_told(given, plan, os.environ)
     with rendezvous():
         found = first_difference(store, launch.rank, launch.world_size, kinds)
     if found:
@@ -122,17 +117,10 @@ def require_agreement(
 
 
 def all_told(
-    given: RunConfig,
-    setup: Setup,
-    resolved: ResolvedConfig,
-    model: Architecture,
-    prepared: Prepared,
-    order: Order,
-    schedule: Schedule,
-    environ: Mapping[str, str],
+    given: RunConfig, plan: Plan, environ: Mapping[str, str]
 ) -> dict[str, dict[str, Told]]:
     """All that must be alike, by name and by kind; what decides others comes first."""
-    launch, decided = setup.launch, _decided(resolved, model, schedule)
+    launch, decided = plan.setup.launch, _decided(plan)
     of_rules = (*RULED, "accumulation_steps")
     return {
         "version": _versions(),
@@ -142,10 +130,10 @@ def all_told(
             f"{field} of the launcher": Told(value, launch.source)
             for value, field in (*launch.flags.values(), *launch.deepspeed.values())
         },
-        "DeepSpeed": _deepspeed(setup),
+        "DeepSpeed": _deepspeed(plan.setup),
         "environment": _environment(environ),
-        "file": _files(given, prepared),
-        "text": _text(given, prepared, order),
+        "file": _files(given, plan),
+        "text": _text(given, plan),
         "rules": {name: one for name, one in decided.items() if name in of_rules},
         "decided": decided,
     }
@@ -214,11 +202,11 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Told]:
     }
 
 
-def _files(given: RunConfig, prepared: Prepared) -> dict[str, Told]:
+def _files(given: RunConfig, plan: Plan) -> dict[str, Told]:
     """Digests of small files that are no text."""
     found = {}
     if given.chat_template:
-        content = _brief(fingerprint(prepared.tokenizer.chat_template))
+        content = _brief(fingerprint(plan.rows()[0].tokenizer.chat_template))
         found["--chat_template"] = Told(content, given.chat_template)
     if given.sample_prompts:
         content = _brief(fingerprint(read_sample_prompts(given)))
@@ -230,13 +218,14 @@ def _brief(digest: str) -> str:
     return digest[:SHOWN_OF_DIGEST]
 
 
-def _text(given: RunConfig, prepared: Prepared, order: Order) -> dict[str, Told]:
+def _text(given: RunConfig, plan: Plan) -> dict[str, Told]:
     """Digests of the text, and of what is read of it."""
+    prepared, order, _ = plan.rows()
     pieces = {
         "--tokenizer": Told(_brief(prepared.tokenizer.fingerprint), given.tokenizer or "trained")
     }
     text = {
-        place_of(given).split()[0]: Told(_brief(prepared.manifest["fingerprint"]), place_of(given)),
+        plan.text.flag.split()[0]: Told(_brief(prepared.manifest["fingerprint"]), str(plan.text)),
         "--skip_rows": Told(_brief(fingerprint(order.left_out)), given.skip_rows or "none"),
         "--stages": Told(_brief(fingerprint(order.stages_json())), given.stages or "none"),
         "the mixture of sources": Told(order.mixture_json()),
@@ -245,18 +234,48 @@ def _text(given: RunConfig, prepared: Prepared, order: Order) -> dict[str, Told]
     return pieces | text if given.tokenizer else text | pieces
 
 
-def _decided(resolved: ResolvedConfig, model: Architecture, schedule: Schedule) -> dict[str, Told]:
+def _decided(plan: Plan) -> dict[str, Told]:
     """What the start has decided by rules, the host, the text or a checkpoint."""
-    run = resolved.run
+    run, resolved = plan.run, plan.resolved
     found = {
         name: Told(getattr(run, name), run.sources[name])
         for name in FLAGS
         if name not in MAY_DIFFER
     }
-    found |= {f"{name} of the model": Told(value) for name, value in model.identity(run).items()}
-    found |= {f"{name} of the schedule": Told(value) for name, value in vars(schedule).items()}
+    found |= {
+        f"{name} of the model": Told(value) for name, value in plan.model.identity(run).items()
+    }
+    schedule = vars(plan.rows()[2])
+    found |= {f"{name} of the schedule": Told(value) for name, value in schedule.items()}
     return found | {
         f"{key} for DeepSpeed": Told(value, resolved.sources[key])
         for key, value in leaves(resolved.config).items()
         if not KEYS_MAY_DIFFER.fullmatch(key)
     }
+
+
+def require_shared_folder(engine: Engine, out_dir: Path) -> None:
+    """Raise the same StorageError on every rank if hosts see different folders as out_dir.
+
+    Rank 0 creates a probe file that the others must see.
+    """
+    probe = out_dir / f".probe-{engine.from_rank_0(secrets.token_hex(8))}"
+    problem = None
+    if engine.rank == 0:
+        try:
+            probe.touch()
+        except OSError as error:  # raised by all ranks below: the others would wait for rank 0
+            problem = (
+                f"out_dir {out_dir}: {error.strerror}; correct its permissions, or give another"
+            )
+    if problem := engine.from_rank_0(problem):
+        raise StorageError(problem, cause_rank=0)
+    views = engine.gather((socket.gethostname(), disk.exists(probe)))
+    if engine.rank == 0:
+        probe.unlink(missing_ok=True)
+    if hosts := sorted({host for host, sees_probe in views if not sees_probe}):
+        raise StorageError(
+            f"out_dir {out_dir} is a different folder on {', '.join(hosts)} than on {views[0][0]};"
+            " give one on a file system that all hosts share",
+            cause_rank=0,
+        )

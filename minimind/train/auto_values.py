@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minimind.architecture.select import Architecture
-from minimind.checkpoint.directory import read_manifest, step_directory, verify
-from minimind.checkpoint.resume import requested_checkpoints
+from minimind.checkpoint.directory import step_directory, verify
+from minimind.checkpoint.resume import Manifests
 from minimind.config.checks import given
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.flags import AUTO
@@ -27,7 +28,7 @@ from minimind.config.run_config import RunConfig
 from minimind.data.rows.order import rows_of_sources
 from minimind.errors import CheckpointError, UsageError
 from minimind.report.formats import size
-from minimind.train.build import run_budgets
+from minimind.train.rows import run_budgets
 
 
 def with_auto_values(
@@ -36,13 +37,13 @@ def with_auto_values(
     optimizer: str,
     manifest: Mapping[str, Any] | None,
     model: Architecture,
+    resumed: Numbers | None,
 ) -> RunConfig:
     """Return the run of `setup` with numbers for the flags that are "auto" in `known`.
 
-    `known` has what files and text decide. The numbers are those of the checkpoint from which the
-    run resumes, else those of the rules, else the plain ones of the flags. What the text decides
-    stays open without its `manifest`. Raise CheckpointError if the rows of a step of the checkpoint
-    cannot be divided.
+    `known` has what files and text decide. A number is that of the checkpoint to resume, else of
+    the rule, else the default of the flag. What the text decides stays open without its `manifest`.
+    Raise CheckpointError if the rows of a step of the checkpoint cannot be divided.
     """
     world_size, names = setup.launch.world_size, flags_with_rules(known, optimizer)
     sources = None if manifest is None else rows_of_sources(known, manifest)
@@ -63,10 +64,9 @@ def with_auto_values(
             lambda tokens: run_budgets(run, tokens, model),
         )
 
-    if saved := _checkpoint_to_resume(known):
-        place, (values, rows) = saved
-        source = _source_of_checkpoint(place)
-        values.pop("dtype", None)  # decided before the device was chosen
+    if resumed:
+        place, rows, source = resumed.place, resumed.rows, resumed.source
+        values = {name: resumed.values[name] for name in known.open_flags if name in resumed.values}
         if rows % smallest_step(known, world_size):
             divisors, remedies = _divisors(known, rows, world_size)
             raise CheckpointError(
@@ -97,21 +97,6 @@ def with_auto_values(
     return run.with_values(source_of_rule, **by_rule)
 
 
-def with_dtype_of_checkpoint(run: RunConfig) -> RunConfig:
-    """Replace `dtype = auto` by that of the checkpoint from which the run resumes, if there is one.
-
-    The launcher and the DeepSpeed file replace it, as they replace a default.
-    """
-    if run.dtype != AUTO or not (saved := _checkpoint_to_resume(run)):
-        return run
-    place, (values, _) = saved
-    return run.with_values(_source_of_checkpoint(place), dtype=values.get("dtype", AUTO))
-
-
-def _source_of_checkpoint(place: str) -> str:
-    return f"{AUTO}: as in {place.rpartition('/')[2]}"
-
-
 def _source_of_rule(work: Workload) -> str:
     several = f", {work.epochs:.3g} epochs" if work.epochs > 1 else ""
     return f"{AUTO}: {size(work.parameters)} parameters, {size(work.tokens)} tokens{several}"
@@ -130,57 +115,74 @@ def _divisors(run: RunConfig, rows: int, world_size: int) -> tuple[str, str]:
     return " x ".join(divisors), ", or ".join(remedies)
 
 
-def _checkpoint_to_resume(run: RunConfig) -> tuple[str, Numbers] | None:
-    """Place and numbers of the checkpoint that --resume asks for; None if there is none.
+def numbers_to_resume(run: RunConfig, saved: Manifests) -> Numbers | None:
+    """Read the numbers of the checkpoint that --resume asks for; None if there is none.
 
-    It is at --mirror if none here is as new. The resume itself reports a damaged one, and takes the
-    next; files are hashed here only where that one has other numbers.
+    It is at --mirror if none of those here, `saved`, is as new. The resume itself reports a damaged
+    one, and takes the next; files are hashed here only where that one has other numbers.
     """
-    here = []
-    for path in requested_checkpoints(Path(run.out_dir) / "checkpoints", run.resume):
-        with suppress(CheckpointError):
-            manifest = read_manifest(path)
-            here.append((path, manifest["step"], _numbers(run, str(path), manifest)))
-    if any(numbers != here[0][2] for _, _, numbers in here):
+    here = [
+        (path, Numbers.of(run, str(path), manifest))
+        for path, manifest in saved.items()
+        if not isinstance(manifest, CheckpointError)
+    ]
+    if any(numbers.differ(here[0][1]) for _, numbers in here):
         here = [next((one for one in here if verify(one[0]) is None), here[0])]
-    found, newest = None, -1
-    if here:
-        path, newest, numbers = here[0]
-        found = str(path), numbers
+    newest = here[0][1] if here else None
     if run.mirror is None or run.resume != "auto":
-        return found
+        return newest
     from minimind.checkpoint.remote_run import CHECKPOINTS, RemoteRun, complete
 
     remote = RemoteRun(run.mirror)
     for step in complete(remote.files()):
-        if step <= newest:
+        if newest and step <= newest.step:
             break
         with suppress(CheckpointError):
-            place = step_directory(Path(CHECKPOINTS), step)
-            shown = f"{remote.shown}/{place}"
-            return shown, _numbers(run, shown, remote.manifest(step))
-    return found
+            place = f"{remote.shown}/{step_directory(Path(CHECKPOINTS), step)}"
+            return Numbers.of(run, place, remote.manifest(step))
+    return newest
 
 
-Numbers = tuple[dict[str, Any], int]
+@dataclass(frozen=True)
+class Numbers:
+    """What a checkpoint has for the flags that are "auto": values, and the rows of a step."""
 
+    place: str
+    step: int
+    values: dict[str, Any]
+    rows: int
 
-def _numbers(run: RunConfig, place: str, manifest: dict[str, Any]) -> Numbers:
-    """The numbers of a manifest for open flags, and the rows of a step.
+    @classmethod
+    def of(cls, run: RunConfig, place: str, manifest: dict[str, Any]) -> Numbers:
+        """Read a manifest; values that no flag can have are left out."""
+        groups = manifest["identity"]
+        saved = {**groups.get("lr", {}), **groups.get("schedule", {}), **manifest}
+        saved["batch_size"] = saved.get("micro_batch_rows")
+        found: dict[str, Any] = {}
+        for name in (*run.open_flags, "accumulation_steps", "dtype"):
+            with suppress(UsageError):
+                if saved.get(name) is not None:
+                    found[name] = convert(name, saved[name], place)
+        micro_batches, rows = found.pop("accumulation_steps", 0), found.pop("batch_size", 0)
+        group = 1
+        for name in ("tensor_parallel", "sequence_parallel"):
+            with suppress(UsageError):
+                group *= convert(name, saved.get(name, 1), place)
+        rows = rows * micro_batches * manifest["world_size"] // group
+        return cls(place, manifest["step"], found, rows)
 
-    Values that no flag can have are left out.
-    """
-    groups = manifest["identity"]
-    saved = {**groups.get("lr", {}), **groups.get("schedule", {}), **manifest}
-    saved["batch_size"] = saved.get("micro_batch_rows")
-    found: dict[str, Any] = {}
-    for name in (*run.open_flags, "accumulation_steps", "dtype"):
-        with suppress(UsageError):
-            if saved.get(name) is not None:
-                found[name] = convert(name, saved[name], place)
-    micro_batches, rows = found.pop("accumulation_steps", 0), found.pop("batch_size", 0)
-    group = 1
-    for name in ("tensor_parallel", "sequence_parallel"):
-        with suppress(UsageError):
-            group *= convert(name, saved.get(name, 1), place)
-    return found, rows * micro_batches * manifest["world_size"] // group
+    @property
+    def source(self) -> str:
+        return f"{AUTO}: as in {self.place.rpartition('/')[2]}"
+
+    def differ(self, other: Numbers) -> bool:
+        return (self.values, self.rows) != (other.values, other.rows)
+
+    def with_dtype(self, run: RunConfig) -> RunConfig:
+        """Replace `dtype = auto` by the dtype of the checkpoint.
+
+        The launcher and the DeepSpeed file replace it, as they replace a default.
+        """
+        if run.dtype != AUTO:
+            return run
+        return run.with_values(self.source, dtype=self.values.get("dtype", AUTO))

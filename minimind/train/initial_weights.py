@@ -22,15 +22,15 @@ from minimind.architecture.select import (
     hugging_face,
     shape_flags,
 )
-from minimind.checkpoint.directory import Rejected, newest_valid, read_manifest, rejected
-from minimind.checkpoint.resume import requested_checkpoints
+from minimind.checkpoint.directory import Rejected, newest_valid, rejected
+from minimind.checkpoint.resume import Manifests
 from minimind.checkpoint.validation import read_config
 from minimind.config.arguments import template_variables
 from minimind.config.checks import check
 from minimind.config.flags import BY_TASK, SHAPE
 from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
-from minimind.data.prepare.prepared import Prepared, is_prepared
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.engine.optimizers import scale_initial_weights
 from minimind.errors import CheckpointError, UsageError
@@ -39,7 +39,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.runtime import disk
 from minimind.runtime.urls import named
 from minimind.train.bigrams import start_as_bigrams
-from minimind.train.build import with_derived_values
+from minimind.train.text import Text, with_derived_values
 
 if TYPE_CHECKING:
     from minimind.interop.foreign_config import ShapeFlags
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 # Flags of the shape that a model of transformers only bounds.
 FREE = ("max_seq_len", "vocab_size")
-# Flags of the shape on which neither a weight nor what is computed with it depends.
+# Shape flags that change neither weights nor outputs.
 NOT_OF_WEIGHTS = ("max_seq_len", "aux_loss_alpha")
 
 
@@ -125,26 +125,28 @@ class InitialModel:
         return f"weights  from the checkpoint: --init_from {path} is ignored" if path else ""
 
 
-def read_initial(run: RunConfig) -> InitialModel:
+def read_initial(run: RunConfig, text: Text, saved: Manifests) -> InitialModel:
     """Return the initial model of `run`; reads configurations, no weights.
 
-    Raise UsageError if a flag contradicts the shape, or the shape is incomplete.
+    `saved` are the checkpoints to resume from. Raise UsageError if a flag contradicts the shape, or
+    the shape is incomplete.
     """
     if run.hugging_face is not None:
         path = config_file(run.hugging_face)
         if config_path := hugging_face(path):
-            return _of_transformers(run, config_path, path.parent)
+            return _of_transformers(run, text, saved, config_path, path.parent)
         run = _with_shape(run, f"--model {run.model}", MiniMindConfig(**read_config(path.parent)))
         run = run.with_values("its config.json", model=None)
     if run.init_from is None:
         return InitialModel(run, MiniMind())
-    if path := _checkpoint_to_resume(run, read_config):
-        config = MiniMindConfig(**read_config(path, read_manifest(path)))
-        identity = read_manifest(path)["identity"].get("model", {})
-        ids = identity.get("vocab_size", config.vocab_size)
+    if path := _newest(saved, read_config):
+        manifest = saved[path]
+        assert not isinstance(manifest, CheckpointError)  # `_newest` passes those over
+        config = MiniMindConfig(**read_config(path, manifest))
+        ids = manifest["identity"].get("model", {}).get("vocab_size", config.vocab_size)
         if run.task == "sft":
             run = with_vocabulary_of(run, path, ids)
-        run = _with_shape_and_tokenizer(run, f"checkpoint {path}", config, path, ids)
+        run = _with_shape_and_tokenizer(run, text, f"checkpoint {path}", config, path, ids)
         return InitialModel(run, MiniMind(config.vocab_size))
     from minimind.interop.weights import load_weights_from
 
@@ -160,14 +162,14 @@ def read_initial(run: RunConfig) -> InitialModel:
     if weights.tokenizer is not None and not has_all:
         tokenizer = weights.load_tokenizer()
         own, ids = tokenizer.path, tokenizer.vocab_size
-    run = _with_shape_and_tokenizer(run, by, config, own, ids)
+    run = _with_shape_and_tokenizer(run, text, by, config, own, ids)
     if run.rope_theta != config.rope_theta:
         note = f"rope_theta {run.rope_theta:g} in place of {config.rope_theta:g}"
         weights = replace(weights, note=note)
     return InitialModel(run, MiniMind(config.vocab_size), weights)
 
 
-def fine_tuned(initial: InitialModel) -> InitialModel:
+def fine_tuned(initial: InitialModel, text: Text, saved: Manifests) -> InitialModel:
     """Return the model of --task sft: with the chat template's tokens, blind across conversations.
 
     The template is that of --chat_template, of the tokenizer, or ours. Raise UsageError without
@@ -177,9 +179,9 @@ def fine_tuned(initial: InitialModel) -> InitialModel:
     from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template
 
     run = initial.run.with_values(BY_TASK, doc_mask=True)
-    if folder := next(filter(is_prepared, run.data_path), None):
-        raise UsageError(f"--data_path: {folder} is prepared; give the files of conversations")
-    is_resumed = initial.weights is None and _checkpoint_to_resume(run) is not None
+    if text.folder:
+        raise UsageError(f"{text} is prepared; give the files of conversations")
+    is_resumed = initial.weights is None and _newest(saved) is not None
     if run.tokenizer is None or not (initial.weights or is_resumed):
         raise UsageError(
             "--task sft needs a model to start from; give --init_from, a run's out_dir for example"
@@ -211,7 +213,9 @@ def fine_tuned(initial: InitialModel) -> InitialModel:
     return replace(initial, run=run).with_special_tokens(before, after)
 
 
-def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> InitialModel:
+def _of_transformers(
+    run: RunConfig, text: Text, saved: Manifests, model: HuggingFace, folder: Path
+) -> InitialModel:
     """Return the initial model described by a config.json of transformers.
 
     Flags of the shape that it does not define become None.
@@ -235,7 +239,7 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
             )
         run = run.with_values(by, **{name: limit}) if value > limit else run
     model.require_gradient_checkpointing(run)
-    if run.tokenizer is None and not is_prepared(run.data_path[0]):
+    if run.tokenizer is None and text.folder is None:
         is_file = disk.is_file(Path(run.hugging_face or "").expanduser())
         if own := None if is_file else find_tokenizer(folder):
             run = run.with_values(by, tokenizer=str(load_own(own, config.vocab_size).path))
@@ -243,7 +247,7 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
         model.require_embedding_rows(
             load_tokenizer(run.tokenizer).vocab_size, f"--tokenizer {run.tokenizer}"
         )
-    if run.init_from is None or _checkpoint_to_resume(run):
+    if run.init_from is None or _newest(saved):
         return InitialModel(run, model)
     return InitialModel(run, model, load_transformers_weights(run.init_from, config))
 
@@ -265,25 +269,25 @@ def with_vocabulary_of(run: RunConfig, checkpoint: Path, rows: int) -> RunConfig
     return run.with_values(BY_TASK, vocab_size=rows)
 
 
-def _checkpoint_to_resume(
-    run: RunConfig, check: Callable[[Path, Any], Any] | None = None
+def _newest(
+    saved: Manifests, read: Callable[[Path, dict[str, Any]], Any] = lambda path, manifest: None
 ) -> Path | None:
-    """Return the newest checkpoint of the run with a readable manifest that passes `check`."""
+    """Return the newest checkpoint whose manifest is readable and of which `read` succeeds.
+
+    Raise AllDamaged if there are checkpoints and none is.
+    """
 
     def damage(path: Path) -> Rejected | None:
-        file = "manifest.json"
+        manifest = saved[path]
+        if isinstance(manifest, CheckpointError):
+            return rejected(path, "manifest.json", manifest)
         try:
-            manifest = read_manifest(path)
-            if check:
-                file = "config.json"
-                check(path, manifest)
+            read(path, manifest)
         except CheckpointError as error:
-            return rejected(path, file, error)
+            return rejected(path, "config.json", error)
         return None
 
-    return newest_valid(
-        requested_checkpoints(Path(run.out_dir) / "checkpoints", run.resume), damage
-    )[0]
+    return newest_valid([*saved], damage)[0]
 
 
 def _shape_flags(run: RunConfig) -> ShapeFlags:
@@ -298,10 +302,10 @@ def _shape_flags(run: RunConfig) -> ShapeFlags:
 
 
 def _with_shape_and_tokenizer(
-    run: RunConfig, by: str, config: MiniMindConfig, tokenizer: Path | None, ids: int
+    run: RunConfig, text: Text, by: str, config: MiniMindConfig, tokenizer: Path | None, ids: int
 ) -> RunConfig:
     run = _with_shape(run, by, config, ids)
-    if run.tokenizer is None and not is_prepared(run.data_path[0]):
+    if run.tokenizer is None and text.folder is None:
         if tokenizer is None:
             raise UsageError(
                 f"{by} has no tokenizer; give the one it was trained with (--tokenizer)"

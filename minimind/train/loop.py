@@ -26,6 +26,7 @@ from minimind.checkpoint.saver import Saver
 from minimind.config.flags import CHANGEABLE, VAL_LOSS
 from minimind.config.run_config import MARGIN, PATIENCE, RunConfig
 from minimind.config.schedule import Schedule
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import Batches
 from minimind.data.rows.order import skip_rows_text
 from minimind.engine.build import Engine
@@ -40,10 +41,10 @@ from minimind.runtime.collectives import lost_peers, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import mebibytes, storing
 from minimind.runtime.process import Progress, StopRequest
 from minimind.runtime.terminal import shorten_line
-from minimind.train.build import build_batches
 from minimind.train.evaluate import EVAL_ROWS, HeldOutRows, Samples, draw, evaluate, log_evaluation
 from minimind.train.failures import SkippedSteps
-from minimind.train.optional import NoMirror, NoSpikeGuard
+from minimind.train.rows import build_batches
+from minimind.train.start import Plan
 
 if TYPE_CHECKING:
     from minimind.checkpoint.mirror import Mirror
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
     from minimind.train.scores import Scores
 
 GC_WARMUP_STEPS = 2  # all long-lived objects exist after them
-FROZEN_AT_START = 1000  # or fewer objects of the interpreter itself: Python 3.12 freezes 375
+# More frozen objects mean that a host program has frozen its own: Python 3.12 itself freezes 375.
+FROZEN_AT_START = 1000
 TIMED_STEPS = 3  # the time of a step is known after them
 LONG_SILENCE = 3600.0  # seconds without a step line that deserve a warning
 
@@ -62,7 +64,8 @@ LONG_SILENCE = 3600.0  # seconds without a step line that deserve a warning
 class RunContext:
     """Objects that the loop and its actions share; built by `pretrain`."""
 
-    run: RunConfig
+    plan: Plan
+    prepared: Prepared
     schedule: Schedule
     engine: Engine
     batches: Batches
@@ -70,16 +73,21 @@ class RunContext:
     samples: Samples | None
     scores: Scores | None
     saver: Saver
-    mirror: Mirror | NoMirror
+    mirror: Mirror | None
     trace: Trace | None
     communication: CommunicationClock | None  # None unless profiling
     logger: RunLogger
-    spikes: SpikeGuard | NoSpikeGuard
+    spikes: SpikeGuard | None
     corruption: CorruptionCheck | None
     skipped: SkippedSteps
     stop: StopRequest
     progress: Progress
     cleanup: ExitStack  # closed when the run ends, however it ends
+
+    @property
+    def run(self) -> RunConfig:
+        """The configuration in force."""
+        return self.plan.run
 
 
 def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]:
@@ -99,8 +107,9 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         engine.seed(state.step)
         clock.begin()
         micro_batches = context.logger.track(context.batches.at(state.step))  # fetch
+        norm_limit = context.spikes.norm_limit if context.spikes else math.inf
         result = engine.step(  # step
-            micro_batches, context.schedule.lr_at(state.step), clock, context.spikes.norm_limit
+            micro_batches, context.schedule.lr_at(state.step), clock, norm_limit
         )
         state = state.after(context.batches.of(state.step).tokens_per_step)  # advance
         advance_progress(context, state, state.step - first)
@@ -126,7 +135,6 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         is_cut_off = not log_scores(context, state)
         if profiling:
             log_profile(context, state, is_last=stopping or state.step == last)
-        log_collectives(context, state, stopping)
         if stopping:
             break
     if is_cut_off:  # the next start asks again
@@ -178,15 +186,18 @@ def advance_progress(context: RunContext, state: TrainState, steps: int) -> None
 def sum_requests(
     context: RunContext, state: TrainState, result: StepResult
 ) -> tuple[float, float, float, bool]:
-    """Ranks that ask to stop, whose save failed, and who ask to save (collective).
+    """Count the ranks that want to stop, whose save failed, and that want to save (collective).
 
-    Last, whether the spike guard asks to go back. It observes the step before with the same
-    reduction, and holds this one.
+    Last, whether the spike guard wants to go back. One all-reduce serves all four: the guard judges
+    the previous step by it, and keeps this one.
     """
     saver, spikes = context.saver, context.spikes
     requests = [bool(context.stop.reason), saver.has_failed, saver.is_overdue]
-    stop, failed, overdue, *sums = context.engine.sum_over_ranks([*requests, *spikes.own_sums()])
-    norm_limit = spikes.norm_limit  # that of this step
+    own_sums = spikes.own_sums() if spikes else []
+    stop, failed, overdue, *sums = context.engine.sum_over_ranks([*requests, *own_sums])
+    if spikes is None:
+        return stop, failed, overdue, False
+    norm_limit = spikes.norm_limit  # of this step; `observe` replaces it
     must_go_back = spikes.observe(sums)
     if must_go_back:  # the last chance to count what is pending
         check_skipped_steps(context, state, result, is_due=True)
@@ -276,7 +287,8 @@ def check_corruption(context: RunContext, state: TrainState, first: int) -> None
         poll_save(context, wait=True)
         saver.prune_error(wait=True)
         error = check.error(found, saver.root)
-        context.mirror.end_at(check.good)
+        if context.mirror:
+            context.mirror.end_at(check.good)
         raise error
 
 
@@ -284,15 +296,6 @@ def log_profile(context: RunContext, state: TrainState, is_last: bool) -> None:
     """Log the phase times of every rank since the last profile, and the verdict (collective)."""
     medians = context.engine.gather(context.logger.medians())
     context.logger.profile(state.step, medians, is_last)
-
-
-def log_collectives(context: RunContext, state: TrainState, stopping: bool) -> None:
-    """Print the table of DeepSpeed's comms_logger, if enabled, every --profile_interval."""
-    last = context.schedule.total_steps
-    if not (stopping or is_due(state.step, context.run.profile_interval, last)):
-        return
-    if table := context.engine.backend.collectives_table():
-        context.logger.print(f"DeepSpeed's comms_logger, up to step {state.step}:\n{table}")
 
 
 def update_trace(
@@ -323,7 +326,7 @@ def run_evaluation(context: RunContext, state: TrainState) -> None:
 def catch_up(context: RunContext, state: TrainState) -> bool:
     """Save and evaluate after a start where the loop will not (collective).
 
-    Return False if a stop cut scores off.
+    Return False if a stop request interrupted the scoring.
     """
     run, saver, last = context.run, context.saver, context.schedule.total_steps
     if state.step == last and not saver.has(last):  # resumed at its end, in a new out_dir
@@ -386,7 +389,7 @@ def start_save(context: RunContext, state: TrainState) -> None:
         poll_save(context, wait=True)
         run_on_all_ranks(context.engine, partial(check_data_unchanged, context))
         order = context.batches.order.start_json()
-        facts = {"order": order, **context.spikes.state()}
+        facts = {"order": order, **(context.spikes.state() if context.spikes else {})}
         if (reads := context.held_out.reads) is not None:
             facts[EVAL_ROWS] = reads
         context.saver.begin(state, facts)
@@ -405,14 +408,16 @@ def check_data_unchanged(context: RunContext) -> None:
 
 def poll_save(context: RunContext, wait: bool) -> None:
     """Log a finished save and prune older checkpoints; `wait` must be equal on all ranks."""
-    context.mirror.report()
+    if context.mirror:
+        context.mirror.report()
     if message := context.saver.prune_error():
         context.logger.print(message)
     if saved := context.saver.poll(wait):
         context.logger.event("checkpoint_saved", **saved)
         size = mebibytes(saved["bytes"])
         context.logger.print(f"step {saved['step']}: checkpoint {saved['path']} ({size})")
-        context.mirror.offer(saved["path"], context.saver.good)
+        if context.mirror:
+            context.mirror.offer(saved["path"], context.saver.good)
     if wait:
         context.saver.wait_for_validations()
     if saved:
@@ -434,13 +439,13 @@ def checkpoints_in(root: Path, steps: range) -> list[Path]:
     return [path for path in published_checkpoints(root) if step_of(path) in steps]
 
 
-def write_rows(context: RunContext, guard: SpikeGuard, rows: np.ndarray, step: int) -> Path:
+def write_rows(context: RunContext, rows: np.ndarray, step: int) -> Path:
     """Write the rows that a rollback leaves out as a file for --skip_rows; return its path.
 
     Files of other rollbacks that ended at the same step are kept (collective).
     """
     out_dir = Path(context.run.out_dir)
-    fingerprint = guard.prepared.manifest["fingerprint"]
+    fingerprint = context.prepared.manifest["fingerprint"]
     text = skip_rows_text(rows.tolist(), context.batches.row_tokens, fingerprint)
 
     def write() -> Path:
@@ -482,7 +487,7 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
     the last one. Raise NumericError without such a checkpoint, and after --max_rollbacks.
     """
     guard, saver, order = context.spikes, context.saver, context.batches.order
-    assert not isinstance(guard, NoSpikeGuard)  # which never asks for it
+    assert guard is not None  # it asks for this
     detector = guard.detector
     assert detector.first is not None
     first, last = detector.first, detector.first + detector.in_a_row - 1
@@ -492,7 +497,8 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
     what = f"loss or gradient norm are high for {PATIENCE} steps, {first + 1} to {last + 1},"
     start, limit = first - MARGIN, context.run.guard["max_rollbacks"]
     steps = range(order.origin.step, start + 1)
-    context.mirror.fetch(steps)
+    if context.mirror:
+        context.mirror.fetch(steps)
     require_rollback(context, steps, detector.rollbacks, what)
     # All checkpoints from the origin of its order are of this run.
     changeable = frozenset(CHANGEABLE)
@@ -502,14 +508,15 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
             context.engine, saver.ranks, saver.root, "auto", identity, changeable, steps=steps
         )
     log_rejected(context.logger, resumed.rejected)
-    context.mirror.go_back(resumed.state.step)
+    if context.mirror:
+        context.mirror.go_back(resumed.state.step)
     if trackers := context.logger.trackers:
         trackers.go_back(resumed.state.step)
     assert resumed.path is not None  # the newest of `good` that is not damaged
     context.held_out.begin_with(resumed.manifest.get(EVAL_ROWS, 0))
     after = order.jumping(start, last + 1)
     positions = [order.positions(start).start, order.positions(last).stop]
-    file = write_rows(context, guard, order.rows_for(start, 0, 1, last + 1 - start), last + 1)
+    file = write_rows(context, order.rows_for(start, 0, 1, last + 1 - start), last + 1)
     facts = {"to": resumed.state.step, "steps": [start + 1, last + 1], "positions": positions}
     facts |= {"rows": str(file)}
     facts |= {"rollbacks": detector.rollbacks + 1, **context.logger.unlogged_pauses()}
@@ -523,7 +530,7 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
         context.corruption.go_back(resumed.state.step)
         saver.good = context.corruption.good
     context.batches.close()
-    batches = build_batches(context.run, context.engine, guard.prepared, after)
+    batches = build_batches(context.run, context.engine, context.prepared, after)
     context.cleanup.callback(batches.close)
     spikes = guard.restored(batches, resumed, detector.rollbacks + 1)
     skipped = replace(context.skipped, order=after, batches_at=batches.at, pending=[])

@@ -2,81 +2,57 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shlex
 from contextlib import ExitStack
-from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from textwrap import wrap
 
-from minimind.checkpoint.directory import TrainState
+from minimind.checkpoint.directory import OWNER, TrainState
 from minimind.checkpoint.identity import facts, identity
 from minimind.checkpoint.resume import Resumed, resume
 from minimind.checkpoint.retention import Rules, had_rules
 from minimind.checkpoint.run_folder import (
     is_in,
     lock_out_dir,
+    recorded_flags,
     require_own,
     require_writable,
     write_reference,
 )
 from minimind.checkpoint.saver import Saver
-from minimind.config.deepspeed.backend_choice import Setup, advice
-from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.config.launcher_env import planned_launch, read_launch
+from minimind.config.deepspeed.backend_choice import advice
+from minimind.config.launcher_env import Launch, planned_launch, read_launch
 from minimind.config.run_config import RunConfig
-from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
-from minimind.data.rows.order import Order
-from minimind.engine.build import Engine, build_engine, leave_process_group
+from minimind.engine.build import Engine, build_engine, leave_process_group, print_collectives
 from minimind.errors import StorageError, UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.report.verdict import Verdicts
 from minimind.runtime import disk
+from minimind.runtime.device import device_kind
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
 from minimind.runtime.terminal import phase
-from minimind.train.agreement import meet, require_agreement, with_common_dtype
-from minimind.train.auto_values import with_auto_values
-from minimind.train.build import (
-    build_batches,
-    plan_data_and_schedule,
-    prepare_data,
-    require_length,
+from minimind.runtime.urls import masked_values
+from minimind.train.agreement import (
+    meet,
+    require_agreement,
     require_shared_folder,
-    resume_order,
-    sidecar_files,
-    with_local_folder,
-    with_prepared,
+    with_common_dtype,
 )
 from minimind.train.evaluate import EVAL_ROWS, build_samples, held_out_of
 from minimind.train.failures import SkippedSteps, report_out_of_memory
-from minimind.train.initial_weights import InitialModel
 from minimind.train.loop import GO_BACK, RunContext, damage_logged, go_back, register_cleanup, train
-from minimind.train.optional import (
-    build_corruption_check,
-    build_mirror,
-    build_scores,
-    build_spike_guard,
-    build_trace,
-    open_trackers,
-    require_place_of_mirror,
-    require_traceable,
-)
-from minimind.train.rehearsal import checked
-from minimind.train.summary import (
-    COLUMNS,
-    dry_run_text,
-    log_run_start,
-    log_start_event,
-    mfu_per_speed,
-    plan_run,
-    setting_of,
-)
+from minimind.train.rows import build_batches, require_length, resume_order
+from minimind.train.run_start import COLUMNS, log_run_start, log_start_event
+from minimind.train.speed import mfu_per_speed, setting_of
+from minimind.train.start import Plan, decide, traced_steps
 from minimind.train.what_next import what_next
 
 # For reading and writing: a disk may be slow, and a dead rank is detected by other means.
@@ -86,137 +62,120 @@ CHECKPOINT_TIMEOUT_S = 3600
 def pretrain(run: RunConfig, progress: Progress) -> int:
     """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints."""
     progress.stop.limit(run.max_minutes)
+    launch = read_launch(os.environ)
     with ExitStack() as cleanup:
-        return pretrain_on(with_local_folder(run, cleanup), progress, cleanup)
+        if not run.dry_run:
+            return train_planned(run, launch, progress, cleanup)
+        from minimind.train.dry_run import dry_run_text
 
-
-def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
-    """Check a run whose prepared folder is here, and train; `cleanup` closes what is opened."""
-    # 1. The launcher, the model and the backend decide what flags leave open. Every mistake is
-    # reported before the long work.
-    given, launch = run, read_launch(os.environ)
-    if run.dry_run:
         launch = planned_launch(launch, os.environ)
-    setup, resolved, initial = checked(run, launch)
-    run = initial.run
-    # 2. The place of the run.
-    out_dir = Path(run.out_dir)
-    tokenizer = run.tokenizer if keeps_tokenizer(run) else None
-    if run.dry_run:
-        require_own(out_dir, tokenizer, run.config)
+        require_own(Path(run.out_dir), tokenizer_kept(run), run.config)
+        plan = decide(run, launch, cleanup, tokenize=False)
         if launch.rank == 0:
             require_place_of_mirror(run, is_start=False)
-            model = initial.architecture
-            print(dry_run_text(plan_run(setup, resolved, model), model))
+            print(dry_run_text(plan))
         return 0
-    require_writable(out_dir, tokenizer, run.config)
-    if launch.rank == 0:
-        require_place_of_mirror(run, is_start=True)
-    return train_resolved(given, setup, resolved, initial, progress, cleanup)
 
 
-def keeps_tokenizer(run: RunConfig) -> bool:
-    """Whether the tokenizer in out_dir, which the run reads, stays as it is.
+def tokenizer_kept(run: RunConfig) -> str | None:
+    """Return the tokenizer of a run if it is read from out_dir and stays as it is; else None.
 
-    That of a fine-tuning run gets a template and special tokens.
+    Fine-tuning rewrites it: it adds a template and special tokens.
     """
-    return run.task == "pretrain" and is_in(Path(run.out_dir), run.tokenizer)
+    is_kept = run.task == "pretrain" and is_in(Path(run.out_dir), run.tokenizer)
+    return run.tokenizer if is_kept else None
 
 
-def train_resolved(
-    given: RunConfig,
-    setup: Setup,
-    resolved: ResolvedConfig,
-    initial: InitialModel,
-    progress: Progress,
-    cleanup: ExitStack,
-) -> int:
-    """Prepare the data, build the engine, train; `cleanup` closes what is opened.
+def require_place_of_mirror(run: RunConfig, is_start: bool) -> None:
+    """Raise LockedError if out_dir is a mirror; at a start, too, if --mirror cannot be this run's.
+
+    Raise StorageError if nothing can be written to the URL.
+    """
+    out_dir = Path(run.out_dir)
+    if run.mirror is None and not disk.is_file(out_dir / OWNER):
+        return
+    from minimind.checkpoint.mirror import require_mirror, require_no_mirror
+
+    require_no_mirror(out_dir, run.mirror)
+    if is_start and run.mirror is not None:
+        require_mirror(run.mirror, out_dir, run.resume)
+
+
+def train_planned(given: RunConfig, launch: Launch, progress: Progress, cleanup: ExitStack) -> int:
+    """Decide, build the engine, train; `cleanup` closes what is opened.
 
     `given` has the flags as parsed.
     """
-    run, is_rank_0 = setup.run, setup.launch.rank == 0
-    out_dir = Path(run.out_dir)
-    # 3. The text, which decides the vocabulary and the schedule.
-    is_locked = is_rank_0 and disk.exists(out_dir)
-    if is_locked:  # refuse a folder in use before the long work
-        progress.lock = lock_out_dir(out_dir)
-    prepared = prepare_data(run)
-    if resolved.run.open_flags:
-        known, manifest = with_prepared(resolved.run, prepared), prepared.manifest
-        run = with_auto_values(setup, known, resolved.optimizer, manifest, initial.architecture)
-    # The ranks meet here, as what follows depends on the dtype that their devices compute.
-    store = meet(given, setup)
-    run = with_common_dtype(store, run, setup.launch)
-    if run is not setup.run:
-        setup = replace(setup, run=run)
-        resolved = setup.resolve()
-    order, schedule = plan_data_and_schedule(
-        resolved.run, prepared, setup.launch.world_size, initial.architecture
-    )
-    require_traceable(run, schedule.total_steps)
-    # 4. The configuration in force, read from here on.
-    setup = replace(setup, run=with_prepared(run, prepared))
-    resolved = setup.resolve(schedule)
-    run = resolved.run
-    if is_rank_0 and not is_locked:
+    # 1. The folder of the run. One in use is refused before the long work.
+    out_dir, is_rank_0 = Path(given.out_dir), launch.rank == 0
+    require_writable(out_dir, tokenizer_kept(given), given.config)
+    if is_rank_0:
+        require_place_of_mirror(given, is_start=True)
+        if disk.exists(out_dir):
+            progress.lock = lock_out_dir(out_dir)
+    # 2. Everything that the flags leave open. The text is tokenized here.
+    plan = decide(given, launch, cleanup, tokenize=True)
+    if is_rank_0 and progress.lock is None:
         progress.lock = lock_out_dir(out_dir)
     progress.out_dir = out_dir
-    # 5. The engine, with its process group, of ranks that train the same run.
-    cleanup.enter_context(report_out_of_memory(setup, resolved))
-    model = initial.architecture
-    require_agreement(store, given, setup, resolved, model, prepared, order, schedule)
-    engine = build_engine(resolved, initial.build(run, prepared), setup.device)
+    # 3. The engine, with its process group, of ranks that train the same run.
+    store = meet(plan.setup, given.dist_timeout)
+    plan = with_common_dtype(store, plan)
+    require_agreement(store, given, plan)
+    run, (prepared, order, schedule) = plan.run, plan.rows()
+    cleanup.enter_context(report_out_of_memory(plan.setup, plan.resolved))
+    engine = build_engine(plan.resolved, plan.initial.build(run, prepared), plan.setup.device)
     del store
     cleanup.callback(engine.release)
     engine.introduce(progress.peers)
     require_shared_folder(engine, out_dir)
-    # 6. The log, the state that is resumed, and the objects of the loop.
+    # 4. The log, the state that is resumed, and the objects of the loop.
     with storing(str(out_dir), "give another --out_dir"):
-        mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size, order)
+        mfu = mfu_per_speed(run, plan.model, engine.device, engine.world_size, order)
         logger = RunLogger(
             out_dir, schedule.total_steps, engine.device, engine.rank == 0, run.profile, mfu
         )
     logger.verdicts = Verdicts(setting_of(engine, schedule))
     cleanup.callback(logger.close)
-    context, resumed = build_context(
-        run, prepared, order, schedule, engine, logger, progress, initial, cleanup
-    )
+    context, resumed = build_context(plan, engine, logger, progress, cleanup)
     register_cleanup(context)
-    # 7. Files of the run in out_dir, and what reads them.
-    notices = advice(setup, resolved)  # of --config too, which may be replaced here
+    # 5. Files of the run in out_dir, and what reads them.
+    notices = advice(plan.setup, plan.resolved)  # of --config too, which may be replaced here
     if engine.rank == 0:
         with storing(str(out_dir), "give another --out_dir"):
-            write_reference(out_dir, resolved)
+            write_reference(out_dir, plan.resolved)
             prepared.list_rejected(out_dir)
-        if not keeps_tokenizer(run):
+        if tokenizer_kept(run) is None:
             prepared.tokenizer.save(out_dir / "tokenizer")
-        context.mirror.start(context.saver.good)
-        if resumed.state.step < schedule.total_steps:  # else the trackers' runs would be empty
-            logger.trackers = open_trackers(run, resumed.state.step)
-    # 8. The start as people and as a restart see it.
-    log_run_start(context, prepared, resumed, initial, notices)
-    context.mirror.report()
+        if context.mirror:
+            context.mirror.start(context.saver.good)
+        has_steps = resumed.state.step < schedule.total_steps  # else the trackers' runs are empty
+        if run.trackers() and has_steps:
+            from minimind.report.trackers import open_trackers
+
+            logger.trackers = open_trackers(run, resumed.state.step, recorded_flags(run))
+    # 6. The start as people and as a restart see it.
+    log_run_start(context, resumed, notices)
+    if context.mirror:
+        context.mirror.report()
     record_for_restart(run, engine)
     progress.has_started = True
-    return train_to_end(context, prepared, resumed, initial)
+    return train_to_end(context, resumed)
 
 
-def train_to_end(
-    context: RunContext, prepared: Prepared, resumed: Resumed, initial: InitialModel
-) -> int:
+def train_to_end(context: RunContext, resumed: Resumed) -> int:
     """Train, going back where the spike guard asks for it; return the exit status."""
     rows = len(context.held_out.in_force)
     if context.engine.rank == 0:
-        log_floors(context, prepared, resumed.state.step)
+        log_floors(context, resumed.state.step)
     state, status, reason = train(context, resumed.state)
     while status == GO_BACK:
         context, resumed = go_back(context)
-        log_start_event(context, prepared, resumed, initial)
+        log_start_event(context, resumed)
         state, status, reason = train(context, resumed.state)
     has_grown = len(context.held_out.in_force) > rows  # validations came to read more
     if context.engine.rank == 0 and status == 0 and has_grown:
-        log_floors(context, prepared, state.step)
+        log_floors(context, state.step)
     finish(context, state, status, reason)
     return status
 
@@ -251,29 +210,28 @@ def record_for_restart(run: RunConfig, engine: Engine) -> None:
 
 
 def build_context(
-    run: RunConfig,
-    prepared: Prepared,
-    order: Order,
-    schedule: Schedule,
-    engine: Engine,
-    logger: RunLogger,
-    progress: Progress,
-    initial: InitialModel,
-    cleanup: ExitStack,
+    plan: Plan, engine: Engine, logger: RunLogger, progress: Progress, cleanup: ExitStack
 ) -> tuple[RunContext, Resumed]:
     """Resume the state and build the loop's objects.
 
     After it returns, a stop signal takes effect at the end of a step.
     """
-    root = Path(run.out_dir) / "checkpoints"
-    model_identity = initial.architecture.identity(run)
-    run_identity = identity(run, model_identity, prepared, schedule, order, engine)
+    run, root = plan.run, Path(plan.run.out_dir) / "checkpoints"
+    prepared, order, schedule = plan.rows()
+    run_identity = identity(run, plan.model.identity(run), prepared, schedule, order, engine)
     ranks = engine.another_group(CHECKPOINT_TIMEOUT_S)
-    mirror = build_mirror(run, ranks, logger)
-    cleanup.callback(mirror.close)
-    mirror.restore(run_identity)
+    mirror = verified = None
+    if run.mirror is not None:
+        from minimind.checkpoint.mirror import Mirror
+
+        mirror = Mirror(run, run.mirror, ranks, logger)
+        cleanup.callback(mirror.close)
+        verified = mirror.restore(run_identity)
     with damage_logged(logger):
-        resumed = resume(engine, ranks, root, run.resume, run_identity, run.allowed_changes())
+        changeable = run.allowed_changes()
+        resumed = resume(
+            engine, ranks, root, run.resume, run_identity, changeable, verified=verified
+        )
     if resumed.path:
         order = resume_order(order, resumed)
     require_length(run, resumed.state.step, schedule, order)
@@ -282,32 +240,54 @@ def build_context(
         ranks,
         root,
         Rules.of(vars(run)),
-        {**facts(run, run_identity, order, engine), "init_from": initial.origin(resumed.manifest)},
+        {
+            **facts(run, run_identity, order, engine),
+            "init_from": plan.initial.origin(resumed.manifest),
+        },
         sidecar_files(prepared, engine),
         run.async_save,
         run.save_minutes,
     )
     saver.good = resumed.state.step if run.verify_interval else None
     saver.had_rules = had_rules(root.parent, saver.rules)  # before config.yaml is replaced
-    mirror.begin(resumed)
+    if mirror:
+        mirror.begin(resumed)
     batches = build_batches(run, engine, prepared, order)
     held_out = held_out_of(run, prepared, order, schedule.total_steps)
     held_out.begin_with(resumed.manifest.get(EVAL_ROWS, 0))
+    scores = trace = corruption = spikes = None
+    if run.eval_tasks is not None:
+        from minimind.train.scores import Scores
+
+        scores = Scores.of(run, prepared, progress.stop)
+    if steps := traced_steps(run):
+        from minimind.report.trace import Trace
+
+        trace = Trace(steps, root.parent, engine.rank, device_kind(engine.device))
+    if run.verify_interval:
+        from minimind.recovery.corruption import CorruptionCheck
+
+        corruption = CorruptionCheck(run, engine, resumed.state.step)
+    if run.guard:
+        from minimind.recovery.spikes import SpikeGuard
+
+        spikes = SpikeGuard.of(run, engine, batches, prepared, logger, resumed)
     context = RunContext(
-        run=run,
+        plan=plan,
+        prepared=prepared,
         schedule=schedule,
         engine=engine,
         batches=batches,
         held_out=held_out,
         samples=build_samples(run, prepared.tokenizer),
-        scores=build_scores(run, prepared, progress.stop),
+        scores=scores,
         saver=saver,
         mirror=mirror,
-        trace=build_trace(run, engine.rank, engine.device),
+        trace=trace,
         communication=engine.instrument_collectives() if run.profile else None,
         logger=logger,
-        corruption=build_corruption_check(run, engine, resumed.state.step),
-        spikes=build_spike_guard(run, engine, batches, prepared, logger, resumed),
+        corruption=corruption,
+        spikes=spikes,
         skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, logger),
         stop=progress.begin(),
         progress=progress,
@@ -316,15 +296,25 @@ def build_context(
     return context, resumed
 
 
+def sidecar_files(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
+    """Small files beside the tensors: enough to generate text from a checkpoint alone."""
+    config, model = engine.resolved.config, json.loads(engine.model.config.to_json_string())
+    return {
+        "ds_config.resolved.json": json.dumps(masked_values(config), indent=2).encode(),
+        "config.json": json.dumps(masked_values(model), indent=2, sort_keys=True).encode() + b"\n",
+        **prepared.tokenizer.files(),
+    }
+
+
 def finish(context: RunContext, state: TrainState, status: int, reason: str) -> None:
     """Log the end of the run and write its report; every rank leaves the process group."""
     run, logger = context.run, context.logger
     context.batches.close()
-    if run.mirror:
+    if context.mirror:
         context.mirror.finish()
     # What was being uploaded at the last save, or was left where a start was killed after it. A
     # start that saves nothing deletes nothing by rules of its own.
-    if run.mirror or context.saver.had_rules:
+    if context.mirror or context.saver.had_rules:
         context.saver.prune()
     if message := context.saver.prune_error(wait=True):
         logger.print(message)
@@ -332,6 +322,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     end = {"code": code, "status": status, "reason": reason, "step": state.step}
     logger.event("exit", **end, **logger.unlogged_pauses())
     logger.close(timeout=run.dist_timeout / 2)  # other ranks wait at the barrier
+    print_collectives(context.engine.resolved)
     if status:
         command = "run the same command again"
         if run.resume != "auto":  # the same command would resume from the same checkpoint
@@ -359,9 +350,9 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     leave_process_group()
 
 
-def log_floors(context: RunContext, prepared: Prepared, step: int) -> None:
+def log_floors(context: RunContext, step: int) -> None:
     """Log the floors of the rows that are validated once per text; conversations have none."""
-    rows = len(context.held_out.in_force)
+    prepared, rows = context.prepared, len(context.held_out.in_force)
     if context.run.task != "pretrain" or not rows:
         return
     of_text = {"text": prepared.manifest["fingerprint"], "rows": rows}

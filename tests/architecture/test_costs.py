@@ -87,12 +87,6 @@ def test_parameters_are_those_of_the_model(shape: Shape):
     assert Counter(numbers.values()) == sum((Counter({n: k}) for n, k in sizes), Counter())
 
 
-@pytest.fixture(autouse=True)
-def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where bf16 is multiplied as such, which costs are for; elsewhere attention holds more."""
-    monkeypatch.setattr("minimind.model.bf16_matmul.HAS_BF16", True)
-
-
 def backward(model: MiniMindForCausalLM, rows: torch.Tensor) -> None:
     loss, count = next_token_loss(model(input_ids=rows[:, :-1]).logits, rows[:, 1:])
     (loss / count).backward()

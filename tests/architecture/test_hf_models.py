@@ -30,9 +30,9 @@ from minimind.inference.load_model import load_model
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import next_token_loss
-from minimind.train.initial_weights import read_initial
-from minimind.train.summary import dry_run_text, plan_run
+from minimind.train.dry_run import dry_run_text
 from tests.conftest import ROOT, Launcher, sentences
+from tests.train.starts import planned, read_initial
 from tools.runs import config_of_stage
 
 train: Any = minimind.train  # a module that is called
@@ -266,10 +266,7 @@ def test_flops_and_parameters_are_counted_as_ours(tied, text, tmp_path):
     ours = parse_flags([*words.split(), "--vocab_size", str(VOCABULARY)])
     assert model.flops_per_token(ours) == MiniMind().flops_per_token(ours)
     given = ["--model", f"hf:{tmp_path}", "--data_path", str(text / "data"), "--max_seq_len", "32"]
-    initial = read_initial(parse_flags([*given, "--deepspeed_config", "none"]))
-    setup = read_setup(initial.run, read_launch({}))
-    planned = plan_run(setup, setup.resolve(), initial.architecture)
-    out = dry_run_text(planned, initial.architecture)
+    out = dry_run_text(planned(parse_flags([*given, "--deepspeed_config", "none"])))
     assert f"parameters  {random_model(report).num_parameters():,}: llama of transformers" in out
     assert "rope_theta" not in out
 

@@ -17,7 +17,7 @@ from minimind.architecture.shape import shape_of
 from minimind.config.parse import parse_flags
 from minimind.engine.build import leave_process_group
 from minimind.engine.clocks import PhaseClock
-from minimind.model import bf16_matmul, layers
+from minimind.model import layers
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.engine.test_backends import engine_of
 from tests.model.compiled_graphs import Graphs, schedule
@@ -61,7 +61,6 @@ class Operators(TorchDispatchMode):
 
 def eager_step(monkeypatch: pytest.MonkeyPatch, n_layers: int, micro_batches: int) -> int:
     """Operators of a step without DeepSpeed in bf16, with the norm and optimizer of a GPU."""
-    monkeypatch.setattr(bf16_matmul, "HAS_BF16", True)
     monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps: FusedNorm.apply(x, weight))
     supported = "_get_foreach_kernels_supported_devices"
     monkeypatch.setattr(_foreach_utils, supported, lambda: ["cpu"])

@@ -16,7 +16,7 @@ import torch
 from minimind.cli import environment
 from minimind.cli.main import main
 from minimind.launch import host_facts
-from minimind.runtime import hardware
+from minimind.runtime import device, hardware
 from minimind.runtime.device import KINDS
 from tests.runtime.test_hardware import NVCC_12, NVCC_13, path, tool
 
@@ -40,7 +40,7 @@ class Host:
         patch.setattr(hardware, "find_spec", lambda name: object())
         patch.setattr(hardware, "has_python_header", lambda: True)
         patch.setattr(hardware, "DEFAULT_NVCC", str(path / "nowhere"))
-        patch.setattr(host_facts, "HAS_BF16", True)
+        patch.setattr(device.Host, "has_bf16", True)
         patch.setattr(host_facts, "HUGE_PAGES", tmp_path / "huge_pages")
         patch.setattr(host_facts, "PROBE_MIB", 1)
         patch.setattr(environment, "MIN_DISK_MIB_S", 0.0)  # this machine's may be busy
@@ -214,7 +214,7 @@ def test_a_laptop_without_compiler_says_what_is_missing(host, capsys):
     host.has(cuda=None)
     for name in ("gcc", "g++", "c++"):
         (host.path / name).unlink()
-    host.patch.setattr(host_facts, "HAS_BF16", False)
+    host.patch.setattr(device.Host, "has_bf16", False)
     facts, remarks = host.env(capsys)
     assert "C: none, C++: none, ninja: ninja 13.3.0, nvcc: none" in facts
     assert "GPUs       none; torch sees 0 of 0" in facts
@@ -222,7 +222,7 @@ def test_a_laptop_without_compiler_says_what_is_missing(host, capsys):
     assert starts == [
         "refused: --compile on",
         "slow: every model but --model tiny, for there is no GPU",
-        "slow: --dtype bfloat16 with --model hf:DIR",
+        "slow: --dtype bfloat16",
         "missing: DeepSpeed's fused_adam, cpu_adam, cpu_lion, cpu_adagrad",
     ]
     assert host.env(capsys, "--brief")[0] == f"torch {torch.__version__}, without CUDA\n"

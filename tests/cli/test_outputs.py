@@ -16,7 +16,7 @@ from minimind.checkpoint.run_folder import require_writable
 from minimind.cli.main import TAKE_RUN_FLAGS, build_parser, main
 from minimind.config.parse import parse_flags
 from minimind.errors import LockedError, StorageError, UsageError
-from minimind.train.pretrain import keeps_tokenizer
+from minimind.train.pretrain import tokenizer_kept
 from tests.conftest import Trained, sentences
 from tools.faults.mirrors import FLAGS, content, train
 
@@ -405,7 +405,7 @@ def test_a_run_leaves_the_tokenizer_that_it_reads_in_out_dir_as_it_is(
     flags = {"out_dir": str(tmp_path / "out"), "tokenizer": str(tokenizer), "task": task}
     run = parse_flags([word for name, value in flags.items() for word in (f"--{name}", value)])
     if task == "sft":
-        assert not keeps_tokenizer(run)
+        assert tokenizer_kept(run) is None
         return
     flags |= {"data_path": str(place / "text.jsonl"), "max_steps": "1"}
     train({**FLAGS, **flags, "data_path": [flags["data_path"]], "max_steps": 1})

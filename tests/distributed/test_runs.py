@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import Launcher, Run
 from tests.distributed.conftest import FP32, LONGER, largest_relative_difference
-from tests.train.starts import require_fit, start_of
+from tests.train.starts import require_labels, start_of
 from tools.runs import config_of_stage, kill_all, wait_for
 
 pytestmark = pytest.mark.launch
@@ -95,7 +95,7 @@ def test_validation_counts_every_target_once(unbroken: Run):
 
 
 def test_a_start_fits_a_screen(unbroken: Run):
-    require_fit(start_of(unbroken.stdout))
+    require_labels(start_of(unbroken.stdout))
 
 
 def test_every_resolved_value_is_kept_and_the_table_is_a_flag_away(unbroken: Run):

@@ -124,7 +124,6 @@ SMALLEST = [
         ("prepare / SentencePiece", "prepare / tokenizers", "MB/s"),
     ),
     Small("process_end", "--rounds 1 --processes 1", ("processes: 1, ",)),
-    Small("products", "--rounds 2 --tokens 64", ("bf16, by fp32", "chosen on this CPU")),
     Small(
         "reference_curves",
         "--folder DIR --seeds 42 --only tiny-default --steps 4",

@@ -32,6 +32,7 @@ from minimind.engine.optimizers import (
 from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.state import Fragment
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.runtime.device import Host
 from tests.distributed.muon_stacks import CASES, STACKS
 from tools.forking import Nursery
 
@@ -97,7 +98,7 @@ def differences_to_torch(
     monkeypatch: pytest.MonkeyPatch, has_bf16: bool, stack: int, **options: Any
 ) -> list[float]:
     """Largest difference of each matrix to torch.optim.Muon's after three steps."""
-    monkeypatch.setattr("minimind.engine.optimizers.HAS_BF16", has_bf16)
+    monkeypatch.setattr(Host, "has_bf16", has_bf16)
     torch.manual_seed(2)
     shapes = [(8, 24), (24, 8), (8, 8)] * 3
     matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -453,7 +454,7 @@ def test_operators_do_not_grow_with_the_matrices_nor_memory_beyond_a_stack(
     monkeypatch: pytest.MonkeyPatch, is_cautious: bool, is_sharded: bool
 ):
     """At most 10 bytes for an element of a stack of square matrices, and ZeRO's of the shard."""
-    monkeypatch.setattr("minimind.engine.optimizers.HAS_BF16", True)
+    monkeypatch.setattr(Host, "has_bf16", True)
     monkeypatch.setattr("minimind.engine.optimizers.dist.get_world_size", lambda group: 1)
 
     def of_a_step(count: int, stack: int) -> Counted:

@@ -31,7 +31,7 @@ from minimind.errors import RunError
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.durable_files import fingerprint
 from minimind.runtime.terminal import one_line
-from minimind.train.build import resume_order
+from minimind.train.rows import resume_order
 from tests.alone import Alone
 
 train: Any = training  # a package that is called like a function

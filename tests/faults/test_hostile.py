@@ -25,7 +25,7 @@ from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import shard_name
 from minimind.data.rows.order import Order
 from minimind.errors import CheckpointError
-from minimind.train.build import resume_order
+from minimind.train.rows import resume_order
 from tests.faults.tampering import COMMANDS, TOOLS, ending, manifest_of, reseal, seal, trained
 
 SHARD, BUFFERS, STATE, CONFIG = (

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.long]
 def ran(out: Path, *words: str) -> tuple[dict[str, Any], str]:
     """(results.json, what was printed) of the command, in which everything must hold."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--out", str(out), *words],
+        [sys.executable, "-m", "tools.gpu", "--device", "cpu", "--out", str(out), *words],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

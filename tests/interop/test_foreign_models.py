@@ -31,9 +31,9 @@ from minimind.interop.foreign_config import ARCHITECTURES, FIXED, MISTRAL_WINDOW
 from minimind.interop.tensor_sources import open_tensors
 from minimind.interop.weights import load_weights_from
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.train.initial_weights import read_initial
 from tests.conftest import sentences
 from tests.faults import tiny
+from tests.train.starts import read_initial
 
 IDS = 512
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

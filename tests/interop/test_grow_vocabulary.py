@@ -20,9 +20,10 @@ from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.weights import grow_vocabulary, load_weights_from
-from minimind.train.initial_weights import InitialModel, read_initial
+from minimind.train.initial_weights import InitialModel
 from tests.conftest import sentences
 from tests.faults import tiny
+from tests.train.starts import read_initial
 
 NAMES = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|tool|>")
 OLD, NEW = 512, 512 + len(NAMES)

@@ -14,9 +14,9 @@ from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.weights import load_weights_from
-from minimind.train.initial_weights import read_initial
 from minimind.train.inputs import require_resume_path
 from tests.interop.hostile import good_folder
+from tests.train.starts import read_initial
 
 ZERO_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 ZERO = "zero_pp_rank_0_mp_rank_00_optim_states.pt"

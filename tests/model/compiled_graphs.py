@@ -28,7 +28,7 @@ from torch._inductor.virtualized import V
 
 from minimind.config.parse import parse_flags
 from minimind.engine.loss_of_batch import compile_model
-from minimind.model import activation_checkpointing, bf16_matmul, layers
+from minimind.model import activation_checkpointing, layers
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,6 @@ def schedule(model: Any, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) ->
     fused = partial(layers._fused, layers.CAUSAL_KERNELS, is_causal=True, enable_gqa=True)
     monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
     monkeypatch.setattr(layers, "blockwise_attention", fused)
-    monkeypatch.setattr(bf16_matmul, "HAS_BF16", True)
     monkeypatch.setattr(
         activation_checkpointing, "recompute", lambda function, *inputs: function(*inputs)
     )

@@ -22,7 +22,7 @@ from minimind.data.rows.order import Mixture, Order
 from minimind.errors import DataError, UsageError
 from minimind.recovery.documents import Documents
 from minimind.recovery.step_rows import documents_of, read_run, rows_at, steps_reading, suspects
-from minimind.train.summary import logged_order
+from minimind.train.run_start import logged_order
 from tests.conftest import sentences
 
 ROW_TOKENS = 33

@@ -19,8 +19,9 @@ from minimind.engine.clocks import PHASES, PhaseClock
 from minimind.errors import StorageError, UsageError
 from minimind.report import trace as trace_module
 from minimind.report.trace import Trace
-from minimind.train.optional import build_trace, traced_steps
-from minimind.train.summary import mfu_per_speed, peak_of, peak_text
+from minimind.runtime.device import device_kind
+from minimind.train.speed import mfu_per_speed, peak_of
+from minimind.train.start import traced_steps
 
 CPU = torch.device("cpu")
 
@@ -90,10 +91,7 @@ def test_only_a_run_on_a_gpu_records_what_the_gpu_does(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(trace_module, "profile", profile)
-    run = parse_flags(["--trace_steps", "1:2", "--out_dir", str(tmp_path)])
-    trace = build_trace(run, 0, torch.device(device))
-    assert trace
-    trace.begin(0)
+    Trace((1, 2), tmp_path, 0, device_kind(device)).begin(0)
     assert asked == kinds
 
 
@@ -147,7 +145,5 @@ def test_mfu_is_flops_over_a_stated_peak():
     order = Order(64, 8, seed=0)
     share = mfu_per_speed(run, MiniMind(), CPU, 4, order)[""]
     assert share == pytest.approx(per_token / (4 * 2e12), rel=5e-3)
-    assert "MFU of 2 TFLOP/s (--peak_tflops)" in peak_text(run, CPU)
     unknown = parse_flags(["--model", "tiny"])
     assert (peak_of(unknown, CPU), mfu_per_speed(unknown, MiniMind(), CPU, 1, order)) == (None, {})
-    assert peak_text(unknown, CPU) == ""

@@ -257,3 +257,25 @@ def test_sums_are_in_the_widest_floats_that_a_device_has(monkeypatch: pytest.Mon
 
 def test_without_a_gpu_no_capability_is_known():
     assert CUDA.count() > 0 or CUDA.lowest_capability() is None
+
+
+@pytest.mark.parametrize(
+    ("is_there", "by_onednn", "machine", "by_avx512", "found"),
+    [
+        (False, True, "x86_64", True, False),
+        (True, False, "x86_64", False, False),
+        (True, True, "x86_64", False, False),  # AVX-512 alone
+        (True, True, "AMD64", True, True),
+        (True, True, "aarch64", False, True),
+        (True, False, "aarch64", False, False),
+    ],
+)
+def test_which_cpus_multiply_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+    is_there: bool, by_onednn: bool, machine: str, by_avx512: bool, found: bool,
+):  # fmt: skip
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: is_there)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: by_onednn)
+    monkeypatch.setattr(device_module.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: by_avx512)
+    assert HOST.has_bf16 is found

@@ -15,6 +15,7 @@ import pytest
 
 from minimind.checkpoint.run_folder import recorded_flags
 from minimind.cli.main import main
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.data.prepare import remote
 from minimind.data.prepare.dataset_folder import prepare_folder
@@ -28,7 +29,7 @@ from minimind.runtime.download import etag_of_parts
 from minimind.runtime.filesystem import Retry
 from minimind.runtime.object_cache import ObjectCache, open_cache, path_of
 from minimind.runtime.urls import named
-from minimind.train.summary import flags_table, logged_order
+from minimind.train.run_start import flag_rows, logged_order
 from tests.conftest import sentences
 from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
 
@@ -429,7 +430,7 @@ def test_signed_urls_are_recorded_without_their_signature(tmp_path: Path):
     words = ["--data_path", "https://host/a.jsonl?sig=secret", "--out_dir", str(tmp_path)]
     run = parse_flags(words)
     assert recorded_flags(run)["data_path"] == ("https://host/a.jsonl?***",)
-    assert "secret" not in flags_table(run)
+    assert "secret" not in str(flag_rows(ResolvedConfig(run, "single")))
 
 
 @pytest.mark.long

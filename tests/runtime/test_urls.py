@@ -22,7 +22,7 @@ from minimind.runtime.object_cache import naming_urls, open_cache
 from minimind.runtime.process import Progress
 from minimind.runtime.urls import has_credentials, is_url, masked, masked_text, named
 from minimind.sweep.trial import command_line
-from minimind.train.summary import labelled_lines, non_default_settings, resolved_table
+from minimind.train.run_start import changed_settings, settings_tables
 from tests.report.made import run_start
 from tests.runtime.signed_urls import INSIDE, MARKER, NAME, TEXTS, Signed, signed_urls
 
@@ -88,9 +88,7 @@ def print_settings(made: list[Signed], folder: Path) -> None:
     config = {"wandb": {"enabled": True, "project": made[0].url, "team": made[1].url}}
     resolved = resolve(config, "ds.json", run, 1, "cpu")
     write_reference(folder, resolved)
-    print(resolved_table(resolved), command_line({"data_path": urls}))
-    for label, pieces in non_default_settings(resolved).items():
-        print(*labelled_lines(label, pieces), sep="\n")
+    print(*settings_tables(resolved), command_line({"data_path": urls}), changed_settings(resolved))
 
 
 def print_ends(made: list[Signed], folder: Path) -> None:

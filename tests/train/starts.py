@@ -1,8 +1,36 @@
-"""The lines of a start, as tests look at them."""
+"""The start of a run, as tests look at it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
 from tqdm.utils import disp_len
+
+from minimind.checkpoint.resume import read_manifests
+from minimind.config.launcher_env import planned_launch, read_launch
+from minimind.config.run_config import RunConfig
+from minimind.train.initial_weights import InitialModel
+from minimind.train.initial_weights import read_initial as read_initial_of_text
+from minimind.train.start import Plan, decide
+from minimind.train.text import find_text
+
+LABELS = ("model", "data", "tokens", "step", "length", "rate", "backend", "output", "settings")
+
+
+def planned(run: RunConfig, environ: Mapping[str, str] | None = None) -> Plan:
+    """What --dry_run decides."""
+    launch = planned_launch(read_launch(environ or {}), environ or {})
+    with ExitStack() as cleanup:
+        return decide(run, launch, cleanup, tokenize=False)
+
+
+def read_initial(run: RunConfig) -> InitialModel:
+    """The model that a run starts from, with the checkpoints in its out_dir."""
+    with ExitStack() as cleanup:
+        saved = read_manifests(Path(run.out_dir) / "checkpoints", run.resume)
+        return read_initial_of_text(run, find_text(run, cleanup), saved)
 
 
 def start_of(out: str) -> list[str]:
@@ -18,10 +46,8 @@ def unbroken_text(lines: list[str]) -> str:
     return " ".join(" ".join(lines).split())
 
 
-def require_fit(lines: list[str]) -> None:
-    """An AssertionError where a start is over 20 lines of 100 columns, or begins with another."""
-    assert len(lines) <= 20
-    assert max(map(disp_len, lines)) <= 100
+def require_labels(lines: list[str]) -> None:
+    """Raise AssertionError for a first screen without its labels, or with a long line of text."""
+    assert all(disp_len(line) <= 100 for line in lines if not line.startswith("  "))
     labels = [line.split(" ")[0] for line in lines if not line.startswith(" ")]
-    expected = ["model", "data", "tokens", "step", "length", "rate", "backend", "output"]
-    assert labels[: len(expected)] == expected
+    assert tuple(labels[: len(LABELS)]) == LABELS

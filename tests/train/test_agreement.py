@@ -25,6 +25,9 @@ from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime.agreement import Difference, Told, first_difference
 from minimind.train import agreement
 from minimind.train.agreement import MAY_DIFFER, all_told, error_of
+from minimind.train.initial_weights import InitialModel
+from minimind.train.start import Plan
+from minimind.train.text import Text
 
 HOST = socket.gethostname()
 GIVEN = parse_flags(["--device", "cpu", "--learning_rate", "0.001", "--batch_size", "8"])
@@ -58,7 +61,10 @@ def told(given: RunConfig = GIVEN, decided: RunConfig | None = None, **other: An
     order = Order(64, 8, seed=0, left_out=other.pop("left_out", ()))
     environ = other.pop("environ", {})
     assert not other
-    return all_told(given, setup, resolved, MiniMind(), prepared, order, schedule, environ)
+    text = Text("--data_path", given.data_path, given.data_path, None)
+    initial = InitialModel(resolved.run, MiniMind())
+    plan = Plan(setup, resolved, initial, text, prepared, order, schedule)
+    return all_told(given, plan, environ)
 
 
 def refused(ours: Any, theirs: Any) -> RunError:

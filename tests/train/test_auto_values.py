@@ -14,6 +14,7 @@ import yaml
 import minimind.train as training
 from minimind.architecture.select import MiniMind
 from minimind.checkpoint.directory import manifest_text
+from minimind.checkpoint.resume import read_manifests
 from minimind.cli.main import main as minimind
 from minimind.config import rules
 from minimind.config.deepspeed.backend_choice import read_setup
@@ -23,7 +24,7 @@ from minimind.config.run_config import RULED
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.runtime.device import Host
 from minimind.runtime.durable_files import fingerprint
-from minimind.train.auto_values import with_auto_values
+from minimind.train.auto_values import numbers_to_resume, with_auto_values
 from tests.conftest import Launcher, sentences
 
 train: Any = training  # a package that is called like a function
@@ -62,7 +63,8 @@ def test_the_numbers_are_those_of_the_rules_and_say_so(places, tmp_path, capsys)
     text = (tmp_path / "out" / "config.yaml").read_text()
     assert "parameters, " in text.split("learning_rate: ")[1].split("\n")[0]
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"auto batch_size {found['batch_size']}, accumulation_steps 1," in shown
+    assert f"batch_size {found['batch_size']} auto: " in shown
+    assert "accumulation_steps 1 auto: " in shown
 
 
 def test_the_numbers_written_out_train_the_same(places, tmp_path):
@@ -210,8 +212,10 @@ def test_rows_that_the_processes_cannot_divide_are_refused(
     given = {"accumulation_steps": micro_batches} if micro_batches else {}
     run = build_config({**flags, **given}, "--{name}")
     setup = read_setup(run, replace(read_launch({}), world_size=processes))
+    saved = read_manifests(tmp_path / "out" / "checkpoints", "auto")
+    resumed = numbers_to_resume(run, saved)
     with pytest.raises(CheckpointError, match=message):
-        with_auto_values(setup, run, "AdamW", None, MiniMind())
+        with_auto_values(setup, run, "AdamW", None, MiniMind(), resumed)
 
 
 def test_a_resume_between_stages_of_another_batch_keeps_the_batch_of_the_run(places, tmp_path):

@@ -12,7 +12,7 @@ from minimind.errors import UsageError
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.train import bigrams
-from minimind.train.initial_weights import read_initial
+from tests.train.starts import read_initial
 
 WIDTH = 64
 

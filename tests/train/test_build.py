@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minimind.errors import StorageError
-from minimind.train.build import require_shared_folder
+from minimind.train.agreement import require_shared_folder
 
 
 class TwoHosts:

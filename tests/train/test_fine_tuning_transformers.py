@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from minimind.architecture.hf_models import model_of, require_separate_documents
 from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
 from minimind.errors import CheckpointError, UsageError
-from minimind.train.initial_weights import fine_tuned, read_initial
+from minimind.train.initial_weights import fine_tuned
+from minimind.train.text import find_text
 from tests.conftest import sentences
+from tests.train.starts import read_initial
 from tests.train.test_fine_tuning import (
     conversations,
     evaluated,
@@ -222,7 +225,10 @@ def test_it_is_fine_tuned_with_rows_for_the_tokens_of_the_template(
 def test_new_rows_are_the_mean_of_the_others(tmp_path: Path):
     place = folder_of(tmp_path / "q", "qwen2", template=None)
     words = ["--task", "sft", "--model", f"hf:{place}", "--init_from", str(place)]
-    initial = fine_tuned(read_initial(parse_flags([*words, "--cache_dir", str(tmp_path)])))
+    run = parse_flags([*words, "--cache_dir", str(tmp_path)])
+    with ExitStack() as cleanup:
+        text = find_text(run, cleanup)
+    initial = fine_tuned(read_initial(run), text, {})
     assert initial.weights is not None
     name = "model.embed_tokens.weight"
     table = initial.weights.tensors.read(name)

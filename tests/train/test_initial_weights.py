@@ -27,11 +27,10 @@ from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.weights import load_weights_from
 from minimind.train import pretrain as pretrain_module
-from minimind.train.initial_weights import read_initial
 from tests.conftest import ROOT, sentences
 from tests.faults import tiny
 from tests.interop import minimind2
-from tests.train.starts import start_of, unbroken_text
+from tests.train.starts import read_initial, start_of, unbroken_text
 
 SHAPE = minimind2.Shape(norm_eps=1e-4)
 WEIGHTS = minimind2.random_weights(SHAPE)

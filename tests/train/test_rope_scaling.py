@@ -17,10 +17,9 @@ from minimind.config.parse import parse_flags
 from minimind.errors import UsageError
 from minimind.inference.load_model import load_checkpoint
 from minimind.interop.tensor_sources import to_minimind2
-from minimind.train.initial_weights import read_initial
 from tests.conftest import sentences
 from tests.faults import tiny
-from tests.train.starts import start_of, unbroken_text
+from tests.train.starts import read_initial, start_of, unbroken_text
 
 LENGTH = tiny.SHAPE["max_position_embeddings"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH}

@@ -30,8 +30,8 @@ from minimind.report.page import write_report
 from minimind.runtime.agreement import Told
 from minimind.runtime.exit import Ending
 from minimind.runtime.process import Progress
-from minimind.train.build import sidecar_files
-from minimind.train.summary import non_default_settings, resolved_table
+from minimind.train.pretrain import sidecar_files
+from minimind.train.run_start import changed_settings, settings_tables
 from tests.conftest import Launcher
 from tests.report.made import run_start
 from tests.runtime.canaries import SECRET
@@ -76,8 +76,8 @@ def test_canaries_of_a_configuration_are_in_no_table_file_or_record(tmp_path: Pa
         *(path.read_text() for path in tmp_path.iterdir()),
         *(content.decode() for content in sidecar_files(prepared, engine).values()),
         resolved.table(),
-        resolved_table(resolved),
-        str(non_default_settings(resolved)),
+        *settings_tables(resolved),
+        changed_settings(resolved),
         str(facts(resolved.run, {}, order, engine)),
         *(Told(CANARY).shown(f"monitor.{name} for DeepSpeed") for name in SECRET),
     ]

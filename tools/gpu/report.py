@@ -17,7 +17,7 @@ from torch.cuda import nccl
 
 from minimind.checkpoint.identity import hardware, source_commit, versions
 from minimind.runtime.device import HOST
-from minimind.runtime.hardware import HAS_BF16, list_gpus
+from minimind.runtime.hardware import list_gpus
 from tools.gpu.findings import Result
 
 HEAD = ("what", "found", "limit", "")
@@ -35,7 +35,7 @@ def machine(device: str) -> dict[str, Any]:
         "cpu": hardware(torch.device("cpu")),
         "memory_mib": HOST.memory() // 2**20,
         "cores": os.cpu_count(),
-        "bf16 instructions": HAS_BF16,
+        "bf16 instructions": HOST.has_bf16,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": found and ".".join(map(str, found)),

@@ -19,17 +19,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from minimind.data.chat.conversations import (
-    conversation_columns,
-    conversation_of,
-    conversation_of_line,
-    conversation_of_row,
-)
-from minimind.data.chat.template import ChatTemplate
 from minimind.data.prepare.work_units import Plan, Unit
 from minimind.data.shards.conversation_shards import DTYPE, marked
 from minimind.data.shards.manifest import SPLITS, is_whole
@@ -42,6 +35,9 @@ from minimind.data.tokenizer.lossless import TextLoss
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
 from minimind.runtime.urls import named
+
+if TYPE_CHECKING:
+    from minimind.data.chat.template import ChatTemplate
 
 BATCH_CHARACTERS = 2**20  # takes about the same time in any language
 DOCUMENT_CHARACTERS = 64  # overhead per document, which dominates for short ones
@@ -240,6 +236,8 @@ class Work:
         if options.chat_template is None:
             return None
         today = options.template_date and date.fromisoformat(options.template_date)
+        from minimind.data.chat.template import ChatTemplate
+
         variables = options.chat_template_kwargs or {}
         return ChatTemplate(
             options.chat_template, self.tokenizer, today=today or None, variables=variables
@@ -270,6 +268,12 @@ class Work:
         reading, chat = self.plan.options.reading, self._chat
         if chat is None:
             return reading
+        from minimind.data.chat.conversations import (
+            conversation_columns,
+            conversation_of,
+            conversation_of_line,
+            conversation_of_row,
+        )
 
         def usable(text: str) -> str:
             try:
@@ -308,6 +312,8 @@ class Work:
                 loss.count(self.tokenizer, self._sizes, texts, ids)
             return ids, loss
         measured = None if self.tokenizer.is_lossless else loss
+        from minimind.data.chat.conversations import conversation_of
+
         conversations = map(conversation_of, texts)
         encoded = self._chat.encode_batch(conversations, self._train_on, threads, measured)
         documents = []

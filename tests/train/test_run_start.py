@@ -1,38 +1,30 @@
-"""What a run prints before its first step: in 20 lines of 100 columns, on every backend."""
+"""What a run prints before its first step: its facts and its settings, on every backend."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tqdm.utils import disp_len
 
 import minimind.train as training
-from minimind.checkpoint.directory import TrainState
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.deepspeed.document import leaves
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS
 from minimind.config.schedule import Schedule, plan_schedule
-from minimind.data.rows.order import Order
-from minimind.train.summary import (
-    DEFAULT_KEYS,
-    balance_of,
-    cadence_warnings,
-    labelled_lines,
-    non_default_settings,
-    setting_of,
-    shorten,
-    startup_summary,
-)
-from tests.train.starts import require_fit, start_of, unbroken_text
+from minimind.train.run_start import DEFAULT_KEYS, cadence_warnings, changed_settings, first_screen
+from minimind.train.speed import setting_of
+from tests.train.starts import require_labels, start_of, unbroken_text
 
 train: Any = training  # a package that is called like a function
+CPU = torch.device("cpu")
 TINY = "--model tiny --max_steps 40 --batch_size 2 --device cpu"
 MANY = (
     " --accumulation_steps 2 --learning_rate 0.00123 --min_lr_ratio 0.05 --warmup_steps 2"
@@ -54,48 +46,51 @@ BACKENDS = {
 }
 
 
-def stand_in(line: str, backend: str) -> tuple[Any, Any]:
-    """(RunContext, Prepared) with what `startup_summary` reads."""
+FACTS: dict[str, Any] = {
+    "step": 0,
+    "resume_from": None,
+    "micro_batch_rows": 2,
+    "accumulation_steps": 2,
+    "group_size": 1,
+    "dtype": "bfloat16",
+    "device": "cpu",
+    "compile": "off",
+    "peak_tflops": 2.0,
+    "peak_source": "--peak_tflops",
+    "parameters": 2_361_024,
+    "vocabulary": 4096,
+    "unused_ids": 12,
+    "text": ["a.jsonl", "b.jsonl"],
+    "text_tokens": 277_519,
+    "held_out_rows": 15,
+    "held_out_rows_read": 8,
+    "held_out_rows_of_text": 21,
+    "skipped": {"count": 12, "listed": 12, "bytes": 0},
+    "tokens_per_step": 1024,
+    "tokens_at_end": 40_960,
+    "order": {"rows": 2151, "rows_per_step": 8, "row_tokens": 257},
+    "total_steps": 40,
+    "steps_per_epoch": 268,
+    "rate": "cosine",
+}
+
+
+def resolved_of(line: str, backend: str) -> ResolvedConfig:
     world_size, path = BACKENDS[backend]
     ranks = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2"}
     flags = parse_flags([*line.split(), "--deepspeed_config", path])
     setup = read_setup(flags, read_launch(ranks if world_size > 1 else {}))
-    schedule = plan_schedule(flags, 100)
-    resolved = setup.resolve(schedule)
-    engine = SimpleNamespace(
-        resolved=resolved,
-        parameters=2_361_024,
-        model=SimpleNamespace(config=SimpleNamespace(vocab_size=4096)),
-        world_size=world_size,
-        parallel=resolved.run.parallel(world_size),
-        device=torch.device("cpu"),
-        zero_update="by flat partitions" if resolved.config else "",
-    )
-    order = Order(2_151, 8, seed=0)
-    context = SimpleNamespace(
-        run=resolved.run,
-        schedule=schedule,
-        engine=engine,
-        batches=SimpleNamespace(order=order, tokens_per_step=1_024),
-        held_out=SimpleNamespace(rows=range(15), reads=15, may_grow=True, total=2_151),
-    )
-    prepared = SimpleNamespace(
-        train=range(277_519),
-        val=range(2_100),
-        tokenizer=SimpleNamespace(unused=0),
-        manifest={"rejected": {"count": 12, "listed": 12, "bytes": 0}},
-    )
-    return context, prepared
+    return setup.resolve(plan_schedule(flags, 100))
 
 
-def start(line: str, backend: str, path: Path | None = None) -> list[str]:
-    context, prepared = stand_in(line, backend)
-    resumed: Any = SimpleNamespace(path=path, state=TrainState(0))
-    balance = balance_of(context, prepared)
-    return startup_summary(
-        context, prepared, resumed, balance, "27.1 MiB each, 2,930 more fit", []
-    ).splitlines()
+def start(line: str, backend: str) -> list[str]:
+    resolved, world_size = resolved_of(line, backend), BACKENDS[backend][0]
+    update = "by flat partitions" if resolved.config else None
+    facts = {**FACTS, "backend": resolved.backend, "zero_stage": resolved.zero_stage}
+    facts |= {"world_size": world_size, "zero_update": update}
+    capacity = "27.1 MiB each, 2,930 more fit"
+    return first_screen(facts, resolved, "279,619 of the text", capacity, []).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -113,27 +108,47 @@ def start(line: str, backend: str, path: Path | None = None) -> list[str]:
     ],
 )
 def test_the_verdict_knows_how_many_kernels_the_host_launches(flags, backend, update, kernels):
-    context, _ = stand_in(TINY + flags, backend)
-    engine = context.engine
+    resolved, world_size = resolved_of(TINY + flags, backend), BACKENDS[backend][0]
+    engine: Any = SimpleNamespace(resolved=resolved, world_size=world_size, device=CPU)
     weights = [torch.zeros(2, requires_grad=needs) for needs in (True, False, True, True)]
     engine.model, engine.zero_update = SimpleNamespace(parameters=lambda: weights), update
-    assert setting_of(engine, context.schedule).kernels == kernels
+    assert setting_of(engine, plan_schedule(resolved.run, 100)).kernels == kernels
 
 
 @pytest.mark.parametrize("flags", ["", MANY], ids=["plain", "many flags"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_start_fits_20_lines_of_100_columns(backend: str, flags: str):
+def test_a_start_shows_the_facts_and_every_setting_that_is_no_default(backend: str, flags: str):
     lines = start(TINY + flags, backend)
-    require_fit(lines)
+    require_labels(lines)
     report = unbroken_text(lines)
-    assert "--verbose" in report
-    assert f"backend {backend.split(',')[0]}" in report
+    for fact in (
+        "tiny, 2,361,024 parameters; vocabulary 4,096 (12 of it unused)",
+        "a.jsonl and 1 more; 277,519 tokens in 2,151 rows of 257; 8 to 15 of the 21 held out",
+        "12 bad documents skipped (rejected.jsonl)",
+        f"2 rows x 2 micro-batches x {BACKENDS[backend][0]} process",
+        "= 8 rows, 1,024 tokens",
+        "40 steps, 40,960 tokens; 268 steps an epoch",
+        f"backend {backend.split(',')[0]}",
+        "MFU of 2 TFLOP/s (--peak_tflops)",
+        "a checkpoint every ",
+        "27.1 MiB each, 2,930 more fit",
+        "max_steps 40 --max_steps",
+        "batch_size 2 --batch_size",
+        "dim 192 model tiny",
+        "compile off " + ("--compile" if flags else "derived: no GPU"),
+    ):
+        assert fact in report
     assert ("update by flat partitions" in report) == (backend.split(",")[0] == "deepspeed")
-    if not flags:
-        assert "flags max_steps 40, batch_size 2, device cpu preset dim 192, n_layers 4" in report
-        assert "derived compile off, loss full (no GPU)" in report
-        assert "default" not in report
-        assert "these are not all" not in report
+    assert "default" not in report.partition("other than the defaults")[2]
+    if flags:  # nothing is cut
+        assert "a_name_that_is_longer_than_the_forty_columns_of_a_value --wandb_run_name" in report
+        assert f"/{'long/' * 40}out" in report
+
+
+def test_lines_are_as_wide_as_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = [line for line in start(TINY, "single") if not line.startswith("  ")]
+    assert max(map(len, text)) <= 60
 
 
 def test_a_real_run_prints_the_same_start(
@@ -144,7 +159,7 @@ def test_a_real_run_prints_the_same_start(
     flags |= {"data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
     assert train({**flags, "max_steps": 3, "stop_at_step": 2}, out_dir=str(out)) == 75
     lines = start_of(capsys.readouterr().out)
-    require_fit(lines)
+    require_labels(lines)
     assert lines[-1] == "start    at step 0"
     assert train({**flags, "max_steps": 3}, out_dir=str(out), verbose=True) == 0
     output = capsys.readouterr().out
@@ -158,8 +173,7 @@ def test_a_real_run_prints_the_same_start(
 
 def test_verbose_prints_every_flag_and_every_key_of_deepspeed():
     report = unbroken_text(start(f"{TINY} --verbose", "deepspeed"))
-    context, _ = stand_in(TINY, "deepspeed")
-    resolved = context.engine.resolved
+    resolved = resolved_of(TINY, "deepspeed")
     for name in (n for n in FLAGS if getattr(resolved.run, n) is not None):
         assert f" {name} " in report
     for key, source in resolved.sources.items():
@@ -168,10 +182,12 @@ def test_verbose_prints_every_flag_and_every_key_of_deepspeed():
     assert "--verbose, or" not in report
 
 
-def differing_of(line: str, backend: str = "single") -> dict[str, str]:
-    context, _ = stand_in(line, backend)
+def changed(line: str, backend: str = "single") -> dict[str, tuple[str, str]]:
+    """Value and source of each setting that the first screen shows."""
+    rows = changed_settings(resolved_of(line, backend)).splitlines()
     return {
-        k: " ".join(words) for k, words in non_default_settings(context.engine.resolved).items()
+        name: (value, source)
+        for name, value, source in (re.split("  +", row.strip()) for row in rows)
     }
 
 
@@ -184,11 +200,12 @@ def test_a_value_from_a_file_is_shown_with_the_file(
     document["zero_optimization"]["reduce_scatter"] = False
     (tmp_path / "ds.json").write_text(json.dumps(document))
     monkeypatch.setitem(BACKENDS, "mine", (2, "ds.json"))
-    found = differing_of(TINY, "mine")
-    report = "gradient_clipping 0.5, zero_optimization.reduce_scatter false (ds.json)"
-    assert found["files"] == report
+    found = changed(TINY, "mine")
+    assert found["grad_clip"] == ("0.5", "ds.json: gradient_clipping")
+    assert found["zero_optimization.reduce_scatter"] == ("false", "ds.json")
     (tmp_path / "run.yaml").write_text("batch_size: 4\nlog_interval: 10\n")
-    assert differing_of("--config run.yaml")["files"] == "batch_size 4 (--config run.yaml)"
+    found = changed("--config run.yaml")
+    assert found["batch_size"] == ("4", "--config run.yaml")
 
 
 def test_the_shipped_file_has_no_literal_that_a_start_would_show():
@@ -196,7 +213,8 @@ def test_the_shipped_file_has_no_literal_that_a_start_would_show():
     literals = {key: value for key, value in leaves(document).items() if value != "auto"}
     assert literals.pop("zero_optimization.stage") == 2  # in the backend's line
     assert literals == DEFAULT_KEYS
-    assert "files" not in differing_of(TINY, "deepspeed")
+    path = str(DEFAULT_DEEPSPEED_CONFIG)
+    assert not [source for _, source in changed(TINY, "deepspeed").values() if source == path]
 
 
 def test_what_deepspeed_does_without_a_key_is_what_its_own_models_say():
@@ -209,10 +227,10 @@ def test_what_deepspeed_does_without_a_key_is_what_its_own_models_say():
 
 
 def test_keys_of_stage_3_are_shown_at_stage_3_alone(tmp_path: Path, monkeypatch):
-    assert "stage3_" not in differing_of(TINY, "deepspeed")["derived"]
+    assert "stage3_" not in str(changed(TINY, "deepspeed"))
     path = DEFAULT_DEEPSPEED_CONFIG.parent / "deepspeed" / "zero3.json"
     monkeypatch.setitem(BACKENDS, "stage 3", (2, str(path)))
-    assert "stage3_prefetch_bucket_size" in str(differing_of(TINY, "stage 3"))
+    assert "stage3_prefetch_bucket_size" in str(changed(TINY, "stage 3"))
 
 
 WARNINGS = [
@@ -256,19 +274,3 @@ def test_a_scheduler_of_deepspeed_has_its_own_warm_up(scheduler: dict[str, Any],
     found = cadence_warnings(run, schedule, {"scheduler": scheduler}, 0)
     assert len(found) == bool(warmup)
     assert not warmup or f"warm-up of {warmup:,} steps" in found[0]
-
-
-@pytest.mark.parametrize("text", ["a" * 200, "春" * 80, "a b" * 60])
-def test_a_long_text_is_shortened_in_the_middle(text: str):
-    for most in (11, 40, 41):
-        found = shorten(text, most)
-        assert most - 1 <= disp_len(found) <= most
-        assert (found[0], found[-1]) == (text[0], text[-1])
-    assert shorten(text, disp_len(text)) == text
-
-
-def test_pieces_are_kept_whole_unless_one_is_longer_than_a_line():
-    lines = labelled_lines("flags", [f"name_{n} {n}," for n in range(40)])
-    assert len(lines) > 3
-    assert all(line.endswith(",") for line in lines)
-    assert all(disp_len(line) <= 100 for line in labelled_lines("x", ["春 " * 90, "a" * 300]))

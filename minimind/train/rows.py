@@ -1,0 +1,260 @@
+"""The rows of a run, and its schedule: planned, resumed, and read in batches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from minimind.architecture.select import Architecture
+from minimind.checkpoint.resume import Resumed
+from minimind.checkpoint.validation import validate_data_order
+from minimind.config.flags import MOST_LEFT_OUT, VAL_LOSS
+from minimind.config.run_config import RunConfig
+from minimind.config.schedule import Schedule, budget_steps, plan_schedule
+from minimind.data.prepare.prepared import Prepared
+from minimind.data.rows.batches import Batches, StagedBatches
+from minimind.data.rows.order import (
+    Mixture,
+    Order,
+    Origin,
+    Ranges,
+    count_rows,
+    joined,
+    rows_in,
+    rows_left_out,
+)
+from minimind.data.shards.conversation_shards import ConversationShards
+from minimind.engine.build import Engine
+from minimind.errors import CheckpointError, DataError, TooFewRows, UsageError
+from minimind.runtime.checked_json import ELSEWHERE
+from minimind.train.text import Text
+
+
+def plan_rows(
+    run: RunConfig, text: Text, prepared: Prepared, world_size: int, model: Architecture
+) -> tuple[Order, Schedule]:
+    """Return the row order and the schedule; raise DataError if there is too little text.
+
+    Raise UsageError for --keep_best without a row that is held out.
+    """
+    compares = run.keep_best and run.keep_best_by == VAL_LOSS
+    if compares and not prepared.val.rows(run.max_seq_len + 1):
+        raise UsageError(
+            f"keep_best = {run.keep_best} ({run.sources['keep_best']}) has no validation to"
+            " compare, since no row of the text is held out, and so would keep every checkpoint;"
+            " hold out more of the text, or give --keep_best 0"
+        )
+    if run.stages:
+        return _plan_stages(run, prepared, world_size, model)
+    manifest, sizes = prepared.manifest, prepared.train.sizes(run.max_seq_len + 1)
+    left_out = rows_left_out(run, sizes, manifest)
+    n_rows = sum(sizes) - count_rows(left_out)
+    if isinstance(prepared.train, ConversationShards):
+        _check_enough_answers(run, text, world_size, prepared.train, n_rows)
+    tokens = manifest["splits"]["train"]["tokens"]
+    rows_per_step = _check_enough_rows(run, text, world_size, tokens, n_rows)
+    mixture = _plan_mixture(run, text, manifest["sources"], sizes, left_out)
+    order = Order(sum(sizes), rows_per_step, run.seed, mixture=mixture, left_out=left_out)
+    return order, plan_length(run, world_size, model, order)
+
+
+def plan_length(
+    run: RunConfig, world_size: int, model: Architecture, order: Order | None
+) -> Schedule:
+    """Return the schedule of a run without --stages; without `order` as if its text had no end.
+
+    Raise UsageError if its limits, warm-up and decay do not fit.
+    """
+    tokens_per_step = run.rows_per_step(world_size) * run.max_seq_len
+    steps_per_epoch = order.steps_per_epoch if order else sys.maxsize
+    return plan_schedule(run, steps_per_epoch, run_budgets(run, tokens_per_step, model))
+
+
+def _plan_mixture(
+    run: RunConfig,
+    text: Text,
+    sources: Sequence[Mapping[str, Any]],
+    sizes: tuple[int, ...],
+    left_out: Ranges,
+) -> Mixture | None:
+    """Return the mixture of the sources of a manifest, None without weights.
+
+    `sizes` has their rows. Raise TooFewRows if a source has no row or gives none.
+    """
+    row_tokens, paths = run.max_seq_len + 1, " ".join(text.names)
+    for size, source in zip(sizes, sources, strict=True):
+        if not size and len(sizes) > 1:
+            raise TooFewRows(
+                f"{paths}: source {source['name']} has {source['tokens']['train']:,} training"
+                f" tokens, fewer than a row of {row_tokens}; add text to it, leave it out, or lower"
+                " --max_seq_len"
+            )
+    weights = [source["weight"] for source in sources]
+    try:
+        return None if None in weights else Mixture(sizes, tuple(weights), left_out)
+    except ValueError as error:
+        names = ", ".join(source["name"] for source in sources)
+        raise TooFewRows(
+            f"{paths}: {error} (of the sources {names}, counted from 0, in rows of {row_tokens}"
+            " tokens); change its weight, or leave that source out"
+        ) from error
+
+
+def _plan_stages(
+    run: RunConfig, prepared: Prepared, world_size: int, model: Architecture
+) -> tuple[Order, Schedule]:
+    """Return what `plan_rows` returns, for a run with --stages."""
+    from minimind.config.stages import plan_stages
+    from minimind.data.rows.stages import staged_order
+
+    file, stages, schedule = plan_stages(run, world_size, run_budgets(run, 1, model))
+    shards = prepared.train
+    sizes = shards.sizes(run.max_seq_len + 1)
+    left_out = rows_left_out(run, sizes, prepared.manifest)
+
+    @cache
+    def left_out_of(row_tokens: int) -> Ranges:
+        """The rows of this length with any token of those left out."""
+        if row_tokens == run.max_seq_len + 1 or not left_out:
+            return left_out
+        rows = rows_in(left_out)
+        of = (shards.row_starts, shards.row_stops)
+        spans = zip(*(ends(rows, run.max_seq_len + 1).tolist() for ends in of), strict=True)
+        found = (shards.rows_over(start, stop, row_tokens) for start, stop in spans)
+        ranges = joined((one.start, one.stop) for one in found if one)
+        if (count := count_rows(ranges)) > MOST_LEFT_OUT:
+            raise UsageError(
+                f"--skip_rows {run.skip_rows}: leaves out {count:,} rows of {row_tokens} tokens of"
+                f" a stage, more than {MOST_LEFT_OUT:,}; take their documents out of the text"
+                " instead"
+            )
+        return ranges
+
+    names = [source["name"] for source in prepared.manifest["sources"]]
+    order = staged_order(file, stages, names, shards.weights, shards.sizes, left_out_of, run.seed)
+    return replace(order, n_rows=sum(sizes), left_out=left_out), schedule
+
+
+def run_budgets(run: RunConfig, tokens_per_step: int, model: Architecture) -> dict[str, int]:
+    """Return the steps within --max_tokens, --max_flops and --tokens_per_param, where given."""
+    if run.max_tokens is run.max_flops is run.tokens_per_param is None:
+        return {}
+    return budget_steps(run, tokens_per_step, model.parameters(run), model.flops_per_token(run))
+
+
+def _check_enough_rows(
+    run: RunConfig, text: Text, world_size: int, tokens: int, n_rows: int
+) -> int:
+    """Return the rows of one step; raise TooFewRows if the text has fewer."""
+    micro_batch, rows_per_step = run.micro_batch_rows(world_size), run.rows_per_step(world_size)
+    if n_rows < rows_per_step:
+        raise TooFewRows(
+            f"{' '.join(text.names)}: {tokens:,} training tokens make {n_rows} rows"
+            f" of {run.max_seq_len + 1}, fewer than the {rows_per_step} of one step"
+            f" ({micro_batch} x {run.accumulation_steps} x"
+            f" {run.parallel(world_size).data_size} processes); add text, or"
+            " lower --batch_size, --accumulation_steps or --max_seq_len"
+        )
+    return rows_per_step
+
+
+def _check_enough_answers(
+    run: RunConfig, text: Text, world_size: int, conversations: ConversationShards, n_rows: int
+) -> None:
+    """Raise DataError if conversations that do not fit a row leave fewer rows than a step has."""
+    packing = conversations.packing(run.max_seq_len + 1)
+    rows_per_step = run.rows_per_step(world_size)
+    if n_rows >= rows_per_step or not packing.dropped:
+        return
+    dropped = "all" if packing.dropped == packing.conversations else f"{packing.dropped:,} of the"
+    raise DataError(
+        f"{' '.join(text.names)}: {dropped} {packing.conversations:,} conversations"
+        f" are dropped, as no answer of theirs ends within a row of {run.max_seq_len + 1} tokens"
+        f" (max_seq_len = {run.max_seq_len}, {run.sources['max_seq_len']}), and {n_rows} rows are"
+        f" fewer than the {rows_per_step} of one step; raise --max_seq_len (the longest has"
+        f" {conversations.longest:,} tokens)"
+    )
+
+
+def resume_order(order: Order, resumed: Resumed) -> Order:
+    """Return the checkpoint's row order, or a new one from its step if batch or data changed."""
+    saved, manifest = resumed.manifest["identity"], resumed.manifest
+    if order.stages_json():  # a function of the step alone, whatever was read before
+        return order
+    if "stages" in saved["data"]:
+        step = resumed.state.step
+        return replace(order, origin=Origin(step, step * order.rows_per_step))
+    validate_data_order(resumed.manifest)
+    rows_per_step, seed = saved["batch"]["rows_per_step"], saved["seed"]["seed"]
+    start, mixture = manifest["order"], manifest["mixture"]
+    try:
+        before = Order.from_json(manifest["rows"], rows_per_step, seed, start, mixture)
+    except ValueError as error:
+        raise CheckpointError(f"manifest.json: {error}; {ELSEWHERE}") from error
+    changed = {(one.group, one.name) for one in resumed.changed}
+    goes_on = {("batch", "rows_per_step"), ("data", "rows_left_out")}
+    is_same_text = not any(
+        one not in goes_on and (one[0] in ("data", "tokenizer", "seed") or one[1] == "max_seq_len")
+        for one in changed
+    )
+    if is_same_text and (before.n_rows, before.mixture_json()) != (
+        order.n_rows,
+        order.mixture_json(),
+    ):
+        raise CheckpointError(
+            f"manifest.json: has {before.n_rows:,} rows, and the same text makes {order.n_rows:,};"
+            f" {ELSEWHERE}"
+        )
+    if is_same_text and not changed & goes_on:
+        return before
+    origin = before.origin_at(resumed.state.step, is_same_text, order.left_out)
+    return replace(order, origin=origin)
+
+
+def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) -> None:
+    """Raise UsageError if the resumed step is past the run's end, or the end is undefined.
+
+    After a change of batch size or text, steps differ in size and --epochs has no meaning.
+    """
+    if order.origin.step and (run.epochs is not None or run.max_steps is None):
+        raise UsageError(
+            f"the batch, the text or the rows left out were changed at step {order.origin.step}, so"
+            " that --epochs and budgets no longer determine the number of steps; give --max_steps"
+            " instead, counted from step 0"
+        )
+    if step > schedule.total_steps:
+        raise UsageError(
+            f"the checkpoint is of step {step}, and the run has {schedule.total_steps} steps"
+            f" ({run.sources['max_steps']}); raise --max_steps or --epochs"
+        )
+
+
+def build_batches(run: RunConfig, engine: Engine, prepared: Prepared, order: Order) -> Batches:
+    """Return this rank's micro-batches in an order."""
+    if run.stages:
+        from minimind.data.rows.stages import StagedOrder
+
+        assert isinstance(order, StagedOrder)
+        parts = [*zip(order.stages, order.parts, strict=True)]
+        return StagedBatches(
+            prepared.train,
+            order,
+            lambda number: _batches_of(parts[number][0].run, engine, prepared, parts[number][1]),
+        )
+    return _batches_of(run, engine, prepared, order)
+
+
+def _batches_of(run: RunConfig, engine: Engine, prepared: Prepared, order: Order) -> Batches:
+    return Batches(
+        prepared.train,
+        order,
+        run.max_seq_len + 1,
+        run.micro_batch_rows(engine.world_size),
+        engine.data_rank,
+        engine.parallel.data_size,
+        engine.device,
+        run.num_workers,
+    )
