@@ -186,8 +186,7 @@ def flag_rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
     """
     run, values = resolved.run, recorded_flags(resolved.run)
     replaced = {
-        name: f"by the {block} of {resolved.path}"
-        for block, _, name in ignored_flags(resolved.config)
+        name: f"by the scheduler of {resolved.path}" for _, name in ignored_flags(resolved.config)
     }
     by_start = {name: RULED[name] for name in run.open_flags}
     if run.has_open_accumulation:
