@@ -84,10 +84,7 @@ def end_of(planted: Planted, flags: dict[str, Any], out_dir: Path) -> dict[str, 
     events = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [event["val_loss"] for event in events if event["event"] == "eval"]
     spikes = [event for event in events if event["event"] in ("spike", "spike_skipped")]
-    named = [
-        any(one["line"] == planted.line for row in event["rows"][:1] for one in row["documents"])
-        for event in spikes
-    ]
+    named = [any(row["row"] in planted.rows for row in event["rows"][:1]) for event in spikes]
     return {
         "val_loss": losses[-1] if losses else math.inf,
         "spikes": [[event["event"], event["step"]] for event in spikes],

@@ -165,9 +165,8 @@ def choose(
                 limit = "the memory"
                 break
         speeds[size.name] = speed_of(size, seconds)
-        if size is not sizes[0] and (
-            speeds[size.name] * seconds < tokens_per_parameter(parameters) * parameters
-        ):
+        ratio = max(ratio for least, ratio in TOKENS_PER_PARAMETER.items() if least <= parameters)
+        if size is not sizes[0] and speeds[size.name] * seconds < ratio * parameters:
             limit = "the time"
             break
         chosen = size
@@ -185,11 +184,6 @@ def choose(
         )
     tokens = int(min(speed * seconds, MOST_EPOCHS * text_tokens))
     return Choice(chosen, vocab_size, shape, tokens, text_tokens, speed, limit, start_seconds)
-
-
-def tokens_per_parameter(parameters: int) -> float:
-    """The ratio at which the time of a run is best spent."""
-    return max(ratio for least, ratio in TOKENS_PER_PARAMETER.items() if least <= parameters)
 
 
 def _rounded_up(hours: float) -> str:

@@ -37,7 +37,7 @@ class Layout:
     compiles: bool = False  # on a GPU; never at stage 3
     averages: bool = False  # --ema
     optimizer: str = "adamw"
-    moments: int = 2  # fp32 numbers that it keeps per weight; Muon one less of a matrix of a block
+    moments: int = 2  # fp32 numbers kept per weight; Muon keeps one fewer for matrices of blocks
     loss: str = "full"  # full, chunked, or auto: chunked on a GPU if nothing is compiled
     sequence: int = 1  # processes that divide the positions of a row
     # Elements at stage 3, DeepSpeed's defaults: of all gathered weights, and of the largest weight
@@ -139,8 +139,9 @@ def _state(shape: Shape, layout: Layout, has_masters: bool = True) -> int:
 def _temporaries(shape: Shape, layout: Layout) -> int:
     """Bytes of an update beyond those of AdamW.
 
-    A copy is of a weight or a shard. Muon's is a shard's update in two precisions,
-    then all gathered updates, a stack of them iterated; ZeRO has freed gradients of others by then.
+    Other optimizers: one fp32 copy of the largest weight, of the shard under ZeRO. Muon: its
+    shard's update in two precisions, then the gathered updates and the stack that is iterated, less
+    the gradients that ZeRO has freed.
     """
     shard, others = _parts(shape, layout)
     part = shard + others
@@ -159,7 +160,7 @@ def _temporaries(shape: Shape, layout: Layout) -> int:
 def _plain(shape: Shape, layout: Layout, activations: int) -> Memory:
     """Without DeepSpeed: everything replicated, with fp32 masters of low-precision weights.
 
-    Gradients are views of DDP's buckets, which stay while the fp32 copies are made.
+    DDP's buckets hold the gradients and are not freed before the update.
     """
     b, p = BYTES[layout.dtype], shape.parameters
     optimizer = _state(shape, layout, has_masters=b < FP32)

@@ -65,8 +65,12 @@ WIDTH = 75  # columns for the flags of a command
 def plan(argv: Sequence[str], machine: Machine) -> str:
     """Return the output of `minimind plan` for flags of train_pretrain.py; raise UsageError."""
     known = [f"--{flag}" for flag in (*OWN_FLAGS, *FLAGS)]
-    words = [word for word in argv if word.startswith("--") and _flag_of(word) not in FLAGS]
-    if faults := [unknown_flag(word, known) for word in words]:
+    faults = []
+    for word in argv:
+        name = word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        if word.startswith("--") and name not in FLAGS:
+            faults.append(unknown_flag(word, known))
+    if faults:
         raise fault_error(faults)
     run = parse_flags(argv)
     if run.hugging_face is not None:
@@ -179,11 +183,6 @@ def _stages(run: RunConfig, world_size: int) -> str:
     _, stages, schedule = plan_stages(run, world_size, budgets)
     lines = [stage_text(stage.facts()) for stage in stages]
     return "\n  ".join(["stages:", *lines, f"rate: {schedule}"])
-
-
-def _flag_of(word: str) -> str:
-    """Name of the flag that a word of the command line sets."""
-    return word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
 def plan_text(
@@ -342,7 +341,8 @@ def recommend(shape: Shape, current: Layout, memory: int, is_plain: bool = False
         same = (layout for layout in layouts if layout.offload_optimizer is is_offloaded)
         fitting = [step for step in (largest_step(shape, one, memory) for one in same) if step]
         if fitting:
-            return max(fitting, key=lambda step: min(step.rows, current.rows))  # first of equals
+            # max() keeps the first of equals: the lowest stage.
+            return max(fitting, key=lambda step: min(step.rows, current.rows))
     return None
 
 

@@ -125,7 +125,6 @@ class MiniMind:
         """Values that must not change on resume."""
         unread = {
             "head_dim",
-            *(name for name in ("qkv_bias", "no_rope_interval") if not getattr(run, name)),
             *(() if run.use_moe else OF_EXPERTS),
             *(() if run.rope_scaling else ROTARY),
         }

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from minimind.checkpoint.validation import require_manifest
-from minimind.config.flags import SHAPE
 from minimind.errors import CheckpointError
 from minimind.runtime import disk
 from minimind.runtime.checked_json import Unreadable, read_object, shown
@@ -41,8 +40,6 @@ from minimind.runtime.locks import ReadLock, lock_for_reading, locked_for_deleti
 from minimind.runtime.terminal import aligned, shorten_line
 
 FORMAT = 4
-# Values of fields that earlier writers of this format did not record.
-LEGACY_DEFAULTS = {flag: field.legacy for flag, field in SHAPE.items()}
 MANIFEST = "manifest.json"
 OWNER = "mirror.json"  # names the run, in out_dir and at the URL of --mirror
 NAME = re.compile(r"step_(\d{8,})")
@@ -260,7 +257,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
     for group in sorted({*saved, *now}):
         old, new = saved.get(group, {}), now.get(group, {})
         for key in sorted({*old, *new}):
-            before, after = (side.get(key, LEGACY_DEFAULTS.get(key)) for side in (old, new))
+            before, after = old.get(key), new.get(key)
             if canonical_json(before) != canonical_json(after):
                 differing.append(Difference(group, key, before, after))
     return differing

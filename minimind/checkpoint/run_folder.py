@@ -19,7 +19,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags, output_paths
 from minimind.config.flags import BY_TASK, SHAPE
 from minimind.config.run_config import FLAGS, RunConfig
-from minimind.config.run_record import HEAD, OF_EVERY_VERSION, with_sum
+from minimind.config.run_record import HEAD, with_sum
 from minimind.errors import LockedError, StorageError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.drafts import remove_left
@@ -101,7 +101,7 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
             return
         is_given = config is not None and disk.same_file(own, config)
         was_started = not is_given or (METRICS in names and METRICS not in at_risk)
-        if was_started and _beginning(own).startswith(OF_EVERY_VERSION):
+        if was_started and _beginning(own).startswith(HEAD.encode()):
             return
         saved = published_checkpoints(out_dir / "checkpoints")
         if any(disk.is_file(path / MANIFEST) for path in saved):

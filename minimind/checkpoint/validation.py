@@ -44,8 +44,7 @@ RowRange = Annotated[list[Count], Field(min_length=2, max_length=2)]
 ParameterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,400}$")]
 
 
-# A closed model that gains a field needs a new directory.FORMAT, or writes the field only where it
-# is needed: older versions refuse the field.
+# A closed model that gains a field needs a new directory.FORMAT.
 class FileEntry(ClosedJson):
     """A file of the checkpoint, in its own directory."""
 

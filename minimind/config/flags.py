@@ -398,7 +398,6 @@ class ShapeField:
     name: str  # in MiniMindConfig
     group: str = "model"  # of the identity of a run
     of_experts: bool = False  # has no effect without them
-    legacy: Any = None  # value in checkpoints that do not record it
 
 
 SHAPE = {
@@ -414,12 +413,12 @@ SHAPE = {
     "rope_scaling": ShapeField("rope_scaling.rope_type"),
     "rope_factor": ShapeField("rope_scaling.factor"),
     "rope_original_length": ShapeField("rope_scaling.original_max_position_embeddings"),
-    "no_rope_interval": ShapeField("no_rope_layer_interval", legacy=0),
-    "norm_eps": ShapeField("rms_norm_eps", legacy=1e-5),
-    "qkv_bias": ShapeField("qkv_bias", legacy=False),
-    "qk_norm": ShapeField("qk_norm", legacy=False),
-    "tie_word_embeddings": ShapeField("tie_word_embeddings", legacy=True),
-    "use_moe": ShapeField("use_moe", legacy=False),
+    "no_rope_interval": ShapeField("no_rope_layer_interval"),
+    "norm_eps": ShapeField("rms_norm_eps"),
+    "qkv_bias": ShapeField("qkv_bias"),
+    "qk_norm": ShapeField("qk_norm"),
+    "tie_word_embeddings": ShapeField("tie_word_embeddings"),
+    "use_moe": ShapeField("use_moe"),
     "n_routed_experts": ShapeField("n_routed_experts", of_experts=True),
     "num_experts_per_tok": ShapeField("num_experts_per_tok", of_experts=True),
     "n_shared_experts": ShapeField("n_shared_experts", of_experts=True),

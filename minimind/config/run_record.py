@@ -18,7 +18,6 @@ from minimind.runtime.durable_files import read_small
 
 NAME = "config.yaml"
 HEAD = "# The flags of this run; --config reads them back. The comment is the source."
-OF_EVERY_VERSION = HEAD.partition(";")[0].encode()  # how the file begins
 LAST = b"# sha256 of the lines above: "
 ALWAYS = (
     *("keep_last", "keep_every", "keep_best", "keep_best_by", "save_interval"),
@@ -41,7 +40,7 @@ def record_fault(path: Path) -> str:
     text, found, digest = content.rpartition(LAST)
     if found and digest == hashlib.sha256(text).hexdigest().encode() + b"\n":
         return ""
-    if found or content.startswith(OF_EVERY_VERSION) or not content.strip():
+    if found or content.startswith(HEAD.encode()) or not content.strip():
         return "is cut, damaged or edited: its last line is not the sha256 of the others"
     return ""
 

@@ -32,8 +32,8 @@ from minimind.interop.gguf import (
 from minimind.interop.hf_folder import (
     AUTO_MAP,
     config_and_tokenizer_files,
+    has_remote_code,
     remote_code,
-    remote_code_in,
     transformers_files,
 )
 from minimind.interop.model_card import NAME as CARD
@@ -74,7 +74,8 @@ def output(out: Path, force: bool) -> NewFolder:
     """
     card = out / CARD
     with storing(str(out), "give another --out"):
-        replaceable = (*REPLACEABLE, *(remote_code_in(out) if force else ()))
+        code = remote_code() if force and has_remote_code(out) else ()
+        replaceable = (*REPLACEABLE, *code)
         has_card = force and disk.is_file(card) and not disk.is_symlink(card)
     if has_card:
         with storing(str(card), "give another --out"):

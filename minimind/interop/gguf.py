@@ -174,7 +174,7 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# What a text is split by before ByteLevel -> llama.cpp's name of it.
+# Pre-tokenizer pattern -> llama.cpp's name for it.
 SPLITS = {
     "": "gpt-2",
     WORDS % r"\p{N}": "qwen2",

@@ -33,9 +33,7 @@ from minimind.errors import CheckpointError
 from minimind.interop.write_folder import configuration_files
 from minimind.model import decoder
 from minimind.model.configuration import MiniMindConfig
-from minimind.runtime import disk
 from minimind.runtime.checked_json import read_object
-from minimind.runtime.durable_files import read_small
 from minimind.runtime.panics import panics_caught
 from minimind.runtime.urls import masked_values
 
@@ -143,8 +141,6 @@ AUTO_MAP = {
 
 _PACKAGE = Path(__file__).parents[1]
 _IMPORT = re.compile(r"^([ \t]*)from minimind((?:\.\w+)*)\.(\w+) import ", re.MULTILINE)
-_RELATIVE = re.compile(rb"^[ \t]*from \.(\w+) import ", re.MULTILINE)
-_FILE = re.compile(r"\w+\.py")
 
 
 def remote_code() -> dict[str, bytes]:
@@ -162,26 +158,12 @@ def remote_code() -> dict[str, bytes]:
     return dict(sorted(files.items()))
 
 
-def remote_code_in(folder: Path) -> set[str]:
-    """Names of these files in an export of any version, in which modules may have other names.
-
-    They are what its "auto_map" names, and what that imports.
-    """
+def has_remote_code(folder: Path) -> bool:
+    """Whether the config.json of a folder names code."""
     try:
-        entries = read_object(folder / "config.json")[0].get("auto_map")
+        return "auto_map" in read_object(folder / "config.json")[0]
     except CheckpointError:
-        return set()
-    files: set[str] = set()
-    pending = [
-        str(entry).partition(".")[0]
-        for entry in (entries if type(entries) is dict else {}).values()
-    ]
-    while pending:
-        name = f"{pending.pop()}.py"
-        if name not in files and _FILE.fullmatch(name) and disk.is_file(folder / name):
-            files.add(name)
-            pending += map(bytes.decode, _RELATIVE.findall(read_small(folder / name)))
-    return files
+        return False
 
 
 def register() -> None:

@@ -221,7 +221,7 @@ def _settings(identity: Mapping[str, Any]) -> Rows:
 
 @dataclass(frozen=True)
 class _Records:
-    """Content of a run's folder next to its checkpoints, up to a step; each may be missing."""
+    """What the run recorded up to this checkpoint; each file may be missing."""
 
     step: int
     run: Run | None

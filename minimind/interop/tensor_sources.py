@@ -72,7 +72,7 @@ OTHERWISE_SAVED = {
 }
 # Files of weights that `form_of_folder` names: layouts of Mistral and of adapters.
 OTHER_LAYOUT = re.compile(r"(consolidated|adapter_model)\b")
-# What models of 2023 saved and the configuration determines.
+# Saved by transformers of 2023, recomputed since: ignored.
 COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 TRAINED = "trained"  # a value of --weights, like AVERAGE
 REPLACE = "get the file again, or name another"

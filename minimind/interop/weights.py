@@ -450,15 +450,13 @@ def grow_vocabulary(weights: Weights, vocab_size: int) -> Weights:
 
     def read(name: str) -> Tensor:
         value = source.read(name)
-        return with_mean_rows(value.float(), vocab_size) if name in grown else value
+        if name not in grown:
+            return value
+        value = value.float()
+        mean = value.mean(0, keepdim=True)
+        return torch.cat([value, mean.expand(vocab_size - len(value), *mean.shape[1:])])
 
     dtypes = {**source.dtypes, **dict.fromkeys(grown, torch.float32)}
     return replace(
         weights, config=config, tensors=replace(source, shapes=shapes, dtypes=dtypes, read=read)
     )
-
-
-def with_mean_rows(value: Tensor, rows: int) -> Tensor:
-    """Return `value` of shape (old rows, ...), followed by its mean up to `rows` rows."""
-    mean = value.mean(0, keepdim=True)
-    return torch.cat([value, mean.expand(rows - len(value), *mean.shape[1:])])

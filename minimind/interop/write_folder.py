@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from minimind.checkpoint.tensor_files import Part, write_parts
-from minimind.errors import CheckpointError, StorageError
+from minimind.errors import StorageError
 from minimind.interop.tensor_sources import INDEX, WHOLE
 from minimind.runtime import disk
-from minimind.runtime.checked_json import read_object
 from minimind.runtime.durable_files import free_bytes, mebibytes, write_durably
 from minimind.runtime.output_folder import NewFolder
 
 SHARDS = "model-*-of-*.safetensors"
 PRODUCER = "minimind-deepspeed"  # stands in the first bytes of each file of tensors
 METADATA = {"format": "pt", "producer": PRODUCER}  # transformers requires the format
-UNMARKED = b'{"__metadata__":{"format":"pt"},'  # how tensors of earlier versions begin
 
 
 @dataclass(frozen=True)
@@ -50,28 +48,7 @@ def is_ours(folder: Path) -> bool:
     for path in (*disk.matching(folder, "*.safetensors"), *disk.matching(folder, "*.gguf")):
         with open(path, "rb") as file:
             beginnings.append(file.read(1000))
-    if all(start.startswith(UNMARKED, 8) for start in beginnings):
-        return bool(beginnings) and _is_of_an_earlier_version(folder)
-    return all(PRODUCER.encode() in start for start in beginnings)
-
-
-def _is_of_an_earlier_version(folder: Path) -> bool:
-    """Whether an export or consolidated model without marks has configurations as we write them.
-
-    transformers adds its version to what it saves. Model cards are younger than the marks.
-    """
-    try:
-        config, text = read_object(folder / "config.json")
-    except CheckpointError:
-        return False
-    if disk.exists(folder / "README.md"):
-        return False
-    if disk.exists(folder / "generation_config.json"):
-        written = configuration_files(config, config.get("dtype", ""))
-        return all((folder / name).read_bytes() == written[name] for name in written)
-    of_transformers = {"architectures", "transformers_version"}
-    is_ours = config.get("model_type") == "minimind" and of_transformers.isdisjoint(config)
-    return is_ours and text == small_json(config)
+    return bool(beginnings) and all(PRODUCER.encode() in start for start in beginnings)
 
 
 def configuration_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:

@@ -20,7 +20,7 @@ class MiniMindConfig(PretrainedConfig):
     `use_flash_attn=False` means attn_implementation "eager", where none is given.
     """
 
-    # Not in config.json unless they are given, which older versions do not know.
+    # In config.json only where they are given.
     rope_scaling: Any = None  # instead of transformers' property, which is deprecated
     qkv_bias = False
     no_rope_layer_interval = 0

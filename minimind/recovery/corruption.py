@@ -203,7 +203,7 @@ MOST_NAMES = 2
 
 
 @dataclass(frozen=True)
-class Holding:
+class RankState:
     """What one rank holds."""
 
     place: str  # host and GPU
@@ -213,7 +213,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Finding:
+class RankCheck:
     """What one rank found with the holdings and rows of others."""
 
     stale: list[Key]  # weights that are not the masters of their owner
@@ -231,7 +231,7 @@ class Fault:
     is_either: bool = False
 
 
-def owners(holdings: Sequence[Holding]) -> dict[Key, int]:
+def owners(holdings: Sequence[RankState]) -> dict[Key, int]:
     """The rank that holds the master of each slice; of several, the first."""
     ranks: dict[Key, int] = {}
     for rank, holding in enumerate(holdings):
@@ -241,7 +241,7 @@ def owners(holdings: Sequence[Holding]) -> dict[Key, int]:
 
 
 def faults(
-    holdings: Sequence[Holding], findings: Sequence[Finding], dtype: str, is_exact: bool
+    holdings: Sequence[RankState], findings: Sequence[RankCheck], dtype: str, is_exact: bool
 ) -> list[Fault]:
     """Everything that differs between ranks or repetitions.
 
@@ -259,7 +259,7 @@ def faults(
     return [*result, *_computation_faults(holdings, findings, wrong, rounding, is_exact)]
 
 
-def state_faults(holdings: Sequence[Holding]) -> Iterator[Fault]:
+def state_faults(holdings: Sequence[RankState]) -> Iterator[Fault]:
     """Ranks whose replicated state is not that of most ranks on the same hardware.
 
     Without ZeRO every rank computes all of the state, on different hardware with other rounding.
@@ -272,11 +272,11 @@ def state_faults(holdings: Sequence[Holding]) -> Iterator[Fault]:
             if odd := _odd_ranks(sums):
                 names.setdefault(odd, []).append(name)
     for (ranks_, is_either), several in names.items():
-        text = f"holds another {_list(several)} than the other ranks"
+        text = f"holds a different {_list(several)} from the other ranks"
         yield Fault("state", list(ranks_), text, is_either)
 
 
-def weight_faults(holdings: Sequence[Holding], findings: Sequence[Finding]) -> Iterator[Fault]:
+def weight_faults(holdings: Sequence[RankState], findings: Sequence[RankCheck]) -> Iterator[Fault]:
     """Ranks whose weights are not the fp32 weights they were copied from.
 
     If no rank has the rounded master, the master is wrong or has not been copied.
@@ -295,8 +295,8 @@ def weight_faults(holdings: Sequence[Holding], findings: Sequence[Finding]) -> I
 
 
 def _computation_faults(
-    holdings: Sequence[Holding],
-    findings: Sequence[Finding],
+    holdings: Sequence[RankState],
+    findings: Sequence[RankCheck],
     wrong: set[int],
     rounding: tuple[float, float],
     is_exact: bool,
@@ -318,7 +318,7 @@ def _computation_faults(
             continue
         ours, theirs = findings[rank].own[0], findings[after].neighbour
         if ours.rows != theirs.rows:
-            text = "reads other token ids for the same rows than the other"
+            text = "reads different token ids for the same rows from the other"
             yield Fault("rows", sorted({rank, after}), text, is_either=True)
             continue
         is_same = holdings[rank].hardware == holdings[after].hardware
@@ -331,12 +331,12 @@ def _neighbour_faults(other: Mapping[int, str], n_ranks: int) -> Iterator[Fault]
     """Name the rank between two differences; of a difference that has none both ranks."""
     both = [rank for rank in other if (rank - 1) % n_ranks in other] if n_ranks > 2 else []
     for rank in sorted(both):
-        yield Fault("computation", [rank], f"computes {other[rank]} for the same rows than others")
+        yield Fault("computation", [rank], f"computes {other[rank]} for the same rows as others")
     for rank, difference in other.items():
         after = (rank + 1) % n_ranks
         pair = sorted((rank, after))
         if {rank, after}.isdisjoint(both) and (n_ranks > 2 or rank == min(other)):
-            text = f"computes {difference} for the same rows than the other"
+            text = f"computes {difference} for the same rows as the other"
             yield Fault("computation", pair, text, is_either=True)
 
 
@@ -429,7 +429,7 @@ class CorruptionCheck:
         started, before = time.perf_counter(), (engine.rank - 1) % engine.world_size
         first, again = (self._replay(step, batches, engine.rank) for _ in range(2))
         neighbour = first if before == engine.rank else self._replay(step, batches, before)
-        holding = Holding(
+        holding = RankState(
             place_of(engine.device),
             kind_of(engine.device),
             replicated_checksums(engine),
@@ -443,7 +443,7 @@ class CorruptionCheck:
         expected |= holding.masters
         checksums = weight_checksums(engine, expected)
         stale = [key for key, one in checksums.items() if one != expected[key]]
-        findings = engine.gather(Finding(stale, (first, again), neighbour))
+        findings = engine.gather(RankCheck(stale, (first, again), neighbour))
         is_tf32 = run.tf32 and run.dtype == "float32" and device_kind(engine.device).has_tf32
         dtype = "tf32" if is_tf32 else run.dtype
         wrong = faults(holdings, findings, dtype, run.deterministic)

@@ -1,4 +1,4 @@
-"""Decide which steps are spikes, by loss and gradient norm, and name their documents.
+"""Decide which steps are spikes, by loss and gradient norm, and name their rows.
 
 `SpikeGuard` observes the steps of a run with --spike_guard.
 """
@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,13 +17,10 @@ from pydantic import Field
 
 from minimind.checkpoint.resume import Resumed
 from minimind.config.run_config import PATIENCE, RunConfig
-from minimind.data.prepare.prepared import Prepared, missing_of
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import Batches
 from minimind.engine.build import Engine
 from minimind.engine.plain_backend import StepResult
-from minimind.errors import DataError
-from minimind.recovery.documents import Documents, Place, place_json
-from minimind.recovery.step_rows import Stretch, rows_at
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.checked_json import ClosedJson, Count, Real, validate
 from minimind.runtime.device import device_kind, widened
@@ -151,7 +147,6 @@ class SpikeDetector:
 
 SUSPECTS = 3  # rows named by an event
 USUAL = 32  # rows before the spikes whose losses are the usual ones
-MOST_BYTES = 2**28  # bytes of a file up to a document that is looked for: a second
 
 
 class HeldStep:
@@ -234,8 +229,8 @@ class SpikeGuard:
     def own_sums(self) -> list[float]:
         """This rank's summed loss and targets of the held step, to be summed over ranks.
 
-        Last its norm, of rank 0 alone: where every rank computes the norm, the last bits may
-        differ, and all have to decide alike.
+        The third number is the gradient norm of rank 0: ranks may differ in its last bits and must
+        decide alike.
         """
         if not isinstance(self.held, HeldStep):
             return [0.0, 0.0, 0.0]
@@ -271,12 +266,12 @@ class SpikeGuard:
     def _log_spike(self, seen: Observed, loss_limit: float) -> None:
         """Log a spike with the rows whose own loss stands out (collective).
 
-        The weights are to blame, and no document, where usual rows have such losses too.
+        The weights are to blame, and no row, where usual rows have such losses too.
         """
         highest = self.highest_rows()
         row_limit = self._row_limit() if highest else None
         outliers = [row for row in highest if row_limit is not None and row[0] > row_limit]
-        rows = self._described(seen.step, outliers[:SUSPECTS])
+        rows = self._numbers_of(seen.step, outliers[:SUSPECTS])
         name = "spike_skipped" if seen.is_skipped else "spike"
         facts = {"loss": seen.loss, "grad_norm": seen.norm}
         limits = {"loss_limit": _finite(loss_limit), "norm_limit": seen.norm_limit}
@@ -291,9 +286,9 @@ class SpikeGuard:
         if highest:
             what_row = f"{_text(facts['row_loss'])}{_limit(limits['row_limit'])}"
             end += (
-                f"; highest loss {what_row}{_where(rows[0])}"
+                f"; highest loss {what_row} in row {rows[0]['row']}; `minimind data at` shows it"
                 if rows
-                else f"; no document stands out: the highest loss of a row is {what_row}"
+                else f"; no row stands out: the highest loss of a row is {what_row}"
             )
         self.logger.print(f"spike at step {seen.step + 1}: {figures}; {end}")
 
@@ -358,56 +353,11 @@ class SpikeGuard:
             return math.inf
         return Estimate(self.options["factor"], len(losses), LOSS_DEVIATION, losses).limit
 
-    def _described(self, step: int, rows: list[tuple[float, int]]) -> list[dict[str, Any]]:
-        """Row number, loss and documents of some positions."""
-        batches = self.batches.of(step)
-        if not rows or self.engine.rank:
-            return []
-        if missing_of(self.prepared.directory):  # prepared by an earlier version
-            return [{"row": None, "loss": _finite(loss), "documents": []} for loss, _ in rows]
-        sizes = batches.row_tokens, self.engine.parallel, batches.micro_batch_rows
-        stretch = Stretch(range(step + 1, step + 2), batches.order, *sizes, {})
-        by_position = {
-            row.position: row for row in rows_at(stretch, self._documents, step + 1, None)
-        }
-        places = self._places({part.document for _, at in rows for part in by_position[at].parts})
-        found = []
-        for loss, at in rows:
-            parts = by_position[at].parts
-            documents = [
-                {"document": part.document, **place_json(places.get(part.document))}
-                for part in parts
-            ]
-            row = {"row": by_position[at].row, "loss": _finite(loss), "documents": documents}
-            found.append(row)
-        return found
-
-    def _places(self, documents: set[int]) -> dict[int, Place]:
-        """Where documents are in the text, if that is soon found: the other ranks wait.
-
-        `minimind data at` finds the others, and says which text is gone or changed.
-        """
-        units = self._documents.plan.units
-        near = {
-            one
-            for number, numbers in self._documents.numbers.items()
-            for one in documents
-            if one in numbers and max(part.stop for part in units[number].segments) <= MOST_BYTES
-        }
-        try:
-            return self._documents.places(near)
-        except (OSError, DataError):
-            return {}
-
-    @cached_property
-    def _documents(self) -> Documents:
-        return Documents.of(self.prepared)
-
-
-def _where(row: dict[str, Any]) -> str:
-    """` in row 17 (a.jsonl:512)`: a row and its documents."""
-    places = [f"{d['file']}:{d['line']}" for d in row["documents"] if d["file"]]
-    return f" in row {row['row']}" + (f" ({', '.join(places[:3])})" if places else "")
+    def _numbers_of(self, step: int, rows: list[tuple[float, int]]) -> list[dict[str, Any]]:
+        """Number and loss of the rows of `step` at these positions."""
+        order = self.batches.of(step).order
+        numbers, first = order.rows_for(step, 0, 1), order.positions(step).start
+        return [{"row": int(numbers[at - first]), "loss": _finite(loss)} for loss, at in rows]
 
 
 def _finite(value: float) -> float | None:

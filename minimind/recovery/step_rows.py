@@ -84,7 +84,7 @@ class LoggedStart(CheckedJson):
 
 @dataclass(frozen=True)
 class Stretch:
-    """The steps of one start of a run that count: its own, up to a later resume."""
+    """Steps of one start that no later resume replaced."""
 
     steps: range
     order: Order
@@ -121,21 +121,19 @@ class RunLog:
 
     run: Run
     stretches: list[Stretch]
-    unknown: list[range]  # steps of starts by a version that did not log the row order
 
     def at(self, step: int) -> Stretch:
         """The stretch with a step; UsageError if there is none."""
         for stretch in reversed(self.stretches):
             if step in stretch.steps:
                 return stretch
-        if any(step in steps for steps in self.unknown):
-            raise UsageError(
-                f"step {step} of {self.run.run_dir} was trained by an earlier version, which"
-                " did not log the row order; give a step after the next start"
-            )
-        known = [*(stretch.steps for stretch in self.stretches if stretch.steps), *self.unknown]
-        last = max((steps.stop - 1 for steps in known), default=0)
-        raise UsageError(f"step {step}: {self.run.run_dir} has steps 1 to {last}; give one of them")
+        steps = [stretch.steps for stretch in self.stretches if stretch.steps]
+        if not steps:
+            raise UsageError(f"step {step}: {self.run.run_dir} has taken no step; train it first")
+        first, last = min(one.start for one in steps), max(one.stop for one in steps) - 1
+        raise UsageError(
+            f"step {step}: {self.run.run_dir} has steps {first} to {last}; give one of them"
+        )
 
     def texts(self, steps: range | None = None) -> list[list[Stretch]]:
         """The stretches (in `steps`) of each text that was read."""
@@ -150,16 +148,10 @@ class RunLog:
 def read_run(run_dir: Path) -> RunLog:
     """Read the log of a run; UsageError if it has no start."""
     (run,) = read_runs([run_dir])
-    stretches, unknown = [], []
-    for start in run.starts:
-        if start.is_implied or "order" not in start.facts:
-            first = number(start.first_step, 0.0)
-            unknown.append(range(int(first) + 1, int(_last_step(start)) + 1))
-        else:
-            stretches += _stretches(start, run_dir)
-    if not run.starts:
+    starts = [start for start in run.starts if not start.is_implied]
+    if not starts:
         raise UsageError(f"{run_dir}/metrics.jsonl: has no run_start; give the --out_dir of a run")
-    return RunLog(run, stretches, unknown)
+    return RunLog(run, [one for start in starts for one in _stretches(start, run_dir)])
 
 
 def _last_step(start: Start) -> float:

@@ -91,7 +91,7 @@ def render_parts(
 
 
 def plots(charts: Sequence[Chart], is_single: bool) -> str:
-    """The places of the charts in a page, two in a row; with `is_single` the first two whole."""
+    """Empty elements for the charts, in two columns; `is_single`: the first two take a row each."""
     figures = "".join(
         f'<figure id="{chart.key}"><figcaption><h3>{escape(chart.title)}</h3>'
         f'<span class="unit">{escape(chart.unit)}</span></figcaption><div class="plot"></div>'

@@ -207,7 +207,7 @@ def _opener(
             opened = open_tracker(name, "tensorboard", str(out_dir), {"purge_step": purge})
             opened.writer.add_text("configuration", _markdown(config), step)
             return opened
-        if name != "wandb":  # the others but dvclive continue as another run
+        if name != "wandb":  # only dvclive and wandb can resume a run
             kept = {"resume": step > 0} if name == "dvclive" else {}
             return open_tracker(name, run.wandb_project, str(out_dir), kept)
         _require_key()

@@ -85,7 +85,7 @@ class Period:
 
 
 # Subject and verb of the sentence about a pause, and the flag of its interval.
-SAYINGS = {
+PAUSE_ADVICE = {
     "checkpoint": ("checkpoints take", "save_interval"),
     "evaluate": ("evaluation takes", "eval_interval"),
     "sample": ("samples take", "sample_interval"),
@@ -344,7 +344,7 @@ def _updates_by_flag(setting: Setting) -> bool:
 
 
 def _pauses(period: Period, setting: Setting) -> Iterator[Verdict]:
-    for name, (verb, flag) in SAYINGS.items():
+    for name, (verb, flag) in PAUSE_ADVICE.items():
         pause = period.mean(name)
         interval = getattr(setting, flag)
         if not _is_large(pause, period.time, PAUSE):

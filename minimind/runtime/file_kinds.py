@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,14 +57,6 @@ def _begins_binary(*prefixes: bytes) -> Callable[[bytes], bool]:
 def _has(pattern: bytes) -> Callable[[bytes], bool]:
     regex = re.compile(pattern, re.IGNORECASE | re.DOTALL)
     return lambda start: regex.match(start) is not None
-
-
-def _is_zlib(start: bytes) -> bool:
-    """Two bytes show little, so it is unpacked; letters may begin like a stream."""
-    try:
-        return start[:1] == b"\x78" and bool(zlib.decompressobj().decompress(start))
-    except zlib.error:
-        return False
 
 
 def _is_marked_utf_16(start: bytes) -> bool:
@@ -197,10 +188,6 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     (_has(rb"[\x50-\x5f]\x2a\x4d\x18"), Kind(ZSTD, _packed("zstd -d", ".zst"))),
     (_has(rb"BZh[1-9](1AY&SY|\x17rE8P)"), Kind(BZIP2, _packed("bzip2 -d", ".bz2"))),
     (_begins(b"\xfd7zXZ\0"), Kind(XZ, _packed("xz -d", ".xz"))),
-    (_begins(b"\x04\x22\x4d\x18"), Kind("LZ4", _packed("lz4 -d"))),
-    (_begins(b"7z\xbc\xaf\x27\x1c"), Kind("a 7z archive", _packed("7z x"))),
-    (_begins(b"Rar!\x1a\x07"), Kind("a RAR archive", _packed("unrar x"))),
-    (_is_zlib, Kind("a zlib stream", _packed("pigz -dz"))),
     (
         _has(rb"PK\x03\x04.{26}[^\0]{0,200}/?(data\.pkl|byteorder|\.format_version)"),
         Kind(TORCH, "name it .pth or .bin, or save it as safetensors"),
@@ -212,11 +199,6 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
         _has(rb"(ARROW1\0|FEA1.*\0|\xff{4}(?!\0{4})..[\0-\x0f]\0)"),  # a length below a MiB
         Kind(ARROW, "name the folder of save_to_disk, or write it as Parquet"),
     ),
-    (_begins_binary(b"ORC"), Kind("ORC", "write it as Parquet")),
-    (_begins(b"Obj\x01"), Kind("Avro", "write it as Parquet")),
-    (_begins(b"SQLite format 3\0"), Kind("a database of SQLite", "write its text as .jsonl")),
-    (_begins(b"\x89HDF\r\n"), Kind("HDF5", "save it as safetensors, or as Parquet")),
-    (_begins(b"\x93NUMPY"), Kind("an array of NumPy", "save it as safetensors, or as .jsonl")),
     (_begins(b"%PDF-"), Kind("a PDF", "write its text as .txt")),
     (_begins_binary(GGUF.encode()), Kind(GGUF, "name the safetensors that it was made from")),
     (_is_safetensors, Kind(SAFETENSORS, "name it .safetensors")),

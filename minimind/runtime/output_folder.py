@@ -60,9 +60,8 @@ class NewFolder:
                     " it, or give another folder"
                 )
             raise UsageError(
-                f"--out {out} was not written by {self.author}, or was by a version before it"
-                " marked its files, and --force replaces nothing else; remove it, or give another"
-                " folder"
+                f"--out {out} was not written by {self.author}, and --force replaces nothing else;"
+                " remove it, or give another folder"
             )
 
     @contextmanager

@@ -24,7 +24,7 @@ from minimind.runtime.checked_json import shown
 from minimind.runtime.terminal import aligned
 from minimind.sweep.run import opened, without_result
 from minimind.sweep.scaling import (
-    ALIKE,
+    MUST_MATCH,
     NEAR,
     Answer,
     Point,
@@ -235,7 +235,7 @@ def _planned(name: str, run: RunConfig, plan: Plan) -> Point:
         math.nan,
         flops_per_token(shape),
         math.nan,
-        {field: getattr(known, field) for field in ALIKE},
+        {field: getattr(known, field) for field in MUST_MATCH},
         str(settings),
     )
 

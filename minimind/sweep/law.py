@@ -20,8 +20,8 @@ HUBER = 1e-3  # threshold for log L, as in the paper
 EXPONENTS = np.geomspace(0.05, 2.0, 14)  # exponents of the starts
 BOUNDS = (0.01, 4.0)  # bounds of alpha and beta
 STARTS = 6  # points of the grid at which the fit of the runs begins
-LEAST = 1e-9  # nats of a term that a start has none of
-NOTHING = 1e-6  # nats, below which E and terms at the mean size make no difference
+MIN_TERM = 1e-9  # nats; keeps the log of a term finite
+NEGLIGIBLE = 1e-6  # nats, below which E and terms at the mean size make no difference
 RESAMPLES = 400
 LEVEL = 0.95
 PRECISION = {"maxiter": 2000, "maxfun": 20000, "ftol": 1e-13, "gtol": 1e-9}
@@ -115,14 +115,14 @@ class _Problem:
 
     def _starts(self, log_loss: np.ndarray) -> np.ndarray:
         """For each exponent of the grid the constants of least squares, the best first."""
-        logs = np.log(np.maximum(self._inverses @ (np.exp(log_loss) * self._weights), LEAST))
+        logs = np.log(np.maximum(self._inverses @ (np.exp(log_loss) * self._weights), MIN_TERM))
         starts = np.empty((len(logs), 1 + 2 * len(self.names)))
         starts[:, 0], starts[:, 1::2], starts[:, 2::2] = logs[:, 0], logs[:, 1:], self._exponents
         error = np.abs(self.predict(starts) - log_loss)
         return starts[np.argsort(np.where(error < HUBER, error**2 / HUBER, error).sum(axis=1))]
 
     def _descend(self, log_loss: np.ndarray, start: np.ndarray) -> tuple[float, np.ndarray]:
-        bounds = [(np.log(LEAST), None)] + [(np.log(LEAST), None), BOUNDS] * len(self.names)
+        bounds = [(np.log(MIN_TERM), None)] + [(np.log(MIN_TERM), None), BOUNDS] * len(self.names)
         done = minimize(
             self._objective,
             start,
@@ -159,10 +159,10 @@ class _Problem:
 
     def at_bound(self, theta: np.ndarray) -> list[str]:
         """Constants of a solution at a bound: E and factors of next to nothing, and exponents."""
-        found = ["E"] * bool(theta[0] < np.log(NOTHING))
+        found = ["E"] * bool(theta[0] < np.log(NEGLIGIBLE))
         for n, name in enumerate(self.names):
             factor, exponent = CONSTANTS[name]
-            found += [factor] * bool(theta[1 + 2 * n] < np.log(NOTHING))
+            found += [factor] * bool(theta[1 + 2 * n] < np.log(NEGLIGIBLE))
             found += [exponent] * bool(np.isclose(theta[2 + 2 * n], BOUNDS, rtol=1e-3).any())
         return found
 

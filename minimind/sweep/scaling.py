@@ -34,11 +34,12 @@ from minimind.sweep.law import LEVEL, Fit, Law, Term, constants_of, fit
 
 RECORD = "metrics.jsonl"
 # Settings by which losses compare, and sizes.
-ALIKE = (
+MUST_MATCH = (
     *("max_seq_len", "vocab_size", "val_fraction", "eval_rows", "doc_mask", "tie_word_embeddings"),
     *("val_path", "text_field"),
 )
-PLACES = ("out_dir", "cache_dir", "deepspeed_config", "seed")  # no part of the settings of a run
+# Flags by which the settings of two runs do not differ.
+IGNORED_FLAGS = ("out_dir", "cache_dir", "deepspeed_config", "seed")
 NEAR = 1.02  # ratio of tokens: steps are whole, so runs of one budget differ a little
 
 
@@ -154,8 +155,8 @@ def _of_finished(run: Run, evaluation: Mapping[str, Any]) -> Point | str:
         number(evaluation["val_loss"]),
         float(flops_per_token(shape)) if is_ours else None,
         tokens / epoch if epoch > 0 else math.nan,
-        {**_hashes(run.run_dir), **{name: getattr(config, name) for name in ALIKE}},
-        str([*((k, v) for k, v in flags.items() if k not in PLACES), deepspeed]),
+        {**_hashes(run.run_dir), **{name: getattr(config, name) for name in MUST_MATCH}},
+        str([*((k, v) for k, v in flags.items() if k not in IGNORED_FLAGS), deepspeed]),
     )
 
 

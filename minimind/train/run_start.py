@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -29,10 +28,9 @@ from minimind.data.shards.manifest import how_skipped
 from minimind.data.tokenizer.lossless import loss_lines
 from minimind.engine.optimizers import iteration_dtype, mup_line
 from minimind.recovery.token_balance import (
-    ConversationBalance,
-    StagedBalance,
-    TokenBalance,
     conversation_balance,
+    sentence,
+    staged_balance,
     token_balance,
 )
 from minimind.report.formats import count
@@ -58,7 +56,6 @@ DEFAULT_KEYS = {
 UNINFORMATIVE = ("train_batch_size", "timers.throughput.synchronized")
 SHARDING = ("world_size", "zero_stage")
 FIRST_OF_ONE_CYCLE = 2000  # steps; DeepSpeed's default
-Balance = TokenBalance | ConversationBalance | StagedBalance
 
 
 def log_run_start(context: RunContext, resumed: Resumed, notes: Sequence[str]) -> None:
@@ -72,7 +69,7 @@ def log_run_start(context: RunContext, resumed: Resumed, notes: Sequence[str]) -
     capacity = context.saver.require_capacity(total) if step < total else "no step is left"
     facts = log_start_event(context, resumed)
     balance = balance_of(context)
-    logger.event("token_balance", step=step, **asdict(balance))
+    logger.event("token_balance", step=step, **balance)
     _log_changes(context, resumed, layout(run, context.engine))
     initial = plan.initial
     own = (plan.model.start_summary_line(), initial.line(), initial.template_line)
@@ -80,7 +77,7 @@ def log_run_start(context: RunContext, resumed: Resumed, notes: Sequence[str]) -
     if (traced := traced_steps(run)) and traced[1] <= step:
         notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {step}")
     notes += cadence_warnings(run, context.schedule, plan.resolved.config, step)
-    logger.print(first_screen(facts, plan.resolved, f"{balance}", capacity, notes))
+    logger.print(first_screen(facts, plan.resolved, sentence(balance), capacity, notes))
 
 
 def log_start_event(context: RunContext, resumed: Resumed) -> dict[str, Any]:
@@ -341,16 +338,14 @@ def data_notes(context: RunContext) -> list[str]:
     return notes
 
 
-def balance_of(context: RunContext) -> Balance:
+def balance_of(context: RunContext) -> dict[str, Any]:
     """Where the tokens of the text go."""
     prepared, row_tokens = context.prepared, context.run.max_seq_len + 1
     train = prepared.train
     if isinstance(train, ConversationShards):
         return conversation_balance(prepared, train, row_tokens)
     if table := _stages_read(context):
-        trained = sum(stage["tokens"] for stage in table)
-        held_out = len(prepared.val)
-        return StagedBalance(len(train) + held_out, held_out, trained, tuple(table))
+        return staged_balance(prepared, table)
     return token_balance(prepared, context.batches.order, row_tokens)
 
 

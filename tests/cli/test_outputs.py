@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,7 +122,7 @@ def test_every_command_with_an_output_is_in_a_table():
     listed = {name for name in with_output(build_parser())} - shown
     assert {name for name in listed if not any(c.startswith(f"{name} ") for c in commands)} == set()
     assert {c for c in commands if not any(c.startswith(f"{name} ") for name in listed)} == set()
-    assert {name for name in TAKE_RUN_FLAGS if name not in listed} - {"plan"} == runs
+    assert {name for name in TAKE_RUN_FLAGS if name not in listed} - {"plan", "coord_check"} == runs
 
 
 @pytest.mark.sample(30)
@@ -142,8 +141,8 @@ def test_a_folder_that_holds_something_else_is_left_alone(
         assert content(tmp_path) == before
 
 
-def as_an_earlier_version(folder: Path) -> None:
-    """Take away what exports of earlier versions lack: marks in the tensors, and the card."""
+def as_of_others(folder: Path) -> None:
+    """Take away the marks in the tensors, and the card."""
     for path in folder.glob("*.safetensors"):
         whole = path.read_bytes()
         end = 8 + int.from_bytes(whole[:8], "little")
@@ -156,42 +155,6 @@ def as_an_earlier_version(folder: Path) -> None:
 
 
 EXPORTERS = ("export, llama", "export, minimind", "consolidate")
-
-
-@pytest.mark.parametrize("writer", EXPORTERS)
-def test_force_replaces_exports_of_versions_before_the_mark(
-    writer: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    command, force = FOLDERS[writer]
-    out = tmp_path / "out"
-    assert main(words(place, command, out)) == 0
-    as_written = content(out)
-    as_an_earlier_version(out)
-    assert content(out) != as_written
-    assert main(words(place, f"{command} {force}", out)) == 0
-    assert content(out) == as_written
-
-
-@pytest.mark.parametrize("is_marked", [True, False])
-def test_force_replaces_exports_whose_modules_have_other_names(
-    is_marked: bool, place: Path, tmp_path: Path
-):
-    command, force = FOLDERS["export, minimind"]
-    out = tmp_path / "out"
-    assert main(words(place, command, out)) == 0
-    as_written = content(out)
-    if not is_marked:
-        as_an_earlier_version(out)
-    path = out / "decoder.py"
-    (module, *_) = re.findall(r"^from \.(\w+) import ", path.read_text(), re.MULTILINE)
-    for one in out.glob("*.py"):
-        one.write_text(one.read_text().replace(f"from .{module} import ", "from .blocks import "))
-    (out / f"{module}.py").rename(out / "blocks.py")
-    with open(out / "blocks.py", "a") as file:
-        file.write("\ndef late():\n    from .caches import cached\n    return cached\n")
-    (out / "caches.py").write_text("from .blocks import Block\n\ncached = Block\n")
-    assert main(words(place, f"{command} {force}", out)) == 0
-    assert content(out) == as_written
 
 
 @pytest.mark.parametrize(
@@ -221,14 +184,14 @@ def test_force_replaces_no_code_of_others(
     "theirs", ["config.json", "generation_config.json", "README.md", "model.safetensors"]
 )
 @pytest.mark.parametrize("writer", EXPORTERS)
-def test_force_does_not_take_a_model_of_others_for_an_earlier_export(
+def test_force_replaces_no_model_of_others(
     writer: str, theirs: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     command, force = FOLDERS[writer]
     out = tmp_path / "out"
     assert main(words(place, command, out)) == 0
     card = (out / "README.md").read_bytes() if (out / "README.md").exists() else b""
-    as_an_earlier_version(out)
+    as_of_others(out)
     path = out / theirs
     if theirs.endswith(".json"):
         values = json.loads(path.read_bytes()) if path.exists() else {}
@@ -438,12 +401,6 @@ def test_what_is_left_of_a_run_is_a_runs(left: tuple[str, ...], place: Path, tmp
         copy = shutil.copytree if (run / name).is_dir() else shutil.copy
         copy(run / name, tmp_path / name)
     (tmp_path / "rejected.jsonl").touch()
-    require_writable(tmp_path)
-
-
-def test_a_run_of_an_earlier_version_is_a_runs(tmp_path: Path):
-    head = "# The flags of this run; --config reads them back. Behind each: where it came from."
-    lay(tmp_path, {"config.yaml": f"{head}\nmax_steps: 1\n", "tokenizer/tokenizer.model": ""})
     require_writable(tmp_path)
 
 

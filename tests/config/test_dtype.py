@@ -6,7 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
 from minimind.runtime.device import CUDA, KINDS, Host
 from minimind.train.agreement import with_common_dtype
+from minimind.train.start import Plan
 
 ON, OFF, AUTO = ({"enabled": value} for value in (True, False, "auto"))
 BOTH = {"bf16": AUTO, "fp16": AUTO}
@@ -148,14 +149,20 @@ RANKS = {
 }
 
 
+def plan_of(run: RunConfig, launch: Launch) -> Plan:
+    setup, unread = read_setup(run, launch), cast(Any, None)
+    return Plan(setup, setup.resolve(), unread, unread, None, None, None)
+
+
 @pytest.mark.parametrize(("here", "chosen"), RANKS.values(), ids=RANKS)
 def test_ranks_of_different_devices_train_in_float32(here, chosen):
     store: Any = HashStore()
     store.set_timeout(timedelta(seconds=30))
 
     def common(rank: int) -> RunConfig:
-        run = with_dtype(parse_flags([]), "cpu", here[rank] == "bfloat16")
-        return with_common_dtype(store, run, Launch(rank, len(here)))
+        run = parse_flags("--device cpu --deepspeed_config none".split())
+        run = with_dtype(run, "cpu", here[rank] == "bfloat16")
+        return with_common_dtype(store, plan_of(run, Launch(rank, len(here)))).run
 
     with ThreadPoolExecutor(len(here)) as pool:
         runs = [*pool.map(common, range(len(here)))]
@@ -170,7 +177,9 @@ def test_ranks_of_which_one_names_the_dtype_keep_what_they_have():
     """The comparison of flags, which follows, names the difference."""
     store: Any = HashStore()
     store.set_timeout(timedelta(seconds=30))
-    given = [parse_flags(["--dtype", dtype]) for dtype in ("bfloat16", "float32")]
+    words = "--device cpu --deepspeed_config none --dtype"
+    given = [parse_flags([*words.split(), dtype]) for dtype in ("bfloat16", "float32")]
     with ThreadPoolExecutor(2) as pool:
-        runs = [*pool.map(lambda n: with_common_dtype(store, given[n], Launch(n, 2)), range(2))]
-    assert runs == given
+        plans = [plan_of(run, Launch(n, 2)) for n, run in enumerate(given)]
+        found = [*pool.map(lambda plan: with_common_dtype(store, plan), plans)]
+    assert found == plans

@@ -8,26 +8,29 @@ from typing import Any
 
 import pytest
 
-from minimind.recovery.corruption import Fault, Finding, Holding, Replay, faults
+from minimind.recovery.corruption import Fault, RankCheck, RankState, Replay, faults
 
 GOOD = Replay(rows=5, loss=2.5, norms=[1.0, 0.5], sums=[1, 2, 3])
 BAD = replace(GOOD, loss=2.75, sums=[9, 2, 3])
 KEYS = [("a", 0, 4), ("a", 4, 4)]
 
 
-def ranks(n: int) -> tuple[list[Holding], list[Finding]]:
+def ranks(n: int) -> tuple[list[RankState], list[RankCheck]]:
     """Of `n` ranks that agree; the first ones hold a slice of the masters each."""
     holdings = [
-        Holding(
+        RankState(
             f"host{n}", "cpu", {"fp32|b": 7, "exp_avg|b": 8}, {key: 1 for key in KEYS[n : n + 1]}
         )
         for n in range(n)
     ]
-    return holdings, [Finding([], (GOOD, GOOD), GOOD) for _ in range(n)]
+    return holdings, [RankCheck([], (GOOD, GOOD), GOOD) for _ in range(n)]
 
 
 def found(
-    holdings: list[Holding], findings: list[Finding], is_exact: bool = True, dtype: str = "float32"
+    holdings: list[RankState],
+    findings: list[RankCheck],
+    is_exact: bool = True,
+    dtype: str = "float32",
 ) -> list[Any]:
     """Kind, ranks and is_either of each fault."""
     every = faults(holdings, findings, dtype, is_exact)
@@ -46,7 +49,7 @@ def test_the_minority_is_named_and_without_one_both_are():
     assert found(holdings, findings) == [("state", [1], False)]
     assert found(holdings[:2], findings[:2]) == [("state", [0, 1], True)]
     (fault,) = faults(holdings, findings, "float32", True)
-    assert fault.text == "holds another fp32 of b than the other ranks"
+    assert fault.text == "holds a different fp32 of b from the other ranks"
 
 
 def test_state_is_compared_on_the_same_hardware_only():
@@ -90,7 +93,7 @@ def test_a_rank_that_computes_another_value_the_second_time_is_named(n: int):
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a_rank_that_always_computes_wrongly_is_between_two_differences(n: int, bad: int):
     holdings, findings = ranks(n)
-    findings[bad] = Finding([], (BAD, BAD), BAD)  # its own rows, and those of the rank before
+    findings[bad] = RankCheck([], (BAD, BAD), BAD)  # its own rows, and those of the rank before
     assert found(holdings, findings) == [("computation", [bad], False)]
 
 
@@ -106,7 +109,7 @@ def test_of_a_single_difference_either_rank_may_be_wrong(n: int):
 
 def test_every_difference_is_reported():
     holdings, findings = ranks(8)
-    findings[3] = Finding([], (BAD, BAD), BAD)
+    findings[3] = RankCheck([], (BAD, BAD), BAD)
     findings[6] = replace(findings[6], own=(BAD, BAD))
     assert found(holdings, findings) == [("computation", [3], False), ("computation", [6, 7], True)]
 
@@ -114,13 +117,13 @@ def test_every_difference_is_reported():
 def test_of_two_ranks_that_compute_different_values_either_may_be_wrong():
     for own in ((BAD, BAD), (GOOD, GOOD)):
         holdings, findings = ranks(2)
-        findings[1] = Finding([], own, BAD)
+        findings[1] = RankCheck([], own, BAD)
         assert found(holdings, findings) == [("computation", [0, 1], True)]
 
 
 def test_wrong_weights_explain_another_loss():
     holdings, findings = ranks(3)
-    findings[1] = Finding([KEYS[0]], (BAD, BAD), BAD)
+    findings[1] = RankCheck([KEYS[0]], (BAD, BAD), BAD)
     assert found(holdings, findings) == [("weights", [1], False)]
 
 

@@ -1,4 +1,4 @@
-"""A document that makes the loss spike is named with file and line."""
+"""The row of a document that makes the loss spike is named."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import minimind.train as training
+from minimind.cli.main import main
 from minimind.engine.engine import Engine
 from minimind.errors import NumericError
-from minimind.recovery import spikes as spike_guard
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -31,13 +31,9 @@ def spikes_of(out_dir: Path) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["event"].startswith("spike")]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("is_far", [False, True])
-def test_a_planted_document_is_named_unless_it_is_far_into_its_file(
-    is_far: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_row_of_a_planted_document_is_named(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    if is_far:
-        monkeypatch.setattr(spike_guard, "MOST_BYTES", 1000)
     lines = corpus.read_text().splitlines(keepends=True)
     text = tmp_path / "planted.jsonl"
     odd = "".join(random.Random(0).choices("^~|{}@&%$#", k=1200))
@@ -46,15 +42,19 @@ def test_a_planted_document_is_named_unless_it_is_far_into_its_file(
     assert train({**FLAGS, **places}, out_dir=str(tmp_path / "out")) == 0
     spikes = spikes_of(tmp_path / "out")
     highest = max(spikes, key=lambda event: event["loss"] / event["loss_limit"])
-    assert highest["row_loss"] == highest["rows"][0]["loss"] > highest["row_limit"]
-    found = [(one["file"], one["line"]) for one in highest["rows"][0]["documents"]]
-    assert ((str(text), 201) in found) == (not is_far)
-    assert found[0] == (None, None) or not is_far
+    (row, *_) = highest["rows"]
+    assert highest["row_loss"] == row["loss"] > highest["row_limit"]
+    assert f" in row {row['row']}; `minimind data at` shows it" in capsys.readouterr().out
+    words = ["data", "at", str(tmp_path / "out"), "--step", str(highest["step"]), "--json"]
+    assert main(words) == 0
+    shown = json.loads(capsys.readouterr().out)["rows"]
+    (found,) = (one for one in shown if one["row"] == row["row"])
+    assert 201 in [part["line"] for part in found["parts"]]
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ["weights", "norm", "not finite"])
-def test_no_document_is_named_where_usual_rows_have_such_losses(
+def test_no_row_is_named_where_usual_rows_have_such_losses(
     case: str,
     corpus: Path,
     tmp_path: Path,
@@ -86,5 +86,5 @@ def test_no_document_is_named_where_usual_rows_have_such_losses(
     assert at + (case != "norm") in [event["step"] for event in spikes]
     assert all(event["rows"] == [] for event in spikes)
     out = capsys.readouterr().out
-    assert out.count("no document stands out") == len(spikes)
+    assert out.count("no row stands out") == len(spikes)
     assert str(corpus) not in out.split("start ")[1]

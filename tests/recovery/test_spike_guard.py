@@ -239,12 +239,13 @@ def test_a_checkpoint_before_the_spikes_is_kept(
 
 
 def test_the_rows_of_two_rollbacks_that_end_at_the_same_step_are_both_kept(tmp_path: Path):
-    guard: Any = SimpleNamespace(prepared=SimpleNamespace(manifest={"fingerprint": "f"}))
+    prepared = SimpleNamespace(manifest={"fingerprint": "f"})
     ranks = SimpleNamespace(rank=0, from_rank_0=lambda value: value)
     run, saver = SimpleNamespace(out_dir=str(tmp_path)), SimpleNamespace(ranks=ranks)
-    context: Any = SimpleNamespace(run=run, saver=saver, batches=SimpleNamespace(row_tokens=33))
+    batches = SimpleNamespace(row_tokens=33)
+    context: Any = SimpleNamespace(run=run, saver=saver, batches=batches, prepared=prepared)
     several = [np.arange(8), np.arange(8, 16), np.arange(8)]  # the last one is a repetition
-    paths = [write_rows(context, guard, rows, 48) for rows in several]
+    paths = [write_rows(context, rows, 48) for rows in several]
     assert [path.name for path in paths[:2]] == ["rolled_back-48.txt", "rolled_back-48-2.txt"]
     assert paths[2] == paths[0]
     assert [path.read_text() for path in paths] == [

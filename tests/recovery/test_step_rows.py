@@ -316,11 +316,13 @@ def test_steps_that_are_not_trained_or_not_known_are_refused(recorded: Recorded,
     ended = {"event": "exit", "step": 125, "time": 1.0, "code": "PREEMPTED"}
     log = read_run(copied(tmp_path / "b", [first, *rest[:120], ended]))
     assert log.at(125) == log.stretches[0]
-    old = {key: value for key, value in first.items() if key not in ("order", "data")}
-    log = read_run(copied(tmp_path / "c", [old, *rest]))
+    log = read_run(copied(tmp_path / "c", rest))  # the first line is lost
     assert log.at(260).parallel.world_size == 2
-    with pytest.raises(UsageError, match=r"step 250 of .* earlier version"):
+    with pytest.raises(UsageError, match=r"step 250: .* has steps 251 to"):
         log.at(250)
+    other = {key: value for key, value in first.items() if key != "order"}
+    with pytest.raises(UsageError, match=r"a run_start .*order.*; restore the file"):
+        read_run(copied(tmp_path / "d", [other, *rest]))
 
 
 def test_each_text_of_a_run_is_searched(

@@ -15,7 +15,7 @@ from minimind.config.parse import parse_flags
 from minimind.data.prepare.prepared import Prepared, open_prepared
 from minimind.data.rows.order import Mixture, Order
 from minimind.recovery.step_rows import documents_of, read_run, rows_at
-from minimind.recovery.token_balance import ConversationBalance, token_balance
+from minimind.recovery.token_balance import sentence, token_balance
 from minimind.train.what_next import what_next
 from tests.conftest import sentences
 
@@ -52,19 +52,21 @@ def test_every_token_is_counted_where_it_goes(
         in_rows[start : start + row_tokens] = True
     found = token_balance(prepared, order, row_tokens)
     assert times.max() == 1
-    assert found.trained == times.sum()
-    assert found.first_of_row == order.steps_per_epoch * rows_per_step
-    assert found.left_out == 4 * row_tokens
-    assert found.tail_of_epoch + found.left_out == (in_rows & (times == 0)).sum()
-    assert found.tail_of_source == (~in_rows).sum() > 0
-    assert found.held_out == len(prepared.val)
-    used = found.held_out + found.trained + found.tail_of_epoch + found.tail_of_source
+    assert found["trained"] == times.sum()
+    assert found["first_of_row"] == order.steps_per_epoch * rows_per_step
+    assert found["left_out"] == 4 * row_tokens
+    assert found["tail_of_epoch"] + found["left_out"] == (in_rows & (times == 0)).sum()
+    assert found["tail_of_source"] == (~in_rows).sum() > 0
+    assert found["held_out"] == len(prepared.val)
+    used = found["held_out"] + found["trained"] + found["tail_of_epoch"] + found["tail_of_source"]
     assert (
-        used + found.left_out
-        == found.text
+        used + found["left_out"]
+        == found["text"]
         == sum(sum(s["tokens"].values()) for s in prepared.manifest["sources"])
     )
-    assert str(found).startswith(f"{found.text:,} of the text = {found.held_out:,} held out + ")
+    assert sentence(found).startswith(
+        f"{found['text']:,} of the text = {found['held_out']:,} held out + "
+    )
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (5, 1, 1), (0.2, 7, 1), (1, 30, 60)])
@@ -80,32 +82,34 @@ def test_a_weighted_mixture_adds_up_by_source(
     places = np.arange(mixture.n_rows)
     rows = mixture.rows_at(places, 3, np.zeros_like(places))
     ends = np.cumsum(mixture.sizes)
-    for number, one in enumerate(found.sources):
+    for number, one in enumerate(found["sources"]):
         own = rows[np.searchsorted(ends, rows, side="right") == number]
-        assert one.epoch == len(own) * row_tokens
-        assert one.read == len(set(own.tolist())) * row_tokens
-        assert one.text == prepared.manifest["sources"][number]["tokens"]["train"]
-        assert one.text == one.read + one.not_read + one.left_out + one.tail
-        assert one.name in str(found)
-    assert sum(one.epoch for one in found.sources) == found.trained + found.tail_of_epoch
-    assert found.text == found.held_out + sum(one.text for one in found.sources)
-    assert sum(one.left_out for one in found.sources) == found.left_out
-    assert sum(one.tail for one in found.sources) == found.tail_of_source
-    text, epoch = str(found).split("; an epoch by weight: ")
+        assert one["epoch"] == len(own) * row_tokens
+        assert one["read"] == len(set(own.tolist())) * row_tokens
+        assert one["text"] == prepared.manifest["sources"][number]["tokens"]["train"]
+        assert one["text"] == one["read"] + one["not_read"] + one["left_out"] + one["tail"]
+        assert one["name"] in sentence(found)
+    assert (
+        sum(one["epoch"] for one in found["sources"]) == found["trained"] + found["tail_of_epoch"]
+    )
+    assert found["text"] == found["held_out"] + sum(one["text"] for one in found["sources"])
+    assert sum(one["left_out"] for one in found["sources"]) == found["left_out"]
+    assert sum(one["tail"] for one in found["sources"]) == found["tail_of_source"]
+    text, epoch = sentence(found).split("; an epoch by weight: ")
     sums = [text.split(" of the text = "), *(part.split(" = ") for part in [epoch])]
     for sides in sums:
         totals = {
             sum(int(item.split(" ")[0].replace(",", "")) for item in side.split(" + "))
             for side in sides
         }
-        assert len(totals) == 1, str(found)
+        assert len(totals) == 1, sentence(found)
 
 
 def test_the_conversations_of_each_part_are_counted():
     counts = {"text": 9_700, "held_out": 500, "held_out_cut": 0, "held_out_dropped": 0}
     counts |= {"in_rows": 9_000, "targets": 4_000, "cut_off": 200, "conversations": 95}
     counts |= {"held_out_conversations": 5, "cut": 2, "dropped": 1, "padding": 1_000}
-    assert str(ConversationBalance(**counts)) == (
+    assert sentence(counts) == (
         "9,700 of 100 conversations = 500 of 5 held out + 9,000 of 94 in rows + 200 of"
         " 2 cut at the end of a turn and 1 dropped, as nothing to train on ends within a row;"
         " 4,000 are targets; 10% of the rows is padding"

@@ -8,15 +8,12 @@ import io
 import json
 import lzma
 import pickle
-import sqlite3
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pytest
 import torch
@@ -77,12 +74,6 @@ def _arrow(new: Any) -> bytes:
     return _into(write)
 
 
-def _sqlite() -> bytes:
-    with sqlite3.connect(":memory:") as database:
-        database.execute("CREATE TABLE a (b)")
-        return database.serialize()
-
-
 # By what messages call it.
 CONTENTS: dict[str, list[bytes]] = {
     "a Git LFS pointer": [f"version https://git-lfs.github.com/spec/v1\n{OID}".encode()],
@@ -119,17 +110,11 @@ CONTENTS: dict[str, list[bytes]] = {
     ],
     "bzip2": [bz2.compress(LINES), bz2.compress(b"")],
     "xz": [lzma.compress(LINES)],
-    "LZ4": [b"\x04\x22\x4d\x18\x64\x40\xa7"],
-    "a zlib stream": [zlib.compress(LINES, level) for level in (0, 1, 6, 9)],
     "a zip archive": [_zip("a.jsonl")],
-    "a 7z archive": [b"7z\xbc\xaf\x27\x1c\0\x04"],
     "a tar archive": [_tar()],
     "a file of torch.save": [_torch(legacy=False)],
     "Parquet": [_into(lambda to: parquet.write_table(TABLE, to))],
     "Arrow": [_arrow(pyarrow.ipc.new_file), _arrow(pyarrow.ipc.new_stream)],
-    "a database of SQLite": [_sqlite()],
-    "HDF5": [b"\x89HDF\r\n\x1a\n\0"],
-    "an array of NumPy": [_into(lambda to: np.save(to, np.zeros(3)))],
     "a PDF": [b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n"],
     "GGUF": [b"GGUF\3\0\0\0" + b"\0" * 40],
     "safetensors": [save({"a": torch.zeros(2)})],
@@ -198,12 +183,6 @@ PAIRS = [
     and not (reader == "a.txt" and kind in TEXTS)
     and not ("json" in reader and reader[:2] != "a." and kind == LIST)  # JSON, and no object
 ]
-
-
-def test_the_table_is_large():
-    assert len(CONTENTS) >= 25
-    assert len(READERS) >= 12
-    assert len(PAIRS) >= 320
 
 
 @pytest.mark.parametrize(("kind", "reader"), PAIRS)

@@ -206,22 +206,6 @@ class HuggingFaceTokenizer:
         with self._answering("on the text", text):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Ids of each text; they do not depend on the number of threads.
-
-        With threads > 1 the library uses RAYON_NUM_THREADS threads, by default all cores.
-        """
-        if threads == 1:
-            return [self.encode(text) for text in texts]
-        try:
-            with self._answering("on one of many texts"):
-                encodings = self._tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
-        except (DataError, TypeError):
-            for text in texts:  # find the one that has the error
-                self.encode(text)
-            raise
-        return [encoding.ids for encoding in encodings]
-
     def encode_arrays(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
         """Ids of each text as int32, one text at a time: the library's encodings are large."""
         return [np.array(self.encode(text), dtype=np.int32) for text in texts]

@@ -17,7 +17,7 @@ from minimind.data.prepare.encode import split_of
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.text.inputs import Source
-from minimind.recovery.token_balance import conversation_balance
+from minimind.recovery.token_balance import conversation_balance, sentence
 from tests.data.chat.test_malformed import OPTIONS
 
 ROW_TOKENS = 60
@@ -57,14 +57,14 @@ def test_long_conversations_of_both_splits_are_counted(
     prepared = prepare_for_run(PrepareRequest((source,), str(folder), 0, options), tmp_path)
     assert isinstance(prepared.train, ConversationShards)
     found = conversation_balance(prepared, prepared.train, ROW_TOKENS)
-    assert {"cut": found.cut, "dropped": found.dropped} == expected["train"]
-    held_out = {"cut": found.held_out_cut, "dropped": found.held_out_dropped}
+    assert {"cut": found["cut"], "dropped": found["dropped"]} == expected["train"]
+    held_out = {"cut": found["held_out_cut"], "dropped": found["held_out_dropped"]}
     assert held_out == expected["val"]
-    assert found.dropped > 10
-    assert found.held_out_dropped > 2
-    assert (found.cut > 10) == (found.held_out_cut > 2) == (train_on == "assistant")
-    assert found.text == found.held_out + found.in_rows + found.cut_off
-    of_val = str(found).partition(" held out (of them ")[2].partition(")")[0]
-    for counts, said in ((found.held_out_dropped, of_val), (found.dropped, str(found))):
+    assert found["dropped"] > 10
+    assert found["held_out_dropped"] > 2
+    assert (found["cut"] > 10) == (found["held_out_cut"] > 2) == (train_on == "assistant")
+    assert found["text"] == found["held_out"] + found["in_rows"] + found["cut_off"]
+    of_val = sentence(found).partition(" held out (of them ")[2].partition(")")[0]
+    for counts, said in ((found["held_out_dropped"], of_val), (found["dropped"], sentence(found))):
         assert f"{counts} dropped, as nothing to train on ends within a row" in said
-    assert (f"{found.held_out_cut} cut at the end" in of_val) == (train_on == "assistant")
+    assert (f"{found['held_out_cut']} cut at the end" in of_val) == (train_on == "assistant")

@@ -35,7 +35,6 @@ def test_one_that_fails_on_a_text(tmp_path, name, threads):
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     said = re.escape(f"{tokenizer.path}: the tokenizer fails on the text 'aaaaaaaaaa")
     for fails in (
-        lambda: tokenizer.encode_batch(["", TEXT], threads),
         lambda: tokenizer.encode_arrays(["", TEXT], threads),
         lambda: tokenizer.encode_written(TEXT),
     ):

@@ -51,8 +51,8 @@ def test_a_byte_level_tokenizer_loses_nothing_and_takes_no_text_for_a_special_to
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     sizes = tokenizer.piece_bytes()
     texts = [*AWKWARD, END, f"a{END}b<pad>", *prose(2, 10), *verse(2, 10), *fuzz(4, 500)]
-    for text, ids in zip(texts, tokenizer.encode_batch(texts, threads=2), strict=True):
-        assert ids == tokenizer.encode(text)
+    for text in texts:
+        ids = tokenizer.encode(text)
         assert ids == tokenizer.encode_arrays([text], 1)[0].tolist()
         assert tokenizer.decode(ids) == text
         assert sizes[ids].sum() == len(text.encode())
@@ -87,7 +87,6 @@ def test_truncation_padding_and_dropout_of_the_file_are_left_out(tmp_path):
     text = prose(2, 1)[0]
     assert len({tuple(tokenizer.encode(text)) for _ in range(10)}) == 1
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode_batch(["a", text], 2) == [tokenizer.encode("a"), tokenizer.encode(text)]
 
 
 def test_a_saved_one_is_the_same_and_takes_the_place_of_another_kind(directory, tmp_path):
@@ -135,7 +134,7 @@ def test_text_is_prepared_with_it(directory, tmp_path):
 def test_half_a_character_is_reported(directory):
     for threads in (1, 2):
         with pytest.raises(DataError, match="surrogate"):
-            load_tokenizer(directory).encode_batch(["fine", "a\ud83d"], threads)
+            load_tokenizer(directory).encode_arrays(["fine", "a\ud83d"], threads)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def tokenizer(request, tmp_path_factory):
 @pytest.fixture
 def small_chunks(monkeypatch):
     def cut(limit):
-        monkeypatch.setattr(text_encoder, "CHUNK_CHARACTERS", limit)
+        monkeypatch.setattr(text_encoder, "LONGEST_WHOLE", limit)
         cut_small = functools.partial(chunks, aim=limit, limit=4 * limit)
         monkeypatch.setattr(text_encoder, "chunks", cut_small)
 
@@ -48,9 +48,10 @@ def test_ids_of_chunks_are_those_of_the_whole(tokenizer, small_chunks, limit):
     draw = random.Random(limit)
     mixed = [*prose(2, 20), *verse(2, 20), *AWKWARD, *fuzz(limit, 200)]
     texts = ["".join(draw.choices(mixed, k=50)) for _ in range(10)] + mixed
-    whole = tokenizer.encode_batch(texts, threads=1)
+    whole = list(map(tokenizer.encode, texts))
     small_chunks(limit)
-    assert tokenizer.encode_batch(texts, threads=2) == whole
+    found = tokenizer.encode_arrays(texts, threads=2)
+    assert [ids.tolist() for ids in found] == whole
 
 
 def test_a_cut_is_never_within_what_a_piece_joins():
@@ -81,9 +82,7 @@ def test_a_text_without_a_place_to_cut_still_comes_back(tmp_path, small_chunks):
 
 MEASURED = """
 import resource, sys
-from minimind.data.tokenizer import sentencepiece as text_encoder
 from minimind.data.tokenizer.sentencepiece import Tokenizer
-text_encoder.MAX_CHARACTERS_PER_SPACE = int(sys.argv[3])
 tokenizer = Tokenizer(sys.argv[1])
 text = "the rain in spain " * (int(sys.argv[2]) // 18)
 tokenizer.encode("warm")
@@ -93,11 +92,10 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / len
 """
 
 
-@pytest.mark.parametrize("spaced", [0, 12], ids=["merged", "looked up"])
-def test_memory_per_character_of_a_long_text_is_a_fraction_of_what_merging_needs(tmp_path, spaced):
+def test_memory_per_character_of_a_long_text_is_a_fraction_of_what_merging_needs(tmp_path):
     train_tokenizer(["the rain in spain " * 20], 512, tmp_path / "t.model")
     size = str(6 * 2**20)
-    command = [sys.executable, "-c", MEASURED, str(tmp_path / "t.model"), size, str(spaced)]
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "t.model"), size]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     per_character, count = map(float, done.stdout.split())
     assert count > 0
