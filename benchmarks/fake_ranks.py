@@ -24,7 +24,8 @@ from torch.futures import Future
 from benchmarks.record import arguments, record
 from minimind.architecture.costs import bytes_sent, memory
 from minimind.architecture.plan import layout_of, shape_of
-from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
+from minimind.config.deepspeed.document import read_deepspeed_json
+from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.flags import SHAPE
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG

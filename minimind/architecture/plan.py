@@ -24,9 +24,10 @@ from minimind.architecture.costs import (
     own_part,
 )
 from minimind.architecture.shape import Shape, flops_per_token, shape_of, with_special_tokens
-from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
+from minimind.config.deepspeed.document import offloads, read_deepspeed_json
+from minimind.config.deepspeed.keys import Facts
+from minimind.config.deepspeed.resolve import auto_values, require_none, resolve
 from minimind.config.deepspeed.rules import plain_faults
-from minimind.config.deepspeed.values import Facts, auto_values, offloads
 from minimind.config.flags import ALONE, AUTO, FLAGS
 from minimind.config.names import unknown_flag
 from minimind.config.optimizers import OPTIMIZERS
@@ -107,8 +108,8 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
         document = read_deepspeed_json(path)
         resolved = resolve(document, path, run, machine.gpus, device)
         run, config, optimizer = resolved.run, resolved.config, resolved.optimizer
-    elif faults := plain_faults(run):
-        raise fault_error(faults)
+    else:
+        require_none(plain_faults(run))
     batch = ""
     if names := flags_with_rules(run, optimizer):
         run, batch = _with_rules(run, names, optimizer, machine, device, text)
@@ -367,7 +368,7 @@ def _advice(
         disk.resolve(Path(path))
     )
     is_replaceable = path == "none" or shipped in (*FILES.values(), "torch_adamw")
-    may_be_plain = is_replaceable and not plain_faults(run) and (gpus == 1 or path == "none")
+    may_be_plain = is_replaceable and not [*plain_faults(run)] and (gpus == 1 or path == "none")
     best = recommend(shape, here, memory, may_be_plain)
     if shipped and not is_replaceable:  # its stage serves, if it does
         best = largest_step(shape, here, memory) or best

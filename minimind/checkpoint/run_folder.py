@@ -192,7 +192,7 @@ def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
     flags, sources = recorded_flags(resolved.run), resolved.run.sources
     # Flags that DeepSpeed's scheduler or the optimizer ignores are refused, so they are left out.
     left_out = {*START_FLAGS, *resolved.run.unread_flags}
-    left_out |= {name for _, _, name in ignored_flags(resolved.config)}
+    left_out |= {name for _, name in ignored_flags(resolved.config)}
     if resolved.run.hugging_face is not None:  # decided by its config.json
         left_out |= {*SHAPE} - {"max_seq_len", "vocab_size"}
     left_out |= {name for name, source in sources.items() if source == BY_TASK}

@@ -118,6 +118,9 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     uses_deepspeed = environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") if uses_deepspeed else "none"
     zero = _read_settings(environ, YAML_FIELDS) if uses_deepspeed else {}
+    stage, field = zero.get("zero_optimization.stage", (0, ""))
+    if stage not in (0, 1, 2, 3):
+        raise UsageError(f"{source}: {field} is {stage}; write 0, 1, 2 or 3")
     flags = _read_settings(environ, YAML_FLAGS)
     # run_accelerate.sh's, with the field that says so: ACCELERATE_USE_CPU switches DeepSpeed off.
     if by := environ.get("MINIMIND_CPU_BY"):

@@ -1,7 +1,7 @@
 """Parse the command line, --config files and model presets into a `RunConfig`.
 
 Precedence: a flag on the command line > `--config FILE.yaml` > the model preset > the default.
-Values of the Accelerate and DeepSpeed files override only the default (deepspeed/values.py).
+Values of the Accelerate and DeepSpeed files override only the default (deepspeed/adopt.py).
 Imports only the standard library and PyYAML, so errors appear before torch is imported.
 """
 

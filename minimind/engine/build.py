@@ -8,7 +8,6 @@ under DeepSpeed and are not used.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -24,11 +23,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
-from minimind.config.deepspeed import rules as rules
 from minimind.config.deepspeed.backend_choice import unbuildable_optimizer
+from minimind.config.deepspeed.document import offloads
+from minimind.config.deepspeed.keys import BATCH, optimizer_name
 from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.config.deepspeed.schema import MODELS, format_model_fault, optimizer_name
-from minimind.config.deepspeed.values import BATCH, leaves, offloads
+from minimind.config.deepspeed.rules import tracker_refusal
 from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
 from minimind.config.optimizers import ADAM_TYPES
 from minimind.engine.engine import Engine
@@ -41,6 +40,7 @@ from minimind.runtime.device import CUDA, HOST, set_numerics
 from minimind.runtime.environment import allow_connections
 from minimind.runtime.secret_keys import without_secret, without_those_of
 from minimind.runtime.terminal import first_lines, phase
+from minimind.runtime.urls import masked_values
 
 if TYPE_CHECKING:
     from minimind.engine.deepspeed_backend import DeepSpeedBackend
@@ -49,6 +49,20 @@ if TYPE_CHECKING:
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
 # Parameters of an Adam block that DeepSpeed removes before it calls the class.
 NOT_PASSED = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+CORRECT = "correct or remove the key there"
+MODELS = {  # DeepSpeed's models of sections
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedBF16Config": "bf16",
+    "DeepSpeedFP16Config": "fp16",
+    "TPTrainingConfig": "tensor_parallel",
+    "CompileConfig": "compile",
+    "CommsLoggerConfig": "comms_logger",
+    "TensorBoardConfig": "tensorboard",
+    "WandbConfig": "wandb",
+    "CSVConfig": "csv_monitor",
+    "CometConfig": "comet",
+    "DeepSpeedThroughputTimerConfig": "timers.throughput",
+}
 PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
@@ -151,15 +165,15 @@ def _refusals(resolved: ResolvedConfig) -> Iterator[None]:
         yield
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
         message = without_those_of(first_lines(error, None), resolved.config)
-        remedy = rules.remedy_for(resolved.config, message)
-        raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {message}; {remedy}") from error
+        refusal = f"DeepSpeed refuses it: {message}; {CORRECT}"
+        raise UsageError(f"{resolved.path}: {refusal}") from error
     except OSError as error:
         if error.filename is None:
             raise
         problem = f"{error.filename}: {error.strerror}"
         raise StorageError(f"{resolved.path}: DeepSpeed cannot use {problem}; change it") from error
     except Exception as error:  # a tracker raises its own types; others are raised again
-        if not (message := rules.tracker_refusal(error)):
+        if not (message := tracker_refusal(error)):
             raise
         message = without_those_of(message, resolved.config)
         raise UsageError(f"{resolved.path}: {message}") from error
@@ -259,72 +273,55 @@ def leave_process_group() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[str]:
-    """Errors of DeepSpeed's pydantic models for the sections of a resolved configuration."""
-    from pydantic import ValidationError
-
-    configure_libraries(device)
-    faults = []
-    for section, (module, name) in MODELS.items():
-        if section not in config:
-            continue
-        if not isinstance(config[section], Mapping):
-            faults.append(f"{path}: {section} is not an object; write {{...}}")
-            continue
-        try:
-            getattr(import_module(module), name)(**deepcopy(config[section]))
-        except ValidationError as error:
-            messages = [format_model_fault(section, fault) for fault in error.errors()]
-            faults += [f"{path}: {message}; change or remove it" for message in messages]
-        except AssertionError as error:  # an old and a new name together
-            remedy = rules.remedy_for({section: config[section]}, str(error))
-            faults.append(f"{path}: {section} is refused by DeepSpeed: {error}; {remedy}")
-    return faults
-
-
 def require_accepted(resolved: ResolvedConfig, device: str) -> None:
     """Raise UsageError if DeepSpeed's configuration, optimizer or scheduler refuses a value.
 
-    Starts and compiles nothing. The message names the key without which the configuration is
-    accepted.
+    Starts and compiles nothing.
     """
     if resolved.backend != "deepspeed":
         return
     configure_libraries(device)
     if fault := unbuildable_optimizer(resolved.config, device):
         raise UsageError(f"{resolved.path}: {fault}")
-    reason = _refusal(resolved.config)
-    if not reason:
-        return
-    refuses = f"{resolved.path}: DeepSpeed refuses"
-    items = leaves(resolved.config).items()
-    for key, value in sorted(items, key=lambda item: item[0] in rules.SELECTORS):
-        if not _refusal(rules.without(resolved.config, key)):
-            shown = json.dumps(without_secret(key, value))
-            raise UsageError(f"{refuses} {key} = {shown}: {reason}; remove {key}")
-    raise UsageError(f"{refuses} it: {reason}; {rules.remedy_for(resolved.config, reason)}")
+    if reason := _refusal(resolved.config):
+        raise UsageError(f"{resolved.path}: DeepSpeed refuses {reason}; {CORRECT}")
 
 
 def _refusal(config: Mapping[str, Any]) -> str:
-    """Return why `config`, its optimizer or its scheduler cannot be built; empty if they can.
+    """Return what of `config` cannot be built, and why; empty if all can.
 
     The global batch size is left out: it was checked before, and does not fit one process.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
 
+    part = "it"
     try:
         DeepSpeedConfig({key: deepcopy(value) for key, value in config.items() if key != BATCH})
-        block = config.get("optimizer", {})
+        part, block = "optimizer.params", config.get("optimizer", {})
         name, params = optimizer_name(block.get("type")), block.get("params", {})
         optimizer = trial_optimizer(name, params)
         if name in ADAM_TYPES and params.get("torch_adam") is not True:
             factory = DeepSpeedCPUAdam if offloads(config, "optimizer") else FusedAdam
             signature(factory).bind([], **{k: v for k, v in params.items() if k not in NOT_PASSED})
         if "scheduler" in config:
+            part = "scheduler.params"
             factory = getattr(lr_schedules, config["scheduler"]["type"])
             factory(optimizer, **config["scheduler"].get("params", {}))
+    except ValidationError as error:
+        return format_model_fault(MODELS.get(error.title, error.title), error.errors()[0])
     except Exception as error:  # its parsers raise many types
-        return without_those_of(first_lines(error, None), config)
+        return f"{part}: {without_those_of(first_lines(error, None), config)}"
     return ""
+
+
+def format_model_fault(section: str, fault: Any) -> str:
+    """Format an error of a model of DeepSpeed as `SECTION.KEY is VALUE: reason`."""
+    key = ".".join(map(str, (section, *fault["loc"])))
+    if fault["type"] == "extra_forbidden":
+        return f"{key} is no key of DeepSpeed's"
+    shown = masked_values(without_secret(key, fault["input"]))
+    value = f" is {shown!r}" if fault["loc"] else ""
+    return f"{key}{value}: {fault['msg']}"

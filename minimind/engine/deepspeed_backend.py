@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from minimind.config.deepspeed.keys import BATCH
 from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.config.deepspeed.values import BATCH
 from minimind.engine.adapters import require_tested_deepspeed, tensor_split, zero_state
 from minimind.engine.clocks import CommunicationClock
 from minimind.engine.flat_partitions import CHECKED, FlatPartitions, reason_against

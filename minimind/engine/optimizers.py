@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr
 
-from minimind.config.deepspeed.schema import ANY_CASE
+from minimind.config.deepspeed.keys import IN_TORCH
 from minimind.config.optimizers import ADAM_TYPES, NEWTON_SCHULZ, OPTIMIZERS, STACKS
 from minimind.config.run_config import RunConfig
 from minimind.engine.state import Fragment, ZeroState
@@ -486,7 +486,7 @@ def trial_optimizer(name: str | None, params: Mapping[str, Any]) -> torch.optim.
         options.pop("fp32_optimizer_states", None)
         optimizer_class: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
     else:
-        is_torch = name is not None and name not in ANY_CASE
+        is_torch = name in IN_TORCH
         optimizer_class = getattr(torch.optim, name or "", None)
     weights = [torch.zeros((2, 2), requires_grad=True), torch.zeros(2, requires_grad=True)]
     groups = [{"params": [weight]} for weight in weights]

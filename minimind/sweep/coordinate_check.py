@@ -107,7 +107,7 @@ def _run_of(words: Sequence[str]) -> RunConfig:
             " drop it"
         )
     defaults = {k: v for k, v in DEFAULTS.items() if run.sources[k] in ("default", AUTO)}
-    faults = unread_flag_faults(run)
+    faults = [fault.sentence for fault in unread_flag_faults(run)]
     faults += [
         f"{name} = {getattr(run, name)} ({run.sources[name]}) is {value} in a coordinate check;"
         " drop it"

@@ -16,7 +16,7 @@ import torch
 
 from minimind.checkpoint.identity import versions
 from minimind.config.deepspeed.backend_choice import Setup
-from minimind.config.deepspeed.values import leaves
+from minimind.config.deepspeed.document import leaves
 from minimind.config.flags import AUTO, FLAGS, RULED
 from minimind.config.launcher_env import set_rendezvous_defaults
 from minimind.config.run_config import PACKAGE, RunConfig

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
-from minimind.config.deepspeed.resolve import read_deepspeed_json
+from minimind.config.deepspeed.document import read_deepspeed_json
 from minimind.config.flags import DEFAULT_DATA
 from minimind.config.names import no_such_file
 from minimind.config.parse import config_file

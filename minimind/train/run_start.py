@@ -15,9 +15,9 @@ from minimind.architecture.select import scaling_text
 from minimind.checkpoint.identity import hardware, layout, source_commit, versions
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.run_folder import recorded_flags
+from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags
-from minimind.config.deepspeed.values import leaves
 from minimind.config.flags import AUTO, FLAGS, RULED, is_auto
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
@@ -183,8 +183,7 @@ def flag_rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
     """
     run, values = resolved.run, recorded_flags(resolved.run)
     replaced = {
-        name: f"by the {block} of {resolved.path}"
-        for block, _, name in ignored_flags(resolved.config)
+        name: f"by the scheduler of {resolved.path}" for _, name in ignored_flags(resolved.config)
     }
     by_start = {name: RULED[name] for name in run.open_flags}
     if run.has_open_accumulation:

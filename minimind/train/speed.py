@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minimind.architecture.select import Architecture
-from minimind.config.deepspeed.values import leaves
+from minimind.config.deepspeed.document import leaves
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.rows.order import Order

@@ -6,7 +6,6 @@ import os
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from minimind.architecture.select import Architecture
@@ -23,7 +22,7 @@ from minimind.config.run_record import require_rules
 from minimind.config.schedule import Schedule, budget_steps
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order
-from minimind.engine.build import require_accepted, section_faults
+from minimind.engine.build import require_accepted
 from minimind.errors import UsageError
 from minimind.runtime.environment import environment_kept
 from minimind.train.auto_values import numbers_to_resume, with_auto_values
@@ -106,7 +105,7 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         run = resumed.with_dtype(run)
     setup = read_setup(run, launch)
     run = setup.run
-    resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
+    resolved = setup.resolve()
     require_accepted(resolved, setup.device)
     require_outputs(resolved)
     read_sample_prompts(run)

@@ -26,7 +26,8 @@ from minimind.architecture.plan import (
 )
 from minimind.architecture.shape import flops_per_token
 from minimind.cli.main import main
-from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
+from minimind.config.deepspeed.document import read_deepspeed_json
+from minimind.config.deepspeed.resolve import resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import deepspeed_files
 from minimind.data.tokenizer.add_special import with_special_tokens

@@ -10,7 +10,7 @@ import pytest
 
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
-from minimind.config.deepspeed.resolve import read_deepspeed_json
+from minimind.config.deepspeed.document import read_deepspeed_json
 from minimind.config.parse import load_preset
 from minimind.config.yaml_files import load_yaml_texts
 from minimind.data.prepare.chat_tokenizer import read_template

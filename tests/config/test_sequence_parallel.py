@@ -10,7 +10,8 @@ from minimind.architecture.costs import activation_bytes, exchanged_bytes
 from minimind.architecture.plan import layout_of
 from minimind.architecture.shape import shape_of
 from minimind.config.checks import check
-from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
+from minimind.config.deepspeed.document import read_deepspeed_json
+from minimind.config.deepspeed.resolve import resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.deepspeed_backend import configuration

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
-from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
-from minimind.config.deepspeed.values import put
+from minimind.config.deepspeed.document import put, read_deepspeed_json
+from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.data.rows.order import Order

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
+from minimind.config.deepspeed.document import read_deepspeed_json
+from minimind.config.deepspeed.resolve import resolve
 from minimind.config.parse import parse_flags
 from minimind.errors import UsageError
 from tests.conftest import PACE, ROOT, SHAPE, Launcher, Run

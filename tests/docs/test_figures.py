@@ -17,7 +17,8 @@ from minimind import errors
 from minimind.architecture.costs import Layout, memory
 from minimind.architecture.plan import Machine, plan
 from minimind.architecture.shape import shape_of
-from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
+from minimind.config.deepspeed.document import read_deepspeed_json
+from minimind.config.deepspeed.resolve import resolve
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import deepspeed_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minimind.config.deepspeed.schema import OPTIMIZER_PARAMS
+from minimind.config.deepspeed.keys import OPTIMIZER_PARAMS
 from minimind.config.flags import FLAGS
 from minimind.config.optimizers import OPTIMIZERS
 from tests.engine.test_muon import backend_of, gradient_step

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +19,12 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 
 from minimind.config.deepspeed import backend_choice
 from minimind.config.deepspeed.backend_choice import read_setup
+from minimind.config.deepspeed.document import AUTO, leaves
+from minimind.config.deepspeed.key_checks import normalize_config
 from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.config.deepspeed.values import AUTO, leaves, normalize_config
 from minimind.config.launcher_env import Launch, read_launch
 from minimind.config.parse import parse_flags
-from minimind.engine.build import section_faults
+from minimind.engine.build import require_accepted
 from minimind.errors import UsageError
 from minimind.launch import plan
 
@@ -154,7 +154,7 @@ def fsdp(processes: int | None, version: int | None = None, **beside: Any) -> Se
 ADAM = {"optimizer.type": "AdamW", "optimizer.params.lr": 5e-4}
 NO_FP16 = "fp16.enabled) needs a GPU; use bfloat16 or float32 here"
 NO_FSDP = "distributed_type is FSDP; write one of DEEPSPEED, MULTI_GPU, MULTI_CPU, NO"
-COMPILED = 'compile.backend is "inductor", which has no effect here; use --compile on'
+COMPILED = 'compile.backend is "inductor", and --compile on is the switch; remove it'
 
 
 def runs(stage: int | None = None, processes: int = 0, /, **values: Any) -> dict[str, Any]:
@@ -246,7 +246,7 @@ JSONS = [
             **{**BF16, **zero(3), STEPS: 1, **auto(TOTAL, MICRO)},
             "seq_parallel_communication_data_type": "bf16",
         },
-        'seq_parallel_communication_data_type is "bf16", which has no effect here; no sequence',
+        'seq_parallel_communication_data_type is "bf16", and no sequence',
     ),
     *(
         File(ACCELERATE, f"{TEMPLATES}{name}_config.json", settings, runs(**expected), NO_FP16)
@@ -345,7 +345,7 @@ JSONS = [
                     **{"_comment": "which models it takes", **FACTORY_EITHER},
                     **{**zero(2, **FACTORY_2), "tensor_parallel": {"autotp_size": 2}},
                 },
-                "round_robin_gradients is not supported with tensor_parallel = 2",
+                "round_robin_gradients is true, which is not supported with tensor_parallel = 2",
             ),
             ("z2", {**FACTORY_EITHER, **zero(2, **FACTORY_2)}, runs(2)),
             (
@@ -710,14 +710,16 @@ def named(files: list[File]) -> Any:
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backend_choice, "parent_command", lambda: ["bash"])
-    for name in ("DS_ACCELERATOR", "ACCELERATE_TORCH_DEVICE"):  # section_faults sets both
+    for name in ("DS_ACCELERATOR", "ACCELERATE_TORCH_DEVICE"):  # require_accepted sets both
         monkeypatch.setenv(name, "cpu")
 
 
 def resolved(launch: Launch, device: str) -> ResolvedConfig:
     """What a start without other flags resolves to; a dry run takes cuda where no GPU is."""
     setup = read_setup(parse_flags(["--device", device, "--dry_run"]), launch)
-    return setup.resolve(sections=partial(section_faults, device="cpu"))
+    found = setup.resolve()
+    require_accepted(found, "cpu")
+    return found
 
 
 def require(found: ResolvedConfig, processes: int, expected: Mapping[str, Any]) -> None:

@@ -17,7 +17,8 @@ import pytest
 from minimind.architecture import costs
 from minimind.architecture.plan import GIB, layout_of
 from minimind.architecture.shape import shape_of
-from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
+from minimind.config.deepspeed.document import read_deepspeed_json
+from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.parse import parse_flags
 from minimind.runtime.hardware import GPU
 from minimind.train.failures import remedy

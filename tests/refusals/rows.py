@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from minimind.config.deepspeed.values import put
+from minimind.config.deepspeed.document import put
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 
 FOLDER = Path(__file__).parent

@@ -19,8 +19,9 @@ import torch
 
 from minimind.cli import main as commands
 from minimind.config.command_line import all_parsers
-from minimind.config.parse import build_parser
-from minimind.engine.build import MODELS, section_faults
+from minimind.config.deepspeed.resolve import resolve
+from minimind.config.parse import build_parser, parse_flags
+from minimind.engine.build import require_accepted
 from minimind.launch import train_pretrain
 from minimind.runtime.exit import Ending
 from tests.refusals.rows import STATUSES, Row, all_rows, command_line, write_files
@@ -76,7 +77,7 @@ def imported() -> None:
     """DeepSpeed, whose import alone is full of warnings."""
     with warnings.catch_warnings(), mock.patch.dict(os.environ):
         warnings.simplefilter("ignore")
-        assert section_faults({name: {} for name in MODELS}, "ds.json", "cpu") == []
+        require_accepted(resolve({}, "ds.json", parse_flags([]), 1, "cpu"), "cpu")
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import torch
 
 import minimind.train as training
 from minimind.config.deepspeed.backend_choice import read_setup
-from minimind.config.deepspeed.resolve import ResolvedConfig, leaves
+from minimind.config.deepspeed.document import leaves
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.flags import FLAGS
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags

@@ -17,13 +17,12 @@ from minimind.checkpoint.identity import facts
 from minimind.checkpoint.run_folder import write_reference
 from minimind.cli.main import main
 from minimind.config.arguments import template_variables
+from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
-from minimind.config.deepspeed.schema import format_model_fault
-from minimind.config.deepspeed.values import leaves
 from minimind.config.launcher_env import configure_libraries
 from minimind.config.parse import build_config, parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.engine.build import section_faults
+from minimind.engine.build import format_model_fault, require_accepted
 from minimind.engine.deepspeed_backend import configuration
 from minimind.errors import RunError, UsageError
 from minimind.report.history import read_configuration
@@ -105,14 +104,18 @@ def test_no_message_about_a_wrong_place_has_the_value(
     path = tmp_path / "flags.yaml"
     path.write_text(yaml.safe_dump({name: CANARY}))
     document = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
-    run, sections = parse_flags(["--device", "cpu"]), partial(section_faults, device="cpu")
+    run = parse_flags(["--device", "cpu"])
+
+    def start(more: dict[str, Any]) -> None:
+        require_accepted(resolve(document | more, "ds.json", run, 1, "cpu"), "cpu")
+
     attempts = [
         lambda: parse_flags(["--config", str(path)]),
         lambda: parse_flags([f"--{name}", CANARY]),
         lambda: parse_flags([f"--{name}={CANARY}"]),
         lambda: build_config({name: CANARY}, "train()"),
         *(
-            partial(resolve, document | more, "ds.json", run, 1, "cpu", sections=sections)
+            partial(start, more)
             for more in (
                 {name: CANARY},
                 {"comet": {name: {"a": CANARY}}},

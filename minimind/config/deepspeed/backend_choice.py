@@ -18,24 +18,24 @@ from typing import Any
 import torch
 
 from minimind.config.checks import given
-from minimind.config.deepspeed.resolve import ResolvedConfig, Sections, read_deepspeed_json, resolve
+from minimind.config.deepspeed.adopt import adopt_launch, is_shipped
+from minimind.config.deepspeed.document import AUTO, get, offloads, put, read_deepspeed_json
+from minimind.config.deepspeed.keys import DEEPSPEED_ADAM, optimizer_name
+from minimind.config.deepspeed.resolve import ResolvedConfig, collected, require_none, resolve
 from minimind.config.deepspeed.rules import (
-    is_shipped,
     keys_without_effect,
     plain_faults,
     precision_faults,
-    replaced_block,
     with_optimizer_defaults,
 )
-from minimind.config.deepspeed.schema import optimizer_name
-from minimind.config.deepspeed.values import AUTO, DEEPSPEED_ADAM, apply_launch, get, offloads, put
 from minimind.config.flags import ALONE
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
+from minimind.config.optimizers import FLAG_OF_TYPE
 from minimind.config.rules import with_dtype
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.config.run_record import config_notice
 from minimind.config.schedule import Schedule
-from minimind.errors import UsageError, fault_error
+from minimind.errors import UsageError
 from minimind.runtime import disk
 from minimind.runtime.device import CUDA, HOST, Accelerator, accelerator, device_kind
 from minimind.runtime.environment import GPU_VARIABLES, visible_gpu_names
@@ -48,21 +48,18 @@ from minimind.runtime.hardware import (
 from minimind.runtime.installed import LAUNCH
 
 WITHOUT_ADAM = 'write "torch_adam": true in optimizer.params: torch\'s needs no compiler'
-KINDS = {"Adam": "adam", "AdamW": "adam", "Lion": "lion", "Lamb": "lamb"}
-OPS = ("fused_adam", "cpu_adam", "fused_lion", "cpu_lion", "fused_lamb", "cpu_adagrad")
-CPU_OPS = ("fused_adam", "cpu_adam", "cpu_lion", "cpu_adagrad")  # those it has for CPU runs
+KINDS = {"Adam": "adam", "AdamW": "adam", "Lion": "lion"}
+OPS = ("fused_adam", "cpu_adam", "fused_lion", "cpu_lion")
+CPU_OPS = ("fused_adam", "cpu_adam", "cpu_lion")  # those it has for CPU runs
 
 
 def required_op(config: Mapping[str, Any]) -> str:
     """Return the op that the optimizer of a resolved configuration loads; empty if none."""
     block = config.get("optimizer", {})
-    name, on_host = optimizer_name(block.get("type")), offloads(config, "optimizer")
-    if name == "Adagrad" and on_host:
-        return "cpu_adagrad"
-    kind = KINDS.get(name or "")
+    kind = KINDS.get(optimizer_name(block.get("type")) or "")
     if kind is None or (kind == "adam" and block.get("params", {}).get("torch_adam") is True):
         return ""
-    return f"{'cpu' if on_host and kind != 'lamb' else 'fused'}_{kind}"
+    return f"{'cpu' if offloads(config, 'optimizer') else 'fused'}_{kind}"
 
 
 def op_fault(op: str, device: str) -> str:
@@ -172,41 +169,31 @@ class Setup:
     document: Mapping[str, Any]
     path: str
 
-    def resolve(
-        self, schedule: Schedule | None = None, sections: Sections = lambda config, path: []
-    ) -> ResolvedConfig:
+    def resolve(self, schedule: Schedule | None = None) -> ResolvedConfig:
         """Resolve flags, files and launcher; raise a UsageError that lists all faults."""
-        world_size, run = self.launch.world_size, self.run
         if self.backend == "deepspeed":
-            resolved = self._resolve_document(self.document, schedule, sections)
-            return with_choices(self._without_op(resolved, schedule, sections), self.device)
-        faults: list[str] = []
-        run = apply_launch(run, self.launch, faults)
-        faults += precision_faults(run, self.device) + plain_faults(run)
-        if faults:
-            raise fault_error(faults)
-        run.micro_batch_rows(world_size)  # raises if the batch does not divide evenly
+            return with_choices(self._with_available_adam(schedule), self.device)
+        run, faults = collected(adopt_launch(self.run, self.launch))
+        require_none([*faults, *precision_faults(run, self.device), *plain_faults(run)])
+        run.micro_batch_rows(self.launch.world_size)  # raises if the batch does not divide evenly
         return with_choices(ResolvedConfig(run, self.backend), self.device)
 
-    def _resolve_document(
-        self, document: Mapping[str, Any], schedule: Schedule | None, sections: Sections
-    ) -> ResolvedConfig:
-        place = (document, self.path, self.run, self.launch.world_size, self.device)
-        return resolve(*place, schedule, self.launch, sections)
-
-    def _without_op(
-        self, resolved: ResolvedConfig, schedule: Schedule | None, sections: Sections
-    ) -> ResolvedConfig:
+    def _with_available_adam(self, schedule: Schedule | None) -> ResolvedConfig:
         """Resolve with torch's AdamW if "auto" selected DeepSpeed's, which cannot be compiled."""
-        names, fault = replaceable_params(resolved.config, resolved.sources, self.device)
+
+        def resolved(document: Mapping[str, Any]) -> ResolvedConfig:
+            size = self.launch.world_size
+            return resolve(document, self.path, self.run, size, self.device, schedule, self.launch)
+
+        selected = resolved(self.document)
+        names, fault = replaceable_params(selected.config, selected.sources, self.device)
         if not names:
-            return resolved
+            return selected
         document = deepcopy(dict(self.document))
         for name in names:
             document["optimizer"]["params"].pop(name)
-        replaced = self._resolve_document(document, schedule, sections)
-        sources = replaced.sources | {TORCH_ADAM: f"derived: {fault}"}
-        return replace(replaced, sources=sources)
+        replaced = resolved(document)
+        return replace(replaced, sources=replaced.sources | {TORCH_ADAM: f"derived: {fault}"})
 
 
 def read_setup(run: RunConfig, launch: Launch) -> Setup:
@@ -217,12 +204,12 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     not run.
     """
     launch = with_dropped_config(launch, run.deepspeed_config, parent_command())
-    faults: list[str] = []  # reported by resolve(), with those of the file
-    adopted = apply_launch(run, launch, faults)
+    adopted, faults = collected(adopt_launch(run, launch))
     try:
         device = choose_device(adopted, launch)
-    except UsageError as error:
-        raise fault_error(faults or [str(error)]) from error
+    except UsageError:
+        require_none(faults)  # else resolve() reports them, with those of the file
+        raise
     if adopted.dtype == AUTO:  # else the launcher has it; the file may replace it, too
         has_bf16 = is_of_another_host(adopted) or device_kind(device).has_bf16
         run = with_dtype(run, device, has_bf16)
@@ -376,7 +363,7 @@ def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
         config_notice(setup.run),
         dropped_config_notice(launch),
         without_deepspeed(setup),
-        replaced_block(setup.document, setup.path, resolved.run),
+        replaced_block(setup, resolved.run),
         idle_gpus(setup.device, launch),
         single_process_advice(resolved, launch.world_size),
         slow_bf16(resolved.run, setup.device),
@@ -395,7 +382,7 @@ def dry_run_notices(setup: Setup, resolved: ResolvedConfig) -> list[str]:
         config_notice(setup.run),
         dropped_config_notice(setup.launch),
         without_deepspeed(setup),
-        replaced_block(setup.document, setup.path, resolved.run),
+        replaced_block(setup, resolved.run),
         slow_bf16(resolved.run, setup.device),
         unused_fp16(setup, resolved),
         replaced_adam(resolved),
@@ -403,6 +390,15 @@ def dry_run_notices(setup: Setup, resolved: ResolvedConfig) -> list[str]:
         "" if setup.device != HOST.name or setup.run.is_explicit("device") else ELSEWHERE,
     )
     return [*filter(None, notices)]
+
+
+def replaced_block(setup: Setup, run: RunConfig) -> str:
+    """Notice that --optimizer replaces the block of a shipped file; else empty."""
+    written = optimizer_name(get(setup.document, "optimizer.type")) or ""
+    if FLAG_OF_TYPE.get(written, run.optimizer) == run.optimizer:
+        return ""
+    by = run.sources["optimizer"]
+    return f"optimizer {run.optimizer} by {by}, in place of {setup.path}'s {written}"
 
 
 def replaced_adam(resolved: ResolvedConfig) -> str:

@@ -1,49 +1,59 @@
 """Resolve a DeepSpeed JSON against a run: fill every "auto" and record the source of each value.
 
-Does not import deepspeed. Unknown keys, values that contradict an explicit flag and "auto" values
-that cannot be filled are faults; all faults are reported together.
+A value of the file overrides a default of the run, with the file as its source; one that
+contradicts an explicit flag is a fault that names both values and both remedies. Unknown keys and
+"auto" values that cannot be filled are faults too; all faults are reported together. Does not
+import deepspeed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from minimind.config.deepspeed import schema as deepspeed_schema
-from minimind.config.deepspeed.rules import adopt_optimizer, setting_faults
-from minimind.config.deepspeed.values import (
-    AUTO,
+from minimind.config.deepspeed.adopt import (
+    adopt_file,
+    adopt_launch,
+    adopt_optimizer,
+    adopt_zero_fields,
+)
+from minimind.config.deepspeed.document import AUTO, MISSING, get, leaves, put
+from minimind.config.deepspeed.key_checks import (
+    Fault,
+    is_one_of,
+    key_faults,
+    normalize_config,
+    without_effect,
+)
+from minimind.config.deepspeed.keys import (
+    ACCUMULATION,
     BATCH,
     DEEPSPEED_ADAM,
+    KEYS,
     MICRO_BATCH,
-    MISSING,
     UNCOUNTED,
     Facts,
-    apply_file,
-    apply_launch,
-    apply_yaml_fields,
-    auto_values,
-    get,
-    leaves,
-    normalize_config,
-    put,
-    required_keys,
+    Value,
+    optimizer_name,
 )
+from minimind.config.deepspeed.rules import setting_faults
 from minimind.config.launcher_env import Launch
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.run_config import RunConfig, deepspeed_files
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
-from minimind.runtime.durable_files import read_small_text
-from minimind.runtime.secret_keys import HIDDEN_VALUE, is_secret
 from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import masked_values
 
 # Not part of the identity: the first three are flags, the others select an implementation.
 NOT_IDENTITY = ("lr", "betas", "weight_decay", "torch_adam", "foreach", "fused", "capturable")
-Sections = Callable[[Mapping[str, Any], str], list[str]]
+# Objects that rules read; offload_* may be null.
+OBJECTS = ("bf16", "fp16", "zero_optimization", "optimizer", "optimizer.params", "scheduler")
+OBJECTS += ("scheduler.params", "zero_optimization.offload_optimizer")
+OBJECTS += ("zero_optimization.offload_param",)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class ResolvedConfig:
     def optimizer(self) -> str:
         """Name of the optimizer: from the file, else of --optimizer."""
         type_name = self.config.get("optimizer", {}).get("type")
-        return deepspeed_schema.optimizer_name(type_name) or OPTIMIZERS[self.run.optimizer].name
+        return optimizer_name(type_name) or OPTIMIZERS[self.run.optimizer].name
 
     @property
     def optimizer_params(self) -> dict[str, Any]:
@@ -96,60 +106,28 @@ class ResolvedConfig:
         return aligned(rows, indent="  ")
 
 
-def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[str, Any]:
-    """Load the object in `path`; raise UsageError, with line and column if malformed."""
-    try:
-        config = _parse(read_small_text(path).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}"))
-    except OSError as error:
-        raise UsageError(
-            f"{source} {path}: {error.strerror}; name a DeepSpeed JSON file, or"
-            f" {', '.join(deepspeed_files())}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise UsageError(
-            f"{path}:{error.lineno}:{error.colno}: {error.msg}; correct the JSON there"
-        ) from error
-    except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
-        raise UsageError(f"{path}: {error}; correct the JSON") from error
-    except KeyError as error:
-        raise UsageError(f"{path}: {error.args[0]} is written twice; remove one") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{path}: holds {type(config).__name__}, not a JSON object; write one")
-    return config
-
-
-def _parse(text: str) -> Any:
-    """Parse JSON, else the Hjson that DeepSpeed reads: comments, trailing commas, bare keys, ...
-
-    Raise JSONDecodeError for the first fault that is one in both.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
-    except json.JSONDecodeError as error:
-        if not text.strip():  # an empty object in Hjson
-            raise
-        import hjson
-
+def collected(layers: Generator[Fault, None, T]) -> tuple[T, list[Fault]]:
+    """Return what `layers` returns, and the faults that it yields."""
+    faults: list[Fault] = []
+    while True:
         try:
-            return hjson.loads(text, object_pairs_hook=_without_repeats)
-        except hjson.HjsonDecodeError as other:
-            in_both = "property name" not in error.msg and "trailing comma" not in error.msg
-            if error.pos >= len(text.rstrip()):  # cut off
-                raise error from None
-            if in_both and text[error.pos : error.pos + 1] not in ("/", "#", "'"):
-                raise error from None
-            raise json.JSONDecodeError(other.msg, text, other.pos) from None
+            faults.append(next(layers))
+        except StopIteration as end:
+            return end.value, faults
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in unique:  # json keeps the last one
-            raise KeyError(key)
-        unique[key] = value
-    return unique
+def require_none(faults: Iterable[Fault]) -> None:
+    """Raise a UsageError of all faults; a key is reported once, and what it holds with it."""
+    kept: list[Fault] = []
+    for fault in faults:
+        if not any(fault.key and _is_within(fault.key, other.key) for other in kept):
+            kept.append(fault)
+    if kept:
+        raise fault_error([fault.sentence for fault in kept])
+
+
+def _is_within(key: str, other: str) -> bool:
+    return bool(other) and f"{key}.".startswith(f"{other}.")
 
 
 def resolve(
@@ -160,84 +138,76 @@ def resolve(
     device: str,
     schedule: Schedule | None = None,
     launch: Launch | None = None,
-    sections: Sections = lambda config, path: [],
 ) -> ResolvedConfig:
     """Resolve `document` (read from `path`) against `run` for `world_size` processes on `device`.
 
-    Without `schedule`, numbers of the scheduler that follow from it are placeholders.
-    `sections` returns the faults that DeepSpeed's own models find in a filled config. Raise a
+    Without `schedule`, numbers of the scheduler that follow from it are placeholders. Raise a
     UsageError that lists all faults.
     """
     config = normalize_config(json.loads(json.dumps(document)))
-    for key in (BATCH, MICRO_BATCH, "gradient_accumulation_steps"):
+    for key in (BATCH, MICRO_BATCH, ACCUMULATION):
         if key in config and config[key] is None:  # DeepSpeed treats null as unset
             config[key] = AUTO
-    faults: list[str] = []
-    if launch:
-        run = apply_launch(run, launch, faults)
-    from_yaml = apply_yaml_fields(config, path, launch, faults) if launch else {}
-    faults += deepspeed_schema.faults(config, path)
-    faults += [
-        f'{path}: {key} is "{HIDDEN_VALUE}", as a run writes it in place of a secret; write the'
-        f" secret there, or remove the key and set what its library reads"
-        for key, value in leaves(config).items()
-        if value == HIDDEN_VALUE and is_secret(key)
-    ]
+    facts = Facts(config, run, world_size, device, schedule, path)
+    facts, faults = collected(_resolved(config, facts, launch or Launch()))
+    require_none(faults)
+    sources = {key: facts.sources[key] for key in leaves(config)}
+    return ResolvedConfig(facts.run, "deepspeed", config, sources, path)
+
+
+def _resolved(
+    config: dict[str, Any], facts: Facts, launch: Launch
+) -> Generator[Fault, None, Facts]:
+    """Fill `config`, which is that of `facts`; return what its values follow from.
+
+    After faults of types that rules read no further fault is looked for.
+    """
+    path, world_size = facts.path, facts.world_size
+    run = yield from adopt_launch(facts.run, launch)
+    from_launcher = yield from adopt_zero_fields(config, path, launch)
+    yield from key_faults(config, path)
     blocks = {key: get(config, key) for key in OBJECTS}
-    wrong_types = [
-        f"{path}: {key} is {json.dumps(value)}, not an object; write {{...}}"
-        for key, value in blocks.items()
-        if not (value is MISSING or isinstance(value, dict) or (value is None and "offload" in key))
-    ]
-    if wrong_types:  # the checks below read these objects
-        raise fault_error([*faults, *wrong_types])
-    run = apply_file(config, path, run, world_size, faults)
-    run = adopt_optimizer(config, path, run, faults)
+    if any(not isinstance(v, dict) for v in blocks.values() if v not in (MISSING, None)):
+        return facts
+    if any(value is None for key, value in blocks.items() if "offload" not in key):
+        return facts
+    run = yield from adopt_file(config, path, run, world_size)
+    run = yield from adopt_optimizer(config, path, run)
     try:
         run.micro_batch_rows(world_size)
     except UsageError as error:
-        raise fault_error([*faults, str(error)]) from error
-    sources = {key: path for key in leaves(config)} | from_yaml
-    facts = Facts(config, run, world_size, device, schedule, path, sources)
-    _fill(config, sources, facts)
-    faults += _unsupported_autos(config, path, faults)
-    faults += setting_faults(facts)
-    # Skip DeepSpeed's message for a key that already has a fault.
-    reported = [_key(fault, path) for fault in faults]
-    for fault in sections(config, path):
-        if not any(f"{key}.".startswith(f"{_key(fault, path)}.") for key in reported):
-            faults.append(fault)
-    if faults:
-        raise fault_error(faults)
-    return ResolvedConfig(run, "deepspeed", config, {k: sources[k] for k in leaves(config)}, path)
+        yield Fault("", str(error))
+        return facts
+    sources = {key: path for key in leaves(config)} | from_launcher
+    facts = replace(facts, run=run, sources=sources)
+    sources |= _fill(config, facts)
+    for key, value in leaves(config).items():
+        if value == AUTO:
+            yield Fault(key, f'{path}: "auto" is not supported for {key}; write a value there')
+    yield from without_effect(config, path)
+    if is_one_of(facts.stage, (0, 1, 2, 3)):
+        yield from setting_faults(facts)
+    return facts
 
 
-def _key(fault: str, path: str) -> str:
-    """Return the key path at the start of a fault."""
-    return fault.removeprefix(f"{path}: ").split(" ")[0].rstrip(":")
+def auto_values(facts: Facts) -> dict[str, Value]:
+    """Return value and source, by key path, of every key that this package can fill."""
+    values: dict[str, Value | None] = {}
+    for path, key in KEYS.items():
+        if key.fill:
+            values[path] = key.fill(facts)
+        elif key.flag:
+            values[path] = getattr(facts.run, key.flag), facts.by(key.flag)
+    return {path: value for path, value in values.items() if value is not None}
 
 
-OBJECTS = ("bf16", "fp16", "zero_optimization", "optimizer", "optimizer.params", "scheduler")
-OBJECTS += ("scheduler.params", "zero_optimization.offload_optimizer")
-OBJECTS += ("zero_optimization.offload_param",)
-
-
-def _fill(config: dict[str, Any], sources: dict[str, str], facts: Facts) -> None:
-    """Fill "auto" and missing required values in `config`, and record their sources."""
-    required = required_keys(facts)
+def _fill(config: dict[str, Any], facts: Facts) -> dict[str, str]:
+    """Fill "auto" and missing required values in `config`; return their sources."""
+    required = {path for path, key in KEYS.items() if key.needed(facts)}
+    sources = {}
     for key, (value, source) in auto_values(facts).items():
-        config_value = get(config, key)
-        if config_value == AUTO or (config_value is MISSING and key in required):
+        written = get(config, key)
+        if written == AUTO or (written is MISSING and key in required):
             put(config, key, value)
             sources[key] = source
-
-
-def _unsupported_autos(config: Mapping[str, Any], path: str, faults: list[str]) -> list[str]:
-    reported = tuple(f"{_key(fault, path)}." for fault in faults)
-    left = [key for key, value in leaves(config).items() if value == AUTO]
-    keys = [key for key in left if not f"{key}.".startswith(reported)]
-    return (
-        [f'{path}: "auto" is not supported for {", ".join(keys)}; write a value there']
-        if keys
-        else []
-    )
+    return sources

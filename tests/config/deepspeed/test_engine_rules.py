@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import minimind.train  # noqa: F401 (a module that is called)
+from minimind.config.deepspeed.document import put
 from minimind.config.deepspeed.resolve import resolve
-from minimind.config.deepspeed.rules import remedy_for, tensor_parallel_faults
-from minimind.config.deepspeed.values import Facts, put
+from minimind.config.deepspeed.rules import tensor_parallel_faults
 from minimind.config.parse import parse_flags
 from minimind.config.rules import with_dtype
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
@@ -83,13 +83,6 @@ def test_the_closest_right_one_is_taken(edits, device):
     assert resolved(edits, device).backend == "deepspeed"
 
 
-def test_the_remedy_names_the_key_that_is_mentioned_first():
-    config = {"bf16": {"bf16_optimizer_states": True, "enabled": True}}
-    report = "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."
-    assert remedy_for(config, report) == "change or remove bf16.bf16_optimizer_states"
-    assert remedy_for(config, "no") == "correct the file"
-
-
 # --- of a start ---------------------------------------------------------------------------------
 
 
@@ -141,30 +134,28 @@ def test_a_tracker_that_deepspeed_cannot_open_is_named(trained: Trained, tmp_pat
     assert "give --report_to wandb" in done.stderr.splitlines()[-1]
 
 
-def of_tensors(line: str, edits: dict[str, Any]) -> list[str]:
-    """Faults of a file with stage 2 and these edits."""
-    config: dict[str, Any] = {"zero_optimization": {"stage": 2}}
-    for key, value in edits.items():
-        put(config, key, value)
-    return tensor_parallel_faults(
-        Facts(config, parse_flags(line.split()), 2, "cpu", path="ds.json")
-    )
+def of_tensors(line: str) -> list[str]:
+    return [fault.sentence for fault in tensor_parallel_faults(parse_flags(line.split()))]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_tensor_parallelism_is_taken_at_stages_0_to_2(stage: int):
-    assert of_tensors("--dtype float32 --tensor_parallel 2", {f"{ZERO}stage": stage}) == []
+    line = "--dtype float32 --tensor_parallel 2"
+    found = resolve(
+        document({f"{ZERO}stage": stage}), "ds.json", parse_flags(line.split()), 2, "cpu"
+    )
+    assert found.zero_stage == stage
 
 
 def test_sizes_that_would_divide_the_shape_are_named():
-    fault, other = of_tensors("--dim 384 --n_heads 12 --n_kv_heads 4 --tensor_parallel 3", {})
+    fault, other = of_tensors("--dim 384 --n_heads 12 --n_kv_heads 4 --tensor_parallel 3")
     assert fault.endswith("with this shape 2, 4 would be possible")
     assert other.startswith("hidden_dim = 1024 (default for dim = 384) is not divisible by")
 
 
 def test_the_default_width_of_the_feed_forward_is_divided():
     assert feed_forward_width(576) == 1536
-    assert of_tensors("--dim 576 --n_heads 12 --n_kv_heads 6 --tensor_parallel 3", {}) == []
+    assert of_tensors("--dim 576 --n_heads 12 --n_kv_heads 6 --tensor_parallel 3") == []
 
 
 @pytest.mark.parametrize("dim", [1, 64, 100, 384, 512, 4096])

@@ -15,7 +15,8 @@ from minimind.config.deepspeed.backend_choice import (
     read_setup,
     with_choices,
 )
-from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
+from minimind.config.deepspeed.document import read_deepspeed_json
+from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import PRESETS, RECIPES, files_by_name, parse_flags
 from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG
@@ -219,7 +220,7 @@ def test_a_shipped_file_in_which_a_value_was_chosen_contradicts(
     """The folder of configuration files is one of the test's own, with the shipped names."""
     document = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
     place = tmp_path / "ds_config.json"
-    monkeypatch.setattr("minimind.config.deepspeed.rules.DEFAULT_DEEPSPEED_CONFIG", place)
+    monkeypatch.setattr("minimind.config.deepspeed.adopt.DEFAULT_DEEPSPEED_CONFIG", place)
     run = parse_flags(["--optimizer", "lion"])
     assert resolve(document, str(place), run, 2, "cpu").optimizer == "Lion"
     document["zero_optimization"]["stage"] = 3  # which is no choice of an optimizer

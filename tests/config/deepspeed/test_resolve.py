@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from minimind.checkpoint.run_folder import write_reference
-from minimind.config.deepspeed.resolve import AUTO, leaves, read_deepspeed_json, resolve
-from minimind.config.deepspeed.values import DEFAULTS
+from minimind.config.deepspeed.document import AUTO, leaves, read_deepspeed_json
+from minimind.config.deepspeed.keys import Facts
+from minimind.config.deepspeed.resolve import auto_values, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.rules import with_dtype
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT
@@ -16,6 +17,11 @@ from minimind.config.schedule import Schedule
 from minimind.errors import UsageError
 
 SHIPPED = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
+DEFAULTS = {  # of DeepSpeed's models
+    key: value
+    for key, (value, source) in auto_values(Facts({}, parse_flags([]), 1, "cpu")).items()
+    if source == "DeepSpeed's default" and not key.startswith("scheduler.")
+}
 
 
 def resolved(line: str = "", config=None, world_size: int = 2, device: str = "cpu"):
