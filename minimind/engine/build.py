@@ -297,6 +297,7 @@ def _refusal(config: Mapping[str, Any]) -> str:
     from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import ValidationError
 
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its import sets another level
     part = "it"
     try:
         DeepSpeedConfig({key: deepcopy(value) for key, value in config.items() if key != BATCH})

@@ -179,12 +179,14 @@ def settings_tables(resolved: ResolvedConfig) -> list[str]:
 def flag_rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
     """Name, value and source of every flag that has a value, or gets one by the start.
 
-    A flag that the file's scheduler replaces has no value.
+    A flag that the file's scheduler replaces has no value, nor --data_path with other text.
     """
     run, values = resolved.run, recorded_flags(resolved.run)
     replaced = {
         name: f"by the scheduler of {resolved.path}" for _, name in ignored_flags(resolved.config)
     }
+    if run.source or run.stages:
+        replaced["data_path"] = "by --source" if run.source else "by --stages"
     by_start = {name: RULED[name] for name in run.open_flags}
     if run.has_open_accumulation:
         by_start["accumulation_steps"] = by_start["batch_size"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from minimind.config.launcher_env import planned_launch, read_launch
 from minimind.config.parse import parse_flags
 from minimind.errors import DataError, UsageError
 from minimind.train.dry_run import dry_run_text
-from tests.conftest import sentences
+from tests.conftest import ROOT, sentences
 from tests.train.starts import planned
 
 
@@ -192,3 +194,30 @@ def test_a_scheduler_of_deepspeeds_has_no_invented_length(
     assert warmup.isdecimal() if has_text else warmup == "auto"
     warmup = warmup if has_text else f'"{warmup}"'
     assert found["scheduler.params.warmup_num_steps"] == warmup
+
+
+def test_a_trial_of_the_scheduler_prints_none_of_deepspeeds_warnings():
+    code = """
+from minimind.config.deepspeed.resolve import resolve
+from minimind.config.parse import parse_flags
+from minimind.engine.build import require_accepted
+
+document = {"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR", "params": {}}}
+require_accepted(resolve(document, "ds.json", parse_flags([]), 1, "cpu"), "cpu")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "get_lr" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--source", "--stages"])
+def test_text_of_another_flag_leaves_the_default_of_data_path_out(
+    folder: Path, tmp_path: Path, flag: str
+):
+    stages = tmp_path / "stages.yaml"
+    stages.write_text(f"sources: {{a: {folder}}}\nstages: [{{name: all, weights: {{a: 1}}}}]\n")
+    given = ["--source", f"a={folder}:1"] if flag == "--source" else ["--stages", str(stages)]
+    given += ["--deepspeed_config", "none", "--max_seq_len", "31", "--max_steps", "2"]
+    given += ["--cache_dir", str(tmp_path / "cache"), "--batch_size", "2"]
+    rows = dry_run_text(planned(parse_flags(given))).splitlines()
+    assert ["data_path", "-", "by", flag] in map(str.split, rows)
