@@ -89,10 +89,6 @@ def of_second(**changes: Any) -> list[dict[str, Any]]:
     return [TWO[0], {**TWO[1], **changes}]
 
 
-def of_first(**changes: Any) -> list[dict[str, Any]]:
-    return [{**TWO[0], **changes}, TWO[1]]
-
-
 def test_the_last_stage_may_say_that_it_ends_with_the_run(tmp_path: Path):
     without = steps_of(file_of(tmp_path))
     assert steps_of(file_of(tmp_path, of_second(until="100%"))) == without

@@ -15,7 +15,6 @@ from tests.data.quality.test_language import CHINESE, ENGLISH, FRENCH, MIXED, NU
 from tests.data.quality.test_rules import documents
 
 SKIP_GRAM = 2
-GO_TOGETHER = "--classifier FILE goes with one of --classifier_keep and --classifier_remove;"
 
 
 @pytest.fixture(scope="module")
