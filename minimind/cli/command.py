@@ -178,10 +178,13 @@ def _add_argument(parser: argparse.ArgumentParser, row: Argument) -> None:
 def _type_of(row: Argument) -> Any:
     if row.type not in NUMBERS:
         return {"Path": non_empty_path}.get(row.type, str)
-    is_least = row.ge is not None and row.le is None and row.lt is None
+    limits, has_end = row.limits, not row.le is row.lt is None
+    if row.type == "float" and not has_end:
+        limits = f"{limits} and finite" if limits else "finite"
+    is_least = row.type == "int" and row.ge is not None and not has_end
     fault = f"below {number(row.ge)}" if is_least else ""
 
     def is_valid(value: float) -> bool:
         return math.isfinite(value) and not row.unmet(value)
 
-    return Number(NUMBERS[row.type], row.limits or "finite", is_valid, fault)
+    return Number(NUMBERS[row.type], limits, is_valid, fault)
