@@ -34,7 +34,7 @@ MANY = (
     " --profile_interval 2 --log_interval 1 --eval_interval 2 --save_interval 2 --keep_last 3"
     " --no-async_save --no-use_flash_attn --gradient_checkpointing --val_fraction 0.02"
     " --max_document_bytes 1000000 --on_bad_data skip --num_workers 0 --dist_timeout 90"
-    " --max_skipped 3 --compile off --wandb_project some_project --no-tie_word_embeddings"
+    " --max_skipped 3 --compile off --report_to tensorboard --wandb_project some_project --no-tie_word_embeddings"
     " --wandb_run_name a_name_that_is_longer_than_the_forty_columns_of_a_value"
     " --deterministic --sample_interval 5 --max_minutes 90 --text_field content --eval_rows 32"
     f" --out_dir /{'long/' * 40}out --data_path {'text/' * 40}a.jsonl b.jsonl"
