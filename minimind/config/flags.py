@@ -207,7 +207,13 @@ class Optimizer:
     embedding, head and norms; an optimizer block in the DeepSpeed JSON takes its place"""
     learning_rate: float = flag(5e-4, gt=0.0, rule="by the parameters and tokens of the run")
     """peak learning rate"""
-    min_lr_ratio: float = flag(0.1, ge=0.0, le=1.0, takes_auto=True)
+    min_lr_ratio: float = flag(
+        0.1,
+        ge=0.0,
+        le=1.0,
+        takes_auto=True,
+        excludes={"schedule=constant": "a constant rate does not fall"},
+    )
     """final learning rate as a fraction of the peak"""
     warmup_steps: int | None = flag(None, ge=0, rule="by the steps of the run")
     """optimizer steps of linear warm-up"""
@@ -411,8 +417,8 @@ class Data:
     ('{title}\\n{text}')"""
     on_bad_data: str = flag("error", choices=("error", "skip"))
     """stop at a bad document (error), or skip and list it in rejected.jsonl"""
-    max_bad_fraction: float = flag(0.05, ge=0.0, lt=1.0)
-    """fraction of documents that may be bad with --on_bad_data skip"""
+    max_bad_fraction: float = flag(0.05, ge=0.0, lt=1.0, needs="on_bad_data=skip")
+    """fraction of documents that may be bad"""
     allow_lossy_tokenizer: bool = flag(False)
     """train although the tokenizer loses more than 0.1 % of the text"""
     doc_mask: bool = flag(False, built_in=True)
@@ -482,7 +488,7 @@ class Output:
     """optimizer steps between log lines"""
     profile: bool = flag(False)
     """print how each step's time is spent"""
-    profile_interval: int = flag(10, ge=1)
+    profile_interval: int = flag(10, ge=1, needs="profile")
     """optimizer steps between profile tables"""
     trace_steps: str | None = flag(None)
     """FIRST:LAST: steps, both included, of which every rank writes a Chrome trace to
@@ -493,9 +499,9 @@ class Output:
     report_to: str = flag("none")
     """trackers that receive all metrics, separated by commas: none, or wandb, tensorboard, aim,
     clearml, comet_ml, dvclive, mlflow, swanlab, trackio; a failing one never stops the run"""
-    wandb_project: str = flag("minimind")
+    wandb_project: str = flag("minimind", needs="report_to")
     """project name in the trackers"""
-    wandb_run_name: str | None = flag(None)
+    wandb_run_name: str | None = flag(None, needs="report_to")
     """run name in the trackers (default: the last folder of --out_dir)"""
     sample_interval: int = flag(0, ge=0)
     """optimizer steps between text samples; 0: none"""

@@ -78,7 +78,9 @@ def test_operators_of_a_step_have_kernels_for_apple_gpus(monkeypatch: pytest.Mon
     for flags, changes in CASES:
         model = MiniMindForCausalLM(MiniMindConfig(n_layers=1, **shape, **changes)).train()
         enable_checkpointing(model)
-        words = f"--data_path x --device cpu --compile off --max_seq_len 32 {flags}"
+        words = (
+            f"--data_path x --device cpu --dtype bfloat16 --compile off --max_seq_len 32 {flags}"
+        )
         try:
             engine = build_engine(
                 ResolvedConfig(parse_flags(words.split()), "single"), model, "cpu"

@@ -52,7 +52,14 @@ class StandIn(Site):
         for number, (name, flags) in enumerate(runs.items()):
             out = self.folder / f"{time.monotonic_ns()}-{number}"
             out.mkdir()
-            words = [*base.split(), "--device", device or self.device, *flags.split()]
+            words = [
+                "--dtype",
+                "bfloat16",
+                *base.split(),
+                "--device",
+                device or self.device,
+                *flags.split(),
+            ]
             answers[name] = self.answer(words, out)
         return answers
 

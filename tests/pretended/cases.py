@@ -48,7 +48,8 @@ from tools.runs import sentences
 train: Any = training  # a package that is called like a function
 GPU = torch.device("cuda", 0)
 LAYERS, MICRO_BATCHES, ROWS, LENGTH = 2, 2, 2, 128
-FLAGS = f"--data_path x --device cuda --compile off --accumulation_steps {MICRO_BATCHES}"
+FLAGS = "--data_path x --device cuda --dtype bfloat16 --compile off"
+FLAGS += f" --accumulation_steps {MICRO_BATCHES}"
 SHAPE = {"vocab_size": 96, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": LENGTH}
 
 

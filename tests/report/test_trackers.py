@@ -402,7 +402,7 @@ def test_samples_draw_on_random_numbers_of_their_own(trained: Trained):
     [
         ({"sample_prompts": "nowhere.txt"}, DataError, "--sample_prompts nowhere.txt: No such"),
         ({"sample_prompts": "LONG"}, UsageError, r"prompt 1 has \d+ tokens, and max_seq_len is 64"),
-        ({"sample_prompts": "LONG", "sample_interval": 0}, UsageError, "without --sample_interval"),
+        ({"sample_prompts": "LONG", "sample_interval": 0}, UsageError, "sample_interval = 0"),
     ],
 )
 def test_prompts_that_cannot_be_used_are_reported_before_training(

@@ -25,7 +25,7 @@ def test_a_step_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPat
     def wait() -> None:
         passed[0] += 0.5
 
-    kind = SimpleNamespace(synchronize=wait)
+    kind = SimpleNamespace(synchronize=wait, has_bf16=True)
     monkeypatch.setattr(step_time, "SECONDS", 1.0)
     monkeypatch.setattr(step_time, "device_kind", lambda name: kind)
     monkeypatch.setattr(step_time, "time", SimpleNamespace(perf_counter=lambda: passed[0]))

@@ -150,7 +150,7 @@ def test_wherever_it_happens(
 
 
 def advice(line: str, memory: float, world_size: int = 1, device: str = "cuda", **more: Any) -> str:
-    run = parse_flags(["--model", "104m", *line.split()])
+    run = parse_flags(["--model", "104m", "--dtype", "bfloat16", *line.split()])
     resolved = ResolvedConfig(run, "single", **more)
     return remedy(run, resolved, world_size, device, int(memory * GIB))
 
@@ -184,7 +184,7 @@ def test_a_gpu_run_without_host_memory_is_reported_so(monkeypatch: pytest.Monkey
     launch = SimpleNamespace(world_size=1, local_world_size=1)
     setup: Any = SimpleNamespace(device="cuda", launch=launch)
     monkeypatch.setattr(failures, "_capacity", lambda setup: 80 * GIB)
-    resolved = ResolvedConfig(parse_flags([]), "single")
+    resolved = ResolvedConfig(parse_flags(["--dtype", "bfloat16"]), "single")
     with pytest.raises(MemoryFull, match=r"^the host is out of memory, not the GPU; give --no-"):
         with failures.report_out_of_memory(setup, resolved):
             raise MemoryError

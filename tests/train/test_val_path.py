@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import lzma
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import datasets
 import pytest
 
 import minimind.train as training
-from minimind.cli.data import run_prepare
+from minimind.cli.command import command_of
 from minimind.cli.main import build_parser, main
 from minimind.config.parse import parse_flags
 from minimind.data.prepare.prepared import Prepared, open_prepared
@@ -49,7 +50,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepare(place: Path, out: str, *paths: str, **flags: Any) -> Prepared:
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     given = ["--tokenizer", f"{place}/learnt/tokenizer", "--out", f"{place}/{out}", *words]
-    assert run_prepare(build_parser().parse_args(["prepare", *paths, *given])) == 0
+    command = command_of(build_parser().parse_args(["prepare", *paths, *given]))
+    assert command
+    assert not command.execute()
     return open_prepared(place / out)
 
 
@@ -295,7 +298,9 @@ def test_a_run_says_what_is_left_out_and_takes_the_validation_part(
     assert "are read; left out: test and validation\n" in capsys.readouterr().err
 
 
-def test_what_does_not_go_with_val_path_is_refused_by_name(place: Path, tmp_path: Path):
+def test_what_does_not_go_with_val_path_is_refused_by_name(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     data = ["--data_path", f"{place}/a.jsonl", "--val_path", f"{place}/val.jsonl"]
     with pytest.raises(UsageError, match=r"val_path = .* and val_fraction = 0.1 .*; drop one"):
         parse_flags([*data, "--val_fraction", "0.1"])
@@ -308,10 +313,8 @@ def test_what_does_not_go_with_val_path_is_refused_by_name(place: Path, tmp_path
         (["--val_fraction", "0.1"], r"and --val_fraction 0.1 holds out a part of the text; drop"),
         ([f"--source=b={place}/a.jsonl"], r"is of no one of 2 sources; drop it, or prepare a"),
     ]:
-        with pytest.raises(UsageError, match=message):
-            run_prepare(
-                build_parser().parse_args(["prepare", *data, *words, "--out", f"{tmp_path}/no"])
-            )
+        assert main(["prepare", *data, *words, "--out", f"{tmp_path}/no"]) == 2
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_the_documents_of_every_form_are_found_at_their_places(
