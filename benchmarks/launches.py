@@ -4,7 +4,7 @@
         [--engines [--depths 26m 104m 0.4b] [--how eager compiled] [--processes 1 2]]
 
 Forward and backward pass in fp32, eager and compiled. On a GPU the host spends this time, and that
-of a CUDA launch, on every kernel (`minimind/architecture/costs.py`).
+of a CUDA launch, on every kernel; `minimind/architecture/costs.py` counts the kernels.
 
 --engines: what the host does in a step of each engine instead (`benchmarks/engine_launches.py`).
 """
