@@ -162,7 +162,7 @@ def test_without_nvcc_torchs_adamw_is_taken(host, capsys):
     host.has(H100, seen=1)
     facts, remarks = host.env(capsys)
     assert remarks == [
-        "missing: DeepSpeed's fused_adam, fused_lion, fused_lamb, since the CUDA compiler nvcc is"
+        "missing: DeepSpeed's fused_adam, fused_lion, since the CUDA compiler nvcc is"
         ' not installed; AdamW then is torch\'s fused one ("torch_adam": "auto"), other optimizers'
         " of DeepSpeed are refused"
     ]
@@ -223,7 +223,7 @@ def test_a_laptop_without_compiler_says_what_is_missing(host, capsys):
         "refused: --compile on",
         "slow: every model but --model tiny, for there is no GPU",
         "slow: --dtype bfloat16",
-        "missing: DeepSpeed's fused_adam, cpu_adam, cpu_lion, cpu_adagrad",
+        "missing: DeepSpeed's fused_adam, cpu_adam, cpu_lion",
     ]
     assert host.env(capsys, "--brief")[0] == f"torch {torch.__version__}, without CUDA\n"
 

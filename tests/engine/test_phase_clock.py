@@ -370,4 +370,4 @@ def test_what_follows_the_last_line_is_reported_at_the_end_and_a_stop_has_a_prof
     with pytest.raises(
         UsageError, match=r"trace_steps = 7:9 \(.*\) begins after the run's last step, 6"
     ):
-        train(run, trace_steps="7:9", debug=True)
+        train(run, profile=True, trace_steps="7:9", debug=True)
