@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
@@ -34,6 +35,7 @@ from minimind.engine.build import build_engine
 from minimind.engine.clocks import PhaseClock
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 
+SETTLED = 0.05  # seconds, in which a thread that is ready has run on a loaded machine
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
@@ -98,8 +100,10 @@ class Watch:
         self.through.clear()
 
     def look(self, *_: Any) -> None:
-        if self.is_on:
-            self.most = max(self.most, held())
+        if self.is_on and (now := held()) > self.most:
+            # A thread of gloo lets go of a collective's tensors some time after its end is told.
+            time.sleep(SETTLED)
+            self.most = max(self.most, min(now, held()))
 
     def before(self, owner: Any, method: str) -> None:
         """Look whenever `owner.method` is about to run."""
