@@ -24,7 +24,7 @@ from minimind.errors import LockedError, StorageError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.drafts import remove_left
 from minimind.runtime.durable_files import require_regular, storing, write_whole
-from minimind.runtime.urls import masked_values, named
+from minimind.runtime.urls import masked_values
 
 START_FLAGS = (
     "config",
@@ -179,12 +179,11 @@ def require_outputs(resolved: ResolvedConfig) -> None:
 
 
 def recorded_flags(run: RunConfig) -> dict[str, Any]:
-    """Every flag and its value, for records and tables: without paths of the cache or signatures.
+    """Every flag and its value, for records and tables, without signatures of URLs.
 
     A signed URL gives access to whoever reads it.
     """
-    flags = {name: masked_values(getattr(run, name)) for name in FLAGS}
-    return {**flags, "data_path": tuple(map(named, run.data_path))}
+    return {name: masked_values(getattr(run, name)) for name in FLAGS}
 
 
 def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
@@ -197,7 +196,7 @@ def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
         left_out |= {*SHAPE} - {"max_seq_len", "vocab_size"}
     left_out |= {name for name, source in sources.items() if source == BY_TASK}
     if (resolved.run.source or resolved.run.stages) and not resolved.run.is_explicit("data_path"):
-        left_out.add("data_path")  # a folder of links in the cache
+        left_out.add("data_path")  # the sources are the text
     lines = [HEAD]
     for name, value in flags.items():
         if name == "deepspeed_config":  # perhaps given by the launcher

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -52,7 +53,7 @@ def argument(default: Any = MISSING, **attributes: Any) -> Any:
 def shared(name: str, **attributes: Any) -> Any:
     """Return the field of an argument that has default, limits and help of a run's flag.
 
-    With None for a default the run's is the value in force.
+    If the default is None, the run's default replaces it (`Command.in_force`).
     """
     flag = FLAGS[name]
     limits = {limit: getattr(flag, limit) for limit in (*LIMITS, "choices")}
@@ -62,16 +63,16 @@ def shared(name: str, **attributes: Any) -> Any:
 
 
 @dataclass(kw_only=True)
-class Command:
+class Command(ABC):
     """Run a command."""  # each has a docstring of its own
 
     example: ClassVar[str]
     debug: bool = argument(False)
     """show tracebacks"""
 
+    @abstractmethod
     def execute(self) -> int | None:
         """Do the work; return the exit status, None for 0."""
-        raise NotImplementedError
 
     def in_force(self, name: str) -> Any:
         """The value of an argument, or the one that holds where it is not given."""
@@ -119,7 +120,7 @@ def arguments_of(command: type[Command]) -> dict[str, Argument]:
     """The arguments of a command, in the order of its help: its own, then those of its bases."""
     by_name = {f.name: f for f in fields(command)}
     found: dict[str, Argument] = {}
-    for owner in command.__mro__[:-1]:
+    for owner in command.__mro__:
         for name in inspect.get_annotations(owner):
             if name in by_name and name not in found:
                 f = by_name[name]

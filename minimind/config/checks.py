@@ -171,7 +171,7 @@ def _model(run: RunConfig) -> Iterator[str]:
         yield from rule(run)
 
 
-# Of a model of transformers config.json decides the shape.
+# config.json decides the shape of a model of transformers.
 HUGGING_FACE_RULES: tuple[Rule, ...] = (
     Rule(
         lambda run: (

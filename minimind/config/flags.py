@@ -72,7 +72,7 @@ class Flag:
     le: float | None = None
     lt: float | None = None
     choices: tuple[str, ...] = ()
-    unset: Any = None  # the value in force where the default is None (`RunConfig.in_force`)
+    unset: Any = None  # replaces a default of None (`RunConfig.in_force`)
     # How the start decides the flag: "auto" is then what is not given, and `default` the value
     # where the rule does not apply.
     rule: str = ""

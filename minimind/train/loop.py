@@ -86,7 +86,7 @@ class RunContext:
 
     @property
     def run(self) -> RunConfig:
-        """The configuration in force."""
+        """All flags with their final values."""
         return self.plan.run
 
 

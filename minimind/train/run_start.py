@@ -197,7 +197,9 @@ def flag_rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
         elif name in by_start:
             rows.append((name, AUTO, by_start[name]))
         elif values[name] is not None:
-            rows.append((name, _text(values[name]), run.sources[name]))
+            value = values[name]
+            shown = " ".join(value) if isinstance(value, tuple) else str(value)
+            rows.append((name, shown, run.sources[name]))
     return rows
 
 
@@ -232,10 +234,6 @@ def _is_shown(resolved: ResolvedConfig, key: str, value: Any) -> bool:
     is_flag = source.split(" ")[0] in FLAGS or source.endswith("default")
     is_known = key in (*UNINFORMATIVE, "zero_optimization.stage")
     return not (is_flag or is_known or DEFAULT_KEYS.get(key) == value)
-
-
-def _text(value: Any) -> str:
-    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def logged_order(

@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def run(self) -> RunConfig:
-        """The configuration in force."""
+        """All flags with their final values."""
         return self.resolved.run
 
     @property

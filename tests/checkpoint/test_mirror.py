@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 import minimind.train as training
-from minimind.checkpoint import mirror
+from minimind.checkpoint import directory, mirror
 from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of, verify
 from minimind.errors import CheckpointError, DataError, LockedError, StorageError, UsageError
 from minimind.report.history import read_runs
 from minimind.report.summary import Summary
 from minimind.runtime import filesystem
+from minimind.runtime.durable_files import sha256_of
 from minimind.runtime.filesystem import Retry
 from minimind.train import pretrain
 from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
@@ -344,3 +345,22 @@ def test_what_the_disk_knows_as_abandoned_is_not_fetched(
     assert train(flags, out_dir=str(out_dir), stop_at_step=3) == 75
     assert events(out_dir, "run_start")[-1]["step"] == 2
     assert mirrored(store) == [2, 3]
+
+
+def test_a_resume_hashes_each_file_of_its_checkpoint_once(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    flags = {**FLAGS, "data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
+    flags |= {"mirror": f"file://{tmp_path}/mirror", "out_dir": str(tmp_path / "out")}
+    assert train(flags, stop_at_step=2) == 75
+    hashed: list[str] = []
+
+    def counted(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr(directory, "sha256_of", counted)
+    monkeypatch.setattr(pretrain, "train_to_end", lambda context, resumed: 0)
+    assert train(flags) == 0
+    assert len(hashed) > 3
+    assert len(set(hashed)) == len(hashed)

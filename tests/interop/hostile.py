@@ -40,7 +40,7 @@ COMMANDS = {
     "chat": "chat --model {folder} --once hello --max_new_tokens 2",
     "tokenizer": "prepare {text} --tokenizer {folder} --out {out}",
 }
-# Of a tokenizer that a model brings the model is refused, of --tokenizer the data.
+# A bad tokenizer in a model's folder refuses the model, one of --tokenizer refuses the data.
 STATUSES = {"import": {4}, "init_from": {3, 4}, "chat": {4}, "tokenizer": {3}}
 
 

@@ -185,18 +185,6 @@ def _bucket(f: Facts) -> Value:
     return 12 * f.run.dim**2, "derived: 12 x dim x dim, about a block"
 
 
-def _prefetch(f: Facts) -> Value:
-    return f.run.dim**2 * 9 // 10, "derived: 0.9 x dim x dim"
-
-
-def _persistence(f: Facts) -> Value:
-    return f.run.dim * 10, "derived: 10 x dim"
-
-
-def _betas(f: Facts) -> Value:
-    return [f.run.beta1, f.run.beta2], f"{f.by('beta1')}, {f.by('beta2')}"
-
-
 def _momentum(f: Facts) -> Value | None:
     momentum = f.run.optimizer_values.get("sgd_momentum")
     return None if momentum is None else (momentum, f.by("sgd_momentum"))
@@ -261,18 +249,6 @@ def _is_adam(f: Facts) -> bool:
     return f.optimizer in ADAM_TYPES
 
 
-def _is_of_torch(f: Facts) -> bool:
-    return f.optimizer in IN_TORCH
-
-
-def _offloads_optimizer(f: Facts) -> bool:
-    return offloads(f.config, "optimizer")
-
-
-def _is_tensor_parallel(f: Facts) -> bool:
-    return f.run.tensor_parallel > 1
-
-
 def _takes(param: str) -> Callable[[Facts], bool]:
     return lambda f: param in OPTIMIZER_PARAMS.get(f.optimizer, "").split()
 
@@ -318,8 +294,19 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key(MICRO_BATCH, "int|null", "batch_size", _micro_batch, _always),
         Key(ACCUMULATION, "int|null", "accumulation_steps", _accumulation, _always),
         Key("gradient_clipping", "number", "grad_clip", needed=_always),  # DeepSpeed's is 1.0
-        Key("zero_allow_untested_optimizer", "bool", "", _UNTESTED, _is_of_torch),
-        Key("zero_force_ds_cpu_optimizer", "bool", "", _cpu_optimizer, _offloads_optimizer),
+        Key(
+            "zero_allow_untested_optimizer",
+            "bool",
+            "",
+            _UNTESTED,
+            lambda f: f.optimizer in IN_TORCH,
+        ),
+        Key(
+            "zero_force_ds_cpu_optimizer",
+            "bool",
+            fill=_cpu_optimizer,
+            needed=lambda f: offloads(f.config, "optimizer"),
+        ),
         Key("steps_per_print", "number|null"),
         Key("gradient_predivide_factor", "number"),
         Key("communication_data_type", _DTYPES),
@@ -330,7 +317,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         *_named("object", "flops_profiler comms_logger tensorboard wandb csv_monitor comet"),
         *_named("object", "torch_autocast hybrid_engine expert_parallel data_efficiency"),
         *_named("object", "autotuning"),
-        # These have no effect here.
+        # The next keys have no effect in this package.
         Key("activation_checkpointing", only=(False, None, {}), why=_RECOMPUTED),
         Key("aio", only=(None, {}), why=_DISK),
         Key("checkpoint", only=(False, None, {}), why=_FORMAT),
@@ -344,7 +331,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("use_data_before_expert_parallelism", "bool", only=(False,), why=_NO_EXPERTS),
         Key("seq_parallel_communication_data_type", only=(None,), why="no sequence is split"),
         Key("vocabulary_size", "int|null", only=(None,), why="--vocab_size is the flag for it"),
-        # These would change the rows of a process or the mean of the gradients.
+        # The next keys would change the rows of a process or the mean of the gradients.
         Key("managed_gradient_accumulation", "bool", only=(True,), why=_COUNTED),
         Key("gradient_allreduce_op", ("mean", "sum"), only=("mean",), why=_MEAN),
         Key("sequence_parallel_size", "int", only=(1,), why="--sequence_parallel divides rows"),
@@ -356,8 +343,18 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("reduce_bucket_size", "whole", fill=_bucket, stages="123"),
         Key("allgather_bucket_size", "whole", fill=_bucket, stages="12"),
         Key("sub_group_size", "whole", fill=_BILLION, stages="3"),
-        Key("stage3_prefetch_bucket_size", "whole", fill=_prefetch, stages="3"),
-        Key("stage3_param_persistence_threshold", "whole", fill=_persistence, stages="3"),
+        Key(
+            "stage3_prefetch_bucket_size",
+            "whole",
+            fill=lambda f: (f.run.dim**2 * 9 // 10, "derived: 0.9 x dim x dim"),
+            stages="3",
+        ),
+        Key(
+            "stage3_param_persistence_threshold",
+            "whole",
+            fill=lambda f: (f.run.dim * 10, "derived: 10 x dim"),
+            stages="3",
+        ),
         Key("stage3_max_live_parameters", "whole", fill=_BILLION, stages="3"),
         Key("stage3_max_reuse_distance", "whole", fill=_BILLION, stages="3"),
         Key("stage3_gather_16bit_weights_on_model_save", "bool", fill=_NOT_SAVED, stages="3"),
@@ -433,7 +430,12 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
     "optimizer.params": (
         Key("lr", "number", "learning_rate", needed=_takes("lr")),
         Key("weight_decay", "number", "weight_decay", needed=_takes("weight_decay")),
-        Key("betas", "list", fill=_betas, needed=_takes("betas")),
+        Key(
+            "betas",
+            "list",
+            fill=lambda f: ([f.run.beta1, f.run.beta2], f"{f.by('beta1')}, {f.by('beta2')}"),
+            needed=_takes("betas"),
+        ),
         Key("eps", "number", fill=_EPS),
         Key("torch_adam", "bool", fill=_torch_adam, needed=_is_adam),
         Key("fused", "bool|null", fill=_fused, needed=_is_adam),
@@ -482,7 +484,9 @@ READ: dict[str, tuple[Key, ...]] = {
     "hybrid_engine": (
         Key("enabled", "bool", only=(False,), why="DeepSpeed generates no text in training"),
     ),
-    "tensor_parallel": (Key("autotp_size", "whole", "tensor_parallel", None, _is_tensor_parallel),),
+    "tensor_parallel": (
+        Key("autotp_size", "whole", "tensor_parallel", needed=lambda f: f.run.tensor_parallel > 1),
+    ),
     "tensor_parallel.tp": (Key("tp_size", "whole", only=(1,), why=_LAYERS),),
     "timers.throughput": (
         Key("enabled", "bool"),
@@ -535,6 +539,6 @@ REMOVED = {
     f"{ZERO}zeropp_loco_param": f"{_GONE}; zero_quantized_gradients works without it",
     f"{PARAMS}max_grad_norm": "is refused by DeepSpeed; use gradient_clipping",
 }
-# Of these DeepSpeed takes false and null for nothing.
+# DeepSpeed reads false and null in these keys as absent.
 MAY_BE_OFF = (f"{ZERO}cpu_offload", f"{ZERO}cpu_offload_param")
 MAY_BE_OFF += (f"{ZERO}cpu_offload_use_pin_memory",)

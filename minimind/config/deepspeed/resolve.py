@@ -2,8 +2,8 @@
 
 A value of the file overrides a default of the run, with the file as its source; one that
 contradicts an explicit flag is a fault that names both values and both remedies. Unknown keys and
-"auto" values that cannot be filled are faults too; all faults are reported together. Does not
-import deepspeed.
+"auto" values that cannot be filled are faults too; all faults are reported together. DeepSpeed
+itself is not imported.
 """
 
 from __future__ import annotations
