@@ -62,6 +62,18 @@ def held() -> int:
     return sum(sizes.values())
 
 
+def settled(most: int) -> int:
+    """Bytes held; what is above `most` is counted again after a moment.
+
+    A thread of gloo lets go of a collective's tensors some time after `wait` has returned.
+    """
+    now = held()
+    if now > most:
+        time.sleep(SETTLED)
+        now = min(now, held())
+    return now
+
+
 def require_in_force(deepspeed: Any, config: dict[str, Any]) -> None:
     """Nothing, or an AssertionError: DeepSpeed's own numbers are those of the printed table."""
     zero = deepspeed._config.zero_config
@@ -100,10 +112,8 @@ class Watch:
         self.through.clear()
 
     def look(self, *_: Any) -> None:
-        if self.is_on and (now := held()) > self.most:
-            # A thread of gloo lets go of a collective's tensors some time after its end is told.
-            time.sleep(SETTLED)
-            self.most = max(self.most, min(now, held()))
+        if self.is_on:
+            self.most = max(self.most, settled(self.most))
 
     def before(self, owner: Any, method: str) -> None:
         """Look whenever `owner.method` is about to run."""

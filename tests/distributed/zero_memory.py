@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.distributed.adapters import ZERO
 from tools.engines import Case, build, course
-from tools.measure_memory import COLLECTIVES, held, inner_parts
+from tools.measure_memory import COLLECTIVES, inner_parts, settled
 
 LAST = 2  # step that is looked at
 
@@ -39,13 +38,10 @@ class Census:
         self.at: dict[str, int] = {}
 
     def look(self, point: str) -> None:
-        """Count what is held now: a thread of gloo's holds a finished tensor for a moment."""
+        """Count what is held now."""
         if self.is_on:
-            counts = []
-            for _ in range(4):
-                counts.append(held())
-                time.sleep(0.004)
-            self.at[point] = max(self.at.get(point, 0), min(counts))
+            most = self.at.get(point, 0)
+            self.at[point] = max(most, settled(most))
 
     def before(self, owner: Any, method: str, point: str = "") -> None:
         """Count before every call of `owner.method`; no point: that of a collective."""
