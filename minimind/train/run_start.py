@@ -221,7 +221,7 @@ def changed_settings(resolved: ResolvedConfig) -> str:
 def _is_changed(run: RunConfig, name: str) -> bool:
     """Whether a flag has another value than its default, or a rule decided it."""
     source = run.sources[name]
-    if source == "default":
+    if source.endswith("default"):  # also "Muon's default"
         return False
     return name in RULED or is_auto(source) or getattr(run, name) != FLAGS[name].default
 

@@ -210,6 +210,12 @@ def test_a_value_from_a_file_is_shown_with_the_file(
     assert found["batch_size"] == ("4", "--config run.yaml")
 
 
+def test_a_default_of_an_optimizer_is_no_changed_setting():
+    found = changed(f"{TINY} --optimizer muon")
+    assert found["optimizer"] == ("muon", "--optimizer")
+    assert not [name for name in found if name.startswith("muon_")]
+
+
 def test_the_shipped_file_has_no_literal_that_a_start_would_show():
     document = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
     literals = {key: value for key, value in leaves(document).items() if value != "auto"}
