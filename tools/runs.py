@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,10 +135,17 @@ def wait_for(started: subprocess.Popen[str], out_dir: Path, words: str) -> None:
 
 def kill_all(started: subprocess.Popen[str]) -> None:
     """kill -9 of the script, the launcher and the workers, which torch puts in other groups."""
-    family = [*psutil.Process(started.pid).children(recursive=True), psutil.Process(started.pid)]
-    for process in family:
-        process.kill()
+    end_with_children(started.pid)
     started.communicate()
+
+
+def end_with_children(pid: int) -> None:
+    """Kill a process and whatever it has started, in whichever process groups."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def workers(script: int) -> dict[int, psutil.Process]:

@@ -11,9 +11,9 @@ from minimind.config.run_config import ParallelLayout
 from tools import matrix
 from tools.gpu.findings import Finding, PartError, at_most, check, figure, skipped
 from tools.gpu.losses import DISTANCE, difference
-from tools.gpu.site import Site, end_with_children, launched
+from tools.gpu.site import Site, launched
 from tools.gpu.trace import overlap, read
-from tools.runs import ENDLESS, SHAPE, left_over, wait_for, workers
+from tools.runs import ENDLESS, SHAPE, end_with_children, left_over, wait_for, workers
 
 TWO = 2
 STAGES = (None, 1, 2, 3)

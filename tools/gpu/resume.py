@@ -8,8 +8,8 @@ from tools import elastic as pairs
 from tools.elastic import WITHIN, name_of, shown
 from tools.forking import free_port
 from tools.gpu.findings import Finding, check
-from tools.gpu.site import Site, end_with_children, launched
-from tools.runs import kill_all, wait_for
+from tools.gpu.site import Site, launched
+from tools.runs import end_with_children, kill_all, wait_for
 
 LAST, LAST_ON_CPU = 200, 60  # steps: a fast GPU must still train when the kill arrives
 

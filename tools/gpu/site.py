@@ -13,17 +13,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from minimind.config.flags import ALONE
 from tools.gpu.findings import PartError
-from tools.runs import PACE, ROOT, SHAPE, Launcher, Run, config_of_stage, sentences
+from tools.runs import (
+    PACE,
+    ROOT,
+    SHAPE,
+    Launcher,
+    Run,
+    config_of_stage,
+    end_with_children,
+    sentences,
+)
 
 LOG = 3000  # characters of a process's output that are kept with an error
 WITHOUT = "--deepspeed_config none"
@@ -152,15 +158,6 @@ class Trained:
         if self.status:
             raise PartError(f"a run ended with {self.status}: {last_line(self.error)}", self.error)
         return self.run.events(name)
-
-
-def end_with_children(pid: int) -> None:
-    """Kill a process and whatever it has started, in whichever process groups."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for one in [*process.children(recursive=True), process]:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
 
 
 def tail(log: Path) -> str:
