@@ -51,9 +51,10 @@ def test_a_process_started_by_hand_is_rank_0_of_1():
 
 def test_every_launchers_variables_are_read():
     assert (read_launch(TWO).rank, read_launch(TWO).world_size) == (1, 2)
-    assert read_launch(TWO).local_world_size == 2  # all, where no launcher says how many
     deepspeed = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"}
     assert read_launch(deepspeed).local_world_size == 2
+    del deepspeed["LOCAL_SIZE"]
+    assert read_launch(deepspeed).local_world_size == 4
     with pytest.raises(RendezvousError, match="RANK is 'one' in"):
         read_launch({"RANK": "one"})
 
