@@ -93,7 +93,7 @@ def test_what_does_not_fit_the_steps_of_the_folder_is_refused(
 def test_a_trace_may_begin_with_the_last_step(folder: Path):
     words = ["--max_seq_len", "31", "--max_steps", "4", "--trace_steps"]
     assert "length: 4 steps" in dry_run(folder, *words, "4:5")
-    with pytest.raises(UsageError, match="trace_steps = 5:6 .* after the run's last step, 4"):
+    with pytest.raises(UsageError, match=r"trace_steps = 5:6 .* after the run's last step, 4"):
         dry_run(folder, *words, "5:6")
 
 
