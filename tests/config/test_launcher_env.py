@@ -53,6 +53,8 @@ def test_every_launchers_variables_are_read():
     assert (read_launch(TWO).rank, read_launch(TWO).world_size) == (1, 2)
     deepspeed = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"}
     assert read_launch(deepspeed).local_world_size == 2
+    del deepspeed["LOCAL_SIZE"]
+    assert read_launch(deepspeed).local_world_size == 4
     with pytest.raises(RendezvousError, match="RANK is 'one' in"):
         read_launch({"RANK": "one"})
 

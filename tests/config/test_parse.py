@@ -146,3 +146,6 @@ def test_flags_by_keyword_are_reported_as_such():
         build_config({"batch_sise": 3}, "train({name}=...)")
     with pytest.raises(UsageError, match=r"train\(batch_size=...\)"):
         build_config({"batch_size": 0}, "train({name}=...)")
+    assert build_config({"batch_size": 4.0}, "train({name}=...)").batch_size == 4
+    with pytest.raises(UsageError, match=r"batch_size = 2.5 .* is not a whole number"):
+        build_config({"batch_size": 2.5}, "train({name}=...)")

@@ -90,6 +90,13 @@ def test_what_does_not_fit_the_steps_of_the_folder_is_refused(
         dry_run(folder, "--max_seq_len", "31", *words)
 
 
+def test_a_trace_may_begin_with_the_last_step(folder: Path):
+    words = ["--max_seq_len", "31", "--max_steps", "4", "--trace_steps"]
+    assert "length: 4 steps" in dry_run(folder, *words, "4:5")
+    with pytest.raises(UsageError, match=r"trace_steps = 5:6 .* after the run's last step, 4"):
+        dry_run(folder, *words, "5:6")
+
+
 @pytest.mark.parametrize("left_out", [0, 100])
 def test_the_length_is_that_of_the_rows_of_the_folder(folder: Path, tmp_path: Path, left_out: int):
     manifest = json.loads((folder / "manifest.json").read_bytes())

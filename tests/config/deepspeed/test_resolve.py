@@ -148,6 +148,12 @@ def test_a_literal_wins_over_a_default_and_becomes_the_runs_number():
     assert resolved(config=with_value("optimizer.params.betas", [0.5, 0.6])).run.beta2 == 0.6
 
 
+@pytest.mark.parametrize("name", ["train_batch_size", "gradient_accumulation_steps"])
+def test_null_is_an_unset_part_of_the_batch(name: str):
+    flags = "--batch_size 3 --accumulation_steps 5"
+    assert resolved(flags, with_value(name, None)).config == resolved(flags).config
+
+
 def test_a_literal_equal_to_the_flag_is_no_conflict():
     assert (
         resolved("--grad_clip 1.0", config=with_value("gradient_clipping", 1.0)).run.grad_clip == 1
