@@ -272,11 +272,6 @@ def test_a_budget_below_the_step_of_the_rule_takes_fewer_rows(prepared, tmp_path
     assert dry_run(capsys, **place, max_tokens=100)["batch_size"] == "2"
 
 
-def test_a_text_without_a_row_is_refused_at_once(prepared, tmp_path):
-    with pytest.raises(DataError, match="0 rows of 1000001, fewer than the 1 of one step"):
-        train({**FLAGS, "data_path": [str(prepared)]}, max_seq_len=10**6, dry_run=True)
-
-
 def test_processes_share_a_batch_that_is_auto(prepared, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("NUM_PROCESSES", "3")
     place = {"data_path": [str(prepared)], "out_dir": str(tmp_path / "out")}
@@ -502,11 +497,3 @@ def test_a_batch_of_the_rule_does_not_depend_on_its_division(
     flags = {**places, "max_seq_len": 512, "max_steps": 5000, "accumulation_steps": accumulation}
     shown = dry_run(capsys, **flags, out_dir=str(tmp_path / "out"))
     assert int(shown["batch_size"]) * accumulation == 16
-
-
-@pytest.mark.parametrize("length", [{"max_steps": 5}, {"epochs": 1}])
-def test_a_decay_longer_than_the_run_is_refused_by_itself(prepared, tmp_path, length):
-    flags = {**FLAGS, "max_steps": None, **length, "schedule": "wsd", "decay_steps": 5000}
-    flags |= {"data_path": [str(prepared)], "out_dir": str(tmp_path / "out")}
-    with pytest.raises(UsageError, match=r"^decay_steps = 5000 \(.*\) is more than the \d+ steps"):
-        train(flags)
