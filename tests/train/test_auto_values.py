@@ -162,15 +162,12 @@ def test_a_file_that_sets_the_batch_keeps_it(places, tmp_path):
     assert train(places, out_dir=str(tmp_path / "out"), dry_run=True) == 0
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_every_number_of_processes_trains_on_the_same_rows(
-    forked: Launcher, tmp_path: Path, processes: int
-):
+def test_every_number_of_processes_trains_on_the_same_rows(forked: Launcher, tmp_path: Path):
     """The rows of a step follow from the text, not from the processes."""
     line = "--batch_size auto --learning_rate auto --warmup_steps auto --max_steps 6"
     line += " --dtype float32 --deepspeed_config none"
     one = forked.run(tmp_path / "one", line, processes=1)
-    many = forked.run(tmp_path / "many", line, processes=processes)
+    many = forked.run(tmp_path / "many", line, processes=2)
     assert (one.status, many.status) == (0, 0), one.stderr + many.stderr
     for name in ("rows", "lr"):
         first, second = ([line[name] for line in run.events("step")] for run in (one, many))
