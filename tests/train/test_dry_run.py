@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,13 +21,21 @@ from tests.conftest import ROOT, sentences
 from tests.train.starts import planned
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """What `prepare` made of some text, with a vocabulary that is not the default."""
-    text = tmp_path / "t.jsonl"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some text, and `data`, what `prepare` makes of it with a vocabulary of another size."""
+    place = tmp_path_factory.mktemp("made")
+    text = place / "t.jsonl"
     text.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(1, 200)))
     words = ["prepare", str(text), "--vocab_size", "520", "--val_fraction", "0.1"]
-    assert main([*words, "--out", str(tmp_path / "data")]) == 0
+    assert main([*words, "--out", str(place / "data")]) == 0
+    return place
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy of the prepared folder, which a test may change."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     return tmp_path / "data"
 
 
