@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from minimind.config.parse import parse_flags
+from minimind.errors import UsageError
 from minimind.sweep import step_time
 from minimind.sweep.step_time import measured_steps, step_seconds
 
@@ -36,3 +37,10 @@ def test_a_step_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPat
 def test_processes_are_measured_together():
     (seconds,) = measured_steps([LEAST], "cpu", 2, 1)
     assert seconds > 0
+
+
+@pytest.mark.long  # for one sentence a process imports torch
+def test_a_process_that_ends_is_told(capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(UsageError, match="no step could be measured on cpu"):
+        list(measured_steps([{**LEAST, "n_heads": 3}], "cpu", 1, 1))
+    assert "n_heads" in capfd.readouterr().err
