@@ -15,22 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from minimind.errors import DataError
-from minimind.runtime import disk
 from minimind.runtime.drafts import draft_of
-from minimind.runtime.filesystem import (
-    AWS,
-    PARTIAL,
-    WEB,
-    Truncated,
-    print_retry,
-    retrying,
-    scheme_of,
-)
+from minimind.runtime.filesystem import PARTIAL, WEB, Truncated, print_retry, retrying, scheme_of
 from minimind.runtime.urls import masked
 
 BLOCK_BYTES = 2**23
 MOST_DOWNLOADS = 4  # downloads of one object whose content does not match
-MODIFIED = "modified "  # begins what stands for an ETag
 REPLACED = "was replaced while it was fetched; run the same command again"
 
 
@@ -44,11 +34,6 @@ class RemoteObject:
     etag: str = ""  # or what the storage has in its place, see `etag_of`
     modified: float | None = None  # seconds since 1970
     sha256: str | None = None  # known from elsewhere, as from a manifest
-
-    @property
-    def is_of_parts(self) -> bool:
-        """Whether the ETag is that of an upload in parts."""
-        return re.fullmatch(r"[0-9a-f]{32}-\d+", self.etag) is not None
 
     @property
     def is_md5(self) -> bool:
@@ -77,9 +62,15 @@ def download(
     before = fault = ""
     try:
         for _ in range(MOST_DOWNLOADS):
-            sha256, md5, size = _write(_blocks(filesystem, remote, report), draft, stopped)
-            checksum = _md5_of_parts(filesystem, remote, draft) or md5
-            fault = _fault(filesystem, remote, sha256, checksum, size, before)
+            if scheme_of(remote.url) is WEB:  # tried again from its beginning
+                sha256, md5, size = retrying(
+                    remote.url,
+                    lambda: _write(_body(filesystem, remote), draft, stopped),
+                    report=report,
+                )
+            else:
+                sha256, md5, size = _write(_blocks(filesystem, remote, report), draft, stopped)
+            fault = _fault(filesystem, remote, sha256, md5, size, before)
             if not fault:
                 os.replace(draft, target)
                 return sha256
@@ -111,13 +102,7 @@ def _write(blocks: Iterator[bytes], draft: Path, stopped: threading.Event) -> tu
 def _blocks(
     filesystem: Any, remote: RemoteObject, report: Callable[[str], object]
 ) -> Iterator[bytes]:
-    """Yield the content, each block tried again by itself."""
-    if scheme_of(remote.url) is WEB:
-        stream = _Stream(filesystem, remote)
-        with closing(stream):
-            while content := retrying(remote.url, stream.read, report=report):
-                yield content
-        return
+    """Yield the content of an object of storage, each block tried again by itself."""
     if remote.size is None:
         yield retrying(remote.url, lambda: filesystem.cat_file(remote.path), report=report)
         return
@@ -133,101 +118,30 @@ def _blocks(
         yield retrying(remote.url, block, report=report)
 
 
-class _Stream:
-    """The body of an https object, from any web server: not all of them know ranges or sizes."""
-
-    def __init__(self, filesystem: Any, remote: RemoteObject) -> None:
-        self._filesystem = filesystem
-        self._remote = remote
-        self._body: Any = None
-        self._at = 0  # bytes that were read
-        self._sha256 = hashlib.sha256()  # digest of these bytes
-        # A range after the end is an error, and one of another version would go unnoticed.
-        self._has_ranges = bool(remote.etag) and remote.size is not None
-
-    def read(self) -> bytes:
-        """The next bytes, empty at the end; after an error, they are asked for again."""
-        size = self._remote.size
-        try:
-            if self._body is None:
-                if 0 < self._at == size:
-                    return b""  # cut after the last byte
-                self._body = self._opened()
-            if size is not None and self._at > size:
-                return b""  # it may have no end
-            content = self._body.read(BLOCK_BYTES)
-            if not content and size is not None and self._at < size:
-                raise Truncated(f"{self._at:,} of {size:,} bytes arrived")
-        except Exception:  # raised again; the next attempt opens the object anew
-            self.close()
-            raise
-        self._at += len(content)
-        self._sha256.update(content)
-        return content
-
-    def _opened(self) -> Any:
-        """The body of what is missing, or of all, from which what arrived before is read."""
-        # A compressed body has no ranges, and another size.
-        headers, start = {"Accept-Encoding": "identity"}, 0
-        if self._at and self._has_ranges:
-            start = self._at
-            headers |= {"Range": f"bytes={start}-", **self._if_unchanged()}
-        # A size of 1 keeps the library from asking for it again.
-        body = self._filesystem.open(self._remote.path, block_size=0, size=1, headers=headers)
-        self._body = body  # closed after an error
-        if body.r.status != PARTIAL:
-            start = 0
-        elif not self._is_all_from(start, body.r.headers):
-            self._has_ranges = False
-            came = body.r.headers.get("Content-Range", "an unknown part")
-            raise Truncated(f"{came} came instead of all bytes from {start} on")
-        if not start:
-            self._pass_over(self._at)
-        return body
-
-    def _is_all_from(self, start: int, headers: Mapping[str, str]) -> bool:
-        """Whether a part is, by its headers, all bytes of the object from `start` on."""
-        span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", headers.get("Content-Range", ""))
-        is_encoded = headers.get("Content-Encoding", "identity") != "identity"
-        if span is None or is_encoded or headers.get("Content-Type", "").startswith("multipart/"):
-            return False
-        first, stop, size = int(span[1]), int(span[2]) + 1, int(span[3])
-        is_rest = first == start and stop == size and self._remote.size in (None, size)
-        length = headers.get("Content-Length", "")
-        is_rest = is_rest and (not length.isdecimal() or int(length) == stop - start)
-        is_same = not start or etag_of(headers) == self._remote.etag
-        return is_rest and is_same and modified_of(headers) in (None, self._remote.modified)
-
-    def _pass_over(self, left: int) -> None:
-        """Read what arrived before, and is sent again, from the beginning; it must be the same."""
-        again = hashlib.sha256()
-        while left:
-            content = self._body.read(min(left, BLOCK_BYTES))
-            if not content:
-                raise Truncated(f"{self._at - left:,} of {self._at:,} bytes arrived again")
-            again.update(content)
-            left -= len(content)
-        if again.digest() != self._sha256.digest():
-            raise DataError(f"{masked(self._remote.url)}: {REPLACED}")
-
-    def _if_unchanged(self) -> dict[str, str]:
-        is_strong = self._remote.etag and not self._remote.etag.startswith(("W/", MODIFIED))
-        return {"If-Range": f'"{self._remote.etag}"'} if is_strong else {}
-
-    def close(self) -> None:
-        body, self._body = self._body, None
-        if body is not None:
-            body.close()
+def _body(filesystem: Any, remote: RemoteObject) -> Iterator[bytes]:
+    """Yield the content of an https object: not all web servers know ranges or sizes."""
+    # A compressed body has another size. A size of 1 keeps the library from asking for it again.
+    headers, arrived = {"Accept-Encoding": "identity"}, 0
+    with closing(filesystem.open(remote.path, block_size=0, size=1, headers=headers)) as body:
+        if body.r.status == PARTIAL:
+            raise Truncated("a part arrived that nobody asked for")
+        while content := body.read(BLOCK_BYTES):
+            arrived += len(content)
+            yield content
+            if remote.size is not None and arrived > remote.size:
+                return  # it may have no end
+    if remote.size is not None and arrived < remote.size:
+        raise Truncated(f"{arrived:,} of {remote.size:,} bytes arrived")
 
 
 def _fault(
-    filesystem: Any, remote: RemoteObject, sha256: str, checksum: str, size: int, before: str
+    filesystem: Any, remote: RemoteObject, sha256: str, md5: str, size: int, before: str
 ) -> str:
     """Why what arrived is not the object; empty if it is. DataError if that was replaced."""
     if remote.sha256 is not None:
         return "" if sha256 == remote.sha256 else "does not match its sha256"
     is_whole = remote.size in (None, size)
-    if is_whole and checksum == remote.etag:
+    if is_whole and md5 == remote.etag:
         return ""
     if remote.etag:
         now = retrying(remote.url, lambda: filesystem.info(remote.path))
@@ -235,43 +149,8 @@ def _fault(
             raise DataError(f"{masked(remote.url)}: {REPLACED}")
     if not is_whole:
         return f"{size:,} of {remote.size:,} bytes arrived"
-    # The ETag of an encrypted object, or of one in parts of unknown sizes, is no checksum of it.
-    is_known = remote.is_md5 or (remote.is_of_parts and "-" in checksum)
-    return "does not match its ETag" if is_known and sha256 != before else ""
-
-
-def _md5_of_parts(filesystem: Any, remote: RemoteObject, file: Path) -> str:
-    """The ETag that S3 gives to a file uploaded in parts; empty if their size is not known."""
-    if scheme_of(remote.url) is not AWS or remote.sha256 is not None or not remote.is_of_parts:
-        return ""
-
-    def first_part() -> dict[str, Any]:
-        bucket, key, _ = filesystem.split_path(remote.path)
-        return filesystem.call_s3("head_object", Bucket=bucket, Key=key, PartNumber=1)
-
-    try:
-        answer = retrying(remote.url, first_part)
-    except DataError:  # a storage without this request
-        return ""
-    by_kms = answer.get("ServerSideEncryption", "").startswith("aws:kms")
-    if by_kms or answer.get("SSECustomerAlgorithm"):  # the ETag is no checksum
-        return ""
-    number, size = int(remote.etag.partition("-")[2]), answer["ContentLength"]
-    is_even = (number - 1) * size < disk.stat(file).st_size <= number * size
-    return etag_of_parts(file, size) if is_even else ""
-
-
-def etag_of_parts(file: Path, size: int) -> str:
-    """The ETag that S3 gives to a file that is uploaded in parts of `size` bytes."""
-    digests = []
-    with open(file, "rb") as content:
-        for start in range(0, disk.stat(file).st_size, size):
-            digest, stop = hashlib.md5(usedforsecurity=False), start + size
-            while block := content.read(min(BLOCK_BYTES, stop - content.tell())):
-                digest.update(block)
-            digests.append(digest.digest())
-    joined = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
-    return f"{joined}-{len(digests)}"
+    # The ETag of an encrypted object is no checksum of it: the same bytes come again.
+    return "does not match its ETag" if remote.is_md5 and sha256 != before else ""
 
 
 def etag_of(info: Mapping[str, Any]) -> str:
@@ -280,7 +159,7 @@ def etag_of(info: Mapping[str, Any]) -> str:
         if info.get(name):
             return str(info[name]).strip('"')
     if (modified := modified_of(info)) is not None:
-        return f"{MODIFIED}{modified}"
+        return f"modified {modified}"
     return ""
 
 

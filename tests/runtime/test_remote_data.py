@@ -25,7 +25,6 @@ from minimind.data.rows.order import Order
 from minimind.data.text.inputs import Source
 from minimind.errors import DataError, StorageError
 from minimind.runtime import download, filesystem
-from minimind.runtime.download import etag_of_parts
 from minimind.runtime.filesystem import Retry
 from minimind.runtime.object_cache import ObjectCache, open_cache, path_of
 from minimind.runtime.urls import named
@@ -109,31 +108,6 @@ def test_faults_of_the_network_do_not_reach_the_files(
     assert proxy.injected
     assert [Path(path).read_bytes() for path in found] == [content_of(3), content_of(0)]
     assert "tokenizer" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_an_object_uploaded_in_parts_is_verified_by_its_content(
-    tmp_path: Path,
-    store: ObjectStore,
-    proxy: FaultyProxy,
-    monkeypatch: pytest.MonkeyPatch,
-    is_known: bool,
-):
-    from boto3.s3.transfer import TransferConfig
-
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"0123456789abcde\n" * 750_000)
-    parts = TransferConfig(multipart_chunksize=5 * 2**20)
-    store.client.upload_file(str(path), BUCKET, "a.txt", Config=parts)
-    etag = store.client.head_object(Bucket=BUCKET, Key="a.txt")["ETag"].strip('"')
-    assert etag_of_parts(path, 5 * 2**20) == etag
-    assert etag.endswith("-3")
-    if not is_known:
-        monkeypatch.setattr(download, "etag_of_parts", lambda *given: f"{0:032}-3")
-    proxy.set(corrupt=1.0, most=1)
-    (found,) = local_text([f"s3://{BUCKET}/a.txt"], tmp_path / "cache")
-    assert proxy.injected == 1
-    assert Path(found).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("has_header", [True, False])
