@@ -399,34 +399,6 @@ def test_stage_0_is_no_choice_in_float16(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("--memory 24X", "'24X' is no amount such as 24GiB"),
-        ("--memory 24", "'24' is no amount"),
-        ("--memory 0GiB", "'0GiB' is no amount"),
-        ("--memory -3G", "--memory"),
-        ("--gpus 0", "0 is below 1"),
-        ("--gpus two", "invalid whole number value: 'two'"),
-        ("--mfu 1.5", "not above 0 and at most 1"),
-        ("--peak_tflops nan", "not above 0 and finite"),
-        ("--tokens -1", "--tokens"),
-        ("--tokens abc", "--tokens: invalid number value: 'abc'"),
-        ("--mfu abc", "--mfu: invalid number value: 'abc'"),
-        ("--memry 24GiB", "unknown flag --memry; did you mean --memory?"),
-        ("--n_layer 3", "unknown flag --n_layer; here it is --n_layers"),
-        ("--dim 100 --n_heads 7", "not divisible"),
-        ("--dim 0", "dim = 0 (--dim) must be at least 1"),
-        ("--model 27m", "no such preset"),
-        ("--deepspeed_config nowhere.json", "nowhere.json"),
-        ("--batch_size 3 --split_batches --gpus 2", "cannot be split over 2"),
-        ("24GiB", "unexpected argument '24GiB'"),
-    ],
-)
-def test_mistakes_are_reported_in_one_sentence(capsys, words: str, reason: str):
-    assert reason in refused(capsys, words)
-
-
-@pytest.mark.parametrize(
     ("written", "size"),
     [("24GiB", 24 * GIB), ("24GB", 24 * 10**9), ("80G", 80 * GIB), ("512mib", 2**29)],
 )
@@ -495,10 +467,6 @@ def test_special_tokens_that_a_tokenizer_has_are_not_added(capsys, tmp_path: Pat
     assert out.startswith(f"vocabulary  {tokenizer.vocab_size + 2:,} and 3 special")
     words = f"--task sft --tokenizer {tmp_path / 'some'} --vocab_size 999"
     assert "drop one of the two" in refused(capsys, words)
-
-
-def test_weights_to_start_from_are_left_to_a_dry_run(capsys):
-    assert "the command itself with --dry_run" in refused(capsys, "--task sft --init_from out")
 
 
 def test_the_password_of_a_url_is_in_no_command(capsys):

@@ -311,13 +311,6 @@ HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": 
             for name, value in {
                 "ipex_config": {"ipex": False},
                 "use_xpu": True,
-                "tp_config": {"tp_size": 1},
-                "use_mps_device": False,
-                "gaudi_config": {},
-                "msamp_config": {},
-                "fp8_backend": "te",
-                "use_fsdp": False,
-                "numa_affinity": True,
                 "ec2_instance_type": "ml.p3.2xlarge",
             }.items()
         ),
@@ -325,8 +318,6 @@ HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": 
             ({**DEEPSPEED, name: 1}, {}, f"unknown key {name!r}; did you mean {meant}?")
             for name, meant in {
                 "gpu_id": "gpu_ids",
-                "tpu_downcast_bf16": "downcast_bf16",
-                "mpi_config": "mpirun_config",
                 "main_process_prt": "main_process_port",
                 "distribute_type": "distributed_type",
             }.items()

@@ -134,22 +134,6 @@ def test_a_lost_rank_ends_the_run_and_is_named_first(
     assert end["status"] == status
 
 
-@pytest.mark.long  # tests/faults/test_faults.py kills both too, and looks for what is left
-@pytest.mark.parametrize("who", ["script", "launcher"])
-def test_a_killed_launcher_leaves_no_workers(who: str, begin, tmp_path: Path):
-    started = begin(tmp_path, ENDLESS)
-    wait_for(started, tmp_path, '"step": 3,')
-    target = psutil.Process(started.pid) if who == "script" else launcher(started.pid)
-    target.kill()
-    started.wait(timeout=300)
-    assert left_over(tmp_path) == []
-    assert started.stderr is not None
-    errors = started.stderr.read()
-    assert f"the launcher (process {target.pid}) was ended" in errors
-    assert "frame #" not in errors
-    assert started.returncode == (-signal.SIGKILL if who == "script" else 7)
-
-
 def test_a_stop_signal_saves_once_with_75_and_meanwhile_no_one_else_gets_in(
     begin, forked: Launcher, tmp_path: Path
 ):

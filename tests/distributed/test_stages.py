@@ -66,9 +66,8 @@ def test_rows_and_rates_do_not_depend_on_the_ranks(runs: dict[int, Run]):
         assert max(abs(a - b) / b for a, b in pairs) < 2e-6
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(step, marks=pytest.mark.long) for step in BESIDE] + [BOUNDARIES[0]]
-)
+@pytest.mark.long  # tests/train/test_stages.py stops one process there
+@pytest.mark.parametrize("step", [*BESIDE, BOUNDARIES[0]])
 def test_a_stop_beside_a_boundary_changes_no_bit(
     runs: dict[int, Run], forked: Launcher, tmp_path: Path, step: int
 ):

@@ -115,6 +115,7 @@ def test_a_run_that_starts_to_average_is_another_one(averaged: Path, corpus: Pat
         assert torch.allclose(first.read("ema", name), expected, rtol=0, atol=1e-7)
 
 
+@pytest.mark.long  # tests/engine/test_adapters.py resumes with averages
 def test_it_continues_over_two_processes_one_and_two_again(forked: Launcher, tmp_path: Path):
     flags, out = "--ema 0.75 --save_interval 1 --keep_last 9 --dtype float32", tmp_path / "out"
     for processes, stop in ((2, 3), (1, 4), (2, 6)):

@@ -346,14 +346,6 @@ def test_mask_of_another_length_is_refused(model: MiniMindForCausalLM, ids_BT: T
         model(ids_BT, torch.ones(B, T - 1))
 
 
-@pytest.mark.long  # tests/engine/test_compile.py compiles what a run does
-@torch.no_grad()
-def test_whole_model_compiles_into_one_graph(model: MiniMindForCausalLM, ids_BT: Tensor):
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    loss = compiled(ids_BT, labels=ids_BT).loss
-    torch.testing.assert_close(loss, model(ids_BT, labels=ids_BT).loss, rtol=1e-5, atol=0)
-
-
 def table_of(model: MiniMindForCausalLM) -> Tensor:
     config = model.config
     return build_pos_cis(config.head_dim, config.max_position_embeddings, config.rope_theta)

@@ -330,16 +330,3 @@ def test_a_browser_draws_every_chart_and_reads_the_values_at_a_step(run, tmp_pat
     for expected in ("loss : 4.8750", "learning rate : 0.0000303", "forward : 29ms"):
         assert expected in read, read
     assert "crashed at 16" in seen
-
-
-@pytest.mark.long  # above a browser draws the light one
-def test_a_dark_page_has_other_colors(run, tmp_path):
-    page_of(tmp_path, run)
-    page = tmp_path / "report.html"
-    seen = [
-        in_browser(page, "", f"--blink-settings=preferredColorScheme={n}").count(
-            "rgb(86, 180, 233)"
-        )
-        for n in (0, 1)
-    ]
-    assert seen[0] > 0 == seen[1]

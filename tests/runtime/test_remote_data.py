@@ -247,15 +247,6 @@ def test_inspect_names_a_url_without_prepared_data(
     assert f"{URL}: holds no prepared data" in capsys.readouterr().err
 
 
-def test_wrong_credentials_are_an_error_of_data(texts: Path, tmp_path: Path, store: ObjectStore):
-    store.require_credentials(True)
-    try:
-        with pytest.raises(DataError, match="AWS_ACCESS_KEY_ID"):
-            local_text([f"{URL}/b.jsonl"], tmp_path)
-    finally:
-        store.require_credentials(False)
-
-
 def test_names_that_leave_the_cache_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="is no file name here"):
         path_of("s3://bucket/../../etc/passwd", tmp_path)

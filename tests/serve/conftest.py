@@ -136,7 +136,7 @@ def listening() -> Iterator[Callable[[Any], int]]:
         thread.join()
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for a condition."""
     end = time.monotonic() + seconds
     while not condition():

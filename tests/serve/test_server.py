@@ -160,7 +160,7 @@ def test_a_request_that_is_cut_off_stops_computing(
     half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(half)
-    assert httpx.get(f"http://localhost:{port}/health").status_code == 200
+    assert httpx.get(f"http://localhost:{port}/health", timeout=60).status_code == 200
 
 
 @pytest.mark.usefixtures("slow")
@@ -179,7 +179,7 @@ def test_a_full_queue_and_a_timeout(server: InProcess, listening: Callable[[Any]
                 pool.submit(httpx.post, f"{url}/v1/chat/completions", json=ask, timeout=60)
             )
             until(lambda count=count: scheduler.counts == count)
-        refused = httpx.post(f"{url}/v1/chat/completions", json=ask)
+        refused = httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=60)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["code"] == "queue_full"
         statuses = [one.result().status_code for one in waiting]
@@ -204,7 +204,7 @@ def test_a_stream_that_nobody_reads_ends(server: InProcess, listening: Callable[
 
     cut_off(port, {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20}, wait)
     short = {"prompt": "a", "max_tokens": 2}
-    assert httpx.post(f"http://localhost:{port}/v1/completions", json=short).is_success
+    assert httpx.post(f"http://localhost:{port}/v1/completions", json=short, timeout=60).is_success
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -241,12 +241,12 @@ def test_a_body_that_does_not_arrive(
         for connection, sent in zip(found, NEVER_WHOLE, strict=True):
             connection.sendall(sent)
         health = f"http://localhost:{port}/health"
-        until(lambda: httpx.get(health).json()["arriving"] == len(found))
+        until(lambda: httpx.get(health, timeout=60).json()["arriving"] == len(found))
         for _ in range(4):
             time.sleep(0.05)
             found[0].sendall(b" ")
         assert [*map(status_of, found)] == [408] * len(found)
-    assert httpx.get(health).json()["arriving"] == 0
+    assert httpx.get(health, timeout=60).json()["arriving"] == 0
 
 
 def test_slow_bodies_shut_nobody_out(server: InProcess, listening: Callable[[Any], int]):
@@ -265,13 +265,13 @@ def test_slow_bodies_shut_nobody_out(server: InProcess, listening: Callable[[Any
             return connection
 
         first = opened("127.0.0.2", HALF)
-        until(lambda: httpx.get(f"{url}/health").json()["arriving"] == 1)
+        until(lambda: httpx.get(f"{url}/health", timeout=60).json()["arriving"] == 1)
         slow = [opened("127.0.0.1", HALF) for _ in range(100)]
-        until(lambda: httpx.get(f"{url}/health").json()["arriving"] == 101)
+        until(lambda: httpx.get(f"{url}/health", timeout=60).json()["arriving"] == 101)
         slow += [opened("127.0.0.1", large) for _ in range(10)]
-        until(lambda: httpx.get(f"{url}/health").json()["arriving"] == 109)
+        until(lambda: httpx.get(f"{url}/health", timeout=60).json()["arriving"] == 109)
         assert [*map(status_of, slow[100:102])] == [408] * 2
-        assert httpx.post(f"{url}/v1/completions", json=short, timeout=5).is_success
+        assert httpx.post(f"{url}/v1/completions", json=short, timeout=60).is_success
         body = json.dumps(short).encode()
         first.sendall(body[1:] + b" " * (99 - len(body)))
         assert status_of(first) == 200
@@ -303,7 +303,7 @@ def test_idle_connections_end_and_are_bounded(
         assert more.recv(4096).startswith(b"HTTP/1.1 200")
         for connection in (idle, slow, half):
             assert ends(connection)
-    assert httpx.get(f"http://localhost:{port}/health").is_success
+    assert httpx.get(f"http://localhost:{port}/health", timeout=60).is_success
 
 
 def ends(connection: socket.socket) -> bool:
@@ -320,7 +320,7 @@ def test_a_huge_body_is_refused_while_it_is_sent(
     url = f"http://localhost:{listening(app_of(server))}/v1/completions"
     body = (b" " * 100_000 for _ in range(100))
     headers = {"Content-Length": "10000000"} if is_told else {}
-    assert httpx.post(url, content=body, headers=headers).status_code == 413
+    assert httpx.post(url, content=body, headers=headers, timeout=60).status_code == 413
 
 
 COMMAND = [sys.executable, "-m", "minimind", "serve", "--device", "cpu"]
@@ -340,7 +340,8 @@ def test_the_command_ends_on_a_signal(chat_model: Path, number: int, prefix: str
         assert name == f"{chat_model.name}; Ctrl-C ends\n"
         body = {**LONG, "stream": True}
         right = {"Authorization": "Bearer k"}
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=right) as found:
+        post = partial(httpx.stream, "POST", timeout=60)
+        with post(f"{url}/v1/chat/completions", json=body, headers=right) as found:
             assert found.status_code == 200
             process.send_signal(number)
             *_, last = filter(None, found.iter_lines())

@@ -307,6 +307,7 @@ def test_an_end_that_says_nothing_of_the_flags_is_no_result(tmp_path: Path, stat
     assert process.starts == ["trial-0000", "trial-0001", "trial-0001", "trial-0002"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("status", "expected", "how"),
     [

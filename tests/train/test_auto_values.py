@@ -162,15 +162,12 @@ def test_a_file_that_sets_the_batch_keeps_it(places, tmp_path):
     assert train(places, out_dir=str(tmp_path / "out"), dry_run=True) == 0
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_every_number_of_processes_trains_on_the_same_rows(
-    forked: Launcher, tmp_path: Path, processes: int
-):
+def test_every_number_of_processes_trains_on_the_same_rows(forked: Launcher, tmp_path: Path):
     """The rows of a step follow from the text, not from the processes."""
     line = "--batch_size auto --learning_rate auto --warmup_steps auto --max_steps 6"
     line += " --dtype float32 --deepspeed_config none"
     one = forked.run(tmp_path / "one", line, processes=1)
-    many = forked.run(tmp_path / "many", line, processes=processes)
+    many = forked.run(tmp_path / "many", line, processes=2)
     assert (one.status, many.status) == (0, 0), one.stderr + many.stderr
     for name in ("rows", "lr"):
         first, second = ([line[name] for line in run.events("step")] for run in (one, many))
@@ -270,11 +267,6 @@ def test_many_steps_of_a_small_text_have_a_batch_of_the_text(prepared, tmp_path,
 def test_a_budget_below_the_step_of_the_rule_takes_fewer_rows(prepared, tmp_path, capsys):
     place = {"data_path": [str(prepared)], "out_dir": str(tmp_path / "out")}
     assert dry_run(capsys, **place, max_tokens=100)["batch_size"] == "2"
-
-
-def test_a_text_without_a_row_is_refused_at_once(prepared, tmp_path):
-    with pytest.raises(DataError, match="0 rows of 1000001, fewer than the 1 of one step"):
-        train({**FLAGS, "data_path": [str(prepared)]}, max_seq_len=10**6, dry_run=True)
 
 
 def test_processes_share_a_batch_that_is_auto(prepared, tmp_path, capsys, monkeypatch):
@@ -502,11 +494,3 @@ def test_a_batch_of_the_rule_does_not_depend_on_its_division(
     flags = {**places, "max_seq_len": 512, "max_steps": 5000, "accumulation_steps": accumulation}
     shown = dry_run(capsys, **flags, out_dir=str(tmp_path / "out"))
     assert int(shown["batch_size"]) * accumulation == 16
-
-
-@pytest.mark.parametrize("length", [{"max_steps": 5}, {"epochs": 1}])
-def test_a_decay_longer_than_the_run_is_refused_by_itself(prepared, tmp_path, length):
-    flags = {**FLAGS, "max_steps": None, **length, "schedule": "wsd", "decay_steps": 5000}
-    flags |= {"data_path": [str(prepared)], "out_dir": str(tmp_path / "out")}
-    with pytest.raises(UsageError, match=r"^decay_steps = 5000 \(.*\) is more than the \d+ steps"):
-        train(flags)

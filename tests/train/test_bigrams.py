@@ -4,11 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from minimind.config.parse import parse_flags
-from minimind.errors import UsageError
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.train import bigrams
@@ -138,10 +136,3 @@ def test_the_same_seed_gives_the_same_weights_and_blocks_are_untouched(tmp_path)
     changed = {key for key in plain if not torch.equal(plain[key], first[key])}
     assert changed == {"model.embed_tokens.weight", "lm_head.weight"}
     assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-@pytest.mark.parametrize("dim", [2, 1024])
-def test_a_width_without_room_is_refused(dim: int):
-    line = f"--embedding_init bigrams --no-tie_word_embeddings --n_heads 1 --dim {dim}"
-    with pytest.raises(UsageError, match=r"needs dim \(\d+\) between 3 and the vocabulary \(600\)"):
-        parse_flags([*line.split(), "--vocab_size", "600"])

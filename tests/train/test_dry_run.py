@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,13 +21,21 @@ from tests.conftest import ROOT, sentences
 from tests.train.starts import planned
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """What `prepare` made of some text, with a vocabulary that is not the default."""
-    text = tmp_path / "t.jsonl"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some text, and `data`, what `prepare` makes of it with a vocabulary of another size."""
+    place = tmp_path_factory.mktemp("made")
+    text = place / "t.jsonl"
     text.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(1, 200)))
     words = ["prepare", str(text), "--vocab_size", "520", "--val_fraction", "0.1"]
-    assert main([*words, "--out", str(tmp_path / "data")]) == 0
+    assert main([*words, "--out", str(place / "data")]) == 0
+    return place
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy of the prepared folder, which a test may change."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     return tmp_path / "data"
 
 
@@ -43,11 +52,6 @@ def test_the_table_reports_what_the_folder_holds(folder: Path):
     assert f"{tokens:,} tokens, {documents} documents, about {tokens // 64:,} rows of 64" in out
     (line,) = (line for line in out.splitlines() if line.split()[:2] == ["vocab_size", "520"])
     assert str(folder) in line
-
-
-def test_a_flag_that_the_folder_contradicts_is_refused(folder: Path):
-    with pytest.raises(UsageError, match=r"val_fraction = 0\.5 .* has 0\.1; drop one of the two"):
-        dry_run(folder, "--val_fraction", "0.5")
 
 
 def test_another_tokenizer_than_the_folder_was_made_with_is_refused(folder: Path, tmp_path: Path):
@@ -68,11 +72,6 @@ def test_a_folder_that_cannot_be_used_is_refused(folder: Path, case: str):
         (folder / "manifest.json").write_text("{}")
     with pytest.raises(DataError, match="was changed" if case == "cut" else "cannot be read"):
         dry_run(folder)
-
-
-def test_a_folder_of_fewer_rows_than_a_step_is_refused_as_at_the_start(folder: Path):
-    with pytest.raises(DataError, match=r"training tokens make 0 rows of 100001, fewer than"):
-        dry_run(folder, "--max_seq_len", "100000")
 
 
 LENGTHS = [
@@ -114,11 +113,6 @@ def test_the_length_is_that_of_the_rows_of_the_folder(folder: Path, tmp_path: Pa
     )
 
 
-def test_a_folder_beside_other_text_is_refused(folder: Path, tmp_path: Path):
-    with pytest.raises(UsageError, match="must be the only path"):
-        dry_run(folder, str(tmp_path / "t.jsonl"))
-
-
 GPU_HOST = "--model tiny --device cuda --dry_run"
 
 
@@ -153,11 +147,6 @@ def test_a_setting_of_gpus_names_the_flag_that_checks_it_on_a_login_node(words: 
     assert ELSEWHERE in dry_run_notices(setup, setup.resolve())
     setup = setup_of("--model tiny --dry_run --device cpu")
     assert ELSEWHERE not in dry_run_notices(setup, setup.resolve())
-
-
-def test_a_start_still_needs_the_gpu():
-    with pytest.raises(UsageError, match=r"device = cuda .* sees no GPU here"):
-        setup_of("--model tiny --device cuda")
 
 
 def test_the_number_of_processes_is_that_of_the_launch(tmp_path: Path):

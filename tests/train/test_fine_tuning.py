@@ -412,11 +412,7 @@ def test_a_second_stage_keeps_the_template_and_a_restart_its_vocabulary(
     assert train(first) == 0  # the checkpoint has 605
 
 
-def test_it_needs_weights_and_its_own_folder(base: dict[str, Any], place: Path, tmp_path: Path):
-    tokenizer = str(place / "base" / "tokenizer")
-    given = {name: value for name, value in base.items() if name != "init_from"}
-    with pytest.raises(UsageError, match="needs a model to start from"):
-        train({**given, "tokenizer": tokenizer}, out_dir=str(tmp_path / "out"))
+def test_it_needs_its_own_folder(base: dict[str, Any], place: Path):
     with pytest.raises(UsageError, match="lacks special tokens of the chat template"):
         train(base, out_dir=str(place / "base"))
 
@@ -497,36 +493,6 @@ def test_conversations_that_fit_no_row_are_counted_with_the_way_out(
     with pytest.raises(DataError, match=words) as caught:
         train(given, out_dir=str(tmp_path / "a"))
     assert "lower" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"init_from": None}, "needs a model to start from"),
-        ({"chat_template": "/nowhere.jinja"}, "--chat_template /nowhere.jinja: cannot be read"),
-    ],
-)
-def test_flags_that_contradict_are_refused(
-    changes: dict[str, Any], words: str, base: dict[str, Any], tmp_path: Path
-):
-    given = {name: value for name, value in {**base, **changes}.items() if value is not None}
-    with pytest.raises(UsageError, match=words):
-        train(given, out_dir=str(tmp_path / "out"))
-
-
-def test_a_text_file_and_plain_text_are_refused(base: dict[str, Any], tmp_path: Path):
-    (tmp_path / "a.txt").write_text("some text")
-    with pytest.raises(DataError, match=r"conversations are read from \.jsonl"):
-        train({**base, "data_path": str(tmp_path / "a.txt")}, out_dir=str(tmp_path / "out"))
-    plain = write(tmp_path / "plain.jsonl", [{"text": "some text"}])
-    with pytest.raises(DataError, match="--task sft"):
-        train({**base, "data_path": str(plain)}, out_dir=str(tmp_path / "out"))
-
-
-def test_a_base_model_has_no_chat(place: Path, base: dict[str, Any]):
-    _, tokenizer, path = load_model(str(place / "base"), None)
-    with pytest.raises(UsageError, match="has no chat template beside its tokenizer"):
-        template_of(tokenizer, None, path)
 
 
 def test_the_steps_that_read_a_conversation(
@@ -729,6 +695,7 @@ def test_eval_prints_a_table_of_conversations(
     [
         (("--task", "sft"), [{"text": "plain"}], 3, "drop --task sft"),
         ((), conversations(3), 3, "fine-tune on it with --task sft, or write"),
+        ((), "conversations", 3, "holds conversations, as --task sft prepares them"),
         (("--task", "sft"), "text", 2, "holds text, and --task sft reads files of"),
         (("--task", "sft"), "conversations", 2, "conversations; give the files themselves"),
         (("--task", "sft", "--max_rows", "3"), conversations(3), 2, "--max_rows 3 is for text"),
@@ -755,25 +722,6 @@ def test_eval_names_the_flag_that_fits(
         given = write(tmp_path / "given.jsonl", data)
     asked = ["--checkpoint", tuned, "--data", given, "--cache_dir", tmp_path / "cache"]
     assert minimind(["eval", *words, *map(str, asked)]) == status
-    assert answer in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "answer"),
-    [
-        (("--task", "sft"), 2, "holds prepared conversations; give the files themselves"),
-        ((), 3, "holds conversations, as --task sft prepares them"),
-    ],
-)
-def test_eval_of_prepared_conversations_asks_for_their_files(
-    words: tuple[str, ...],
-    status: int,
-    answer: str,
-    tuned: Path,
-    capsys: pytest.CaptureFixture[str],
-):
-    asked = ("--checkpoint", str(tuned), "--data", prepared_by(tuned))
-    assert minimind(["eval", *words, *asked]) == status
     assert answer in capsys.readouterr().err
 
 

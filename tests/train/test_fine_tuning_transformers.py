@@ -236,10 +236,3 @@ def test_new_rows_are_the_mean_of_the_others(tmp_path: Path):
     assert len(table) == len(before) + 5
     torch.testing.assert_close(table[: len(before)], before)
     torch.testing.assert_close(table[len(before) :], before.mean(0).expand(5, -1))
-
-
-def test_without_weights_there_is_nothing_to_fine_tune(tmp_path: Path):
-    place = folder_of(tmp_path / "q", "qwen2")
-    more = {"model": f"hf:{place}", "data_path": str(talk(tmp_path))}
-    with pytest.raises(UsageError, match="needs a model to start from; give --init_from"):
-        train({**RUN, **more}, out_dir=str(tmp_path / "out"))

@@ -159,9 +159,9 @@ def test_a_text_does_not_depend_on_its_neighbours(trained: Trained, tasks: Path,
 
     monkeypatch.setattr(SharedLM, "generate_until", recorded)
     words = ["--checkpoint", str(trained.run), "--device", "cpu", "--include_path", str(tasks)]
-    for size in ("1", "3", "20"):
+    for size in ("1", "3"):
         assert main(["eval", *words, "--lm_eval", "greedy", "--batch_size", size]) == 0
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]
     assert len({*texts[0]}) > 1
 
 

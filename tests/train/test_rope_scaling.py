@@ -107,12 +107,11 @@ def test_factor_and_row_length_follow_from_one_another(base):
             "--rope_scaling yarn --max_seq_len 65536",
             r"^max_seq_len = 65536 \(--max_seq_len\) is 2048 times the 32 .* at most 1024",
         ),
+        ("--rope_scaling yarn --rope_factor 1", "above 1"),
         (
             "--rope_scaling yarn --rope_factor 2.5 --max_seq_len 81",
             r"^max_seq_len = 81 \(--max_seq_len\) is longer than the 80 positions of 2.5 x 32",
         ),
-        ("--rope_scaling dynamic", "rope_scaling"),
-        ("--rope_scaling yarn --rope_factor 1", "above 1"),
     ],
 )
 def test_flags_without_effect_and_incomplete_scaling_are_refused(words, sentence, base):

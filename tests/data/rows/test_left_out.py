@@ -166,11 +166,6 @@ def test_a_file_that_names_no_rows_is_refused(tmp_path: Path, text: str, words: 
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"absent\.txt: No such file"):
-        read_skip_rows(tmp_path / "absent.txt", 103, 257, FINGERPRINT)
-
-
 @pytest.mark.parametrize(
     ("lines", "ranges"),
     [

@@ -155,14 +155,6 @@ def test_fine_tuning_data_is_called_so(tmp_path, field):
     assert '; fine-tune on it with --task sft, or write {"text": "..."}, plain text' in str(report)
 
 
-@pytest.mark.parametrize("line", [b'[{"role": "user", "content": "Hi"}]', b'[{"from": "gpt"}]'])
-def test_a_list_of_turns_is_called_so(tmp_path, line):
-    (report,) = found_in(tmp_path, line + b"\n")
-    assert "is a list of turns, a conversation to fine-tune on; fine-tune on it with --" in str(
-        report
-    )
-
-
 @pytest.mark.parametrize("field", ["text", "te.x(t", "文\u2028", 'a"b\\', ""])
 def test_the_short_way_for_a_text_alone_judges_as_the_long_one(tmp_path, monkeypatch, field):
     name = json.dumps(field, ensure_ascii=False)
@@ -220,17 +212,3 @@ def test_the_longest_document_is_read_however_it_is_spelled(tmp_path):
 def test_a_text_file_is_one_document_as_it_is(tmp_path):
     text = " 春眠\r\n\n不覺曉\t \n"
     assert documents(tmp_path, text.encode(), "a.txt") == [text]
-
-
-@pytest.mark.parametrize(
-    ("content", "line", "byte", "words"),
-    [
-        (b"one\ntwo \xff\n", 2, 8, "not UTF-8"),
-        (b"one\ntwo \0\n", 2, 4, "NUL byte"),
-        (b"a" * 1001, 1, 0, "longer than max_document_bytes = 1000"),
-    ],
-)
-def test_a_mistake_in_a_text_file_is_reported_too(tmp_path, content, line, byte, words):
-    (report,) = found_in(tmp_path, content, "a.txt")
-    assert f"a.txt:{line} (byte {byte}): " in str(report)
-    assert words in str(report)

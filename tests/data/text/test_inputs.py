@@ -13,8 +13,7 @@ from minimind.data.prepare.work_units import Options, make_plan
 from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Source, find_files, kind_of, segments_of
 from minimind.data.text.readers import read_segment
-from minimind.data.tokenizer.load import load_tokenizer
-from minimind.errors import DataError, UsageError
+from minimind.errors import DataError
 
 GOOD = b'{"text": "one"}\n'
 
@@ -158,13 +157,6 @@ def test_a_dataset_on_disk_is_one_input_wherever_it_lies(dataset, tmp_path):
         "splits",
         "z.txt",
     ]
-
-
-def test_an_empty_path_is_refused_and_not_taken_for_this_directory():
-    with pytest.raises(UsageError, match="path of a text is empty"):
-        find_files([""])
-    with pytest.raises(UsageError, match="--tokenizer is empty"):
-        load_tokenizer("")
 
 
 def test_a_suffix_in_capitals_is_the_same_suffix(tmp_path):

@@ -136,14 +136,6 @@ def test_half_a_character_is_reported(directory):
             load_tokenizer(directory).encode_arrays(["fine", "a\ud83d"], threads)
 
 
-def test_a_truncated_file_is_reported_wherever_it_ends(directory):
-    whole = (directory / "tokenizer.json").read_bytes()
-    for share in (0.01, 0.3, 0.7, 0.999):
-        (directory / "tokenizer.json").write_bytes(whole[: int(share * len(whole))])
-        with pytest.raises(DataError, match=r"tokenizer\.json: is not JSON"):
-            load_tokenizer(directory)
-
-
 def test_one_without_an_end_of_document_is_reported_where_to_name_it(tmp_path):
     library = Library(models.BPE({"a": 0, "b": 1}, []))
     library.save(str(tmp_path / "tokenizer.json"))
@@ -157,14 +149,4 @@ def test_one_without_an_end_of_document_is_reported_where_to_name_it(tmp_path):
     assert load_tokenizer(tmp_path).eos_id == 1
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(DataError, match=r"tokenizer_config\.json: is not JSON"):
-        load_tokenizer(tmp_path)
-
-
-def test_what_was_looked_for_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"neither tokenizer\.model .* nor tokenizer\.json"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(DataError, match="no such tokenizer file or directory"):
-        load_tokenizer(tmp_path / "nothing")
-    (tmp_path / "tokenizer.json").mkdir()
-    with pytest.raises(DataError, match=r"tokenizer\.json: the tokenizer cannot be read"):
         load_tokenizer(tmp_path)
