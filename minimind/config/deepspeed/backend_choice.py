@@ -32,7 +32,7 @@ from minimind.config.flags import ALONE
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.optimizers import FLAG_OF_TYPE
 from minimind.config.rules import with_dtype
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, Rank, RunConfig, Source, derived
 from minimind.config.run_record import config_notice
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError
@@ -122,16 +122,15 @@ def unbuildable_optimizer(config: Mapping[str, Any], device: str) -> str:
 
 
 def replaceable_params(
-    config: Mapping[str, Any], sources: Mapping[str, str], device: str
+    config: Mapping[str, Any], sources: Mapping[str, Source], device: str
 ) -> tuple[list[str], str]:
     """Return parameters without which torch's AdamW does the same, and why DeepSpeed's cannot run.
 
     Both are empty unless `"torch_adam": "auto"` selected DeepSpeed's, for these parameters, and it
     cannot be compiled here.
     """
-    source = sources.get("optimizer.params.torch_adam", "")
-    op = required_op(config)
-    if not op or not source.startswith("derived: "):
+    source, op = sources.get(TORCH_ADAM), required_op(config)
+    if not op or not source or source.rank is not Rank.RULE:
         return [], ""
     params = config["optimizer"]["params"]
     keys = [key for key in DEEPSPEED_ADAM if key in params]
@@ -193,7 +192,7 @@ class Setup:
         for name in names:
             document["optimizer"]["params"].pop(name)
         replaced = resolved(document)
-        return replace(replaced, sources=replaced.sources | {TORCH_ADAM: f"derived: {fault}"})
+        return replace(replaced, sources=replaced.sources | {TORCH_ADAM: derived(fault)})
 
 
 def read_setup(run: RunConfig, launch: Launch) -> Setup:
@@ -253,7 +252,7 @@ def with_loss(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     }
     reason = next((reason for reason, applies in full.items() if applies), "not compiled")
     chosen = "chunked" if reason == "not compiled" else "full"
-    return replace(resolved, run=run.with_values(f"derived: {reason}", loss=chosen))
+    return replace(resolved, run=run.with_values(derived(reason), Rank.RULE, loss=chosen))
 
 
 def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
@@ -281,8 +280,8 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     reasons = [reason for reason, applies in blockers.items() if applies]
     if not reasons and (fault := find_fault(device, needs_bf16)):
         reasons = [fault]
-    source = f"derived: {reasons[0]}" if reasons else "derived: GPU"
-    return replace(resolved, run=run.with_values(source, compile="off" if reasons else "on"))
+    source, chosen = (derived(reasons[0]), "off") if reasons else (derived("GPU"), "on")
+    return replace(resolved, run=run.with_values(source, Rank.RULE, compile=chosen))
 
 
 def choose_device(run: RunConfig, launch: Launch) -> str:
@@ -487,7 +486,7 @@ def eager_on_gpu(run: RunConfig, device: str) -> str:
     """Warning that --compile auto is off on a GPU because something is missing; else empty."""
     is_eager = device_kind(device).has_triton and run.compile == "off"
     fault = compiler_fault(device, run.dtype == "bfloat16") if is_eager else ""
-    if not fault or run.sources["compile"] != f"derived: {fault}":
+    if not fault or run.sources["compile"] != derived(fault):
         return ""
     return f"warning  the model is not compiled, which is slower: {fault}"
 
@@ -504,5 +503,5 @@ def exact_float32(run: RunConfig, device: str) -> str:
 
 def without_effect(resolved: ResolvedConfig) -> str:
     """Notice of ZeRO keys that have no effect at this stage or device; else empty."""
-    keys = keys_without_effect(resolved.config, resolved.sources, resolved.path)
+    keys = keys_without_effect(resolved.config, resolved.sources)
     return f"no effect at ZeRO stage {resolved.zero_stage}: {', '.join(keys)}" if keys else ""

@@ -33,7 +33,6 @@ from minimind.config.deepspeed.keys import (
     DEEPSPEED_ADAM,
     KEYS,
     MICRO_BATCH,
-    UNCOUNTED,
     Facts,
     Value,
     optimizer_name,
@@ -41,7 +40,7 @@ from minimind.config.deepspeed.keys import (
 from minimind.config.deepspeed.rules import setting_faults
 from minimind.config.launcher_env import Launch
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import Rank, RunConfig, Source
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.terminal import aligned
@@ -63,7 +62,7 @@ class ResolvedConfig:
     run: RunConfig
     backend: str  # deepspeed, ddp or single
     config: dict[str, Any] = field(default_factory=dict)  # for DeepSpeed; else empty
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict)
     path: str = "none"  # of the DeepSpeed file
 
     @property
@@ -99,10 +98,10 @@ class ResolvedConfig:
 
     def table(self) -> str:
         """One line per value: key path, value, source; "auto" for one that the start decides."""
-        undecided, rows = [UNCOUNTED, *(f"{name} (auto)" for name in self.run.open_flags)], []
+        rows = []
         for key, value in leaves(masked_values(self.config)).items():
             source = self.sources[key]
-            rows.append((key, json.dumps(AUTO if source in undecided else value), source))
+            rows.append((key, json.dumps(AUTO if source.rank is Rank.OPEN else value), source))
         return aligned(rows, indent="  ")
 
 
@@ -178,7 +177,7 @@ def _resolved(
     except UsageError as error:
         yield Fault("", str(error))
         return facts
-    sources = {key: path for key in leaves(config)} | from_launcher
+    sources = dict.fromkeys(leaves(config), Source(path, Rank.DEEPSPEED)) | from_launcher
     facts = replace(facts, run=run, sources=sources)
     sources |= _fill(config, facts)
     for key, value in leaves(config).items():
@@ -201,7 +200,7 @@ def auto_values(facts: Facts) -> dict[str, Value]:
     return {path: value for path, value in values.items() if value is not None}
 
 
-def _fill(config: dict[str, Any], facts: Facts) -> dict[str, str]:
+def _fill(config: dict[str, Any], facts: Facts) -> dict[str, Source]:
     """Fill "auto" and missing required values in `config`; return their sources."""
     required = {path for path, key in KEYS.items() if key.needed(facts)}
     sources = {}
