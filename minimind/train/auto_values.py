@@ -39,7 +39,7 @@ def with_auto_values(
     model: Architecture,
     resumed: Numbers | None,
 ) -> RunConfig:
-    """Return the run of `setup` with numbers for the flags that are "auto" in `known`.
+    """Return `known` with numbers for its flags that are "auto".
 
     `known` has what files and text decide. A number is that of the checkpoint to resume, else of
     the rule, else the default of the flag. What the text decides stays open without its `manifest`.
@@ -95,7 +95,7 @@ def with_auto_values(
     found = {**values, **by_rule}
     decided = {*known.open_flags} - {*found} - {*left_open}
     plain = {name: getattr(known, name) for name in decided}
-    run = setup.run.with_values("default", Rank.DEFAULT, **plain)
+    run = known.with_values("default", Rank.DEFAULT, **plain)
     run = run.with_values(source, Rank.RULE, **values)
     return run.with_values(source_of_rule, Rank.RULE, **by_rule)
 

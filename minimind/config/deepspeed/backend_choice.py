@@ -21,14 +21,20 @@ from minimind.config.checks import given
 from minimind.config.deepspeed.adopt import adopt_launch, is_shipped
 from minimind.config.deepspeed.document import AUTO, get, offloads, put, read_deepspeed_json
 from minimind.config.deepspeed.keys import DEEPSPEED_ADAM, optimizer_name
-from minimind.config.deepspeed.resolve import ResolvedConfig, collected, require_none, resolve
+from minimind.config.deepspeed.resolve import (
+    ResolvedConfig,
+    collected,
+    completed,
+    require_none,
+    resolve,
+)
 from minimind.config.deepspeed.rules import (
     keys_without_effect,
     plain_faults,
     precision_faults,
     with_optimizer_defaults,
 )
-from minimind.config.flags import ALONE
+from minimind.config.flags import ALONE, FLAGS
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.optimizers import FLAG_OF_TYPE
 from minimind.config.rules import with_dtype
@@ -155,6 +161,7 @@ def compilation_text(op: str) -> str:
 
 ELSEWHERE = "checked for the CPU, as there is no GPU here; --device cuda checks for a GPU host"
 TORCH_ADAM = "optimizer.params.torch_adam"
+CHOSEN = ("compile", "loss", "muon_lr")  # flags that `with_choices` decides
 
 
 @dataclass(frozen=True)
@@ -168,21 +175,34 @@ class Setup:
     document: Mapping[str, Any]
     path: str
 
-    def resolve(self, schedule: Schedule | None = None) -> ResolvedConfig:
+    def resolve(self) -> ResolvedConfig:
         """Resolve flags, files and launcher; raise a UsageError that lists all faults."""
         if self.backend == "deepspeed":
-            return with_choices(self._with_available_adam(schedule), self.device)
+            return with_choices(self._with_available_adam(), self.device)
         run, faults = collected(adopt_launch(self.run, self.launch))
         require_none([*faults, *precision_faults(run, self.device), *plain_faults(run)])
         run.micro_batch_rows(self.launch.world_size)  # raises if the batch does not divide evenly
         return with_choices(ResolvedConfig(run, self.backend), self.device)
 
-    def _with_available_adam(self, schedule: Schedule | None) -> ResolvedConfig:
+    def complete(
+        self, resolved: ResolvedConfig, run: RunConfig, schedule: Schedule | None
+    ) -> ResolvedConfig:
+        """Complete `resolved` by the numbers of `run` that text and rules decide."""
+        chosen = [name for name in CHOSEN if run.sources[name].rank is Rank.RULE]
+        plain = {name: FLAGS[name].default for name in chosen}
+        run = run.with_values("default", Rank.DEFAULT, **plain)
+        run.micro_batch_rows(self.launch.world_size)  # raises if the batch does not divide evenly
+        if self.backend == "deepspeed":
+            size = self.launch.world_size
+            resolved = completed(resolved, run, size, self.device, schedule)
+        return with_choices(replace(resolved, run=run), self.device)
+
+    def _with_available_adam(self) -> ResolvedConfig:
         """Resolve with torch's AdamW if "auto" selected DeepSpeed's, which cannot be compiled."""
 
         def resolved(document: Mapping[str, Any]) -> ResolvedConfig:
             size = self.launch.world_size
-            return resolve(document, self.path, self.run, size, self.device, schedule, self.launch)
+            return resolve(document, self.path, self.run, size, self.device, launch=self.launch)
 
         selected = resolved(self.document)
         names, fault = replaceable_params(selected.config, selected.sources, self.device)

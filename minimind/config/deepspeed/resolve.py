@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -187,6 +188,30 @@ def _resolved(
     if is_one_of(facts.stage, (0, 1, 2, 3)):
         yield from setting_faults(facts)
     return facts
+
+
+def completed(
+    resolved: ResolvedConfig,
+    run: RunConfig,
+    world_size: int,
+    device: str,
+    schedule: Schedule | None,
+) -> ResolvedConfig:
+    """Fill again what `resolve` filled, with the final numbers of `run` and its schedule.
+
+    Raise a UsageError that lists the faults of the numbers.
+    """
+    config, sources = deepcopy(resolved.config), dict(resolved.sources)
+    facts = Facts(config, run, world_size, device, schedule, resolved.path, sources)
+    for key, (value, source) in auto_values(facts).items():
+        if key not in sources or sources[key].rank in (Rank.LAUNCHER, Rank.DEEPSPEED):
+            continue
+        # The reason of a choice, such as that of torch's AdamW, stays with the choice.
+        if sources[key].rank is not Rank.RULE or get(config, key) != value:
+            put(config, key, value)
+            sources[key] = source
+    require_none(setting_faults(facts))
+    return replace(resolved, run=run, config=config, sources=sources)
 
 
 def auto_values(facts: Facts) -> dict[str, Value]:
