@@ -270,6 +270,7 @@ def block(rng: random.Random, types: list[Any], params: dict[str, list[Any]]) ->
 
 def answer(case: dict[str, Any]) -> dict[str, Any]:
     """What the resolver that is imported says of a case: a worker's process."""
+    from dataclasses import replace
     from functools import partial
     from inspect import signature
 
@@ -282,7 +283,7 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     try:
         run, launch = parse_flags(case["argv"]), read_launch(case["environ"])
         if run.dtype == "auto":  # which the start replaces before
-            run = run.with_values("default", dtype="bfloat16")
+            run = replace(run, dtype="bfloat16")
         document = case["document"] if case["backend"] == "deepspeed" else {}
         setup = Setup(run, launch, case["device"], case["backend"], document, case["path"])
         more: dict[str, Any] = {}

@@ -40,7 +40,7 @@ from minimind.config.rules import (
     values_by_rules,
     with_dtype,
 )
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig, deepspeed_files
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, Rank, RunConfig, deepspeed_files
 from minimind.config.schedule import budget_steps
 from minimind.errors import UsageError, fault_error
 from minimind.runtime import disk
@@ -145,7 +145,7 @@ def _with_rules(
             values: dict[str, int] = {}
             if not run.is_explicit("accumulation_steps"):
                 values = largest_micro_batch(run, machine.gpus, device)
-            run = run.with_values(AUTO, **values)
+            run = run.with_values(AUTO, Rank.OPEN, **values)
             return run, (
                 "\n\nauto: the text decides --batch_size at the start. The numbers are for"
                 f" micro-batches of\n{run.micro_batch_rows(machine.gpus)} rows"
@@ -166,7 +166,7 @@ def _with_rules(
         shape.parameters,
         lambda tokens: budget_steps(limited, tokens, shape.parameters, flops_per_token(shape)),
     )
-    run = run.with_values(f"{AUTO}: as the start", **values)
+    run = run.with_values(f"{AUTO}: as the start", Rank.RULE, **values)
     if "batch_size" not in names:
         return run, ""
     return run, (
@@ -424,7 +424,7 @@ def _command_flags(run: RunConfig) -> str:
     given = {
         name: getattr(run, name)
         for name in FLAGS
-        if run.sources[name] == f"--{name}" and name not in set_here
+        if run.sources[name].rank is Rank.FLAG and name not in set_here
     }
     words = ["--init_from", "RUN"] if run.task == "sft" else []
     return shlex.join(map(masked, [*words, *words_of(given)]))

@@ -18,8 +18,8 @@ from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags, output_paths
 from minimind.config.flags import BY_TASK, FLAGS, SHAPE
-from minimind.config.run_config import RunConfig
-from minimind.config.run_record import HEAD, with_sum
+from minimind.config.run_config import Rank, RunConfig
+from minimind.config.run_record import HEAD, REST, with_sum
 from minimind.errors import LockedError, StorageError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.drafts import remove_left
@@ -197,7 +197,7 @@ def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
     left_out |= {name for name, source in sources.items() if source == BY_TASK}
     if (resolved.run.source or resolved.run.stages) and not resolved.run.is_explicit("data_path"):
         left_out.add("data_path")  # the sources are the text
-    lines = [HEAD]
+    given, rest = [HEAD], [REST]
     for name, value in flags.items():
         if name == "deepspeed_config":  # perhaps given by the launcher
             stand_in = str(out_dir / "ds_config.resolved.json")
@@ -206,8 +206,9 @@ def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
             continue
         value = list(value) if isinstance(value, tuple) else value
         text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True)
+        lines = given if sources[name].rank > Rank.RULE else rest
         lines.append(f"{name}: {text.removesuffix(END).strip()}  # {sources[name]}")
-    write_whole(out_dir / "config.yaml", with_sum("\n".join(lines) + "\n"))
+    write_whole(out_dir / "config.yaml", with_sum("\n".join([*given, *rest]) + "\n"))
     write_whole(
         out_dir / "ds_config.resolved.json",
         json.dumps(masked_values(resolved.config), indent=2).encode(),

@@ -14,7 +14,7 @@ from typing import Any
 from minimind.config.arguments import is_utf8, template_variables, utf8_fault
 from minimind.config.flags import FLAGS, SHAPE, TRACKERS, VAL_LOSS, as_words
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.run_config import RECIPES, RunConfig, files_by_name
+from minimind.config.run_config import RECIPES, Rank, RunConfig, Source, files_by_name
 from minimind.errors import UsageError, fault_error
 from minimind.runtime import disk
 from minimind.runtime.urls import ON_THE_HUB, begins_as_url, masked
@@ -30,7 +30,8 @@ class Given:
 
     name: str
     value: Any
-    source: str
+    source: Source
+    config: str | None  # of the run
 
     def __format__(self, spec: str) -> str:
         return f"{self.name} = {self.value:{spec}} ({self.source})"
@@ -38,8 +39,8 @@ class Given:
     @property
     def drop(self) -> str:
         """How to take the value back; a recipe of this package is not changed but copied."""
-        place, _, recipe = self.source.partition(" ")
-        path = files_by_name(RECIPES).get(recipe) if place == "--config" else None
+        is_of_file = self.source.rank is Rank.FILE
+        path = files_by_name(RECIPES).get(self.config or "") if is_of_file else None
         if path is None:
             return f"drop {self.name}"
         if FLAGS[self.name].may_be_auto:
@@ -53,7 +54,7 @@ class Given:
 
 def given(run: RunConfig, name: str) -> Given:
     """A flag with its value and source."""
-    return Given(name, getattr(run, name), run.sources[name])
+    return Given(name, getattr(run, name), run.sources[name], run.config)
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,6 @@ LIMITS = {
 }
 
 
-def is_auto(source: str) -> bool:
-    """Whether the start decides a value, or has decided it."""
-    return source == AUTO or source.startswith(f"{AUTO}: ")
-
-
 @dataclass(frozen=True)
 class Flag:
     """A flag as `--help`, the parser and the checks read it.

@@ -24,7 +24,9 @@ from minimind.config.run_config import (
     CONFIGS,
     DISTRIBUTION,
     RECIPES,
+    Rank,
     RunConfig,
+    Source,
     deepspeed_files,
     files_by_name,
 )
@@ -109,10 +111,11 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
     """
     all_faults = [*faults, *unknown_keys(given, "the arguments")]
     values: dict[str, Any] = {}
-    unset = {name: AUTO if name in RULED else "default" for name in FLAGS}
+    default, is_open = Source("default", Rank.DEFAULT), Source(AUTO, Rank.OPEN)
+    unset = {name: is_open if name in RULED else default for name in FLAGS}
     sources = dict(unset)
     invalid = set()
-    for layer, source_of in _layers(given, source, all_faults):
+    for layer, source_of, rank in _layers(given, source, all_faults):
         for name in layer:
             where = source_of.format(name=name)
             if stands_for_auto(name, layer[name]):
@@ -120,7 +123,8 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
                 sources[name] = unset[name]
                 continue
             try:
-                values[name], sources[name] = convert(name, layer[name], where), where
+                values[name] = convert(name, layer[name], where)
+                sources[name] = Source(where, rank)
                 if name == "deepspeed_config":
                     values[name] = deepspeed_files().get(values[name], values[name])
             except UsageError as error:
@@ -142,7 +146,7 @@ def in_template(text: str) -> str:
 
 def _layers(
     given: Mapping[str, Any], source: str, faults: list[str]
-) -> Iterator[tuple[Mapping[str, Any], str]]:
+) -> Iterator[tuple[Mapping[str, Any], str, Rank]]:
     """Yield the known fields of the preset, of --config and of `given`, highest precedence last."""
     from_file: Mapping[str, Any] = {}
     preset: Mapping[str, Any] = {}
@@ -159,10 +163,10 @@ def _layers(
         preset = load_preset(str(name)) if name else {}
     except UsageError as error:
         faults.append(str(error))
-    for layer, place in ((preset, f"model {name}"), (from_file, f"--config {path}")):
-        known = {key: layer[key] for key in layer if key in FLAGS and key != "config"}
-        yield known, in_template(place)
-    yield {key: given[key] for key in given if key in FLAGS}, source
+    yield preset, in_template(f"model {name}"), Rank.PRESET
+    known = {key: from_file[key] for key in from_file if key in FLAGS and key != "config"}
+    yield known, in_template(f"--config {path}"), Rank.FILE
+    yield {key: given[key] for key in given if key in FLAGS}, source, Rank.FLAG
 
 
 def _load_config_file(name: Any) -> dict[str, Any]:

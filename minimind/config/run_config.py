@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from minimind import __version__
 from minimind.config.flags import (
-    AUTO,
     CHANGEABLE,
     FLAGS,
     MAX_ROPE_FACTOR,
@@ -20,7 +20,6 @@ from minimind.config.flags import (
     Model,
     Optimizer,
     Output,
-    is_auto,
     meets,
 )
 from minimind.config.optimizers import OPTIMIZERS, READ_BY
@@ -52,6 +51,36 @@ def files_by_name(folder: Path) -> dict[str, str]:
 def deepspeed_files() -> dict[str, str]:
     """The shipped DeepSpeed files by the names that --deepspeed_config takes."""
     return {**files_by_name(CONFIGS / "deepspeed"), "zero2": str(DEFAULT_DEEPSPEED_CONFIG)}
+
+
+class Rank(IntEnum):
+    """What gives a value. The ranks above PRESET are explicit."""
+
+    OPEN = 0  # nothing yet: the start decides it, and what stands there is a placeholder
+    DEFAULT = 1
+    RULE = 2  # a rule, by the host, the text or the checkpoint to resume
+    PRESET = 3
+    DATA = 4  # the text, the model or the task
+    LAUNCHER = 5
+    DEEPSPEED = 6  # the DeepSpeed file
+    FILE = 7  # --config
+    FLAG = 8
+
+
+class Source(str):
+    """The origin of a value, in words, and its rank."""
+
+    rank: Rank
+
+    def __new__(cls, words: str, rank: Rank = Rank.DATA) -> Source:
+        source = super().__new__(cls, words)
+        source.rank = rank
+        return source
+
+
+def derived(reason: str) -> Source:
+    """The source of a value that follows from others."""
+    return Source(f"derived: {reason}", Rank.RULE)
 
 
 @dataclass(frozen=True)
@@ -98,12 +127,11 @@ class ParallelLayout:
 class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
     """All flags of a run. A step is an optimizer step over all processes."""
 
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
 
     def is_explicit(self, name: str) -> bool:
         """Whether the user set the value: in any source except defaults, rules and presets."""
-        source = self.sources[name]
-        return source not in ("default", f"model {self.model}") and not is_auto(source)
+        return self.sources[name].rank > Rank.PRESET
 
     def in_force(self, name: str) -> Any:
         """The value of a flag, or the one that holds where it is not given."""
@@ -117,7 +145,7 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
     @property
     def open_flags(self) -> list[str]:
         """Flags that the start decides, by rules or by the checkpoint."""
-        return [name for name, source in self.sources.items() if source == AUTO]
+        return [name for name, source in self.sources.items() if source.rank is Rank.OPEN]
 
     @property
     def has_open_accumulation(self) -> bool:
@@ -267,6 +295,7 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
                 )
         return frozenset(names)
 
-    def with_values(self, source: str, /, **values: Any) -> RunConfig:
-        """Return a copy with these values and `source` as their source."""
-        return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
+    def with_values(self, words: str, /, rank: Rank = Rank.DATA, **values: Any) -> RunConfig:
+        """Return a copy with these values, whose source is `words` with this rank."""
+        sources = {**self.sources, **dict.fromkeys(values, Source(words, rank))}
+        return replace(self, **values, sources=sources)

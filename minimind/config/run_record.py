@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.flags import FLAGS
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import Rank, RunConfig
 from minimind.config.yaml_files import load_yaml
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import disk
@@ -19,6 +19,7 @@ from minimind.runtime.durable_files import read_small
 
 NAME = "config.yaml"
 HEAD = "# The flags of this run; --config reads them back. The comment is the source."
+REST = "# Not given: defaults, and what the start decided."
 LAST = b"# sha256 of the lines above: "
 ALWAYS = (
     *("keep_last", "keep_every", "keep_best", "keep_best_by", "save_interval"),
@@ -30,6 +31,12 @@ def with_sum(text: str) -> bytes:
     """The content of the file: `text` with its sum as the last line."""
     content = text.encode()
     return content + LAST + hashlib.sha256(content).hexdigest().encode() + b"\n"
+
+
+def given_names(path: Path) -> set[str]:
+    """The flags of a run's config.yaml that were given, or decided by what was given."""
+    given, _, _ = path.read_text("utf-8", "replace").partition(REST)
+    return {line.partition(":")[0] for line in given.splitlines()}
 
 
 def record_fault(path: Path) -> str:
@@ -52,7 +59,7 @@ def require_rules(run: RunConfig) -> None:
     With default values in their place, a resumed run would delete checkpoints that it kept.
     """
     fault = _fault_of_config(run)
-    missing = [name for name in ALWAYS if fault and run.sources[name] == "default"]
+    missing = [name for name in ALWAYS if fault and run.sources[name].rank is Rank.DEFAULT]
     if missing:
         raise UsageError(
             f"--config {run.config} {fault}; it has no {missing[0]}, which every run writes:"

@@ -21,7 +21,7 @@ import yaml
 from minimind.checkpoint.directory import NAME as STEP
 from minimind.checkpoint.directory import read_manifest
 from minimind.checkpoint.retention import saved_of
-from minimind.config.run_record import record_fault
+from minimind.config.run_record import given_names, record_fault
 from minimind.config.yaml_files import load_yaml
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
@@ -29,7 +29,7 @@ from minimind.interop.gguf import NAME as GGUF_NAME
 from minimind.interop.tensor_sources import TRAINED
 from minimind.interop.weights import CHECKPOINT, OURS, Weights
 from minimind.interop.write_folder import PRODUCER
-from minimind.report.history import Run, number, read_configuration, read_runs
+from minimind.report.history import Run, number, read_runs
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
@@ -40,7 +40,6 @@ NAME = "README.md"
 LICENSE = "# license: the Hub asks for one, such as apache-2.0; this line is where it is written\n"
 MARK = re.compile(rb"<!-- %b ([0-9a-f]{64}) -->" % PRODUCER.encode())
 HOST_FLAGS = ("out_dir", "cache_dir", "mirror")  # where things are, not what was trained
-NOT_GIVEN = ("default", "derived", "auto: ")  # beginnings of sources
 SHAPE = {
     "num_hidden_layers": "layers",
     "hidden_size": "width",
@@ -246,6 +245,7 @@ class _Records:
                 for event in EventLog(metrics).events("token_balance"):
                     balance = event if event["step"] <= step else balance
         values: dict[str, Any] = {}
+        given: set[str] = set()
         faults = []
         if run is not None and run.unread_lines:
             faults.append(f"{run.unread_lines:,} damaged lines of metrics.jsonl")
@@ -254,7 +254,7 @@ class _Records:
                 faults.append(f"config.yaml {fault}")
             with suppress(UsageError):  # edited by hand: the weights are exported all the same
                 values = load_yaml(str(config), "the run's")
-        sources = read_configuration(folder).flags
+                given = given_names(config)
         data = values.get("data_path") or values.get("source") or values.get("stages") or ()
         return cls(
             step=step,
@@ -266,8 +266,7 @@ class _Records:
             flags={
                 str(name): _published(value)
                 for name, value in masked_values(values).items()
-                if name not in HOST_FLAGS
-                and not sources.get(name, ("", ""))[1].startswith(NOT_GIVEN)
+                if name in given and name not in HOST_FLAGS
             },
             faults=tuple(faults),
         )

@@ -20,9 +20,8 @@ from minimind.architecture.select import minimind_config
 from minimind.config.checks import check
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import unread_flag_faults
-from minimind.config.flags import AUTO
 from minimind.config.parse import parse_flags
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import Rank, RunConfig
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.engine.optimizers import run_groups, scale_initial_weights
 from minimind.engine.plain_backend import PlainBackend
@@ -106,7 +105,7 @@ def _run_of(words: Sequence[str]) -> RunConfig:
             f"--model {run.model} is a model of transformers, and muP is for the built-in decoder;"
             " drop it"
         )
-    defaults = {k: v for k, v in DEFAULTS.items() if run.sources[k] in ("default", AUTO)}
+    defaults = {k: v for k, v in DEFAULTS.items() if run.sources[k].rank <= Rank.DEFAULT}
     faults = [fault.sentence for fault in unread_flag_faults(run)]
     faults += [
         f"{name} = {getattr(run, name)} ({run.sources[name]}) is {value} in a coordinate check;"
@@ -127,7 +126,7 @@ def runs_of_widths(run: RunConfig, widths: Sequence[int], is_mup: bool) -> list[
     base = run.mup_base_dim or run.dim
     runs = []
     for width in widths:
-        grown = {"n_heads": run.n_heads, "n_kv_heads": run.n_kv_heads}
+        grown: dict[str, Any] = {"n_heads": run.n_heads, "n_kv_heads": run.n_kv_heads}
         if run.hidden_dim is not None:
             grown["hidden_dim"] = run.hidden_dim
         for name, value in grown.items():

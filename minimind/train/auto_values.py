@@ -24,7 +24,7 @@ from minimind.config.rules import (
     smallest_step,
     values_by_rules,
 )
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import Rank, RunConfig
 from minimind.data.rows.order import rows_of_sources
 from minimind.errors import CheckpointError, UsageError
 from minimind.report.formats import size
@@ -39,7 +39,7 @@ def with_auto_values(
     model: Architecture,
     resumed: Numbers | None,
 ) -> RunConfig:
-    """Return the run of `setup` with numbers for the flags that are "auto" in `known`.
+    """Return `known` with numbers for its flags that are "auto".
 
     `known` has what files and text decide. A number is that of the checkpoint to resume, else of
     the rule, else the default of the flag. What the text decides stays open without its `manifest`.
@@ -79,7 +79,9 @@ def with_auto_values(
             del values["warmup_steps"]  # the length of the run, which may be shorter, is not known
             left_open = ["warmup_steps"]
         elif "warmup_steps" in values:
-            shorter, work = by_rules(known.with_values(source, **values), ["warmup_steps"])
+            shorter, work = by_rules(
+                known.with_values(source, Rank.RULE, **values), ["warmup_steps"]
+            )
             if values["warmup_steps"] > work.steps:  # the run has become shorter
                 del values["warmup_steps"]
                 if "warmup_steps" in names:
@@ -93,8 +95,9 @@ def with_auto_values(
     found = {**values, **by_rule}
     decided = {*known.open_flags} - {*found} - {*left_open}
     plain = {name: getattr(known, name) for name in decided}
-    run = setup.run.with_values("default", **plain).with_values(source, **values)
-    return run.with_values(source_of_rule, **by_rule)
+    run = known.with_values("default", Rank.DEFAULT, **plain)
+    run = run.with_values(source, Rank.RULE, **values)
+    return run.with_values(source_of_rule, Rank.RULE, **by_rule)
 
 
 def _source_of_rule(work: Workload) -> str:
@@ -185,4 +188,4 @@ class Numbers:
         """
         if run.dtype != AUTO:
             return run
-        return run.with_values(self.source, dtype=self.values.get("dtype", AUTO))
+        return run.with_values(self.source, Rank.RULE, dtype=self.values.get("dtype", AUTO))

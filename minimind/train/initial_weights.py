@@ -29,7 +29,7 @@ from minimind.config.arguments import template_variables
 from minimind.config.checks import check
 from minimind.config.flags import BY_TASK, SHAPE
 from minimind.config.parse import config_file
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import Rank, RunConfig
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.engine.optimizers import scale_initial_weights
@@ -223,9 +223,12 @@ def _of_transformers(
     from minimind.interop.weights import find_tokenizer, load_own, load_transformers_weights
 
     by, config = f"model {run.model}", model.parsed
-    run = run.with_values(by, **dict.fromkeys(name for name in SHAPE if name not in FREE))
+    run = run.with_values(
+        by, Rank.PRESET, **dict.fromkeys(name for name in SHAPE if name not in FREE)
+    )
     run = run.with_values(
         by,
+        Rank.PRESET,
         dim=config.hidden_size,
         n_layers=config.num_hidden_layers,
         n_heads=config.num_attention_heads,
@@ -237,12 +240,13 @@ def _of_transformers(
                 f"{name} = {value} ({run.sources[name]}), but --model {run.model} has {field} ="
                 f" {limit}; lower {name}, or raise {field}"
             )
-        run = run.with_values(by, **{name: limit}) if value > limit else run
+        run = run.with_values(by, Rank.PRESET, **{name: limit}) if value > limit else run
     model.require_gradient_checkpointing(run)
     if run.tokenizer is None and text.folder is None:
         is_file = disk.is_file(Path(run.hugging_face or "").expanduser())
         if own := None if is_file else find_tokenizer(folder):
-            run = run.with_values(by, tokenizer=str(load_own(own, config.vocab_size).path))
+            path = load_own(own, config.vocab_size).path
+            run = run.with_values(by, Rank.PRESET, tokenizer=str(path))
     if run.tokenizer is not None:
         model.require_embedding_rows(
             load_tokenizer(run.tokenizer).vocab_size, f"--tokenizer {run.tokenizer}"
@@ -295,7 +299,9 @@ def _shape_flags(run: RunConfig) -> ShapeFlags:
     from minimind.interop.foreign_config import ShapeFlags
 
     names = ("n_heads", "n_kv_heads", "rope_theta", "norm_eps")
-    values = [getattr(run, name) if run.sources[name] != "default" else None for name in names]
+    values = [
+        getattr(run, name) if run.sources[name].rank > Rank.DEFAULT else None for name in names
+    ]
     if run.rope_scaling:  # max_seq_len is the length to reach
         return ShapeFlags(*values, max_seq_len=run.rope_original_length, is_scaled=True)
     return ShapeFlags(*values, max_seq_len=run.max_seq_len)
@@ -324,10 +330,10 @@ def _with_shape(
     """
     values = shape_flags(config) | ({} if ids is None else {"vocab_size": ids})
     shape = {name: v for name, v in values.items() if name not in NOT_OF_WEIGHTS}
-    if run.is_explicit("rope_theta") and not run.sources["rope_theta"].startswith("--model"):
+    if run.sources["rope_theta"].rank > Rank.DATA:
         del shape["rope_theta"]
-    run = with_derived_values(run, by, shape, over_presets=False)
+    run = with_derived_values(run, by, shape, above=Rank.DEFAULT)
     length = config.max_position_embeddings
-    if run.sources["max_seq_len"] == "default" and length != run.max_seq_len:
+    if run.sources["max_seq_len"].rank is Rank.DEFAULT and length != run.max_seq_len:
         run = run.with_values(by, max_seq_len=length)
     return run

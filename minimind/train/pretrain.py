@@ -26,7 +26,7 @@ from minimind.checkpoint.run_folder import (
 from minimind.checkpoint.saver import Saver
 from minimind.config.deepspeed.backend_choice import advice
 from minimind.config.launcher_env import Launch, planned_launch, read_launch
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import Rank, RunConfig
 from minimind.data.prepare.prepared import Prepared
 from minimind.engine.build import Engine, build_engine, leave_process_group, print_collectives
 from minimind.errors import StorageError, UsageError
@@ -158,7 +158,7 @@ def train_planned(given: RunConfig, launch: Launch, progress: Progress, cleanup:
     log_run_start(context, resumed, notices)
     if context.mirror:
         context.mirror.report()
-    record_for_restart(run, engine)
+    record_for_restart(plan, engine)
     progress.has_started = True
     return train_to_end(context, resumed)
 
@@ -180,11 +180,14 @@ def train_to_end(context: RunContext, resumed: Resumed) -> int:
     return status
 
 
-def record_for_restart(run: RunConfig, engine: Engine) -> None:
+def record_for_restart(plan: Plan, engine: Engine) -> None:
     """Record what a restart on other processes has to know; collective."""
-    key, resolved = "gradient_accumulation_steps", engine.resolved
-    by_file = resolved.path if resolved.sources.get(key) == resolved.path else ""
-    origin, _, field = run.sources["accumulation_steps"].rpartition(": ")
+    run, resolved, fixed_by = plan.run, engine.resolved, ""
+    key = resolved.sources.get("gradient_accumulation_steps")
+    if key is not None and key.rank is Rank.DEEPSPEED:
+        fixed_by = resolved.path
+    elif run.sources["accumulation_steps"].rank is Rank.LAUNCHER:
+        fixed_by = plan.setup.launch.source
     split_unit = 0
     if run.stages and run.split_batches:
         from minimind.config.stages import read_stages
@@ -203,7 +206,7 @@ def record_for_restart(run: RunConfig, engine: Engine) -> None:
             batch_size=run.batch_size,
             split_batches=run.split_batches,
             resume=run.resume,
-            fixed_by=by_file or (origin if field == key else ""),
+            fixed_by=fixed_by,
             split_unit=split_unit,
         ),
     )

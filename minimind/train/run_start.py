@@ -18,8 +18,8 @@ from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags
-from minimind.config.flags import AUTO, FLAGS, RULED, is_auto
-from minimind.config.run_config import RunConfig
+from minimind.config.flags import AUTO, FLAGS, RULED
+from minimind.config.run_config import Rank, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order
@@ -220,20 +220,19 @@ def changed_settings(resolved: ResolvedConfig) -> str:
 
 def _is_changed(run: RunConfig, name: str) -> bool:
     """Whether a flag has another value than its default, or a rule decided it."""
-    source = run.sources[name]
-    if source.endswith("default"):  # also "Muon's default"
+    rank = run.sources[name].rank
+    if rank is Rank.DEFAULT:
         return False
-    return name in RULED or is_auto(source) or getattr(run, name) != FLAGS[name].default
+    return name in RULED or rank is Rank.RULE or getattr(run, name) != FLAGS[name].default
 
 
 def _is_shown(resolved: ResolvedConfig, key: str, value: Any) -> bool:
     """Whether a key of the DeepSpeed configuration differs from its default and from a flag."""
     if key.rpartition(".")[2].startswith("stage3_") and resolved.zero_stage != 3:
         return False
-    source = resolved.sources[key]
-    is_flag = source.split(" ")[0] in FLAGS or source.endswith("default")
+    is_of_file = Rank.DEFAULT < resolved.sources[key].rank < Rank.FLAG
     is_known = key in (*UNINFORMATIVE, "zero_optimization.stage")
-    return not (is_flag or is_known or DEFAULT_KEYS.get(key) == value)
+    return is_of_file and not is_known and DEFAULT_KEYS.get(key) != value
 
 
 def logged_order(

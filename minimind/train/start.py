@@ -114,13 +114,10 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
     require_fitting_stages(run, text, world_size)
 
     prepared = read_text(run, text) if tokenize or text.folder else None
-    setup = replace(setup, run=with_text(run, text, prepared))
     known = with_text(resolved.run, text, prepared)
     if known.open_flags:
         manifest = prepared and prepared.manifest
-        run = with_auto_values(setup, known, resolved.optimizer, manifest, model, resumed)
-        setup = replace(setup, run=run)
-        known = setup.resolve().run
+        known = with_auto_values(setup, known, resolved.optimizer, manifest, model, resumed)
     order = schedule = None
     if prepared is not None:
         order, schedule = plan_rows(known, text, prepared, world_size, model)
@@ -132,7 +129,7 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         schedule = plan_length(known, world_size, model, None)
     if schedule is not None:
         require_traceable(known, schedule.total_steps)
-    resolved = setup.resolve(schedule)
+    resolved = setup.complete(resolved, known, schedule)
     return Plan(setup, resolved, initial, text, prepared, order, schedule)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import template_variables
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import Rank, RunConfig
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
 from minimind.data.shards.manifest import options_of, require_document_ends
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
@@ -170,17 +170,17 @@ def with_text(run: RunConfig, text: Text, prepared: Prepared | None) -> RunConfi
 
 
 def with_derived_values(
-    run: RunConfig, by: str, values: Mapping[str, Any], over_presets: bool = True
+    run: RunConfig, by: str, values: Mapping[str, Any], above: Rank = Rank.PRESET
 ) -> RunConfig:
-    """Return the run with values derived from `by`; raise UsageError if an explicit one differs.
+    """Return the run with values derived from `by`.
 
-    over_presets=True lets `by` override the values of a preset; False counts those as explicit.
+    Raise UsageError if one that ranks above `above` differs.
     """
     for name, value in values.items():
         current, source = getattr(run, name), run.sources[name]
         if current == value:
             continue
-        if run.is_explicit(name) or not (over_presets or source == "default"):
+        if source.rank > above:
             raise UsageError(
                 f"{name} = {current} ({source}), but {by} has {value}; drop one of the two"
             )

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -124,7 +124,7 @@ def test_a_worker_records_what_divides_the_batches_of_stages(
         rank=0, world_size=2, resolved=resolved, from_rank_0=lambda value: value
     )
     monkeypatch.setenv("MINIMIND_STATUS_FILE", str(tmp_path / "status"))
-    record_for_restart(run, engine)
+    record_for_restart(cast(Any, SimpleNamespace(run=run)), engine)
     layout = read_layout(tmp_path)
     assert layout
     assert layout.split_unit == unit
@@ -252,7 +252,8 @@ def test_a_worker_records_the_rows_of_a_step_and_the_file_that_fixes_them(
     )
     monkeypatch.setenv("MINIMIND_STATUS_FILE", str(tmp_path / "status"))
     assert read_layout(tmp_path) is None
-    record_for_restart(resolved.run, engine)
+    setup = SimpleNamespace(launch=launched)
+    record_for_restart(cast(Any, SimpleNamespace(run=resolved.run, setup=setup)), engine)
     layout = read_layout(tmp_path)
     assert layout
     assert (layout.world_size, layout.micro_batch_rows, layout.accumulation_steps) == (2, 8, 2)

@@ -27,13 +27,14 @@ FORMATS = ("minimind", "llama", "gguf")
 CONFIG = """\
 # The flags of this run; --config reads them back. The comment is the source.
 max_steps: 9  # --max_steps
-seed: 42  # default
-compile: 'off'  # derived: no GPU
 out_dir: /home/someone/runs/mine  # --out_dir
 cache_dir: /home/someone/cache  # --cache_dir
 data_path: [/home/someone/poems.jsonl, 'https://host/more.jsonl?sig=S3CRET&a=1']  # --data_path
 init_from: 'https://user:S3CRET@host/base'  # --init_from
 ema: 0.9  # --config mine.yaml
+# Not given: defaults, and what the start decided.
+seed: 42  # default
+compile: 'off'  # derived: no GPU
 """
 START = {"event": "run_start", "step": 0, "world_size": 1, "resume_from": None}
 BALANCE = {"event": "token_balance", "step": 0, "text": 12345, "held_out": 678}

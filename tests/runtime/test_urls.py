@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,9 +81,8 @@ def print_settings(made: list[Signed], folder: Path) -> None:
     """Print what a run prints of its flags and a sweep of a trial's; write the run's files."""
     run = parse_flags(FLAGS.split())
     places = dict(zip(PLACES, (one.url for one in made), strict=False))
-    sources = {**run.sources, **{name: f"--{name}" for name in ("data_path", *places)}}
     urls = tuple(one.url for one in made)
-    run = replace(run, data_path=urls, sources=sources, **places)  # type: ignore[arg-type]
+    run = run.with_values("signed", data_path=urls, **places)  # type: ignore[arg-type]
     config = {"wandb": {"enabled": True, "project": made[0].url, "team": made[1].url}}
     resolved = resolve(config, "ds.json", run, 1, "cpu")
     write_reference(folder, resolved)

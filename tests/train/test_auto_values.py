@@ -17,6 +17,7 @@ from minimind.checkpoint.directory import manifest_text
 from minimind.checkpoint.resume import read_manifests
 from minimind.cli.main import main as minimind
 from minimind.config import rules
+from minimind.config.deepspeed import backend_choice
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.flags import RULED
 from minimind.config.launcher_env import read_launch
@@ -274,6 +275,25 @@ def test_processes_share_a_batch_that_is_auto(prepared, tmp_path, capsys, monkey
     place = {"data_path": [str(prepared)], "out_dir": str(tmp_path / "out")}
     found = dry_run(capsys, **place, max_tokens=2e6, split_batches=True)
     assert int(found["batch_size"]) % 3 == 0
+
+
+def test_a_start_resolves_the_deepspeed_file_once(prepared, tmp_path, capsys, monkeypatch):
+    calls, real = [], backend_choice.resolve
+    monkeypatch.setattr(
+        backend_choice, "resolve", lambda *args, **more: calls.append(args) or real(*args, **more)
+    )
+    file = tmp_path / "ds.json"
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    written = {"zero_optimization": {"stage": 1}, "scheduler": scheduler}
+    file.write_text(json.dumps({**written, "train_batch_size": "auto"}))
+    place = {"data_path": [str(prepared)], "out_dir": str(tmp_path / "out")}
+    flags = {**FLAGS, **place, "max_steps": None, "max_tokens": 2e6}
+    assert train({**flags, "deepspeed_config": str(file)}, dry_run=True) == 0
+    assert len(calls) == 1
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = {words[0]: words[1] for words in table if len(words) > 2}
+    assert shown["train_batch_size"] == shown["batch_size"]
+    assert int(shown["scheduler.params.total_num_steps"]) > 1
 
 
 def test_a_file_whose_name_begins_with_auto_gives_values():

@@ -83,7 +83,8 @@ def resolved_of(line: str, backend: str) -> ResolvedConfig:
     ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2"}
     flags = parse_flags([*line.split(), "--deepspeed_config", path])
     setup = read_setup(flags, read_launch(ranks if world_size > 1 else {}))
-    return setup.resolve(plan_schedule(flags, 100))
+    resolved = setup.resolve()
+    return setup.complete(resolved, resolved.run, plan_schedule(flags, 100))
 
 
 def start(line: str, backend: str) -> list[str]:

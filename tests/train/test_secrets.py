@@ -21,7 +21,7 @@ from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.launcher_env import configure_libraries
 from minimind.config.parse import build_config, parse_flags
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, Source
 from minimind.engine.build import format_model_fault, require_accepted
 from minimind.engine.deepspeed_backend import configuration
 from minimind.errors import RunError, UsageError
@@ -46,7 +46,9 @@ def with_canaries(resolved: ResolvedConfig) -> ResolvedConfig:
         "list": [{name: [f"{CANARY}{n}", {"inner": CANARY}]} for n, name in enumerate(SECRET)],
         "deep": {"er": {name: {"value": CANARY, "is_on": True} for name in SECRET}},
     }
-    return replace(resolved, config=config, sources=dict.fromkeys(leaves(config), "ds.json"))
+    return replace(
+        resolved, config=config, sources=dict.fromkeys(leaves(config), Source("ds.json"))
+    )
 
 
 def shipped(out_dir: Path, *words: str) -> ResolvedConfig:

@@ -27,7 +27,7 @@ from minimind.config.deepspeed.keys import (
 from minimind.config.launcher_env import Launch
 from minimind.config.optimizers import FLAG_OF_TYPE, OPTIMIZERS
 from minimind.config.parse import convert
-from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, RunConfig
+from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, Rank, RunConfig, Source
 from minimind.errors import UsageError
 from minimind.runtime import disk
 
@@ -45,7 +45,13 @@ ONLY_IN_DEEPSPEED = {
 
 
 def adopt(
-    run: RunConfig, name: str, value: Any, where: str, remedy: str = IN_FILE, key: str = ""
+    run: RunConfig,
+    name: str,
+    value: Any,
+    where: str,
+    rank: Rank = Rank.DEEPSPEED,
+    remedy: str = IN_FILE,
+    key: str = "",
 ) -> Layer:
     """Adopt `value` as the flag `name`, unless it contradicts an explicit value."""
     try:
@@ -57,7 +63,7 @@ def adopt(
         if value != getattr(run, name):
             yield _contradiction(run, name, value, where, remedy, key)
         return run
-    return run.with_values(where, **{name: value})
+    return run.with_values(where, rank, **{name: value})
 
 
 def _contradiction(
@@ -73,25 +79,25 @@ def adopt_launch(run: RunConfig, launch: Launch) -> Layer:
     for name, (value, field) in launch.flags.items():
         where = f"{launch.source}: {field}"
         if name == "device" and run.device == "auto":  # even an explicit --device auto
-            run = run.with_values(where, device=value)
+            run = run.with_values(where, Rank.LAUNCHER, device=value)
         else:
-            run = yield from adopt(run, name, value, where, "remove it there")
+            run = yield from adopt(run, name, value, where, Rank.LAUNCHER, "remove it there")
     if launch.deepspeed_config and not run.is_explicit("deepspeed_config"):
-        source = f"{launch.source}: deepspeed_config_file"
-        run = run.with_values(source, deepspeed_config=launch.deepspeed_config)
+        where, path = f"{launch.source}: deepspeed_config_file", launch.deepspeed_config
+        run = run.with_values(where, Rank.LAUNCHER, deepspeed_config=path)
     return run
 
 
 def adopt_zero_fields(
     config: dict[str, Any], path: str, launch: Launch
-) -> Generator[Fault, None, dict[str, str]]:
+) -> Generator[Fault, None, dict[str, Source]]:
     """Write the ZeRO fields of the launcher into `config`; return their sources by key."""
-    sources: dict[str, str] = {}
+    sources: dict[str, Source] = {}
     for key, (value, field) in launch.deepspeed.items():
         written = get(config, key)
         if written in (MISSING, AUTO):
             put(config, key, value)
-            sources[key] = f"{launch.source}: {field}"
+            sources[key] = Source(f"{launch.source}: {field}", Rank.LAUNCHER)
         elif written != value:
             yield Fault(
                 key,
@@ -109,7 +115,7 @@ def adopt_file(config: Mapping[str, Any], path: str, run: RunConfig, world_size:
         where = f"{path}: {TOTAL_STEPS}"
         remedy = f"{IN_FILE}, or give the same --max_steps"
         yield _contradiction(run, "epochs", total, where, remedy, TOTAL_STEPS)
-        run = run.with_values(where, max_steps=total)
+        run = run.with_values(where, Rank.DEEPSPEED, max_steps=total)
     for key, row in KEYS.items():
         value, where = get(config, key), f"{path}: {key}"
         if not row.flag or key == MICRO_BATCH or value in (MISSING, AUTO, None):
@@ -148,9 +154,9 @@ def _with_batch(config: Mapping[str, Any], path: str, run: RunConfig, data_size:
         values = {"accumulation_steps": total // rows}
         if not run.is_explicit("batch_size"):
             values["batch_size"] = run.batch_size  # no rule decides it
-        return run.with_values(where, **values)
+        return run.with_values(where, Rank.DEEPSPEED, **values)
     if not run.is_explicit("batch_size") and total % micro_batches == 0:
-        return run.with_values(where, batch_size=total // micro_batches)
+        return run.with_values(where, Rank.DEEPSPEED, batch_size=total // micro_batches)
     return run
 
 
@@ -167,7 +173,7 @@ def _adopt_dtype(config: Mapping[str, Any], path: str, run: RunConfig) -> Layer:
     block = next(block for block, dtype in DTYPE_BLOCKS.items() if dtype == decides)
     where, dtype = f"{path}: {block}.enabled", on[0] if on else "float32"
     if not run.is_explicit("dtype"):
-        return run.with_values(where, dtype=dtype)
+        return run.with_values(where, Rank.DEEPSPEED, dtype=dtype)
     if dtype != run.dtype:
         yield _contradiction(run, "dtype", json.dumps(bool(on)), where, key=f"{block}.enabled")
     return run
@@ -179,7 +185,7 @@ def adopt_optimizer(config: dict[str, Any], path: str, run: RunConfig) -> Layer:
     if name is None:
         return run
     if not run.is_explicit("optimizer"):
-        run = run.with_values(f"{path}: optimizer.type", optimizer=name)
+        run = run.with_values(f"{path}: optimizer.type", Rank.DEEPSPEED, optimizer=name)
     elif run.optimizer != name:
         block = config.pop("optimizer")
         if not _is_shipped_default(block, path):
@@ -193,7 +199,7 @@ def adopt_optimizer(config: dict[str, Any], path: str, run: RunConfig) -> Layer:
     for key, flag in row.params.items():
         if row.keeps_block and key not in params:
             if not run.is_explicit(flag):
-                run = run.with_values("torch's default", **{flag: 0.0})
+                run = run.with_values("torch's default", Rank.DEFAULT, **{flag: 0.0})
             params[key] = AUTO
         if params.get(key, AUTO) not in (AUTO, None):
             where = f"{path}: {PARAMS}{key}"

@@ -21,18 +21,24 @@ from minimind.config.checks import given
 from minimind.config.deepspeed.adopt import adopt_launch, is_shipped
 from minimind.config.deepspeed.document import AUTO, get, offloads, put, read_deepspeed_json
 from minimind.config.deepspeed.keys import DEEPSPEED_ADAM, optimizer_name
-from minimind.config.deepspeed.resolve import ResolvedConfig, collected, require_none, resolve
+from minimind.config.deepspeed.resolve import (
+    ResolvedConfig,
+    collected,
+    completed,
+    require_none,
+    resolve,
+)
 from minimind.config.deepspeed.rules import (
     keys_without_effect,
     plain_faults,
     precision_faults,
     with_optimizer_defaults,
 )
-from minimind.config.flags import ALONE
+from minimind.config.flags import ALONE, FLAGS
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.optimizers import FLAG_OF_TYPE
 from minimind.config.rules import with_dtype
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, Rank, RunConfig, Source, derived
 from minimind.config.run_record import config_notice
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError
@@ -122,16 +128,15 @@ def unbuildable_optimizer(config: Mapping[str, Any], device: str) -> str:
 
 
 def replaceable_params(
-    config: Mapping[str, Any], sources: Mapping[str, str], device: str
+    config: Mapping[str, Any], sources: Mapping[str, Source], device: str
 ) -> tuple[list[str], str]:
     """Return parameters without which torch's AdamW does the same, and why DeepSpeed's cannot run.
 
     Both are empty unless `"torch_adam": "auto"` selected DeepSpeed's, for these parameters, and it
     cannot be compiled here.
     """
-    source = sources.get("optimizer.params.torch_adam", "")
-    op = required_op(config)
-    if not op or not source.startswith("derived: "):
+    source, op = sources.get(TORCH_ADAM), required_op(config)
+    if not op or not source or source.rank is not Rank.RULE:
         return [], ""
     params = config["optimizer"]["params"]
     keys = [key for key in DEEPSPEED_ADAM if key in params]
@@ -156,6 +161,7 @@ def compilation_text(op: str) -> str:
 
 ELSEWHERE = "checked for the CPU, as there is no GPU here; --device cuda checks for a GPU host"
 TORCH_ADAM = "optimizer.params.torch_adam"
+CHOSEN = ("compile", "loss", "muon_lr")  # flags that `with_choices` decides
 
 
 @dataclass(frozen=True)
@@ -169,21 +175,34 @@ class Setup:
     document: Mapping[str, Any]
     path: str
 
-    def resolve(self, schedule: Schedule | None = None) -> ResolvedConfig:
+    def resolve(self) -> ResolvedConfig:
         """Resolve flags, files and launcher; raise a UsageError that lists all faults."""
         if self.backend == "deepspeed":
-            return with_choices(self._with_available_adam(schedule), self.device)
+            return with_choices(self._with_available_adam(), self.device)
         run, faults = collected(adopt_launch(self.run, self.launch))
         require_none([*faults, *precision_faults(run, self.device), *plain_faults(run)])
         run.micro_batch_rows(self.launch.world_size)  # raises if the batch does not divide evenly
         return with_choices(ResolvedConfig(run, self.backend), self.device)
 
-    def _with_available_adam(self, schedule: Schedule | None) -> ResolvedConfig:
+    def complete(
+        self, resolved: ResolvedConfig, run: RunConfig, schedule: Schedule | None
+    ) -> ResolvedConfig:
+        """Complete `resolved` by the numbers of `run` that text and rules decide."""
+        chosen = [name for name in CHOSEN if run.sources[name].rank is Rank.RULE]
+        plain = {name: FLAGS[name].default for name in chosen}
+        run = run.with_values("default", Rank.DEFAULT, **plain)
+        run.micro_batch_rows(self.launch.world_size)  # raises if the batch does not divide evenly
+        if self.backend == "deepspeed":
+            size = self.launch.world_size
+            resolved = completed(resolved, run, size, self.device, schedule)
+        return with_choices(replace(resolved, run=run), self.device)
+
+    def _with_available_adam(self) -> ResolvedConfig:
         """Resolve with torch's AdamW if "auto" selected DeepSpeed's, which cannot be compiled."""
 
         def resolved(document: Mapping[str, Any]) -> ResolvedConfig:
             size = self.launch.world_size
-            return resolve(document, self.path, self.run, size, self.device, schedule, self.launch)
+            return resolve(document, self.path, self.run, size, self.device, launch=self.launch)
 
         selected = resolved(self.document)
         names, fault = replaceable_params(selected.config, selected.sources, self.device)
@@ -193,7 +212,7 @@ class Setup:
         for name in names:
             document["optimizer"]["params"].pop(name)
         replaced = resolved(document)
-        return replace(replaced, sources=replaced.sources | {TORCH_ADAM: f"derived: {fault}"})
+        return replace(replaced, sources=replaced.sources | {TORCH_ADAM: derived(fault)})
 
 
 def read_setup(run: RunConfig, launch: Launch) -> Setup:
@@ -253,7 +272,7 @@ def with_loss(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     }
     reason = next((reason for reason, applies in full.items() if applies), "not compiled")
     chosen = "chunked" if reason == "not compiled" else "full"
-    return replace(resolved, run=run.with_values(f"derived: {reason}", loss=chosen))
+    return replace(resolved, run=run.with_values(derived(reason), Rank.RULE, loss=chosen))
 
 
 def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
@@ -281,8 +300,8 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     reasons = [reason for reason, applies in blockers.items() if applies]
     if not reasons and (fault := find_fault(device, needs_bf16)):
         reasons = [fault]
-    source = f"derived: {reasons[0]}" if reasons else "derived: GPU"
-    return replace(resolved, run=run.with_values(source, compile="off" if reasons else "on"))
+    source, chosen = (derived(reasons[0]), "off") if reasons else (derived("GPU"), "on")
+    return replace(resolved, run=run.with_values(source, Rank.RULE, compile=chosen))
 
 
 def choose_device(run: RunConfig, launch: Launch) -> str:
@@ -487,7 +506,7 @@ def eager_on_gpu(run: RunConfig, device: str) -> str:
     """Warning that --compile auto is off on a GPU because something is missing; else empty."""
     is_eager = device_kind(device).has_triton and run.compile == "off"
     fault = compiler_fault(device, run.dtype == "bfloat16") if is_eager else ""
-    if not fault or run.sources["compile"] != f"derived: {fault}":
+    if not fault or run.sources["compile"] != derived(fault):
         return ""
     return f"warning  the model is not compiled, which is slower: {fault}"
 
@@ -504,5 +523,5 @@ def exact_float32(run: RunConfig, device: str) -> str:
 
 def without_effect(resolved: ResolvedConfig) -> str:
     """Notice of ZeRO keys that have no effect at this stage or device; else empty."""
-    keys = keys_without_effect(resolved.config, resolved.sources, resolved.path)
+    keys = keys_without_effect(resolved.config, resolved.sources)
     return f"no effect at ZeRO stage {resolved.zero_stage}: {', '.join(keys)}" if keys else ""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from minimind.config.deepspeed.document import AUTO, MISSING, get, offloads
 from minimind.config.optimizers import ADAM_TYPES
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import Rank, RunConfig, Source, derived
 from minimind.config.schedule import Schedule, planned_warmup
 
 VERSION = "0.19.8"
@@ -23,7 +23,8 @@ TENSOR_PARALLEL = "tensor_parallel.autotp_size"
 MICRO_BATCH, BATCH = "train_micro_batch_size_per_gpu", "train_batch_size"
 ACCUMULATION = "gradient_accumulation_steps"
 BETAS, TOTAL_STEPS = f"{PARAMS}betas", f"{RATE}total_num_steps"
-UNCOUNTED = "derived: by the steps of the run, which the start counts"
+DEEPSPEEDS_DEFAULT = Source("DeepSpeed's default", Rank.DEFAULT)
+UNCOUNTED = Source("derived: by the steps of the run, which the start counts", Rank.OPEN)
 
 # Parameters of the optimizers that have checkpoints, from torch's classes and DeepSpeed's.
 _TORCH = "lr weight_decay foreach maximize differentiable"
@@ -81,7 +82,7 @@ class Facts:
     device: str
     schedule: Schedule | None = None
     path: str = ""  # of the file
-    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of its keys
+    sources: Mapping[str, Source] = dataclasses.field(default_factory=dict)  # of its keys
 
     def __getitem__(self, key: str) -> Any:
         """The value of the file at a dotted path, or `MISSING`."""
@@ -98,9 +99,11 @@ class Facts:
         """ZeRO stage of a filled file."""
         return self[f"{ZERO}stage"]
 
-    def by(self, name: str) -> str:
-        """A flag with its source."""
-        return f"{name} ({self.run.sources[name]})"
+    def by(self, name: str) -> Source:
+        """A flag as the source of a key, with its own source."""
+        source = self.run.sources[name]
+        rank = Rank.OPEN if source.rank is Rank.OPEN else Rank.FLAG
+        return Source(f"{name} ({source})", rank)
 
     @property
     def optimizer(self) -> str:
@@ -138,7 +141,7 @@ class Facts:
         return planned_warmup(self.run, total) if total else self.run.warmup_steps or 0
 
 
-Value = tuple[Any, str]  # and its source
+Value = tuple[Any, Source]  # and its source
 Fill = Callable[[Facts], Value | None]  # None: unknown
 
 
@@ -146,13 +149,13 @@ def _always(f: Facts) -> bool:
     return True
 
 
-def _fixed(value: Any, source: str = "DeepSpeed's default") -> Fill:
+def _fixed(value: Any, source: Source = DEEPSPEEDS_DEFAULT) -> Fill:
     return lambda f: (value, source)
 
 
 def _micro_batch(f: Facts) -> Value:
     data_size = f.run.parallel(f.world_size).data_size
-    shared = f"derived: {f.run.batch_size} rows / {data_size} processes (--split_batches)"
+    shared = derived(f"{f.run.batch_size} rows / {data_size} processes (--split_batches)")
     is_shared = f.run.split_batches and "batch_size" not in f.run.open_flags
     source = shared if is_shared else f.by("batch_size")
     return f.run.micro_batch_rows(f.world_size), source
@@ -163,7 +166,7 @@ def _batch(f: Facts) -> Value:
         return f.run.rows_per_step(f.world_size), f.by("batch_size")
     rows, data_size = f.run.micro_batch_rows(f.world_size), f.run.parallel(f.world_size).data_size
     factors = f"{rows} rows x {f.run.accumulation_steps} micro-batches x {data_size} processes"
-    return f.run.rows_per_step(f.world_size), f"derived: {factors}"
+    return f.run.rows_per_step(f.world_size), derived(f"{factors}")
 
 
 def _accumulation(f: Facts) -> Value:
@@ -177,12 +180,12 @@ def _has_dtype(dtype: str) -> Fill:
 
 def _overlap(f: Facts) -> Value:
     is_useful = f.device != "cpu" and f.world_size > 1
-    return is_useful, f"derived: {'' if is_useful else 'not '}several GPUs"
+    return is_useful, derived(f"{'' if is_useful else 'not '}several GPUs")
 
 
 def _bucket(f: Facts) -> Value:
     # the usual dim x dim means 64 all-reduces per step for the tiny preset
-    return 12 * f.run.dim**2, "derived: 12 x dim x dim, about a block"
+    return 12 * f.run.dim**2, derived("12 x dim x dim, about a block")
 
 
 def _momentum(f: Facts) -> Value | None:
@@ -190,21 +193,25 @@ def _momentum(f: Facts) -> Value | None:
     return None if momentum is None else (momentum, f.by("sgd_momentum"))
 
 
+def _betas(f: Facts) -> Value:
+    return [f.run.beta1, f.run.beta2], Source(f"{f.by('beta1')}, {f.by('beta2')}", Rank.FLAG)
+
+
 def _fused(f: Facts) -> Value | None:
     others = (f[f"{PARAMS}foreach"], f[f"{PARAMS}differentiable"])
     if not f.is_torch_adam or any(value is True for value in others):
         return None
-    return True, "derived: an AdamW of torch's, in one kernel"
+    return True, derived("an AdamW of torch's, in one kernel")
 
 
 def _torch_adam(f: Facts) -> Value:
     reason = f"of {f.own_adam[0]}" if f.own_adam else "nothing has to be compiled"
-    return not f.own_adam, f"derived: {reason}"
+    return not f.own_adam, derived(f"{reason}")
 
 
 def _cpu_optimizer(f: Facts) -> Value:
     by = "torch" if f.is_torch_adam else "DeepSpeed"
-    return not f.is_torch_adam, f"derived: the optimizer is {by}'s"
+    return not f.is_torch_adam, derived(f"the optimizer is {by}'s")
 
 
 def _warmup_steps(f: Facts) -> Value:
@@ -213,13 +220,13 @@ def _warmup_steps(f: Facts) -> Value:
         return max(f.warmup, 2), UNCOUNTED
     if f.warmup > 1 or is_open:
         return max(f.warmup, 2), f.by("warmup_steps")
-    return 2, "the shortest warm-up of DeepSpeed's schedulers"
+    return 2, Source("the shortest warm-up of DeepSpeed's schedulers", Rank.RULE)
 
 
 def _total_steps(f: Facts) -> Value:
     if not f.has_steps:
         return f.steps or max(f.warmup, 2) + 1, UNCOUNTED
-    return f.steps, "derived: the steps of the run"
+    return f.steps, derived("the steps of the run")
 
 
 class Key(NamedTuple):
@@ -259,12 +266,12 @@ def _schedules(*types: str) -> Callable[[Facts], bool]:
 
 # What the table says of several keys.
 _BILLION, _TRUE, _ZERO, _NONE = _fixed(10**9), _fixed(True), _fixed(0.0), _fixed("none")
-_EPS = _fixed(1e-8, "AdamW's default")
-_UNTESTED = _fixed(True, "derived: an optimizer of torch's")
-_NO_WAIT = _fixed(False, "derived: it would wait for the device")
-_NO_STAGE = _fixed(0, "DeepSpeed's default: no stage is named")
-_NOT_SAVED = _fixed(False, "derived: DeepSpeed saves nothing")
-_FIXED_BETAS = _fixed(False, "derived: the betas are beta1 and beta2")
+_EPS = _fixed(1e-8, Source("AdamW's default", Rank.DEFAULT))
+_UNTESTED = _fixed(True, derived("an optimizer of torch's"))
+_NO_WAIT = _fixed(False, derived("it would wait for the device"))
+_NO_STAGE = _fixed(0, Source("DeepSpeed's default: no stage is named", Rank.DEFAULT))
+_NOT_SAVED = _fixed(False, derived("DeepSpeed saves nothing"))
+_FIXED_BETAS = _fixed(False, derived("the betas are beta1 and beta2"))
 _WARMS = _schedules("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _PEAKS, _ENDS = _schedules("WarmupLR", "WarmupDecayLR"), _schedules(*_DECAYING)
 _DTYPES = ("fp32", "fp16", "bf16", None)
@@ -346,13 +353,13 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key(
             "stage3_prefetch_bucket_size",
             "whole",
-            fill=lambda f: (f.run.dim**2 * 9 // 10, "derived: 0.9 x dim x dim"),
+            fill=lambda f: (f.run.dim**2 * 9 // 10, derived("0.9 x dim x dim")),
             stages="3",
         ),
         Key(
             "stage3_param_persistence_threshold",
             "whole",
-            fill=lambda f: (f.run.dim * 10, "derived: 10 x dim"),
+            fill=lambda f: (f.run.dim * 10, derived("10 x dim")),
             stages="3",
         ),
         Key("stage3_max_live_parameters", "whole", fill=_BILLION, stages="3"),
@@ -430,12 +437,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
     "optimizer.params": (
         Key("lr", "number", "learning_rate", needed=_takes("lr")),
         Key("weight_decay", "number", "weight_decay", needed=_takes("weight_decay")),
-        Key(
-            "betas",
-            "list",
-            fill=lambda f: ([f.run.beta1, f.run.beta2], f"{f.by('beta1')}, {f.by('beta2')}"),
-            needed=_takes("betas"),
-        ),
+        Key("betas", "list", fill=_betas, needed=_takes("betas")),
         Key("eps", "number", fill=_EPS),
         Key("torch_adam", "bool", fill=_torch_adam, needed=_is_adam),
         Key("fused", "bool|null", fill=_fused, needed=_is_adam),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -33,7 +34,6 @@ from minimind.config.deepspeed.keys import (
     DEEPSPEED_ADAM,
     KEYS,
     MICRO_BATCH,
-    UNCOUNTED,
     Facts,
     Value,
     optimizer_name,
@@ -41,7 +41,7 @@ from minimind.config.deepspeed.keys import (
 from minimind.config.deepspeed.rules import setting_faults
 from minimind.config.launcher_env import Launch
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import Rank, RunConfig, Source
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.terminal import aligned
@@ -63,7 +63,7 @@ class ResolvedConfig:
     run: RunConfig
     backend: str  # deepspeed, ddp or single
     config: dict[str, Any] = field(default_factory=dict)  # for DeepSpeed; else empty
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict)
     path: str = "none"  # of the DeepSpeed file
 
     @property
@@ -99,10 +99,10 @@ class ResolvedConfig:
 
     def table(self) -> str:
         """One line per value: key path, value, source; "auto" for one that the start decides."""
-        undecided, rows = [UNCOUNTED, *(f"{name} (auto)" for name in self.run.open_flags)], []
+        rows = []
         for key, value in leaves(masked_values(self.config)).items():
             source = self.sources[key]
-            rows.append((key, json.dumps(AUTO if source in undecided else value), source))
+            rows.append((key, json.dumps(AUTO if source.rank is Rank.OPEN else value), source))
         return aligned(rows, indent="  ")
 
 
@@ -178,7 +178,7 @@ def _resolved(
     except UsageError as error:
         yield Fault("", str(error))
         return facts
-    sources = {key: path for key in leaves(config)} | from_launcher
+    sources = dict.fromkeys(leaves(config), Source(path, Rank.DEEPSPEED)) | from_launcher
     facts = replace(facts, run=run, sources=sources)
     sources |= _fill(config, facts)
     for key, value in leaves(config).items():
@@ -188,6 +188,30 @@ def _resolved(
     if is_one_of(facts.stage, (0, 1, 2, 3)):
         yield from setting_faults(facts)
     return facts
+
+
+def completed(
+    resolved: ResolvedConfig,
+    run: RunConfig,
+    world_size: int,
+    device: str,
+    schedule: Schedule | None,
+) -> ResolvedConfig:
+    """Fill again what `resolve` filled, with the final numbers of `run` and its schedule.
+
+    Raise a UsageError that lists the faults of the numbers.
+    """
+    config, sources = deepcopy(resolved.config), dict(resolved.sources)
+    facts = Facts(config, run, world_size, device, schedule, resolved.path, sources)
+    for key, (value, source) in auto_values(facts).items():
+        if key not in sources or sources[key].rank in (Rank.LAUNCHER, Rank.DEEPSPEED):
+            continue
+        # The reason of a choice, such as that of torch's AdamW, stays with the choice.
+        if sources[key].rank is not Rank.RULE or get(config, key) != value:
+            put(config, key, value)
+            sources[key] = source
+    require_none(setting_faults(facts))
+    return replace(resolved, run=run, config=config, sources=sources)
 
 
 def auto_values(facts: Facts) -> dict[str, Value]:
@@ -201,7 +225,7 @@ def auto_values(facts: Facts) -> dict[str, Value]:
     return {path: value for path, value in values.items() if value is not None}
 
 
-def _fill(config: dict[str, Any], facts: Facts) -> dict[str, str]:
+def _fill(config: dict[str, Any], facts: Facts) -> dict[str, Source]:
     """Fill "auto" and missing required values in `config`; return their sources."""
     required = {path for path, key in KEYS.items() if key.needed(facts)}
     sources = {}

@@ -25,13 +25,12 @@ from minimind.config.deepspeed.keys import (
     PARAMS,
     RATE,
     TOTAL_STEPS,
-    UNCOUNTED,
     ZERO,
     Facts,
 )
 from minimind.config.flags import FLAGS
 from minimind.config.optimizers import ADAM_TYPES, FLAG_OF_TYPE, OPTIMIZERS, READ_BY
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import Rank, RunConfig, Source, derived
 from minimind.runtime.installed import install_packages
 from minimind.runtime.terminal import first_lines
 
@@ -94,7 +93,7 @@ def _short_warmup(f: Facts, key: str) -> bool:
 def _ends_in_warmup(f: Facts, key: str) -> dict[str, Any]:
     warmup, total = f[f"{RATE}warmup_num_steps"], f[key]
     total = f.run.max_steps if total is MISSING else total
-    is_counted = f.sources.get(key) != UNCOUNTED
+    is_counted = key not in f.sources or f.sources[key].rank is not Rank.OPEN
     if not (isinstance(warmup, int) and isinstance(total, int) and total < warmup and is_counted):
         return {}
     by = f.run.sources["max_steps"] if total == f.run.max_steps else "the steps of the run"
@@ -460,16 +459,14 @@ def _indivisible(run: RunConfig) -> Iterator[Fault]:
             yield Fault("", f"{shown} is not divisible by {flag}; {remedy}")
 
 
-def keys_without_effect(
-    config: Mapping[str, Any], sources: Mapping[str, str], path: str
-) -> list[str]:
-    """Return the ZeRO keys of the file (`path`) that have no effect at its stage or device."""
+def keys_without_effect(config: Mapping[str, Any], sources: Mapping[str, Source]) -> list[str]:
+    """Return the ZeRO keys of the file that have no effect at its stage or device."""
     stage = str(get(config, f"{ZERO}stage"))
     names = []
     for key, source in sources.items():
         name = key.removeprefix(ZERO)
         block = name.split(".")[0]
-        if source != path or not key.startswith(ZERO):
+        if source.rank is not Rank.DEEPSPEED or not key.startswith(ZERO):
             continue
         is_of_disk = key in KEYS and KEYS[key].stages == "nvme"
         if stage not in KEYS[f"{ZERO}{block}"].stages or is_of_disk:
@@ -483,8 +480,8 @@ def with_optimizer_defaults(run: RunConfig) -> RunConfig:
         if getattr(run, name) is None:
             is_shared = name == "muon_lr" and run.muon["muon_scaling"] != "original"
             default = f"{OPTIMIZERS[run.optimizer].name}'s default"
-            source = "derived: learning_rate" if is_shared else default
-            run = run.with_values(source, **{name: value})
+            source = derived("learning_rate") if is_shared else Source(default, Rank.DEFAULT)
+            run = run.with_values(source, source.rank, **{name: value})
     return run
 
 

@@ -179,7 +179,7 @@ def test_keys_of_another_stage_are_listed():
     edits = {f"{ZERO}stage": 3, f"{ZERO}sub_group_size": 7, f"{ZERO}round_robin_gradients": False}
     edits[f"{ZERO}offload_optimizer"] = {"device": "cpu", "buffer_count": 5}
     found = resolved("", edits)
-    passed = keys_without_effect(found.config, found.sources, found.path)
+    passed = keys_without_effect(found.config, found.sources)
     assert set(passed) == {
         "reduce_scatter",
         "round_robin_gradients",

@@ -12,7 +12,7 @@ from minimind.config.deepspeed.keys import Facts
 from minimind.config.deepspeed.resolve import auto_values, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.rules import with_dtype
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT, Rank
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError
 
@@ -291,7 +291,7 @@ def test_a_number_that_the_start_decides_is_auto_in_the_table(line, total, warmu
 
 
 def test_a_warm_up_without_a_rule_waits_for_the_steps():
-    run = parse_flags([]).with_values("default", warmup_steps=None)
+    run = parse_flags([]).with_values("default", Rank.DEFAULT, warmup_steps=None)
     found = resolve(DECAYING, "ds.json", run, 1, "cpu")
     assert found.sources["scheduler.params.warmup_num_steps"] == BY_STEPS
     lines = [line.split() for line in found.table().splitlines()]
