@@ -405,7 +405,7 @@ def test_stage_0_is_no_choice_in_float16(capsys):
         ("--memory 24", "'24' is no amount"),
         ("--memory 0GiB", "'0GiB' is no amount"),
         ("--memory -3G", "--memory"),
-        ("--gpus 0", "0 is below 1"),
+        ("--gpus 0", "0 is not at least 1"),
         ("--gpus two", "invalid whole number value: 'two'"),
         ("--mfu 1.5", "not above 0 and at most 1"),
         ("--peak_tflops nan", "not above 0 and finite"),
