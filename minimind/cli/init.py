@@ -134,9 +134,9 @@ class Init(OutputFile):
 
     def _prompts_beside(self) -> Path:
         """Where the prompts go; UsageError if something else lies there or at --out."""
-        prompts = self.out.with_suffix(".prompts.txt")
         self.require_free(self.out, lambda head: not head or head.startswith(MARK))
         self.require_place(self.out)
+        prompts = self.out.with_suffix(".prompts.txt")
         if disk.lexists(prompts) and not disk.lexists(self.out):
             raise UsageError(
                 f"--out {self.out}: {prompts}, which goes beside it, exists; give another"
