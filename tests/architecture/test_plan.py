@@ -408,7 +408,7 @@ def test_stage_0_is_no_choice_in_float16(capsys):
         ("--gpus 0", "0 is not at least 1"),
         ("--gpus two", "invalid whole number value: 'two'"),
         ("--mfu 1.5", "not above 0, at most 1"),
-        ("--peak_tflops nan", "not above 0 and finite"),
+        ("--peak_tflops nan", "not above 0, finite"),
         ("--tokens -1", "--tokens"),
         ("--tokens abc", "--tokens: invalid number value: 'abc'"),
         ("--mfu abc", "--mfu: invalid number value: 'abc'"),
