@@ -9,6 +9,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import MISSING
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ if not __package__:  # run as a script: the package is that of this checkout, wh
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import_module("minimind")
     del sys.path[0]
+
 from minimind.cli import main as cli
-from minimind.config.arguments import Number, count_of_bytes, non_empty_path, size_in_bytes
+from minimind.cli.command import Argument, arguments_of, count_of_bytes, size_in_bytes
 from minimind.config.command_line import EXAMPLE, all_parsers, commands_of
 from minimind.config.flags import FLAGS, LIMITS, Flag, number
 from minimind.config.foreign_flags import COMMANDS, TABLES
@@ -47,15 +49,15 @@ Every command takes `{COMMON}`, which shows tracebacks.
 """
 MARKED = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 HEAD = "| flag | value | default | description |\n|---|---|---|---|\n"
-NUMBERS = {"int": "int", "float": "float", "whole number": "int", "number": "float"}
-KINDS = {**NUMBERS, "bool": "on/off", "str": "text", "tuple": "path, one or more"}
-TYPES = {
-    size_in_bytes: "bytes (24GiB)",
-    count_of_bytes: "bytes (4096, 16MiB)",
-    non_empty_path: "path",
-    Path: "path",
-    float: "float",
+KINDS = {
+    "int": "int",
+    "float": "float",
+    "bool": "on/off",
+    "str": "text",
+    "tuple": "path, one or more",
+    "Path": "path",
 }
+BYTES: dict[Any, str] = {size_in_bytes: "bytes (24GiB)", count_of_bytes: "bytes (4096, 16MiB)"}
 REPEATS = {"+": ", one or more", "*": ", any number", "?": ""}
 Row = tuple[str, str, str, str]
 
@@ -97,8 +99,8 @@ def _foreign_table(project: str) -> str:
 
 def _section(parser: argparse.ArgumentParser) -> str:
     example = (parser.epilog or "").removeprefix(EXAMPLE).strip()
-    hidden = ("help", COMMON.removeprefix("--"))
-    rows = [_action_row(action) for action in parser._actions if action.dest not in hidden]
+    arguments = arguments_of(parser.get_default("command_class")).values()
+    rows = [_argument_row(row) for row in arguments if row.name != COMMON.removeprefix("--")]
     parts = [f"## {parser.prog}", _escape(parser.description or ""), f"```bash\n{example}\n```"]
     return "\n\n".join(parts) + "\n" + (f"\n{_table(rows)}" if rows else "")
 
@@ -117,32 +119,28 @@ def _field_row(name: str, spec: Flag) -> Row:
     return _codes([f"--{name}"]), value, default, _escape(spec.help)
 
 
-def _action_row(action: argparse.Action) -> Row:
+def _argument_row(row: Argument) -> Row:
     """The row of an argument of a subcommand."""
-    names = [name for name in action.option_strings if not name.startswith("--no-")]
-    is_required = action.required and action.nargs != "*"
-    default = "required" if is_required else _default(action.default)
-    return _codes(names or [_metavar(action)]), _value(action), default, _escape(action.help or "")
+    names = [row.metavar or row.name] if row.is_positional else row.options or [f"--{row.name}"]
+    if row.default is MISSING:
+        default = "required"
+    else:
+        default = _default(row.unset if row.default is None else row.default)
+    return _codes(names), _value(row), default, _escape(row.help)
 
 
-def _value(action: argparse.Action) -> str:
+def _value(row: Argument) -> str:
     """The values that an argument takes."""
-    if isinstance(action, argparse.BooleanOptionalAction):
-        return KINDS["bool"]
-    if action.nargs == 0:
-        return "switch"
-    if action.choices:
-        return _choices(action.choices)
-    kind: Any = action.type
-    if isinstance(kind, Number):
-        return f"{NUMBERS[kind.__name__]}, {kind.limits}"
-    is_named = action.option_strings and action.metavar
-    word = TYPES.get(kind) or (_codes([_metavar(action)]) if is_named else "text")
-    return word + REPEATS.get(str(action.nargs), "")
-
-
-def _metavar(action: argparse.Action) -> str:
-    return str(action.metavar or action.dest)
+    if row.type == "bool":
+        return KINDS["bool"] if row.default else "switch"
+    if row.choices:
+        return _choices(row.choices)
+    word = _codes([row.metavar]) if row.metavar and not row.is_positional else "text"
+    if row.parse in BYTES:
+        word = BYTES[row.parse]
+    elif row.type in ("int", "float", "Path"):
+        word = ", ".join(filter(None, [KINDS[row.type], row.limits]))
+    return word + REPEATS.get(str(row.nargs), "")
 
 
 def _default(value: Any) -> str:

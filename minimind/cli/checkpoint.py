@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from minimind.checkpoint.directory import Chosen, read_chosen
 from minimind.checkpoint.tools import Listing, list_checkpoints, place_of, prune, verify_checkpoints
+from minimind.cli.command import Command, Group, Output, argument, size_in_bytes
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes, storing
@@ -26,17 +26,41 @@ REMEDY = "correct the path"
 T = TypeVar("T")
 
 
-def run_list(args: argparse.Namespace) -> int:
-    """Print one line per checkpoint."""
-    place = place_of(args.place, args.checkpoint)
-    with storing(place, REMEDY):
-        checkpoints = list_checkpoints(place, args.verify, _tell)
-    if args.json:
-        print(json.dumps([asdict(listing) for listing in checkpoints], indent=1))
-    else:
-        rows = [COLUMNS, *map(_row, checkpoints)]
-        print(aligned(rows, SIDES) if checkpoints else f"{place}: no checkpoint yet")
-    return 0
+@dataclass(kw_only=True)
+class OfPlace(Command):
+    """A command on a run or on one of its checkpoints."""
+
+    origins: ClassVar = {"place": CheckpointError}
+    place: str | None = argument(None, nargs="?", is_positional=True)
+    """a run's out_dir, or a step_ directory"""
+    checkpoint: str | None = argument(None, metavar="PLACE")
+    """same as place"""
+
+    def named(self) -> str:
+        """The path that is given, in either way; UsageError for none or two."""
+        return place_of(self.place, self.checkpoint)
+
+
+@dataclass(kw_only=True)
+class List(OfPlace):
+    """List checkpoints, newest first, and why each is kept; then those set aside or unfinished."""
+
+    example = "minimind checkpoint list out"
+    verify: bool = argument(False)
+    """also verify the hash of every file"""
+    json: bool = argument(False)
+    """print a JSON list"""
+
+    def execute(self) -> None:
+        """Print one line per checkpoint."""
+        place = self.named()
+        with storing(place, REMEDY):
+            checkpoints = list_checkpoints(place, self.verify, _tell)
+        if self.json:
+            print(json.dumps([asdict(listing) for listing in checkpoints], indent=1))
+        else:
+            rows = [COLUMNS, *map(_row, checkpoints)]
+            print(aligned(rows, SIDES) if checkpoints else f"{place}: no checkpoint yet")
 
 
 def _tell(damage: str) -> None:
@@ -58,88 +82,145 @@ def _row(listing: Listing) -> tuple[str, ...]:
     )
 
 
-def run_verify(args: argparse.Namespace) -> int:
-    """Print all damage; return 4 if there is any."""
-    place = place_of(args.place, args.checkpoint)
-    is_damaged = False
-    with storing(place, REMEDY):
-        for path, faults, remarks in verify_checkpoints(place):
-            for line in (*faults, *(f"note: {remark}" for remark in remarks)):
-                print(f"{path}: {line}")
-            if not faults:
-                print(f"{path}: ok")
-            is_damaged |= bool(faults)
-    return CheckpointError.status if is_damaged else 0
+@dataclass(kw_only=True)
+class Verify(OfPlace):
+    """Verify the hash and the content of every file; status 4 for any damage."""
+
+    example = "minimind checkpoint verify out"
+
+    def execute(self) -> int:
+        """Print all damage; return 4 if there is any."""
+        place = self.named()
+        is_damaged = False
+        with storing(place, REMEDY):
+            for path, faults, remarks in verify_checkpoints(place):
+                for line in (*faults, *(f"note: {remark}" for remark in remarks)):
+                    print(f"{path}: {line}")
+                if not faults:
+                    print(f"{path}: ok")
+                is_damaged |= bool(faults)
+        return CheckpointError.status if is_damaged else 0
 
 
-def run_diff(args: argparse.Namespace) -> int:
-    """Print every difference between two checkpoints; return 1 if there is any."""
-    if len(args.places) != 2:
-        raise UsageError(f"diff takes two checkpoints, not {len(args.places)}; name two")
-    from minimind.checkpoint.reader import compare  # imports torch
+@dataclass(kw_only=True)
+class Diff(Command):
+    """Compare two checkpoints; status 0 if they are equal, else 1."""
 
-    first, second = args.places
-    a, b, lines = _read(first, lambda a: _read(second, lambda b: (a, b, list(compare(a, b)))))
-    print(f"{a} -> {b}")
-    for line in lines or ["equal: what the runs are, counters and every tensor"]:
-        print(f"  {line}")
-    return 1 if lines else 0
+    example = "minimind checkpoint diff out/a out/b"
+    origins: ClassVar = {"places": CheckpointError}
+    places: list[str] = argument(nargs="+", metavar="PLACE", is_positional=True)
+    """two out_dirs or step_ directories"""
 
+    def execute(self) -> int:
+        """Print every difference between two checkpoints; return 1 if there is any."""
+        if len(self.places) != 2:
+            raise UsageError(f"diff takes two checkpoints, not {len(self.places)}; name two")
+        from minimind.checkpoint.reader import compare  # imports torch
 
-def run_consolidate(args: argparse.Namespace) -> int:
-    """Write one checkpoint as whole tensors and print a summary."""
-    return _write_whole([place_of(args.place, args.checkpoint)], args)
-
-
-def run_average(args: argparse.Namespace) -> int:
-    """Write the mean of the weights of several checkpoints and print a summary."""
-    if len(args.places) < 2:
-        raise UsageError("average takes two checkpoints or more, not 1; name another")
-    return _write_whole(args.places, args)
+        first, second = self.places
+        a, b, lines = _read(first, lambda a: _read(second, lambda b: (a, b, list(compare(a, b)))))
+        print(f"{a} -> {b}")
+        for line in lines or ["equal: what the runs are, counters and every tensor"]:
+            print(f"  {line}")
+        return 1 if lines else 0
 
 
-def _write_whole(places: Sequence[str], args: argparse.Namespace) -> int:
-    from minimind.interop.consolidate import OWN, consolidate
-    from minimind.interop.write_folder import is_ours
+@dataclass(kw_only=True)
+class Whole(Output):
+    """A command that writes whole tensors."""
 
-    # This comes before files are hashed.
-    NewFolder(args.out, args.force, OWN, args.action, is_ours).require_free()
+    author: ClassVar[str]
+    weights: str = argument("trained", choices=("trained", "ema"))
+    """weights of a checkpoint: as trained, or their moving average of --ema"""
+    dtype: str = argument("float32", choices=("float32", "bfloat16"))
+    """dtype of the tensors"""
+    max_shard_size: int = argument("2GB", parse=size_in_bytes)
+    """maximum size of a file"""
 
-    def write(paths: Sequence[Path]) -> str:
-        if len(repeated := {disk.resolve(path) for path in paths}) < len(paths):
-            raise UsageError(
-                f"of {len(paths)} checkpoints {len(repeated)} differ; name each once, as a step_"
-                " directory where they are of one run"
+    def write(self, places: Sequence[str]) -> None:
+        """Write the mean of the weights of the checkpoints, and print a summary."""
+        from minimind.interop.consolidate import OWN, consolidate
+        from minimind.interop.write_folder import is_ours
+
+        # This comes before files are hashed.
+        NewFolder(self.out, self.force, OWN, self.author, is_ours).require_free()
+
+        def write(paths: Sequence[Path]) -> str:
+            if len(repeated := {disk.resolve(path) for path in paths}) < len(paths):
+                raise UsageError(
+                    f"of {len(paths)} checkpoints {len(repeated)} differ; name each once, as a"
+                    " step_ directory where they are of one run"
+                )
+            written = consolidate(
+                paths, self.out, self.dtype, self.max_shard_size, self.force, self.weights
             )
-        written = consolidate(
-            paths, args.out, args.dtype, args.max_shard_size, args.force, args.weights
-        )
-        if written.note:
-            print(f"{args.out}: {written.note}", file=sys.stderr)
-        how = f", the mean of {len(paths)} checkpoints" if len(paths) > 1 else ""
-        return written.summary(f"in {args.dtype}{how}", paths[-1], args.out)
+            if written.note:
+                print(f"{self.out}: {written.note}", file=sys.stderr)
+            how = f", the mean of {len(paths)} checkpoints" if len(paths) > 1 else ""
+            return written.summary(f"in {self.dtype}{how}", paths[-1], self.out)
 
-    print(_read_all(places, write))
-    return 0
+        print(_read_all(places, write))
 
 
-def run_prune(args: argparse.Namespace) -> int:
-    """Delete old checkpoints and print each."""
-    place = place_of(args.place, args.checkpoint)
-    done = "would delete" if args.dry_run else "deleted"
-    count, total = 0, 0
-    named = {"keep_last": args.keep, "keep_every": args.keep_every, "keep_best": args.keep_best}
-    given = {name: number for name, number in named.items() if number is not None}
-    with storing(place, REMEDY):
-        for pruned in prune(place, given, args.dry_run, _tell):
-            if pruned.stays:
-                print(f"{pruned.path} stays, but {pruned.stays}")
-                continue
-            damage = f", which is damaged: {pruned.damage}" if pruned.damage else ""
-            print(f"{done} {pruned.path} ({mebibytes(pruned.bytes)}){damage}")
-            count, total = count + 1, total + pruned.bytes
-    print(f"{done} {count} directories, {mebibytes(total)}" if count else "nothing to delete")
-    return 0
+@dataclass(kw_only=True)
+class Consolidate(Whole, OfPlace):
+    """Merge the shards into safetensors files, after verifying their hashes."""
+
+    example = "minimind checkpoint consolidate out --out out/whole"
+    author = "consolidate"
+
+    def execute(self) -> None:
+        """Write one checkpoint as whole tensors and print a summary."""
+        self.write([self.named()])
+
+
+@dataclass(kw_only=True)
+class Average(Whole):
+    """Write the mean of the weights of several checkpoints as safetensors files."""
+
+    example = "minimind checkpoint average out/a out/b --out out/mean"
+    origins: ClassVar = {"places": CheckpointError}
+    author = "average"
+    places: list[str] = argument(nargs="+", metavar="PLACE", is_positional=True)
+    """out_dirs or step_ directories, two or more"""
+
+    def execute(self) -> None:
+        """Write the mean of the weights of several checkpoints and print a summary."""
+        if len(self.places) < 2:
+            raise UsageError("average takes two checkpoints or more, not 1; name another")
+        self.write(self.places)
+
+
+@dataclass(kw_only=True)
+class Prune(OfPlace):
+    """Delete older checkpoints and leftovers; status 8 while the run is active."""
+
+    example = "minimind checkpoint prune out --keep 2 --dry_run"
+    keep: int | None = argument(None, ge=1)
+    """newest valid checkpoints to keep (default: as the run)"""
+    keep_every: int | None = argument(None, ge=0)
+    """also keep multiples of this step; 0: none (default: as the run)"""
+    keep_best: int | None = argument(None, ge=0)
+    """also keep this many by validation loss; 0: none (default: as the run)"""
+    dry_run: bool = argument(False)
+    """only print what would be deleted"""
+
+    def execute(self) -> None:
+        """Delete old checkpoints and print each."""
+        place = self.named()
+        done = "would delete" if self.dry_run else "deleted"
+        count, total = 0, 0
+        named = {"keep_last": self.keep, "keep_every": self.keep_every, "keep_best": self.keep_best}
+        given = {name: number for name, number in named.items() if number is not None}
+        with storing(place, REMEDY):
+            for pruned in prune(place, given, self.dry_run, _tell):
+                if pruned.stays:
+                    print(f"{pruned.path} stays, but {pruned.stays}")
+                    continue
+                damage = f", which is damaged: {pruned.damage}" if pruned.damage else ""
+                print(f"{done} {pruned.path} ({mebibytes(pruned.bytes)}){damage}")
+                count, total = count + 1, total + pruned.bytes
+        print(f"{done} {count} directories, {mebibytes(total)}" if count else "nothing to delete")
 
 
 def _read(place: str, use: Callable[[Path], T]) -> T:
@@ -161,11 +242,15 @@ def _read_all(places: Sequence[str], use: Callable[[list[Path]], T]) -> T:
     return _read(first, lambda path: _read_all(others, lambda paths: use([path, *paths])))
 
 
-ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": run_list,
-    "verify": run_verify,
-    "diff": run_diff,
-    "consolidate": run_consolidate,
-    "average": run_average,
-    "prune": run_prune,
-}
+CHECKPOINT = Group(
+    "Contents of a run's folder, and whether they are intact. No GPU is needed.",
+    "minimind checkpoint verify out",
+    {
+        "list": List,
+        "verify": Verify,
+        "diff": Diff,
+        "consolidate": Consolidate,
+        "average": Average,
+        "prune": Prune,
+    },
+)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from datetime import date
 from pathlib import Path
 from typing import Any, ClassVar
 
-from minimind.config.arguments import Number, non_empty_path
-from minimind.config.flags import FLAGS, LIMITS, Flag, as_words, meets, number, type_of
-from minimind.errors import UsageError
+from minimind.config.command_line import Parser
+from minimind.config.flags import FLAGS, LIMITS, Flag, as_words, docstrings, meets, number, type_of
+from minimind.config.names import is_utf8, utf8_fault
+from minimind.config.template_variables import template_variables
+from minimind.errors import RunError, StorageError, UsageError
+from minimind.runtime import disk
+from minimind.runtime.durable_files import require_writable, storing
 
 NUMBERS: dict[str, type] = {"int": int, "float": float}
+MOST_READ = 2**24  # characters of a file that may be replaced
 
 
 @dataclass(frozen=True)
@@ -27,22 +34,26 @@ class Argument(Flag):
     nargs: str | None = None
     const: Any = None  # the value of a flag without one, with nargs "?"
     is_positional: bool = False
-    option: str = ""  # its spelling, where the name of the field is another
+    options: tuple[str, ...] = ()  # its spellings, where they are not the name of the field
     shared: str = ""  # the run's flag with this help, where the field has no docstring
 
     @property
-    def help(self) -> str:
-        """Its docstring, else the help of the run's flag, after what it needs."""
-        try:
-            return super().help
-        except KeyError:
-            return FLAGS[self.shared].help
+    def docstring(self) -> str:
+        """The text below its line, in its class or in a base; else the help of the run's flag."""
+        classes = self.owner.__mro__
+        for owner in classes[: classes.index(Command) + 1]:
+            if text := docstrings(owner.__module__).get((owner.__name__, self.name)):
+                return text
+        return FLAGS[self.shared].help
 
     @property
     def limits(self) -> str:
-        """What numbers it takes: `at least 0, below 1`; empty for any."""
+        """What numbers it takes: `at least 0, below 1`; empty for any whole number."""
         bounds = ((words, getattr(self, limit)) for limit, (words, _) in LIMITS.items())
-        return ", ".join(f"{words} {number(bound)}" for words, bound in bounds if bound is not None)
+        limits = [f"{words} {number(bound)}" for words, bound in bounds if bound is not None]
+        if self.type == "float" and self.le is self.lt is None:
+            limits.append("finite")
+        return ", ".join(limits)
 
 
 def argument(default: Any = MISSING, **attributes: Any) -> Any:
@@ -67,6 +78,8 @@ class Command(ABC):
     """Run a command."""  # each has a docstring of its own
 
     example: ClassVar[str]
+    origins: ClassVar[Mapping[str, type[RunError]]] = {}  # where `config.paths.ORIGINS` has others
+    adds_help: ClassVar[bool] = True
     debug: bool = argument(False)
     """show tracebacks"""
 
@@ -98,6 +111,13 @@ class Command(ABC):
 
 
 @dataclass(kw_only=True)
+class OfRunFlags(Command):
+    """A command that takes the flags of a run besides its own."""
+
+    run_flags: list[str] = field(init=False)  # the words that are none of its own
+
+
+@dataclass(kw_only=True)
 class Output(Command):
     """A command that writes --out."""
 
@@ -105,6 +125,47 @@ class Output(Command):
     """new output folder"""
     force: bool = argument(False)
     """replace an earlier --out"""
+
+
+@dataclass(kw_only=True)
+class OutputFile(Command):
+    """A command that writes a file at --out, which each of them describes."""
+
+    force: bool = argument(False)
+    """replace an earlier --out"""
+
+    def require_free(self, out: Path, is_ours: Callable[[str], bool]) -> None:
+        """Raise UsageError if `out` exists, unless it is to be replaced and begins as `is_ours`."""
+        if disk.is_dir(out):
+            raise UsageError(f"--out {out} is a folder; give a file in it, or another one")
+        if not disk.lexists(out):
+            return
+        if not self.force:
+            raise UsageError(f"--out {out} exists; give another file, or --force to replace it")
+        is_replaced = False
+        if disk.is_file(out) and not disk.is_symlink(out):
+            with (
+                storing(str(out), "give another --out"),
+                open(out, encoding="utf-8", errors="replace") as file,
+            ):
+                is_replaced = is_ours(file.read(MOST_READ))
+        if not is_replaced:
+            raise UsageError(
+                f"--out {out} was not written by this command, and --force replaces nothing else;"
+                " give another file"
+            )
+
+    def require_place(self, out: Path) -> None:
+        """Raise StorageError if no file can be written at `out`."""
+        if not disk.is_dir(out.parent):
+            raise StorageError(
+                f"--out {out}: there is no folder {out.parent}; make it, or give another"
+            )
+        try:
+            require_writable(out)
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror})"
+            raise StorageError(f"--out {out}: {reason}; give another file") from error
 
 
 @dataclass(kw_only=True)
@@ -118,19 +179,41 @@ class Cached(Command):
 
 def arguments_of(command: type[Command]) -> dict[str, Argument]:
     """The arguments of a command, in the order of its help: its own, then those of its bases."""
-    by_name = {f.name: f for f in fields(command)}
+    by_name = {f.name: f for f in fields(command) if f.init}
     found: dict[str, Argument] = {}
     for owner in command.__mro__:
         for name in inspect.get_annotations(owner):
             if name in by_name and name not in found:
                 f = by_name[name]
-                found[name] = Argument(name, owner, type_of(f.type), f.default, **f.metadata)
+                item = type_of(str(f.type).removeprefix("list[")).rstrip("]")
+                found[name] = Argument(name, owner, item, f.default, **f.metadata)
     return found
 
 
-def add_command(subs: Any, name: str, command: type[Command]) -> None:
-    """Add a command to the subparsers of `minimind` or of a group of commands."""
+@dataclass(frozen=True)
+class Group:
+    """Commands that follow a word, such as `minimind data`."""
 
+    description: str
+    example: str
+    commands: Mapping[str, type[Command]]
+
+
+def add_commands(subs: Any, commands: Mapping[str, type[Command] | Group]) -> None:
+    """Add commands to the subparsers of `minimind` or of a group."""
+    for name, command in commands.items():
+        if isinstance(command, Group):
+            words = " | ".join(command.commands)
+            parser = subs.add_parser(
+                name, help=words, description=command.description, example=command.example
+            )
+            actions = parser.add_subparsers(dest="action", required=True, parser_class=Parser)
+            add_commands(actions, command.commands)
+        else:
+            _add_command(subs, name, command)
+
+
+def _add_command(subs: Any, name: str, command: type[Command]) -> None:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         for row in arguments_of(command).values():
             _add_argument(parser, row)
@@ -142,17 +225,18 @@ def add_command(subs: Any, name: str, command: type[Command]) -> None:
         help=first.rstrip("."),
         description=text,
         example=command.example,
+        add_help=command.adds_help,
         add_arguments=add_arguments,
     )
     parser.set_defaults(command_class=command)
 
 
-def command_of(args: argparse.Namespace) -> Command | None:
-    """The command of parsed arguments, after `require_combined`; None for one without a class."""
-    kind: type[Command] | None = getattr(args, "command_class", None)
-    if kind is None:
-        return None
-    command = kind(**{name: getattr(args, name) for name in arguments_of(kind)})
+def command_of(args: argparse.Namespace, run_flags: Sequence[str] = ()) -> Command:
+    """The command of parsed arguments, after `require_combined`."""
+    command_class: type[Command] = args.command_class
+    command = command_class(**{name: getattr(args, name) for name in arguments_of(command_class)})
+    if isinstance(command, OfRunFlags):
+        command.run_flags = [*run_flags]
     command.require_combined()
     return command
 
@@ -160,6 +244,10 @@ def command_of(args: argparse.Namespace) -> Command | None:
 def _add_argument(parser: argparse.ArgumentParser, row: Argument) -> None:
     shown = f" (default: {row.unset})" if row.default is None and row.unset is not None else ""
     options: dict[str, Any] = {"help": (row.help + shown).replace("%", "%%")}
+    if row.type == "bool" and row.default:
+        parser.add_argument(f"--{row.name}", action=argparse.BooleanOptionalAction, **options)
+        parser.set_defaults(**{row.name: True})  # Python 3.10 would add its own to the help
+        return
     if row.type == "bool":
         parser.add_argument(f"--{row.name}", action="store_true", **options)
         return
@@ -171,21 +259,94 @@ def _add_argument(parser: argparse.ArgumentParser, row: Argument) -> None:
         options["default"] = row.default
     if row.is_positional:
         parser.add_argument(row.name, **options)
-    else:
-        options |= {"dest": row.name, "required": row.default is MISSING}
-        parser.add_argument(row.option or f"--{row.name}", **options)
+        return
+    if not (row.metavar or row.choices):
+        options["metavar"] = METAVARS.get(row.parse or row.type, "TEXT")
+    options |= {"dest": row.name, "required": row.default is MISSING}
+    parser.add_argument(*(row.options or (f"--{row.name}",)), **options)
 
 
-def _type_of(row: Argument) -> Any:
+def _type_of(row: Argument) -> Callable[[str], Any]:
+    """What makes a value of a text for argparse: a number within the limits, a path or the text."""
     if row.type not in NUMBERS:
         return {"Path": non_empty_path}.get(row.type, str)
-    limits, has_end = row.limits, not row.le is row.lt is None
-    if row.type == "float" and not has_end:
-        limits = f"{limits} and finite" if limits else "finite"
-    is_least = row.type == "int" and row.ge is not None and not has_end
-    fault = f"below {number(row.ge)}" if is_least else ""
 
-    def is_valid(value: float) -> bool:
-        return math.isfinite(value) and not row.unmet(value)
+    def within_limits(text: str) -> float:
+        value = NUMBERS[row.type](text)
+        if row.unmet(value) or (row.type == "float" and not math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"{text} is not {row.limits}")
+        return value
 
-    return Number(NUMBERS[row.type], limits, is_valid, fault)
+    within_limits.__name__ = "whole number" if row.type == "int" else "number"
+    return within_limits
+
+
+# Values of `parse`.
+
+
+def size_in_bytes(text: str) -> int:
+    """Parse `24GiB`, `24GB` or `24G`; a bare number of a million or more counts bytes."""
+    if re.fullmatch(r"[1-9]\d{6,15}", text.strip()):
+        return int(text)
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?) *([KMGT])(i?B)?", text.strip(), re.IGNORECASE)
+    if not match or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 24GiB, 80G or 512MiB")
+    base = 1000 if (match[3] or "").lower() == "b" else 1024
+    return int(float(match[1]) * base ** ("KMGT".index(match[2].upper()) + 1))
+
+
+def count_of_bytes(text: str) -> int:
+    """Parse a number of bytes, bare or with a unit."""
+    return int(text) if text.isdecimal() and int(text) else size_in_bytes(text)
+
+
+def non_empty(text: str) -> str:
+    """Return the text; raise if it is empty, which would mean the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty, as of a variable that is not set")
+    return text
+
+
+def non_empty_path(text: str) -> Path:
+    """Convert a non-empty text to a Path."""
+    return Path(non_empty(text))
+
+
+def non_blank(text: str) -> str:
+    """Return the text; raise if it is blank or not UTF-8."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is blank, as of a variable that is not set")
+    return utf8(text)
+
+
+def utf8(text: str) -> str:
+    """Return the text; raise if it is not UTF-8."""
+    if not is_utf8(text):
+        raise argparse.ArgumentTypeError(f"{text!a} {utf8_fault(text)}")
+    return text
+
+
+def iso_date(text: str) -> str:
+    """Return the date as YYYY-MM-DD; raise if the text is none."""
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!a} is no date such as 2024-07-26") from error
+
+
+def json_variables(text: str) -> dict[str, Any]:
+    """Parse the variables of a chat template; raise if the text has none."""
+    try:
+        return template_variables(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from error
+
+
+METAVARS: dict[Any, str] = {
+    "int": "INT",
+    "float": "FLOAT",
+    "Path": "PATH",
+    size_in_bytes: "BYTES",
+    count_of_bytes: "BYTES",
+    non_empty_path: "PATH",
+}

@@ -10,10 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.cli.command import Cached, Output, add_command, argument, shared
+from minimind.cli.command import Cached, Group, Output, argument, count_of_bytes, shared, utf8
 from minimind.cli.filter import Filter
-from minimind.config.arguments import count_of_bytes, utf8
-from minimind.config.command_line import Parser
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes
@@ -34,20 +32,6 @@ SHARES = "the shares decide it"
 OVER_RANKS = "documents are counted over all ranks"
 INSPECT = "minimind data inspect dataset/tokens"
 BAR = 40  # characters of the longest bar
-
-
-def add_parsers(subs: Any) -> None:
-    """Add the parsers of `prepare` and `data`."""
-    add_command(subs, "prepare", Prepare)
-    group = subs.add_parser(
-        "data",
-        help="filter | inspect | at | where",
-        description="Filter text; inspect prepared data; the text behind a step of a run.",
-        example=INSPECT,
-    )
-    actions = group.add_subparsers(dest="action", required=True, parser_class=Parser)
-    for name, command in {"inspect": Inspect, "filter": Filter, "at": At, "where": Where}.items():
-        add_command(actions, name, command)
 
 
 def _share(text: str) -> tuple[int, int]:
@@ -574,3 +558,10 @@ def _text(documents: Documents, row: Row, start: int, stop: int) -> str:
 def _print_faults(documents: Documents) -> None:
     for file, fault in documents.faults.items():
         print(f"? {file}: {fault}")
+
+
+DATA = Group(
+    "Filter text; inspect prepared data; the text behind a step of a run.",
+    INSPECT,
+    {"inspect": Inspect, "filter": Filter, "at": At, "where": Where},
+)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from minimind.cli.command import Command, argument
 from minimind.config.run_config import DISTRIBUTION
 
 if TYPE_CHECKING:
@@ -18,31 +19,29 @@ MIN_DISK_MIB_S = 100.0
 SEVERITIES = ("refused", "may fail", "slow", "missing")
 
 
-def add_parser(subs: Any) -> None:
-    """Add `env`."""
-    parser = subs.add_parser(
-        "env",
-        help="versions and hardware for a bug report, and what they mean for a run",
-        description="Print versions, GPUs, compilers, network and disk of this host, and which"
-        " settings are slow or refused here. It names no host, user or address.",
-        example="minimind env --out_dir out",
-    )
-    text = "folder whose disk is timed; nothing is left there"
-    parser.add_argument("--out_dir", type=Path, default=Path("out"), help=text)
-    text = "only the build of torch, and why it cannot use the GPUs"
-    parser.add_argument("--brief", action="store_true", help=text)
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+@dataclass(kw_only=True)
+class Env(Command):
+    """Versions and hardware for a bug report, and what they mean for a run.
 
+    Print versions, GPUs, compilers, network and disk of this host, and which settings are slow or
+    refused here. It names no host, user or address.
+    """
 
-def run_env(args: argparse.Namespace) -> None:
-    """Print the facts and what follows from them."""
-    from minimind.launch.host_facts import read_facts
+    example = "minimind env --out_dir out"
+    out_dir: Path = argument(Path("out"), parse=Path)
+    """folder whose disk is timed; nothing is left there"""
+    brief: bool = argument(False)
+    """only the build of torch, and why it cannot use the GPUs"""
 
-    if args.brief:
-        print("\n".join(torch_build_lines()))
-        return
-    facts = read_facts(args.out_dir)
-    print("\n".join([*facts_lines(facts), "", *consequences(facts)]))
+    def execute(self) -> None:
+        """Print the facts and what follows from them."""
+        from minimind.launch.host_facts import read_facts
+
+        if self.brief:
+            print("\n".join(torch_build_lines()))
+            return
+        facts = read_facts(self.out_dir)
+        print("\n".join([*facts_lines(facts), "", *consequences(facts)]))
 
 
 def torch_build_lines() -> list[str]:

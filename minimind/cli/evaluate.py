@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from minimind.cli.generate import require_stored_template
-from minimind.config.arguments import (
-    add_cache,
-    add_model,
-    at_least,
+from minimind.cli.command import (
+    Cached,
+    argument,
     count_of_bytes,
-    fraction,
     iso_date,
     json_variables,
+    non_empty,
+    shared,
     utf8,
 )
+from minimind.cli.model import OfChat
 from minimind.config.run_config import RunConfig
 from minimind.errors import DataError, UsageError
-from minimind.inference.lm_eval_tasks import (
-    add_task_flags,
-    require_of_kind,
-    require_template,
-    run_tasks,
-)
+from minimind.inference.lm_eval_tasks import manager_of, require_template, transformers_tokenizer
 from minimind.report.formats import scores_table
 from minimind.runtime.durable_files import printing, storing
 from minimind.runtime.terminal import aligned
@@ -56,91 +50,125 @@ COLUMNS = {  # columns of the table: name and format by field
 SPLITS = {"train": ("train",), "val": ("val",), "all": ("train", "val")}
 
 
-def add_parser(subs: Any) -> None:
-    """Add the parser of `eval`."""
-    parser = subs.add_parser(
-        "eval",
-        help="loss and perplexity of a model on text or conversations; tasks of lm-eval",
-        description="Print loss, perplexity and bits per byte of text, or loss and perplexity per"
-        " target of conversations, per source and in total, in one process or several: torchrun"
-        " --nproc-per-node 2 -m minimind eval ...",
-        example="minimind eval --checkpoint out --data held_out.jsonl",
+TASKS = dict.fromkeys(("lm_eval", "tasks"), "tasks have their questions")
+CONVERSATIONS = {"task=sft": "it reads conversations"}
+
+
+@dataclass(kw_only=True)
+class Eval(Cached, OfChat):
+    """Loss and perplexity of a model on text or conversations; tasks of lm-eval.
+
+    Print loss, perplexity and bits per byte of text, or loss and perplexity per target of
+    conversations, per source and in total, in one process or several: torchrun --nproc-per-node 2
+    -m minimind eval ...
+    """
+
+    example = "minimind eval --checkpoint out --data held_out.jsonl"
+    data: list[str] = argument(
+        (),
+        nargs="+",
+        excludes={"lm_eval": "each says what is scored; --tasks takes both"},
+        metavar="PATH",
     )
-    add_model(parser)
-    add = parser.add_argument
-    text = "text, one source per path; or folders of `minimind prepare`"
-    add("--data", nargs="+", metavar="PATH", help=text)
-    text = "part of a prepared folder (default: val); raw text is read whole"
-    add("--split", choices=tuple(SPLITS), help=text)
-    add("--batch_size", type=at_least(1), default=8, help="windows per batch")
-    text = "tokens of a window (default: the positions of the model, or the longest conversation)"
-    add("--max_seq_len", type=at_least(1), help=text)
-    text = "windows per source, spread over its text (default: all)"
-    add("--max_rows", type=at_least(1), help=text)
-    text = "evaluate each document separately; off: packed rows"
-    add("--doc_mask", action=argparse.BooleanOptionalAction, help=text)
-    parser.set_defaults(doc_mask=True)  # Python 3.10 would add its own default to the help
-    text = "text, or conversations with a chat template"
-    add("--task", choices=("pretrain", "sft"), default="pretrain", help=text)
-    text = "with --task sft: the targets, as in training (default: assistant)"
-    add("--train_on", choices=("assistant", "last", "all"), help=text)
-    text = "with --task sft: Jinja template, or name of a shipped one, instead of the stored one"
-    add("--chat_template", metavar="FILE", help=text)
-    text = "with --task sft: variables of the template as a JSON object, as in training"
-    add("--chat_template_kwargs", type=json_variables, metavar="JSON", help=text)
-    text = "with --task sft: the date that a template with strftime_now is told, as in training"
-    add("--template_date", type=iso_date, metavar="DATE", help=f"{text} (default: 2024-07-26)")
-    text = "field or column of the text"
-    add("--text_field", type=utf8, default="text", help=text)
-    text = "longest document of raw text (default: 64MiB, less with some tokenizers)"
-    add("--max_document_bytes", type=count_of_bytes, help=text)
-    text = "stop at a bad document (error), or skip and report it"
-    add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
-    text = "fraction of documents that may be bad, with skip"
-    add("--max_bad_fraction", type=fraction, default=0.05, help=text)
-    text = "go on although the tokenizer loses more than 0.1 %% of the text"
-    add("--allow_lossy_tokenizer", action="store_true", help=text)
-    add_cache(parser, "cache of the tokens, and of objects of storage")
-    add("--json", action="store_true", help="print a JSON object")
-    add_task_flags(parser)
+    """text, one source per path; or folders of `minimind prepare`"""
+    split: str | None = argument(
+        None,
+        choices=tuple(SPLITS),
+        excludes={"lm_eval": TASKS["lm_eval"], **CONVERSATIONS},
+        unset="val",
+    )
+    """part of a prepared folder; raw text is read whole"""
+    batch_size: int = argument(8, ge=1)
+    """windows per batch"""
+    max_seq_len: int | None = argument(None, ge=1, excludes=TASKS)
+    """tokens of a window (default: the positions of the model, or the longest conversation)"""
+    max_rows: int | None = argument(None, ge=1, excludes={**TASKS, **CONVERSATIONS})
+    """windows per source, spread over its text (default: all)"""
+    doc_mask: bool = argument(True, excludes={**TASKS, **CONVERSATIONS})
+    """evaluate each document separately; off: packed rows"""
+    task: str = argument("pretrain", choices=("pretrain", "sft"), excludes=TASKS)
+    """text, or conversations with a chat template"""
+    train_on: str | None = argument(
+        None, choices=("assistant", "last", "all"), needs="task=sft", unset="assistant"
+    )
+    """the targets, as in training"""
+    chat_template: str | None = argument(None, parse=non_empty, needs="task=sft", metavar="FILE")
+    chat_template_kwargs: dict[str, Any] | None = argument(
+        None, parse=json_variables, needs="task=sft", metavar="JSON"
+    )
+    """variables of the template as a JSON object, as in training"""
+    template_date: str | None = argument(
+        None, parse=iso_date, needs="task=sft", unset="2024-07-26", metavar="DATE"
+    )
+    """the date that a template with strftime_now is told, as in training"""
+    text_field: str = shared("text_field", parse=utf8, excludes={**TASKS, **CONVERSATIONS})
+    """field or column of the text"""
+    max_document_bytes: int | None = argument(None, parse=count_of_bytes, excludes=TASKS)
+    """longest document of raw text (default: 64MiB, less with some tokenizers)"""
+    on_bad_data: str = shared("on_bad_data", excludes=TASKS)
+    """stop at a bad document (error), or skip and report it"""
+    max_bad_fraction: float = shared("max_bad_fraction", excludes=TASKS)
+    """fraction of documents that may be bad, with skip"""
+    allow_lossy_tokenizer: bool = argument(False, excludes=TASKS)
+    """go on although the tokenizer loses more than 0.1 % of the text"""
+    cache_dir: str = shared("cache_dir")
+    """cache of the tokens, and of objects of storage"""
+    json: bool = argument(False)
+    """print a JSON object"""
+    lm_eval: list[str] = argument((), nargs="+", parse=non_empty, metavar="TASK")
+    """tasks of lm-eval-harness, instead of --data"""
+    include_path: str | None = argument(None, parse=non_empty, needs="lm_eval", metavar="DIR")
+    """folder of tasks of your own"""
+    chat: bool = argument(False, needs="lm_eval")
+    """format the requests by the model's chat template"""
+    limit: int | None = argument(None, ge=1)
+    """questions per task (default: all; with --tasks as --eval_tasks_limit of training)"""
+    tasks: list[str] = argument(
+        (),
+        nargs="+",
+        parse=non_empty,
+        excludes={"lm_eval": "--tasks takes the tasks of both"},
+        metavar="NAME",
+    )
+    """tasks as --eval_tasks of training names them, scored as in training; --data is the text that
+    they are made of (default: the held-out text of the checkpoint's run)"""
+    dtype: str = argument("float32", choices=("float32", "bfloat16", "float16"), needs="tasks")
+    """precision; that of a run gives the scores that it logged"""
+
+    def execute(self) -> None:
+        """Evaluate a model; of several processes only the first one prints."""
+        if not (self.data or self.lm_eval or self.tasks):
+            raise UsageError("there is nothing to evaluate; give --data TEXT, or --lm_eval TASK")
+        if self.limit is not None and not (self.lm_eval or self.tasks):
+            raise UsageError(
+                f"--limit {self.limit} is for --lm_eval and --tasks; give --max_rows, or drop it"
+            )
+        if self.task == "sft" and self.chat_template is None:
+            self.require_stored_template()
+        from minimind.config.launcher_env import read_launch
+        from minimind.runtime.object_cache import open_cache
+
+        launch = read_launch(os.environ)
+        device = self.chosen_device(launch)
+        if self.lm_eval:
+            _score_lm_eval(self, device, launch.world_size)
+            return
+        score = _score_tasks if self.tasks else _score
+        with open_cache(self.cache_dir, self.max_cache_gib) as cache:
+            score(self, cache, device, launch.rank)
 
 
-def run_eval(args: argparse.Namespace) -> int:
-    """Evaluate a model; of several processes only the first one prints."""
-    require_of_kind(args)
-    _require_of_task(args)
-    if args.task == "sft" and args.lm_eval is None and args.chat_template is None:
-        require_stored_template(args)
-    from minimind.config.deepspeed.backend_choice import device_for
-    from minimind.config.launcher_env import read_launch
-    from minimind.runtime.object_cache import open_cache
-
-    launch = read_launch(os.environ)
-    device = device_for(args.device, "--device", launch)
-    if args.lm_eval is not None:
-        run_tasks(args, device, launch.world_size)
-        return 0
-    if args.tasks is not None:
-        with open_cache(args.cache_dir, args.max_cache_gib) as cache:
-            _score_tasks(args, cache, device, launch.rank)
-        return 0
-    with open_cache(args.cache_dir, args.max_cache_gib) as cache:
-        _score(args, cache, device, launch.rank)
-    return 0
-
-
-def _score(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int) -> None:
+def _score(args: Eval, cache: ObjectCache, device: str, rank: int) -> None:
     """Print the results on `device`, a part of them computed by each process."""
     from minimind.data.chat.template import date_of, require_read
     from minimind.data.prepare.prepared import is_prepared
     from minimind.data.prepare.remote import local_data
     from minimind.engine.build import evaluation_accelerator
     from minimind.inference.chat import template_of
-    from minimind.inference.load_model import load_model
     from minimind.inference.score import part_of_conversations, score
 
     local = local_data(args.data, cache)
-    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
+    model, tokenizer, path = args.load()
     template = template_of(tokenizer, args.chat_template, path) if args.task == "sft" else None
     _set_documents(model, template is not None)
     if template and args.template_date and not date_of(template.source, None):
@@ -173,20 +201,19 @@ def _score(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int)
             _print_results(sums, parts, path, args.json)
 
 
-def _score_tasks(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int) -> None:
+def _score_tasks(args: Eval, cache: ObjectCache, device: str, rank: int) -> None:
     """Print the scores of --tasks, whose questions the processes share."""
     import torch
 
     from minimind.config.tasks import read_tasks
     from minimind.engine.build import evaluation_accelerator
-    from minimind.inference.load_model import load_model
     from minimind.inference.own_tasks import HeldOutText
     from minimind.inference.questions import Questions
     from minimind.inference.scores import Shares, fields_of
     from minimind.runtime.collectives import Ranks
 
     asked = read_tasks(args.tasks, "--tasks")
-    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
+    model, tokenizer, path = args.load()
     with _copied(tokenizer) as folder:
         opened = (tokenizer, folder, None, args, rank)
         limit = RunConfig.eval_tasks_limit if args.limit is None else args.limit
@@ -217,8 +244,47 @@ def _score_tasks(args: argparse.Namespace, cache: ObjectCache, device: str, rank
         print(f"{path}\n{aligned(scores_table(found), '<>')}")
 
 
+def _score_lm_eval(args: Eval, device: str, processes: int) -> None:
+    """Evaluate tasks and print lm-eval's table, or its results as JSON.
+
+    Raise UsageError if several processes were started, or for --chat without a chat template.
+    """
+    if processes > 1:
+        raise UsageError(
+            f"--lm_eval runs in one process, and {processes} were started; drop the launcher"
+        )
+    way_out = "`lm_eval ls tasks` lists those of lm-eval, and --include_path DIR adds a folder"
+    manager = manager_of(args.lm_eval, args.include_path, "--lm_eval", way_out)
+    model, tokenizer, path = args.load()
+    if args.chat:
+        require_template(tokenizer, path, "--chat")
+    from lm_eval import simple_evaluate
+    from lm_eval.utils import make_table
+
+    from minimind.inference.scores import Shares
+    from minimind.inference.shared_lm import SharedLM
+
+    model.config.doc_mask = False  # a request is one document
+    evaluate: Any = simple_evaluate  # its decorator hides its parameters, like HFLM's
+    found = evaluate(
+        model=SharedLM(
+            model.to(device), transformers_tokenizer(tokenizer), Shares(), args.batch_size
+        ),
+        tasks=args.lm_eval,
+        task_manager=manager,
+        limit=args.limit,
+        apply_chat_template=args.chat,
+        log_samples=False,
+    )
+    with printing():
+        if args.json:
+            print(json.dumps({"model": str(path), "chat": args.chat, "tasks": found["results"]}))
+        else:
+            print(f"{path}\n{make_table(found)}")
+
+
 def _held_out(
-    args: argparse.Namespace, path: Path, cache: ObjectCache, opened: tuple[Any, ...]
+    args: Eval, path: Path, cache: ObjectCache, opened: tuple[Any, ...]
 ) -> tuple[Prepared, str]:
     """The text of --data, or of the run of a checkpoint, and its split."""
     from minimind.checkpoint.directory import step_of
@@ -226,7 +292,7 @@ def _held_out(
     from minimind.data.prepare.remote import local_data
     from minimind.recovery.step_rows import documents_of, read_run
 
-    if args.data is not None:
+    if args.data:
         if len(args.data) > 1:
             raise UsageError(f"--tasks reads one text, and --data names {len(args.data)}; give one")
         ((place, paths),) = local_data(args.data, cache).items()
@@ -237,23 +303,6 @@ def _held_out(
     log = read_run(path.parents[1])
     stretch = log.at(step_of(path))
     return documents_of(stretch, cache=cache).prepared, "val"
-
-
-def _require_of_task(args: argparse.Namespace) -> None:
-    """Raise UsageError for a flag of the other task."""
-    if args.task != "sft":
-        for name in ("train_on", "chat_template", "chat_template_kwargs", "template_date"):
-            if (value := getattr(args, name)) is not None:
-                raise UsageError(f"--{name} {value} needs --task sft; add it, or drop this")
-        return
-    of_text = {
-        f"--text_field {args.text_field}": args.text_field != "text",
-        f"--max_rows {args.max_rows}": args.max_rows is not None,
-        "--no-doc_mask": not args.doc_mask,
-        f"--split {args.split}": args.split is not None,
-    }
-    if given := [flag for flag, is_given in of_text.items() if is_given]:
-        raise UsageError(f"{given[0]} is for text, and --task sft reads conversations; drop it")
 
 
 def _set_documents(model: Any, is_chat: bool) -> None:
@@ -285,7 +334,7 @@ def _open_data(
     tokenizer: AnyTokenizer,
     folder: str,
     template: ChatTemplate | None,
-    args: argparse.Namespace,
+    args: Eval,
     rank: int,
 ) -> Prepared:
     """Tokens of a prepared folder, or of raw text or conversations through the cache.
@@ -322,12 +371,11 @@ def _open_data(
     max_bytes = args.max_document_bytes or longest_document(folder)
     options = Options(args.text_field, max_bytes, val_fraction=0.0)
     if template is not None:
-        train_on = args.train_on or "assistant"
         told = date_of(template.source, args.template_date)
         options = replace(
             options,
             chat_template=template.source,
-            train_on=train_on,
+            train_on=args.in_force("train_on"),
             template_date=told,
             chat_template_kwargs=args.chat_template_kwargs,
         )
@@ -364,9 +412,7 @@ def _print_notices(place: str, prepared: Prepared) -> None:
         print(f"{place}: {line}", file=sys.stderr)
 
 
-def _parts(
-    place: str, prepared: Prepared, is_folder: bool, length: int, args: argparse.Namespace
-) -> list[Part]:
+def _parts(place: str, prepared: Prepared, is_folder: bool, length: int, args: Eval) -> list[Part]:
     """The windows of each split to be read."""
     from minimind.data.rows.batches import windows_of
     from minimind.inference.score import Part
@@ -374,7 +420,7 @@ def _parts(
     splits, sources = ("train",), prepared.manifest["sources"]
     names = (place,) * len(sources)
     if is_folder:
-        splits = SPLITS[args.split or "val"]
+        splits = SPLITS[args.in_force("split")]
         prefix = f"{place}:" if len(args.data) > 1 else ""
         names = tuple(prefix + source["name"] for source in sources)
     parts = []

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from minimind.cli.command import Output, argument
-from minimind.config.arguments import non_empty, size_in_bytes
+from minimind.cli.command import Output, argument, non_empty, size_in_bytes
+from minimind.errors import CheckpointError
 
 FORMATS = ("minimind", "llama", "gguf", "transformers")
 KINDS = ("minimind2", "minimind3", "llama")
@@ -61,9 +62,10 @@ class Import(Output):
     """Import the weights of other software, to train or to generate with."""
 
     example = "minimind import --from llama path/to/llama --out out/imported"
+    origins: ClassVar = {"source": CheckpointError}
     source: Path = argument(metavar="FILE|DIR", is_positional=True)
     """a file of weights, or a directory"""
-    kind: str = argument(choices=KINDS, option="--from")
+    kind: str = argument(choices=KINDS, options=("--from",))
     """format of the source"""
     tokenizer: Path | None = argument(None)
     """tokenizer file or directory (default: the one in DIR)"""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minimind.cli.command import Cached, Output, argument, shared
-from minimind.config.arguments import count_of_bytes, utf8
+from minimind.cli.command import Cached, Output, argument, count_of_bytes, shared, utf8
 from minimind.config.flags import FLAGS
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import mebibytes

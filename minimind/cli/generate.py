@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
@@ -10,115 +9,90 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from minimind.config.arguments import (
-    add_model,
-    add_sampling,
-    at_least,
-    json_variables,
-    non_blank,
-    non_empty,
-    non_empty_path,
-)
-from minimind.errors import DataError, RunError, StorageError, UsageError
+from minimind.cli.command import OutputFile, argument, non_blank
+from minimind.cli.model import ANSWER, OfChat, Sampled
+from minimind.errors import DataError, RunError, UsageError
 from minimind.inference.prompts import encode_prompt, read_prompts, read_text, strip_prompt
 from minimind.runtime import disk
-from minimind.runtime.durable_files import printing, require_writable, storing, write_whole
+from minimind.runtime.durable_files import printing, storing, write_whole
 from minimind.runtime.terminal import for_stdout, phase
 
 if TYPE_CHECKING:
-    from minimind.inference.chat import Chat
-    from minimind.inference.generate import GenerationResult, Sampling
+    from minimind.inference.chat import Chat as Conversation
+    from minimind.inference.generate import GenerationResult
 
 
-# Defaults of the settings of a text, and of an answer.
-TEXT: dict[str, Any] = {"max_new_tokens": 100, "temperature": 0.8}
-ANSWER: dict[str, Any] = {"max_new_tokens": 512, "temperature": 0.7}
+@dataclass(kw_only=True)
+class Generate(OutputFile, Sampled):
+    """Generate text with a checkpoint or an exported model.
 
+    Without a prompt, ask for one at a terminal, else read it from standard input.
+    """
 
-def add_parser(subs: Any) -> None:
-    """Add the parser of `generate`."""
-    parser = subs.add_parser(
-        "generate",
-        help="generate text with a checkpoint or an exported model",
-        description="Generate text with a checkpoint or an exported model. Without a prompt, ask"
-        " for one at a terminal, else read it from standard input.",
-        example="minimind generate --checkpoint out --prompt 'Once upon a time' --temperature 0.7",
+    example = "minimind generate --checkpoint out --prompt 'Once upon a time' --temperature 0.7"
+    prompt: str | None = argument(
+        None, excludes=dict.fromkeys(("prompt_file", "prompts"), "both are prompts")
     )
-    add_model(parser)
-    add = parser.add_argument
-    add("--prompt", help="text to continue; '' starts a document")
-    add("--prompt_file", metavar="FILE", help="file whose content is the prompt")
-    text = "one prompt per line (blank lines are skipped), or .jsonl with a prompt field"
-    add("--prompts", metavar="FILE", help=f"{text}; prints JSON lines in order")
-    text = "output file of --prompts (default: standard output)"
-    add("--out", type=non_empty_path, metavar="FILE", help=text)
-    add("--force", action="store_true", help="replace an earlier --out")
-    add("--batch_size", type=at_least(1), default=16, help="prompts per batch")
-    add_sampling(parser, **TEXT, what="text")
-    add("--stop", nargs="+", default=[], metavar="TEXT", help="strings that end the text")
+    """text to continue; '' starts a document"""
+    prompt_file: str | None = argument(
+        None, metavar="FILE", excludes={"prompts": "both are prompts"}
+    )
+    """file whose content is the prompt"""
+    prompts: str | None = argument(None, metavar="FILE")
+    """one prompt per line (blank lines are skipped), or .jsonl with a prompt field; prints JSON
+    lines in order"""
+    out: Path | None = argument(None, needs="prompts", metavar="FILE")
+    """output file (default: standard output)"""
+    batch_size: int = argument(16, ge=1)
+    """prompts per batch"""
+    stop: list[str] = argument((), nargs="+", metavar="TEXT")
+    """strings that end the text"""
+
+    def execute(self) -> None:
+        """Print the generated text; the model's path and the speed go to stderr."""
+        if "" in self.stop:
+            raise UsageError("--stop '' would end before any text; leave it out")
+        if self.out and self.prompts is not None:
+            if disk.same_file(self.out, self.prompts):
+                raise UsageError(f"--out {self.out} is where the prompts are; give another file")
+            self.require_free(self.out, _are_answers)
+            self.require_place(self.out)
+        # Files are read before gigabytes of weights are.
+        if self.prompts is not None:
+            prompts = read_prompts(self.prompts, "--prompts")
+            _answer_file(self, prompts, _Generator(self))
+            return
+        prompt = self.prompt
+        if self.prompt_file is not None:
+            prompt = read_text(self.prompt_file, "--prompt_file")
+        if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+            _converse(self)
+            return
+        generator = _Generator(self)  # before standard input is read, which may be typed
+        prompt = _read_stdin() if prompt is None else prompt
+        if error := generator.check(prompt, 1):
+            raise error
+        speed = _continue(generator, prompt, 1)
+        show("\n")
+        print(speed, file=sys.stderr)
 
 
-def run_generate(args: argparse.Namespace) -> int:
-    """Print the generated text; the model's path and the speed go to stderr."""
-    given = [n for n in ("prompt", "prompt_file", "prompts") if getattr(args, n) is not None]
-    if len(given) > 1:
-        raise UsageError(f"--{given[0]} and --{given[1]} were both given; give one of them")
-    if args.out and args.prompts is None:
-        raise UsageError("--out is for the answers to --prompts; give that, or redirect the output")
-    if "" in args.stop:
-        raise UsageError("--stop '' would end before any text; leave it out")
-    if args.out:
-        _check_out(args.out, args.force, args.prompts)
-    # Files are read before gigabytes of weights are.
-    if args.prompts is not None:
-        prompts = read_prompts(args.prompts, "--prompts")
-        _answer_file(args, prompts, _Generator(args))
-        return 0
-    prompt = args.prompt
-    if args.prompt_file is not None:
-        prompt = read_text(args.prompt_file, "--prompt_file")
-    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
-        _converse(args)
-        return 0
-    generator = _Generator(args)  # before standard input is read, which may be typed
-    prompt = _read_stdin() if prompt is None else prompt
-    if error := generator.check(prompt, 1):
-        raise error
-    speed = _continue(generator, prompt, 1)
-    show("\n")
-    print(speed, file=sys.stderr)
-    return 0
-
-
-def load(args: argparse.Namespace, stop: Sequence[str] = ()) -> tuple[Any, Any, Path, Sampling]:
-    """The model on its device, its tokenizer, its path, and the settings of `add_sampling`."""
-    from minimind.inference.generate import Sampling
-    from minimind.inference.load_model import load_model
-
-    names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")
-    sampling = Sampling(*(getattr(args, name) for name in names), stop=tuple(stop))
-    device = device_of(args)
-    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
-    return model.to(device), tokenizer, path, sampling
-
-
-def device_of(args: argparse.Namespace) -> Any:
-    """The device of --device."""
-    from minimind.config.deepspeed.backend_choice import device_for
-    from minimind.config.launcher_env import Launch
-
-    return device_for(args.device, "--device", Launch())
+def _are_answers(head: str) -> bool:
+    """Whether a file begins as --out does; an empty one has nothing to lose."""
+    line = head.partition("\n")[0]
+    return not head or (line.startswith('{"prompt": ') and ', "completion": ' in line)
 
 
 class _Generator:
     """A model and its sampling settings, loaded as the arguments specify."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.model, self.tokenizer, self.path, self.sampling = load(args, args.stop)
+    def __init__(self, args: Generate) -> None:
+        self.model, self.tokenizer, self.path, self.sampling = args.load_to_sample(args.stop)
 
     def generate(
         self, prompts: Sequence[str], numbers: Sequence[int], on_text: Callable[[str], None] | None
@@ -165,7 +139,7 @@ def _continue(generator: _Generator, prompt: str, number: int) -> str:
 class _Loading:
     """Load a model in a thread while the first prompt is typed."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Generate) -> None:
         self._future = ThreadPoolExecutor(max_workers=1).submit(_Generator, args)
         self._is_waiting = False
         self._future.add_done_callback(self._interrupt)
@@ -193,7 +167,7 @@ class _Loading:
             return self._future.result()
 
 
-def _converse(args: argparse.Namespace) -> None:
+def _converse(args: Generate) -> None:
     """Continue prompts from a terminal until Ctrl-D; Ctrl-C stops only the current text."""
     with suppress(ImportError):  # some builds of Python lack it
         import readline  # noqa: F401 (gives input() line editing and a history)
@@ -216,7 +190,7 @@ def _converse(args: argparse.Namespace) -> None:
             loading.raise_failure()
 
 
-def _answer_file(args: argparse.Namespace, prompts: list[str], generator: _Generator) -> None:
+def _answer_file(args: Generate, prompts: list[str], generator: _Generator) -> None:
     """Write a JSON line for each prompt of a file, in order.
 
     A prompt that cannot be continued gets an error in its line; the first of them is raised last.
@@ -253,118 +227,70 @@ def _answer_file(args: argparse.Namespace, prompts: list[str], generator: _Gener
         raise summary
 
 
-def _has_answers(path: Path) -> bool:
-    """Whether a file begins with a line that --out has; an empty one has nothing to lose."""
-    if disk.is_symlink(path) or not disk.is_file(path):
-        return False
-    with open(path, "rb") as file:
-        line = file.readline(2**24)
-    return not line or (line.startswith(b'{"prompt": ') and b', "completion": ' in line)
-
-
-def _check_out(out: Path, force: bool, prompts: str) -> None:
-    """Raise UsageError or StorageError if the answers cannot be written to `out`."""
-    if disk.same_file(out, prompts):
-        raise UsageError(f"--out {out} is where the prompts are; give another file")
-    if disk.lexists(out) and not force:
-        raise UsageError(f"--out {out} exists; give another file, or --force to replace it")
-    if disk.lexists(out) and not _has_answers(out):
-        raise UsageError(
-            f"--out {out} has no answers of `generate`, and --force replaces nothing else; give"
-            " another file"
-        )
-    if not disk.is_dir(out.parent):
-        raise StorageError(
-            f"--out {out}: there is no folder {out.parent}; make it, or give another"
-        )
-    try:
-        require_writable(out)
-    except OSError as error:
-        reason = f"cannot be written ({error.strerror})"
-        raise StorageError(f"--out {out}: {reason}; give another file") from error
-
-
 HELP = (
     "/reset begins anew, /think hides or shows thoughts, /save FILE writes it all, Ctrl-C stops an"
     " answer, Ctrl-D ends"
 )
 
 
-def add_chat_parser(subs: Any) -> None:
-    """Add the parser of `chat`."""
-    parser = subs.add_parser(
-        "chat",
-        help="talk to a model that was fine-tuned on conversations",
-        description="Talk to a model that was fine-tuned on conversations (--task sft), by the chat"
-        " template that is stored with it.",
-        example="minimind chat --checkpoint out/sft",
-    )
-    add_model(parser)
-    add = parser.add_argument
-    text = "answer this text on standard output and exit"
-    add("--once", type=non_blank, metavar="TEXT", help=text)
-    add("--system", type=non_blank, metavar="TEXT", help="system message before the first turn")
-    text = "file with a JSON list of the tools that the model may call"
-    add("--tools", type=non_empty_path, metavar="FILE", help=text)
-    text = 'variables of the template as a JSON object, such as {"enable_thinking": false}'
-    add("--chat_template_kwargs", type=json_variables, metavar="JSON", help=text)
-    add(
-        "--chat_template",
-        type=non_empty,
-        metavar="FILE",
-        help="Jinja template, or name of a shipped one, instead of the stored one",
-    )
-    add_sampling(parser, **ANSWER, what="answer")
+@dataclass(kw_only=True)
+class Chat(OfChat, Sampled):
+    """Talk to a model that was fine-tuned on conversations.
 
+    Such a model is trained with --task sft, and its chat template is stored with it.
+    """
 
-def run_chat(args: argparse.Namespace) -> int:
-    """Print the answers; what is not part of them goes to stderr."""
-    if args.once is None and (sys.stdin is None or not sys.stdin.isatty()):
-        raise UsageError("standard input is no terminal; give --once")
-    if args.chat_template is None:
-        require_stored_template(args)
-    chat = _load(args)
-    if args.once is not None:
-        chat.ask(args.once, show)
-        show("\n")
-        return 0
-    with suppress(ImportError):  # some builds of Python lack it
-        import readline  # noqa: F401 (gives input() line editing and a history)
-    print(f"{args.checkpoint or args.model}: {HELP}", file=sys.stderr)
-    while True:
-        try:
-            with printing():
-                line = input("> ")
-            _answer(chat, line)
-        except EOFError:
+    example = "minimind chat --checkpoint out/sft"
+    once: str | None = argument(None, parse=non_blank, metavar="TEXT")
+    """answer this text on standard output and exit"""
+    system: str | None = argument(None, parse=non_blank, metavar="TEXT")
+    """system message before the first turn"""
+    tools: Path | None = argument(None, metavar="FILE")
+    """file with a JSON list of the tools that the model may call"""
+    max_new_tokens: int = argument(ANSWER["max_new_tokens"], ge=1)
+    temperature: float = argument(ANSWER["temperature"], ge=0)
+
+    def execute(self) -> None:
+        """Print the answers; what is not part of them goes to stderr."""
+        if self.once is None and (sys.stdin is None or not sys.stdin.isatty()):
+            raise UsageError("standard input is no terminal; give --once")
+        if self.chat_template is None:
+            self.require_stored_template()
+        chat = _load(self)
+        if self.once is not None:
+            chat.ask(self.once, show)
             show("\n")
-            return 0
-        except UnicodeDecodeError as error:
-            print(f"not UTF-8 ({error.reason}); type it again", file=sys.stderr)
-        except KeyboardInterrupt:
-            show("\n")
+            return
+        with suppress(ImportError):  # some builds of Python lack it
+            import readline  # noqa: F401 (gives input() line editing and a history)
+        print(f"{self.checkpoint or self.model}: {HELP}", file=sys.stderr)
+        while True:
+            try:
+                with printing():
+                    line = input("> ")
+                _answer(chat, line)
+            except EOFError:
+                show("\n")
+                return
+            except UnicodeDecodeError as error:
+                print(f"not UTF-8 ({error.reason}); type it again", file=sys.stderr)
+            except KeyboardInterrupt:
+                show("\n")
 
 
-def require_stored_template(args: argparse.Namespace) -> None:
-    """Raise UsageError if the model has no chat template; takes milliseconds."""
-    from minimind.inference.stored_template import no_template, place_without_template
-
-    if place := place_without_template(args.checkpoint, args.model, args.tokenizer):
-        raise no_template(place)
-
-
-def _load(args: argparse.Namespace) -> Chat:
-    from minimind.inference.chat import Chat, read_tools, template_of
+def _load(args: Chat) -> Conversation:
+    from minimind.inference.chat import Chat as Conversation
+    from minimind.inference.chat import read_tools, template_of
 
     tools = read_tools(args.tools) if args.tools else None
     with phase("loading the model"):
-        model, tokenizer, path, sampling = load(args)
+        model, tokenizer, path, sampling = args.load_to_sample([])
     variables = args.chat_template_kwargs
     template = template_of(tokenizer, args.chat_template, path, variables=variables)
-    return Chat(model, tokenizer, template, sampling, args.system, tools)
+    return Conversation(model, tokenizer, template, sampling, args.system, tools)
 
 
-def _answer(chat: Chat, line: str) -> None:
+def _answer(chat: Conversation, line: str) -> None:
     """Do what a line asks for: a command, or an answer."""
     command, _, rest = line.strip().partition(" ")
     if not command:
@@ -384,7 +310,7 @@ def _answer(chat: Chat, line: str) -> None:
         _ask(chat, line)
 
 
-def _save(chat: Chat, name: str) -> None:
+def _save(chat: Conversation, name: str) -> None:
     if not name:
         print("/save needs a file; write /save talk.jsonl", file=sys.stderr)
         return
@@ -398,7 +324,7 @@ def _save(chat: Chat, name: str) -> None:
         print(f"not saved: {name}: {reason}; give another file", file=sys.stderr)
 
 
-def _ask(chat: Chat, line: str) -> None:
+def _ask(chat: Conversation, line: str) -> None:
     before = chat.forgotten
     try:
         chat.ask(line, show)

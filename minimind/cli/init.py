@@ -5,12 +5,12 @@ Nothing heavy is imported before the questions are answered.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,19 +19,13 @@ from time import perf_counter, process_time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from minimind.architecture.costs import GPUS, known_gpu, named_gpu
-from minimind.config.arguments import (
-    at_least,
-    count_of_bytes,
-    non_empty,
-    non_empty_path,
-    positive,
-    utf8,
-)
+from minimind.architecture.costs import known_gpu, named_gpu
+from minimind.cli.command import OutputFile, argument, count_of_bytes, non_empty, shared, utf8
+from minimind.cli.plan import DATA_SHEETS
 from minimind.config.flags import DEVICES, EVAL_TIME, FEWEST_PIECES, FIRST_EVAL_ROWS
 from minimind.config.paths import shell_word
 from minimind.config.run_config import CONFIGS
-from minimind.errors import DataError, RunError, StorageError, UsageError
+from minimind.errors import DataError, RunError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing, write_whole
 from minimind.runtime.installed import LAUNCH
@@ -62,116 +56,95 @@ PREPARED_PER_SECOND = 2e6  # bytes of text per process, assumed
 SLOWER = {"measured": 1.5, "assumed": 2.0}  # the far end of the forecast
 
 
-def add_parser(subs: Any) -> None:
-    """Add `init`."""
-    parser = subs.add_parser(
-        "init",
-        help="write a commented run.yaml for your text, your machine and your time",
-        description="Choose model, vocabulary and length of a run for a text and the hours there"
-        " are, and write them to a YAML file with the reason for each. Asks on a terminal for what"
-        " no flag gives.",
-        example="minimind init --data_path my_text.jsonl --hours 2",
-    )
-    add = parser.add_argument
-    text = "text files or folders, or one of `minimind prepare`, as --data_path of a run"
-    add("paths", nargs="*", type=non_empty, metavar="TEXT", help=text)
-    add("--data_path", nargs="+", type=non_empty, metavar="TEXT", help="more of them")
-    add("--text_field", type=utf8, help="field or column of the text (default: text)")
-    text = "longest document, in UTF-8 (default: 64MiB)"
-    add("--max_document_bytes", type=count_of_bytes, help=text)
-    text = "stop at a bad document (error), or skip it, here and in the run (default: error)"
-    add("--on_bad_data", choices=("error", "skip"), help=text)
-    add("--hours", type=positive, help=f"time from the command to the end (default {HOURS:g})")
-    text = "YAML file to write; its prompts for samples are beside it"
-    add("--out", type=non_empty_path, default=Path("run.yaml"), help=text)
-    text = "out_dir of the run (default: out/ and the name of the text)"
-    add("--out_dir", type=non_empty, help=text)
-    add("--gpus", type=at_least(1), help="GPUs (default: those of this machine)")
-    names = [gpu.name for gpu in GPUS if gpu.memory]
-    text = "model of the GPUs, also of another machine (default: that of this one)"
-    add("--gpu_model", type=named_gpu, choices=names, help=text)
-    text = "auto uses a GPU if there is one"
-    add("--device", choices=DEVICES, default="auto", help=text)
-    add("--yes", action="store_true", help="ask nothing, and take the defaults")
-    add("--force", action="store_true", help="replace an earlier --out")
-    add("--debug", action="store_true", help="show tracebacks")
+@dataclass(kw_only=True)
+class Init(OutputFile):
+    """Write a commented run.yaml for your text, your machine and your time.
 
-
-def run_init(args: argparse.Namespace) -> None:
-    """Ask, choose, write, and print what to expect."""
-    prompts = _prompts_beside(args.out, args.force)
-    args.data_path = [*args.paths, *(args.data_path or [])]
-    _ask(args)
-    args.out_dir = args.out_dir or _usual_folder(args.data_path)
-    from minimind.architecture.choice import Text, choose
-
-    began = perf_counter(), process_time()
-    reading = {"text_field": args.text_field, "max_document_bytes": args.max_document_bytes}
-    reading = {name: value for name, value in reading.items() if value is not None}
-    prepared = prepared_folder(args)
-    skips_bad = args.on_bad_data == "skip"
-    sample = (
-        prepared_sample(prepared) if prepared else read_sample(args.data_path, reading, skips_bad)
-    )
-    # What else runs slows the start, too.
-    slowed = (perf_counter() - began[0]) / max(1e-3, process_time() - began[1])
-    text = Text(sample.bytes, sample.bytes_per_token, sample.held_out, sample.vocab_size)
-    machine = find_machine(args, sample.vocab_size)
-    print(f"text       {shorten_line(' '.join(args.data_path), 50)}: {_described(sample)}")
-    print(f"machine    {machine.name}; {machine.how}", flush=True)
-    start = START_SECONDS.get(machine.device, 60.0)
-    start += 0 if prepared else sample.bytes / PREPARED_PER_SECOND
-    start *= min(max(slowed, 1.0), SLOWEST_START) if machine.kind == "measured" else 1.0
-    with phase("trying tokenizers and the steps of models", after=0.5):
-        choice = choose(text, args.hours, start, machine.speed_of, machine.has_room)
-    content = yaml_text(args, choice, sample, machine, prompts)
-    with storing(str(args.out), "give another --out"):
-        write_whole(args.out, content.encode())
-        write_whole(prompts, "".join(f"{one}\n" for one in sample.prompts).encode())
-    print(f"\n{expectation(choice, sample, machine, args.hours)}\n")
-    if disk.exists(Path(args.out_dir).expanduser() / "checkpoints"):
-        print(
-            f"note       {args.out_dir} holds a run that other settings do not continue; for a new"
-        )
-        print("           one give another --out_dir\n")
-    is_named = args.gpus is not None or args.gpu_model is not None
-    processes = f"NUM_PROCESSES={machine.processes} " if is_named else ""
-    print(f"{args.out} says why each number is as it is. Start:")
-    print(f"  {processes}{LAUNCH} --config {shell_word(args.out)}")
-
-
-def _prompts_beside(out: Path, force: bool) -> Path:
-    """Where the prompts go; raise UsageError if something lies where the files go, unless --force
-    replaces our own, and StorageError where none can be made.
+    Choose model, vocabulary and length of a run for a text and the hours there are, and write them
+    to a YAML file with the reason for each. Asks on a terminal for what no flag gives.
     """
-    if disk.is_dir(out):  # Path.is_dir raises below a closed folder
-        raise UsageError(f"--out {out} is a folder; give a file in it, such as {out / 'run.yaml'}")
-    prompts = out.with_suffix(".prompts.txt")
-    if not disk.is_dir(out.parent):
-        raise StorageError(
-            f"--out {out}: there is no folder {out.parent}; make it, or give another"
+
+    example = "minimind init --data_path my_text.jsonl --hours 2"
+    paths: list[str] = argument((), nargs="*", parse=non_empty, metavar="TEXT", is_positional=True)
+    """text files or folders, or one of `minimind prepare`, as --data_path of a run"""
+    data_path: list[str] = argument((), nargs="+", parse=non_empty, metavar="TEXT")
+    """more of them"""
+    text_field: str | None = shared("text_field", default=None, parse=utf8)
+    """field or column of the text"""
+    max_document_bytes: int | None = argument(None, parse=count_of_bytes)
+    """longest document, in UTF-8 (default: 64MiB)"""
+    on_bad_data: str | None = shared("on_bad_data", default=None)
+    """stop at a bad document (error), or skip it, here and in the run"""
+    hours: float | None = argument(None, gt=0, unset=HOURS)
+    """time from the command to the end"""
+    out: Path = argument(Path("run.yaml"))
+    """YAML file to write; its prompts for samples are beside it"""
+    out_dir: str | None = argument(None, parse=non_empty)
+    """out_dir of the run (default: out/ and the name of the text)"""
+    gpus: int | None = argument(None, ge=1)
+    """GPUs (default: those of this machine)"""
+    gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS)
+    """model of the GPUs, also of another machine (default: that of this one)"""
+    device: str = argument("auto", choices=DEVICES)
+    """auto uses a GPU if there is one"""
+    yes: bool = argument(False)
+    """ask nothing, and take the defaults"""
+
+    def execute(self) -> None:
+        """Ask, choose, write, and print what to expect."""
+        prompts = self._prompts_beside()
+        self.data_path = [*self.paths, *self.data_path]
+        _ask(self)
+        self.out_dir = self.out_dir or _usual_folder(self.data_path)
+        from minimind.architecture.choice import Text, choose
+
+        began = perf_counter(), process_time()
+        reading = {"text_field": self.text_field, "max_document_bytes": self.max_document_bytes}
+        reading = {name: value for name, value in reading.items() if value is not None}
+        prepared = prepared_folder(self)
+        skips_bad = self.on_bad_data == "skip"
+        sample = (
+            prepared_sample(prepared)
+            if prepared
+            else read_sample(self.data_path, reading, skips_bad)
         )
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise StorageError(f"--out {out}: {out.parent} may not be written to; give another --out")
-    if not disk.lexists(out):
-        if disk.lexists(prompts):
-            raise UsageError(f"--out {out}: {prompts}, which goes beside it, exists; give another")
+        # What else runs slows the start, too.
+        slowed = (perf_counter() - began[0]) / max(1e-3, process_time() - began[1])
+        text = Text(sample.bytes, sample.bytes_per_token, sample.held_out, sample.vocab_size)
+        machine = find_machine(self, sample.vocab_size)
+        print(f"text       {shorten_line(' '.join(self.data_path), 50)}: {_described(sample)}")
+        print(f"machine    {machine.name}; {machine.how}", flush=True)
+        start = START_SECONDS.get(machine.device, 60.0)
+        start += 0 if prepared else sample.bytes / PREPARED_PER_SECOND
+        start *= min(max(slowed, 1.0), SLOWEST_START) if machine.kind == "measured" else 1.0
+        with phase("trying tokenizers and the steps of models", after=0.5):
+            choice = choose(text, self.in_force("hours"), start, machine.speed_of, machine.has_room)
+        content = yaml_text(self, choice, sample, machine, prompts)
+        with storing(str(self.out), "give another --out"):
+            write_whole(self.out, content.encode())
+            write_whole(prompts, "".join(f"{one}\n" for one in sample.prompts).encode())
+        print(f"\n{expectation(choice, sample, machine, self.in_force('hours'))}\n")
+        if disk.exists(Path(self.out_dir).expanduser() / "checkpoints"):
+            print(f"note       {self.out_dir} holds a run that other settings do not continue;")
+            print("           for a new one give another --out_dir\n")
+        is_named = self.gpus is not None or self.gpu_model is not None
+        processes = f"NUM_PROCESSES={machine.processes} " if is_named else ""
+        print(f"{self.out} says why each number is as it is. Start:")
+        print(f"  {processes}{LAUNCH} --config {shell_word(self.out)}")
+
+    def _prompts_beside(self) -> Path:
+        """Where the prompts go; UsageError if something else lies there or at --out."""
+        self.require_free(self.out, lambda head: not head or head.startswith(MARK))
+        self.require_place(self.out)
+        prompts = self.out.with_suffix(".prompts.txt")
+        if disk.lexists(prompts) and not disk.lexists(self.out):
+            raise UsageError(
+                f"--out {self.out}: {prompts}, which goes beside it, exists; give another"
+            )
         return prompts
-    if not force:
-        raise UsageError(f"--out {out} exists; give another file, or --force to replace it")
-    line = b"-"
-    if disk.is_file(out) and not disk.is_symlink(out):
-        with out.open("rb") as file:
-            line = file.readline(2**10)
-    if line and not line.startswith(MARK.encode()):  # an empty file has nothing to lose
-        raise UsageError(
-            f"--out {out} was not written by `minimind init`, and --force replaces nothing else;"
-            " give another file"
-        )
-    return prompts
 
 
-def _ask(args: argparse.Namespace) -> None:
+def _ask(args: Init) -> None:
     """Fill in text, hours and folder from the terminal; raise UsageError without one."""
     is_asked = not args.yes and not args.data_path
     if args.data_path:
@@ -196,13 +169,13 @@ def _ask(args: argparse.Namespace) -> None:
                 break
         args.data_path = words
         while args.hours is None:
-            try:
-                args.hours = positive(_answer("Hours you have", f"{HOURS:g}"))
-            except (argparse.ArgumentTypeError, ValueError):
+            with suppress(ValueError):
+                hours = float(_answer("Hours you have", f"{HOURS:g}"))
+                args.hours = hours if 0 < hours < float("inf") else None
+            if args.hours is None:
                 print("  give a number above 0, such as 2 or 0.5")
         if args.out_dir is None:
             args.out_dir = _answer("Folder of the run", _usual_folder(words))
-    args.hours = args.hours or HOURS
 
 
 def _usual_folder(paths: list[str]) -> str:
@@ -234,7 +207,7 @@ def _require_local(path: str) -> None:
         find_files([path])
 
 
-def prepared_folder(args: argparse.Namespace) -> Path | None:
+def prepared_folder(args: Init) -> Path | None:
     """The folder that `minimind prepare` wrote; raise UsageError for one among other text."""
     from minimind.data.prepare.prepared import is_prepared
 
@@ -398,16 +371,16 @@ class Machine:
     has_room: Callable[[Size], bool]
 
 
-def find_machine(args: argparse.Namespace, vocab_size: int | None = None) -> Machine:
+def find_machine(args: Init, vocab_size: int | None = None) -> Machine:
     """The GPUs that are named or here, else two processes of the CPU, as the start takes them.
 
     `vocab_size` is that of the text, if it has a tokenizer.
     """
-    from minimind.architecture.costs import ASSUMED_MFU, GPUModel, Layout
+    from minimind.architecture.costs import ASSUMED_MFU, Layout
     from minimind.architecture.plan import recommend
     from minimind.architecture.shape import flops_per_token
 
-    gpu: GPUModel | None = args.gpu_model and known_gpu(args.gpu_model)
+    gpu = known_gpu(args.gpu_model) if args.gpu_model else None
     device, processes, memory, name = "cuda", args.gpus or 1, 0, args.gpu_model
     dtype = "bfloat16"  # as --dtype auto becomes it
     if gpu is None:
@@ -519,9 +492,7 @@ def steps_of(choice: Choice, machine: Machine) -> tuple[int, int]:
     return choice.tokens // (rows * length), rows
 
 
-def yaml_text(
-    args: argparse.Namespace, choice: Choice, text: Sample, machine: Machine, prompts: Path
-) -> str:
+def yaml_text(args: Init, choice: Choice, text: Sample, machine: Machine, prompts: Path) -> str:
     """The file: a reason behind each value."""
     from minimind.architecture.choice import MOST_EPOCHS
 
@@ -542,7 +513,7 @@ def yaml_text(
         untried = "; untried for so large a model: lower it if the loss jumps"
         recipe = re.sub(r"^(\w*_rate|muon_lr): .*", rf"\g<0>{untried}", recipe, flags=re.MULTILINE)
     lines = [
-        f"{MARK} for {_size(text.bytes)} of text, {args.hours:g} hours,",
+        f"{MARK} for {_size(text.bytes)} of text, {args.in_force('hours'):g} hours,",
         f"# and {machine.name}. Flags of the command line win over this file.",
         f"# Paths are as from {printable(os.getcwd())}, where it was written.",
         f"data_path: {data} # your text",
@@ -582,7 +553,7 @@ def _held_out_line(text: Sample) -> str:
     return f"val_fraction: {text.held_out:g} # {documents}{which}"
 
 
-def _reading(args: argparse.Namespace) -> list[str]:
+def _reading(args: Init) -> list[str]:
     """The lines on how the text is read, as the flags have it."""
     return [
         f"{name}: {json.dumps(value, ensure_ascii=False)} # --{name}"

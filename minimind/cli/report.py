@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -12,10 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from minimind.cli.command import Command, add_command, argument
-from minimind.config.arguments import at_least, positive
+from minimind.cli.command import Command, OutputFile, argument
 from minimind.errors import UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
@@ -27,40 +25,8 @@ if TYPE_CHECKING:
 REMEDY = "give another --out"
 
 
-def add_parsers(subs: Any) -> None:
-    """Add the commands."""
-    add_command(subs, "report", Report)
-    add_command(subs, "doctor", Doctor)
-    parser = subs.add_parser(
-        "scaling",
-        help="fit loss over parameters and tokens; the best size for a budget",
-        description="Fit L = E + A/N^alpha + B/D^beta to the final validation losses of finished"
-        " runs, with confidence intervals, and print the compute-optimal size for a budget."
-        " `minimind scaling run SPEC.yaml --out DIR` trains the runs first, a size and a number of"
-        " tokens each, and compares one that is not in the fit with its prediction; the same"
-        " command continues after a stop or a kill.",
-        example="minimind scaling out/sweep --flops 1e18 --out scaling.html",
-    )
-    add = parser.add_argument
-    places = "a run's out_dir, or a folder of runs, such as a sweep's; or `run SPEC.yaml`: flags,"
-    places += " sizes and tokens of runs to train"
-    add("places", nargs="+", type=Path, metavar="DIR", help=places)
-    text = "budgets of training, counted as --max_flops does"
-    add("--flops", nargs="+", type=positive, default=[], help=text)
-    text = "numbers of tokens to find the size for, for which each is compute-optimal"
-    add("--tokens", nargs="+", type=positive, default=[], help=text)
-    add("--json", action="store_true", help="print a JSON object")
-    text = "page of tables and plots to write; with `run` the folder of the runs and the page"
-    add("--out", type=Path, metavar="FILE.html", help=text)
-    add("--force", action="store_true", help="replace an earlier page at --out")
-    text = "with `run`: runs at the same time (default: one per free GPU, one on a CPU)"
-    add("--parallel", type=at_least(1), help=text)
-    add("--dry_run", action="store_true", help="with `run`: only print the runs")
-    add("--debug", action="store_true", help="show tracebacks")
-
-
 @dataclass(kw_only=True)
-class Report(Command):
+class Report(OutputFile):
     """Curves, step times, stops and resumes of a run.
 
     Summarize one run or compare several; with --out, write one HTML file with all curves, which
@@ -72,8 +38,6 @@ class Report(Command):
     """a run's out_dir; several are compared"""
     out: Path | None = argument(None, parse=Path, metavar="FILE.html")
     """HTML file to write"""
-    force: bool = argument(False)
-    """replace an earlier report at --out"""
     watch: bool = argument(False, excludes={"out": "the page is served or written"})
     """serve the page on this host until Ctrl-C; it follows runs that go on or begin later"""
     port: int | None = argument(None, ge=0, le=65535, needs="watch", unset=8010)
@@ -82,12 +46,12 @@ class Report(Command):
     def execute(self) -> None:
         """Print the summary of each run, write the page, or serve it."""
         from minimind.report.history import read_runs
-        from minimind.report.page import GENERATOR, write_report
+        from minimind.report.page import write_report
         from minimind.report.summary import Summary
         from minimind.report.watch import watch
 
         if self.out:
-            require_free(self.out, self.force, GENERATOR)
+            self.require_free(self.out, _is_page)
         places = [place.parent if place.name == "metrics.jsonl" else place for place in self.places]
         if len({disk.resolve(place) for place in places}) < len(places):
             raise UsageError("the same out_dir is given twice; name each run once")
@@ -142,74 +106,92 @@ class Doctor(Command):
         return int(any(one.counts for one in findings))
 
 
-def run_scaling(args: argparse.Namespace) -> int:
-    """Print the law and the optima, and write the page; after `run SPEC.yaml`, of its runs."""
-    first, *others = args.places
-    is_spec = len(others) == 1 and others[0].suffix in (".yaml", ".yml")  # else `run` is a folder
-    trains = first == Path("run") and is_spec
-    for package in ("scipy", "optuna") if trains else ("scipy",):
-        if find_spec(package) is None:
-            raise UsageError(
-                f"minimind scaling needs the package {package}, which is not installed;"
-                f" {install_extra('sweep')}"
-            )
-    from minimind.report.page import GENERATOR, write_page
-    from minimind.sweep.scaling import answer, as_object, as_text, collect, render
+@dataclass(kw_only=True)
+class Scaling(OutputFile):
+    """Fit loss over parameters and tokens; the best size for a budget.
 
-    page = args.out
-    if trains:
-        result = _train_ladder(args, str(others[0]))
-        if isinstance(result, int):
-            return result
-        page = args.out / "scaling.html"
-    else:
-        for name in ("parallel", "dry_run"):
-            if getattr(args, name):
-                raise UsageError(f"--{name} has no effect without run SPEC.yaml; remove it")
+    Fit L = E + A/N^alpha + B/D^beta to the final validation losses of finished runs, with
+    confidence intervals, and print the compute-optimal size for a budget. `minimind scaling run
+    SPEC.yaml --out DIR` trains the runs first, a size and a number of tokens each, and compares one
+    that is not in the fit with its prediction; the same command continues after a stop or a kill.
+    """
+
+    example = "minimind scaling out/sweep --flops 1e18 --out scaling.html"
+    places: list[Path] = argument(nargs="+", parse=Path, metavar="DIR", is_positional=True)
+    """a run's out_dir, or a folder of runs, such as a sweep's; or `run SPEC.yaml`: flags, sizes and
+    tokens of runs to train"""
+    flops: list[float] = argument((), nargs="+", gt=0)
+    """budgets of training, counted as --max_flops does"""
+    tokens: list[float] = argument((), nargs="+", gt=0)
+    """numbers of tokens to find the size for, for which each is compute-optimal"""
+    json: bool = argument(False)
+    """print a JSON object"""
+    out: Path | None = argument(None, parse=Path, metavar="FILE.html")
+    """page of tables and plots to write; with `run` the folder of the runs and the page"""
+    parallel: int | None = argument(None, ge=1)
+    """with `run`: runs at the same time (default: one per free GPU, one on a CPU)"""
+    dry_run: bool = argument(False)
+    """with `run`: only print the runs"""
+
+    def execute(self) -> int:
+        """Print the law and the optima, and write the page; after `run SPEC.yaml`, of its runs."""
+        first, *others = self.places
+        is_spec = len(others) == 1 and others[0].suffix in (
+            ".yaml",
+            ".yml",
+        )  # else `run` is a folder
+        trains = first == Path("run") and is_spec
+        for package in ("scipy", "optuna") if trains else ("scipy",):
+            if find_spec(package) is None:
+                raise UsageError(
+                    f"minimind scaling needs the package {package}, which is not installed;"
+                    f" {install_extra('sweep')}"
+                )
+        from minimind.report.page import write_page
+        from minimind.sweep.scaling import answer, as_object, as_text, collect, render
+
+        page = self.out
+        if trains:
+            result = self._train_ladder(str(others[0]))
+            if isinstance(result, int):
+                return result
+            page = self.out and self.out / "scaling.html"
+        else:
+            for name in ("parallel", "dry_run"):
+                if getattr(self, name):
+                    raise UsageError(f"--{name} has no effect without run SPEC.yaml; remove it")
+            if page:
+                self.require_free(page, _is_page)
+            result = answer(collect(self.places), self.flops, self.tokens)
+        print(json.dumps(as_object(result), ensure_ascii=False) if self.json else as_text(result))
         if page:
-            require_free(page, args.force, GENERATOR)
-        result = answer(collect(args.places), args.flops, args.tokens)
-    print(json.dumps(as_object(result), ensure_ascii=False) if args.json else as_text(result))
-    if page:
-        size = write_page(render(result), page, REMEDY)
-        if not args.json:
-            print(f"\n{page}: {size / 1024:,.0f} KiB; open it in a browser")
-    return 0
+            size = write_page(render(result), page, REMEDY)
+            if not self.json:
+                print(f"\n{page}: {size / 1024:,.0f} KiB; open it in a browser")
+        return 0
+
+    def _train_ladder(self, path: str) -> Answer | int:
+        """The answer of the runs of SPEC.yaml, or the status if they have not all ended."""
+        from minimind.sweep.ladder import run_ladder
+
+        if self.force:
+            raise UsageError(
+                "--force has no effect with run SPEC.yaml, which replaces nothing; remove it"
+            )
+        if not (self.out or self.dry_run):
+            raise UsageError("minimind scaling run needs a folder for the runs; give --out DIR")
+        place = None if self.dry_run else self.out
+        with ExitStack() as stack:
+            stack.enter_context(storing(f"--out {self.out}", REMEDY))
+            if self.json:  # is what standard output gets
+                stack.enter_context(redirect_stdout(sys.stderr))
+            return run_ladder(path, place, self.parallel, self.flops, self.tokens)
 
 
-def _train_ladder(args: argparse.Namespace, path: str) -> Answer | int:
-    """The answer of the runs of SPEC.yaml, or the status if they have not all ended."""
-    from minimind.sweep.ladder import run_ladder
+def _is_page(head: str) -> bool:
+    from minimind.report.page import GENERATOR
 
-    if args.force:
-        raise UsageError(
-            "--force has no effect with run SPEC.yaml, which replaces nothing; remove it"
-        )
-    if not (args.out or args.dry_run):
-        raise UsageError("minimind scaling run needs a folder for the runs; give --out DIR")
-    place = None if args.dry_run else args.out
-    with ExitStack() as stack:
-        stack.enter_context(storing(f"--out {args.out}", REMEDY))
-        if args.json:  # is what standard output gets
-            stack.enter_context(redirect_stdout(sys.stderr))
-        return run_ladder(path, place, args.parallel, args.flops, args.tokens)
-
-
-def require_free(out: Path, force: bool, generator: str) -> None:
-    """Raise UsageError if `out` exists, unless it is a report and `force` is set."""
-    if not disk.lexists(out):
-        return
-    if not force:
-        raise UsageError(f"--out {out} exists; give another file, or --force to replace it")
-    with storing(str(out), REMEDY):
-        is_report = False
-        if disk.is_file(out) and not disk.is_symlink(out):
-            with open(out, encoding="utf-8", errors="replace") as file:
-                is_report = generator in file.read(1000)
-    if not is_report:
-        raise UsageError(
-            f"--out {out} is no report, and --force replaces nothing else; give another file"
-        )
+    return GENERATOR in head[:1000]
 
 
 def _has_blocks() -> bool:

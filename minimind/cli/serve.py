@@ -10,20 +10,13 @@ import re
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.cli.generate import ANSWER, TEXT, device_of
-from minimind.config.arguments import (
-    add_model,
-    at_least,
-    count_of_bytes,
-    json_variables,
-    non_empty,
-    port,
-    positive,
-)
+from minimind.cli.command import argument, count_of_bytes, non_empty
+from minimind.cli.model import ANSWER, OfChat
 from minimind.errors import RendezvousError, UsageError
 from minimind.runtime.installed import install_extra
 from minimind.runtime.terminal import phase
@@ -36,91 +29,88 @@ if TYPE_CHECKING:
 KEY = "MINIMIND_API_KEY"
 
 
-def add_parser(subs: Any) -> None:
-    """Add the parser of `serve`."""
-    parser = subs.add_parser(
-        "serve",
-        help="serve a model: a chat page, and OpenAI's interface",
-        description="Serve a model to a browser (a chat page at /) and to clients of OpenAI's"
-        " interface (/v1). Needs the packages starlette and uvicorn.",
-        example="minimind serve --checkpoint out/sft --port 8000",
-    )
-    add_model(parser, "a run's out_dir, a step_ directory, an exported one, or hf:DIR")
-    add = parser.add_argument
-    text = "address to listen on; give --api_key with one that others reach"
-    add("--host", type=non_empty, default="127.0.0.1", help=text)
-    add("--port", type=port, default=8000, help="port; 0: any that is free")
-    text = f"key that requests must have (default: that of {KEY})"
-    add("--api_key", metavar="KEY", help=text)
-    add("--max_batch", type=at_least(1), default=16, help="texts generated at once")
-    add("--max_queue", type=at_least(1), default=64, help="texts that may wait; 429 for more")
-    text = "compute each text by itself: slower, and no rounding depends on other requests"
-    add("--batch_invariant", action="store_true", help=text)
-    text = "seconds from a request to the end of its answer"
-    add("--timeout", type=positive, default=300.0, help=text)
-    text = "most tokens of an answer (default: the positions of the model)"
-    add("--max_tokens", type=at_least(1), help=text)
-    text = "most bytes of a request's body"
-    add("--max_body", type=count_of_bytes, default="1MiB", metavar="SIZE", help=text)
-    text = "Jinja template, or name of a shipped one, instead of the stored one"
-    add("--chat_template", type=non_empty, metavar="FILE", help=text)
-    text = 'variables of the template as a JSON object, such as {"enable_thinking": false}'
-    add("--chat_template_kwargs", type=json_variables, metavar="JSON", help=text)
-    text = "other origins, such as https://example.org, whose pages may ask; *: all"
-    add("--allow_origin", nargs="+", type=origin, default=[], metavar="ORIGIN", help=text)
-
-
-def origin(text: str) -> str:
+def _origin(text: str) -> str:
     """Return an origin as browsers send it; raise for another text."""
     if text != "*" and not re.fullmatch(r"https?://[a-z0-9.\-\[\]:]+", text):
         raise argparse.ArgumentTypeError(f"{text!a} is no origin such as https://example.org, or *")
     return text
 
 
-def run_serve(args: argparse.Namespace) -> int:
-    """Serve until a signal; the address goes to standard output."""
-    key = api_key(args)
-    listening = listen(args.host, args.port)
-    with listening:
-        for package in ("starlette", "uvicorn"):
-            if find_spec(package) is None:
-                raise UsageError(
-                    f"minimind serve needs the package {package}, which is not installed;"
-                    f" {install_extra('serve')}"
-                )
-        from minimind.serve.app import Limits, build_app, http_server
-        from minimind.serve.batching import Scheduler
+@dataclass(kw_only=True)
+class Serve(OfChat):
+    """Serve a model: a chat page, and OpenAI's interface.
 
-        with phase("loading the model"):
-            model, served, readers = load(args)
-        is_local = is_loopback(listening.getsockname()[0])
-        if not (is_local or key):
-            text = "anybody who reaches this address may ask, as there is no --api_key"
-            print(f"--host {args.host}: {text}", file=sys.stderr)
-        names = {"localhost", "127.0.0.1", "::1", args.host.lower()}
-        limits = Limits(
-            args.max_batch + args.max_queue,
-            args.max_body,
-            args.timeout,
-            key,
-            frozenset(names) if is_local else None,
-            frozenset(args.allow_origin),
-        )
-        scheduler = Scheduler(model, args.max_batch, args.max_queue, args.batch_invariant)
-        try:
-            server = http_server(build_app(served, scheduler, readers, limits))
-            print(f"{address(listening)}: {served.name}; Ctrl-C ends", flush=True)
-            # Uvicorn ends on a signal, and then raises it again for the handler that was before.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda *_: None)
-            server.run(sockets=[listening])
-        finally:
-            scheduler.close()
-            readers.close()
-    return 0
+    The page is at /, for a browser, and the interface at /v1. Needs the packages starlette and
+    uvicorn.
+    """
+
+    example = "minimind serve --checkpoint out/sft --port 8000"
+    checkpoint: str | None = argument(None, metavar="PLACE")
+    """a run's out_dir, a step_ directory, an exported one, or hf:DIR"""
+    host: str = argument("127.0.0.1", parse=non_empty)
+    """address to listen on; give --api_key with one that others reach"""
+    port: int = argument(8000, ge=0, le=65535)
+    """port; 0: any that is free"""
+    api_key: str | None = argument(None, metavar="KEY")
+    """key that requests must have (default: that of MINIMIND_API_KEY)"""
+    max_batch: int = argument(16, ge=1)
+    """texts generated at once"""
+    max_queue: int = argument(64, ge=1)
+    """texts that may wait; 429 for more"""
+    batch_invariant: bool = argument(False)
+    """compute each text by itself: slower, and no rounding depends on other requests"""
+    timeout: float = argument(300.0, gt=0)
+    """seconds from a request to the end of its answer"""
+    max_tokens: int | None = argument(None, ge=1)
+    """most tokens of an answer (default: the positions of the model)"""
+    max_body: int = argument("1MiB", parse=count_of_bytes, metavar="SIZE")
+    """most bytes of a request's body"""
+    allow_origin: list[str] = argument((), nargs="+", parse=_origin, metavar="ORIGIN")
+    """other origins, such as https://example.org, whose pages may ask; *: all"""
+
+    def execute(self) -> None:
+        """Serve until a signal; the address goes to standard output."""
+        key = api_key(self)
+        listening = listen(self.host, self.port)
+        with listening:
+            for package in ("starlette", "uvicorn"):
+                if find_spec(package) is None:
+                    raise UsageError(
+                        f"minimind serve needs the package {package}, which is not installed;"
+                        f" {install_extra('serve')}"
+                    )
+            from minimind.serve.app import Limits, build_app, http_server
+            from minimind.serve.batching import Scheduler
+
+            with phase("loading the model"):
+                model, served, readers = load(self)
+            is_local = is_loopback(listening.getsockname()[0])
+            if not (is_local or key):
+                text = "anybody who reaches this address may ask, as there is no --api_key"
+                print(f"--host {self.host}: {text}", file=sys.stderr)
+            names = {"localhost", "127.0.0.1", "::1", self.host.lower()}
+            limits = Limits(
+                self.max_batch + self.max_queue,
+                self.max_body,
+                self.timeout,
+                key,
+                frozenset(names) if is_local else None,
+                frozenset(self.allow_origin),
+            )
+            scheduler = Scheduler(model, self.max_batch, self.max_queue, self.batch_invariant)
+            try:
+                server = http_server(build_app(served, scheduler, readers, limits))
+                print(f"{address(listening)}: {served.name}; Ctrl-C ends", flush=True)
+                # Uvicorn ends on a signal, and then raises it again for the handler before.
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, lambda *_: None)
+                server.run(sockets=[listening])
+            finally:
+                scheduler.close()
+                readers.close()
 
 
-def load(args: argparse.Namespace) -> tuple[Any, ServedModel, Readers]:
+def load(args: Serve) -> tuple[Any, ServedModel, Readers]:
     """The model on its device, what its answers are written with, and what reads requests."""
     from minimind.inference.chat import source_of
     from minimind.inference.generate import Sampling
@@ -130,7 +120,7 @@ def load(args: argparse.Namespace) -> tuple[Any, ServedModel, Readers]:
     from minimind.serve.batching import require_cache
     from minimind.serve.readers import Readers
 
-    device = device_of(args)
+    device = args.chosen_device()
     checkpoint, exported = args.checkpoint, args.model
     if (
         checkpoint
@@ -162,12 +152,12 @@ def load(args: argparse.Namespace) -> tuple[Any, ServedModel, Readers]:
         "most_texts": args.max_queue,
     }
     readers = Readers(given, args.max_batch + args.max_queue)
-    defaults = Sampling(**ANSWER), Sampling(**TEXT)
+    defaults = Sampling(**ANSWER), Sampling()
     served = ServedModel(name, model, tokenizer, readers.template, *defaults, most)
     return model, served, readers
 
 
-def api_key(args: argparse.Namespace) -> str | None:
+def api_key(args: Serve) -> str | None:
     """The key of --api_key or the environment; raise UsageError for one that cannot be sent."""
     flag, key = ("--api_key", args.api_key) if args.api_key is not None else (KEY, None)
     key = os.environ.get(KEY) if key is None else key

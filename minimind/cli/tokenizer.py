@@ -8,11 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from minimind.cli.command import Cached, Output, add_command, argument, shared
-from minimind.config.arguments import count_of_bytes, utf8
-from minimind.config.command_line import Parser
+from minimind.cli.command import Cached, Group, Output, argument, count_of_bytes, shared, utf8
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes
@@ -24,17 +22,6 @@ if TYPE_CHECKING:
 HELD_OUT_BYTES = 2**22
 SMALLEST_SAMPLE = 2**16
 TRAIN = "minimind tokenizer train my_text.jsonl --out out/tokenizer"
-
-
-def add_parser(subs: Any) -> None:
-    """Add the parsers of `minimind tokenizer` and its actions."""
-    text = "Train a tokenizer on your own text, or inspect one. No GPU is needed."
-    group = subs.add_parser("tokenizer", help="train | inspect", description=text, example=TRAIN)
-    actions = group.add_subparsers(
-        dest="action", required=True, parser_class=Parser, metavar="train | inspect"
-    )
-    add_command(actions, "train", Train)
-    add_command(actions, "inspect", Inspect)
 
 
 @dataclass(kw_only=True)
@@ -251,3 +238,10 @@ def _inspect(args: Inspect, cache: ObjectCache) -> None:
     if files:
         used = np.sum([measured[str(path)].used for path in files], axis=0)
         print(tables.format_unused(pieces, used))
+
+
+TOKENIZER = Group(
+    "Train a tokenizer on your own text, or inspect one. No GPU is needed.",
+    TRAIN,
+    {"train": Train, "inspect": Inspect},
+)

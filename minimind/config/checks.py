@@ -11,10 +11,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from minimind.config.arguments import is_utf8, template_variables, utf8_fault
 from minimind.config.flags import FLAGS, SHAPE, TRACKERS, VAL_LOSS, as_words
+from minimind.config.names import is_utf8, utf8_fault
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.run_config import RECIPES, Rank, RunConfig, Source, files_by_name
+from minimind.config.template_variables import template_variables
 from minimind.errors import UsageError, fault_error
 from minimind.runtime import disk
 from minimind.runtime.urls import ON_THE_HUB, begins_as_url, masked

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from minimind.config.arguments import Number, count_of_bytes, non_empty_path, size_in_bytes
 from minimind.config.flags import format_default
 from minimind.config.names import unknown_flag
 from minimind.errors import UsageError
@@ -18,7 +17,7 @@ EXAMPLE = "example:"
 
 
 class Formatter(argparse.HelpFormatter):
-    """Help formatter with defaults, types as metavars, and unwrapped examples."""
+    """Help formatter with defaults and unwrapped examples."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = (action.help or "").strip()
@@ -26,14 +25,6 @@ class Formatter(argparse.HelpFormatter):
             return text
         default = format_default(action.default).replace("%", "%%")
         return f"{text} (default: {default})" if default else text
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        kind: Any = action.type
-        if isinstance(kind, Number):
-            return kind.metavar
-        return {size_in_bytes: "BYTES", count_of_bytes: "BYTES", non_empty_path: "PATH"}.get(
-            kind, "TEXT"
-        )
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith(EXAMPLE) else super()._fill_text(text, width, indent)

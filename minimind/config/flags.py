@@ -86,7 +86,12 @@ class Flag:
     def help(self) -> str:
         """Its docstring, after what it needs."""
         prefix = f"with {as_words(self.needs)}: " if self.needs else ""
-        return prefix + _docstrings(self.owner.__module__)[self.owner.__name__, self.name]
+        return prefix + self.docstring
+
+    @property
+    def docstring(self) -> str:
+        """The text below its line, as one line."""
+        return docstrings(self.owner.__module__)[self.owner.__name__, self.name]
 
     @property
     def may_be_auto(self) -> bool:
@@ -137,7 +142,7 @@ def flag(default: Any, **attributes: Any) -> Any:
 
 
 @cache
-def _docstrings(module: str) -> dict[tuple[str, str], str]:
+def docstrings(module: str) -> dict[tuple[str, str], str]:
     """The docstring of each field of a module's classes, from the source: Python keeps none."""
     found: dict[tuple[str, str], str] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:

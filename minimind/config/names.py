@@ -1,9 +1,10 @@
-"""What to say of a name that is not known: ours for that of another project, or the closest one."""
+"""What to say of a name that is not known, or is not UTF-8."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
@@ -41,3 +42,27 @@ def unknown_flag(word: str, known: Sequence[str]) -> str:
     """Describe an unknown flag and suggest its equivalent or the closest known one."""
     name = word.split("=")[0]
     return f"unknown flag {name}; {equivalent_flag(word) or suggest(name, known)}"
+
+
+def is_utf8(text: str) -> bool:
+    """Whether an argument was valid UTF-8; Python decodes other bytes to surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def utf8_fault(text: str) -> str:
+    """What is wrong with a text that `is_utf8` refuses, and the remedy, to follow its name."""
+    if not is_of_other_locale(text):
+        return "is not UTF-8; rename it, or give another one"
+    return (
+        f"is UTF-8, which this Python takes for {sys.getfilesystemencoding()}, by its locale; unset"
+        " PYTHONUTF8, or set LC_ALL=C.UTF-8"
+    )
+
+
+def is_of_other_locale(text: str) -> bool:
+    """Whether a text that `is_utf8` refuses is UTF-8 that was decoded as something else."""
+    try:
+        os.fsencode(text).decode()
+    except UnicodeError:
+        return False
+    return not is_utf8(text)

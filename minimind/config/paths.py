@@ -25,7 +25,7 @@ from minimind.errors import (
 )
 from minimind.runtime.urls import is_url, masked
 
-# The error for each flag, of runs and of commands. A command may replace some (`OF_COMMANDS`).
+# The error for each flag, of runs and of commands. A command may replace some (`origins`).
 ORIGINS: dict[str, type[RunError]] = {
     **dict.fromkeys(("data_path", "val_path", "source", "tokenizer", "skip_rows"), DataError),
     **dict.fromkeys(("paths", "data", "directory", "decontaminate", "classifier"), DataError),

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from minimind.config.arguments import WEIGHTS, source_weight
 from minimind.config.names import suggest
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, plan_schedule, planned_warmup
-from minimind.config.yaml_files import load_yaml_texts
+from minimind.config.yaml_files import WEIGHTS, load_yaml_texts, source_weight
 from minimind.errors import UsageError
 
 KEYS = ("stages", "sources", "max_epochs", "decay_from")

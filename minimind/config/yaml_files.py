@@ -72,3 +72,14 @@ def _load(path: str, source: str, parse: Callable[[str], Any]) -> dict[str, Any]
         content = "empty" if document is None else type(document).__name__
         raise UsageError(f"{path}: is {content}, not a mapping; write `name: value` lines")
     return document
+
+
+WEIGHTS = "a number from 2**-53 to 2**53"  # of sources; no sum or share of them is infinite or 0
+
+
+def source_weight(text: str) -> float:
+    """Parse the weight of a source, one of WEIGHTS; ValueError for another text."""
+    value = float(text)
+    if not 2**-53 <= value <= 2**53:
+        raise ValueError(text)
+    return value

@@ -1,9 +1,7 @@
-"""Tasks of lm-eval-harness: their scores, and the table of `minimind eval --lm_eval`."""
+"""Tasks of lm-eval-harness, and their scores."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,103 +9,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import at_least, non_empty
 from minimind.config.names import suggest
-from minimind.config.run_config import RunConfig
 from minimind.config.tasks import LM_EVAL, OWN_TASKS, AskedTask
 from minimind.data.tokenizer.vocabulary import JSON_NAME, write_tokenizer
 from minimind.errors import UsageError
 from minimind.inference.scores import Score, Shares, standard_error
-from minimind.runtime.durable_files import printing
 from minimind.runtime.installed import install_extra
 
 if TYPE_CHECKING:
     from minimind.data.tokenizer.load import AnyTokenizer
-
-# Flags of `minimind eval` that select the text, with their defaults.
-OF_TEXT = {
-    **{"data": None, "split": None, "max_seq_len": None, "max_rows": None, "doc_mask": True},
-    **{"text_field": "text", "max_document_bytes": None, "on_bad_data": "error"},
-    **{"max_bad_fraction": 0.05, "task": "pretrain", "train_on": None, "chat_template": None},
-    **{"template_date": None, "allow_lossy_tokenizer": False},
-}
-OF_TASKS = {"include_path": None, "chat": False, "limit": None, "dtype": "float32"}
-OF_OWN_TASKS = ("data", "split", "limit", "dtype")  # of these, flags that --tasks has, too
-
-
-def add_task_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --lm_eval and what belongs to it."""
-    add = parser.add_argument
-    text = "tasks of lm-eval-harness, instead of --data"
-    add("--lm_eval", nargs="+", type=non_empty, metavar="TASK", help=text)
-    text = "folder of tasks of your own"
-    add("--include_path", type=non_empty, metavar="DIR", help=text)
-    add("--chat", action="store_true", help="format the requests by the model's chat template")
-    text = f"questions per task (default: all; of --tasks {RunConfig.eval_tasks_limit})"
-    add("--limit", type=at_least(1), help=text)
-    text = "tasks as --eval_tasks of training names them, scored as in training; --data is the text"
-    text += " that they are made of (default: the held-out text of the checkpoint's run)"
-    add("--tasks", nargs="+", type=non_empty, metavar="NAME", help=text)
-    text = "with --tasks: precision; that of a run gives the scores that it logged"
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help=text)
-
-
-def require_of_kind(args: argparse.Namespace) -> None:
-    """Raise UsageError unless --data, --lm_eval or --tasks is given, with its own flags only."""
-    if args.tasks is not None and args.lm_eval is not None:
-        raise UsageError("--tasks and --lm_eval were given; give --tasks alone, which takes both")
-    if args.tasks is None and (args.data is None) == (args.lm_eval is None):
-        count = "neither was" if args.data is None else "both were"
-        raise UsageError(f"of --data (text) and --lm_eval (tasks) {count} given; give one of them")
-    others, kind = OF_TASKS, "--data"
-    if args.lm_eval is not None:
-        others, kind = {**OF_TEXT, "dtype": "float32"}, "--lm_eval"
-    if args.tasks is not None:
-        others, kind = {**OF_TASKS, **OF_TEXT}, "--tasks"
-        others = {name: one for name, one in others.items() if name not in OF_OWN_TASKS}
-    for name, default in others.items():
-        if getattr(args, name) != default:
-            raise UsageError(f"--{name} has no effect with {kind}; drop it")
-
-
-def run_tasks(args: argparse.Namespace, device: str, processes: int) -> None:
-    """Evaluate the tasks and print lm-eval's table, or its results as JSON.
-
-    Raise UsageError if several processes were started, or for --chat without a chat template.
-    """
-    from minimind.inference.load_model import load_model
-
-    if processes > 1:
-        raise UsageError(
-            f"--lm_eval runs in one process, and {processes} were started; drop the launcher"
-        )
-    way_out = "`lm_eval ls tasks` lists those of lm-eval, and --include_path DIR adds a folder"
-    manager = manager_of(args.lm_eval, args.include_path, "--lm_eval", way_out)
-    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
-    if args.chat:
-        require_template(tokenizer, path, "--chat")
-    from lm_eval import simple_evaluate
-    from lm_eval.utils import make_table
-
-    from minimind.inference.shared_lm import SharedLM
-
-    model.config.doc_mask = False  # a request is one document
-    evaluate: Any = simple_evaluate  # its decorator hides its parameters, like HFLM's
-    found = evaluate(
-        model=SharedLM(
-            model.to(device), _transformers_tokenizer(tokenizer), Shares(), args.batch_size
-        ),
-        tasks=args.lm_eval,
-        task_manager=manager,
-        limit=args.limit,
-        apply_chat_template=args.chat,
-        log_samples=False,
-    )
-    with printing():
-        if args.json:
-            print(json.dumps({"model": str(path), "chat": args.chat, "tasks": found["results"]}))
-        else:
-            print(f"{path}\n{make_table(found)}")
 
 
 @cache  # lm-eval looks through thousands of files
@@ -181,7 +91,7 @@ class LmEvalTasks:
                         task.get_config("generation_kwargs"), positions, f"{by}: {name}"
                     )
             kinds[one.as_chat].update(tasks)
-        return cls(*kinds, _transformers_tokenizer(tokenizer), limit)
+        return cls(*kinds, transformers_tokenizer(tokenizer), limit)
 
     def has_chance(self) -> dict[str, bool]:
         """Whether a score is a share of right answers, by task."""
@@ -265,7 +175,7 @@ def require_template(tokenizer: AnyTokenizer, path: Path, by: str) -> None:
     template_of(tokenizer, None, path)  # one that does not fit is an error
 
 
-def _transformers_tokenizer(tokenizer: AnyTokenizer) -> Any:
+def transformers_tokenizer(tokenizer: AnyTokenizer) -> Any:
     """The tokenizer as lm-eval needs it, with the ids of training."""
     from transformers import PreTrainedTokenizerFast
 

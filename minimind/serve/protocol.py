@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import Field, ValidationError
 
-from minimind.config.arguments import FIXED_VARIABLES
+from minimind.config.template_variables import FIXED_VARIABLES
 from minimind.data.chat.conversations import (
     ASSISTANT,
     CALLS,

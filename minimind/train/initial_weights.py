@@ -25,11 +25,11 @@ from minimind.architecture.select import (
 from minimind.checkpoint.directory import Rejected, newest_valid, rejected
 from minimind.checkpoint.resume import Manifests
 from minimind.checkpoint.validation import read_config
-from minimind.config.arguments import template_variables
 from minimind.config.checks import check
 from minimind.config.flags import BY_TASK, SHAPE
 from minimind.config.parse import config_file
 from minimind.config.run_config import Rank, RunConfig
+from minimind.config.template_variables import template_variables
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.engine.optimizers import scale_initial_weights

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import template_variables
 from minimind.config.run_config import Rank, RunConfig
+from minimind.config.template_variables import template_variables
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
 from minimind.data.shards.manifest import options_of, require_document_ends
 from minimind.data.tokenizer.load import load_tokenizer, longest_document

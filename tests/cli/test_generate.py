@@ -424,8 +424,8 @@ def test_prompts_of_a_file_are_answered_in_order(
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ("--prompt a --prompts P", 2, "--prompt and --prompts were both given"),
-        ("--prompt a --out P", 2, "--out is for the answers to --prompts"),
+        ("--prompt a --prompts P", 2, "--prompt and --prompts exclude one another"),
+        ("--prompt a --out P", 2, "--out without --prompts"),
         ("--prompt_file nowhere", 3, "--prompt_file nowhere: No such file"),
         ("--prompts EMPTY", 3, "has no prompt; write one a line"),
         ("--prompts BAD.jsonl", 3, 'BAD.jsonl:2: has no "prompt" that is a string'),
@@ -434,9 +434,9 @@ def test_prompts_of_a_file_are_answered_in_order(
         ("--prompts LONG", 2, "prompt 1 has 121 tokens"),
         ("--prompt a --top_p 0", 2, "--top_p"),
         ("--prompt a --repetition_penalty 0", 2, "--repetition_penalty"),
-        ("--prompt a --repetition_penalty 1e-45", 2, "1e-45 is not from 0.01 to 100"),
-        ("--prompt a --temperature inf", 2, "inf is not 0 or more and finite"),
-        ("--prompt a --temperature nan", 2, "nan is not 0 or more and finite"),
+        ("--prompt a --repetition_penalty 1e-45", 2, "1e-45 is not at least 0.01, at most 100"),
+        ("--prompt a --temperature inf", 2, "inf is not at least 0, finite"),
+        ("--prompt a --temperature nan", 2, "nan is not at least 0, finite"),
         ("--prompts HALF.jsonl", 3, "prompt 1: a text is not Unicode: a lone surrogate"),
         ("--prompts P --out " + "x" * 300, 5, "cannot be written (File name too long)"),
         ("--prompts P --out nowhere/answers", 5, "there is no folder nowhere; make it"),

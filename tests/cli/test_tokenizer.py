@@ -318,7 +318,7 @@ def test_ctrl_c_prints_one_line_and_keeps_an_earlier_output(
         ([], 2, "required: train | inspect"),
         (["train", "TEXT"], 2, "required: --out"),
         (["train", "--out", "OUT"], 2, "no text was named"),
-        (["train", "TEXT", "--out", "OUT", "--vocab_size", "511"], 2, "511 is below 512"),
+        (["train", "TEXT", "--out", "OUT", "--vocab_size", "511"], 2, "511 is not at least 512"),
         (["train", "TEXT", "--out", "OUT", "--vocab_size", "2000000"], 2, "2000000 is more than"),
         (["train", "TEXT", "--out", "OUT", "--special_tokens"], 2, "expected at least one"),
         (["train", "TEXT", "--out", "OUT", "--special_tokens", "<a>", "<a>"], 2, "is named twice"),

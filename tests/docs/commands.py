@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.cli import main as cli
+from minimind.cli.command import OfRunFlags
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch, with_dropped_config
 from minimind.config.parse import parse_flags
@@ -191,7 +192,7 @@ def _minimind(given: Sequence[str], environ: Environ) -> None:
     args, rest = cli.build_parser().parse_known_args(given)
     if args.command == "train":
         dry_run(rest, environ)
-    elif args.command in cli.TAKE_RUN_FLAGS:
+    elif issubclass(args.command_class, OfRunFlags):
         _by_script(rest, environ)
     elif rest:
         raise UsageError(f"minimind {args.command} knows no {rest[0]}")

@@ -125,7 +125,7 @@ def test_settings_that_cannot_be_resolved_are_found(command: str, fault: str):
     [
         ("minimind generate --checkpint out/mine", "--checkpint"),
         ("minimind checkpoint list --keep 1", "--keep"),
-        (".venv/bin/minimind plan --gpus 0", "below 1"),
+        (".venv/bin/minimind plan --gpus 0", "at least 1"),
         ("minimind plan --dims 8", "did you mean --dim"),
         ("OMP_NUM_THREADS=1 bash run_accelerate.sh --model tinny", "tinny"),
         ("bash run_accelerates.sh", "only run_accelerate.sh"),

@@ -104,8 +104,8 @@ def test_what_lies_at_out_stays_unless_it_is_a_report_and_force_is_given(capsys,
     capsys.readouterr()
     metrics = run / "metrics.jsonl"
     before = metrics.read_bytes()
-    for taken in (metrics, run):
-        assert "replaces nothing else" in refused(capsys, 2, run, "--out", taken, "--force")
+    for taken, reason in ((metrics, "replaces nothing else"), (run, "is a folder")):
+        assert reason in refused(capsys, 2, run, "--out", taken, "--force")
     assert metrics.read_bytes() == before
 
 

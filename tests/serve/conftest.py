@@ -17,7 +17,7 @@ import httpx
 import pytest
 import uvicorn
 
-from minimind.cli.generate import ANSWER, TEXT
+from minimind.cli.model import ANSWER
 from minimind.data.chat.template import DEFAULT_TEMPLATE
 from minimind.inference.generate import Sampling
 from minimind.inference.load_model import load_model
@@ -40,7 +40,7 @@ def readers_of(tokenizer: Path, source: str | None, **more: Any) -> Readers:
 
 def served_model(model: Any, tokenizer: Any, template: Any, name: str = "tiny") -> ServedModel:
     """A model as `minimind serve` serves it by default; `template`: what its readers tell."""
-    defaults = Sampling(**ANSWER), Sampling(**TEXT)
+    defaults = Sampling(**ANSWER), Sampling()
     return ServedModel(name, model, tokenizer, template, *defaults, POSITIONS)
 
 

@@ -16,12 +16,12 @@ import yaml
 from minimind.checkpoint.identity import facts
 from minimind.checkpoint.run_folder import write_reference
 from minimind.cli.main import main
-from minimind.config.arguments import template_variables
 from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.launcher_env import configure_libraries
 from minimind.config.parse import build_config, parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, Source
+from minimind.config.template_variables import template_variables
 from minimind.engine.build import format_model_fault, require_accepted
 from minimind.engine.deepspeed_backend import configuration
 from minimind.errors import RunError, UsageError

@@ -34,7 +34,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
-from minimind.config.arguments import FIXED_VARIABLES
+from minimind.config.template_variables import FIXED_VARIABLES
 from minimind.data.text.documents import (
     DocumentError,
     JsonCell,

@@ -12,9 +12,8 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from minimind.config.arguments import WEIGHTS, is_utf8, source_weight, utf8_fault
-from minimind.config.names import no_such_file
-from minimind.config.yaml_files import load_yaml_texts
+from minimind.config.names import is_utf8, no_such_file, utf8_fault
+from minimind.config.yaml_files import WEIGHTS, load_yaml_texts, source_weight
 from minimind.data.text.tables import TRAIN, dataset_bytes, dataset_rows, is_dataset, row_groups
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk

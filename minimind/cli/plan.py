@@ -1,0 +1,43 @@
+"""`minimind plan`: what fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minimind.architecture.costs import ASSUMED_MFU, GPUS, known_gpu, named_gpu
+from minimind.cli.command import OfRunFlags, argument, size_in_bytes
+
+DATA_SHEETS = tuple(gpu.name for gpu in GPUS if gpu.memory)
+
+
+@dataclass(kw_only=True)
+class Plan(OfRunFlags):
+    """What fits: memory, communication and FLOPs of every ZeRO stage.
+
+    Takes the flags of train_pretrain.py too (--model, --dim, --batch_size, --dtype,
+    --deepspeed_config, ...), with the same names and ranges.
+    """
+
+    example = "minimind plan --model 104m --gpus 8 --memory 24GiB --batch_size 16"
+    gpus: int = argument(1, ge=1, options=("--gpus", "--world_size"))
+    """processes, one per GPU"""
+    memory: int | None = argument(None, parse=size_in_bytes)
+    """memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB (default: that of
+    --gpu_model)"""
+    gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS)
+    """model of the GPUs, for memory and peak (also h100, 4090, a100-40gb)"""
+    peak_tflops: float | None = argument(None, gt=0)
+    """10^12 FLOPs a second of one GPU in --dtype, dense (default: that of --gpu_model)"""
+    mfu: float | None = argument(None, gt=0, le=1, unset=ASSUMED_MFU)
+    """fraction of the peak that is reached"""
+    tokens: float | None = argument(None, gt=0)
+    """tokens to train on, such as 1e9"""
+
+    def execute(self) -> None:
+        """Print what every ZeRO stage needs, and the command to start."""
+        from minimind.architecture.plan import Machine, plan
+
+        gpu = self.gpu_model and known_gpu(self.gpu_model)
+        peak = self.peak_tflops or (gpu.peak_tflops if gpu else None)
+        memory = self.memory or (gpu.memory * 2**30 if gpu else None)
+        print(plan(self.run_flags, Machine(self.gpus, memory, peak, self.mfu, self.tokens)))
