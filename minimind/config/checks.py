@@ -14,7 +14,7 @@ from typing import Any
 from minimind.config.flags import FLAGS, SHAPE, TRACKERS, VAL_LOSS, as_words
 from minimind.config.names import is_utf8, utf8_fault
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.run_config import RECIPES, Rank, RunConfig, Source, files_by_name
+from minimind.config.run_config import RECIPES, Origin, Rank, RunConfig, files_by_name
 from minimind.config.template_variables import template_variables
 from minimind.errors import UsageError, fault_error
 from minimind.runtime import disk
@@ -31,7 +31,7 @@ class Given:
 
     name: str
     value: Any
-    source: Source
+    source: Origin
     config: str | None  # of the run
 
     def __format__(self, spec: str) -> str:

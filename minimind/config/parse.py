@@ -24,9 +24,9 @@ from minimind.config.run_config import (
     CONFIGS,
     DISTRIBUTION,
     RECIPES,
+    Origin,
     Rank,
     RunConfig,
-    Source,
     deepspeed_files,
     files_by_name,
 )
@@ -111,7 +111,7 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
     """
     all_faults = [*faults, *unknown_keys(given, "the arguments")]
     values: dict[str, Any] = {}
-    default, is_open = Source("default", Rank.DEFAULT), Source(AUTO, Rank.OPEN)
+    default, is_open = Origin("default", Rank.DEFAULT), Origin(AUTO, Rank.OPEN)
     unset = {name: is_open if name in RULED else default for name in FLAGS}
     sources = dict(unset)
     invalid = set()
@@ -124,7 +124,7 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
                 continue
             try:
                 values[name] = convert(name, layer[name], where)
-                sources[name] = Source(where, rank)
+                sources[name] = Origin(where, rank)
                 if name == "deepspeed_config":
                     values[name] = deepspeed_files().get(values[name], values[name])
             except UsageError as error:

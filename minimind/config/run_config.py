@@ -67,20 +67,20 @@ class Rank(IntEnum):
     FLAG = 8
 
 
-class Source(str):
-    """The origin of a value, in words, and its rank."""
+class Origin(str):
+    """Where a value comes from, in words, and its rank."""
 
     rank: Rank
 
-    def __new__(cls, words: str, rank: Rank = Rank.DATA) -> Source:
+    def __new__(cls, words: str, rank: Rank = Rank.DATA) -> Origin:
         source = super().__new__(cls, words)
         source.rank = rank
         return source
 
 
-def derived(reason: str) -> Source:
-    """The source of a value that follows from others."""
-    return Source(f"derived: {reason}", Rank.RULE)
+def derived(reason: str) -> Origin:
+    """The origin of a value that follows from others."""
+    return Origin(f"derived: {reason}", Rank.RULE)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ParallelLayout:
 class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
     """All flags of a run. A step is an optimizer step over all processes."""
 
-    sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
+    sources: Mapping[str, Origin] = field(default_factory=dict, compare=False)
 
     def is_explicit(self, name: str) -> bool:
         """Whether the user set the value: in any source except defaults, rules and presets."""
@@ -297,5 +297,5 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
 
     def with_values(self, words: str, /, rank: Rank = Rank.DATA, **values: Any) -> RunConfig:
         """Return a copy with these values, whose source is `words` with this rank."""
-        sources = {**self.sources, **dict.fromkeys(values, Source(words, rank))}
+        sources = {**self.sources, **dict.fromkeys(values, Origin(words, rank))}
         return replace(self, **values, sources=sources)

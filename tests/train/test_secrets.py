@@ -20,7 +20,7 @@ from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.launcher_env import configure_libraries
 from minimind.config.parse import build_config, parse_flags
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, Source
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, Origin
 from minimind.config.template_variables import template_variables
 from minimind.engine.build import format_model_fault, require_accepted
 from minimind.engine.deepspeed_backend import configuration
@@ -47,7 +47,7 @@ def with_canaries(resolved: ResolvedConfig) -> ResolvedConfig:
         "deep": {"er": {name: {"value": CANARY, "is_on": True} for name in SECRET}},
     }
     return replace(
-        resolved, config=config, sources=dict.fromkeys(leaves(config), Source("ds.json"))
+        resolved, config=config, sources=dict.fromkeys(leaves(config), Origin("ds.json"))
     )
 
 

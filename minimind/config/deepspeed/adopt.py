@@ -27,7 +27,7 @@ from minimind.config.deepspeed.keys import (
 from minimind.config.launcher_env import Launch
 from minimind.config.optimizers import FLAG_OF_TYPE, OPTIMIZERS
 from minimind.config.parse import convert
-from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, Rank, RunConfig, Source
+from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, Origin, Rank, RunConfig
 from minimind.errors import UsageError
 from minimind.runtime import disk
 
@@ -90,14 +90,14 @@ def adopt_launch(run: RunConfig, launch: Launch) -> Layer:
 
 def adopt_zero_fields(
     config: dict[str, Any], path: str, launch: Launch
-) -> Generator[Fault, None, dict[str, Source]]:
+) -> Generator[Fault, None, dict[str, Origin]]:
     """Write the ZeRO fields of the launcher into `config`; return their sources by key."""
-    sources: dict[str, Source] = {}
+    sources: dict[str, Origin] = {}
     for key, (value, field) in launch.deepspeed.items():
         written = get(config, key)
         if written in (MISSING, AUTO):
             put(config, key, value)
-            sources[key] = Source(f"{launch.source}: {field}", Rank.LAUNCHER)
+            sources[key] = Origin(f"{launch.source}: {field}", Rank.LAUNCHER)
         elif written != value:
             yield Fault(
                 key,

@@ -38,7 +38,7 @@ from minimind.config.flags import ALONE, FLAGS
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.optimizers import FLAG_OF_TYPE
 from minimind.config.rules import with_dtype
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, Rank, RunConfig, Source, derived
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, Origin, Rank, RunConfig, derived
 from minimind.config.run_record import config_notice
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError
@@ -128,7 +128,7 @@ def unbuildable_optimizer(config: Mapping[str, Any], device: str) -> str:
 
 
 def replaceable_params(
-    config: Mapping[str, Any], sources: Mapping[str, Source], device: str
+    config: Mapping[str, Any], sources: Mapping[str, Origin], device: str
 ) -> tuple[list[str], str]:
     """Return parameters without which torch's AdamW does the same, and why DeepSpeed's cannot run.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from minimind.config.deepspeed.document import AUTO, MISSING, get, offloads
 from minimind.config.optimizers import ADAM_TYPES
-from minimind.config.run_config import Rank, RunConfig, Source, derived
+from minimind.config.run_config import Origin, Rank, RunConfig, derived
 from minimind.config.schedule import Schedule, planned_warmup
 
 VERSION = "0.19.8"
@@ -23,8 +23,8 @@ TENSOR_PARALLEL = "tensor_parallel.autotp_size"
 MICRO_BATCH, BATCH = "train_micro_batch_size_per_gpu", "train_batch_size"
 ACCUMULATION = "gradient_accumulation_steps"
 BETAS, TOTAL_STEPS = f"{PARAMS}betas", f"{RATE}total_num_steps"
-DEEPSPEEDS_DEFAULT = Source("DeepSpeed's default", Rank.DEFAULT)
-UNCOUNTED = Source("derived: by the steps of the run, which the start counts", Rank.OPEN)
+DEEPSPEEDS_DEFAULT = Origin("DeepSpeed's default", Rank.DEFAULT)
+UNCOUNTED = Origin("derived: by the steps of the run, which the start counts", Rank.OPEN)
 
 # Parameters of the optimizers that have checkpoints, from torch's classes and DeepSpeed's.
 _TORCH = "lr weight_decay foreach maximize differentiable"
@@ -82,7 +82,7 @@ class Facts:
     device: str
     schedule: Schedule | None = None
     path: str = ""  # of the file
-    sources: Mapping[str, Source] = dataclasses.field(default_factory=dict)  # of its keys
+    sources: Mapping[str, Origin] = dataclasses.field(default_factory=dict)  # of its keys
 
     def __getitem__(self, key: str) -> Any:
         """The value of the file at a dotted path, or `MISSING`."""
@@ -99,11 +99,11 @@ class Facts:
         """ZeRO stage of a filled file."""
         return self[f"{ZERO}stage"]
 
-    def by(self, name: str) -> Source:
+    def by(self, name: str) -> Origin:
         """A flag as the source of a key, with its own source."""
         source = self.run.sources[name]
         rank = Rank.OPEN if source.rank is Rank.OPEN else Rank.FLAG
-        return Source(f"{name} ({source})", rank)
+        return Origin(f"{name} ({source})", rank)
 
     @property
     def optimizer(self) -> str:
@@ -141,7 +141,7 @@ class Facts:
         return planned_warmup(self.run, total) if total else self.run.warmup_steps or 0
 
 
-Value = tuple[Any, Source]  # and its source
+Value = tuple[Any, Origin]  # and its source
 Fill = Callable[[Facts], Value | None]  # None: unknown
 
 
@@ -149,7 +149,7 @@ def _always(f: Facts) -> bool:
     return True
 
 
-def _fixed(value: Any, source: Source = DEEPSPEEDS_DEFAULT) -> Fill:
+def _fixed(value: Any, source: Origin = DEEPSPEEDS_DEFAULT) -> Fill:
     return lambda f: (value, source)
 
 
@@ -166,7 +166,7 @@ def _batch(f: Facts) -> Value:
         return f.run.rows_per_step(f.world_size), f.by("batch_size")
     rows, data_size = f.run.micro_batch_rows(f.world_size), f.run.parallel(f.world_size).data_size
     factors = f"{rows} rows x {f.run.accumulation_steps} micro-batches x {data_size} processes"
-    return f.run.rows_per_step(f.world_size), derived(f"{factors}")
+    return f.run.rows_per_step(f.world_size), derived(factors)
 
 
 def _accumulation(f: Facts) -> Value:
@@ -194,7 +194,7 @@ def _momentum(f: Facts) -> Value | None:
 
 
 def _betas(f: Facts) -> Value:
-    return [f.run.beta1, f.run.beta2], Source(f"{f.by('beta1')}, {f.by('beta2')}", Rank.FLAG)
+    return [f.run.beta1, f.run.beta2], Origin(f"{f.by('beta1')}, {f.by('beta2')}", Rank.FLAG)
 
 
 def _fused(f: Facts) -> Value | None:
@@ -206,7 +206,7 @@ def _fused(f: Facts) -> Value | None:
 
 def _torch_adam(f: Facts) -> Value:
     reason = f"of {f.own_adam[0]}" if f.own_adam else "nothing has to be compiled"
-    return not f.own_adam, derived(f"{reason}")
+    return not f.own_adam, derived(reason)
 
 
 def _cpu_optimizer(f: Facts) -> Value:
@@ -220,7 +220,7 @@ def _warmup_steps(f: Facts) -> Value:
         return max(f.warmup, 2), UNCOUNTED
     if f.warmup > 1 or is_open:
         return max(f.warmup, 2), f.by("warmup_steps")
-    return 2, Source("the shortest warm-up of DeepSpeed's schedulers", Rank.RULE)
+    return 2, Origin("the shortest warm-up of DeepSpeed's schedulers", Rank.RULE)
 
 
 def _total_steps(f: Facts) -> Value:
@@ -266,10 +266,10 @@ def _schedules(*types: str) -> Callable[[Facts], bool]:
 
 # What the table says of several keys.
 _BILLION, _TRUE, _ZERO, _NONE = _fixed(10**9), _fixed(True), _fixed(0.0), _fixed("none")
-_EPS = _fixed(1e-8, Source("AdamW's default", Rank.DEFAULT))
+_EPS = _fixed(1e-8, Origin("AdamW's default", Rank.DEFAULT))
 _UNTESTED = _fixed(True, derived("an optimizer of torch's"))
 _NO_WAIT = _fixed(False, derived("it would wait for the device"))
-_NO_STAGE = _fixed(0, Source("DeepSpeed's default: no stage is named", Rank.DEFAULT))
+_NO_STAGE = _fixed(0, Origin("DeepSpeed's default: no stage is named", Rank.DEFAULT))
 _NOT_SAVED = _fixed(False, derived("DeepSpeed saves nothing"))
 _FIXED_BETAS = _fixed(False, derived("the betas are beta1 and beta2"))
 _WARMS = _schedules("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")

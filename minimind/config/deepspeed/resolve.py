@@ -41,7 +41,7 @@ from minimind.config.deepspeed.keys import (
 from minimind.config.deepspeed.rules import setting_faults
 from minimind.config.launcher_env import Launch
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.run_config import Rank, RunConfig, Source
+from minimind.config.run_config import Origin, Rank, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.terminal import aligned
@@ -63,7 +63,7 @@ class ResolvedConfig:
     run: RunConfig
     backend: str  # deepspeed, ddp or single
     config: dict[str, Any] = field(default_factory=dict)  # for DeepSpeed; else empty
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: dict[str, Origin] = field(default_factory=dict)
     path: str = "none"  # of the DeepSpeed file
 
     @property
@@ -178,7 +178,7 @@ def _resolved(
     except UsageError as error:
         yield Fault("", str(error))
         return facts
-    sources = dict.fromkeys(leaves(config), Source(path, Rank.DEEPSPEED)) | from_launcher
+    sources = dict.fromkeys(leaves(config), Origin(path, Rank.DEEPSPEED)) | from_launcher
     facts = replace(facts, run=run, sources=sources)
     sources |= _fill(config, facts)
     for key, value in leaves(config).items():
@@ -225,7 +225,7 @@ def auto_values(facts: Facts) -> dict[str, Value]:
     return {path: value for path, value in values.items() if value is not None}
 
 
-def _fill(config: dict[str, Any], facts: Facts) -> dict[str, Source]:
+def _fill(config: dict[str, Any], facts: Facts) -> dict[str, Origin]:
     """Fill "auto" and missing required values in `config`; return their sources."""
     required = {path for path, key in KEYS.items() if key.needed(facts)}
     sources = {}

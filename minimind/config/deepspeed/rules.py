@@ -30,7 +30,7 @@ from minimind.config.deepspeed.keys import (
 )
 from minimind.config.flags import FLAGS
 from minimind.config.optimizers import ADAM_TYPES, FLAG_OF_TYPE, OPTIMIZERS, READ_BY
-from minimind.config.run_config import Rank, RunConfig, Source, derived
+from minimind.config.run_config import Origin, Rank, RunConfig, derived
 from minimind.runtime.installed import install_packages
 from minimind.runtime.terminal import first_lines
 
@@ -459,7 +459,7 @@ def _indivisible(run: RunConfig) -> Iterator[Fault]:
             yield Fault("", f"{shown} is not divisible by {flag}; {remedy}")
 
 
-def keys_without_effect(config: Mapping[str, Any], sources: Mapping[str, Source]) -> list[str]:
+def keys_without_effect(config: Mapping[str, Any], sources: Mapping[str, Origin]) -> list[str]:
     """Return the ZeRO keys of the file that have no effect at its stage or device."""
     stage = str(get(config, f"{ZERO}stage"))
     names = []
@@ -480,7 +480,7 @@ def with_optimizer_defaults(run: RunConfig) -> RunConfig:
         if getattr(run, name) is None:
             is_shared = name == "muon_lr" and run.muon["muon_scaling"] != "original"
             default = f"{OPTIMIZERS[run.optimizer].name}'s default"
-            source = derived("learning_rate") if is_shared else Source(default, Rank.DEFAULT)
+            source = derived("learning_rate") if is_shared else Origin(default, Rank.DEFAULT)
             run = run.with_values(source, source.rank, **{name: value})
     return run
 
