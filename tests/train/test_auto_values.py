@@ -25,7 +25,7 @@ from minimind.config.parse import build_config
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.runtime.device import Host
 from minimind.runtime.durable_files import fingerprint
-from minimind.train.auto_values import numbers_to_resume, with_auto_values
+from minimind.train.auto_values import Numbers, numbers_to_resume, with_auto_values
 from tests.conftest import Launcher, sentences
 from tools.runs import events
 
@@ -87,7 +87,8 @@ def test_a_resumed_run_keeps_its_numbers_though_the_rules_changed(places, tmp_pa
 
 
 def test_a_resumed_run_keeps_its_dtype_on_another_device(places, tmp_path, monkeypatch):
-    flags = {**places, "out_dir": str(tmp_path / "out"), "dtype": "auto", "batch_size": 2}
+    given = dict.fromkeys(RULED, 1)  # no number is taken from the checkpoint
+    flags = {**places, **given, "out_dir": str(tmp_path / "out"), "dtype": "auto"}
     for has_bf16, steps in ((False, 4), (True, 8)):
         monkeypatch.setattr(Host, "has_bf16", has_bf16)
         assert train(flags, max_steps=steps, allow_change="schedule") == 0
@@ -247,6 +248,17 @@ def test_a_manifest_with_values_that_no_flag_has_is_of_another_run(
     path.write_bytes(manifest_text({**body, "sha256": fingerprint(body)}))
     with pytest.raises(CheckpointError, match="belongs to another run"):
         train(places, out_dir=str(tmp_path / "out"))
+
+
+def test_the_rows_of_a_checkpoint_are_those_of_all_processes(places, tmp_path):
+    assert train(places, out_dir=str(tmp_path / "out"), stop_at_step=4) == 75
+    path = tmp_path / "out" / "checkpoints" / "step_00000004" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    run = build_config({**places, "out_dir": str(tmp_path / "out")}, "{name}")
+    rows = configuration(tmp_path / "out")["batch_size"]
+    for world_size, group, expected in ((1, 1, rows), (4, 1, 4 * rows), (4, 2, 2 * rows)):
+        saved = {**manifest, "world_size": world_size, "tensor_parallel": group}
+        assert Numbers.of(run, str(path.parent), saved).rows == expected
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], **flags: Any) -> dict[str, str]:
