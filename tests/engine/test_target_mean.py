@@ -196,3 +196,16 @@ def test_a_replay_takes_such_rows_and_those_without_targets(built: BuildEngine):
     nothing = replay(engine, ROWS[1:2], 0, is_whole=False)
     assert nothing.loss == 0.0
     assert not any(nothing.norms)
+
+
+def test_steps_and_ranks_draw_numbers_of_their_own(built: BuildEngine):
+    """As dropout draws them, also when a step is taken again for another rank."""
+    engine = built()
+
+    def drawn(step: int, data_rank: int | None = None) -> float:
+        engine.seed(step, data_rank)
+        return float(torch.rand(()))
+
+    assert len({drawn(step, data_rank) for step in (3, 4) for data_rank in (0, 1)}) == 4
+    assert drawn(3, 1) == drawn(3, 1)
+    assert drawn(3) == drawn(3, 0)
