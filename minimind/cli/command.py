@@ -95,19 +95,22 @@ class Command(ABC):
     def require_combined(self) -> None:
         """Raise UsageError for arguments that need others, or exclude one another."""
         arguments = arguments_of(type(self))
-        for name, row in arguments.items():
-            if not meets(self, arguments, name):
-                continue
-            if row.needs and not meets(self, arguments, row.needs):
-                needed = as_words(row.needs)
-                raise UsageError(f"--{name} without {needed}; give {needed} too, or drop --{name}")
+        given = [row for name, row in arguments.items() if meets(self, arguments, name)]
+        for row in given:
             for condition, reason in row.excludes.items():
                 if meets(self, arguments, condition):
                     other = arguments[condition.partition("=")[0]]
                     called = other.metavar if other.is_positional else as_words(condition)
+                    typed = as_words(f"no-{row.name}" if row.default is True else row.name)
                     raise UsageError(
-                        f"--{name} and {called} exclude one another: {reason}; drop one of them"
+                        f"{typed} and {called} exclude one another: {reason}; drop one of them"
                     )
+        for row in given:
+            if row.needs and not meets(self, arguments, row.needs):
+                needed = as_words(row.needs)
+                raise UsageError(
+                    f"--{row.name} without {needed}; give {needed} too, or drop --{row.name}"
+                )
 
 
 @dataclass(kw_only=True)
@@ -207,7 +210,10 @@ def add_commands(subs: Any, commands: Mapping[str, type[Command] | Group]) -> No
             parser = subs.add_parser(
                 name, help=words, description=command.description, example=command.example
             )
-            actions = parser.add_subparsers(dest="action", required=True, parser_class=Parser)
+            names = " | ".join(command.commands)
+            actions = parser.add_subparsers(
+                dest="action", required=True, parser_class=Parser, metavar=names
+            )
             add_commands(actions, command.commands)
         else:
             _add_command(subs, name, command)

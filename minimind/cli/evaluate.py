@@ -51,7 +51,7 @@ SPLITS = {"train": ("train",), "val": ("val",), "all": ("train", "val")}
 
 
 TASKS = dict.fromkeys(("lm_eval", "tasks"), "tasks have their questions")
-CONVERSATIONS = {"task=sft": "it reads conversations"}
+CONVERSATIONS = {"task=sft": "--task sft reads conversations"}
 
 
 @dataclass(kw_only=True)
@@ -89,16 +89,22 @@ class Eval(Cached, OfChat):
     task: str = argument("pretrain", choices=("pretrain", "sft"), excludes=TASKS)
     """text, or conversations with a chat template"""
     train_on: str | None = argument(
-        None, choices=("assistant", "last", "all"), needs="task=sft", unset="assistant"
+        None,
+        choices=("assistant", "last", "all"),
+        needs="task=sft",
+        excludes=TASKS,
+        unset="assistant",
     )
     """the targets, as in training"""
-    chat_template: str | None = argument(None, parse=non_empty, needs="task=sft", metavar="FILE")
+    chat_template: str | None = argument(
+        None, parse=non_empty, needs="task=sft", excludes=TASKS, metavar="FILE"
+    )
     chat_template_kwargs: dict[str, Any] | None = argument(
-        None, parse=json_variables, needs="task=sft", metavar="JSON"
+        None, parse=json_variables, needs="task=sft", excludes=TASKS, metavar="JSON"
     )
     """variables of the template as a JSON object, as in training"""
     template_date: str | None = argument(
-        None, parse=iso_date, needs="task=sft", unset="2024-07-26", metavar="DATE"
+        None, parse=iso_date, needs="task=sft", excludes=TASKS, unset="2024-07-26", metavar="DATE"
     )
     """the date that a template with strftime_now is told, as in training"""
     text_field: str = shared("text_field", parse=utf8, excludes={**TASKS, **CONVERSATIONS})
@@ -119,10 +125,10 @@ class Eval(Cached, OfChat):
     """tasks of lm-eval-harness, instead of --data"""
     include_path: str | None = argument(None, parse=non_empty, needs="lm_eval", metavar="DIR")
     """folder of tasks of your own"""
-    chat: bool = argument(False, needs="lm_eval")
+    chat: bool = argument(False, needs="lm_eval", excludes={"tasks": TASKS["tasks"]})
     """format the requests by the model's chat template"""
     limit: int | None = argument(None, ge=1)
-    """questions per task (default: all; with --tasks as --eval_tasks_limit of training)"""
+    """questions per task (default: all, with --tasks 100)"""
     tasks: list[str] = argument(
         (),
         nargs="+",

@@ -114,16 +114,16 @@ def test_a_model_without_a_template_is_refused(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "of --data (text) and --lm_eval (tasks) neither was given"),
-        (["--data", "a", "--lm_eval", "b"], "both were given"),
-        (["--tasks", "cloze", "--lm_eval", "b"], "give --tasks alone, which takes both"),
-        (["--tasks", "cloze", "--chat"], "--chat has no effect with --tasks; drop it"),
+        ([], "there is nothing to evaluate; give --data TEXT"),
+        (["--data", "a", "--lm_eval", "b"], "--data and --lm_eval exclude one another"),
+        (["--tasks", "cloze", "--lm_eval", "b"], "--tasks takes the tasks of both"),
+        (["--tasks", "cloze", "--chat"], "--chat and --tasks exclude one another"),
         (["--tasks", "cloze"], "needs --data with --model; name some text"),
-        (["--data", "a", "--dtype", "bfloat16"], "--dtype has no effect with --data; drop it"),
-        (["--data", "a", "--chat"], "--chat has no effect with --data; drop it"),
-        (["--data", "a", "--limit", "3"], "--limit has no effect with --data; drop it"),
-        (["--lm_eval", "b", "--split", "val"], "--split has no effect with --lm_eval; drop it"),
-        (["--lm_eval", "b", "--no-doc_mask"], "--doc_mask has no effect with --lm_eval; drop it"),
+        (["--data", "a", "--dtype", "bfloat16"], "--dtype without --tasks; give --tasks too"),
+        (["--data", "a", "--chat"], "--chat without --lm_eval; give --lm_eval"),
+        (["--data", "a", "--limit", "3"], "--limit 3 is for --lm_eval and --tasks"),
+        (["--lm_eval", "b", "--split", "val"], "--split and --lm_eval exclude one another"),
+        (["--lm_eval", "b", "--no-doc_mask"], "--no-doc_mask and --lm_eval exclude one another"),
         pytest.param(
             *(["--lm_eval", "nothing"], "--lm_eval: nothing is no task; `lm_eval ls tasks` lists"),
             marks=pytest.mark.long,  # all tasks of lm-eval are listed

@@ -40,7 +40,7 @@ def test_a_tensor_file_is_named():
 
 
 def test_a_command_ends_with_its_line(monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setitem(commands.COMMANDS, "env", panic)
+    monkeypatch.setattr(commands.Env, "execute", panic)
     assert commands.main(["env"]) == RunError.status
     assert "minimind: error[E_INTERNAL]: index out of bounds" in capsys.readouterr().err
 

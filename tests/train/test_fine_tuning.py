@@ -698,10 +698,20 @@ def test_eval_prints_a_table_of_conversations(
         ((), "conversations", 3, "holds conversations, as --task sft prepares them"),
         (("--task", "sft"), "text", 2, "holds text, and --task sft reads files of"),
         (("--task", "sft"), "conversations", 2, "conversations; give the files themselves"),
-        (("--task", "sft", "--max_rows", "3"), conversations(3), 2, "--max_rows 3 is for text"),
-        (("--task", "sft", "--no-doc_mask"), conversations(3), 2, "--no-doc_mask is for text"),
+        (
+            ("--task", "sft", "--max_rows", "3"),
+            conversations(3),
+            2,
+            "--max_rows and --task sft exclude one another",
+        ),
+        (
+            ("--task", "sft", "--no-doc_mask"),
+            conversations(3),
+            2,
+            "--no-doc_mask and --task sft exclude one another",
+        ),
         (("--task", "sft", "--max_seq_len", "3"), conversations(3), 3, "ends within 4 tokens"),
-        (("--train_on", "all"), conversations(3), 2, "--train_on all needs --task sft"),
+        (("--train_on", "all"), conversations(3), 2, "--train_on without --task sft"),
     ],
 )
 def test_eval_names_the_flag_that_fits(
