@@ -18,7 +18,7 @@ import sentencepiece
 import tokenizers
 
 from minimind.cli import evaluate as eval_commands
-from minimind.cli.main import build_parser, main
+from minimind.cli.main import main
 from minimind.data.prepare import encode
 from minimind.data.prepare.encode import Batch
 from minimind.data.prepare.prepared import open_prepared
@@ -131,15 +131,15 @@ def test_inspecting_a_tokenizer_takes_documents_as_long_as_preparing_does(
 
 def test_evaluating_raw_text_takes_documents_as_long_as_preparing_does(place: Path, tmp_path: Path):
     (tmp_path / "t.txt").write_text("a " * MIB + "b")
-    words = ["eval", "--model", "m", "--data", str(tmp_path / "t.txt")]
-    args = build_parser().parse_args([*words, "--cache_dir", str(tmp_path / "cache")])
+    text = str(tmp_path / "t.txt")
+    args = eval_commands.Eval(data=[text], cache_dir=str(tmp_path / "cache"))
     opened = load_tokenizer(place / "bytes.json"), str(place / "bytes.json")
     with pytest.raises(DataError, match="longer than max_document_bytes = 2097152"):
-        eval_commands._open_data(words[-1], (words[-1],), *opened, None, args, 0)
+        eval_commands._open_data(text, (text,), *opened, None, args, 0)
     args.max_document_bytes = 9
     (tmp_path / "t.txt").write_text("a " * 5)
     with pytest.raises(DataError, match="longer than max_document_bytes = 9"):
-        eval_commands._open_data(words[-1], (words[-1],), *opened, None, args, 0)
+        eval_commands._open_data(text, (text,), *opened, None, args, 0)
 
 
 def test_what_is_measured_at_once_is_bounded_in_bytes():
