@@ -363,20 +363,16 @@ def differences(case: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) 
 
 def compare(revision: str, count: int, seed: int) -> int:
     """Print the groups of differences; return their number."""
+    from tools.revisions import unpack  # not in every earlier revision, which runs this file
+
     rng = random.Random(seed)
     folder = ROOT / "configs"
     files = [folder / "ds_config.json", *sorted((folder / "deepspeed").glob("*.json"))]
     shipped = [json.loads(path.read_text()) for path in files]
     cases = [random_case(rng, shipped) for _ in range(count)]
     with tempfile.TemporaryDirectory() as base:
-        kept = subprocess.run(
-            ["git", "archive", revision, "minimind", "configs", "pyproject.toml"],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            check=True,
-        )
-        subprocess.run(["tar", "-x"], cwd=base, input=kept.stdout, check=True)
-        before = answers(Path(base), cases)
+        tree = unpack(revision, Path(base), "minimind", "configs", "pyproject.toml")
+        before = answers(tree, cases)
     after = answers(ROOT, cases)
     groups: dict[str, list[int]] = defaultdict(list)
     for n, (case, old, new) in enumerate(zip(cases, before, after, strict=True)):

@@ -210,9 +210,8 @@ def add_commands(subs: Any, commands: Mapping[str, type[Command] | Group]) -> No
             parser = subs.add_parser(
                 name, help=words, description=command.description, example=command.example
             )
-            names = " | ".join(command.commands)
             actions = parser.add_subparsers(
-                dest="action", required=True, parser_class=Parser, metavar=names
+                dest="action", required=True, parser_class=Parser, metavar=words
             )
             add_commands(actions, command.commands)
         else:
@@ -252,7 +251,7 @@ def _add_argument(parser: argparse.ArgumentParser, row: Argument) -> None:
     options: dict[str, Any] = {"help": (row.help + shown).replace("%", "%%")}
     if row.type == "bool" and row.default:
         parser.add_argument(f"--{row.name}", action=argparse.BooleanOptionalAction, **options)
-        parser.set_defaults(**{row.name: True})  # Python 3.10 would add its own to the help
+        parser.set_defaults(**{row.name: True})  # else Python before 3.13 adds its own to the help
         return
     if row.type == "bool":
         parser.add_argument(f"--{row.name}", action="store_true", **options)

@@ -106,7 +106,7 @@ class Eval(Cached, OfChat):
     template_date: str | None = argument(
         None, parse=iso_date, needs="task=sft", excludes=TASKS, unset="2024-07-26", metavar="DATE"
     )
-    """the date that a template with strftime_now is told, as in training"""
+    """the date that strftime_now gives a chat template, as in training"""
     text_field: str = shared("text_field", parse=utf8, excludes={**TASKS, **CONVERSATIONS})
     """field or column of the text"""
     max_document_bytes: int | None = argument(None, parse=count_of_bytes, excludes=TASKS)
@@ -138,7 +138,12 @@ class Eval(Cached, OfChat):
     )
     """tasks as --eval_tasks of training names them, scored as in training; --data is the text that
     they are made of (default: the held-out text of the checkpoint's run)"""
-    dtype: str = argument("float32", choices=("float32", "bfloat16", "float16"), needs="tasks")
+    dtype: str = argument(
+        "float32",
+        choices=("float32", "bfloat16", "float16"),
+        needs="tasks",
+        excludes={"lm_eval": "--dtype is for --tasks"},
+    )
     """precision; that of a run gives the scores that it logged"""
 
     def execute(self) -> None:

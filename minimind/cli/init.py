@@ -133,7 +133,7 @@ class Init(OutputFile):
         print(f"  {processes}{LAUNCH} --config {shell_word(self.out)}")
 
     def _prompts_beside(self) -> Path:
-        """Where the prompts go; UsageError if something else lies there or at --out."""
+        """Return the file of the prompts; raise UsageError if it or --out is taken."""
         self.require_free(self.out, lambda head: not head or head.startswith(MARK))
         self.require_place(self.out)
         prompts = self.out.with_suffix(".prompts.txt")

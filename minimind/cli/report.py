@@ -136,11 +136,8 @@ class Scaling(OutputFile):
     def execute(self) -> int:
         """Print the law and the optima, and write the page; after `run SPEC.yaml`, of its runs."""
         first, *others = self.places
-        is_spec = len(others) == 1 and others[0].suffix in (
-            ".yaml",
-            ".yml",
-        )  # else `run` is a folder
-        trains = first == Path("run") and is_spec
+        is_spec = len(others) == 1 and others[0].suffix in (".yaml", ".yml")
+        trains = first == Path("run") and is_spec  # else `run` is a folder
         for package in ("scipy", "optuna") if trains else ("scipy",):
             if find_spec(package) is None:
                 raise UsageError(

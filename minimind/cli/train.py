@@ -79,10 +79,10 @@ class Launch(StartScript):
 
 @dataclass(kw_only=True)
 class Sweep(Command):
-    """Search over flags with Optuna, a run per trial.
+    """Search over flags with Optuna; each trial is a run.
 
-    Train runs with different flags, chosen by Optuna, stop those that validate badly, and print the
-    best. The same command goes on after a stop or a kill.
+    Optuna chooses the flags of each run. Runs that validate badly are stopped, and the best is
+    printed. After a stop or a kill, the same command continues the sweep.
     """
 
     example = "minimind sweep sweep.yaml --out out/sweep"

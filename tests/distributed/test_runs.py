@@ -143,7 +143,7 @@ def test_another_stage_in_the_json_alone_gives_the_same_losses(
     assert [s["step"] for s in other.events("sample")] == [10, 20]
 
 
-@pytest.mark.long  # the chain below goes on as one process too
+@pytest.mark.long  # the chain below also resumes as one process
 def test_one_process_of_four_is_two_of_two(forked: Launcher, fp32: Run, tmp_path: Path):
     one = forked.run(tmp_path, f"{FP32} --accumulation_steps 4", processes=1)
     assert one.status == 0, one.stderr

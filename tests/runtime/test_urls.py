@@ -6,6 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,9 +81,9 @@ class Busy(Refused):
 def print_settings(made: list[Signed], folder: Path) -> None:
     """Print what a run prints of its flags and a sweep of a trial's; write the run's files."""
     run = parse_flags(FLAGS.split())
-    places = dict(zip(PLACES, (one.url for one in made), strict=False))
+    places: dict[str, Any] = dict(zip(PLACES, (one.url for one in made), strict=False))
     urls = tuple(one.url for one in made)
-    run = run.with_values("signed", data_path=urls, **places)  # type: ignore[arg-type]
+    run = run.with_values("signed", data_path=urls, **places)
     config = {"wandb": {"enabled": True, "project": made[0].url, "team": made[1].url}}
     resolved = resolve(config, "ds.json", run, 1, "cpu")
     write_reference(folder, resolved)

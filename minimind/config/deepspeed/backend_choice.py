@@ -202,7 +202,7 @@ class Setup:
 
         def resolved(document: Mapping[str, Any]) -> ResolvedConfig:
             size = self.launch.world_size
-            return resolve(document, self.path, self.run, size, self.device, launch=self.launch)
+            return resolve(document, self.path, self.run, size, self.device, self.launch)
 
         selected = resolved(self.document)
         names, fault = replaceable_params(selected.config, selected.sources, self.device)

@@ -136,19 +136,18 @@ def resolve(
     run: RunConfig,
     world_size: int,
     device: str,
-    schedule: Schedule | None = None,
     launch: Launch | None = None,
 ) -> ResolvedConfig:
     """Resolve `document` (read from `path`) against `run` for `world_size` processes on `device`.
 
-    Without `schedule`, numbers of the scheduler that follow from it are placeholders. Raise a
-    UsageError that lists all faults.
+    Numbers of the scheduler that follow from the steps of the run are placeholders, which
+    `completed` replaces. Raise a UsageError that lists all faults.
     """
     config = normalize_config(json.loads(json.dumps(document)))
     for key in (BATCH, MICRO_BATCH, ACCUMULATION):
         if key in config and config[key] is None:  # DeepSpeed treats null as unset
             config[key] = AUTO
-    facts = Facts(config, run, world_size, device, schedule, path)
+    facts = Facts(config, run, world_size, device, path=path)
     facts, faults = collected(_resolved(config, facts, launch or Launch()))
     require_none(faults)
     sources = {key: facts.sources[key] for key in leaves(config)}

@@ -9,7 +9,7 @@ import pytest
 from minimind.checkpoint.run_folder import write_reference
 from minimind.config.deepspeed.document import AUTO, leaves, read_deepspeed_json
 from minimind.config.deepspeed.keys import Facts
-from minimind.config.deepspeed.resolve import auto_values, resolve
+from minimind.config.deepspeed.resolve import ResolvedConfig, auto_values, completed, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.rules import with_dtype
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT, Rank
@@ -218,6 +218,10 @@ def test_a_file_that_deepspeed_cannot_read_is_refused_where_it_is_wrong(
     assert fault in str(caught.value)
 
 
+def of_length(schedule: Schedule, resolved: ResolvedConfig) -> ResolvedConfig:
+    return completed(resolved, resolved.run, 2, "cpu", schedule)
+
+
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
@@ -236,18 +240,19 @@ def test_the_config_a_run_leaves_behind_repeats_it(name, blocks, tmp_path):
     first = parse_flags(["--deepspeed_config", path, "--max_steps", "100", "--warmup_steps", "5"])
     if blocks and "scheduler" not in blocks:
         first = parse_flags(["--deepspeed_config", path])
-    done = resolve(written, path, first, 2, "cpu", schedule)
+    done = of_length(schedule, resolve(written, path, first, 2, "cpu"))
     write_reference(tmp_path, done)
     again = parse_flags(["--config", str(tmp_path / "config.yaml")])
     assert again.deepspeed_config == path
-    assert resolve(written, path, again, 2, "cpu", schedule).config == done.config
+    repeated = of_length(schedule, resolve(written, path, again, 2, "cpu"))
+    assert repeated.config == done.config
 
 
 def test_a_scheduler_of_deepspeeds_gets_the_flags_and_the_length_of_the_run():
     config = {**SHIPPED, "scheduler": {"type": "WarmupDecayLR"}}
     schedule = Schedule("cosine", 2e-3, 0.1, 7, 50)
     run = parse_flags(["--learning_rate", "2e-3", "--max_steps", "50", "--warmup_steps", "7"])
-    found = resolve(config, "ds.json", run, 2, "cpu", schedule)
+    found = of_length(schedule, resolve(config, "ds.json", run, 2, "cpu"))
     assert found.scheduler == "WarmupDecayLR"
     params = found.config["scheduler"]["params"]
     assert params == {"warmup_max_lr": 2e-3, "warmup_num_steps": 7, "total_num_steps": 50}
