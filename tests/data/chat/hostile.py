@@ -51,7 +51,7 @@ HOSTILE = {
     "title": BIG + "{{ big|title|length }}",
     "xmlattr": "{{ dict.fromkeys(range(99999), 'a' * 99999)|xmlattr|length }}" * 99,
     "tojson": "{{ ([['a' * 99999] * 999] * 99)|tojson|length }}",
-    "sort": "{{ (range(99999)|list * 99)|sort|length }}" * 99,
+    "sort": "{{ (range(99999)|list * 150)|sort|length }}" * 99,
     "sum of lists": "{{ ([[1] * 999] * 99999)|sum(start=[])|length }}",
     "doubling": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}"
     "{% endfor %}{{ n.s }}",
