@@ -23,7 +23,7 @@ from typing import Any
 import minimind.train as training
 from benchmarks.record import arguments, record
 from minimind.cli.main import main as minimind
-from minimind.data.rows.order import skip_rows_text
+from minimind.data.rows.skip_rows import skip_rows_text
 from minimind.errors import NumericError
 from minimind.recovery.step_rows import documents_of, read_run
 

@@ -154,7 +154,7 @@ def _with_rules(
             )
         limited = replace(limited, max_tokens=machine.tokens)
     if text is not None:
-        from minimind.data.rows.order import rows_of_sources
+        from minimind.data.rows.skip_rows import rows_of_sources
 
         sources = rows_of_sources(run, text)
     values, work = values_by_rules(

@@ -428,7 +428,7 @@ def _read_run(run_dir: Path) -> RunLog:
 
 def _print_rows(args: At, steps: range) -> int:
     """Print the rows of steps, as a file for --skip_rows."""
-    from minimind.data.rows.order import skip_rows_text
+    from minimind.data.rows.skip_rows import skip_rows_text
 
     log = _read_run(args.run)
     stretches = [log.at(step) for step in steps]

@@ -26,7 +26,7 @@ from minimind.config.rules import (
     values_by_rules,
 )
 from minimind.config.run_config import RunConfig
-from minimind.data.rows.order import rows_of_sources
+from minimind.data.rows.skip_rows import rows_of_sources
 from minimind.errors import CheckpointError, UsageError
 from minimind.report.formats import size
 from minimind.train.rows import run_budgets

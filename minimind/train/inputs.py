@@ -56,7 +56,7 @@ def require_inputs(run: RunConfig) -> None:
 
         read_template(path)
     if (path := _missing(run.skip_rows)) is not None:
-        from minimind.data.rows.order import read_skip_rows
+        from minimind.data.rows.skip_rows import read_skip_rows
 
         read_skip_rows(Path(path), 0, 0, "")
     if run.sample_interval and run.sample_prompts is not None:

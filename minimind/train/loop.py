@@ -28,7 +28,7 @@ from minimind.config.run_config import MARGIN, PATIENCE, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import Batches
-from minimind.data.rows.order import skip_rows_text
+from minimind.data.rows.skip_rows import skip_rows_text
 from minimind.engine.build import Engine
 from minimind.engine.clocks import CommunicationClock, PhaseClock
 from minimind.engine.loss_of_batch import routing_fields

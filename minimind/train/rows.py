@@ -16,16 +16,8 @@ from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import Batches, StagedBatches
-from minimind.data.rows.order import (
-    Mixture,
-    Order,
-    Origin,
-    Ranges,
-    count_rows,
-    joined,
-    rows_in,
-    rows_left_out,
-)
+from minimind.data.rows.order import Mixture, Order, Origin, Ranges, count_rows, joined, rows_in
+from minimind.data.rows.skip_rows import rows_left_out
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, TooFewRows, UsageError

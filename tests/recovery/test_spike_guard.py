@@ -15,7 +15,7 @@ import pytest
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, read_manifest
 from minimind.config.run_config import MARGIN, PATIENCE
-from minimind.data.rows.order import skip_rows_text
+from minimind.data.rows.skip_rows import skip_rows_text
 from minimind.data.shards.token_shards import TokenShards
 from minimind.errors import NumericError
 from minimind.recovery.step_rows import read_run

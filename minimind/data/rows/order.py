@@ -8,23 +8,17 @@ out leave no trace in it: the others keep their order.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from minimind.config.flags import MOST_LEFT_OUT
-from minimind.config.rules import SourceRows
 from minimind.config.run_config import RunConfig
-from minimind.errors import UsageError
-from minimind.runtime.durable_files import read_small
 
 ROUNDS = 8  # one sha512 digest gives 8 round keys of 8 bytes
 
@@ -72,7 +66,8 @@ class Shuffle:
         found = np.full(len(passes), row)
         places = unpermute(found, self.size, self.seed, passes, self.source)
         if len(self.left_out):
-            places -= [self.gaps_before(p, one) for p, one in zip(places, passes, strict=True)]
+            pairs = zip(places, passes, strict=True)
+            places -= np.array([self.gaps_before(*pair) for pair in pairs], dtype=np.int64)
         return places
 
     def beside_gaps(self, places: np.ndarray, number: int) -> np.ndarray:
@@ -146,6 +141,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 MOST_SOURCES = 10_000
+ENDLESS = 2**62  # rows of a run that has no stages
 Ranges = tuple[tuple[int, int], ...]  # row numbers, ascending: first and one after the last
 
 
@@ -160,6 +156,17 @@ def count_rows(ranges: Ranges) -> int:
     return sum(stop - first for first, stop in ranges)
 
 
+def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Ascending ranges; those that overlap or touch are joined."""
+    found: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((first, stop))
+    return tuple(found)
+
+
 def left_out_by_source(sizes: Sequence[int], left_out: Ranges) -> list[np.ndarray]:
     """Numbers within its source of the rows left out, by source."""
     ends, rows = np.cumsum(sizes), rows_in(left_out)
@@ -171,14 +178,19 @@ def left_out_by_source(sizes: Sequence[int], left_out: Ranges) -> list[np.ndarra
 class Mixture:
     """Rows of each source and its weight, relative to the sum of weights.
 
-    An epoch has as many rows as all sources together, without those left out, and each source a
-    quota of them. A source is read in shuffled passes across epochs; after an epoch, read counts
-    differ by at most one.
+    An epoch has `epoch_rows` rows (0: as many as all sources together, without those left out), and
+    each source a quota of them. A source is read in shuffled passes across epochs; after an epoch,
+    read counts differ by at most one. The mixture of a stage ends after `stage_rows`, in a shorter
+    last epoch with quotas of its own; its weights may be 0.
     """
 
     sizes: tuple[int, ...]
     weights: tuple[float, ...]
     left_out: Ranges = ()
+    stage_rows: int = ENDLESS
+    epoch_rows: int = 0
+    first_epoch: int = 0  # epochs of the earlier stages
+    begun: tuple[int, ...] = ()  # rows of each source that earlier stages read at this length
 
     def __post_init__(self) -> None:
         if not 0 < len(self.sizes) == len(self.weights) <= MOST_SOURCES:
@@ -186,15 +198,22 @@ class Mixture:
                 f"{len(self.sizes)} sources have {len(self.weights)} weights; at most"
                 f" {MOST_SOURCES:,} can be mixed"
             )
+        is_stage = self.stage_rows != ENDLESS
+        if is_stage and (len(self.begun) != len(self.sizes) or not any(self.weights)):
+            raise ValueError(f"{len(self.sizes)} sources have the weights {self.weights}")
         for number, (size, weight) in enumerate(zip(self.sizes, self.weights, strict=True)):
+            if is_stage and not weight:
+                continue
             if size < 1:
                 raise ValueError(f"source {number} has {size} rows")
             if not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(f"source {number} has the weight {weight}")
             if not self.kept[number]:
                 raise ValueError(f"all {size} rows of source {number} are left out")
+        if not 0 < self.n_rows <= self.stage_rows:
+            raise ValueError(f"{self.stage_rows} rows have no epoch of {self.n_rows}")
         for number, quota in enumerate(self.quotas):
-            if quota < 1:
+            if quota < 1 and not is_stage:
                 raise ValueError(
                     f"source {number} has weight {self.weights[number]:g}, which rounds to none of"
                     f" the {self.n_rows} rows of an epoch"
@@ -212,11 +231,13 @@ class Mixture:
 
     @property
     def n_rows(self) -> int:
-        """Rows per epoch: of all sources, without those left out."""
-        return sum(self.kept)
+        """Rows of an epoch, but for the last of a stage."""
+        return self.epoch_rows or sum(self.kept)
 
-    def _shuffle(self, source: int, seed: int) -> Shuffle:
-        return Shuffle(self.sizes[source], seed, self._left_out[source], source)
+    @property
+    def whole_epochs(self) -> int:
+        """Epochs of `n_rows` rows."""
+        return self.stage_rows // self.n_rows
 
     @cached_property
     def quotas(self) -> tuple[int, ...]:
@@ -225,6 +246,11 @@ class Mixture:
         Computed with fractions, independent of the machine's rounding.
         """
         return self._quotas_of(self.n_rows)
+
+    @cached_property
+    def tail_quotas(self) -> tuple[int, ...]:
+        """Rows of each source in the shorter last epoch."""
+        return self._quotas_of(self.stage_rows % self.n_rows)
 
     def _quotas_of(self, n_rows: int) -> tuple[int, ...]:
         total = sum(map(Fraction, self.weights))
@@ -235,26 +261,42 @@ class Mixture:
             quotas[number] += 1
         return tuple(quotas)
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Rows of each source that a stage reads."""
+        pairs = zip(self.quotas, self.tail_quotas, strict=True)
+        return tuple(self.whole_epochs * quota + tail for quota, tail in pairs)
+
+    def _read_before(self, source: int, epoch: int) -> int:
+        """How many rows of a source, of this length, were read before an epoch."""
+        epochs = epoch - self.first_epoch
+        whole = min(epochs, self.whole_epochs)
+        before = (self.begun[source] if self.begun else 0) + whole * self.quotas[source]
+        return before + (self.tail_quotas[source] if epochs > whole else 0)
+
     def rows_at(self, positions: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
         """Row indices (int64, over all sources) at `positions` of `epochs`.
 
         The shuffled positions of an epoch are assigned to sources by quota, and within a source to
-        its sequence of passes.
+        its sequence of passes. After the end of a stage, up to which threads may read ahead, they
+        are any rows.
         """
-        return self._dealt(positions, seed, epochs, self.n_rows, self.quotas)
+        last, tail = self.first_epoch + self.whole_epochs, self.stage_rows % self.n_rows
+        is_last = (epochs >= last) & (tail > 0)
+        rows = np.empty_like(positions)
+        inside = ~is_last
+        rows[inside] = self._dealt(positions[inside], seed, epochs[inside], self.quotas)
+        if is_last.any():
+            places, epochs = positions[is_last] % tail, np.full(is_last.sum(), last)
+            rows[is_last] = self._dealt(places, seed, epochs, self.tail_quotas)
+        return rows
 
     def _dealt(
-        self,
-        positions: np.ndarray,
-        seed: int,
-        epochs: np.ndarray,
-        n_rows: int,
-        quotas: tuple[int, ...],
+        self, positions: np.ndarray, seed: int, epochs: np.ndarray, quotas: tuple[int, ...]
     ) -> np.ndarray:
-        """Row indices at `positions` of epochs of `n_rows` rows that have these quotas."""
-        shuffled = permute(positions, n_rows, seed, epochs)
-        ends = np.cumsum(quotas)
-        source_of = np.searchsorted(ends, shuffled, side="right")
+        """Row indices at `positions` of epochs that have these quotas."""
+        shuffled = permute(positions, sum(quotas), seed, epochs)
+        source_of = np.searchsorted(np.cumsum(quotas), shuffled, side="right")
         rows = np.empty_like(shuffled)
         for source in np.unique(source_of).tolist():
             mine = np.flatnonzero(source_of == source)
@@ -267,7 +309,7 @@ class Mixture:
         size = self.kept[source]
         # Python's integers: an epoch times a quota may lie beyond int64.
         starts = {
-            epoch: divmod(self.reads_before(source, epoch), size)
+            epoch: divmod(self._read_before(source, epoch), size)
             for epoch in np.unique(epochs).tolist()
         }
         passes, read = np.array([starts[epoch] for epoch in epochs.tolist()], dtype=np.int64).T
@@ -275,22 +317,31 @@ class Mixture:
         rows = self._shuffle(source, seed).rows_at(place, passes + further)
         return sum(self.sizes[:source]) + rows
 
-    def reads_before(self, source: int, epoch: int) -> int:
-        """How many rows of a source were read before an epoch, over all of its passes."""
-        return epoch * self.quotas[source]
+    def _shuffle(self, source: int, seed: int) -> Shuffle:
+        return Shuffle(self.sizes[source], seed, self._left_out[source], source)
 
     def reads_of(self, row: int, seed: int, epochs: range) -> tuple[np.ndarray, np.ndarray]:
         """Positions and epochs, int64, at which `row` is read; the inverse of `rows_at`."""
         source = int(np.searchsorted(np.cumsum(self.sizes), row, side="right"))
-        size, quota, before = self.kept[source], self.quotas[source], sum(self.quotas[:source])
+        size, quota = self.kept[source], self.quotas[source]
+        first, stop = (self._read_before(source, at) for at in (epochs.start, epochs.stop))
+        passes = np.arange(first // size, -(-stop // size))  # the first and last may be partial
         within = row - sum(self.sizes[:source])
-        first, last = epochs.start * quota // size, (epochs.stop * quota - 1) // size
-        passes = np.arange(first, last + 1)
-        places = self._shuffle(source, seed).places_of(within, passes)
-        read_in, turn = np.divmod(passes * size + places, quota)
-        inside = (read_in >= epochs.start) & (read_in < epochs.stop)
-        read_in, turn = read_in[inside], turn[inside]
-        return unpermute(before + turn, self.n_rows, seed, read_in), read_in
+        reads = passes * size + self._shuffle(source, seed).places_of(within, passes)
+        reads = reads[(reads >= first) & (reads < stop)]
+        reads -= self._read_before(source, self.first_epoch)
+        whole = self.whole_epochs
+        numbers = np.minimum(reads // quota, whole) if quota else np.full(len(reads), whole)
+        turns, read_in = reads - numbers * quota, numbers + self.first_epoch
+        positions = np.empty_like(turns)
+        for chosen, quotas in (
+            (numbers < whole, self.quotas),
+            (numbers == whole, self.tail_quotas),
+        ):
+            if chosen.any():
+                places = sum(quotas[:source]) + turns[chosen]
+                positions[chosen] = unpermute(places, sum(quotas), seed, read_in[chosen])
+        return positions, read_in
 
 
 @dataclass(frozen=True)
@@ -500,123 +551,3 @@ class Order:
             return None
         skipped = self._steps_left(origin) + (later - 1) * self.steps_per_epoch if later else 0
         return origin.step + skipped + number, at
-
-
-HEADER = re.compile(r"# rows of (\d+) tokens of text ([0-9a-f]{8})\s*")
-MOST_BYTES = 2**28  # lines of nonfinite_rows.jsonl have the tokens of their rows
-LINE = re.compile(r"(\d{1,16})(?::(\d{1,16}))?")
-
-
-def skip_rows_text(rows: Iterable[int], row_tokens: int, fingerprint: str) -> str:
-    """Return a file that leaves out `rows`; its first line names the text and the row length."""
-    lines = [f"# rows of {row_tokens} tokens of text {fingerprint[:8]}"]
-    for first, stop in joined((row, row + 1) for row in rows):
-        lines.append(f"{first}:{stop - 1}" if stop - first > 1 else str(first))
-    return "\n".join(lines) + "\n"
-
-
-def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -> Ranges:
-    """Return the rows in a file, as ranges; raise UsageError for a line that names none.
-
-    A line is a row (17), a range (17:19), a comment (#), or a JSON object with a `row`, such as
-    those of nonfinite_rows.jsonl. Rows count from 0 and depend on --max_seq_len, so a file with the
-    first line of `skip_rows_text` is refused for other text or rows of another length.
-    """
-    try:
-        lines = read_small(path, MOST_BYTES).decode(errors="replace").splitlines()
-    except OSError as error:
-        raise UsageError(f"--skip_rows {path}: {error.strerror}; correct the path") from error
-    ranges: set[tuple[int, int]] = set()
-    for number, line in enumerate(lines, 1):
-        where = f"--skip_rows {path}:{number}"
-        if header := HEADER.fullmatch(line):
-            if header.groups() != (str(row_tokens), fingerprint[:8]):
-                raise UsageError(
-                    f"{where}: has rows of {header[1]} tokens of text {header[2]}, and this run"
-                    f" reads rows of {row_tokens} of text {fingerprint[:8]}; give a file made for"
-                    " it"
-                )
-        elif line.strip() and not line.lstrip().startswith("#"):
-            found = _rows_of(line.strip(), row_tokens, where)
-            if found is None:
-                continue
-            if not 0 <= found.start < found.stop <= n_rows:
-                raise UsageError(f"{where}: {line.strip()[:80]!r} is not in rows 0 to {n_rows - 1}")
-            ranges.add((found.start, found.stop))
-    if not ranges:
-        raise UsageError(f"--skip_rows {path}: has no rows; add some, or drop the flag")
-    rows = joined(ranges)
-    if (count := count_rows(rows)) > MOST_LEFT_OUT:
-        raise UsageError(
-            f"--skip_rows {path}: has {count:,} rows, more than {MOST_LEFT_OUT:,}; take their"
-            " documents out of the text instead"
-        )
-    return rows
-
-
-def sizes_of_sources(run: RunConfig, manifest: Mapping[str, Any]) -> tuple[int, ...]:
-    """Rows that the tokens of each source of a manifest make, of --max_seq_len tokens and one."""
-    return tuple(one["tokens"]["train"] // (run.max_seq_len + 1) for one in manifest["sources"])
-
-
-def rows_left_out(run: RunConfig, sizes: Sequence[int], manifest: Mapping[str, Any]) -> Ranges:
-    """The rows of --skip_rows; `sizes` has the number of rows of each source."""
-    if run.skip_rows is None:
-        return ()
-    path, row_tokens = Path(run.skip_rows), run.max_seq_len + 1
-    return read_skip_rows(path, sum(sizes), row_tokens, manifest["fingerprint"])
-
-
-def rows_of_sources(run: RunConfig, manifest: Mapping[str, Any]) -> list[SourceRows]:
-    """Rows of the sources of a manifest, without those of --skip_rows if it is of text."""
-    sizes, ranges = sizes_of_sources(run, manifest), ()
-    if run.task == "pretrain":  # rows of conversations are numbered once they are packed
-        ranges = rows_left_out(run, sizes, manifest)
-    left_out = left_out_by_source(sizes, ranges)
-    return [
-        SourceRows(one["name"], size - len(out), one["weight"])
-        for one, size, out in zip(manifest["sources"], sizes, left_out, strict=True)
-    ]
-
-
-def _rows_of(line: str, row_tokens: int, where: str) -> range | None:
-    """Rows of a line, None for one of a gradient; raise UsageError for another line."""
-    if line.startswith("{"):
-        value = _row_object(line)
-        tokens = value.get("tokens")
-        if isinstance(tokens, list) and len(tokens) != row_tokens:
-            raise UsageError(
-                f"{where}: is a row of {len(tokens)} tokens, and this run reads rows of"
-                f" {row_tokens} (--max_seq_len); give rows of this length"
-            )
-        row = value.get("row")
-        if "row" not in value and "step" in value:  # in nonfinite_rows.jsonl: names no row
-            return None
-        if isinstance(row, int) and not isinstance(row, bool):
-            return range(row, row + 1)
-    elif match := LINE.fullmatch(line):
-        return range(int(match[1]), int(match[2] or match[1]) + 1)
-    raise UsageError(
-        f"{where}: {line[:80]!r} is no row (17), range (17:19) or JSON object with a row; correct"
-        " it"
-    )
-
-
-def _row_object(line: str) -> dict[str, Any]:
-    """The JSON object of a line; empty for other lines."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Ascending ranges; those that overlap or touch are joined."""
-    found: list[tuple[int, int]] = []
-    for first, stop in sorted(ranges):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((first, stop))
-    return tuple(found)

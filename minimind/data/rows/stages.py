@@ -19,98 +19,8 @@ import numpy as np
 
 from minimind.config.run_config import RunConfig
 from minimind.config.stages import Stage, StagesFile
-from minimind.data.rows.order import Mixture, Order, Origin, Ranges, unpermute
+from minimind.data.rows.order import Mixture, Order, Origin, Ranges
 from minimind.errors import DataError, TooFewRows, UsageError
-
-
-@dataclass(frozen=True)
-class StageMixture(Mixture):
-    """Rows of one stage, by source: in epochs of `epoch_rows` rows, the last of them shorter.
-
-    Weights may be 0. After the stage each source has been read as often as `reads` says.
-    """
-
-    stage_rows: int = 1
-    epoch_rows: int = 1
-    first_epoch: int = 0  # epochs of the earlier stages
-    begun: tuple[int, ...] = ()  # rows of each source that earlier stages read at this length
-
-    def __post_init__(self) -> None:
-        if {len(self.weights), len(self.begun)} != {len(self.sizes)} or not any(self.weights):
-            raise ValueError(f"{len(self.sizes)} sources have the weights {self.weights}")
-        for number, weight in enumerate(self.weights):
-            if weight and not self.kept[number]:
-                raise ValueError(f"all rows of source {number} are left out")
-        if not 0 < self.epoch_rows <= self.stage_rows:
-            raise ValueError(f"{self.stage_rows} rows have no epoch of {self.epoch_rows}")
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of an epoch that is no last one."""
-        return self.epoch_rows
-
-    @property
-    def whole_epochs(self) -> int:
-        return self.stage_rows // self.epoch_rows
-
-    @cached_property
-    def tail_quotas(self) -> tuple[int, ...]:
-        """Rows of each source in the shorter last epoch."""
-        return self._quotas_of(self.stage_rows % self.epoch_rows)
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Rows of each source that the stage reads."""
-        pairs = zip(self.quotas, self.tail_quotas, strict=True)
-        return tuple(self.whole_epochs * quota + tail for quota, tail in pairs)
-
-    def reads_before(self, source: int, epoch: int) -> int:
-        """How many rows of a source, of this length, were read before an epoch."""
-        return self.begun[source] + (epoch - self.first_epoch) * self.quotas[source]
-
-    def rows_at(self, positions: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
-        """Row indices (int64, over all sources) at `positions` of `epochs`.
-
-        After the end of the stage, up to which threads may read ahead, they are any rows.
-        """
-        tail = self.stage_rows % self.epoch_rows
-        last = self.first_epoch + self.whole_epochs
-        is_last = (epochs >= last) & (tail > 0)
-        rows = np.empty_like(positions)
-        if not is_last.all():
-            inside = ~is_last
-            rows[inside] = self._dealt(
-                positions[inside], seed, epochs[inside], self.epoch_rows, self.quotas
-            )
-        if is_last.any():
-            places, epochs = positions[is_last] % tail, np.full(is_last.sum(), last)
-            rows[is_last] = self._dealt(places, seed, epochs, tail, self.tail_quotas)
-        return rows
-
-    def reads_of(self, row: int, seed: int, epochs: range) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and epochs, int64, at which `row` is read; the inverse of `rows_at`."""
-        source = int(np.searchsorted(np.cumsum(self.sizes), row, side="right"))
-        size, begun, total = self.kept[source], self.begun[source], self.reads[source]
-        first = begun // size
-        after = -(-(begun + total) // size) if total else first  # the last pass may be partial
-        passes = np.arange(first, after)
-        within = row - sum(self.sizes[:source])
-        reads = passes * size + self._shuffle(source, seed).places_of(within, passes) - begun
-        reads = reads[(reads >= 0) & (reads < total)]
-        quota, whole = self.quotas[source], self.whole_epochs
-        numbers = np.minimum(reads // quota, whole) if quota else np.full(len(reads), whole)
-        turns, epochs_of = reads - numbers * quota, numbers + self.first_epoch
-        positions = np.empty_like(turns)
-        is_last = numbers == whole
-        for chosen, n_rows, quotas in (
-            (~is_last, self.epoch_rows, self.quotas),
-            (is_last, self.stage_rows % self.epoch_rows, self.tail_quotas),
-        ):
-            if chosen.any():
-                places = sum(quotas[:source]) + turns[chosen]
-                positions[chosen] = unpermute(places, n_rows, seed, epochs_of[chosen])
-        inside = (epochs_of >= epochs.start) & (epochs_of < epochs.stop)
-        return positions[inside], epochs_of[inside]
 
 
 @dataclass(frozen=True)
@@ -185,9 +95,9 @@ class StagedOrder(Order):
         }
 
 
-def mixture_of(part: Order) -> StageMixture:
+def mixture_of(part: Order) -> Mixture:
     """The mixture of the order of a stage."""
-    assert isinstance(part.mixture, StageMixture)
+    assert part.mixture is not None
     return part.mixture
 
 
@@ -219,7 +129,7 @@ def orders_from_json(stages: Sequence[dict[str, Any]], seed: int) -> list[Order]
     for one in stages:
         start, mixed = one["origin"], one["mixture"]
         left_out = tuple((first, stop) for first, stop in start.get("left_out", ()))
-        mixture = StageMixture(
+        mixture = Mixture(
             tuple(mixed["sizes"]),
             tuple(mixed["weights"]),
             left_out,
@@ -282,7 +192,7 @@ def _mixed(
     stage: Stage,
     names: Sequence[str],
     where: str,
-) -> StageMixture:
+) -> Mixture:
     """The mixture of a stage alone; raise DataError or UsageError if a source has none to read."""
     row_tokens, where = stage.run.max_seq_len + 1, f"{where}: stage {stage.name}"
     read = [number for number, weight in enumerate(weights) if weight]
@@ -295,7 +205,7 @@ def _mixed(
         )
     try:
         none = (0,) * len(sizes)
-        mixture = StageMixture(sizes, weights, left_out, stage_rows, stage_rows, begun=none)
+        mixture = Mixture(sizes, weights, left_out, stage_rows, stage_rows, begun=none)
     except ValueError as error:
         raise DataError(
             f"{where}: {error} (of the sources {', '.join(names)}, counted from 0); leave fewer"

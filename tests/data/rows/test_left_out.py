@@ -10,7 +10,8 @@ import pytest
 
 from minimind.checkpoint.validation import validate_order
 from minimind.config.flags import MOST_LEFT_OUT
-from minimind.data.rows.order import Mixture, Order, Origin, read_skip_rows, skip_rows_text
+from minimind.data.rows.order import Mixture, Order, Origin
+from minimind.data.rows.skip_rows import read_skip_rows, skip_rows_text
 from minimind.errors import CheckpointError, UsageError
 
 OUT = ((0, 1), (17, 20), (55, 56), (102, 103))
@@ -198,3 +199,10 @@ def test_too_many_rows_are_refused(tmp_path: Path):
     file.write_text(f"0:{MOST_LEFT_OUT}\n")
     with pytest.raises(UsageError, match="take their documents out"):
         read_skip_rows(file, 10**9, 257, FINGERPRINT)
+
+
+def test_a_row_of_a_source_that_a_stage_does_not_read_is_read_at_no_step():
+    left_out = ((3, 5),)
+    mixture = Mixture((10, 8), (1.0, 0.0), left_out, stage_rows=16, epoch_rows=8, begun=(0, 0))
+    order = Order(18, 4, 5, mixture=mixture, left_out=left_out)
+    assert order.reads_of(12, 4) == []
