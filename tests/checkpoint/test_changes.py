@@ -207,11 +207,6 @@ def test_a_change_is_refused_with_old_and_new_and_the_flag_that_allows_it(
     assert len(events(run, "run_changed")) == 1
 
 
-def test_a_model_of_another_width_cannot_be_allowed(run: Path, flags: dict[str, Any]):
-    with pytest.raises(CheckpointError, match=r"does not fit this model.*\[600, 32\]"):
-        train(flags, out_dir=str(run), dim=64, allow_change="model")
-
-
 def test_a_new_rate_is_in_force_at_once(stopped: Path, run: Path, flags: dict[str, Any]):
     train(flags, out_dir=str(run), learning_rate=1e-3, allow_change="lr")
     whole = steps(stopped / "whole")

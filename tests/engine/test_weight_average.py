@@ -21,8 +21,9 @@ from tools.runs import events
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
     **{"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
-    **{"vocab_size": 600, "batch_size": 2, "device": "cpu", "log_interval": 1, "max_steps": 6},
+    **{"vocab_size": 600, "batch_size": 1, "device": "cpu", "log_interval": 1, "max_steps": 6},
     **{"deepspeed_config": "none", "learning_rate": 1e-2, "val_fraction": 0.05, "eval_rows": 8},
+    "accumulation_steps": 2,
 }
 
 
