@@ -231,8 +231,14 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     "empty tokenizer": (["{text}", "--out", "{out}", "--tokenizer", ""], "--tokenizer is empty"),
     "small shards": (["{text}", "--out", "{out}", "--shard_bytes", "1"], "shard_bytes = 1 cuts"),
     "weight nan": (["--out", "{out}", "--source", "a={text}:nan"], "weight = nan is not a number"),
-    "weight comma": (["--out", "{out}", "--source", "a={text}:2,5"], "weight = 2,5 is not a number"),
-    "weight of a glob": (["--out", "{out}", "--source", "a=*.txt:2x"], "weight = 2x is not a number"),
+    "weight comma": (
+        ["--out", "{out}", "--source", "a={text}:2,5"],
+        "weight = 2,5 is not a number",
+    ),
+    "weight of a glob": (
+        ["--out", "{out}", "--source", "a=*.txt:2x"],
+        "weight = 2x is not a number",
+    ),
     "source twice": (
         ["--out", "{out}", "--sources", "{here}/twice.yaml"],
         "twice.yaml:2:1: duplicate key a; correct the YAML",
