@@ -30,11 +30,12 @@ T = TypeVar("T")
 class OfPlace(Command):
     """A command on a run or on one of its checkpoints."""
 
+    is_subject: ClassVar = True
     origins: ClassVar = {"place": CheckpointError}
-    place: str | None = argument(None, nargs="?", is_positional=True)
+    place: str | None = argument(None, nargs="?", metavar="PLACE", is_positional=True)
     """a run's out_dir, or a step_ directory"""
     checkpoint: str | None = argument(None, metavar="PLACE")
-    """same as place"""
+    """same as PLACE without a flag"""
 
     def named(self) -> str:
         """The path that is given, in either way; UsageError for none or two."""
@@ -163,7 +164,7 @@ class Whole(Output):
 
 
 @dataclass(kw_only=True)
-class Consolidate(Whole, OfPlace):
+class Consolidate(OfPlace, Whole):
     """Merge the shards into safetensors files, after verifying their hashes."""
 
     example = "minimind checkpoint consolidate out --out out/whole"

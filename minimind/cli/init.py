@@ -60,33 +60,34 @@ SLOWER = {"measured": 1.5, "assumed": 2.0}  # the far end of the forecast
 class Init(OutputFile):
     """Write a commented run.yaml for your text, your machine and your time.
 
-    Choose model, vocabulary and length of a run for a text and the hours there are, and write them
-    to a YAML file with the reason for each. Asks on a terminal for what no flag gives.
+    It has the model, vocabulary and length of the run, each with its reason. What no flag gives is
+    asked on a terminal.
     """
 
     example = "minimind init --data_path my_text.jsonl --hours 2"
     paths: list[str] = argument((), nargs="*", parse=non_empty, metavar="TEXT", is_positional=True)
     """text files or folders, or one of `minimind prepare`, as --data_path of a run"""
     data_path: list[str] = argument((), nargs="+", parse=non_empty, metavar="TEXT")
-    """more of them"""
-    text_field: str | None = shared("text_field", default=None, parse=utf8)
+    """same as TEXT without a flag"""
+    text_field: str | None = shared("text_field", default=None, parse=utf8, metavar="NAME")
     """field or column of the text"""
     max_document_bytes: int | None = argument(None, parse=count_of_bytes)
-    """longest document, in UTF-8 (default: 64MiB)"""
+    """longest document in bytes of UTF-8 (default: 64MiB)"""
     on_bad_data: str | None = shared("on_bad_data", default=None)
     """stop at a bad document (error), or skip it, here and in the run"""
     hours: float | None = argument(None, gt=0, unset=HOURS)
-    """time from the command to the end"""
+    """hours from the command that starts the run to its end"""
     out: Path = argument(Path("run.yaml"))
     """YAML file to write; its prompts for samples are beside it"""
-    out_dir: str | None = argument(None, parse=non_empty)
-    """out_dir of the run (default: out/ and the name of the text)"""
+    out_dir: str | None = argument(None, parse=non_empty, metavar="DIR")
+    """folder of the run (default: out/ and the name of the text)"""
     gpus: int | None = argument(None, ge=1)
-    """GPUs (default: those of this machine)"""
-    gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS)
-    """model of the GPUs, also of another machine (default: that of this one)"""
+    """number of GPUs (default: those of this machine)"""
+    gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS, metavar="NAME")
+    """model of the GPUs, also of another machine, such as H100 or 4090; another name
+    prints all (default: that of this machine)"""
     device: str = argument("auto", choices=DEVICES)
-    """auto uses a GPU if there is one"""
+    """where the run computes; auto uses a GPU if there is one"""
     yes: bool = argument(False)
     """ask nothing, and take the defaults"""
 

@@ -24,6 +24,7 @@ ANSWER: dict[str, Any] = {"max_new_tokens": 512, "temperature": 0.7}
 class OfModel(Command):
     """A command that computes with a trained model."""
 
+    is_subject: ClassVar = True
     origins: ClassVar = {"model": CheckpointError}
     checkpoint: str | None = argument(None, metavar="PLACE")
     """a run's out_dir, or a step_ directory"""
@@ -34,7 +35,7 @@ class OfModel(Command):
     weights: str = argument("trained", choices=("trained", "ema"))
     """weights of a checkpoint: as trained, or their moving average of --ema"""
     device: str = argument("auto", choices=DEVICES)
-    """auto uses a GPU if there is one"""
+    """where the model computes; auto uses a GPU if there is one"""
 
     def chosen_device(self, launch: Launch | None = None) -> str:
         """The device of --device for this process; UsageError if it is not here."""
@@ -84,7 +85,7 @@ class Sampled(OfModel):
     repetition_penalty: float = argument(1.0, ge=0.01, le=100)
     """above 1, repeated tokens become less likely; 1: off"""
     seed: int = argument(42, ge=0)
-    """seed; each text is sampled independently"""
+    """seed of the sampling"""
 
     def load_to_sample(self, stop: list[str]) -> tuple[Any, Any, Path, Sampling]:
         """The model on its device, its tokenizer, where they are, and how texts are sampled."""
