@@ -1,4 +1,4 @@
-"""What `minimind generate`, `chat`, `serve` and `eval` share: a model, and how to sample."""
+"""What commands on a trained model share: its weights, and how to sample."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ ANSWER: dict[str, Any] = {"max_new_tokens": 512, "temperature": 0.7}
 
 
 @dataclass(kw_only=True)
-class OfModel(Command):
+class OfWeights(Command):
+    """A command that reads the weights of a checkpoint."""
+
+    is_subject: ClassVar = True
+    weights: str = argument("trained", choices=("trained", "ema"))
+    """weights of a checkpoint: as trained, or their moving average of --ema"""
+
+
+@dataclass(kw_only=True)
+class OfModel(OfWeights):
     """A command that computes with a trained model."""
 
     is_subject: ClassVar = True
@@ -32,8 +41,6 @@ class OfModel(Command):
     """exported directory, or one with weights of a Llama or MiniMind2 model"""
     tokenizer: str | None = argument(None, parse=non_empty, metavar="PATH")
     """tokenizer of --model (default: the one in DIR)"""
-    weights: str = argument("trained", choices=("trained", "ema"))
-    """weights of a checkpoint: as trained, or their moving average of --ema"""
     device: str = argument("auto", choices=DEVICES)
     """where the model computes; auto uses a GPU if there is one"""
 
