@@ -31,6 +31,7 @@ from minimind.config.deepspeed.rules import plain_faults
 from minimind.config.flags import ALONE, AUTO, FLAGS
 from minimind.config.names import unknown_flag
 from minimind.config.optimizers import OPTIMIZERS
+from minimind.config.origin import OPEN, Origin, Rank
 from minimind.config.parse import parse_flags, words_of
 from minimind.config.paths import shell_word
 from minimind.config.rules import (
@@ -40,7 +41,7 @@ from minimind.config.rules import (
     values_by_rules,
     with_dtype,
 )
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, Rank, RunConfig, deepspeed_files
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig, deepspeed_files
 from minimind.config.schedule import budget_steps
 from minimind.errors import UsageError, fault_error
 from minimind.runtime import disk
@@ -90,7 +91,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
 
         text = described_text(run)
     if text and not run.is_explicit("vocab_size"):
-        run = run.with_values("the text", vocab_size=text["vocab_size"])
+        run = run.with_values(Origin("the text", Rank.DATA), vocab_size=text["vocab_size"])
     run, vocabulary = with_special_tokens(run)
     path = run.deepspeed_config or os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
     device = "cuda" if run.device == "auto" else run.device
@@ -145,7 +146,7 @@ def _with_rules(
             values: dict[str, int] = {}
             if not run.is_explicit("accumulation_steps"):
                 values = largest_micro_batch(run, machine.gpus, device)
-            run = run.with_values(AUTO, Rank.OPEN, **values)
+            run = run.with_values(OPEN, **values)
             return run, (
                 "\n\nauto: the text decides --batch_size at the start. The numbers are for"
                 f" micro-batches of\n{run.micro_batch_rows(machine.gpus)} rows"
@@ -166,7 +167,7 @@ def _with_rules(
         shape.parameters,
         lambda tokens: budget_steps(limited, tokens, shape.parameters, flops_per_token(shape)),
     )
-    run = run.with_values(f"{AUTO}: as the start", Rank.RULE, **values)
+    run = run.with_values(Origin(f"{AUTO}: as the start", Rank.RULE), **values)
     if "batch_size" not in names:
         return run, ""
     return run, (

@@ -28,6 +28,7 @@ from minimind.architecture.hf_models import (
 )
 from minimind.architecture.shape import flops_per_token, shape_of
 from minimind.config.flags import OF_EXPERTS, SHAPE
+from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import CheckpointError, UsageError
@@ -70,7 +71,7 @@ def extend(run: RunConfig, by: str, config: MiniMindConfig) -> tuple[RunConfig, 
     if run.rope_original_length is None:  # the length of the model before any scaling
         before = shape_flags(config)["rope_original_length"]
         length = before or config.max_position_embeddings
-        run = run.with_values(by, rope_original_length=length)
+        run = run.with_values(Origin(by, Rank.DATA), rope_original_length=length)
     run, extended = run.with_complete_scaling(), deepcopy(config)
     extended.rope_scaling = scaling_of(run)
     return run, extended

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from minimind.config.flags import BY_TASK, FLAGS
+from minimind.config.flags import FLAGS
+from minimind.config.origin import BY_TASK
 from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
 

@@ -17,8 +17,9 @@ import yaml
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags, output_paths
-from minimind.config.flags import BY_TASK, FLAGS, SHAPE
-from minimind.config.run_config import Rank, RunConfig
+from minimind.config.flags import FLAGS, SHAPE
+from minimind.config.origin import Rank
+from minimind.config.run_config import RunConfig
 from minimind.config.run_record import HEAD, REST, with_sum
 from minimind.errors import LockedError, StorageError, UsageError
 from minimind.runtime import disk
@@ -194,7 +195,7 @@ def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
     left_out |= {name for _, name in ignored_flags(resolved.config)}
     if resolved.run.hugging_face is not None:  # decided by its config.json
         left_out |= {*SHAPE} - {"max_seq_len", "vocab_size"}
-    left_out |= {name for name, source in sources.items() if source == BY_TASK}
+    left_out |= {name for name, source in sources.items() if source.rank is Rank.TASK}
     if (resolved.run.source or resolved.run.stages) and not resolved.run.is_explicit("data_path"):
         left_out.add("data_path")  # the sources are the text
     given, rest = [HEAD], [REST]

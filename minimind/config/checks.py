@@ -14,7 +14,8 @@ from typing import Any
 from minimind.config.flags import FLAGS, SHAPE, TRACKERS, VAL_LOSS, as_words
 from minimind.config.names import is_utf8, utf8_fault
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.run_config import RECIPES, Origin, Rank, RunConfig, files_by_name
+from minimind.config.origin import Origin, Rank
+from minimind.config.run_config import RECIPES, RunConfig, files_by_name
 from minimind.config.template_variables import template_variables
 from minimind.errors import UsageError, fault_error
 from minimind.runtime import disk

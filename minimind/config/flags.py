@@ -28,8 +28,7 @@ MIRROR_WAIT_S = 300  # at the end of a run, for its uploads
 FEWEST_PIECES = 512  # of a vocabulary that is trained
 MOST_EXPERTS = 1024  # per layer
 MAX_ROPE_FACTOR = 1024  # also MAX_FACTOR of the model, which does not import this package
-BY_TASK = "--task sft"  # source of the values that it sets
-AUTO = "auto"  # value, and source, of a flag that the start decides (config/rules.py)
+AUTO = "auto"  # value of a flag that the start decides (config/rules.py)
 
 # Groups of settings that must match the checkpoint on resume (checkpoint/identity.py).
 CHANGEABLE = ("batch", "schedule", "lr", "data", "tokenizer", "model", "dtype", "seed")

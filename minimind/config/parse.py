@@ -20,12 +20,11 @@ from minimind.config.command_line import Parser, PrintCompletion
 from minimind.config.flags import AUTO, FLAGS, RULED, SHAPE, Flag
 from minimind.config.foreign_flags import equivalent_flag
 from minimind.config.names import suggest
+from minimind.config.origin import DEFAULT, OPEN, Origin, Rank
 from minimind.config.run_config import (
     CONFIGS,
     DISTRIBUTION,
     RECIPES,
-    Origin,
-    Rank,
     RunConfig,
     deepspeed_files,
     files_by_name,
@@ -111,8 +110,7 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
     """
     all_faults = [*faults, *unknown_keys(given, "the arguments")]
     values: dict[str, Any] = {}
-    default, is_open = Origin("default", Rank.DEFAULT), Origin(AUTO, Rank.OPEN)
-    unset = {name: is_open if name in RULED else default for name in FLAGS}
+    unset = {name: OPEN if name in RULED else DEFAULT for name in FLAGS}
     sources = dict(unset)
     invalid = set()
     for layer, source_of, rank in _layers(given, source, all_faults):

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minimind.config.flags import AUTO
-from minimind.config.run_config import Rank, RunConfig
+from minimind.config.origin import OPEN, Origin, Rank
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import planned_decay, run_length
 
 # Ends of the runs that the rules are fitted to, beyond which the numbers stay as they are.
@@ -93,7 +94,9 @@ def with_dtype(run: RunConfig, device: str, has_bf16: bool) -> RunConfig:
     if run.dtype != AUTO:
         return run
     dtype, has = ("bfloat16", "has") if has_bf16 else ("float32", "has no")
-    return run.with_values(f"{AUTO}: {device} {has} bf16 instructions", Rank.RULE, dtype=dtype)
+    return run.with_values(
+        Origin(f"{AUTO}: {device} {has} bf16 instructions", Rank.RULE), dtype=dtype
+    )
 
 
 def flags_with_rules(run: RunConfig, optimizer: str) -> list[str]:
@@ -238,7 +241,7 @@ def values_by_rules(
         from minimind.config.stages import plan_stages
 
         batch = batch_values(run, world_size, rows, device)
-        staged = run.with_values(AUTO, Rank.OPEN, **batch, warmup_steps=0)
+        staged = run.with_values(OPEN, **batch, warmup_steps=0)
         _, stages, schedule = plan_stages(staged, world_size, budgets_of(1))
         reads = [(one.tokens, one.weights or of_sources) for one in stages]
         tokens = sum(one.tokens for one in stages)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from minimind.config.flags import (
     meets,
 )
 from minimind.config.optimizers import OPTIMIZERS, READ_BY
+from minimind.config.origin import Origin, Rank
 from minimind.errors import UsageError
 from minimind.runtime import disk
 from minimind.runtime.installed import DISTRIBUTION_NAME, PACKAGE, PROJECT
@@ -51,36 +51,6 @@ def files_by_name(folder: Path) -> dict[str, str]:
 def deepspeed_files() -> dict[str, str]:
     """The shipped DeepSpeed files by the names that --deepspeed_config takes."""
     return {**files_by_name(CONFIGS / "deepspeed"), "zero2": str(DEFAULT_DEEPSPEED_CONFIG)}
-
-
-class Rank(IntEnum):
-    """What gives a value. The ranks above PRESET are explicit."""
-
-    OPEN = 0  # nothing yet: the start decides it, and what stands there is a placeholder
-    DEFAULT = 1
-    RULE = 2  # a rule, by the host, the text or the checkpoint to resume
-    PRESET = 3
-    DATA = 4  # the text, the model or the task
-    LAUNCHER = 5
-    DEEPSPEED = 6  # the DeepSpeed file
-    FILE = 7  # --config
-    FLAG = 8
-
-
-class Origin(str):
-    """Where a value comes from, in words, and its rank."""
-
-    rank: Rank
-
-    def __new__(cls, words: str, rank: Rank = Rank.DATA) -> Origin:
-        source = super().__new__(cls, words)
-        source.rank = rank
-        return source
-
-
-def derived(reason: str) -> Origin:
-    """The origin of a value that follows from others."""
-    return Origin(f"derived: {reason}", Rank.RULE)
 
 
 @dataclass(frozen=True)
@@ -221,7 +191,9 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
         by = self.sources["rope_original_length"]
         if factor is not None and not has_length:
             by_factor = f"{factor:g} x {original}"
-            return self.with_values(by_factor, max_seq_len=int(factor * original))
+            return self.with_values(
+                Origin(by_factor, Rank.DATA), max_seq_len=int(factor * original)
+            )
         rows = f"max_seq_len = {length} ({self.sources['max_seq_len']})"
         if factor is not None:
             reached = math.ceil(factor * original)  # the factor may be rounded
@@ -243,7 +215,9 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
                 f" rope_original_length ({by}), and rope_factor is at most {MAX_ROPE_FACTOR};"
                 " lower --max_seq_len"
             )
-        return self.with_values(f"max_seq_len {length} / {original}", rope_factor=length / original)
+        return self.with_values(
+            Origin(f"max_seq_len {length} / {original}", Rank.DATA), rope_factor=length / original
+        )
 
     @property
     def is_divided(self) -> bool:
@@ -295,7 +269,7 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
                 )
         return frozenset(names)
 
-    def with_values(self, words: str, /, rank: Rank = Rank.DATA, **values: Any) -> RunConfig:
-        """Return a copy with these values, whose source is `words` with this rank."""
-        sources = {**self.sources, **dict.fromkeys(values, Origin(words, rank))}
+    def with_values(self, origin: Origin, /, **values: Any) -> RunConfig:
+        """Return a copy with these values, which come from `origin`."""
+        sources = {**self.sources, **dict.fromkeys(values, origin)}
         return replace(self, **values, sources=sources)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.flags import FLAGS
-from minimind.config.run_config import Rank, RunConfig
+from minimind.config.origin import Rank
+from minimind.config.run_config import RunConfig
 from minimind.config.yaml_files import load_yaml
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import disk

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from minimind.config.names import suggest
+from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, plan_schedule, planned_warmup
 from minimind.config.yaml_files import WEIGHTS, load_yaml_texts, source_weight
@@ -364,7 +365,7 @@ def _run_of(text: StageText, run: RunConfig, path: str) -> RunConfig:
                 f"max_seq_len = {text.max_seq_len} ({where}) is not divided by sequence_parallel ="
                 f" {run.sequence_parallel} ({run.sources['sequence_parallel']}); change one of them"
             )
-        run = run.with_values(where, max_seq_len=text.max_seq_len)
+        run = run.with_values(Origin(where, Rank.DATA), max_seq_len=text.max_seq_len)
     if text.batch_size is not None:
-        run = run.with_values(where, batch_size=text.batch_size)
+        run = run.with_values(Origin(where, Rank.DATA), batch_size=text.batch_size)
     return run

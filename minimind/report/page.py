@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from minimind.config.origin import DEFAULT
 from minimind.config.run_record import NAME
 from minimind.report import formats
 from minimind.report.formats import PALETTE
@@ -313,13 +314,11 @@ def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
 
 def _flags(config: Configuration) -> str:
     """Given flags with their sources; defaults and DeepSpeed's values as paragraphs."""
-    given = [(name, *both) for name, both in config.flags.items() if both[1] != "default"]
+    given = [(name, *both) for name, both in config.flags.items() if both[1] != DEFAULT]
     table = html_table(("flag", "value", "source"), [[*map(_code, row)] for row in given], "flags")
     if not config.flags:
         table = '<p class="quiet">No config.yaml lies beside metrics.jsonl.</p>'
-    defaults = {
-        name: value for name, (value, source) in config.flags.items() if source == "default"
-    }
+    defaults = {name: value for name, (value, by) in config.flags.items() if by == DEFAULT}
     html = f"<h2>Configuration</h2>{table}"
     for title, values in (("Defaults", defaults), ("DeepSpeed", config.deepspeed)):
         html += _pairs(title, (f"{escape(k)} {_code(v)}" for k, v in values.items()))

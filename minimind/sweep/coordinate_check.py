@@ -20,15 +20,16 @@ from minimind.architecture.select import minimind_config
 from minimind.config.checks import check
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import unread_flag_faults
+from minimind.config.origin import Origin, Rank
 from minimind.config.parse import parse_flags
-from minimind.config.run_config import Rank, RunConfig
+from minimind.config.run_config import RunConfig
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.engine.optimizers import run_groups, scale_initial_weights
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError, fault_error
 from minimind.model.experts import MixtureOfExperts
 
-SOURCE = "minimind coord_check"
+ORIGIN = Origin("minimind coord_check", Rank.DATA)
 # They replace the defaults of training, so that a check takes seconds on a CPU.
 DEFAULTS = {
     **{"dim": 64, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "vocab_size": 512},
@@ -115,7 +116,7 @@ def _run_of(words: Sequence[str]) -> RunConfig:
     ]
     if faults:
         raise fault_error(faults)
-    return run.with_values(SOURCE, **defaults, **FIXED)
+    return run.with_values(ORIGIN, **defaults, **FIXED)
 
 
 def runs_of_widths(run: RunConfig, widths: Sequence[int], is_mup: bool) -> list[RunConfig]:
@@ -137,7 +138,7 @@ def runs_of_widths(run: RunConfig, widths: Sequence[int], is_mup: bool) -> list[
                 )
             grown[name] = value * width // run.dim
         grown |= {"dim": width, "mup_base_dim": base if is_mup else None}
-        runs.append(run.with_values(SOURCE, **grown))
+        runs.append(run.with_values(ORIGIN, **grown))
         check(runs[-1])
     return runs
 

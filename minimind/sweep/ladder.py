@@ -18,6 +18,7 @@ from pydantic import Field
 
 from minimind.architecture.shape import flops_per_token, shape_of
 from minimind.config.flags import FLAGS
+from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
 from minimind.errors import DataError, NumericError, UsageError, fault_error
 from minimind.report import formats
@@ -293,7 +294,9 @@ def run_ladder(
         result = answer(done, flops, tokens)
         if ladder.predict:
             vocabulary = done.used[0].run.vocab_size  # of raw text, which is known now
-            last = points[-1].run.with_values("the other runs", vocab_size=vocabulary)
+            last = points[-1].run.with_values(
+                Origin("the other runs", Rank.DATA), vocab_size=vocabulary
+            )
             one = _planned(points[-1].name, last, rehearse(last))
             _require_predictable(one, done, path)
             loss = result.fit.prediction(one.parameters, one.tokens)

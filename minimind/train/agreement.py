@@ -19,7 +19,8 @@ from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.deepspeed.document import leaves
 from minimind.config.flags import AUTO, FLAGS, RULED
 from minimind.config.launcher_env import set_rendezvous_defaults
-from minimind.config.run_config import PACKAGE, Rank, RunConfig
+from minimind.config.origin import Origin, Rank
+from minimind.config.run_config import PACKAGE, RunConfig
 from minimind.engine.build import Engine
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import disk
@@ -98,7 +99,7 @@ def with_common_dtype(store: Any, plan: Plan) -> Plan:
     if other is None or run.is_explicit("dtype"):
         return plan
     source = f"{AUTO}: a rank has no bf16 instructions"
-    run = run.with_values(source, Rank.RULE, dtype="float32")
+    run = run.with_values(Origin(source, Rank.RULE), dtype="float32")
     return replace(plan, resolved=plan.setup.complete(plan.resolved, run, plan.schedule))
 
 

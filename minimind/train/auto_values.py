@@ -14,6 +14,7 @@ from minimind.checkpoint.resume import Manifests
 from minimind.config.checks import given
 from minimind.config.deepspeed.backend_choice import Setup
 from minimind.config.flags import AUTO
+from minimind.config.origin import DEFAULT, Origin, Rank
 from minimind.config.parse import convert
 from minimind.config.rules import (
     BY_EPOCHS,
@@ -24,7 +25,7 @@ from minimind.config.rules import (
     smallest_step,
     values_by_rules,
 )
-from minimind.config.run_config import Rank, RunConfig
+from minimind.config.run_config import RunConfig
 from minimind.data.rows.order import rows_of_sources
 from minimind.errors import CheckpointError, UsageError
 from minimind.report.formats import size
@@ -50,7 +51,7 @@ def with_auto_values(
     left_open: Sequence[str] = ()
     values: dict[str, Any] = {}
     by_rule: dict[str, Any] = {}
-    source = source_of_rule = AUTO
+    origin = origin_of_rule = Origin(AUTO, Rank.RULE)
 
     def by_rules(run: RunConfig, names: Sequence[str]) -> tuple[dict[str, Any], Workload]:
         return values_by_rules(
@@ -65,7 +66,7 @@ def with_auto_values(
         )
 
     if resumed:
-        place, rows, source = resumed.place, resumed.rows, resumed.source
+        place, rows, origin = resumed.place, resumed.rows, resumed.origin
         values = {name: resumed.values[name] for name in known.open_flags if name in resumed.values}
         if rows % smallest_step(known, world_size):
             divisors, remedies = _divisors(known, rows, world_size)
@@ -79,30 +80,29 @@ def with_auto_values(
             del values["warmup_steps"]  # the length of the run, which may be shorter, is not known
             left_open = ["warmup_steps"]
         elif "warmup_steps" in values:
-            shorter, work = by_rules(
-                known.with_values(source, Rank.RULE, **values), ["warmup_steps"]
-            )
+            shorter, work = by_rules(known.with_values(origin, **values), ["warmup_steps"])
             if values["warmup_steps"] > work.steps:  # the run has become shorter
                 del values["warmup_steps"]
                 if "warmup_steps" in names:
-                    by_rule, source_of_rule = shorter, _source_of_rule(work)
+                    by_rule, origin_of_rule = shorter, _origin_of_rule(work)
     elif sources is None and needs_text(known):
         left_open = names
     elif names:
         left_open = [name for name in names if sources is None and name in BY_EPOCHS]
         by_rule, work = by_rules(known, names)
-        source_of_rule = _source_of_rule(work)
+        origin_of_rule = _origin_of_rule(work)
     found = {**values, **by_rule}
     decided = {*known.open_flags} - {*found} - {*left_open}
     plain = {name: getattr(known, name) for name in decided}
-    run = known.with_values("default", Rank.DEFAULT, **plain)
-    run = run.with_values(source, Rank.RULE, **values)
-    return run.with_values(source_of_rule, Rank.RULE, **by_rule)
+    run = known.with_values(DEFAULT, **plain)
+    run = run.with_values(origin, **values)
+    return run.with_values(origin_of_rule, **by_rule)
 
 
-def _source_of_rule(work: Workload) -> str:
+def _origin_of_rule(work: Workload) -> Origin:
     several = f", {work.epochs:.3g} epochs" if work.epochs > 1 else ""
-    return f"{AUTO}: {size(work.parameters)} parameters, {size(work.tokens)} tokens{several}"
+    words = f"{AUTO}: {size(work.parameters)} parameters, {size(work.tokens)} tokens{several}"
+    return Origin(words, Rank.RULE)
 
 
 def _divisors(run: RunConfig, rows: int, world_size: int) -> tuple[str, str]:
@@ -175,8 +175,8 @@ class Numbers:
         return cls(place, manifest["step"], found, rows)
 
     @property
-    def source(self) -> str:
-        return f"{AUTO}: as in {self.place.rpartition('/')[2]}"
+    def origin(self) -> Origin:
+        return Origin(f"{AUTO}: as in {self.place.rpartition('/')[2]}", Rank.RULE)
 
     def differ(self, other: Numbers) -> bool:
         return (self.values, self.rows) != (other.values, other.rows)
@@ -188,4 +188,4 @@ class Numbers:
         """
         if run.dtype != AUTO:
             return run
-        return run.with_values(self.source, Rank.RULE, dtype=self.values.get("dtype", AUTO))
+        return run.with_values(self.origin, dtype=self.values.get("dtype", AUTO))

@@ -26,9 +26,10 @@ from minimind.checkpoint.directory import Rejected, newest_valid, rejected
 from minimind.checkpoint.resume import Manifests
 from minimind.checkpoint.validation import read_config
 from minimind.config.checks import check
-from minimind.config.flags import BY_TASK, SHAPE
+from minimind.config.flags import SHAPE
+from minimind.config.origin import BY_TASK, Origin, Rank
 from minimind.config.parse import config_file
-from minimind.config.run_config import Rank, RunConfig
+from minimind.config.run_config import RunConfig
 from minimind.config.template_variables import template_variables
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
@@ -136,7 +137,7 @@ def read_initial(run: RunConfig, text: Text, saved: Manifests) -> InitialModel:
         if config_path := hugging_face(path):
             return _of_transformers(run, text, saved, config_path, path.parent)
         run = _with_shape(run, f"--model {run.model}", MiniMindConfig(**read_config(path.parent)))
-        run = run.with_values("its config.json", model=None)
+        run = run.with_values(Origin("its config.json", Rank.DATA), model=None)
     if run.init_from is None:
         return InitialModel(run, MiniMind())
     if path := _newest(saved, read_config):
@@ -222,13 +223,10 @@ def _of_transformers(
     """
     from minimind.interop.weights import find_tokenizer, load_own, load_transformers_weights
 
-    by, config = f"model {run.model}", model.parsed
+    origin, config = Origin(f"model {run.model}", Rank.PRESET), model.parsed
+    run = run.with_values(origin, **dict.fromkeys(name for name in SHAPE if name not in FREE))
     run = run.with_values(
-        by, Rank.PRESET, **dict.fromkeys(name for name in SHAPE if name not in FREE)
-    )
-    run = run.with_values(
-        by,
-        Rank.PRESET,
+        origin,
         dim=config.hidden_size,
         n_layers=config.num_hidden_layers,
         n_heads=config.num_attention_heads,
@@ -240,13 +238,13 @@ def _of_transformers(
                 f"{name} = {value} ({run.sources[name]}), but --model {run.model} has {field} ="
                 f" {limit}; lower {name}, or raise {field}"
             )
-        run = run.with_values(by, Rank.PRESET, **{name: limit}) if value > limit else run
+        run = run.with_values(origin, **{name: limit}) if value > limit else run
     model.require_gradient_checkpointing(run)
     if run.tokenizer is None and text.folder is None:
         is_file = disk.is_file(Path(run.hugging_face or "").expanduser())
         if own := None if is_file else find_tokenizer(folder):
             path = load_own(own, config.vocab_size).path
-            run = run.with_values(by, Rank.PRESET, tokenizer=str(path))
+            run = run.with_values(origin, tokenizer=str(path))
     if run.tokenizer is not None:
         model.require_embedding_rows(
             load_tokenizer(run.tokenizer).vocab_size, f"--tokenizer {run.tokenizer}"
@@ -316,7 +314,7 @@ def _with_shape_and_tokenizer(
             raise UsageError(
                 f"{by} has no tokenizer; give the one it was trained with (--tokenizer)"
             )
-        run = run.with_values(by, tokenizer=str(tokenizer))
+        run = run.with_values(Origin(by, Rank.DATA), tokenizer=str(tokenizer))
     check(run)
     return run
 
@@ -335,5 +333,5 @@ def _with_shape(
     run = with_derived_values(run, by, shape, above=Rank.DEFAULT)
     length = config.max_position_embeddings
     if run.sources["max_seq_len"].rank is Rank.DEFAULT and length != run.max_seq_len:
-        run = run.with_values(by, max_seq_len=length)
+        run = run.with_values(Origin(by, Rank.DATA), max_seq_len=length)
     return run

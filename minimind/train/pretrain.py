@@ -26,7 +26,8 @@ from minimind.checkpoint.run_folder import (
 from minimind.checkpoint.saver import Saver
 from minimind.config.deepspeed.backend_choice import advice
 from minimind.config.launcher_env import Launch, planned_launch, read_launch
-from minimind.config.run_config import Rank, RunConfig
+from minimind.config.origin import Rank
+from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepared import Prepared
 from minimind.engine.build import Engine, build_engine, leave_process_group, print_collectives
 from minimind.errors import StorageError, UsageError

@@ -19,7 +19,8 @@ from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags
 from minimind.config.flags import AUTO, FLAGS, RULED
-from minimind.config.run_config import Rank, RunConfig
+from minimind.config.origin import Rank
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order

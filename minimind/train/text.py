@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.run_config import Rank, RunConfig
+from minimind.config.origin import Origin, Rank
+from minimind.config.run_config import RunConfig
 from minimind.config.template_variables import template_variables
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
 from minimind.data.shards.manifest import options_of, require_document_ends
@@ -184,5 +185,5 @@ def with_derived_values(
             raise UsageError(
                 f"{name} = {current} ({source}), but {by} has {value}; drop one of the two"
             )
-        run = run.with_values(by, **{name: value})
+        run = run.with_values(Origin(by, Rank.DATA), **{name: value})
     return run

@@ -21,8 +21,8 @@ from minimind.architecture.select import HuggingFace, MiniMind, hugging_face
 from minimind.cli.main import main
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch
+from minimind.config.origin import DEFAULT
 from minimind.config.parse import config_file, parse_flags
-from minimind.config.run_config import Rank
 from minimind.data.prepare.prepared import open_prepared
 from minimind.data.rows.order import Order
 from minimind.engine.loss_of_batch import compile_model, uncompiled
@@ -423,7 +423,7 @@ def test_weights_are_all_there_and_of_the_shape(tmp_path):
     save_file({**whole, "h.0.attn.bias": torch.ones(1, 1, 48, 48)}, file)
     words = ["--model", f"hf:{place}", "--init_from", str(place), "--out_dir", str(tmp_path / "o")]
     given = parse_flags([*words, "--tokenizer", str(tmp_path)])
-    found = read_initial(given.with_values("default", Rank.DEFAULT, tokenizer=None))
+    found = read_initial(given.with_values(DEFAULT, tokenizer=None))
     assert found.weights
     model = model_of(source.config)
     found.weights.fill(model)
@@ -437,7 +437,7 @@ def test_weights_are_all_there_and_of_the_shape(tmp_path):
         changed = {name: v for name, v in {**whole, **change}.items() if v is not None}
         save_file(changed, file)
         with pytest.raises(CheckpointError, match=named):
-            read_initial(given.with_values("default", Rank.DEFAULT, tokenizer=None))
+            read_initial(given.with_values(DEFAULT, tokenizer=None))
 
 
 def test_a_directory_of_ours_gives_its_shape(tmp_path, text):

@@ -16,9 +16,10 @@ from minimind.architecture.costs import Machine
 from minimind.architecture.plan import plan
 from minimind.config.deepspeed.backend_choice import advice, dry_run_notices, read_setup
 from minimind.config.launcher_env import Launch, read_launch
+from minimind.config.origin import Origin, Rank
 from minimind.config.parse import parse_flags
 from minimind.config.rules import with_dtype
-from minimind.config.run_config import Rank, RunConfig
+from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
 from minimind.runtime.device import CUDA, KINDS, Host
 from minimind.train.agreement import with_common_dtype
@@ -74,7 +75,7 @@ def test_the_dtype_in_force_and_its_origin(case, tmp_path, monkeypatch):
     monkeypatch.setattr(Host, "has_bf16", has_bf16)
     run = run_of(words, blocks, tmp_path, monkeypatch)
     if saved and not run.is_explicit("dtype"):
-        run = run.with_values(CHECKPOINT, Rank.RULE, dtype=saved)
+        run = run.with_values(Origin(CHECKPOINT, Rank.RULE), dtype=saved)
     environ = {"ACCELERATE_MIXED_PRECISION": launcher} if launcher else {}
     resolved = read_setup(run, read_launch(environ)).resolve()
     assert (resolved.run.dtype, resolved.run.sources["dtype"]) == (dtype, source)

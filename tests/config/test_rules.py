@@ -10,6 +10,7 @@ import pytest
 
 from minimind.config.deepspeed.resolve import resolve
 from minimind.config.flags import RULED
+from minimind.config.origin import Origin, Rank
 from minimind.config.parse import build_config, build_parser, parse_flags
 from minimind.config.rules import (
     MICRO_BATCH_TOKENS,
@@ -21,7 +22,7 @@ from minimind.config.rules import (
     tokens_per_step,
     values_by_rules,
 )
-from minimind.config.run_config import Rank, RunConfig
+from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
 
 WORK = Workload(parameters=25_829_888, tokens=500_000_000, epochs=1.0, steps=4000)
@@ -112,7 +113,9 @@ def test_micro_batches_of_all_processes_are_the_rows(processes: int, split: str,
         for power in range(9):
             rows = processes << power
             run = parse(f"--max_seq_len {length}{split}")
-            run = run.with_values("auto: ", Rank.RULE, **batch_values(run, processes, rows, device))
+            run = run.with_values(
+                Origin("auto: ", Rank.RULE), **batch_values(run, processes, rows, device)
+            )
             assert run.rows_per_step(processes) == rows
             each = run.micro_batch_rows(processes)
             assert each * length <= MICRO_BATCH_TOKENS[device] or each == 1
@@ -130,7 +133,7 @@ def test_micro_batches_of_stages_are_no_larger(tmp_path: Path, processes: int, s
     values, _ = values_by_rules(
         run, ["batch_size"], "AdamW", processes, "cuda", None, 10**7, budgets
     )
-    run = run.with_values("auto: ", Rank.RULE, **values)
+    run = run.with_values(Origin("auto: ", Rank.RULE), **values)
     assert run.micro_batch_rows(processes) == 16
     if "batch_size" in stage:
         assert "accumulation_steps" not in values

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from minimind.architecture.select import MiniMind
 from minimind.cli.main import main
+from minimind.config.origin import Origin, Rank
 from minimind.config.parse import parse_flags
 from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.load import load_tokenizer
@@ -143,7 +144,7 @@ def test_without_the_request_another_number_of_rows_is_refused(places, tmp_path)
 
 def grow_model(place: Path, tokenizer: Any) -> Any:
     initial = read(place)
-    run = initial.run.with_values("test", vocab_size=tokenizer.vocab_size)
+    run = initial.run.with_values(Origin("test", Rank.DATA), vocab_size=tokenizer.vocab_size)
     return MiniMind().build(run, tokenizer)
 
 

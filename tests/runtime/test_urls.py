@@ -12,6 +12,7 @@ import pytest
 
 from minimind.checkpoint.run_folder import write_reference
 from minimind.config.deepspeed.resolve import resolve
+from minimind.config.origin import Origin, Rank
 from minimind.config.parse import parse_flags
 from minimind.errors import DataError, RunError, StorageError
 from minimind.report.page import write_report
@@ -83,7 +84,7 @@ def print_settings(made: list[Signed], folder: Path) -> None:
     run = parse_flags(FLAGS.split())
     places: dict[str, Any] = dict(zip(PLACES, (one.url for one in made), strict=False))
     urls = tuple(one.url for one in made)
-    run = run.with_values("signed", data_path=urls, **places)
+    run = run.with_values(Origin("signed", Rank.DATA), data_path=urls, **places)
     config = {"wandb": {"enabled": True, "project": made[0].url, "team": made[1].url}}
     resolved = resolve(config, "ds.json", run, 1, "cpu")
     write_reference(folder, resolved)

@@ -18,6 +18,7 @@ from minimind.architecture.select import MiniMind
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.flags import FLAGS
 from minimind.config.launcher_env import Launch
+from minimind.config.origin import Origin, Rank
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
@@ -90,7 +91,7 @@ def another(name: str) -> Any:
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_a_flag_of_one_rank_is_named_or_may_differ_for_a_reason(name: str):
-    other = GIVEN.with_values(f"--{name}", **{name: another(name)})
+    other = GIVEN.with_values(Origin(f"--{name}", Rank.DATA), **{name: another(name)})
     found = compared({"flag": agreement.flags_told(GIVEN)}, {"flag": agreement.flags_told(other)})
     if name in MAY_DIFFER:
         assert found == [None, None]
@@ -110,7 +111,9 @@ def test_flags_that_may_differ_are_flags_with_a_reason():
 
 
 def test_ranks_that_have_all_alike_train_whatever_may_differ():
-    other = GIVEN.with_values("--x", num_workers=3, cache_dir="/fast", local_rank=1, out_dir="o")
+    other = GIVEN.with_values(
+        Origin("--x", Rank.DATA), num_workers=3, cache_dir="/fast", local_rank=1, out_dir="o"
+    )
     environ = {"OMP_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "1", "TORCHINDUCTOR_CACHE_DIR": "x"}
     assert compared(told(), told(other, environ=environ), told()) == [None] * 3
 
@@ -190,7 +193,7 @@ def test_other_text_is_an_error_of_data():
 
 
 def test_numbers_of_rules_differ_by_what_hosts_see_in_out_dir():
-    other = GIVEN.with_values("auto: as in step_00000010", learning_rate=0.002)
+    other = GIVEN.with_values(Origin("auto: as in step_00000010", Rank.DATA), learning_rate=0.002)
     error = refused(told(decided=GIVEN), told(decided=other))
     assert isinstance(error, StorageError)
     assert "learning_rate is decided by other checkpoints there: rank 0 " in str(error)
@@ -198,7 +201,7 @@ def test_numbers_of_rules_differ_by_what_hosts_see_in_out_dir():
 
 
 def test_what_hosts_decide_by_themselves_is_named():
-    other = GIVEN.with_values("derived: no compiler", compile="on")
+    other = GIVEN.with_values(Origin("derived: no compiler", Rank.DATA), compile="on")
     error = refused(told(decided=GIVEN), told(decided=other))
     assert isinstance(error, UsageError)
     assert "(derived: no compiler); make the hosts alike in what decides it" in str(error)
@@ -206,7 +209,7 @@ def test_what_hosts_decide_by_themselves_is_named():
 
 def test_what_is_not_shown_is_compared():
     urls = (f"s3://bucket/run?X-Amz-Signature={n}" for n in (1, 2))
-    runs = (GIVEN.with_values("--mirror", mirror=url) for url in urls)
+    runs = (GIVEN.with_values(Origin("--mirror", Rank.DATA), mirror=url) for url in urls)
     first, _ = compared(*({"flag": agreement.flags_told(run)} for run in runs))
     assert first is not None
     assert "Signature" not in str(first)

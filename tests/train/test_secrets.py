@@ -19,8 +19,9 @@ from minimind.cli.main import main
 from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.launcher_env import configure_libraries
+from minimind.config.origin import Origin, Rank
 from minimind.config.parse import build_config, parse_flags
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, Origin
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.config.template_variables import template_variables
 from minimind.engine.build import format_model_fault, require_accepted
 from minimind.engine.deepspeed_backend import configuration
@@ -47,7 +48,9 @@ def with_canaries(resolved: ResolvedConfig) -> ResolvedConfig:
         "deep": {"er": {name: {"value": CANARY, "is_on": True} for name in SECRET}},
     }
     return replace(
-        resolved, config=config, sources=dict.fromkeys(leaves(config), Origin("ds.json"))
+        resolved,
+        config=config,
+        sources=dict.fromkeys(leaves(config), Origin("ds.json", Rank.DEEPSPEED)),
     )
 
 

@@ -26,8 +26,9 @@ from minimind.config.deepspeed.keys import (
 )
 from minimind.config.launcher_env import Launch
 from minimind.config.optimizers import FLAG_OF_TYPE, OPTIMIZERS
+from minimind.config.origin import Origin, Rank
 from minimind.config.parse import convert
-from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, Origin, Rank, RunConfig
+from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.errors import UsageError
 from minimind.runtime import disk
 
@@ -44,26 +45,25 @@ ONLY_IN_DEEPSPEED = {
 }
 
 
+def _written(path: str, key: str) -> Origin:
+    """The origin of a value of the DeepSpeed file."""
+    return Origin(f"{path}: {key}", Rank.DEEPSPEED)
+
+
 def adopt(
-    run: RunConfig,
-    name: str,
-    value: Any,
-    where: str,
-    rank: Rank = Rank.DEEPSPEED,
-    remedy: str = IN_FILE,
-    key: str = "",
+    run: RunConfig, name: str, value: Any, origin: Origin, remedy: str = IN_FILE, key: str = ""
 ) -> Layer:
     """Adopt `value` as the flag `name`, unless it contradicts an explicit value."""
     try:
-        value = convert(name, value, where)
+        value = convert(name, value, origin)
     except UsageError as error:
         yield Fault(key, str(error))
         return run
     if run.is_explicit(name):
         if value != getattr(run, name):
-            yield _contradiction(run, name, value, where, remedy, key)
+            yield _contradiction(run, name, value, origin, remedy, key)
         return run
-    return run.with_values(where, rank, **{name: value})
+    return run.with_values(origin, **{name: value})
 
 
 def _contradiction(
@@ -77,14 +77,14 @@ def _contradiction(
 def adopt_launch(run: RunConfig, launch: Launch) -> Layer:
     """Adopt precision, accumulation, clipping and config file of `accelerate launch`."""
     for name, (value, field) in launch.flags.items():
-        where = f"{launch.source}: {field}"
+        origin = Origin(f"{launch.source}: {field}", Rank.LAUNCHER)
         if name == "device" and run.device == "auto":  # even an explicit --device auto
-            run = run.with_values(where, Rank.LAUNCHER, device=value)
+            run = run.with_values(origin, device=value)
         else:
-            run = yield from adopt(run, name, value, where, Rank.LAUNCHER, "remove it there")
+            run = yield from adopt(run, name, value, origin, "remove it there")
     if launch.deepspeed_config and not run.is_explicit("deepspeed_config"):
-        where, path = f"{launch.source}: deepspeed_config_file", launch.deepspeed_config
-        run = run.with_values(where, Rank.LAUNCHER, deepspeed_config=path)
+        origin = Origin(f"{launch.source}: deepspeed_config_file", Rank.LAUNCHER)
+        run = run.with_values(origin, deepspeed_config=launch.deepspeed_config)
     return run
 
 
@@ -112,40 +112,40 @@ def adopt_file(config: Mapping[str, Any], path: str, run: RunConfig, world_size:
     run = yield from _adopt_dtype(config, path, run)
     total = get(config, TOTAL_STEPS)
     if isinstance(total, int) and run.is_explicit("epochs") and not run.is_explicit("max_steps"):
-        where = f"{path}: {TOTAL_STEPS}"
+        origin = _written(path, TOTAL_STEPS)
         remedy = f"{IN_FILE}, or give the same --max_steps"
-        yield _contradiction(run, "epochs", total, where, remedy, TOTAL_STEPS)
-        run = run.with_values(where, Rank.DEEPSPEED, max_steps=total)
+        yield _contradiction(run, "epochs", total, origin, remedy, TOTAL_STEPS)
+        run = run.with_values(origin, max_steps=total)
     for key, row in KEYS.items():
-        value, where = get(config, key), f"{path}: {key}"
+        value, origin = get(config, key), _written(path, key)
         if not row.flag or key == MICRO_BATCH or value in (MISSING, AUTO, None):
             continue  # null defers to the parameter groups
         if isinstance(value, list):  # of one value per group
             if run.is_explicit(row.flag):
-                yield _contradiction(run, row.flag, value, where, key=key)
+                yield _contradiction(run, row.flag, value, origin, key=key)
             continue
         value = 1 if key == TENSOR_PARALLEL and value == 0 else value  # as DeepSpeed reads it
-        run = yield from adopt(run, row.flag, value, where, key=key)
+        run = yield from adopt(run, row.flag, value, origin, key=key)
     betas = get(config, BETAS)
     if isinstance(betas, list) and len(betas) == 2:
         for n, name in enumerate(("beta1", "beta2")):
-            run = yield from adopt(run, name, betas[n], f"{path}: {BETAS}[{n}]", key=BETAS)
+            run = yield from adopt(run, name, betas[n], _written(path, f"{BETAS}[{n}]"), key=BETAS)
     elif isinstance(betas, list):
         shown = json.dumps(betas)
         yield Fault(BETAS, f"{path}: {BETAS} is {shown}, not two numbers; write [0.9, 0.95]")
     data_size = run.parallel(world_size).data_size
-    rows, where = get(config, MICRO_BATCH), f"{path}: {MICRO_BATCH}"
+    rows, key = get(config, MICRO_BATCH), MICRO_BATCH
     if isinstance(rows, int) and run.split_batches:
         rows *= data_size  # --batch_size then counts all processes
-        where += f" x {data_size} processes (--split_batches)"
+        key += f" x {data_size} processes (--split_batches)"
     if rows not in (MISSING, AUTO):
-        run = yield from adopt(run, "batch_size", rows, where, key=MICRO_BATCH)
+        run = yield from adopt(run, "batch_size", rows, _written(path, key), key=MICRO_BATCH)
     return _with_batch(config, path, run, data_size)
 
 
 def _with_batch(config: Mapping[str, Any], path: str, run: RunConfig, data_size: int) -> RunConfig:
     """Derive accumulation_steps or batch_size, whichever is not explicit, from train_batch_size."""
-    total, where = get(config, BATCH), f"{path}: {BATCH}"
+    total, origin = get(config, BATCH), _written(path, BATCH)
     if not isinstance(total, int) or isinstance(total, bool) or total < 1:
         return run
     processes = 1 if run.split_batches else data_size
@@ -154,9 +154,9 @@ def _with_batch(config: Mapping[str, Any], path: str, run: RunConfig, data_size:
         values = {"accumulation_steps": total // rows}
         if not run.is_explicit("batch_size"):
             values["batch_size"] = run.batch_size  # no rule decides it
-        return run.with_values(where, Rank.DEEPSPEED, **values)
+        return run.with_values(origin, **values)
     if not run.is_explicit("batch_size") and total % micro_batches == 0:
-        return run.with_values(where, Rank.DEEPSPEED, batch_size=total // micro_batches)
+        return run.with_values(origin, batch_size=total // micro_batches)
     return run
 
 
@@ -171,11 +171,11 @@ def _adopt_dtype(config: Mapping[str, Any], path: str, run: RunConfig) -> Layer:
         return run
     decides = on[0] if on else run.dtype  # a block that is off leaves float32
     block = next(block for block, dtype in DTYPE_BLOCKS.items() if dtype == decides)
-    where, dtype = f"{path}: {block}.enabled", on[0] if on else "float32"
+    origin, dtype = _written(path, f"{block}.enabled"), on[0] if on else "float32"
     if not run.is_explicit("dtype"):
-        return run.with_values(where, Rank.DEEPSPEED, dtype=dtype)
+        return run.with_values(origin, dtype=dtype)
     if dtype != run.dtype:
-        yield _contradiction(run, "dtype", json.dumps(bool(on)), where, key=f"{block}.enabled")
+        yield _contradiction(run, "dtype", json.dumps(bool(on)), origin, key=f"{block}.enabled")
     return run
 
 
@@ -184,26 +184,27 @@ def adopt_optimizer(config: dict[str, Any], path: str, run: RunConfig) -> Layer:
     name = FLAG_OF_TYPE.get(optimizer_name(get(config, "optimizer.type")) or "")
     if name is None:
         return run
+    origin = _written(path, "optimizer.type")
     if not run.is_explicit("optimizer"):
-        run = run.with_values(f"{path}: optimizer.type", Rank.DEEPSPEED, optimizer=name)
+        run = run.with_values(origin, optimizer=name)
     elif run.optimizer != name:
         block = config.pop("optimizer")
         if not _is_shipped_default(block, path):
             shipped = "muon" if run.muon else "torch_adamw, which has no such block"
             remedy = f"take --deepspeed_config none or {shipped}"
-            where, written = f"{path}: optimizer.type", json.dumps(block["type"])
-            yield _contradiction(run, "optimizer", written, where, remedy, "optimizer.type")
+            written = json.dumps(block["type"])
+            yield _contradiction(run, "optimizer", written, origin, remedy, "optimizer.type")
         return run
     row = OPTIMIZERS[name]
     params = config["optimizer"].setdefault("params", {})
     for key, flag in row.params.items():
         if row.keeps_block and key not in params:
             if not run.is_explicit(flag):
-                run = run.with_values("torch's default", Rank.DEFAULT, **{flag: 0.0})
+                run = run.with_values(Origin("torch's default", Rank.DEFAULT), **{flag: 0.0})
             params[key] = AUTO
         if params.get(key, AUTO) not in (AUTO, None):
-            where = f"{path}: {PARAMS}{key}"
-            run = yield from adopt(run, flag, params[key], where, key=f"{PARAMS}{key}")
+            origin = _written(path, f"{PARAMS}{key}")
+            run = yield from adopt(run, flag, params[key], origin, key=f"{PARAMS}{key}")
     if not row.keeps_block:
         yield from _muon_faults(config.pop("optimizer")["params"], path)
     return run

@@ -37,8 +37,9 @@ from minimind.config.deepspeed.rules import (
 from minimind.config.flags import ALONE, FLAGS
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.optimizers import FLAG_OF_TYPE
+from minimind.config.origin import DEFAULT, Origin, Rank, derived
 from minimind.config.rules import with_dtype
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, Origin, Rank, RunConfig, derived
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.config.run_record import config_notice
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError
@@ -190,7 +191,7 @@ class Setup:
         """Complete `resolved` by the numbers of `run` that text and rules decide."""
         chosen = [name for name in CHOSEN if run.sources[name].rank is Rank.RULE]
         plain = {name: FLAGS[name].default for name in chosen}
-        run = run.with_values("default", Rank.DEFAULT, **plain)
+        run = run.with_values(DEFAULT, **plain)
         run.micro_batch_rows(self.launch.world_size)  # raises if the batch does not divide evenly
         if self.backend == "deepspeed":
             size = self.launch.world_size
@@ -211,8 +212,7 @@ class Setup:
         document = deepcopy(dict(self.document))
         for name in names:
             document["optimizer"]["params"].pop(name)
-        replaced = resolved(document)
-        return replace(replaced, sources=replaced.sources | {TORCH_ADAM: derived(fault)})
+        return replace(resolved(document), adam_fault=fault)
 
 
 def read_setup(run: RunConfig, launch: Launch) -> Setup:
@@ -272,7 +272,7 @@ def with_loss(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     }
     reason = next((reason for reason, applies in full.items() if applies), "not compiled")
     chosen = "chunked" if reason == "not compiled" else "full"
-    return replace(resolved, run=run.with_values(derived(reason), Rank.RULE, loss=chosen))
+    return replace(resolved, run=run.with_values(derived(reason), loss=chosen))
 
 
 def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
@@ -301,7 +301,7 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     if not reasons and (fault := find_fault(device, needs_bf16)):
         reasons = [fault]
     source, chosen = (derived(reasons[0]), "off") if reasons else (derived("GPU"), "on")
-    return replace(resolved, run=run.with_values(source, Rank.RULE, compile=chosen))
+    return replace(resolved, run=run.with_values(Origin(source, Rank.RULE), compile=chosen))
 
 
 def choose_device(run: RunConfig, launch: Launch) -> str:
@@ -422,10 +422,11 @@ def replaced_block(setup: Setup, run: RunConfig) -> str:
 
 def replaced_adam(resolved: ResolvedConfig) -> str:
     """Warning that torch's AdamW replaces DeepSpeed's, which cannot be compiled; else empty."""
-    fault = resolved.sources.get(TORCH_ADAM, "").removeprefix("derived: ")
-    if not fault.startswith("DeepSpeed's "):
+    if not resolved.adam_fault:
         return ""
-    return f"warning  {fault}; torch's fused AdamW takes its place, with equal updates"
+    return (
+        f"warning  {resolved.adam_fault}; torch's fused AdamW takes its place, with equal updates"
+    )
 
 
 def without_deepspeed(setup: Setup) -> str:

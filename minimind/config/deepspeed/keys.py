@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from minimind.config.deepspeed.document import AUTO, MISSING, get, offloads
 from minimind.config.optimizers import ADAM_TYPES
-from minimind.config.run_config import Origin, Rank, RunConfig, derived
+from minimind.config.origin import Origin, Rank, derived
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, planned_warmup
 
 VERSION = "0.19.8"

@@ -41,7 +41,8 @@ from minimind.config.deepspeed.keys import (
 from minimind.config.deepspeed.rules import setting_faults
 from minimind.config.launcher_env import Launch
 from minimind.config.optimizers import OPTIMIZERS
-from minimind.config.run_config import Origin, Rank, RunConfig
+from minimind.config.origin import Origin, Rank
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.terminal import aligned
@@ -65,6 +66,7 @@ class ResolvedConfig:
     config: dict[str, Any] = field(default_factory=dict)  # for DeepSpeed; else empty
     sources: dict[str, Origin] = field(default_factory=dict)
     path: str = "none"  # of the DeepSpeed file
+    adam_fault: str = ""  # why torch's AdamW replaces DeepSpeed's, if it does
 
     @property
     def zero_stage(self) -> int | None:
@@ -203,10 +205,7 @@ def completed(
     config, sources = deepcopy(resolved.config), dict(resolved.sources)
     facts = Facts(config, run, world_size, device, schedule, resolved.path, sources)
     for key, (value, source) in auto_values(facts).items():
-        if key not in sources or sources[key].rank in (Rank.LAUNCHER, Rank.DEEPSPEED):
-            continue
-        # The reason of a choice, such as that of torch's AdamW, stays with the choice.
-        if sources[key].rank is not Rank.RULE or get(config, key) != value:
+        if key in sources and sources[key].rank not in (Rank.LAUNCHER, Rank.DEEPSPEED):
             put(config, key, value)
             sources[key] = source
     require_none(setting_faults(facts))

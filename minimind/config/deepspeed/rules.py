@@ -30,7 +30,8 @@ from minimind.config.deepspeed.keys import (
 )
 from minimind.config.flags import FLAGS
 from minimind.config.optimizers import ADAM_TYPES, FLAG_OF_TYPE, OPTIMIZERS, READ_BY
-from minimind.config.run_config import Origin, Rank, RunConfig, derived
+from minimind.config.origin import Origin, Rank, derived
+from minimind.config.run_config import RunConfig
 from minimind.runtime.installed import install_packages
 from minimind.runtime.terminal import first_lines
 
@@ -481,7 +482,7 @@ def with_optimizer_defaults(run: RunConfig) -> RunConfig:
             is_shared = name == "muon_lr" and run.muon["muon_scaling"] != "original"
             default = f"{OPTIMIZERS[run.optimizer].name}'s default"
             source = derived("learning_rate") if is_shared else Origin(default, Rank.DEFAULT)
-            run = run.with_values(source, source.rank, **{name: value})
+            run = run.with_values(source, **{name: value})
     return run
 
 

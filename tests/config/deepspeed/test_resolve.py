@@ -10,9 +10,10 @@ from minimind.checkpoint.run_folder import write_reference
 from minimind.config.deepspeed.document import AUTO, leaves, read_deepspeed_json
 from minimind.config.deepspeed.keys import Facts
 from minimind.config.deepspeed.resolve import ResolvedConfig, auto_values, completed, resolve
+from minimind.config.origin import DEFAULT
 from minimind.config.parse import parse_flags
 from minimind.config.rules import with_dtype
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT, Rank
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError
 
@@ -296,7 +297,7 @@ def test_a_number_that_the_start_decides_is_auto_in_the_table(line, total, warmu
 
 
 def test_a_warm_up_without_a_rule_waits_for_the_steps():
-    run = parse_flags([]).with_values("default", Rank.DEFAULT, warmup_steps=None)
+    run = parse_flags([]).with_values(DEFAULT, warmup_steps=None)
     found = resolve(DECAYING, "ds.json", run, 1, "cpu")
     assert found.sources["scheduler.params.warmup_num_steps"] == BY_STEPS
     lines = [line.split() for line in found.table().splitlines()]
