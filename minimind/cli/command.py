@@ -137,7 +137,7 @@ class Output(Command):
 class OutputFile(Command):
     """A command that writes a file at --out, which each of them describes."""
 
-    force: bool = argument(False)
+    force: bool = argument(False, needs="out")
     """replace a file that this command wrote at --out"""
 
     def require_free(self, out: Path, is_ours: Callable[[str], bool]) -> None:

@@ -131,7 +131,7 @@ class Scaling(OutputFile):
     """with `run`: runs at the same time (default: one per free GPU, one on a CPU)"""
     dry_run: bool = argument(False)
     """with `run`: only print the runs"""
-    force: bool = argument(False)
+    force: bool = argument(False, needs="out")
     """replace a page that this command wrote at --out; not with `run`"""
 
     def execute(self) -> int:
