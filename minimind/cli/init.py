@@ -84,8 +84,6 @@ class Init(OutputFile):
     """hours from the command that starts the run to its end"""
     out: Path = argument(Path("run.yaml"))
     """YAML file to write; its prompts for samples are beside it"""
-    force: bool = argument(False)  # also of the file at the default of --out
-    """replace a file that this command wrote at --out"""
     out_dir: str | None = argument(None, parse=non_empty, metavar="DIR")
     """folder of the run (default: out/ and the name of the text)"""
     gpus: int | None = argument(None, ge=1)
@@ -97,6 +95,8 @@ class Init(OutputFile):
     """where the run computes; auto uses a GPU if there is one"""
     yes: bool = argument(False)
     """ask nothing, and take the defaults"""
+    force: bool = argument(False)  # the default of --out may be taken, too
+    """replace a file that this command wrote at --out"""
 
     def execute(self) -> None:
         """Ask, choose, write, and print what to expect."""
