@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,16 @@ from minimind.cli.init import (
     Init,
     Machine,
     Sample,
+    has_room,
     measured_runs,
     read_sample,
+    rehearsed,
     speed_by_steps,
     yaml_text,
 )
 from minimind.cli.main import build_parser, main
-from minimind.config.parse import build_config, parse_flags
+from minimind.config.parse import parse_flags, words_of
+from minimind.runtime.device import HOST
 from minimind.sweep import step_time
 from tests.conftest import sentences
 
@@ -195,18 +199,40 @@ def test_the_speed_is_that_of_the_batch_of_the_run():
     assert speed_by_steps(size, 1e6, 2, 0.9, 0.2) > 0  # noise
 
 
+def machine_of(gpus: int, gib: int) -> Machine:
+    """GPUs of so much memory, of another machine."""
+    name = f"{gpus} x H100"
+    return Machine(name, "cuda", gpus, "", "assumed", lambda size, seconds: 1e6, gib * 2**30)
+
+
+def test_a_size_has_room_in_the_batch_that_the_run_takes(here: Path):
+    """A start does not lower the rows of its rule to what the memory holds."""
+    written(here / "text.jsonl")
+    for gpus, most in ((1, {2: "26m", 4: "64m", 12: "104m", 24: "0.4b"}), (8, {12: "0.4b"})):
+        for gib, name in most.items():
+            machine = machine_of(gpus, gib)
+            fitting = [size.name for size in LADDER if has_room(["text.jsonl"], machine, size)]
+            assert fitting[-1] == name
+
+
+def test_the_memory_is_that_of_the_dtype_of_the_start(here: Path, monkeypatch: pytest.MonkeyPatch):
+    written(here / "text.jsonl")
+    machine = replace(machine_of(2, 8), device="cpu", kind="measured")
+    for has_bf16, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(type(HOST), "has_bf16", has_bf16)
+        assert rehearsed(["text.jsonl"], machine, LADDER[0], 10**6).run.dtype == dtype
+
+
 def test_what_no_run_has_measured_is_said_so(here: Path):
     choice = choose(Text(1e10, lambda vocab_size: 3.5), 1000, 60, lambda size, seconds: 1e6)
     assert choice.size is LADDER[-1]
     sample = Sample(1e10, 1e6, ["a"], ["The"])
-    machine = Machine(
-        "8 x H100", "cuda", 8, "", "assumed", lambda size, seconds: 1e6, lambda size: True
-    )
+    machine = machine_of(8, 80)
     words = ["init", "--data_path", "text.jsonl", "--out_dir", "out", "--hours", "1000"]
     command = command_of(build_parser().parse_args(words))
     assert isinstance(command, Init)
     Path("run.yaml").write_text(
-        yaml_text(command, choice, sample, machine, Path("run.prompts.txt"))
+        yaml_text(command, choice, sample, machine, Path("run.prompts.txt"), 1000, 64)
     )
     assert Path("run.yaml").read_text().count("untried for so large a model") == 2
     assert parse_flags(["--config", "run.yaml"]).muon_lr == 0.008
@@ -215,14 +241,14 @@ def test_what_no_run_has_measured_is_said_so(here: Path):
 def test_the_steps_of_the_runs_are_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(step_time, "SECONDS", 0.1)
     for flags in [*measured_runs()][:2]:
-        assert 0 < step_time.step_seconds(build_config(flags, "{name}"), "cpu") < 60
+        assert 0 < step_time.step_seconds(parse_flags(words_of(flags)), "cpu") < 60
 
 
 @pytest.mark.parametrize("vocab_size", [300, 151_936])
 def test_the_steps_of_any_vocabulary_are_measured(vocab_size: int):
     """A text's own tokenizer may have fewer pieces than one that a run trains."""
     assert all(size.shape().vocab_size == vocab_size for size in ladder(vocab_size))
-    runs = [build_config(flags, "{name}") for flags in measured_runs(vocab_size)]
+    runs = [parse_flags(words_of(flags)) for flags in measured_runs(vocab_size)]
     assert {run.vocab_size for run in runs} == {max(512, vocab_size)}
 
 

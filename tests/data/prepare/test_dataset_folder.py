@@ -256,7 +256,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
         ["{here}/none.jsonl", "--out", "{out}"],
         "none.jsonl:1 (byte 0): is empty; fill it or leave it out; or skip bad documents",
     ),
-    "fraction": (["{text}", "--out", "{out}", "--val_fraction", "1"], "1 is not at least 0, below"),
+    "fraction": (["{text}", "--out", "{out}", "--val_fraction", "1"], "1 must be at least 0 and"),
 }
 
 
