@@ -80,8 +80,8 @@ class Command(ABC):
     example: ClassVar[str]
     origins: ClassVar[Mapping[str, type[RunError]]] = {}  # where `config.paths.ORIGINS` has others
     adds_help: ClassVar[bool] = True
-    # Whether the fields of this class, not of those below it, name what the command acts on: they
-    # are first in its help.
+    # Whether the fields that this class itself declares name what the command acts on, and so are
+    # first in its help.
     is_subject: ClassVar[bool] = False
     debug: bool = argument(False)
     """show tracebacks"""
@@ -138,7 +138,7 @@ class OutputFile(Command):
     """A command that writes a file at --out, which each of them describes."""
 
     force: bool = argument(False, needs="out")
-    """replace a file that this command wrote at --out"""
+    """replace a file that this command wrote there"""
 
     def require_free(self, out: Path, is_ours: Callable[[str], bool]) -> None:
         """Raise UsageError if `out` exists, unless it is to be replaced and begins as `is_ours`."""
@@ -214,7 +214,7 @@ def add_commands(subs: Any, commands: Mapping[str, type[Command] | Group]) -> No
             first, _, _ = command.description.partition(".")
             parser = subs.add_parser(
                 name,
-                help=f"{first}: {words}",
+                help=f"{first} ({words})",
                 description=command.description,
                 example=command.example,
             )

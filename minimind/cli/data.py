@@ -54,7 +54,7 @@ class Prepare(Cached, Output):
     paths: list[str] = argument((), nargs="*", metavar="PATH", is_positional=True)
     """files, directories, globs, dataset directories"""
     data_path: list[str] = argument((), nargs="+", metavar="PATH")
-    """same as PATH without a flag"""
+    """more text, as PATH"""
     source: list[str] | None = argument(None, repeats="SOURCE", metavar="NAME=PATH")
     """a named source of text, or NAME=PATH:WEIGHT; repeat it for more sources or more paths of
     one"""

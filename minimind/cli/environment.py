@@ -21,10 +21,10 @@ SEVERITIES = ("refused", "may fail", "slow", "missing")
 
 @dataclass(kw_only=True)
 class Env(Command):
-    """Versions and hardware for a bug report, and what they mean for a run.
+    """Versions and hardware for a bug report, and which settings are slow or refused here.
 
-    The hardware is GPUs, compilers, network and disk of this host; what they mean is which settings
-    are slow or refused here. No host, user or address is named.
+    The hardware is GPUs, compilers, network and disk of this host. No host, user or address is
+    named.
     """
 
     example = "minimind env --out_dir out"

@@ -17,13 +17,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(kw_only=True)
-class Export(OfWeights, Output):
-    """Export a model for other software. Needs no GPU, and memory for one tensor."""
+class OfStoredModel(OfWeights):
+    """A command that reads a stored model."""
 
     is_subject: ClassVar = True
-    example = "minimind export --checkpoint out --format llama --out out/llama"
     checkpoint: str = argument(parse=non_empty, metavar="PLACE")
     """a run's out_dir, a step_ directory, or a directory of `import` or `export`"""
+
+
+@dataclass(kw_only=True)
+class Export(OfStoredModel, Output):
+    """Export a model for other software. Needs no GPU, and memory for one tensor."""
+
+    example = "minimind export --checkpoint out --format llama --out out/llama"
     format: str = argument(choices=FORMATS)
     """minimind: with our modeling code, for transformers; llama: for software that loads Llama;
     gguf; transformers: a run of --model hf:, in its own architecture"""

@@ -49,7 +49,7 @@ class Generate(Sampled, OutputFile):
     out: Path | None = argument(None, needs="prompts", metavar="FILE")
     """output file (default: standard output)"""
     batch_size: int = argument(16, ge=1)
-    """prompts per batch; the random numbers of a prompt depend on --seed and its number alone"""
+    """prompts per batch, which does not change the random numbers of a prompt"""
     stop: list[str] = argument((), nargs="+", metavar="TEXT")
     """strings that end the text"""
 

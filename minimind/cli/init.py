@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from minimind.architecture.costs import known_gpu, named_gpu
 from minimind.cli.command import OutputFile, argument, count_of_bytes, non_empty, shared, utf8
 from minimind.cli.plan import DATA_SHEETS
-from minimind.config.flags import AUTO, DEVICES, EVAL_TIME, FEWEST_PIECES, FIRST_EVAL_ROWS
-from minimind.config.parse import parse_flags, words_of
+from minimind.config.flags import DEVICES, EVAL_TIME, FEWEST_PIECES, FIRST_EVAL_ROWS
+from minimind.config.parse import build_config
 from minimind.config.paths import shell_word
 from minimind.config.run_config import CONFIGS
 from minimind.errors import DataError, RunError, UsageError
@@ -73,7 +73,7 @@ class Init(OutputFile):
     paths: list[str] = argument((), nargs="*", parse=non_empty, metavar="TEXT", is_positional=True)
     """text files or folders, or one of `minimind prepare`, as --data_path of a run"""
     data_path: list[str] = argument((), nargs="+", parse=non_empty, metavar="TEXT")
-    """same as TEXT without a flag"""
+    """more text, as TEXT"""
     text_field: str | None = shared("text_field", default=None, parse=utf8, metavar="NAME")
     """field or column of the text"""
     max_document_bytes: int | None = argument(None, parse=count_of_bytes)
@@ -89,8 +89,8 @@ class Init(OutputFile):
     gpus: int | None = argument(None, ge=1)
     """number of GPUs (default: those of this machine)"""
     gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS, metavar="NAME")
-    """model of the GPUs, also of another machine, such as H100 or 4090; another name
-    prints all (default: that of this machine)"""
+    """model of the GPUs, also of another machine, such as H100 or 4090 (default: that
+    of this machine); a name that is not known lists those that are"""
     device: str = argument("auto", choices=DEVICES)
     """where the run computes; auto uses a GPU if there is one"""
     yes: bool = argument(False)
@@ -123,6 +123,13 @@ class Init(OutputFile):
         with phase("trying tokenizers and the steps of models", after=0.5):
             room = partial(has_room, self.data_path, machine)
             choice = choose(text, self.in_force("hours"), start, machine.speed_of, room)
+        step = machine.processes * choice.shape.max_seq_len
+        if choice.tokens < step:
+            raise DataError(
+                f"{' '.join(self.data_path)}: gives {choice.tokens:,} tokens of training, fewer"
+                f" than the {step:,} of one step of {machine.processes:,} processes; add text, or"
+                " lower --gpus"
+            )
         plan = rehearsed(self.data_path, machine, choice.size, choice.tokens)
         assert plan.schedule is not None  # --max_tokens decides it
         steps, rows = plan.schedule.total_steps, plan.run.rows_per_step(machine.processes)
@@ -379,6 +386,7 @@ class Machine:
     kind: str  # measured or assumed
     speed_of: Callable[[Size, float], float]
     memory: int  # bytes for a process
+    is_elsewhere: bool  # named, and perhaps not here
 
     @property
     def deepspeed_config(self) -> str:
@@ -390,18 +398,17 @@ def rehearsed(data_path: list[str], machine: Machine, size: Size, max_tokens: in
     from minimind.config.launcher_env import Launch
     from minimind.train.start import rehearse
 
+    launch = Launch(world_size=machine.processes, is_elsewhere=machine.is_elsewhere)
     flags = {
         **RECIPE,
         "data_path": data_path,
         "max_tokens": max_tokens,
         "deepspeed_config": machine.deepspeed_config,
         "device": machine.device,
-        # Every GPU with a data sheet has bfloat16, and it may be on another machine.
-        "dtype": AUTO if machine.kind == "measured" else "bfloat16",
         "dry_run": True,
         **size.flags,
     }
-    return rehearse(parse_flags(words_of(flags)), Launch(world_size=machine.processes))
+    return rehearse(build_config(flags, "--{name}"), launch)
 
 
 def has_room(data_path: list[str], machine: Machine, size: Size) -> bool:
@@ -424,6 +431,7 @@ def find_machine(args: Init, vocab_size: int | None = None) -> Machine:
 
     gpu = known_gpu(args.gpu_model) if args.gpu_model else None
     device, processes, memory, name = "cuda", args.gpus or 1, 0, args.gpu_model
+    is_elsewhere = gpu is not None
     if gpu is None:
         import torch
 
@@ -453,7 +461,7 @@ def find_machine(args: Init, vocab_size: int | None = None) -> Machine:
 
         how = f"speed by an assumed {ASSUMED_MFU:.0%} of the peak, not measured"
         name = f"{processes} x {name}"
-        return Machine(name, device, processes, how, "assumed", assumed, memory)
+        return Machine(name, device, processes, how, "assumed", assumed, memory, is_elsewhere)
     from minimind.runtime.environment import usable_cores
     from minimind.sweep.step_time import measured_steps
 
@@ -466,7 +474,7 @@ def find_machine(args: Init, vocab_size: int | None = None) -> Machine:
         return speed_by_steps(size, seconds, processes, next(measured), next(measured))
 
     name = f"{processes} {shown}, {name}"
-    return Machine(name, device, processes, how, "measured", speed, memory)
+    return Machine(name, device, processes, how, "measured", speed, memory, is_elsewhere)
 
 
 def measured_runs(vocab_size: int | None = None) -> Iterator[dict[str, Any]]:

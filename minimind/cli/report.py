@@ -132,7 +132,7 @@ class Scaling(OutputFile):
     dry_run: bool = argument(False)
     """with `run`: only print the runs"""
     force: bool = argument(False, needs="out")
-    """replace a page that this command wrote at --out; not with `run`"""
+    """replace a page that this command wrote there; not with `run`"""
 
     def execute(self) -> int:
         """Print the law and the optima, and write the page; after `run SPEC.yaml`, of its runs."""

@@ -52,6 +52,8 @@ class Train(OfText, Output):
     example = TRAIN
     paths: list[str] = argument((), nargs="*", metavar="PATH", is_positional=True)
     """text files, directories and globs of them, dataset directories"""
+    data_path: list[str] | None = argument(None, nargs="+", repeats="PATH", metavar="PATH")
+    """more text, as PATH"""
     vocab_size: int = shared("vocab_size", le=None)
     """number of pieces"""
     special_tokens: list[str] | None = argument(None, nargs="+", repeats="NAME", metavar="NAME")

@@ -113,7 +113,7 @@ class Flag:
         return " and ".join(limits)
 
     def unmet(self, value: Any) -> str:
-        """What a value has to be and is not: choices or limits; empty if it is."""
+        """The requirement that a value fails, its choices or its limits; empty if it meets them."""
         if self.choices and value not in self.choices:
             return f"one of {', '.join(self.choices)}"
         for limit, (_, holds) in LIMITS.items():
@@ -125,7 +125,7 @@ class Flag:
 
 def number(value: float) -> str:
     """A number as typed: 1 for 1.0."""
-    return str(int(value)) if value == int(value) else str(value)
+    return f"{value:.16g}"
 
 
 def as_words(condition: str) -> str:

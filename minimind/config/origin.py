@@ -32,6 +32,9 @@ class Origin(str):
         origin.rank = rank
         return origin
 
+    def __getnewargs__(self) -> tuple[str, Rank]:  # for copies and pickles
+        return str(self), self.rank
+
 
 def derived(reason: str) -> Origin:
     """The origin of a value that follows from others."""

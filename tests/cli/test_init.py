@@ -27,9 +27,12 @@ from minimind.cli.init import (
     yaml_text,
 )
 from minimind.cli.main import build_parser, main
+from minimind.config.deepspeed import backend_choice
+from minimind.config.launcher_env import Launch
 from minimind.config.parse import parse_flags, words_of
 from minimind.runtime.device import HOST
 from minimind.sweep import step_time
+from minimind.train.start import rehearse
 from tests.conftest import sentences
 
 train: Any = training  # a package that is called like a function
@@ -72,6 +75,38 @@ def test_the_file_is_read_back(here: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     assert main([*words, "--force"]) == 0
     assert "out/text holds a run" in capsys.readouterr().out
+
+
+def test_another_machine_is_not_asked_for_in_this_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    written(here / "text.jsonl")
+    monkeypatch.setattr(backend_choice, "list_gpus", lambda: ["T4"])  # which torch does not see
+    words = "init --hours 2 --gpu_model h100 --gpus 8".split()
+    assert main([*words, "--data_path", "text.jsonl"]) == 0
+    printed = capsys.readouterr().out
+    run = parse_flags(["--config", "run.yaml", "--dry_run", "--device", "cuda"])
+    monkeypatch.setattr(backend_choice, "list_gpus", list)
+    plan = rehearse(run, Launch(world_size=8))
+    assert plan.schedule
+    rows = f"about {plan.schedule.total_steps:,} of {plan.run.rows_per_step(8)} rows"
+    assert rows in printed
+    assert plan.run.dtype == "bfloat16"
+
+
+def test_a_text_with_fewer_tokens_than_a_step_of_all_gpus_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+):
+    written(here / "text.jsonl")
+    words = "init --hours 2 --gpu_model h100 --gpus 2000 --data_path text.jsonl".split()
+    assert main(words) == 3
+    assert "--gpus" in capsys.readouterr().err
+
+
+def test_texts_may_be_called_like_flags(here: Path):
+    for name in ("text.jsonl", "-t.jsonl"):
+        written(here / name)
+    assert main("init --hours 2 --gpu_model h100 -- text.jsonl -t.jsonl".split()) == 0
 
 
 def test_the_size_of_a_text_is_that_of_its_documents(here: Path):
@@ -202,7 +237,7 @@ def test_the_speed_is_that_of_the_batch_of_the_run():
 def machine_of(gpus: int, gib: int) -> Machine:
     """GPUs of so much memory, of another machine."""
     name = f"{gpus} x H100"
-    return Machine(name, "cuda", gpus, "", "assumed", lambda size, seconds: 1e6, gib * 2**30)
+    return Machine(name, "cuda", gpus, "", "assumed", lambda size, seconds: 1e6, gib * 2**30, True)
 
 
 def test_a_size_has_room_in_the_batch_that_the_run_takes(here: Path):
@@ -217,7 +252,7 @@ def test_a_size_has_room_in_the_batch_that_the_run_takes(here: Path):
 
 def test_the_memory_is_that_of_the_dtype_of_the_start(here: Path, monkeypatch: pytest.MonkeyPatch):
     written(here / "text.jsonl")
-    machine = replace(machine_of(2, 8), device="cpu", kind="measured")
+    machine = replace(machine_of(2, 8), device="cpu", kind="measured", is_elsewhere=False)
     for has_bf16, dtype in ((True, "bfloat16"), (False, "float32")):
         monkeypatch.setattr(type(HOST), "has_bf16", has_bf16)
         assert rehearsed(["text.jsonl"], machine, LADDER[0], 10**6).run.dtype == dtype
