@@ -32,8 +32,8 @@ class Origin(str):
         origin.rank = rank
         return origin
 
-    def __getnewargs__(self) -> tuple[str, Rank]:  # for copies and pickles
-        return str(self), self.rank
+    def __reduce__(self) -> tuple[type[Origin], tuple[str, Rank]]:  # copies keep the rank
+        return Origin, (str(self), self.rank)
 
 
 def derived(reason: str) -> Origin:
