@@ -22,7 +22,7 @@ if not __package__:  # run as a script: the package is that of this checkout, wh
 from minimind.cli import main as cli
 from minimind.cli.command import Argument, arguments_of, count_of_bytes, size_in_bytes
 from minimind.config.command_line import EXAMPLE, all_parsers, commands_of
-from minimind.config.flags import FLAGS, LIMITS, Flag, number
+from minimind.config.flags import FLAGS, Flag, format_default
 from minimind.config.foreign_flags import COMMANDS, TABLES
 from minimind.config.foreign_flags import rows as foreign_rows
 
@@ -107,9 +107,7 @@ def _section(parser: argparse.ArgumentParser) -> str:
 
 def _field_row(name: str, spec: Flag) -> Row:
     """The row of a flag of train_pretrain.py."""
-    bounds = [(words, getattr(spec, limit)) for limit, (words, _) in LIMITS.items()]
-    limits = [f"{words} {number(bound)}" for words, bound in bounds if bound is not None]
-    value = ", ".join([KINDS[spec.type], *limits])
+    value = ", ".join(filter(None, [KINDS[spec.type], spec.limits]))
     if spec.choices:
         value = _choices(spec.choices)
     if spec.repeats:
@@ -147,9 +145,8 @@ def _default(value: Any) -> str:
     """A default as typed on the command line; empty if there is none."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    if value in (None, [], (), argparse.SUPPRESS):
-        return ""
-    return _codes([" ".join(value) if isinstance(value, tuple) else str(value)])
+    text = format_default(value)
+    return _codes([text]) if text else ""
 
 
 def _choices(values: Iterable[str]) -> str:

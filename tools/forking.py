@@ -127,10 +127,27 @@ class Forked(Launcher):
 
     def run(self, out_dir: Path, flags: str = "", processes: int = 2, **options: Any) -> Run:
         """A finished run; its status is that of the first rank that did not end well."""
-        named = ["--deepspeed_config", str(DEFAULT_DEEPSPEED_CONFIG)]  # which the YAML names
-        words = [*named, *self.command(out_dir, flags)[2:]]  # without `bash run_accelerate.sh`
+        words = self._words(out_dir, flags)
         statuses, out, err = self._nursery.run("train_pretrain", words, out_dir, processes)
         return Run(out_dir, next((status for status in statuses if status), 0), out, err)
+
+    def run_until(self, out_dir: Path, flags: str, words: str) -> None:
+        """A run of two ranks that are killed once metrics.jsonl holds `words`."""
+        metrics, log = out_dir / "metrics.jsonl", out_dir.with_suffix(".killed.txt")
+        argv = self._words(out_dir, flags)
+        pids = self._nursery.fork("train_pretrain", argv, ["", ""], log, log)
+        deadline = time.monotonic() + SILENT
+        while not (metrics.exists() and words in metrics.read_text()):
+            assert all(state_of(pid) not in "ZX" for pid in pids), log.read_text()
+            assert time.monotonic() < deadline, "the run never got that far"
+            time.sleep(0.01)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert self._nursery.wait(pids)[0] == [-signal.SIGKILL] * 2
+
+    def _words(self, out_dir: Path, flags: str) -> list[str]:
+        named = ["--deepspeed_config", str(DEFAULT_DEEPSPEED_CONFIG)]  # which the YAML names
+        return [*named, *self.command(out_dir, flags)[2:]]  # without `bash run_accelerate.sh`
 
 
 def free_port() -> int:

@@ -21,14 +21,25 @@ from typing import Any
 
 from minimind.runtime.exit import leave
 
+WARM = (
+    "torch.utils.cpp_extension",  # first: its setuptools replaces distutils
+    *("accelerate", "deepspeed", "minimind.train.pretrain", "train_pretrain"),
+    # What DeepSpeed imports as it builds an engine, torch's compiler among it: 2 s in each rank.
+    *("deepspeed.runtime.zero.muon.muon_optimizer", "minimind.engine.deepspeed_backend"),
+    *("minimind.engine.flat_partitions", "minimind.engine.op_build_lock"),
+    # What a run imports as it prepares its text, and at its end.
+    *("minimind.data.prepare.prepare", "minimind.data.tokenizer.hf_tokenizer"),
+    *("minimind.report.page", "minimind.report.charts", "minimind.train.floors"),
+    *("plotly.offline", "plotly.graph_objects"),
+)
+
 
 def warm_up() -> None:
     """Import what a run imports; no thread is started, so that forking is safe."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    for module in ("accelerate", "deepspeed", "minimind.train.pretrain", "train_pretrain"):
+    for module in WARM:
         import_module(module)
-    for module in ("minimind.report.charts", "plotly.offline"):  # which the end of a run imports
-        import_module(module)
+    assert import_module("deepspeed").ops.__compatible_ops__  # asks a compiler, and is kept
     gc.collect()
     gc.freeze()  # a fork that collected garbage would copy every page of it
 

@@ -13,6 +13,7 @@ from typing import ClassVar, TypeVar
 from minimind.checkpoint.directory import Chosen, read_chosen
 from minimind.checkpoint.tools import Listing, list_checkpoints, place_of, prune, verify_checkpoints
 from minimind.cli.command import Command, Group, Output, argument, size_in_bytes
+from minimind.cli.model import OfWeights
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes, storing
@@ -30,11 +31,12 @@ T = TypeVar("T")
 class OfPlace(Command):
     """A command on a run or on one of its checkpoints."""
 
+    is_subject: ClassVar = True
     origins: ClassVar = {"place": CheckpointError}
-    place: str | None = argument(None, nargs="?", is_positional=True)
+    place: str | None = argument(None, nargs="?", metavar="PLACE", is_positional=True)
     """a run's out_dir, or a step_ directory"""
     checkpoint: str | None = argument(None, metavar="PLACE")
-    """same as place"""
+    """same as PLACE without a flag"""
 
     def named(self) -> str:
         """The path that is given, in either way; UsageError for none or two."""
@@ -126,12 +128,10 @@ class Diff(Command):
 
 
 @dataclass(kw_only=True)
-class Whole(Output):
+class Whole(OfWeights, Output):
     """A command that writes whole tensors."""
 
     author: ClassVar[str]
-    weights: str = argument("trained", choices=("trained", "ema"))
-    """weights of a checkpoint: as trained, or their moving average of --ema"""
     dtype: str = argument("float32", choices=("float32", "bfloat16"))
     """dtype of the tensors"""
     max_shard_size: int = argument("2GB", parse=size_in_bytes)
@@ -163,7 +163,7 @@ class Whole(Output):
 
 
 @dataclass(kw_only=True)
-class Consolidate(Whole, OfPlace):
+class Consolidate(OfPlace, Whole):
     """Merge the shards into safetensors files, after verifying their hashes."""
 
     example = "minimind checkpoint consolidate out --out out/whole"

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from minimind.config.command_line import Parser
-from minimind.config.flags import FLAGS, LIMITS, Flag, as_words, docstrings, meets, number, type_of
+from minimind.config.flags import (
+    FLAGS,
+    LIMITS,
+    Flag,
+    as_words,
+    docstrings,
+    format_default,
+    meets,
+    type_of,
+)
 from minimind.config.names import is_utf8, utf8_fault
 from minimind.config.template_variables import template_variables
 from minimind.errors import RunError, StorageError, UsageError
@@ -39,21 +48,12 @@ class Argument(Flag):
 
     @property
     def docstring(self) -> str:
-        """The text below its line, in its class or in a base; else the help of the run's flag."""
+        """The text below its line, in the command or in a base; else the help of the run's flag."""
         classes = self.owner.__mro__
         for owner in classes[: classes.index(Command) + 1]:
             if text := docstrings(owner.__module__).get((owner.__name__, self.name)):
                 return text
         return FLAGS[self.shared].help
-
-    @property
-    def limits(self) -> str:
-        """What numbers it takes: `at least 0, below 1`; empty for any whole number."""
-        bounds = ((words, getattr(self, limit)) for limit, (words, _) in LIMITS.items())
-        limits = [f"{words} {number(bound)}" for words, bound in bounds if bound is not None]
-        if self.type == "float" and self.le is self.lt is None:
-            limits.append("finite")
-        return ", ".join(limits)
 
 
 def argument(default: Any = MISSING, **attributes: Any) -> Any:
@@ -80,6 +80,9 @@ class Command(ABC):
     example: ClassVar[str]
     origins: ClassVar[Mapping[str, type[RunError]]] = {}  # where `config.paths.ORIGINS` has others
     adds_help: ClassVar[bool] = True
+    # Whether the fields that this class itself declares name what the command acts on, and so are
+    # first in its help.
+    is_subject: ClassVar[bool] = False
     debug: bool = argument(False)
     """show tracebacks"""
 
@@ -124,18 +127,18 @@ class OfRunFlags(Command):
 class Output(Command):
     """A command that writes --out."""
 
-    out: Path = argument()
+    out: Path = argument(metavar="DIR")
     """new output folder"""
     force: bool = argument(False)
-    """replace an earlier --out"""
+    """replace an earlier output folder of this command"""
 
 
 @dataclass(kw_only=True)
 class OutputFile(Command):
     """A command that writes a file at --out, which each of them describes."""
 
-    force: bool = argument(False)
-    """replace an earlier --out"""
+    force: bool = argument(False, needs="out")
+    """replace a file that this command wrote there"""
 
     def require_free(self, out: Path, is_ours: Callable[[str], bool]) -> None:
         """Raise UsageError if `out` exists, unless it is to be replaced and begins as `is_ours`."""
@@ -175,22 +178,23 @@ class OutputFile(Command):
 class Cached(Command):
     """A command that fetches objects of storage; see `runtime.object_cache.open_cache`."""
 
-    cache_dir: str = shared("cache_dir")
+    cache_dir: str = shared("cache_dir", metavar="DIR")
     """cache of what is fetched from URLs"""
     max_cache_gib: float | None = shared("max_cache_gib")
 
 
 def arguments_of(command: type[Command]) -> dict[str, Argument]:
-    """The arguments of a command, in the order of its help: its own, then those of its bases."""
+    """The arguments of a command, in the order of its help: its subject, its own, its bases'."""
     by_name = {f.name: f for f in fields(command) if f.init}
-    found: dict[str, Argument] = {}
-    for owner in command.__mro__:
+    owners = sorted(command.__mro__, key=lambda owner: not vars(owner).get("is_subject"))
+    arguments: dict[str, Argument] = {}
+    for owner in owners:
         for name in inspect.get_annotations(owner):
-            if name in by_name and name not in found:
+            if name in by_name and name not in arguments:
                 f = by_name[name]
                 item = type_of(str(f.type).removeprefix("list[")).rstrip("]")
-                found[name] = Argument(name, owner, item, f.default, **f.metadata)
-    return found
+                arguments[name] = Argument(name, command, item, f.default, **f.metadata)
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -207,8 +211,12 @@ def add_commands(subs: Any, commands: Mapping[str, type[Command] | Group]) -> No
     for name, command in commands.items():
         if isinstance(command, Group):
             words = " | ".join(command.commands)
+            first, _, _ = command.description.partition(".")
             parser = subs.add_parser(
-                name, help=words, description=command.description, example=command.example
+                name,
+                help=f"{first} ({words})",
+                description=command.description,
+                example=command.example,
             )
             actions = parser.add_subparsers(
                 dest="action", required=True, parser_class=Parser, metavar=words
@@ -247,7 +255,8 @@ def command_of(args: argparse.Namespace, run_flags: Sequence[str] = ()) -> Comma
 
 
 def _add_argument(parser: argparse.ArgumentParser, row: Argument) -> None:
-    shown = f" (default: {row.unset})" if row.default is None and row.unset is not None else ""
+    default = format_default(row.unset) if row.default is None else ""
+    shown = f" (default: {default})" if default else ""
     options: dict[str, Any] = {"help": (row.help + shown).replace("%", "%%")}
     if row.type == "bool" and row.default:
         parser.add_argument(f"--{row.name}", action=argparse.BooleanOptionalAction, **options)
@@ -278,8 +287,10 @@ def _type_of(row: Argument) -> Callable[[str], Any]:
 
     def within_limits(text: str) -> float:
         value = NUMBERS[row.type](text)
-        if row.unmet(value) or (row.type == "float" and not math.isfinite(value)):
-            raise argparse.ArgumentTypeError(f"{text} is not {row.limits}")
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+        if requirement := row.unmet(value):
+            raise argparse.ArgumentTypeError(f"{text} must be {requirement}")
         return value
 
     within_limits.__name__ = "whole number" if row.type == "int" else "number"

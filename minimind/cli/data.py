@@ -43,7 +43,7 @@ def _share(text: str) -> tuple[int, int]:
 
 
 @dataclass(kw_only=True)
-class Prepare(Output, Cached):
+class Prepare(Cached, Output):
     """Tokenize text into a folder of shards, for any number of runs.
 
     --data_path of a run takes the folder. The same command resumes after a kill. On several
@@ -54,22 +54,23 @@ class Prepare(Output, Cached):
     paths: list[str] = argument((), nargs="*", metavar="PATH", is_positional=True)
     """files, directories, globs, dataset directories"""
     data_path: list[str] = argument((), nargs="+", metavar="PATH")
-    """more of them"""
-    source: list[str] | None = argument(None, repeats="SOURCE")
-    """NAME=PATH or NAME=PATH:WEIGHT; repeat it for more sources or more paths of one"""
+    """more text, as PATH"""
+    source: list[str] | None = argument(None, repeats="SOURCE", metavar="NAME=PATH")
+    """a named source of text, or NAME=PATH:WEIGHT; repeat it for more sources or more paths of
+    one"""
     sources: Path | None = argument(None)
     """YAML file: {NAME: {paths: [...], weight: 2}}"""
-    tokenizer: str | None = argument(None)
-    """model or directory (default: train one on the text)"""
+    tokenizer: str | None = argument(None, metavar="PATH")
+    """tokenizer, a file or a directory (default: train one on the text)"""
     vocab_size: int | None = shared("vocab_size", default=None, ge=1, le=None)
     """pieces of a trained tokenizer"""
     val_fraction: float | None = shared("val_fraction", default=None)
     val_path: str | None = argument(None, parse=utf8, metavar="PATH")
     """text that is held out in place of a fraction; auto: validation parts of folders"""
-    text_field: str | None = shared("text_field", default=None, parse=utf8)
+    text_field: str | None = shared("text_field", default=None, parse=utf8, metavar="NAME")
     max_document_bytes: int | None = argument(None, parse=count_of_bytes)
-    """longest document, in UTF-8 (default: 64MiB; 2MiB with a Hugging Face --tokenizer, 8MiB with a
-    SentencePiece model that is not plain BPE: these encode a document at once)"""
+    """longest document in bytes of UTF-8 (default: 64MiB; 2MiB with a Hugging Face --tokenizer,
+    8MiB with a SentencePiece model that is not plain BPE: these encode a document at once)"""
     on_bad_data: str | None = shared("on_bad_data", default=None)
     max_bad_fraction: float | None = shared("max_bad_fraction", default=None)
     """fraction of the documents that may be bad"""
@@ -345,11 +346,11 @@ class At(OfRun):
     run: Path = argument(metavar="RUN", is_positional=True)
     """the run's out_dir"""
     step: int | None = argument(None, ge=1, excludes={"steps": "they are one question each"})
-    """step, as in the log"""
+    """step whose rows are listed, as in the log"""
     steps: range | None = argument(
         None, parse=_steps, excludes=dict.fromkeys(("rank", "text"), OVER_RANKS), metavar="A:B"
     )
-    """of steps A to B: documents in those with a loss above the running median"""
+    """list the documents of the steps from A to B whose loss is above the running median"""
     rank: int | None = argument(None, ge=0)
     """only the rows of this process"""
     rows: bool = argument(

@@ -21,14 +21,14 @@ SEVERITIES = ("refused", "may fail", "slow", "missing")
 
 @dataclass(kw_only=True)
 class Env(Command):
-    """Versions and hardware for a bug report, and what they mean for a run.
+    """Versions and hardware for a bug report, and which settings are slow or refused here.
 
-    Print versions, GPUs, compilers, network and disk of this host, and which settings are slow or
-    refused here. It names no host, user or address.
+    The hardware is GPUs, compilers, network and disk of this host. No host, user or address is
+    named.
     """
 
     example = "minimind env --out_dir out"
-    out_dir: Path = argument(Path("out"), parse=Path)
+    out_dir: Path = argument(Path("out"), metavar="DIR")
     """folder whose disk is timed; nothing is left there"""
     brief: bool = argument(False)
     """only the build of torch, and why it cannot use the GPUs"""

@@ -55,12 +55,11 @@ CONVERSATIONS = {"task=sft": "--task sft reads conversations"}
 
 
 @dataclass(kw_only=True)
-class Eval(Cached, OfChat):
+class Eval(OfChat, Cached):
     """Loss and perplexity of a model on text or conversations; tasks of lm-eval.
 
-    Print loss, perplexity and bits per byte of text, or loss and perplexity per target of
-    conversations, per source and in total, in one process or several: torchrun --nproc-per-node 2
-    -m minimind eval ...
+    Text also has bits per byte; the perplexity of conversations is per target. Results are per
+    source and in total, in one process or several: torchrun --nproc-per-node 2 -m minimind eval ...
     """
 
     example = "minimind eval --checkpoint out --data held_out.jsonl"
@@ -107,7 +106,9 @@ class Eval(Cached, OfChat):
         None, parse=iso_date, needs="task=sft", excludes=TASKS, unset="2024-07-26", metavar="DATE"
     )
     """the date that strftime_now gives a chat template, as in training"""
-    text_field: str = shared("text_field", parse=utf8, excludes={**TASKS, **CONVERSATIONS})
+    text_field: str = shared(
+        "text_field", parse=utf8, excludes={**TASKS, **CONVERSATIONS}, metavar="NAME"
+    )
     """field or column of the text"""
     max_document_bytes: int | None = argument(None, parse=count_of_bytes, excludes=TASKS)
     """longest document of raw text (default: 64MiB, less with some tokenizers)"""
@@ -117,8 +118,9 @@ class Eval(Cached, OfChat):
     """fraction of documents that may be bad, with skip"""
     allow_lossy_tokenizer: bool = argument(False, excludes=TASKS)
     """go on although the tokenizer loses more than 0.1 % of the text"""
-    cache_dir: str = shared("cache_dir")
-    """cache of the tokens, and of objects of storage"""
+    cache_dir: str = shared("cache_dir", metavar="DIR")
+    """cache of the tokens, and of what is fetched from URLs"""
+    max_cache_gib: float | None = shared("max_cache_gib")
     json: bool = argument(False)
     """print a JSON object"""
     lm_eval: list[str] = argument((), nargs="+", parse=non_empty, metavar="TASK")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from minimind.cli.command import Output, argument, non_empty, size_in_bytes
+from minimind.cli.model import OfWeights
 from minimind.errors import CheckpointError
 
 FORMATS = ("minimind", "llama", "gguf", "transformers")
@@ -16,17 +17,22 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(kw_only=True)
-class Export(Output):
+class OfStoredModel(OfWeights):
+    """A command that reads a stored model."""
+
+    is_subject: ClassVar = True
+    checkpoint: str = argument(parse=non_empty, metavar="PLACE")
+    """a run's out_dir, a step_ directory, or a directory of `import` or `export`"""
+
+
+@dataclass(kw_only=True)
+class Export(OfStoredModel, Output):
     """Export a model for other software. Needs no GPU, and memory for one tensor."""
 
     example = "minimind export --checkpoint out --format llama --out out/llama"
-    checkpoint: str = argument(parse=non_empty, metavar="PLACE")
-    """a run's out_dir, a step_ directory, or a directory of `import` or `export`"""
     format: str = argument(choices=FORMATS)
     """minimind: with our modeling code, for transformers; llama: for software that loads Llama;
     gguf; transformers: a run of --model hf:, in its own architecture"""
-    weights: str = argument("trained", choices=("trained", "ema"))
-    """weights of a checkpoint: as trained, or their moving average of --ema"""
     dtype: str = argument("float32", choices=DTYPES)
     """dtype of the tensors"""
     max_shard_size: int | None = argument(None, parse=size_in_bytes)

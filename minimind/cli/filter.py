@@ -34,7 +34,7 @@ def _label(text: str) -> tuple[str, float]:
 
 
 @dataclass(kw_only=True)
-class Filter(Output, Cached):
+class Filter(Cached, Output):
     """Remove documents by length, language, rules, labels and as repeated; count and list each."""
 
     example = EXAMPLE
@@ -88,10 +88,10 @@ class Filter(Output, Cached):
     """buckets"""
     minhash_hashes: int | None = argument(None, ge=1, needs="minhash", unset=8, metavar="N")
     """hashes of a bucket"""
-    text_field: str = shared("text_field", parse=utf8)
+    text_field: str = shared("text_field", parse=utf8, metavar="NAME")
     """field or column of the text"""
     max_document_bytes: int = shared("max_document_bytes", default="64MiB", parse=count_of_bytes)
-    """longest document, in UTF-8"""
+    """longest document in bytes of UTF-8"""
     on_bad_data: str = shared("on_bad_data")
     max_bad_fraction: float = shared("max_bad_fraction")
     """fraction of the documents that may be bad"""

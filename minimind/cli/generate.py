@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Generate(OutputFile, Sampled):
+class Generate(Sampled, OutputFile):
     """Generate text with a checkpoint or an exported model.
 
     Without a prompt, ask for one at a terminal, else read it from standard input.
@@ -49,7 +49,7 @@ class Generate(OutputFile, Sampled):
     out: Path | None = argument(None, needs="prompts", metavar="FILE")
     """output file (default: standard output)"""
     batch_size: int = argument(16, ge=1)
-    """prompts per batch"""
+    """prompts per batch, which does not change the random numbers of a prompt"""
     stop: list[str] = argument((), nargs="+", metavar="TEXT")
     """strings that end the text"""
 

@@ -12,20 +12,22 @@ import shlex
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import wrap
 from time import perf_counter, process_time
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from minimind.architecture.costs import known_gpu, named_gpu
 from minimind.cli.command import OutputFile, argument, count_of_bytes, non_empty, shared, utf8
 from minimind.cli.plan import DATA_SHEETS
 from minimind.config.flags import DEVICES, EVAL_TIME, FEWEST_PIECES, FIRST_EVAL_ROWS
+from minimind.config.parse import build_config
 from minimind.config.paths import shell_word
 from minimind.config.run_config import CONFIGS
 from minimind.errors import DataError, RunError, UsageError
+from minimind.report.formats import count
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing, write_whole
 from minimind.runtime.installed import LAUNCH
@@ -33,12 +35,14 @@ from minimind.runtime.terminal import aligned, phase, printable, shorten_line
 from minimind.runtime.urls import HUB_PREFIX, begins_as_url, masked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from minimind.architecture.choice import Choice, Size
     from minimind.data.prepare.prepared import Prepared
+    from minimind.train.start import Plan
 
 HOURS = 1.0
+RECIPE = {"config": "strong"}
 # Documents are held out by their hashes: where 5 are expected, none is once in 150 texts.
 HELD_OUT_DOCUMENTS, FEWEST_DOCUMENTS = 5, 50
 TOO_FEW = (
@@ -52,6 +56,7 @@ START_SECONDS = {"cpu": 30.0}
 SLOWEST_START = 4.0  # 115 s with ten processes on each core
 MOST_EVALUATIONS = 10  # of a run
 LARGEST_TRIED = 26_700_000  # parameters of a run of the recipe `strong` that ended
+MOST_TOKENS = 10**12  # for which the batch has the largest micro-batch of its rule
 PREPARED_PER_SECOND = 2e6  # bytes of text per process, assumed
 SLOWER = {"measured": 1.5, "assumed": 2.0}  # the far end of the forecast
 
@@ -60,35 +65,38 @@ SLOWER = {"measured": 1.5, "assumed": 2.0}  # the far end of the forecast
 class Init(OutputFile):
     """Write a commented run.yaml for your text, your machine and your time.
 
-    Choose model, vocabulary and length of a run for a text and the hours there are, and write them
-    to a YAML file with the reason for each. Asks on a terminal for what no flag gives.
+    It has the model, vocabulary and length of the run, each with its reason. What no flag gives is
+    asked on a terminal.
     """
 
     example = "minimind init --data_path my_text.jsonl --hours 2"
     paths: list[str] = argument((), nargs="*", parse=non_empty, metavar="TEXT", is_positional=True)
     """text files or folders, or one of `minimind prepare`, as --data_path of a run"""
     data_path: list[str] = argument((), nargs="+", parse=non_empty, metavar="TEXT")
-    """more of them"""
-    text_field: str | None = shared("text_field", default=None, parse=utf8)
+    """more text, as TEXT"""
+    text_field: str | None = shared("text_field", default=None, parse=utf8, metavar="NAME")
     """field or column of the text"""
     max_document_bytes: int | None = argument(None, parse=count_of_bytes)
-    """longest document, in UTF-8 (default: 64MiB)"""
+    """longest document in bytes of UTF-8 (default: 64MiB)"""
     on_bad_data: str | None = shared("on_bad_data", default=None)
     """stop at a bad document (error), or skip it, here and in the run"""
     hours: float | None = argument(None, gt=0, unset=HOURS)
-    """time from the command to the end"""
+    """hours from the command that starts the run to its end"""
     out: Path = argument(Path("run.yaml"))
     """YAML file to write; its prompts for samples are beside it"""
-    out_dir: str | None = argument(None, parse=non_empty)
-    """out_dir of the run (default: out/ and the name of the text)"""
+    out_dir: str | None = argument(None, parse=non_empty, metavar="DIR")
+    """folder of the run (default: out/ and the name of the text)"""
     gpus: int | None = argument(None, ge=1)
-    """GPUs (default: those of this machine)"""
-    gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS)
-    """model of the GPUs, also of another machine (default: that of this one)"""
+    """number of GPUs (default: those of this machine)"""
+    gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS, metavar="NAME")
+    """model of the GPUs, also of another machine, such as H100 or 4090 (default: that
+    of this machine); a name that is not known lists those that are"""
     device: str = argument("auto", choices=DEVICES)
-    """auto uses a GPU if there is one"""
+    """where the run computes; auto uses a GPU if there is one"""
     yes: bool = argument(False)
     """ask nothing, and take the defaults"""
+    force: bool = argument(False)  # the default of --out may be taken, too
+    """replace a file that this command wrote at --out"""
 
     def execute(self) -> None:
         """Ask, choose, write, and print what to expect."""
@@ -99,14 +107,9 @@ class Init(OutputFile):
         from minimind.architecture.choice import Text, choose
 
         began = perf_counter(), process_time()
-        reading = {"text_field": self.text_field, "max_document_bytes": self.max_document_bytes}
-        reading = {name: value for name, value in reading.items() if value is not None}
         prepared = prepared_folder(self)
-        skips_bad = self.on_bad_data == "skip"
         sample = (
-            prepared_sample(prepared)
-            if prepared
-            else read_sample(self.data_path, reading, skips_bad)
+            prepared_sample(prepared) if prepared else read_sample(self.data_path, **self.reading())
         )
         # What else runs slows the start, too.
         slowed = (perf_counter() - began[0]) / max(1e-3, process_time() - began[1])
@@ -118,12 +121,23 @@ class Init(OutputFile):
         start += 0 if prepared else sample.bytes / PREPARED_PER_SECOND
         start *= min(max(slowed, 1.0), SLOWEST_START) if machine.kind == "measured" else 1.0
         with phase("trying tokenizers and the steps of models", after=0.5):
-            choice = choose(text, self.in_force("hours"), start, machine.speed_of, machine.has_room)
-        content = yaml_text(self, choice, sample, machine, prompts)
+            room = partial(has_room, self.data_path, machine)
+            choice = choose(text, self.in_force("hours"), start, machine.speed_of, room)
+        step = machine.processes * choice.shape.max_seq_len
+        if choice.tokens < step:
+            raise DataError(
+                f"{' '.join(self.data_path)}: gives {choice.tokens:,} tokens of training, fewer"
+                f" than the {step:,} of one step of {machine.processes:,} processes; add text, or"
+                " lower --gpus"
+            )
+        plan = rehearsed(self.data_path, machine, choice.size, choice.tokens)
+        assert plan.schedule is not None  # --max_tokens decides it
+        steps, rows = plan.schedule.total_steps, plan.run.rows_per_step(machine.processes)
+        content = yaml_text(self, choice, sample, machine, prompts, steps, rows)
         with storing(str(self.out), "give another --out"):
             write_whole(self.out, content.encode())
             write_whole(prompts, "".join(f"{one}\n" for one in sample.prompts).encode())
-        print(f"\n{expectation(choice, sample, machine, self.in_force('hours'))}\n")
+        print(f"\n{expectation(choice, sample, machine, self.in_force('hours'), steps, rows)}\n")
         if disk.exists(Path(self.out_dir).expanduser() / "checkpoints"):
             print(f"note       {self.out_dir} holds a run that other settings do not continue;")
             print("           for a new one give another --out_dir\n")
@@ -131,6 +145,11 @@ class Init(OutputFile):
         processes = f"NUM_PROCESSES={machine.processes} " if is_named else ""
         print(f"{self.out} says why each number is as it is. Start:")
         print(f"  {processes}{LAUNCH} --config {shell_word(self.out)}")
+
+    def reading(self) -> dict[str, Any]:
+        """The flags that are given on how the text is read."""
+        names = ("text_field", "max_document_bytes", "on_bad_data")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def _prompts_beside(self) -> Path:
         """Return the file of the prompts; raise UsageError if it or --out is taken."""
@@ -219,12 +238,11 @@ def prepared_folder(args: Init) -> Path | None:
             f"--data_path {found[0]}: is what `minimind prepare` wrote, and goes with no other"
             " text; give it alone"
         )
-    for name in ("text_field", "max_document_bytes", "on_bad_data"):
-        if (value := getattr(args, name)) is not None:
-            raise UsageError(
-                f"--{name} {value}: has no effect on {found[0]}, which `minimind prepare` wrote;"
-                " drop it"
-            )
+    for name, value in args.reading().items():
+        raise UsageError(
+            f"--{name} {value}: has no effect on {found[0]}, which `minimind prepare` wrote;"
+            " drop it"
+        )
     return Path(found[0]).expanduser()
 
 
@@ -312,9 +330,7 @@ def openings(texts: list[str]) -> list[str]:
     return [one for one in found if one and len(one) < 60][:3] or ["The"]
 
 
-def read_sample(
-    paths: list[str], reading: Mapping[str, Any] = MappingProxyType({}), skips_bad: bool = False
-) -> Sample:
+def read_sample(paths: list[str], on_bad_data: str = "error", **reading: Any) -> Sample:
     """Read about SAMPLE_BYTES of the text; raise DataError for what a run would refuse.
 
     `reading` has fields of ReadOptions.
@@ -331,11 +347,12 @@ def read_sample(
     chosen = segments[::every]
     most = SAMPLE_BYTES // len(chosen)
     options = ReadOptions(**reading)
+    on_bad = ignore if on_bad_data == "skip" else refuse
     texts: list[str] = []
     text_bytes = read_bytes = 0
     for segment in chosen:
         size = read = before = 0
-        for text, read in documents_of([segment], options, ignore if skips_bad else refuse):
+        for text, read in documents_of([segment], options, on_bad):
             if segment.start and not before:  # the bytes before it are of another document
                 before = read
                 continue
@@ -368,7 +385,40 @@ class Machine:
     how: str  # how the speed is known
     kind: str  # measured or assumed
     speed_of: Callable[[Size, float], float]
-    has_room: Callable[[Size], bool]
+    memory: int  # bytes for a process
+    is_elsewhere: bool  # named, and perhaps not here
+
+    @property
+    def deepspeed_config(self) -> str:
+        return "none" if self.processes == 1 or self.device == "cpu" else "zero2"
+
+
+def rehearsed(data_path: list[str], machine: Machine, size: Size, max_tokens: int) -> Plan:
+    """What the start of a run decides on a machine, which may be another than this."""
+    from minimind.config.launcher_env import Launch
+    from minimind.train.start import rehearse
+
+    launch = Launch(world_size=machine.processes, is_elsewhere=machine.is_elsewhere)
+    flags = {
+        **RECIPE,
+        "data_path": data_path,
+        "max_tokens": max_tokens,
+        "deepspeed_config": machine.deepspeed_config,
+        "device": machine.device,
+        "dry_run": True,
+        **size.flags,
+    }
+    return rehearse(build_config(flags, "--{name}"), launch)
+
+
+def has_room(data_path: list[str], machine: Machine, size: Size) -> bool:
+    """Whether the memory of a machine suffices for a size, in the largest micro-batch of a run."""
+    from minimind.architecture.costs import memory
+    from minimind.architecture.plan import fits, layout_of
+
+    plan = rehearsed(data_path, machine, size, MOST_TOKENS)
+    layout = layout_of(plan.run, machine.processes, plan.resolved.config, machine.device)
+    return fits(memory(size.shape(), layout), machine.memory)
 
 
 def find_machine(args: Init, vocab_size: int | None = None) -> Machine:
@@ -376,13 +426,12 @@ def find_machine(args: Init, vocab_size: int | None = None) -> Machine:
 
     `vocab_size` is that of the text, if it has a tokenizer.
     """
-    from minimind.architecture.costs import ASSUMED_MFU, Layout
-    from minimind.architecture.plan import recommend
+    from minimind.architecture.costs import ASSUMED_MFU
     from minimind.architecture.shape import flops_per_token
 
     gpu = known_gpu(args.gpu_model) if args.gpu_model else None
     device, processes, memory, name = "cuda", args.gpus or 1, 0, args.gpu_model
-    dtype = "bfloat16"  # as --dtype auto becomes it
+    is_elsewhere = gpu is not None
     if gpu is None:
         import torch
 
@@ -397,24 +446,12 @@ def find_machine(args: Init, vocab_size: int | None = None) -> Machine:
                 )
             kind = HOST
         device, memory = kind.name, kind.memory()
-        dtype = dtype if kind.has_bf16 else "float32"
         processes = args.gpus or max(1, kind.count()) if kind is not HOST else 2
         name = kind.model_of(torch.device(device))
         gpu = known_gpu(name) if device == "cuda" else None
         memory //= processes if kind is HOST else 1
     else:
         memory = gpu.memory * 2**30
-
-    def layout(size: Size) -> Layout:
-        rows = max(1, (8192 if device != "cpu" else 2048) // size.shape().max_seq_len)
-        is_compiled = device == "cuda"
-        return Layout(
-            2, processes, dtype, rows, device=device, compiles=is_compiled, optimizer="muon"
-        )
-
-    def has_room(size: Size) -> bool:
-        best = recommend(size.shape(), layout(size), memory, is_plain=True)
-        return best is not None and not best.offload_optimizer
 
     if gpu is not None:
         reached = ASSUMED_MFU * gpu.peak_tflops * 1e12 * processes  # FLOPs a second
@@ -423,9 +460,8 @@ def find_machine(args: Init, vocab_size: int | None = None) -> Machine:
             return reached / flops_per_token(size.shape())
 
         how = f"speed by an assumed {ASSUMED_MFU:.0%} of the peak, not measured"
-        return Machine(
-            f"{processes} x {name}", device, processes, how, "assumed", assumed, has_room
-        )
+        name = f"{processes} x {name}"
+        return Machine(name, device, processes, how, "assumed", assumed, memory, is_elsewhere)
     from minimind.runtime.environment import usable_cores
     from minimind.sweep.step_time import measured_steps
 
@@ -437,24 +473,19 @@ def find_machine(args: Init, vocab_size: int | None = None) -> Machine:
     def speed(size: Size, seconds: float) -> float:
         return speed_by_steps(size, seconds, processes, next(measured), next(measured))
 
-    return Machine(
-        f"{processes} {shown}, {name}", device, processes, how, "measured", speed, has_room
-    )
+    name = f"{processes} {shown}, {name}"
+    return Machine(name, device, processes, how, "measured", speed, memory, is_elsewhere)
 
 
 def measured_runs(vocab_size: int | None = None) -> Iterator[dict[str, Any]]:
     """The flags of the two runs of each size of the ladder whose steps are measured."""
     from minimind.architecture.choice import ladder
 
-    fewest = FEWEST_PIECES  # the text's own tokenizer may have fewer
+    recipe = {**RECIPE, "embedding_init": "random"}  # bigrams change no time, and need more pieces
     for size in ladder(vocab_size):
-        pieces = max(fewest, size.largest_vocab)
+        pieces = max(FEWEST_PIECES, size.largest_vocab)  # the text's own tokenizer may have fewer
         for rows in (1, _most_rows(size)):
-            yield {
-                **{"optimizer": "muon", "muon_scaling": "match_rms_adamw", "doc_mask": "true"},
-                **{"tie_word_embeddings": "false", "vocab_size": pieces},
-                **{**size.flags, "batch_size": rows},
-            }
+            yield {**recipe, "vocab_size": pieces, "batch_size": rows, **size.flags}
 
 
 def _most_rows(size: Size) -> int:
@@ -478,25 +509,12 @@ def speed_by_steps(size: Size, seconds: float, processes: int, one: float, most:
         rows = suited
 
 
-def _stage(choice: Choice, machine: Machine) -> str:
-    return "none" if machine.processes == 1 or machine.device == "cpu" else "zero2"
-
-
-def steps_of(choice: Choice, machine: Machine) -> tuple[int, int]:
-    """Steps, and rows of each, by the rule of the batch."""
-    from minimind.config.rules import suited_rows
-
-    length = choice.shape.max_seq_len
-    most = choice.tokens // length
-    rows = suited_rows(machine.processes, length, choice.tokens, most, "Muon")
-    return choice.tokens // (rows * length), rows
-
-
-def yaml_text(args: Init, choice: Choice, text: Sample, machine: Machine, prompts: Path) -> str:
-    """The file: a reason behind each value."""
+def yaml_text(
+    args: Init, choice: Choice, text: Sample, machine: Machine, prompts: Path, steps: int, rows: int
+) -> str:
+    """The file: a reason behind each value. `rows` are those of one of the steps."""
     from minimind.architecture.choice import MOST_EPOCHS
 
-    steps, rows = steps_of(choice, machine)
     data = json.dumps(args.data_path, ensure_ascii=False)
     per_parameter = choice.tokens / choice.shape.parameters
     held_out = text.held_out
@@ -518,7 +536,10 @@ def yaml_text(args: Init, choice: Choice, text: Sample, machine: Machine, prompt
         f"# Paths are as from {printable(os.getcwd())}, where it was written.",
         f"data_path: {data} # your text",
         _held_out_line(text),
-        *_reading(args),
+        *(
+            f"{name}: {json.dumps(value, ensure_ascii=False)} # --{name}"
+            for name, value in args.reading().items()
+        ),
         f"out_dir: {json.dumps(args.out_dir, ensure_ascii=False)} # log, checkpoints, report",
         "",
         f"# The model: {choice.shape.parameters:,} parameters; {choice.limit} allows no more.",
@@ -533,8 +554,8 @@ def yaml_text(args: Init, choice: Choice, text: Sample, machine: Machine, prompt
         f" epochs (at most {MOST_EPOCHS:g})",
         f"# batch_size: auto, {rows} rows a step by the tokens of the run: about {steps:,} steps",
         "# warmup_steps and weight_decay: as Muon has them by default",
-        f"deepspeed_config: {_stage(choice, machine)} # fits"
-        + (" without ZeRO, which takes longer" if _stage(choice, machine) == "none" else ""),
+        f"deepspeed_config: {machine.deepspeed_config} # fits"
+        + (" without ZeRO, which takes longer" if machine.deepspeed_config == "none" else ""),
         f"save_interval: {every} # a tenth of the run; also every 30 minutes (save_minutes)",
         f"eval_interval: {-(-steps // evaluations)} # {evaluations} times",
         f"sample_interval: {max(1, steps // 4)} # a text for each prompt, four times",
@@ -553,20 +574,12 @@ def _held_out_line(text: Sample) -> str:
     return f"val_fraction: {text.held_out:g} # {documents}{which}"
 
 
-def _reading(args: Init) -> list[str]:
-    """The lines on how the text is read, as the flags have it."""
-    return [
-        f"{name}: {json.dumps(value, ensure_ascii=False)} # --{name}"
-        for name in ("text_field", "max_document_bytes", "on_bad_data")
-        if (value := getattr(args, name)) is not None
-    ]
-
-
-def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) -> str:
+def expectation(
+    choice: Choice, text: Sample, machine: Machine, hours: float, steps: int, rows: int
+) -> str:
     """The table of what to expect."""
     from minimind.architecture.choice import MOST_EPOCHS
 
-    steps, rows = steps_of(choice, machine)
     slowest = choice.hours * SLOWER[machine.kind]
     share, is_validated, too_few = text.held_out, text.held_out > 0, TOO_FEW
     validated = f"{share:.2g} of the documents, about {share * text.documents:,.0f}"
@@ -594,12 +607,11 @@ def expectation(choice: Choice, text: Sample, machine: Machine, hours: float) ->
 
 
 def _described(text: Sample) -> str:
-    plural = "" if round(text.documents) == 1 else "s"
-    return f"{_size(text.bytes)} in about {text.documents:,.0f} document{plural}"
+    return f"{_size(text.bytes)} in about {count(round(text.documents), 'document')}"
 
 
-def _size(count: float) -> str:
+def _size(text_bytes: float) -> str:
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.0f} bytes"
+        if text_bytes >= unit:
+            return f"{text_bytes / unit:.3g} {name}"
+    return f"{text_bytes:.0f} bytes"

@@ -77,7 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=DISTRIBUTION)
     parser.add_argument("--print_completion", action=PrintCompletion, command="minimind")
-    subs = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    subs = parser.add_subparsers(
+        dest="command", required=True, parser_class=Parser, metavar="COMMAND"
+    )
     add_commands(subs, COMMANDS)
     return parser
 

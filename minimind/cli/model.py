@@ -1,4 +1,4 @@
-"""What `minimind generate`, `chat`, `serve` and `eval` share: a model, and how to sample."""
+"""What commands on a trained model share: its weights, and how to sample."""
 
 from __future__ import annotations
 
@@ -21,9 +21,19 @@ ANSWER: dict[str, Any] = {"max_new_tokens": 512, "temperature": 0.7}
 
 
 @dataclass(kw_only=True)
-class OfModel(Command):
+class OfWeights(Command):
+    """A command that reads the weights of a checkpoint."""
+
+    is_subject: ClassVar = True
+    weights: str = argument("trained", choices=("trained", "ema"))
+    """weights of a checkpoint: as trained, or their moving average of --ema"""
+
+
+@dataclass(kw_only=True)
+class OfModel(OfWeights):
     """A command that computes with a trained model."""
 
+    is_subject: ClassVar = True
     origins: ClassVar = {"model": CheckpointError}
     checkpoint: str | None = argument(None, metavar="PLACE")
     """a run's out_dir, or a step_ directory"""
@@ -31,10 +41,8 @@ class OfModel(Command):
     """exported directory, or one with weights of a Llama or MiniMind2 model"""
     tokenizer: str | None = argument(None, parse=non_empty, metavar="PATH")
     """tokenizer of --model (default: the one in DIR)"""
-    weights: str = argument("trained", choices=("trained", "ema"))
-    """weights of a checkpoint: as trained, or their moving average of --ema"""
     device: str = argument("auto", choices=DEVICES)
-    """auto uses a GPU if there is one"""
+    """where the model computes; auto uses a GPU if there is one"""
 
     def chosen_device(self, launch: Launch | None = None) -> str:
         """The device of --device for this process; UsageError if it is not here."""
@@ -84,7 +92,7 @@ class Sampled(OfModel):
     repetition_penalty: float = argument(1.0, ge=0.01, le=100)
     """above 1, repeated tokens become less likely; 1: off"""
     seed: int = argument(42, ge=0)
-    """seed; each text is sampled independently"""
+    """seed of the sampling"""
 
     def load_to_sample(self, stop: list[str]) -> tuple[Any, Any, Path, Sampling]:
         """The model on its device, its tokenizer, where they are, and how texts are sampled."""

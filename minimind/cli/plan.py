@@ -24,8 +24,9 @@ class Plan(OfRunFlags):
     memory: int | None = argument(None, parse=size_in_bytes)
     """memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB (default: that of
     --gpu_model)"""
-    gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS)
-    """model of the GPUs, for memory and peak (also h100, 4090, a100-40gb)"""
+    gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS, metavar="NAME")
+    """model of the GPUs, for memory and peak, such as H100, 4090 or a100-40gb; a name that
+    is not known lists those that are"""
     peak_tflops: float | None = argument(None, gt=0)
     """10^12 FLOPs a second of one GPU in --dtype, dense (default: that of --gpu_model)"""
     mfu: float | None = argument(None, gt=0, le=1, unset=ASSUMED_MFU)

@@ -29,8 +29,8 @@ REMEDY = "give another --out"
 class Report(OutputFile):
     """Curves, step times, stops and resumes of a run.
 
-    Summarize one run or compare several; with --out, write one HTML file with all curves, which
-    needs no network. With --watch, serve that page on this host and update it as the runs go on.
+    Several runs are compared. With --out, the output is one HTML file, which needs no network; with
+    --watch, a page that is served on this host and updated as the runs go on.
     """
 
     example = "minimind report out --out out/report.html"
@@ -69,9 +69,8 @@ class Report(OutputFile):
 class Doctor(Command):
     """What stands out in a run, and what to do about it.
 
-    Read the metrics of a run and say in plain sentences what stands out: what was seen, why it
-    matters, which flag to change, and how sure that is. The status is 1 if anything is certain or
-    likely, else 0.
+    Each finding, from the metrics of the run, has what was seen, why it matters, which flag to
+    change, and how sure that is. The status is 1 if anything is certain or likely, else 0.
     """
 
     example = "minimind doctor out"
@@ -110,8 +109,8 @@ class Doctor(Command):
 class Scaling(OutputFile):
     """Fit loss over parameters and tokens; the best size for a budget.
 
-    Fit L = E + A/N^alpha + B/D^beta to the final validation losses of finished runs, with
-    confidence intervals, and print the compute-optimal size for a budget. `minimind scaling run
+    The fit is L = E + A/N^alpha + B/D^beta to the final validation losses of finished runs, with
+    confidence intervals; the best size is the compute-optimal one. `minimind scaling run
     SPEC.yaml --out DIR` trains the runs first, a size and a number of tokens each, and compares one
     that is not in the fit with its prediction; the same command continues after a stop or a kill.
     """
@@ -132,6 +131,8 @@ class Scaling(OutputFile):
     """with `run`: runs at the same time (default: one per free GPU, one on a CPU)"""
     dry_run: bool = argument(False)
     """with `run`: only print the runs"""
+    force: bool = argument(False, needs="out")
+    """replace a page that this command wrote there; not with `run`"""
 
     def execute(self) -> int:
         """Print the law and the optima, and write the page; after `run SPEC.yaml`, of its runs."""

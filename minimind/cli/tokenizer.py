@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from minimind.cli.command import Cached, Group, Output, argument, count_of_bytes, shared, utf8
 from minimind.errors import DataError, Interrupted, UsageError
@@ -28,13 +28,14 @@ TRAIN = "minimind tokenizer train my_text.jsonl --out out/tokenizer"
 class OfText(Cached):
     """A command that reads text."""
 
-    max_document_bytes: int | None = argument(None, parse=count_of_bytes)
-    """longest document accepted (default: 64MiB, less with some tokenizers)"""
-    on_bad_data: str = shared("on_bad_data")
-    """stop at a bad document (error), or skip it"""
-    text_field: str = shared("text_field", parse=utf8, metavar="NAME")
+    is_subject: ClassVar = True
     data_path: list[str] | None = argument(None, nargs="+", repeats="PATH", metavar="PATH")
     """text files, directories and globs of them, dataset directories"""
+    text_field: str = shared("text_field", parse=utf8, metavar="NAME")
+    max_document_bytes: int | None = argument(None, parse=count_of_bytes)
+    """longest document in bytes of UTF-8 (default: 64MiB, less with some tokenizers)"""
+    on_bad_data: str = shared("on_bad_data")
+    """stop at a bad document (error), or skip it"""
 
     def reading(self, tokenizer: str | None) -> ReadOptions:
         """How documents are read for a tokenizer, None for one that is trained."""
@@ -51,8 +52,8 @@ class Train(OfText, Output):
     example = TRAIN
     paths: list[str] = argument((), nargs="*", metavar="PATH", is_positional=True)
     """text files, directories and globs of them, dataset directories"""
-    out: Path = argument(metavar="DIR")
-    """new output folder"""
+    data_path: list[str] | None = argument(None, nargs="+", repeats="PATH", metavar="PATH")
+    """more text, as PATH"""
     vocab_size: int = shared("vocab_size", le=None)
     """number of pieces"""
     special_tokens: list[str] | None = argument(None, nargs="+", repeats="NAME", metavar="NAME")
@@ -81,7 +82,7 @@ class Inspect(OfText):
 
     example = "minimind tokenizer inspect out/tokenizer --data_path my_text.jsonl"
     tokenizer: str = argument(metavar="DIR|FILE", is_positional=True)
-    """as for --tokenizer of a run"""
+    """tokenizer, as for --tokenizer of a run"""
 
     def execute(self) -> None:
         """Print the pieces of a tokenizer and its statistics on text."""

@@ -81,8 +81,8 @@ class Launch(StartScript):
 class Sweep(Command):
     """Search over flags with Optuna; each trial is a run.
 
-    Optuna chooses the flags of each run. Runs that validate badly are stopped, and the best is
-    printed. After a stop or a kill, the same command continues the sweep.
+    Runs that validate badly are stopped, and the best is printed. After a stop or a kill, the same
+    command continues the sweep.
     """
 
     example = "minimind sweep sweep.yaml --out out/sweep"
@@ -110,10 +110,10 @@ class Sweep(Command):
 class CoordCheck(OfRunFlags):
     """Whether training changes activations equally at every width (--mup_base_dim).
 
-    Train small models of several widths for a few steps on random text, with and without muP, and
-    print the sizes of the changes of their activations; status 0 if those with muP do not depend on
-    the width, else 1. Takes the flags of train_pretrain.py too (--dim, --n_heads, --learning_rate,
-    --optimizer, ...): the model at the base width.
+    Small models of several widths are trained for a few steps on random text, with and without muP.
+    The output is the sizes of the changes of their activations; status 0 if those with muP do not
+    depend on the width, else 1. Takes the flags of train_pretrain.py too (--dim, --n_heads,
+    --learning_rate, --optimizer, ...): the model at the base width.
     """
 
     example = "minimind coord_check --widths 64 128 256 --use_moe"

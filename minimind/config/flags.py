@@ -105,20 +105,27 @@ class Flag:
         value = self.unset if self.default is None else self.default
         return format_default(value) or ("off" if value is False else "")
 
+    @property
+    def limits(self) -> str:
+        """What numbers it takes: `at least 0 and below 1`; empty for any."""
+        bounds = ((words, getattr(self, limit)) for limit, (words, _) in LIMITS.items())
+        limits = [f"{words} {number(bound)}" for words, bound in bounds if bound is not None]
+        return " and ".join(limits)
+
     def unmet(self, value: Any) -> str:
-        """The requirement that a value does not meet; empty if it is within the limits."""
+        """The requirement that a value fails, its choices or its limits; empty if it meets them."""
         if self.choices and value not in self.choices:
             return f"one of {', '.join(self.choices)}"
-        for limit, (words, holds) in LIMITS.items():
+        for limit, (_, holds) in LIMITS.items():
             bound = getattr(self, limit)
             if bound is not None and not holds(value, bound):
-                return f"{words} {bound}"
+                return self.limits
         return ""
 
 
-def number(value: float | None) -> str:
-    """A limit as typed: 1 for 1.0, and every digit of a whole number."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def number(value: float) -> str:
+    """A number as typed: 1 for 1.0."""
+    return f"{value:.16g}"
 
 
 def as_words(condition: str) -> str:
@@ -132,7 +139,9 @@ def format_default(value: Any) -> str:
         return ""
     if isinstance(value, tuple | list):
         return " ".join(map(str, value))
-    return "on" if value is True else str(value)
+    if value is True:
+        return "on"
+    return number(value) if isinstance(value, float) else str(value)
 
 
 def flag(default: Any, **attributes: Any) -> Any:

@@ -95,6 +95,7 @@ class Launch:
     deepspeed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # JSON key: likewise
     source: str = SOURCE  # of `flags` and `deepspeed`: the path of the YAML if known
     dropped_config: str | None = None  # --deepspeed_config_file that `accelerate launch` dropped
+    is_elsewhere: bool = False  # rehearsed here for another machine
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:

@@ -32,6 +32,9 @@ class Origin(str):
         origin.rank = rank
         return origin
 
+    def __reduce__(self) -> tuple[type[Origin], tuple[str, Rank]]:  # copies keep the rank
+        return Origin, (str(self), self.rank)
+
 
 def derived(reason: str) -> Origin:
     """The origin of a value that follows from others."""

@@ -133,11 +133,14 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
     return Plan(setup, resolved, initial, text, prepared, order, schedule)
 
 
-def rehearse(run: RunConfig) -> Plan:
-    """Return what the start of a new run decides without reading raw text."""
+def rehearse(run: RunConfig, launch: Launch | None = None) -> Plan:
+    """Return what the start of a new run decides without reading raw text.
+
+    `launch` is that of this process unless another is given.
+    """
     run = replace(run, resume="none")  # a checkpoint in the default out_dir is of another run
     with environment_kept(), ExitStack() as cleanup:
-        return decide(run, read_launch(os.environ), cleanup, tokenize=False)
+        return decide(run, launch or read_launch(os.environ), cleanup, tokenize=False)
 
 
 def traced_steps(run: RunConfig) -> tuple[int, int] | None:

@@ -90,14 +90,6 @@ def test_the_command_it_prints_requests_the_run_it_planned(capsys):
     assert run.batch_size * run.accumulation_steps == 12
 
 
-@pytest.fixture(scope="module")
-def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared folder with a vocabulary of 600."""
-    out = tmp_path_factory.mktemp("prepared") / "data"
-    assert main(["prepare", str(corpus), "--vocab_size", "600", "--out", str(out)]) == 0
-    return out
-
-
 SMALL = "--dim 64 --n_layers 2 --n_heads 4 --n_kv_heads 2 --max_seq_len 32 --memory 24GiB"
 
 

@@ -63,6 +63,8 @@ def test_nothing_changed_continues_bit_for_bit(stopped: Path, run: Path, flags: 
     names = ("loss", "lr", "grad_norm", "tokens", "rows")
     for step, line in steps(stopped / "whole").items():
         assert [steps(run)[step][n] for n in names] == [line[n] for n in names]
+    at_end = [start["tokens_at_end"] for start in events(run, "run_start")]
+    assert at_end == [steps(run)[12]["tokens"]] * 2
 
 
 def test_damaged_checkpoints_are_events_although_none_is_left(run: Path, flags: dict[str, Any]):

@@ -6,7 +6,6 @@ fit little files: values are their own places in the model, so that each one sho
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,7 +78,7 @@ def state_of(layout: Layout, rank: int, world_size: int, filled: bool) -> ZeroSt
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each shard was opened; nothing waits for the disk."""
+    """How often each shard was opened."""
     counts: Counter[str] = Counter()
     real = tensor_files.safe_open
 
@@ -88,7 +87,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return real(path, **options)
 
     monkeypatch.setattr(tensor_files, "safe_open", counting)
-    monkeypatch.setattr(os, "fsync", lambda file: None)
     return counts
 
 

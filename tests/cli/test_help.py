@@ -55,6 +55,15 @@ def test_every_default_is_shown_in_one_form(parser):
         assert not re.search(r"\((\d[\w.]*|text|val|float32)\)", text), "a default, not called so"
 
 
+@pytest.mark.parametrize("prog", LEAVES)
+def test_what_a_command_acts_on_is_first_and_what_all_commands_share_last(prog):
+    names = [action.dest for action in options_of(LEAVES[prog]) if action.dest != "help"]
+    assert "checkpoint" not in names[1:]
+    if names:
+        assert names[-1] == "debug"
+    assert "force" not in names[:-2]
+
+
 def test_options_have_one_spelling_in_help_and_accept_both(parser):
     names = [name for action in options_of(parser) for name in action.option_strings]
     assert len({name.replace("_", "-") for name in names}) == len(names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +19,20 @@ from minimind.cli.init import (
     Init,
     Machine,
     Sample,
+    has_room,
     measured_runs,
     read_sample,
+    rehearsed,
     speed_by_steps,
     yaml_text,
 )
 from minimind.cli.main import build_parser, main
-from minimind.config.parse import build_config, parse_flags
+from minimind.config.deepspeed import backend_choice
+from minimind.config.launcher_env import Launch
+from minimind.config.parse import parse_flags, words_of
+from minimind.runtime.device import HOST
 from minimind.sweep import step_time
+from minimind.train.start import rehearse
 from tests.conftest import sentences
 
 train: Any = training  # a package that is called like a function
@@ -68,6 +75,38 @@ def test_the_file_is_read_back(here: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     assert main([*words, "--force"]) == 0
     assert "out/text holds a run" in capsys.readouterr().out
+
+
+def test_another_machine_is_not_asked_for_in_this_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    written(here / "text.jsonl")
+    monkeypatch.setattr(backend_choice, "list_gpus", lambda: ["T4"])  # which torch does not see
+    words = "init --hours 2 --gpu_model h100 --gpus 8".split()
+    assert main([*words, "--data_path", "text.jsonl"]) == 0
+    printed = capsys.readouterr().out
+    run = parse_flags(["--config", "run.yaml", "--dry_run", "--device", "cuda"])
+    monkeypatch.setattr(backend_choice, "list_gpus", list)
+    plan = rehearse(run, Launch(world_size=8))
+    assert plan.schedule
+    rows = f"about {plan.schedule.total_steps:,} of {plan.run.rows_per_step(8)} rows"
+    assert rows in printed
+    assert plan.run.dtype == "bfloat16"
+
+
+def test_a_text_with_fewer_tokens_than_a_step_of_all_gpus_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+):
+    written(here / "text.jsonl")
+    words = "init --hours 2 --gpu_model h100 --gpus 2000 --data_path text.jsonl".split()
+    assert main(words) == 3
+    assert "--gpus" in capsys.readouterr().err
+
+
+def test_texts_may_be_called_like_flags(here: Path):
+    for name in ("text.jsonl", "-t.jsonl"):
+        written(here / name)
+    assert main("init --hours 2 --gpu_model h100 -- text.jsonl -t.jsonl".split()) == 0
 
 
 def test_the_size_of_a_text_is_that_of_its_documents(here: Path):
@@ -195,18 +234,40 @@ def test_the_speed_is_that_of_the_batch_of_the_run():
     assert speed_by_steps(size, 1e6, 2, 0.9, 0.2) > 0  # noise
 
 
+def machine_of(gpus: int, gib: int) -> Machine:
+    """GPUs of so much memory, of another machine."""
+    name = f"{gpus} x H100"
+    return Machine(name, "cuda", gpus, "", "assumed", lambda size, seconds: 1e6, gib * 2**30, True)
+
+
+def test_a_size_has_room_in_the_batch_that_the_run_takes(here: Path):
+    """A start does not lower the rows of its rule to what the memory holds."""
+    written(here / "text.jsonl")
+    for gpus, most in ((1, {2: "26m", 4: "64m", 12: "104m", 24: "0.4b"}), (8, {12: "0.4b"})):
+        for gib, name in most.items():
+            machine = machine_of(gpus, gib)
+            fitting = [size.name for size in LADDER if has_room(["text.jsonl"], machine, size)]
+            assert fitting[-1] == name
+
+
+def test_the_memory_is_that_of_the_dtype_of_the_start(here: Path, monkeypatch: pytest.MonkeyPatch):
+    written(here / "text.jsonl")
+    machine = replace(machine_of(2, 8), device="cpu", kind="measured", is_elsewhere=False)
+    for has_bf16, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(type(HOST), "has_bf16", has_bf16)
+        assert rehearsed(["text.jsonl"], machine, LADDER[0], 10**6).run.dtype == dtype
+
+
 def test_what_no_run_has_measured_is_said_so(here: Path):
     choice = choose(Text(1e10, lambda vocab_size: 3.5), 1000, 60, lambda size, seconds: 1e6)
     assert choice.size is LADDER[-1]
     sample = Sample(1e10, 1e6, ["a"], ["The"])
-    machine = Machine(
-        "8 x H100", "cuda", 8, "", "assumed", lambda size, seconds: 1e6, lambda size: True
-    )
+    machine = machine_of(8, 80)
     words = ["init", "--data_path", "text.jsonl", "--out_dir", "out", "--hours", "1000"]
     command = command_of(build_parser().parse_args(words))
     assert isinstance(command, Init)
     Path("run.yaml").write_text(
-        yaml_text(command, choice, sample, machine, Path("run.prompts.txt"))
+        yaml_text(command, choice, sample, machine, Path("run.prompts.txt"), 1000, 64)
     )
     assert Path("run.yaml").read_text().count("untried for so large a model") == 2
     assert parse_flags(["--config", "run.yaml"]).muon_lr == 0.008
@@ -215,14 +276,14 @@ def test_what_no_run_has_measured_is_said_so(here: Path):
 def test_the_steps_of_the_runs_are_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(step_time, "SECONDS", 0.1)
     for flags in [*measured_runs()][:2]:
-        assert 0 < step_time.step_seconds(build_config(flags, "{name}"), "cpu") < 60
+        assert 0 < step_time.step_seconds(parse_flags(words_of(flags)), "cpu") < 60
 
 
 @pytest.mark.parametrize("vocab_size", [300, 151_936])
 def test_the_steps_of_any_vocabulary_are_measured(vocab_size: int):
     """A text's own tokenizer may have fewer pieces than one that a run trains."""
     assert all(size.shape().vocab_size == vocab_size for size in ladder(vocab_size))
-    runs = [build_config(flags, "{name}") for flags in measured_runs(vocab_size)]
+    runs = [parse_flags(words_of(flags)) for flags in measured_runs(vocab_size)]
     assert {run.vocab_size for run in runs} == {max(512, vocab_size)}
 
 

@@ -318,7 +318,7 @@ def test_ctrl_c_prints_one_line_and_keeps_an_earlier_output(
         ([], 2, "required: train | inspect"),
         (["train", "TEXT"], 2, "required: --out"),
         (["train", "--out", "OUT"], 2, "no text was named"),
-        (["train", "TEXT", "--out", "OUT", "--vocab_size", "511"], 2, "511 is not at least 512"),
+        (["train", "TEXT", "--out", "OUT", "--vocab_size", "511"], 2, "511 must be at least 512"),
         (["train", "TEXT", "--out", "OUT", "--vocab_size", "2000000"], 2, "2000000 is more than"),
         (["train", "TEXT", "--out", "OUT", "--special_tokens"], 2, "expected at least one"),
         (["train", "TEXT", "--out", "OUT", "--special_tokens", "<a>", "<a>"], 2, "is named twice"),
@@ -330,7 +330,7 @@ def test_ctrl_c_prints_one_line_and_keeps_an_earlier_output(
         (
             ["train", "TEXT", "--out", "OUT", "--val_fraction", "1"],
             2,
-            "--val_fraction: 1 is not at least 0, below 1",
+            "--val_fraction: 1 must be at least 0 and below 1",
         ),
         (["train", "TEXT", "--out", "OUT", "--sample_bytes", "0"], 2, "--sample_bytes"),
         (["train", "TEXT", "--out", "OUT", "--sample_bytes", "9K"], 2, "--sample_bytes 9216 is"),

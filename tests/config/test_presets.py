@@ -46,6 +46,16 @@ def test_preset_builds_the_number_of_parameters_in_its_first_line(path: Path):
         assert getattr(model.config, PLAIN[key]) == value
 
 
+def test_a_number_of_a_preset_may_be_of_what_the_user_turns_off(tmp_path: Path):
+    path = tmp_path / "experts.yaml"
+    path.write_text("dim: 64\nuse_moe: true\nn_routed_experts: 8\n")
+    off = ["--model", str(path), "--no-use_moe"]
+    run = parse_flags(off)
+    assert (run.use_moe, run.n_routed_experts) == (False, 8)
+    with pytest.raises(UsageError, match=r"n_routed_experts = 8 \(--n_routed_experts\) has no eff"):
+        parse_flags([*off, "--n_routed_experts", "8"])
+
+
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_recipe_is_found_by_name_and_gives_way_to_the_command_line(path: Path):
     values = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -27,7 +27,7 @@ from minimind.engine.flat_partitions import CHECKED, FlatPartitions
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tools.engines import Case, build, course, state_of
 
-STEPS = 12
+STEPS = 5
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 POISON = float("nan")
 # DeepSpeed's own path; ours, whose updates are not compared; compared; compared, a copy broken.

@@ -18,7 +18,7 @@ from minimind.engine.build import Engine
 from minimind.engine.clocks import PhaseClock
 from tools.engines import ORDER, Case, build, course, load, save, state_of, text
 
-SAVED, STEPS, CLIP = 7, 20, 0.9
+SAVED, STEPS, CLIP = 5, 12, 0.9
 SPOILT = ("model.norm.weight", "model.layers.0.self_attn.o_proj.weight")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from tests.conftest import Launcher
+from tests.conftest import Launcher, Run
 from tools.forking import Nursery
 
 STARTS = [
@@ -46,3 +46,22 @@ def test_all_ranks_end_with_2_and_the_difference_is_named(
     assert f") has {ours}, rank 1 (" in line
     assert line.endswith("; give the same on all")
     assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_ranks_of_different_devices_train_in_one_dtype(
+    launch: Launcher, nursery: Nursery, tmp_path: Path
+):
+    """The curve is the one of --dtype float32, and the value has its own origin."""
+
+    def trained(module: str, name: str, flags: str) -> Run:
+        argv = ["--deepspeed_config", str(DEFAULT_DEEPSPEED_CONFIG)]
+        argv += launch.command(tmp_path / name, f"--max_steps 2 {flags}")[2:]
+        statuses, out, err = nursery.run(module, argv, tmp_path / f"{name}-said", seconds=60)
+        assert statuses == [0, 0], err
+        return Run(tmp_path / name, 0, out, err)
+
+    mixed = trained("tests.distributed.mixed_devices", "mixed", "--dtype auto")
+    alike = trained("train_pretrain", "alike", "--dtype float32")
+    assert mixed.events("run_start")[0]["dtype"] == "float32"
+    assert mixed.curve() == alike.curve()
+    assert "auto: a rank has no bf16 instructions" in (mixed.out_dir / "config.yaml").read_text()

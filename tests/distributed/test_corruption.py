@@ -32,7 +32,7 @@ def courses(
 ) -> dict[str, dict[str, Any]]:
     root = tmp_path_factory.mktemp("flips")
     is_long = request.config.getoption("--long")
-    numbers, cases = (("200", "340"), CASES) if is_long else (("18", "12"), SHORT)
+    numbers, cases = (("200", "340"), CASES) if is_long else (("12", "6"), SHORT)
     words = [str(root / "results.json"), *numbers, *cases]
     module, minutes = "tests.distributed.flip_bits", 30
     statuses, _, text = nursery.run(module, words, root / "ranks", seconds=60 * minutes)

@@ -40,7 +40,7 @@ from minimind.launch.restart import (
 from minimind.runtime.heartbeat import Layout, read_layout
 from minimind.train.pretrain import record_for_restart
 from tests.conftest import ROOT, Launcher, Run
-from tests.distributed.conftest import FP32, LONGER
+from tests.distributed.conftest import FP32, LONGER, STEPS
 from tests.distributed.test_launchers import environment
 from tools.forking import free_port
 from tools.runs import kill_all, left_over, wait_for, workers
@@ -503,7 +503,7 @@ def test_after_a_host_is_killed_for_good_the_other_finishes_the_same_run(
     assert left_over(tmp_path / "out") == []
     first, second = run.events("run_start")
     assert (first["world_size"], second["world_size"]) == (2, 1)
-    assert second["step"] in range(6, 60, 6)
+    assert second["step"] in range(6, STEPS, 6)
     named = f"run_accelerate.sh: rank {lost} on host {lost} was lost (status 7); "
     assert f"{named}waiting for the other hosts, up to 6 s for each\n" in report
     choice = "restart 1 of 1 in 1 s on 1 of 2 processes, --accumulation_steps 4 instead of 2\n"
@@ -541,7 +541,7 @@ def test_a_killed_worker_of_one_host_is_started_again_and_the_run_is_the_same(
 ):
     for name, value in RESTARTING.items():
         monkeypatch.setenv(name, value)
-    started = launch.start(tmp_path, f"{LONGER} --eval_interval 30")
+    started = launch.start(tmp_path, f"{LONGER} --eval_interval 18")
     wait_for(started, tmp_path, '"step": 8,')
     victim = workers(started.pid)[1].pid
     os.kill(victim, signal.SIGKILL)
@@ -556,6 +556,6 @@ def test_a_killed_worker_of_one_host_is_started_again_and_the_run_is_the_same(
     line = "rank 1 was lost (status 7); restart 1 of 1 in 1 s on 2 of 2 processes\n"
     assert f"run_accelerate.sh: {line}" in report
     assert len(run.events("run_start")) == 2
-    expected = dict(zip(range(1, 61), unbroken.curve(), strict=True))
+    expected = dict(zip(range(1, STEPS + 1), unbroken.curve(), strict=True))
     assert all(step == expected[int(step[0])] for step in run.curve())
     assert {int(step[0]) for step in run.curve()} == {*expected}

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Launcher, Run
-from tests.distributed.conftest import FP32, LONGER, largest_relative_difference
+from tests.distributed.conftest import FP32, LONGER, STEPS, largest_relative_difference
 from tests.train.starts import require_labels, start_of
-from tools.runs import config_of_stage, kill_all, wait_for
+from tools.forking import Forked
+from tools.runs import config_of_stage
 
 pytestmark = pytest.mark.launch
 
@@ -26,9 +27,9 @@ def test_a_run_ends_well_and_reports_what_ran(unbroken: Run):
     assert (start["zero_stage"], start["world_size"], start["step"]) == (2, 2, 0)
     assert (start["dtype"], start["device"], start["resume_from"]) == ("bfloat16", "cpu", None)
     assert start["tokens_per_step"] == 2 * 2 * 2 * 64
-    assert start["total_steps"] == 60
+    assert start["total_steps"] == STEPS
     (end,) = unbroken.events("exit")
-    assert (end["status"], end["step"]) == (0, 60)
+    assert (end["status"], end["step"]) == (0, STEPS)
 
 
 @pytest.mark.long
@@ -50,15 +51,15 @@ def test_pos_cis_is_complex64_on_every_rank_under_bf16(unbroken: Run):
 
 def test_the_loss_falls(unbroken: Run):
     losses = unbroken.losses()
-    assert len(losses) == 60
+    assert len(losses) == STEPS
     assert sum(losses[-3:]) / 3 < losses[0] - 0.5
 
 
 def test_the_rate_of_every_step_is_the_schedules(unbroken: Run):
     from minimind.config.schedule import Schedule
 
-    planned = Schedule("cosine", 2e-3, 0.1, 18, 60)
-    assert [s["lr"] for s in unbroken.events("step")] == [planned.lr_at(i) for i in range(60)]
+    planned = Schedule("cosine", 2e-3, 0.1, STEPS * 3 // 10, STEPS)
+    assert [s["lr"] for s in unbroken.events("step")] == [planned.lr_at(i) for i in range(STEPS)]
 
 
 def test_rows_and_tokens_count_on(unbroken: Run):
@@ -79,16 +80,16 @@ def test_the_four_phases_are_the_step(unbroken: Run):
 
 def test_profiling_prints_a_table_and_records_the_same(unbroken: Run):
     assert unbroken.stdout.count("phase") == 3
-    assert [p["step"] for p in unbroken.events("profile")] == [24, 48, 60]
+    assert [p["step"] for p in unbroken.events("profile")] == [16, 32, STEPS]
     assert all(p["forward_ms"] > 0 for p in unbroken.events("profile"))
     assert all(p["checkpoint_ms"] > 0 for p in unbroken.events("profile"))
     after_a_save = [s["step"] for s in unbroken.events("step") if s["checkpoint_ms"] > 0]
-    assert after_a_save == list(range(7, 60, 6))
+    assert after_a_save == list(range(7, STEPS, 6))
 
 
 def test_validation_counts_every_target_once(unbroken: Run):
     found = unbroken.events("eval")
-    assert [e["step"] for e in found] == [30, 60]
+    assert [e["step"] for e in found] == [18, STEPS]
     assert found[1]["val_loss"] < found[0]["val_loss"]
     assert found[0]["tokens"] % 64 == 0
     assert found[0]["val_bpb"] > 0
@@ -111,11 +112,11 @@ def test_checkpoints_are_complete_pruned_and_verify(unbroken: Run):
     from minimind.checkpoint.directory import published_checkpoints, read_manifest, verify
 
     found = published_checkpoints(unbroken.out_dir / "checkpoints")
-    assert [p.name for p in found] == ["step_00000060", "step_00000054"]
-    assert [e["step"] for e in unbroken.events("checkpoint_saved")] == list(range(6, 61, 6))
+    assert [p.name for p in found] == ["step_00000036", "step_00000030"]
+    assert [e["step"] for e in unbroken.events("checkpoint_saved")] == list(range(6, STEPS + 1, 6))
     assert verify(found[0]) is None
     manifest = read_manifest(found[0])
-    assert (manifest["step"], manifest["world_size"], manifest["zero_stage"]) == (60, 2, 2)
+    assert (manifest["step"], manifest["world_size"], manifest["zero_stage"]) == (STEPS, 2, 2)
     names = {entry["name"] for entry in manifest["files"]}
     assert {"shard-0-of-2.safetensors", "shard-1-of-2.safetensors", "state.json"} <= names
     assert not list((unbroken.out_dir / "checkpoints").glob("*.tmp-*"))
@@ -128,7 +129,7 @@ def test_text_is_generated_from_a_checkpoint(unbroken: Run, capsys: pytest.Captu
     assert main([*ask, "--max_new_tokens", "12"]) == 0
     output = capsys.readouterr()
     assert output.out.startswith("春眠")
-    assert "step_00000060" in output.err
+    assert "step_00000036" in output.err
 
 
 def test_another_stage_in_the_json_alone_gives_the_same_losses(
@@ -169,26 +170,24 @@ def test_ddp_is_deepspeed_and_split_batches_counts_over_all_processes(
 
 
 def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bit(
-    launch: Launcher, forked: Launcher, unbroken: Run, tmp_path: Path
+    forked: Forked, unbroken: Run, tmp_path: Path
 ):
-    flags = f"{LONGER} --eval_interval 30"
-    started = launch.start(tmp_path, flags)
-    wait_for(started, tmp_path, "checkpoint_saved")
-    kill_all(started)
-    stopped = forked.run(tmp_path, f"{flags} --stop_at_step 57")
+    flags = f"{LONGER} --eval_interval 18"
+    forked.run_until(tmp_path, flags, "checkpoint_saved")
+    stopped = forked.run(tmp_path, f"{flags} --stop_at_step 33")
     assert stopped.status == 75, stopped.stderr
     assert stopped.events("exit")[-1]["status"] == 75
     assert "run the same command again" in stopped.stdout
-    resumed = forked.run(tmp_path, f"{flags} --stop_at_step 57")
+    resumed = forked.run(tmp_path, f"{flags} --stop_at_step 33")
     assert resumed.status == 0, resumed.stderr
     first, second, third = resumed.events("run_start")
-    assert (first["step"], third["step"]) == (0, 57)
-    assert second["step"] in range(6, 57, 6)
+    assert (first["step"], third["step"]) == (0, 33)
+    assert second["step"] in range(6, 33, 6)
     assert second["resume_from"].endswith(f"step_{second['step']:08d}")
-    expected = dict(zip(range(1, 61), unbroken.curve(), strict=True))
+    expected = dict(zip(range(1, STEPS + 1), unbroken.curve(), strict=True))
     for line in resumed.curve():
         assert line == expected[int(line[0])]
-    assert {int(line[0]) for line in resumed.curve()} == set(range(1, 61))
+    assert {int(line[0]) for line in resumed.curve()} == set(range(1, STEPS + 1))
     assert resumed.events("eval")[-1]["val_loss"] == unbroken.events("eval")[-1]["val_loss"]
 
 

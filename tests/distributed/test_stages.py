@@ -14,14 +14,14 @@ from tests.distributed.conftest import FP32
 STAGES = """\
 decay_from: last
 stages:
-  - {name: short, until: 6144, max_seq_len: 32, batch_size: 2}
+  - {name: short, until: 2048, max_seq_len: 32, batch_size: 2}
   - {name: small, until: 0.8, batch_size: 1}
   - {name: last}
 """
-# Steps 1 to 24 of 8 x 32 tokens, 25 to 60 of 4 x 64, and 61 to 68 of 8 x 64.
-BOUNDARIES = (24, 60)
+# Steps 1 to 8 of 8 x 32 tokens, 9 to 24 of 4 x 64, and 25 to 27 of 8 x 64.
+BOUNDARIES, STEPS = (8, 24), 27
 BESIDE = (BOUNDARIES[0] - 1, BOUNDARIES[1], BOUNDARIES[1] + 1)
-LENGTH = "--max_tokens 19456 --schedule wsd --log_interval 1"
+LENGTH = "--max_tokens 7680 --schedule wsd --log_interval 1"
 
 
 def flags_of(folder: Path, processes: int) -> str:
@@ -29,7 +29,7 @@ def flags_of(folder: Path, processes: int) -> str:
     path = folder / "stages.yaml"
     path.write_text(STAGES)
     split = f"--accumulation_steps {4 // processes}"
-    return f"{FP32} {LENGTH} --max_steps 68 --stages {path} {split}"
+    return f"{FP32} {LENGTH} --max_steps {STEPS} --stages {path} {split}"
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,9 @@ def test_rows_and_rates_do_not_depend_on_the_ranks(runs: dict[int, Run]):
         n: [[line[k] for k in names] for line in run.events("step")] for n, run in runs.items()
     }
     assert all(own == lines[1] for own in lines.values())
-    assert [line[4] for line in lines[1]] == ["short"] * 24 + ["small"] * 36 + ["last"] * 8
+    assert [line[4] for line in lines[1]] == ["short"] * 8 + ["small"] * 16 + ["last"] * 3
     logs = {n: read_run(run.out_dir) for n, run in runs.items()}
-    for step in range(1, 69):
+    for step in range(1, STEPS + 1):
         whole = logs[1].at(step).order.rows_for(step - 1, 0, 1).tolist()
         for n, log in logs.items():
             order = log.at(step).order
@@ -92,7 +92,7 @@ def test_it_goes_on_with_other_ranks_at_every_boundary(
         [[line[name] for name in names] for line in one.events("step")] for one in (runs[2], run)
     )
     assert broken == whole
-    assert run.losses()[:24] == runs[4].losses()[:24]
+    assert run.losses()[: BOUNDARIES[0]] == runs[4].losses()[: BOUNDARIES[0]]
     pairs = zip(run.losses(), runs[2].losses(), strict=True)
     assert max(abs(a - b) / b for a, b in pairs) < 2e-6
 
@@ -104,11 +104,11 @@ def test_a_batch_over_all_processes_goes_on_with_fewer_and_the_same_flags(
     """What a restart does (launch/restart.py): the rows of every stage stay."""
     path = tmp_path / "stages.yaml"
     path.write_text(STAGES.replace("batch_size: 2", "batch_size: 8").replace(": 1}", ": 4}"))
-    flags = f"{FP32} {LENGTH} --max_steps 68 --stages {path} --split_batches"
+    flags = f"{FP32} {LENGTH} --max_steps {STEPS} --stages {path} --split_batches"
     flags += " --batch_size 8 --accumulation_steps 1"
     whole = forked.run(tmp_path / "whole", flags, processes=1)
     assert whole.status == 0, whole.stderr
-    stopped = forked.run(tmp_path / "out", f"{flags} --stop_at_step 30", processes=2)
+    stopped = forked.run(tmp_path / "out", f"{flags} --stop_at_step 15", processes=2)
     assert stopped.status == 75, stopped.stderr
     run = forked.run(tmp_path / "out", flags, processes=1)
     assert run.status == 0, run.stderr

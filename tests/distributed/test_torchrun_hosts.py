@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT, Launcher, Run
-from tests.distributed.conftest import FP32, LONGER
+from tests.distributed.conftest import FP32, LONGER, STEPS
 from tests.distributed.test_launchers import NAMED, SCRIPT, environment
 from tools.forking import free_port
 from tools.runs import kill_all, left_over, wait_for, workers
@@ -63,7 +63,7 @@ def check_the_same_run(run: Run, one_host: Run) -> None:
     """Two processes throughout, started twice, and every step that of one host bit for bit."""
     first, second = run.events("run_start")
     assert (first["world_size"], second["world_size"]) == (2, 2)
-    assert second["step"] in range(6, 60, 6)
+    assert second["step"] in range(6, STEPS, 6)
     expected = {step[0]: step for step in one_host.curve()}
     assert all(step == expected[step[0]] for step in run.curve())
     assert {step[0] for step in run.curve()} == {*expected}

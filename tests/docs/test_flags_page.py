@@ -77,9 +77,8 @@ def test_the_limits_of_a_flag_are_in_its_row():
     for name, spec in FLAGS.items():
         for key, (words, _) in LIMITS.items():
             if (bound := getattr(spec, key)) is not None:
-                text = f"{bound:g}" if isinstance(bound, float) else bound
-                assert f"{words} {text}" in rows[f"--{name}"]
+                assert f"{words} {bound:.16g}" in rows[f"--{name}"]
         for choice in spec.choices:
             assert f"`{choice}`" in rows[f"--{name}"]
-    assert "| int, at least 0, at most 4294967295 | `42` |" in rows["--seed"]
+    assert "| int, at least 0 and at most 4294967295 | `42` |" in rows["--seed"]
     assert "at least 512" in rows_of("minimind tokenizer train")["--vocab_size"]

@@ -21,8 +21,9 @@ from tools.runs import events
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
     **{"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
-    **{"vocab_size": 600, "batch_size": 2, "device": "cpu", "log_interval": 1, "max_steps": 6},
+    **{"vocab_size": 600, "batch_size": 1, "device": "cpu", "log_interval": 1, "max_steps": 6},
     **{"deepspeed_config": "none", "learning_rate": 1e-2, "val_fraction": 0.05, "eval_rows": 8},
+    "accumulation_steps": 2,
 }
 
 
@@ -109,10 +110,14 @@ def test_a_run_that_starts_to_average_is_another_one(averaged: Path, corpus: Pat
     with pytest.raises(CheckpointError, match=r"lr\.ema: None -> 0\.9"):
         train(flags)
     train({**flags, "allow_change": "lr", "save_interval": 1, "keep_last": 9})
-    first = Contents(averaged / "late" / "checkpoints" / "step_00000004")
-    for name in first.shapes:  # it starts at the weights of step 3
-        expected = torch.lerp(Contents(start).read("fp32", name), first.read("fp32", name), 9 / 13)
-        assert torch.allclose(first.read("ema", name), expected, rtol=0, atol=1e-7)
+    before, kind = Contents(start), "fp32"  # it starts at the weights of step 3
+    for step in (4, 5):
+        now = Contents(averaged / "late" / "checkpoints" / f"step_{step:08d}")
+        for name in now.shapes:
+            share = 9 / (9 + step)
+            expected = torch.lerp(before.read(kind, name), now.read("fp32", name), share)
+            assert torch.allclose(now.read("ema", name), expected, rtol=0, atol=1e-7)
+        before, kind = now, "ema"
 
 
 @pytest.mark.long  # tests/engine/test_adapters.py resumes with averages

@@ -241,7 +241,7 @@ def test_a_document_that_is_held_out_is_read_by_no_step(
     [
         ("data at RUN --step 1251", "run has steps 1 to 1250; give one of them"),
         ("data at RUN --step 260 --rank 2", "had ranks 0 to 1"),
-        ("data at RUN --step 0", "0 is not at least 1"),
+        ("data at RUN --step 0", "0 must be at least 1"),
         ("data at RUN", "no step was named"),
         ("data at RUN --step 1 --steps 1:2", "--step and --steps exclude"),
         ("data at RUN --steps 2:1", "is no A:B"),

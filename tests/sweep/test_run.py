@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -189,12 +190,10 @@ def test_a_combination_that_its_start_would_refuse_is_not_started(tmp_path: Path
 
 @pytest.mark.parametrize("rows", [["400000", "8"], ["8", "400000"]])
 def test_more_rows_than_the_text_has_end_only_their_trial(
-    tmp_path: Path, corpus: Path, rows: list[str]
+    tmp_path: Path, prepared: Path, rows: list[str]
 ):
-    words = ["prepare", corpus, "--vocab_size", "600", "--out", tmp_path / "data"]
-    assert main([*map(str, words)]) == 0
     process = made_process()
-    changes = {"flags": flags_of(tmp_path / "data"), "sampler": "grid", "trials": None}
+    changes = {"flags": flags_of(prepared), "sampler": "grid", "trials": None}
     dimensions = {"learning_rate": ["1e-2"], "batch_size": rows}
     status, found = sweep_in(tmp_path / "out", process, dimensions=dimensions, **changes)
     assert status == 0
@@ -203,11 +202,10 @@ def test_more_rows_than_the_text_has_end_only_their_trial(
 
 
 def test_a_trial_whose_folder_is_cut_is_started_and_may_be_tried_again(
-    tmp_path: Path, corpus: Path
+    tmp_path: Path, prepared: Path
 ):
     data = tmp_path / "data"
-    words = ["prepare", corpus, "--vocab_size", "600", "--out", data]
-    assert main([*map(str, words)]) == 0
+    shutil.copytree(prepared, data)
     shard = next(data.glob("train-*.bin"))
     process = made_process(statuses={"trial-0000": 3})
     flags, out = flags_of(data), tmp_path / "out"

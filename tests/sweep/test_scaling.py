@@ -163,7 +163,7 @@ def test_bad_input_is_refused_by_name(grid, tmp_path, capsys):
     assert "1 run can be used, and a law of 5 constants" in refused(capsys, one)
     few = write_grid(tmp_path / "few", DIMS[:2])
     assert "2 different numbers of parameters, and their term needs 3" in refused(capsys, few)
-    assert "argument --flops: 0 is not above 0" in refused(capsys, grid, "--flops", "0")
+    assert "argument --flops: 0 must be above 0" in refused(capsys, grid, "--flops", "0")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +36,24 @@ def test_a_step_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPat
     assert passed[0] == 1.5  # the first step is not counted
 
 
-def test_processes_are_measured_together():
-    (seconds,) = measured_steps([LEAST], "cpu", 2, 1)
+def test_a_process_measures_steps_of_its_own():
+    (seconds,) = measured_steps([LEAST], "cpu", 1, 1)
     assert seconds > 0
+
+
+def test_the_slowest_of_processes_that_run_together_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The first process prints its time once the second is there, and waits 20 s for it."""
+    program = tmp_path / "python"
+    program.write_text(
+        f'#!/bin/sh\ncd "{tmp_path}"\n'
+        "mkdir first 2>/dev/null || { mkdir second; echo 2.5; exit; }\n"
+        "for n in $(seq 2000); do [ ! -d second ] || { echo 1.5; exit; }; sleep 0.01; done\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert [*measured_steps([LEAST], "cpu", 2, 1)] == [2.5]
 
 
 @pytest.mark.long  # for one sentence a process imports torch

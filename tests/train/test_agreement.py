@@ -200,10 +200,13 @@ def test_numbers_of_rules_differ_by_what_hosts_see_in_out_dir():
     assert "has 0.002 (auto: as in step_00000010); give a folder on" in str(error)
 
 
-def test_what_hosts_decide_by_themselves_is_named():
-    other = GIVEN.with_values(Origin("derived: no compiler", Rank.DATA), compile="on")
-    error = refused(told(decided=GIVEN), told(decided=other))
+@pytest.mark.parametrize("decided", [{"compile": "on"}, {"dtype": "bfloat16"}], ids=str)
+def test_what_hosts_decide_by_themselves_is_named(decided: dict[str, Any]):
+    ours = GIVEN.with_values(Origin("auto", Rank.RULE), dtype="float32")
+    other = ours.with_values(Origin("derived: no compiler", Rank.RULE), **decided)
+    error = refused(told(decided=ours), told(decided=other))
     assert isinstance(error, UsageError)
+    assert str(error).startswith(f"{next(iter(decided))} is not the same on all ranks: ")
     assert "(derived: no compiler); make the hosts alike in what decides it" in str(error)
 
 

@@ -14,10 +14,17 @@ import torch
 import minimind.train as training
 from minimind.checkpoint.directory import TrainState
 from minimind.config.parse import parse_flags
+from minimind.engine.plain_backend import StepResult
 from minimind.errors import StorageError
 from minimind.report import run_logger
 from minimind.report.run_logger import RunLogger
-from minimind.train.loop import GC_WARMUP_STEPS, advance_progress, freeze_gc_after_warmup, poll_save
+from minimind.train.loop import (
+    GC_WARMUP_STEPS,
+    advance_progress,
+    freeze_gc_after_warmup,
+    log_step,
+    poll_save,
+)
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -105,6 +112,38 @@ def test_an_hour_without_a_step_line_is_stated_once_steps_are_timed(
     found = [line for line in capsys.readouterr().out.splitlines() if line]
     assert len(found) == bool(output)
     assert output in "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("grad_clip", "norm", "clipped"),
+    [
+        (1.0, 1.5, True),
+        (1.0, 0.5, False),
+        (1.0, float("inf"), False),  # skipped
+        (1.0, None, False),  # not known
+        (0.0, 1.5, False),  # off
+    ],
+)
+def test_a_step_is_clipped_if_its_norm_is_above_the_limit(
+    grad_clip: float, norm: float | None, clipped: bool
+):
+    lines: list[dict[str, Any]] = []
+    engine = SimpleNamespace(
+        sum_over_ranks=lambda values: values,
+        take_update_change=lambda: "",
+        compiling=SimpleNamespace(take=lambda: 0.0),
+    )
+    order = SimpleNamespace(positions=lambda step: range(8, 16), stage_of=lambda step: {})
+    context: Any = SimpleNamespace(
+        run=parse_flags(["--grad_clip", str(grad_clip)]),
+        engine=engine,
+        batches=SimpleNamespace(order=order),
+        logger=SimpleNamespace(step=lines.append),
+    )
+    sums, targets = (torch.tensor(12.0),), (torch.tensor(4),)
+    log_step(context, TrainState(2), StepResult(sums, targets, norm, 1e-3, 0, False))
+    (line,) = lines
+    assert (line["clipped"], line["grad_norm"], line["loss"]) == (clipped, norm, 3.0)
 
 
 def test_a_save_is_reported_and_mirrored_before_a_validation_that_failed_ends_the_run():

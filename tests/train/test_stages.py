@@ -330,6 +330,17 @@ def test_a_file_that_a_source_lost_is_named_in_its_own_folder(
         train(given)
 
 
+def test_a_changed_shard_of_a_source_is_refused_before_the_first_step(place: Path, tmp_path: Path):
+    shutil.copytree(place / "B", tmp_path / "B")
+    (shard,) = (tmp_path / "B").glob("train-*.bin")
+    content = shard.read_bytes()
+    shard.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    given = flags(place, source=[f"b={tmp_path}/B:1"], max_steps=3, max_tokens=None)
+    with pytest.raises(DataError, match=r"train-00000\.bin: was changed after it was prepared"):
+        train(given, out_dir=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_stages_of_plain_text_change_its_row_length(place: Path, tmp_path: Path):
     stages = [{"until": 0.5, "max_seq_len": 8}, {}]
     path = file_of(tmp_path, place, stages, sources={})

@@ -179,11 +179,11 @@ class Setup:
     def resolve(self) -> ResolvedConfig:
         """Resolve flags, files and launcher; raise a UsageError that lists all faults."""
         if self.backend == "deepspeed":
-            return with_choices(self._with_available_adam(), self.device)
+            return self._with_choices(self._with_available_adam())
         run, faults = collected(adopt_launch(self.run, self.launch))
         require_none([*faults, *precision_faults(run, self.device), *plain_faults(run)])
         run.micro_batch_rows(self.launch.world_size)  # raises if the batch does not divide evenly
-        return with_choices(ResolvedConfig(run, self.backend), self.device)
+        return self._with_choices(ResolvedConfig(run, self.backend))
 
     def complete(
         self, resolved: ResolvedConfig, run: RunConfig, schedule: Schedule | None
@@ -196,14 +196,17 @@ class Setup:
         if self.backend == "deepspeed":
             size = self.launch.world_size
             resolved = completed(resolved, run, size, self.device, schedule)
-        return with_choices(replace(resolved, run=run), self.device)
+        return self._with_choices(replace(resolved, run=run))
+
+    def _with_choices(self, resolved: ResolvedConfig) -> ResolvedConfig:
+        return with_choices(resolved, self.device, is_of_another_host(self.run, self.launch))
 
     def _with_available_adam(self) -> ResolvedConfig:
         """Resolve with torch's AdamW if "auto" selected DeepSpeed's, which cannot be compiled."""
 
-        def resolved(document: Mapping[str, Any]) -> ResolvedConfig:
-            size = self.launch.world_size
-            return resolve(document, self.path, self.run, size, self.device, self.launch)
+        def resolved(document: Mapping[str, Any], adam_fault: str = "") -> ResolvedConfig:
+            size, launch = self.launch.world_size, self.launch
+            return resolve(document, self.path, self.run, size, self.device, launch, adam_fault)
 
         selected = resolved(self.document)
         names, fault = replaceable_params(selected.config, selected.sources, self.device)
@@ -212,7 +215,7 @@ class Setup:
         document = deepcopy(dict(self.document))
         for name in names:
             document["optimizer"]["params"].pop(name)
-        return replace(resolved(document), adam_fault=fault)
+        return resolved(document, fault)
 
 
 def read_setup(run: RunConfig, launch: Launch) -> Setup:
@@ -230,7 +233,7 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
         require_none(faults)  # else resolve() reports them, with those of the file
         raise
     if adopted.dtype == AUTO:  # else the launcher has it; the file may replace it, too
-        has_bf16 = is_of_another_host(adopted) or device_kind(device).has_bf16
+        has_bf16 = is_of_another_host(adopted, launch) or device_kind(device).has_bf16
         run = with_dtype(run, device, has_bf16)
     path = adopted.deepspeed_config
     if device in ALONE and path not in (None, "none") and not is_shipped(path):
@@ -251,10 +254,12 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     return Setup(run, launch, device, "deepspeed", document, shipped)
 
 
-def with_choices(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
+def with_choices(
+    resolved: ResolvedConfig, device: str, is_elsewhere: bool = False
+) -> ResolvedConfig:
     """Replace the `auto` of --compile and then of --loss; fill in defaults of the optimizer."""
     resolved = replace(resolved, run=with_optimizer_defaults(resolved.run))
-    return with_loss(with_compile(resolved, device), device)
+    return with_loss(with_compile(resolved, device, is_elsewhere), device)
 
 
 def with_loss(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
@@ -275,10 +280,15 @@ def with_loss(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     return replace(resolved, run=run.with_values(derived(reason), loss=chosen))
 
 
-def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
-    """Replace `compile = auto` by on or off; raise UsageError if on needs what is missing."""
+def with_compile(
+    resolved: ResolvedConfig, device: str, is_elsewhere: bool = False
+) -> ResolvedConfig:
+    """Replace `compile = auto` by on or off; raise UsageError if on needs what is missing.
+
+    What another machine (`is_elsewhere`) has is not known, and nothing is missing there.
+    """
     run = resolved.run
-    find_fault = compiler_fault if not is_of_another_host(run) else lambda *_: ""
+    find_fault = compiler_fault if not is_elsewhere else lambda *_: ""
     needs_bf16 = run.dtype == "bfloat16"
     if run.compile == "on" and (fault := find_fault(device, needs_bf16)):
         raise UsageError(
@@ -300,13 +310,13 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     reasons = [reason for reason, applies in blockers.items() if applies]
     if not reasons and (fault := find_fault(device, needs_bf16)):
         reasons = [fault]
-    source, chosen = (derived(reasons[0]), "off") if reasons else (derived("GPU"), "on")
-    return replace(resolved, run=run.with_values(Origin(source, Rank.RULE), compile=chosen))
+    origin, chosen = (derived(reasons[0]), "off") if reasons else (derived("GPU"), "on")
+    return replace(resolved, run=run.with_values(origin, compile=chosen))
 
 
 def choose_device(run: RunConfig, launch: Launch) -> str:
     """Return the type of the device; raise UsageError if there are too few GPUs."""
-    if is_of_another_host(run):
+    if is_of_another_host(run, launch):
         _require_alone(run.device, run.sources["device"], launch)
         return run.device
     return device_for(run.device, run.sources["device"], launch)
@@ -320,8 +330,12 @@ def _require_alone(device: str, source: str, launch: Launch) -> None:
         )
 
 
-def is_of_another_host(run: RunConfig) -> bool:
-    """Whether a dry run with --device is on a host without that, such as a login node."""
+def is_of_another_host(run: RunConfig, launch: Launch) -> bool:
+    """Whether a dry run is for another host: a rehearsal, or --device of a host such as a login
+    node that lacks it.
+    """
+    if launch.is_elsewhere:
+        return True
     if not run.dry_run or run.device == "auto" or device_kind(run.device).is_available():
         return False
     return run.device != CUDA.name or not list_gpus()

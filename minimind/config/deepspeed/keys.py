@@ -84,6 +84,7 @@ class Facts:
     schedule: Schedule | None = None
     path: str = ""  # of the file
     sources: Mapping[str, Origin] = dataclasses.field(default_factory=dict)  # of its keys
+    adam_fault: str = ""  # why torch's AdamW replaces DeepSpeed's, if it does
 
     def __getitem__(self, key: str) -> Any:
         """The value of the file at a dotted path, or `MISSING`."""
@@ -207,6 +208,7 @@ def _fused(f: Facts) -> Value | None:
 
 def _torch_adam(f: Facts) -> Value:
     reason = f"of {f.own_adam[0]}" if f.own_adam else "nothing has to be compiled"
+    reason = f.adam_fault or reason
     return not f.own_adam, derived(reason)
 
 

@@ -139,9 +139,11 @@ def resolve(
     world_size: int,
     device: str,
     launch: Launch | None = None,
+    adam_fault: str = "",
 ) -> ResolvedConfig:
     """Resolve `document` (read from `path`) against `run` for `world_size` processes on `device`.
 
+    `adam_fault` says why torch's AdamW replaces DeepSpeed's, if it does.
     Numbers of the scheduler that follow from the steps of the run are placeholders, which
     `completed` replaces. Raise a UsageError that lists all faults.
     """
@@ -149,11 +151,11 @@ def resolve(
     for key in (BATCH, MICRO_BATCH, ACCUMULATION):
         if key in config and config[key] is None:  # DeepSpeed treats null as unset
             config[key] = AUTO
-    facts = Facts(config, run, world_size, device, path=path)
+    facts = Facts(config, run, world_size, device, path=path, adam_fault=adam_fault)
     facts, faults = collected(_resolved(config, facts, launch or Launch()))
     require_none(faults)
     sources = {key: facts.sources[key] for key in leaves(config)}
-    return ResolvedConfig(facts.run, "deepspeed", config, sources, path)
+    return ResolvedConfig(facts.run, "deepspeed", config, sources, path, adam_fault)
 
 
 def _resolved(
@@ -203,7 +205,8 @@ def completed(
     Raise a UsageError that lists the faults of the numbers.
     """
     config, sources = deepcopy(resolved.config), dict(resolved.sources)
-    facts = Facts(config, run, world_size, device, schedule, resolved.path, sources)
+    path, fault = resolved.path, resolved.adam_fault
+    facts = Facts(config, run, world_size, device, schedule, path, sources, fault)
     for key, (value, source) in auto_values(facts).items():
         if key in sources and sources[key].rank not in (Rank.LAUNCHER, Rank.DEEPSPEED):
             put(config, key, value)

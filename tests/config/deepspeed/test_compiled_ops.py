@@ -12,6 +12,7 @@ import pytest
 from minimind.config.deepspeed import backend_choice
 from minimind.config.deepspeed.backend_choice import (
     OPS,
+    TORCH_ADAM,
     Setup,
     advice,
     compilation_notice,
@@ -101,6 +102,9 @@ def test_auto_falls_back_to_torchs_adamw_and_says_so(uncompilable, params, offlo
         " takes its place, with equal updates"
     )
     assert line in advice(setup, resolved)
+    reason = f"derived: DeepSpeed's {op} cannot be compiled: {NO_NVCC} for {on}"
+    completed = setup.complete(resolved, resolved.run, None)
+    assert [one.sources[TORCH_ADAM] for one in (resolved, completed)] == [reason] * 2
     assert dry_run_notices(setup, resolved) == [line]
     assert resolved.optimizer_params == setup_of({}).resolve().optimizer_params  # resumes either
 

@@ -221,7 +221,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     ),
     "merge and tokenizer": (
         ["--out", "{out}", "--merge", "--tokenizer", "{tokenizer}"],
-        "--merge takes no --tokenizer; leave it out",
+        "--merge and --tokenizer exclude one another",
     ),
     "two sizes": (
         ["{text}", "--out", "{out}", "--tokenizer", "{tokenizer}", "--vocab_size", "9999"],
@@ -230,9 +230,15 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     "empty path": (["", "--out", "{out}"], "the path of a text is empty"),
     "empty tokenizer": (["{text}", "--out", "{out}", "--tokenizer", ""], "--tokenizer is empty"),
     "small shards": (["{text}", "--out", "{out}", "--shard_bytes", "1"], "shard_bytes = 1 cuts"),
-    "weight nan": (["--out", "{out}", "--source", "a={text}:nan"], "weight = nan is no number"),
-    "weight comma": (["--out", "{out}", "--source", "a={text}:2,5"], "weight = 2,5 is no number"),
-    "weight of a glob": (["--out", "{out}", "--source", "a=*.txt:2x"], "weight = 2x is no number"),
+    "weight nan": (["--out", "{out}", "--source", "a={text}:nan"], "weight = nan is not a number"),
+    "weight comma": (
+        ["--out", "{out}", "--source", "a={text}:2,5"],
+        "weight = 2,5 is not a number",
+    ),
+    "weight of a glob": (
+        ["--out", "{out}", "--source", "a=*.txt:2x"],
+        "weight = 2x is not a number",
+    ),
     "source twice": (
         ["--out", "{out}", "--sources", "{here}/twice.yaml"],
         "twice.yaml:2:1: duplicate key a; correct the YAML",
@@ -250,7 +256,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
         ["{here}/none.jsonl", "--out", "{out}"],
         "none.jsonl:1 (byte 0): is empty; fill it or leave it out; or skip bad documents",
     ),
-    "fraction": (["{text}", "--out", "{out}", "--val_fraction", "1"], "1 is not at least 0, below"),
+    "fraction": (["{text}", "--out", "{out}", "--val_fraction", "1"], "1 must be at least 0 and"),
 }
 
 
