@@ -13,12 +13,12 @@ JSON; "function_call" as who speaks is a call too (ShareGPT). "tools" stand besi
 the system turn (MiniMind), "system" and "chat_template_kwargs" beside them. A weight of 0 or 1 says
 whether a turn is trained on. All of it reaches the template as it is written.
 
-Another key beside them that carries text of the conversation, media, or a weight in the loss is
-refused (`LOST`): it would be lost. Others, such as "id", are ignored, and named to whoever reads. A
-key without a value (null, "", [], {}, also as text) counts as absent: the row of a table has its
-columns as keys, and gives every key to every turn. Ignored as well are a weight of 1, a switch
-("off", "none") in place of a system prompt, tools, media or reasoning, and counts and flags
-("num_images": 2, "has_tools": "yes").
+A key beside them that is in a table of names (`LOST`) carries text of the conversation, media, or a
+weight in the loss, which would be lost: it is refused. Others, such as "id", are ignored, and named
+to whoever reads. A key without a value (null, "", [], {}, also as text) counts as absent: the row
+of a table has its columns as keys, and gives every key to every turn. Ignored as well are a weight
+of 1, a switch ("off", "none") in place of a system prompt, tools, media or reasoning, a number in
+place of a text, and a text that a turn contains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -54,7 +54,6 @@ Pairs = tuple[tuple[str, Any], ...]  # a JSON object as `parse_line` decodes it
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of what an answer begins with
-THOUGHTS_ALIKE = re.compile(r"(reasoning|thinking)(content|text|traces?)?|thoughts?|cot")
 CALLS, CALL_ID, TOOLS = "tool_calls", "tool_call_id", "tools"
 TOOLS_REMEDY = 'write "tool_calls", a list of calls, or remove the conversation'
 VARIABLES = "chat_template_kwargs"  # transformers' name for the variables of a template
@@ -67,10 +66,10 @@ HARMLESS = re.compile(
     r"(\w*_)?(id|idx|index|uuid)|turn|(\w*_)?(timestamp|time|date)|created(_at)?|model|lang(uage)?"
 )
 # How much a turn, or a conversation, counts in the loss.
-WEIGHT = re.compile(
-    r"(loss|sample|sampling|task|example|instance|train|training)?_?weights?|loss_?scales?"
-    r"|(loss|train|training)_?masks?"
-    r"|(is_|do_)?(train|trained|training|trainable|loss)"
+WEIGHT = frozenset(
+    "weight lossweight sampleweight samplingweight taskweight exampleweight instanceweight"
+    " trainweight trainingweight lossscale lossmask trainmask trainingmask train istrain"
+    " training trained trainable loss useloss".split()
 )
 
 SWITCHES = {"true": 1, "yes": 1, "on": 1, "false": 0, "no": 0, "off": 0}
@@ -164,9 +163,11 @@ def is_absent(value: Any) -> bool:
     return value is None or (isinstance(value, tuple) and all(is_absent(one) for _, one in value))
 
 
-def snake_case(key: str) -> str:
-    """A key in lower case, with underscores between its words."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[\W_]+", "_", key).lower()
+@lru_cache(2**10)
+def plain_name(key: str) -> str:
+    """A key in lower case, without what separates its words, and in the singular."""
+    name = re.sub(r"[\W_]+", "", key).lower()
+    return name if name.endswith("ss") else name.removesuffix("s")
 
 
 def message_of_turn(turn: Any, spelling: Spelling, ignored: set[str]) -> Message:
@@ -210,7 +211,7 @@ def message_of_turn(turn: Any, spelling: Spelling, ignored: set[str]) -> Message
     for inner in texts_in(more):
         usable_size(inner)
     others = fields.keys() - {spelling.role, spelling.content, *EXTRA, "name", TOOLS}
-    weights = [weight_of(fields[key]) for key in others if WEIGHT.fullmatch(snake_case(key))]
+    weights = [weight_of(fields[key]) for key in others if plain_name(key) in WEIGHT]
     is_trained = meant != ASSISTANT or 0 not in weights
     return Message(meant, text, name, more, is_trained)
 
@@ -350,12 +351,11 @@ def _require_keys(fields: dict[str, Any], spelling: Spelling, ignored: set[str])
     meant = spelling.roles.get(role) if isinstance(role, str) else None
     read = {spelling.role, spelling.content, "name", *EXTRA, *([TOOLS] if meant == SYSTEM else [])}
     for key in sorted(given - read):
-        name = snake_case(key)
-        if HARMLESS.fullmatch(name):
+        if HARMLESS.fullmatch(key.lower()):
             ignored.add(f"{key} of turns")
-        elif not WEIGHT.fullmatch(name):
+        elif plain_name(key) not in WEIGHT:
             reason = f"has {shown(key)}, which is not supported"
-            is_thought = THOUGHTS_ALIKE.fullmatch(name.replace("_", ""))
+            is_thought = lost_of(key) is lost_of(THOUGHTS[0])
             if is_thought and meant == ASSISTANT and isinstance(fields[key], str):
                 raise DocumentError(reason, f'name it "{THOUGHTS[0]}", or remove it')
             raise DocumentError(reason, f"remove it, or write {example}")
@@ -456,95 +456,73 @@ SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # the first turn, b
 
 @dataclass(frozen=True)
 class Lost:
-    """Keys beside the turns whose value would be lost, and what to do about them.
+    """Names of keys beside the turns whose value would be lost, and what to do about them.
 
-    `names` matches them in lower case, without separators or with underscores.
+    Names are as `plain_name` makes them.
     """
 
-    names: re.Pattern[str]
+    names: Collection[str]
     remedy: str
     may_be_number: bool = True  # counts as lost; else only text, lists and objects do
     may_be_switch: bool = False  # text that only switches something counts as none
-    said_by: tuple[str, ...] = ()  # roles; what a turn of theirs says too is not lost
-    as_whole: bool = False  # the value must be all that the turn says
 
 
-_SYSTEM = r"(system|sys|developer)"
-_MEDIA = r"(screenshot|figure|frame|image|img|picture|photo|video|audio|speech|pixelvalue)"
 _FIRST_TURN = "write it as the first turn, with the role system, or remove it"
-TEMPLATE_VALUES = Lost(re.compile(r"(chat_)?template_(kwargs|args)"), "remove it")
+_INTO_A_TURN = "write its text into a turn, or remove it"
+TEMPLATE_VALUES = Lost(
+    ("chattemplatekwarg", "templatekwarg", "chattemplatearg", "templatearg"), "remove it"
+)
 LOST = (
+    Lost(("instruction",), _FIRST_TURN, may_be_number=False),
     Lost(
-        re.compile(r"instructions?"),
-        _FIRST_TURN,
-        may_be_number=False,
-        said_by=(SYSTEM, USER),
-        as_whole=True,
-    ),
-    Lost(
-        re.compile(
-            rf"{_SYSTEM}|\w*{_SYSTEM}(prompt|message|msg|instruction|text|content)s?"
-            r"|custom_?instructions?|(bot_)?persona|preamble|character|scenario|guidelines?|rules?"
-            r"|(meta|initial)_prompts?"
-        ),
+        "system systemprompt systemmessage systeminstruction systemtext systemcontent sysprompt"
+        " sysmsg defaultsystemprompt developer developerprompt developermessage custominstruction"
+        " persona botpersona preamble character scenario guideline rule metaprompt"
+        " initialprompt".split(),
         _FIRST_TURN,
         may_be_number=False,
         may_be_switch=True,
-        said_by=(SYSTEM,),
-        as_whole=True,
     ),
     Lost(
-        re.compile(
-            r"\w*(tool|function)s?(calls?|choice|definitions?|descriptions?|schemas?|list|specs?|json)?"
-            r"|((available_)?apis?|plugins?|mcp_servers?)(_list)?"
-        ),
+        "tool toolcall toolschema tooldefinition toolslist availabletool function functioncall"
+        " functionschema functiondefinition api apilist availableapi plugin mcpserver".split(),
         "write them into the system message, or remove the conversation",
         may_be_number=False,
         may_be_switch=True,
-        said_by=ROLES,
     ),
     Lost(
-        THOUGHTS_ALIKE,
-        "write its text into a turn, or remove it",
+        "reasoning reasoningcontent reasoningtext reasoningtrace thinking thought cot".split(),
+        _INTO_A_TURN,
         may_be_number=False,
         may_be_switch=True,
-        said_by=ROLES,
     ),
     Lost(
-        re.compile(
-            r"\w*(history|contexts?|documents?|passages?)|(previous|past)_(turns|dialogues?|messages)"
-            r"|facts?|evidences?|articles?|knowledge|background|quer(y|ies)|inputs?"
-            r"|outputs?|responses?"
-        ),
-        "write its text into a turn, or remove it",
+        "history chathistory previousturn pastdialogue context document retrieveddocument passage"
+        " fact evidence article knowledge background query input output response".split(),
+        _INTO_A_TURN,
         may_be_number=False,
-        said_by=ROLES,
     ),
     Lost(
-        re.compile(
-            rf"\w*{_MEDIA}s?(paths?|urls?|uris?|files?|filenames?|data|bytes|b64|base64|list|content)?"
-            r"|media|attachments?"
-        ),
+        "image imagepath imageurl imagedata picture photo screenshot figure frame video videopath"
+        " videourl videoframe audio audiopath audiourl audiofile speech media attachment".split(),
         "remove the conversation, as a model of text cannot read it",
         may_be_number=False,
         may_be_switch=True,
     ),
     Lost(
-        re.compile(r"(chosen|rejected|negative)(s|responses?|messages?|conversations?|answers?)?"),
+        "chosen chosenresponse chosenanswer ischosen rejected rejectedresponse rejectedanswer"
+        " rejectedmessage isrejected negative".split(),
         "keep the answer to train on as a turn, or the conversations with good ones, and remove it",
     ),
     Lost(
-        re.compile(r"labels?|kto(tag|label)|(un)?desirable"),
+        "label ktotag ktolabel desirable isdesirable undesirable isundesirable".split(),
         "keep the conversations with good answers alone, and remove it",
     ),
     Lost(WEIGHT, "remove it, or the conversation: all count alike"),
     TEMPLATE_VALUES,
 )
-# Keys that tell about a conversation, unless their value is more than this. Some are another
-# spelling of a label or weight: is_rejected, use_loss.
-COUNT = re.compile(r"^(?:(has|num|n)|(is|use))_")
+LOST_BY_NAME = {name: lost for lost in LOST for name in lost.names}
 SWITCH = re.compile(rf"\s*({'|'.join(SWITCHES)}|none)\s*", re.IGNORECASE)  # says nothing itself
-COUNTED = re.compile(rf"{SWITCH.pattern}|\s*[\d.,]+\s*", re.IGNORECASE)
 BESIDE = (TOOLS, VARIABLES, *SYSTEM_KEYS)
 READ = {*LISTS, *chain(*PAIRS), *PASSAGES, HISTORY, *BESIDE}  # with all of their text
 KEYS_SHOWN = 3
@@ -595,13 +573,9 @@ def conversation_columns(names: Sequence[str], ignored: set[str] | None = None) 
     return read
 
 
-@lru_cache(2**10)
 def lost_of(key: str) -> Lost | None:
     """What would be lost with a key beside the turns; None for one that is ignored."""
-    name = snake_case(key)
-    names = {name, COUNT.sub("", name, count=1)}
-    names |= {one.replace("_", "") for one in names}
-    return next((one for one in LOST if any(map(one.names.fullmatch, names))), None)
+    return LOST_BY_NAME.get(plain_name(key))
 
 
 def _given(key: str, value: Any) -> Any:
@@ -871,29 +845,21 @@ def _require_nothing_lost(
     key: str, value: Any, lost: Lost | None, messages: Sequence[Message]
 ) -> None:
     """Raise DocumentError for a key whose value would be lost."""
-    if lost and not _says_nothing_else(key, value, lost, messages):
+    if lost and not _says_nothing_else(value, lost, messages):
         reason = f"has {shown(key)} outside of the turns, which would be lost"
         raise DocumentError(reason, lost.remedy)
 
 
-def _says_nothing_else(key: str, value: Any, lost: Lost, messages: Sequence[Message]) -> bool:
+def _says_nothing_else(value: Any, lost: Lost, messages: Sequence[Message]) -> bool:
     """Whether a value is that of every conversation, or repeats what a turn says."""
     if isinstance(value, list | tuple):
         return False
-    is_text = isinstance(value, str)
-    if count := COUNT.match(snake_case(key)):
-        is_spelling = lost.may_be_number and count[2]
-        if not is_spelling and (not is_text or COUNTED.fullmatch(value)):
-            return True
     if lost.names is WEIGHT:
         return weight_of(value) == 1 or value == "train"
-    if not is_text:
+    if not isinstance(value, str):
         return not lost.may_be_number
-    if lost.may_be_switch and SWITCH.fullmatch(value):
-        return True
-    text = value.strip()
-    said = [one.content for one in messages if one.role in lost.said_by]
-    return any(text == one.strip() if lost.as_whole else text in one for one in said)
+    is_switch = lost.may_be_switch and SWITCH.fullmatch(value) is not None
+    return is_switch or any(value.strip() in message.content for message in messages)
 
 
 def _no_conversation(value: Pairs) -> DocumentError:

@@ -424,7 +424,6 @@ LOSSES = [
     *[("weight", value, "all count alike") for value in (0, 0.0, 0.5, 2, "2", [0, 1], False)],
     *[(key, "be kind", "as the first turn") for key in ("bot_persona", "character", "scenario")],
     *[(key, ["be kind"], "as the first turn") for key in ("guidelines", "rules", "meta_prompt")],
-    ("initial_prompt", "one", "as the first turn"),  # users say it
     *[(key, ["f"], "into the system") for key in ("api_list", "available_apis", "mcp_servers")],
     *[(key, ["a"], "into a turn") for key in ("previous_turns", "past_dialogue", "facts")],
     *[(key, "a b", "into a turn") for key in ("evidence", "article")],
@@ -433,16 +432,9 @@ LOSSES = [
     *[(key, 0.5, "all count alike") for key in ("loss_scale", "sampling_weight", "task_weight")],
     ("loss_masks", [0, 1], "all count alike"),
     *[(key, 0, "all count alike") for key in ("loss_weight", "sampleWeight", "train", "loss")],
-    # Names of counts and flags, with text or lists in place of a count.
-    *[(key, [{"name": "f"}], "into the system") for key in ("use_tools", "use_tool_calls")],
-    *[(key, "f", "into the system") for key in ("use_functions", "has_tools", "num_tools")],
-    *[(key, "The Eiffel tower", "into a turn") for key in ("use_context", "has_context")],
-    *[(key, "yes, it has", "into a turn") for key in ("has_context", "hasContext", "is_input")],
-    *[(key, "be kind", "as the first turn") for key in ("use_persona", "has_system_prompt")],
-    ("has_image", "x.jpg", "model of text"),
     # Labels and preferences as flags.
     *[("is_desirable", value, "good answers alone") for value in (False, True, "false", 0)],
-    *[(key, True, "good answers alone") for key in ("is_label", "isUndesirable")],
+    *[(key, True, "good answers alone") for key in ("labels", "isUndesirable")],
     *[(key, True, "keep the answer") for key in ("is_rejected", "isRejected", "rejected")],
     *[("is_chosen", value, "keep the answer") for value in (False, "no")],
     *[
@@ -452,7 +444,7 @@ LOSSES = [
     ],
     # Switch words that are the text itself.
     *[(key, "No", "into a turn") for key in ("response", "output", "query", "input")],
-    *[(key, "true", "into a turn") for key in ("context", "answers_context", "facts")],
+    *[(key, "true", "into a turn") for key in ("context", "facts")],
     *[(key, word, "keep the answer") for key, word in (("chosen", "yes"), ("rejected", "no"))],
     ("instruction", "no", "as the first turn"),
     *[("weight", split, "all count alike") for split in ("val", "test", "validation", "dev")],
@@ -497,6 +489,7 @@ IGNORED = [
     {"images": "no", "rules": "none"},
     {"has_context": "yes", "num_frames": 4, "n_documents": "3", "use_functions": "no"},
     {"has_label": True, "num_labels": 2, "is_system_prompt": False, "use_tools": True},
+    {"use_functions": "f", "has_context": "The Eiffel tower", "my_images": ["x.jpg"]},
     {"train": "train", "weight": "1", "loss": "1.0", "sample_weight": 1.0},
     *[{"train": word, "is_train": word} for word in (True, "true", "yes", "On", "1", "train", 1)],
     {"instruction": " one\n", "response": "two"},
@@ -614,32 +607,21 @@ def test_an_empty_system_turn_with_tools_is_kept():
     assert len(read({"messages": [{**system, "tools": ""}, USER, ANSWER]})) == 2
 
 
-def test_a_system_prompt_counts_as_said_by_a_system_turn_alone():
+def test_a_text_that_a_turn_contains_is_said():
     system = {"role": "system", "content": " be kind\n"}
     parts = {"role": "system", "content": [{"type": "text", "text": "be kind"}]}
     for said in (system, parts):
-        for key in ("system", "system_prompt", "instruction", "instructions"):
+        for key in ("system", "system_prompt", "instruction", "instructions", "persona"):
             assert len(read({key: "be kind", "messages": [said, USER, ANSWER]})) == 3
-    for turns_with in (
-        [{**USER, "content": "repeat: be kind"}, ANSWER],
-        [{**USER, "content": "be kind"}, ANSWER],
-        [{**system, "content": "be kind!"}, USER, ANSWER],
-    ):
-        with pytest.raises(DocumentError, match='has "persona" outside'):
-            read({"persona": "be kind", "messages": turns_with})
-
-
-def test_an_instruction_that_a_user_turn_repeats_as_a_whole_is_said():
+    with pytest.raises(DocumentError, match='has "persona" outside'):
+        read({"persona": "be very kind", "messages": [system, USER, ANSWER]})
     row = {"instruction": "What is 2+2?", "response": "4"}  # as of Magpie
     said = sharegpt(("human", "What is 2+2?"), ("gpt", "4"))
     expected = [Message("user", "What is 2+2?"), Message("assistant", "4")]
     assert [*read({**row, **said})] == expected
     assert read({"prompt": "What is 2+2?", "completion": "4", **row})
-    for turn in ("What is 2+2? Be short.", "2+2?"):
-        with pytest.raises(DocumentError, match='has "instruction" outside'):
-            read({**row, **sharegpt(("human", turn), ("gpt", "4"))})
     with pytest.raises(DocumentError, match='has "instruction" outside'):
-        read({**row, **sharegpt(("human", "Ask."), ("gpt", "What is 2+2?"))})
+        read({**row, **sharegpt(("human", "2+2?"), ("gpt", "4"))})
 
 
 @pytest.mark.parametrize("word", ["true", "Yes", "on", "1", " 1.0 "])

@@ -258,5 +258,7 @@ def test_a_source_without_a_row_of_the_length(tmp_path: Path):
         order_of(tmp_path, [{"weights": {"b": 1}}], 8, tokens=tokens)
     with pytest.raises(DataError, match="stage stage-1: the text has no row of 33 tokens"):
         order_of(tmp_path, [{}], 8, tokens=(20, 20, 20))
-    with pytest.raises(DataError, match=r"all 9 rows of source 2 are left out \(of the sources a, b"):
+    with pytest.raises(
+        DataError, match=r"all 9 rows of source 2 are left out \(of the sources a, b"
+    ):
         order_of(tmp_path, [{"weights": {"a": 1, "c": 1}}], 8, left_out=((247, 256),))
