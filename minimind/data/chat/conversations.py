@@ -68,8 +68,8 @@ HARMLESS = re.compile(
 # How much a turn, or a conversation, counts in the loss.
 WEIGHT = frozenset(
     "weight lossweight sampleweight samplingweight taskweight exampleweight instanceweight"
-    " trainweight trainingweight lossscale lossmask trainmask trainingmask train istrain"
-    " training trained trainable loss useloss".split()
+    " trainweight trainingweight lossscale lossmask trainmask trainingmask train istrain dotrain"
+    " trained istrained training istraining trainable istrainable loss isloss useloss".split()
 )
 
 SWITCHES = {"true": 1, "yes": 1, "on": 1, "false": 0, "no": 0, "off": 0}
