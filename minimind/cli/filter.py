@@ -14,7 +14,6 @@ from minimind.config.flags import FLAGS
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.object_cache import ObjectCache, open_cache
-from minimind.runtime.urls import named
 
 EXAMPLE = "minimind data filter my_text.jsonl --out dataset/clean --exact_dedup"
 STEPS = ("min_chars", "max_chars", "languages", "rules", "classifier", "decontaminate")
@@ -106,9 +105,8 @@ class Filter(Cached, Output):
 
 def _filter(args: Filter, cache: ObjectCache) -> int:
     from minimind.data.prepare.encode import MAX_REMARKS
-    from minimind.data.quality.filter import FilterRequest, filter_text
-    from minimind.data.quality.near_duplicates import MinHash
     from minimind.data.quality.records import field_of
+    from minimind.data.quality.request import FilterRequest, Steps
     from minimind.data.text.documents import ReadOptions
     from minimind.data.text.inputs import print_left_out
     from minimind.report.formats import count
@@ -126,28 +124,33 @@ def _filter(args: Filter, cache: ObjectCache) -> int:
             "--classifier FILE goes with one of --classifier_keep and --classifier_remove; give"
             " these two"
         )
-    languages = args.languages.split(",") if args.languages else []
-    rules = args.rules.split(",") if args.rules else []
-    numbers = (args.in_force(f"minhash_{name}") for name in ("ngrams", "buckets", "hashes"))
-    minhash = MinHash(*numbers) if args.minhash else None
+    languages, least = _names(args.languages), args.in_force("min_language_probability")
+    foreign_field = args.decontaminate_field or args.text_field
+    numbers = {name: args.in_force(f"minhash_{name}") for name in ("ngrams", "buckets", "hashes")}
+    steps = Steps(
+        min_chars=args.min_chars,
+        max_chars=args.max_chars,
+        languages=languages,
+        min_language_probability=least if languages else None,
+        rules=_names(args.rules),
+        rules_words=args.in_force("rules_words") if args.rules else None,
+        classifier=args.classifier and str(args.classifier.expanduser()),
+        classifier_keep=dict(args.classifier_keep),
+        classifier_remove=dict(args.classifier_remove),
+        decontaminate=tuple(args.decontaminate),
+        decontaminate_field=foreign_field if args.decontaminate else None,
+        exact_dedup=args.exact_dedup,
+        minhash=numbers if args.minhash else None,
+    )
+    steps.require_usable()
+    from minimind.data.quality.filter import filter_text
+
     request = FilterRequest(
         tuple(args.paths),
+        steps,
         ReadOptions(args.text_field, args.max_document_bytes),
         args.on_bad_data == "skip",
         args.max_bad_fraction,
-        args.min_chars,
-        args.max_chars,
-        args.exact_dedup,
-        minhash,
-        tuple(language.strip() for language in languages),
-        args.in_force("min_language_probability"),
-        tuple(rule.strip() for rule in rules),
-        args.in_force("rules_words"),
-        tuple(args.decontaminate),
-        args.decontaminate_field or args.text_field,
-        args.classifier and args.classifier.expanduser(),
-        tuple(args.classifier_keep),
-        tuple(args.classifier_remove),
         args.processes,
     )
     print_left_out(args.paths)
@@ -156,12 +159,16 @@ def _filter(args: Filter, cache: ObjectCache) -> int:
     if lost := report["lost_bytes"]:
         verb = "is" if lost == 1 else "are"
         print(f"note   {count(lost, 'byte')} of the files {verb} lost", file=sys.stderr)
-    for path, what in request.reading.remarks[:MAX_REMARKS]:
-        print(f"note   {named(str(path))}{what}", file=sys.stderr)
+    for remark in report["remarks"][:MAX_REMARKS]:
+        print(f"note   {remark}", file=sys.stderr)
     field = field_of(request.reading)
     read = "" if field == FLAGS["text_field"].default else f" --text_field {shlex.quote(field)}"
     print(f"done: --data_path {args.out}{read}")
     return 0
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",")) if text else ()
 
 
 def _print_report(report: dict[str, Any]) -> None:

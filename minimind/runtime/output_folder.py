@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from minimind.errors import UsageError
+from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
-from minimind.runtime.durable_files import storing, sync_directory
+from minimind.runtime.durable_files import storing, sync_directory, write_durably
 from minimind.runtime.locks import held, remove_unheld
 
 REMEDY = "give another --out"
+KEY_NAME = "key.json"
 
 
 @dataclass(frozen=True)
@@ -65,24 +66,33 @@ class NewFolder:
             )
 
     @contextmanager
-    def written_aside(self, needed: int = 0) -> Iterator[Path]:
+    def written_aside(self, needed: int = 0, key: bytes | None = None) -> Iterator[Path]:
         """Yield a draft folder that is renamed to the path at the end.
 
-        `needed` bytes appear in the error of a full disk. A second command waits, then fails.
+        `needed` bytes appear in the error of a full disk. A second command waits, then fails. With
+        a key the draft stays after an error, other than that of arguments or data, and is yielded
+        again to the next command with the same key.
         """
         out, draft = self.path, _beside(self.path, "draft")
         with storing(str(out), REMEDY, needed=needed):
             out.parent.mkdir(parents=True, exist_ok=True)
             with held(out, "write", fcntl.LOCK_EX):
                 self.require_free()
-                try:
+                mark = draft / KEY_NAME
+                if key is None or not disk.exists(mark) or mark.read_bytes() != key:
                     shutil.rmtree(draft, ignore_errors=True)  # a killed command left it
                     draft.mkdir()
+                try:
+                    if key is not None:
+                        write_durably(mark, key)
                     yield draft
+                    mark.unlink(missing_ok=True)
                     sync_directory(draft)
                     self.replace(draft)
-                finally:
-                    shutil.rmtree(draft, ignore_errors=True)
+                except BaseException as error:
+                    if key is None or isinstance(error, UsageError | DataError):
+                        shutil.rmtree(draft, ignore_errors=True)
+                    raise
 
     def replace(self, draft: Path) -> None:
         """Rename `draft` to the path, then delete the old folder.

@@ -1,4 +1,4 @@
-"""Records around texts: read with them, and written again with what is left of the text.
+"""Records around texts: read with them, and written again as they were read.
 
 The text stands where --text_field names it, that of a template in "text".
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +22,7 @@ from minimind.data.text.documents import (
     document_of_line,
 )
 
-OF_TEMPLATE = "text"
-# A name in a JSON object, with what stands between it and the content before it.
-_NAME = re.compile(r'[\s,{]*+("(?:[^"\\]|\\.)*+")\s*+:\s*+')
-_CONTENT = json.JSONDecoder(parse_int=str)  # Python limits the digits of an int
+TEXT_OF_TEMPLATE = "text"
 _BROKEN = re.compile(r"\r?\n\s*+")  # strings of JSON have no newlines
 
 
@@ -47,13 +44,14 @@ def with_records(reading: ReadOptions) -> ReadOptions:
 
     def document(text: str, record: str) -> InRecord:
         if composed:
-            if any(name == OF_TEMPLATE for name, _, _ in _fields(record)):
+            if TEXT_OF_TEMPLATE in json.loads(record):
                 raise DocumentError(
-                    f'has "{OF_TEMPLATE}", where the text of --text_field {reading.text_field} is'
-                    " written",
-                    f"rename it, or write {{{OF_TEMPLATE}}} into the template",
+                    f'has "{TEXT_OF_TEMPLATE}", where the text of --text_field'
+                    f" {reading.text_field} is written",
+                    f"rename it, or write {{{TEXT_OF_TEMPLATE}}} into the template",
                 )
-            record = f'{record[:-1]}, "{OF_TEMPLATE}": ""}}'
+            content = json.dumps(text, ensure_ascii=False)
+            record = f'{record[:-1]}, "{TEXT_OF_TEMPLATE}": {content}}}'
         return InRecord(text, record)
 
     def of_line(line: bytes | bytearray) -> str:
@@ -77,37 +75,28 @@ def with_records(reading: ReadOptions) -> ReadOptions:
 
 def field_of(reading: ReadOptions) -> str:
     """The field of the text in what is written."""
-    return OF_TEMPLATE if re.search("[{}]", reading.text_field) else reading.text_field
+    return TEXT_OF_TEMPLATE if re.search("[{}]", reading.text_field) else reading.text_field
 
 
-def line_with(text: str, record: str, field: str) -> str:
-    """The record with another text in a field that it has; all else stays as it is written."""
-    line = _replaced(record, field, json.dumps(text, ensure_ascii=False))
-    assert line is not None
-    return line
+def record_around(text: str, field: str) -> str:
+    """The record of a text that was read without one."""
+    value: Any = text
+    for name in reversed(field.split(".")):
+        value = {name: value}
+    return json.dumps(value, ensure_ascii=False)
 
 
-def _replaced(record: str, field: str, new: str) -> str | None:
-    """The object with a new content of a field, of the same one that is read; None without it."""
-    fields = [*_fields(record)]
-    head, _, rest = field.partition(".")
-    above = head if rest and field not in [name for name, _, _ in fields] else None
-    is_in, written = False, []
-    for name, quoted, content in fields:
-        changed = new if name == field else None
-        if name == above and content.startswith("{"):
-            changed = _replaced(content, rest, new)
-        is_in = is_in or changed is not None
-        written.append(f"{quoted}: {content if changed is None else changed}")
-    return f"{{{', '.join(written)}}}" if is_in else None
-
-
-def _fields(record: str) -> Iterator[tuple[str, str, str]]:
-    """Each name of a JSON object, the same as it is written, and the content as it is written."""
-    end = 0
-    while found := _NAME.match(record, end):
-        _, end = _CONTENT.raw_decode(record, found.end())
-        yield json.loads(found[1]), found[1], record[found.end() : end]
+def with_text(record: str, field: str, text: str) -> str:
+    """The record with a text in its field: as it is if it has this text, else written anew."""
+    fields = owner = json.loads(record)
+    name = field
+    while name not in owner and "." in name:
+        head, _, name = name.partition(".")
+        owner = owner[head]
+    if owner[name] == text:
+        return record
+    owner[name] = text
+    return json.dumps(fields)  # in ASCII: other fields may have lone surrogates
 
 
 def _cell(row: Mapping[str, Any], name: str) -> Any:

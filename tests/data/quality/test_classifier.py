@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minimind.data.quality.classifier import SUPERVISED
+from minimind.data.quality.models import SUPERVISED
 from tests.data.quality.test_filter import kept, removed, report_of, run, write
 from tests.data.quality.test_language import CHINESE, ENGLISH, FRENCH, MIXED, NUMBERS
 from tests.data.quality.test_rules import documents
@@ -121,7 +121,7 @@ def test_files_that_are_cut_off_are_refused(form, tmp_path: Path, capsys, langua
     [
         (
             "--classifier m.bin --classifier_keep h=1",
-            "--classifier m.bin: 'h' is none of its 2 labels, hq, 字; correct it",
+            "--classifier m.bin: 'h' is none of the 2 labels, such as hq; correct it",
         ),
         ("--classifier words.bin --classifier_keep hq=1", "without labels, not a supervised one"),
     ],
@@ -140,13 +140,16 @@ def test_of_many_labels_the_nearest_are_named(tmp_path: Path, capsys, languages)
     text = write(tmp_path / "t.jsonl", ["a text"])
     words = ("--classifier", languages, "--classifier_keep", "eng=0.5")
     assert run(tmp_path / "out", text, *words) == 2
-    said = "'eng' is none of its 176 labels, such as en; correct it"
+    said = "'eng' is none of the 176 labels, such as en; correct it"
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("module", "said"),
-    [("datatrove", "--classifier needs datatrove"), ("fasttext", "needs fasttext-predict, which")],
+    [
+        ("datatrove", "data filter needs datatrove"),
+        ("fasttext", "--classifier needs fasttext, which"),
+    ],
 )
 def test_a_missing_package_is_named(module, said, tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)

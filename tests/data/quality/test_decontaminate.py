@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minimind.data.quality.decontaminate import ngram_filter
-from minimind.data.quality.rules import plain_words
-from minimind.data.text.documents import ReadOptions
+from minimind.data.quality.steps import WORD_OR_MARK, Decontamination, PlainWords
 from tests.data.quality.test_filter import kept, removed, report_of, run, write
 from tests.data.quality.test_rules import documents, words
 
@@ -44,12 +42,15 @@ def test_what_is_removed_is_what_datatroves_indexer_and_filter_remove(tmp_path: 
 
     given: dict[str, Any] = {
         "config": NGramsDecontConfig(hash_config=HashConfig(hash_fc="sha1")),
-        "language": plain_words(),
+        "language": PlainWords(WORD_OR_MARK),
     }
     indexer = object.__new__(NGramsDecontIndexer)  # `new` would ask for lighteval
     indexer.__init__(str(tmp_path / "index"), **given)
     hashes = {found for question in questions for found in indexer.compute_hashes(question)}
-    assert set(ngram_filter([foreign], ReadOptions())._index_hashes) == hashes
+    ours = Decontamination(tmp_path / "ours", ["questions"])
+    assert ours.write_index(0, iter(questions))
+    ours.load_index_hashes()
+    assert set(ours._index_hashes or {}) == hashes
     reference = NGramsDecontFilter(str(tmp_path / "index"), **given)
     reference._index_hashes = dict.fromkeys(hashes, "task")
     left = [one.text for one in reference.run(Document(text, "") for text in texts)]  # type: ignore[arg-type] (an iterable is taken too)
@@ -91,4 +92,4 @@ def test_files_that_can_find_nothing_are_refused(tmp_path, capsys, monkeypatch):
     assert f"{text}:1" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "datatrove", None)
     assert run(tmp_path / "out", text, "--decontaminate", text) == 2
-    assert "--decontaminate needs datatrove" in capsys.readouterr().err
+    assert "data filter needs datatrove" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from minimind.cli.main import main
-from minimind.data.quality import filter
+from minimind.data.prepare import work_units
 from minimind.data.text.documents import ReadOptions
 from minimind.data.text.inputs import find_files, segments_of
 from minimind.data.text.readers import read_segment
@@ -27,8 +27,8 @@ def write(path: Path, texts: list[str], **more: str) -> Path:
 
 def kept(out: Path) -> list[str]:
     """The texts that --data_path reads from the folder."""
-    (found,) = ([*segments_of(file, sys.maxsize)] for file in find_files([out]))
-    return [one[0] for segment in found for one in read_segment(segment, ReadOptions())]  # type: ignore[index]
+    segments = (segment for file in find_files([out]) for segment in segments_of(file, sys.maxsize))
+    return [one[0] for segment in segments for one in read_segment(segment, ReadOptions())]  # type: ignore[index]
 
 
 def removed(out: Path) -> list[dict[str, Any]]:
@@ -75,15 +75,16 @@ def test_short_and_long_texts_are_removed_and_counted_in_characters(tmp_path, ca
     assert "kept                          2   50.00%" in shown
 
 
-def test_the_first_of_equal_texts_stays_and_the_others_name_it(tmp_path):
+@pytest.mark.parametrize("unit_bytes", [1, 2**24])
+def test_the_first_of_equal_texts_stays_in_any_number_of_tasks(unit_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(work_units, "SMALLEST_UNIT", unit_bytes)
     first = write(tmp_path / "a.jsonl", ["one two", "other", "one  two\n"])
     second = write(tmp_path / "b.jsonl", ["new", " one\ttwo", "One two"])
     assert run(tmp_path / "out", second.parent, "--exact_dedup") == 0
     assert kept(tmp_path / "out") == ["one two", "other", "new", "One two"]
-    same = {"reason": "exact_duplicate", "kept": f"{first}:1"}
     assert removed(tmp_path / "out") == [
-        {"file": str(first), "line": 3, **same},
-        {"file": str(second), "line": 2, **same},
+        {"file": str(first), "line": 3, "reason": "exact_duplicate"},
+        {"file": str(second), "line": 2, "reason": "exact_duplicate"},
     ]
     report_of(tmp_path / "out")
 
@@ -108,13 +109,8 @@ def test_all_formats_are_read_and_places_are_those_of_the_file(tmp_path):
     assert run(tmp_path / "out", tmp_path / "in", "--exact_dedup") == 0
     assert kept(tmp_path / "out") == list(dict.fromkeys(texts))
     last, before = removed(tmp_path / "out")[-1], removed(tmp_path / "out")[-2]
-    assert last == {
-        "file": str(tmp_path / "in" / "c.txt"),
-        "line": 1,
-        "reason": "exact_duplicate",
-        "kept": f"{tmp_path / 'in' / 'a.parquet'}:8",
-    }
-    assert (before["line"], before["kept"]) == (40, f"{tmp_path / 'in' / 'a.parquet'}:40")
+    assert last == {"file": str(tmp_path / "in" / "c.txt"), "line": 1, "reason": "exact_duplicate"}
+    assert (before["line"], before["file"]) == (40, str(tmp_path / "in" / "b.jsonl.gz"))
     report_of(tmp_path / "out")
 
 
@@ -142,7 +138,7 @@ def test_bad_lines_end_it_or_are_skipped_and_counted(tmp_path, capsys):
 def test_parts_are_cut_and_the_same_text_gives_the_same_bytes(tmp_path, monkeypatch):
     texts = sentences(6, 60)
     text = write(tmp_path / "t.jsonl", texts)
-    monkeypatch.setattr(filter, "PART_BYTES", 1000)
+    monkeypatch.setattr(work_units, "SMALLEST_UNIT", 1000)
     contents = []
     for name in ("a", "b"):
         assert run(tmp_path / name, text, "--min_chars", 1) == 0
@@ -154,15 +150,7 @@ def test_parts_are_cut_and_the_same_text_gives_the_same_bytes(tmp_path, monkeypa
     assert [one[0] for documents in found for one in documents] == texts  # type: ignore[index]
 
 
-def test_without_zstandard_parts_are_gzip(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    text = write(tmp_path / "t.jsonl", ["one", "two"])
-    assert run(tmp_path / "out", text, "--min_chars", 1) == 0
-    assert (tmp_path / "out" / "part-00000.jsonl.gz").exists()
-    assert kept(tmp_path / "out") == ["one", "two"]
-
-
-def test_near_duplicates_are_removed_after_the_other_steps_with_the_place_of_what_stays(tmp_path):
+def test_near_duplicates_are_removed_after_the_other_steps_with_their_cluster(tmp_path):
     own = " ".join(sentences(8, 20))
     texts = ["short", own, own + " end", "Another text of six words.", f" {own}"]
     text = write(tmp_path / "t.jsonl", texts)
@@ -176,7 +164,8 @@ def test_near_duplicates_are_removed_after_the_other_steps_with_the_place_of_wha
     }
     assert report["steps"]["minhash"] == {"ngrams": 5, "buckets": 14, "hashes": 8}
     (near,) = [entry for entry in removed(tmp_path / "out") if entry["reason"] == "near_duplicate"]
-    assert {f"{text}:{near['line']}", near["kept"]} == {f"{text}:2", f"{text}:3"}
+    assert near.pop("line") in (2, 3)
+    assert near == {"file": str(text), "reason": "near_duplicate", "minhash_cluster_id": 0}
     assert len(kept(tmp_path / "out")) == 2
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".zst", ".json", ".ndjson"}
 

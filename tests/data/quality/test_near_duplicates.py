@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from minimind.data.quality import near_duplicates as module
-from minimind.data.quality.near_duplicates import WORD, MinHash, near_duplicates
+from minimind.data.prepare import work_units
+from minimind.data.quality import steps
+from minimind.data.quality.steps import WORD
 from tests.conftest import sentences
+from tests.data.quality.test_filter import removed, run, write
 
 
 def word(rng: random.Random) -> str:
@@ -67,7 +69,7 @@ def plain(texts: list[str], folder: Path, ranks: int) -> set[int]:
 
     config = MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))
     places = [str(folder / name) for name in ("a", "b", "c")]
-    for number, (tasks, steps) in enumerate(
+    for number, (tasks, pipeline) in enumerate(
         [
             (ranks, [read, MinhashDedupSignature(places[0], config, language=Words())]),  # type: ignore[arg-type] (an iterable is taken too)
             (14, [MinhashDedupBuckets(places[0], places[1], config=config)]),
@@ -76,46 +78,52 @@ def plain(texts: list[str], folder: Path, ranks: int) -> set[int]:
         ]
     ):
         LocalPipelineExecutor(
-            steps, tasks=tasks, workers=1, logging_dir=str(folder / f"log{number}")
+            pipeline, tasks=tasks, workers=1, logging_dir=str(folder / f"log{number}")
         ).run()
     return set(range(len(texts))) - set(seen)
 
 
-def test_the_removed_texts_are_those_of_datatroves_pipeline(tmp_path, monkeypatch):
+def clusters(texts: list[str], folder: Path, files: int = 1, *words: object) -> list[set[int]]:
+    """The numbers of the texts that are removed, by cluster; the texts are cut into files."""
+    folder.mkdir()
+    share = -(-len(texts) // files)
+    for number in range(files):
+        write(folder / f"{number}.jsonl", texts[number * share : (number + 1) * share])
+    out = folder.with_name("out")
+    assert run(out, folder, "--minhash", "--force", *words) == 0
+    found: dict[int, set[int]] = defaultdict(set)
+    for entry in removed(out):
+        number = int(Path(entry["file"]).stem) * share + entry["line"] - 1
+        found[entry["minhash_cluster_id"]].add(number)
+    return [*found.values()]
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_the_removed_texts_are_those_of_datatroves_pipeline(files, tmp_path, monkeypatch):
     texts, _ = copies(120, 0.04)
     texts += ["字" * 40, "字" * 41, *sentences(4, 20), "too few words", "too few words"]
-    monkeypatch.setattr(module, "RANK_DOCUMENTS", 72)
-    monkeypatch.setattr(module, "BLOCK_SHINGLES", 50)
-    found = near_duplicates(texts, MinHash(), tmp_path / "own")
-    assert set(found) == plain(texts, tmp_path / "plain", 2)
+    monkeypatch.setattr(work_units, "SMALLEST_UNIT", 60_000)  # more than one file, not two
+    monkeypatch.setattr(steps, "BLOCK_SHINGLES", 50)
+    found = set().union(*clusters(texts, tmp_path / "own", files))
+    assert found == plain(texts, tmp_path / "plain", files)
     assert len(found) > 10
-    assert not set(found) & set(found.values())
 
 
 def test_planted_copies_are_found_and_nothing_else(tmp_path):
     texts, planted = copies(300, 0.02)  # about 0.83 of the 5-grams in common
-    found = near_duplicates(texts, MinHash(), tmp_path)
-    pairs = {frozenset((number - 2, number)) for number in planted}
-    hits = {frozenset(pair) for pair in found.items()}
-    assert hits <= pairs  # precision 1
-    assert len(hits) >= 0.9 * len(pairs)
+    found = clusters(texts, tmp_path / "text")
+    hits = {number + 2 - number % 3 for (number,) in found}
+    assert hits <= planted  # precision 1
+    assert len(hits) >= 0.9 * len(planted)
 
 
 def test_texts_with_few_common_words_stay_and_very_short_ones_too(tmp_path):
     texts, _ = copies(90, 0.5)
-    assert near_duplicates([*texts, "a b c d", "a b c d"], MinHash(), tmp_path / "a") == {}
-    assert near_duplicates(["a b c d", "a b c d"], MinHash(), tmp_path / "b") == {}
-    assert near_duplicates(["a b c d", "a b c d"], MinHash(ngrams=2), tmp_path / "c") in (
-        {0: 1},
-        {1: 0},
-    )
+    assert clusters([*texts, "a b c d", "a b c d"], tmp_path / "a") == []
+    assert clusters(["a b c d", "a b c d"], tmp_path / "b") == []
+    found = clusters(["a b c d", "a b c d"], tmp_path / "c", 1, "--minhash_ngrams", 2)
+    assert found in ([{0}], [{1}])
 
 
 def test_characters_of_chinese_and_japanese_are_words():
     assert WORD.findall("床前 GPU3明月, カナ ok") == [*"床前", "GPU3", *"明月カナ", "ok"]
-
-
-def test_a_missing_library_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datatrove", None)
-    with pytest.raises(module.UsageError, match=r"pip install -e '\.\[quality\]'"):
-        module.require_datatrove("--minhash")

