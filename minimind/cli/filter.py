@@ -154,7 +154,7 @@ def _filter(args: Filter, cache: ObjectCache) -> int:
         args.processes,
     )
     print_left_out(args.paths)
-    report = filter_text(request, args.out, args.force, cache)
+    report = filter_text(request, args.out, cache, args.force)
     _print_report(report)
     if lost := report["lost_bytes"]:
         verb = "is" if lost == 1 else "are"

@@ -78,8 +78,8 @@ def _run_task(content: bytes, rank: int) -> None:
 def filter_text(
     request: FilterRequest,
     out: Path,
-    force: bool,
     cache: ObjectCache,
+    force: bool = False,
     run: Callable[[Sequence[Stage], int], None] = run_here,
 ) -> dict[str, Any]:
     """Write the documents that stay to a new folder `out`; return its report.

@@ -96,7 +96,8 @@ def with_text(record: str, field: str, text: str) -> str:
     if owner[name] == text:
         return record
     owner[name] = text
-    return json.dumps(fields)  # in ASCII: other fields may have lone surrogates
+    line = json.dumps(fields, ensure_ascii=False)
+    return line.encode(errors="backslashreplace").decode()  # lone surrogates of other fields
 
 
 def _cell(row: Mapping[str, Any], name: str) -> Any:

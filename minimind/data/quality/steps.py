@@ -93,12 +93,8 @@ def stages(
         for build in RULES[rule]:
             steps.append(build(exclusion_writer=removed(rule, is_rules=True), language=words))
     if given.classifier:
-        keep, remove = (
-            [*labels.items()] for labels in (given.classifier_keep, given.classifier_remove)
-        )
-        steps.append(
-            Classifier(given.classifier, keep, remove, exclusion_writer=removed("classifier"))
-        )
+        labels = given.classifier_keep, given.classifier_remove
+        steps.append(Classifier(given.classifier, *labels, removed("classifier")))
     if decontamination:
         decontamination.exclusion_writer = removed("decontaminate")
         steps.append(decontamination)
@@ -243,7 +239,7 @@ class Text(PipelineStep):
     ) -> None:
         super().__init__()
         self.units, self.reading = units, reading
-        self.numbers = {path: number for number, path in enumerate(files)}
+        self.numbers = {str(path): number for number, path in enumerate(files)}
         self.skips_bad, self.rejected = skips_bad, rejected
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
@@ -252,7 +248,7 @@ class Text(PipelineStep):
         field = field_of(reading)
         with self.rejected:
             for segment in self.units[rank].segments:
-                number, read = self.numbers[segment.path], 0
+                number, read = self.numbers[str(segment.path)], 0
                 for found in read_segment(segment, reading):
                     read += 1
                     if isinstance(found, Rejection):
@@ -272,7 +268,7 @@ class Text(PipelineStep):
                 if is_cut(segment.path):  # lines are counted from the start of the segment
                     self.stat_update(f"lines {number}", value=read)
             for path, remark in reading.remarks:
-                found = {"file": self.numbers[path], "line": 0, "remark": remark}
+                found = {"file": self.numbers[str(path)], "line": 0, "remark": remark}
                 self.rejected.write(Document("", "", metadata=found), rank)
 
     def _reject(self, rejection: Rejection, number: int, rank: int) -> None:
@@ -321,6 +317,12 @@ class Classifier(filters.FastTextClassifierFilter):
     def __new__(cls, *given: Any, **named: Any) -> Classifier:
         return object.__new__(cls)  # that of PipelineStep asks for the other distribution
 
+    def __init__(
+        self, path: str, keep: dict[str, float], remove: dict[str, float], removed: Lines
+    ) -> None:
+        super().__init__(path, [*keep.items()], [*remove.items()], exclusion_writer=removed)
+        self.labels = [*keep, *remove]
+
     @property
     def model(self) -> Any:
         return _classifier_model(self.model_url)
@@ -328,8 +330,7 @@ class Classifier(filters.FastTextClassifierFilter):
     def filter(self, doc: Document) -> bool:
         before = dict(doc.metadata)
         stays = super().filter(doc)
-        labels = [label for label, _ in self.keep_labels or self.remove_labels or []]
-        scores = {label: round(doc.metadata.get(PREFIX + label, 0.0), 4) for label in labels}
+        scores = {name: round(doc.metadata.get(PREFIX + name, 0.0), 4) for name in self.labels}
         doc.metadata = before if stays else {**before, "scores": scores}
         return stays
 
@@ -358,8 +359,9 @@ class Decontamination(NGramsDecontFilter):
 
         datatrove's own indexer does the same, and needs lighteval.
         """
+        hash_of: Any = self.hash_func
         hashes = {
-            self.hash_func(" ".join(ngram))
+            hash_of(" ".join(ngram))
             for text in texts
             for ngram in ngrams(
                 self.tokenizer.word_tokenize(simplify_text(text, self.config.norm_config)),

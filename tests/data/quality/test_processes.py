@@ -133,7 +133,7 @@ def test_another_request_does_not_go_on_with_the_draft(tmp_path: Path, monkeypat
     def stop(found: list[object], processes: int) -> None:
         stages.extend(found)
 
-    monkeypatch.setattr(module.filter_text, "__defaults__", (stop,))
+    monkeypatch.setattr(module.filter_text, "__defaults__", (False, stop))
     assert run(tmp_path / "out", text, "--min_chars", 4) == 70
     assert "some tasks are not complete" in capsys.readouterr().err
     (tmp_path / ".out.draft" / "mark").touch()
