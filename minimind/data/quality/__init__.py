@@ -1,4 +1,4 @@
-"""`minimind data filter`: remove documents by length, language and as duplicates.
+"""`minimind data filter`: steps of datatrove that remove documents, count and list them.
 
-Every removed document is counted.
+`request.py` has the flags, `steps.py` the steps, and `filter.py` runs them in tasks.
 """
