@@ -13,11 +13,9 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numpy as np
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from tokenizers import AddedToken
 
-from minimind.config.run_config import TEMPLATES
-from minimind.data.chat import sandbox
+from minimind.config.run_config import TEMPLATES, files_by_name
 from minimind.data.chat.conversations import (
     ASSISTANT,
     CALLS,
@@ -32,23 +30,29 @@ from minimind.data.chat.conversations import (
     texts_in,
     turn_of,
 )
-from minimind.data.chat.sandbox import Sandbox, Span, TooLarge, TooLong
-from minimind.data.chat.turns import CALL_FORMS, TAG, THOUGHT, Turns, called_by, forms_of
+from minimind.data.chat.sandbox import (
+    BoundedSandbox,
+    Exceeded,
+    Failed,
+    Invalid,
+    Refused,
+    Sandbox,
+    Span,
+    bounded,
+)
+from minimind.data.chat.turns import TAG, THOUGHT, Turns, forms_of
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
 from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
 from minimind.errors import UsageError
-from minimind.runtime.limited import tried_within
+from minimind.runtime.durable_files import read_small_text
 from minimind.runtime.terminal import shorten_line
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CLOCK = "strftime_now"  # the name by which a template asks for the date
 DATE = "2024-07-26"  # the date that a run uses if it gives none
-SHOWN_CHARACTERS = 200  # characters of a template's own message
-# CPU time and memory of all chats of `require_bounded`; ordinary templates take hundredths.
-MAX_SECONDS, MAX_BYTES = 2.0, 2**29
 PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
 PROBES = (PROBE, (Message(SYSTEM, " e f "), *PROBE), (*PROBE, Message(TOOL, " g h "), *PROBE[1:]))
 ANSWER_WITH_THOUGHT = Message(ASSISTANT, "<think>\nx y\n</think>\n\nc d")
@@ -56,32 +60,6 @@ CALLS_REMEDY = (
     'it may read calls of another form: {"type": "function", "function": {"name": "...",'
     ' "arguments": {...}}}, or arguments as JSON text'
 )
-LONG_PROBE = tuple(Message(one.role, one.content * 100) for one in PROBE * 16)
-
-
-@cache
-def require_bounded(source: str, name: str) -> None:
-    """Raise UsageError for a template that takes too much time or memory for short chats.
-
-    It may be a stranger's, and what it does cannot be stopped within a process: an operator of
-    Python ends when it ends, and signals wait for it. So it is rendered in another one first.
-    """
-    request = {
-        "source": source,
-        "tokens": {"bos_token": "<s>", "eos_token": "</s>"},
-        "chats": [
-            list(map(turn_of, chat)) for chat in (*PROBES, *map(called_by, CALL_FORMS), LONG_PROBE)
-        ],
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
-    }
-    too_large = tried_within(sandbox.__file__, request, MAX_SECONDS, MAX_BYTES)
-    if too_large:
-        raise UsageError(f"{name} cannot be rendered ({too_large}); correct it, or give another")
-    if too_large is None:
-        raise UsageError(
-            f"{name} takes more than {MAX_SECONDS:g} s or {MAX_BYTES / 2**20:,.0f} MiB for short"
-            " conversations; give another template"
-        )
 
 
 def date_of(source: str, given: str | None) -> str | None:
@@ -106,7 +84,8 @@ class Renderer:
     """A template's source and the names of tokens that it may use, such as `bos_token`.
 
     `name` stands for it in error messages, `today` is its date (default: that of each rendering),
-    and `variables` are what it reads.
+    and `variables` are what it reads. Templates that are not ours are rendered in a process with
+    limits, unless this is one (`is_limited`).
     """
 
     def __init__(
@@ -116,10 +95,11 @@ class Renderer:
         name: str,
         today: date | None = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        is_limited: bool = False,
     ) -> None:
         self.source = source
         self.name = name
-        self._today = today
+        self._today, self._is_limited = today, is_limited
         self.marks_generation = GENERATION.search(source) is not None
         self._values = {**tokens, **variables}
 
@@ -139,7 +119,7 @@ class Renderer:
             return
         try:
             text = self._sandbox.render(chat, False, self._values)[0]
-        except Exception:  # a template that knows no parts may raise anything for them
+        except (Refused, Failed, Exceeded):  # by a template that knows no parts
             return
         if is_in(text):
             raise UsageError(
@@ -148,8 +128,10 @@ class Renderer:
             )
 
     @cached_property
-    def _sandbox(self) -> Sandbox:
-        return Sandbox(self.source, self._today)
+    def _sandbox(self) -> Sandbox | BoundedSandbox:
+        if self._is_limited or self.source in shipped_templates():
+            return Sandbox(self.source, self._today)
+        return bounded(self.source, self._today)
 
     def with_spans(
         self, messages: Iterable[Message], add_generation_prompt: bool = False
@@ -160,19 +142,27 @@ class Renderer:
         try:
             turns = list(map(turn_of, conversation))
             return self._sandbox.render(turns, add_generation_prompt, values, conversation.tools)
-        except TemplateSyntaxError as error:
-            reason = f"{self.name} is not a Jinja template ({_shown(error)}, line {error.lineno})"
+        except Invalid as error:
+            reason = f"{self.name} is not a Jinja template ({error})"
             raise UsageError(f"{reason}; correct it, or leave it out") from error
-        except Exception as error:  # a template is a program, which may raise anything
-            if type(error) is TemplateError:  # raised by raise_exception; others are subclasses
-                reason = f"{self.name} refuses the conversation ({_shown(error)})"
-                raise DocumentError(reason, "change it, or give another template") from error
-            if not (isinstance(error, TooLarge | TooLong) or any(m.more for m in conversation)):
+        except Refused as error:
+            reason = f"{self.name} refuses the conversation ({error})"
+            raise DocumentError(reason, "change it, or give another template") from error
+        except Exceeded as error:
+            raise UsageError(f"{self.name} {error}; give another template") from error
+        except Failed as error:
+            if not any(message.more for message in conversation):
                 self.require_texts(conversation, "")
-            reason = f"{self.name} cannot be rendered ({type(error).__name__}: {_shown(error)})"
+            reason = f"{self.name} cannot be rendered ({error})"
             if any(CALLS in message.more for message in conversation):
                 raise UsageError(f"{reason}; {CALLS_REMEDY}") from error
             raise UsageError(f"{reason}; correct it, or give another") from error
+
+
+@cache
+def shipped_templates() -> frozenset[str]:
+    """Sources of the templates that this package has."""
+    return frozenset(map(read_small_text, files_by_name(TEMPLATES).values()))
 
 
 def spans_by_piece(
@@ -191,10 +181,6 @@ def spans_by_piece(
         parts = [(max(start, begin) - begin, min(stop, end) - begin) for start, stop in within]
         yield piece, [part for part in parts if part[0] < part[1]]
         begin = end
-
-
-def _shown(error: Exception) -> str:
-    return " ".join(str(error).split())[:SHOWN_CHARACTERS]
 
 
 TrainOn = Literal["assistant", "last", "all"]
@@ -275,8 +261,7 @@ def asks_for_thought(prompt: str) -> bool:
 def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
     """Source of a tokenizer's chat template, and its name in messages; None without one.
 
-    Raise UsageError for one that takes too much time or memory, and if none of several is the
-    default.
+    Raise UsageError if none of several is the default.
     """
     templates = tokenizer.templates
     if not templates.by_name:
@@ -287,10 +272,7 @@ def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
             f"{path}: has the chat templates {', '.join(sorted(templates.by_name))}, and none is"
             " named default; name a file with one of them (--chat_template)"
         )
-    name = f"the chat template of {path}"
-    if templates.default != DEFAULT_TEMPLATE:
-        require_bounded(templates.default, name)
-    return templates.default, name
+    return templates.default, f"the chat template of {path}"
 
 
 def _stripped(parts: Sequence[str], tokens: Sequence[AddedToken]) -> list[str]:
@@ -312,7 +294,7 @@ class ChatTemplate:
     tokenizer lacks are text if the template is its own, as the model was trained with them, and an
     error otherwise. Raise UsageError if the template is not valid, or does not fit the tokenizer;
     `name` is what messages call it. `today` is the date that the template reads (default: the date
-    of each prompt); `variables` are other values that it reads.
+    of each prompt); `variables` are other values that it reads; `is_limited` is as in `Renderer`.
     """
 
     def __init__(
@@ -322,6 +304,7 @@ class ChatTemplate:
         name: str = "the chat template",
         today: date | None = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        is_limited: bool = False,
     ) -> None:
         self.source = source
         self.name = name
@@ -331,7 +314,8 @@ class ChatTemplate:
         if isinstance(tokenizer, HuggingFaceTokenizer):
             matched = {token.content: i for i, token in tokenizer.matched.items()}
         self._special_name, self._matched_name = _any_of(self._special), _any_of(matched)
-        self._renderer = Renderer(source, named_tokens(tokenizer), name, today, variables)
+        names = named_tokens(tokenizer)
+        self._renderer = Renderer(source, names, name, today, variables, is_limited)
         # Special tokens, and other tokens that only a template should write.
         self._tokens = {**self._special, **matched, **self._tokens_in_text()}
         self._token_name = _any_of(self._tokens)
