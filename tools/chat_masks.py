@@ -22,10 +22,10 @@ from jinja2 import UndefinedError
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from minimind.data.chat.conversations import conversation_of, conversation_of_line
+from minimind.data.chat.conversations import conversation_of_line
 from minimind.data.chat.template import ChatTemplate
 from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template
-from minimind.data.text.documents import DocumentError, ReadOptions
+from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import RunError
 from tests.data.chat.folders import KINDS, write
@@ -133,7 +133,7 @@ def _cell(
 ) -> Cell:
     line = json.dumps({"messages": messages}).encode()
     try:
-        conversation = conversation_of(conversation_of_line(line, ReadOptions()))
+        conversation = conversation_of_line(line)
         ids, targets = trained.encode(conversation)
         prompt = asked.prompt(conversation.of(conversation[:-1]))
     except (DocumentError, RunError) as error:

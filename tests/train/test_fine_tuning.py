@@ -19,11 +19,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
-from minimind.data.chat.conversations import Message, conversation_of_line, messages_of
+from minimind.data.chat.conversations import (
+    Message,
+    canonical_text,
+    conversation_of_line,
+    messages_of,
+)
 from minimind.data.chat.template import DATE, DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from minimind.data.prepare.encode import split_of
 from minimind.data.prepare.prepared import holds_conversations
-from minimind.data.text.documents import ReadOptions, parse_line
+from minimind.data.text.documents import parse_line
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.errors import CheckpointError, DataError, UsageError
@@ -585,7 +590,7 @@ def held_out(talk: Path, fraction: float) -> list[bytes]:
     """The lines of conversations that a run with this --val_fraction holds out."""
     found = []
     for line in talk.read_bytes().splitlines():
-        text = conversation_of_line(line, ReadOptions("text", 2**20))
+        text = canonical_text(conversation_of_line(line))
         if split_of(sha256(text.encode()).digest(), fraction) == "val":
             found.append(line)
     return found
@@ -601,7 +606,7 @@ def loss_by_hand(model: Any, tokenizer: Any, lines: list[bytes]) -> list[float]:
     """Summed loss and number of targets, one conversation at a time, by transformers' mask."""
     loss, count = 0.0, 0
     for line in lines:
-        turns = json.loads(conversation_of_line(line, ReadOptions("text", 2**20)))
+        turns = json.loads(canonical_text(conversation_of_line(line)))
         options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenize": True}
         found = tokenizer.apply_chat_template(turns, **options)
         ids, mask = found["input_ids"], found["assistant_masks"]

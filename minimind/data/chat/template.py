@@ -184,6 +184,7 @@ def spans_by_piece(
 
 
 TrainOn = Literal["assistant", "last", "all"]
+Written = tuple[str, list[Span]]  # what a template writes, and where it is trained on
 Encoded = tuple[np.ndarray, np.ndarray]  # ids, and whether each is trained on
 
 SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
@@ -382,7 +383,7 @@ class ChatTemplate:
 
     def ids(self, text: str) -> list[int]:
         """Return the ids of a text that the template has written."""
-        (encoded,) = self._ids_and_targets([(text, [])], threads=1)
+        (encoded,) = self.encode_written([(text, [])])
         if isinstance(encoded, DocumentError):
             raise encoded
         return encoded[0].tolist()
@@ -401,12 +402,6 @@ class ChatTemplate:
             raise encoded
         return encoded
 
-    def require_usable(self, messages: Sequence[Message], train_on: TrainOn = "assistant") -> None:
-        """Raise DocumentError for a conversation that cannot be encoded; see `encode`."""
-        result = self._text_and_spans_or_error(messages, train_on)
-        if isinstance(result, DocumentError):
-            raise result
-
     def encode_batch(
         self,
         conversations: Iterable[Sequence[Message]],
@@ -418,34 +413,35 @@ class ChatTemplate:
 
         The text between special tokens is added to `loss`.
         """
-        if train_on not in get_args(TrainOn):
-            raise ValueError(f"train_on is {train_on!r}, not one of {get_args(TrainOn)}")
-        results = [self._text_and_spans_or_error(messages, train_on) for messages in conversations]
-        good = (item for item in results if not isinstance(item, DocumentError))
-        encoded = iter(self._ids_and_targets([*good], threads, loss))
+        results: list[Written | DocumentError] = []
+        for messages in conversations:
+            try:
+                results.append(self.write(messages, train_on))
+            except DocumentError as error:
+                results.append(error)
+        good = [item for item in results if not isinstance(item, DocumentError)]
+        encoded = iter(self.encode_written(good, threads, loss))
         return [item if isinstance(item, DocumentError) else next(encoded) for item in results]
 
-    def _text_and_spans_or_error(
-        self, messages: Sequence[Message], train_on: TrainOn
-    ) -> tuple[str, list[Span]] | DocumentError:
+    def write(self, messages: Sequence[Message], train_on: TrainOn = "assistant") -> Written:
+        """Return the text of a conversation, and where it is trained on; see `encode`."""
+        if train_on not in get_args(TrainOn):
+            raise ValueError(f"train_on is {train_on!r}, not one of {get_args(TrainOn)}")
         conversation = as_conversation(messages)
-        try:
-            self._require_no_special(conversation)
-            text, marked = self._renderer.with_spans(conversation)
-            if train_on == "all":
-                self._require_written(conversation, text)
-                return text, self._all_but_untrained(conversation, text, marked)
-            turns = [at for at, one in enumerate(conversation) if one.role == ASSISTANT]
-            wanted = turns[-1:] if train_on == "last" else turns
-            if not any(conversation[at].is_trained for at in wanted) and turns:
-                raise DocumentError("its last answer has a weight of 0", "remove the conversation")
-            wanted = [at for at in wanted if conversation[at].is_trained]
-            spans = self._spans(conversation, text, marked, turns, wanted)
-            if all(begin == end for begin, end in spans):
-                raise self._nothing_to_train_on(conversation, text)
+        self._require_no_special(conversation)
+        text, marked = self._renderer.with_spans(conversation)
+        if train_on == "all":
             self._require_written(conversation, text)
-        except DocumentError as error:
-            return error
+            return text, self._all_but_untrained(conversation, text, marked)
+        turns = [at for at, one in enumerate(conversation) if one.role == ASSISTANT]
+        wanted = turns[-1:] if train_on == "last" else turns
+        if not any(conversation[at].is_trained for at in wanted) and turns:
+            raise DocumentError("its last answer has a weight of 0", "remove the conversation")
+        wanted = [at for at in wanted if conversation[at].is_trained]
+        spans = self._spans(conversation, text, marked, turns, wanted)
+        if all(begin == end for begin, end in spans):
+            raise self._nothing_to_train_on(conversation, text)
+        self._require_written(conversation, text)
         return text, spans
 
     def _spans(
@@ -483,9 +479,10 @@ class ChatTemplate:
         edges = [0, *(edge for cut in sorted(cuts) for edge in cut), len(text)]
         return [(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
 
-    def _ids_and_targets(
-        self, texts: Sequence[tuple[str, list[Span]]], threads: int, loss: TextLoss | None = None
+    def encode_written(
+        self, texts: Sequence[Written], threads: int = 1, loss: TextLoss | None = None
     ) -> list[Encoded | DocumentError]:
+        """Encode what `write` returns; see `encode_batch`."""
         tokenizer = self._tokenizer
         if isinstance(tokenizer, HuggingFaceTokenizer):
             return [self._as_a_whole(tokenizer, text, spans, loss) for text, spans in texts]

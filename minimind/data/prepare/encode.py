@@ -27,7 +27,7 @@ from minimind.data.prepare.work_units import Plan, Unit
 from minimind.data.shards.conversation_shards import DTYPE, marked
 from minimind.data.shards.manifest import SPLITS, is_whole
 from minimind.data.shards.token_shards import ShardWriter, token_dtype
-from minimind.data.text.documents import DocumentError, ReadOptions, Records, Rejection
+from minimind.data.text.documents import DocumentError, ReadOptions, Rejection
 from minimind.data.text.inputs import LINES, Segment, kind_of
 from minimind.data.text.readers import in_file, read_segment
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -37,7 +37,8 @@ from minimind.runtime.durable_files import canonical_json, storing, sync_directo
 from minimind.runtime.urls import named
 
 if TYPE_CHECKING:
-    from minimind.data.chat.template import ChatTemplate
+    from minimind.data.chat.conversations import Conversation
+    from minimind.data.chat.template import ChatTemplate, Written
 
 BATCH_CHARACTERS = 2**20  # takes about the same time in any language
 DOCUMENT_CHARACTERS = 64  # overhead per document, which dominates for short ones
@@ -205,6 +206,12 @@ REMEDY = "give another folder"
 Encoded = tuple[list[np.ndarray], TextLoss]
 
 
+class WrittenText(str):
+    """The text of a conversation, with what its template writes of it."""
+
+    written: Written
+
+
 class Unencoded(DataError):
     """The tokenizer fails on a document."""
 
@@ -268,27 +275,18 @@ class Work:
         reading, chat = self.plan.options.reading, self._chat
         if chat is None:
             return reading
-        from minimind.data.chat.conversations import (
-            conversation_columns,
-            conversation_of,
-            conversation_of_line,
-            conversation_of_row,
-        )
+        from minimind.data.chat.conversations import conversation_records, document_of
 
-        def usable(text: str) -> str:
+        def written(conversation: Conversation, reading: ReadOptions) -> WrittenText:
+            text = WrittenText(document_of(conversation, reading))
             try:
-                chat.require_usable(conversation_of(text), self._train_on)
+                text.written = chat.write(conversation, self._train_on)
             except UsageError as error:  # report the line; the template itself is valid
                 reason, _, remedy = str(error).rpartition("; ")
                 raise DocumentError(reason, remedy) from error
             return text
 
-        records = Records(
-            of_line=lambda line: usable(conversation_of_line(line, reading, ignored)),
-            of_row=lambda row: usable(conversation_of_row(row, reading, ignored)),
-            columns=lambda names: conversation_columns(names, ignored),
-        )
-        return replace(reading, records=records)
+        return replace(reading, records=conversation_records(reading, ignored, written))
 
     def encode(self, texts: Sequence[str], threads: int) -> Encoded:
         """Tokens of each document, of conversations with the marks of targets; and what is lost.
@@ -312,13 +310,11 @@ class Work:
                 loss.count(self.tokenizer, self._sizes, texts, ids)
             return ids, loss
         measured = None if self.tokenizer.is_lossless else loss
-        from minimind.data.chat.conversations import conversation_of
-
-        conversations = map(conversation_of, texts)
-        encoded = self._chat.encode_batch(conversations, self._train_on, threads, measured)
+        written = [text.written for text in texts if isinstance(text, WrittenText)]
         documents = []
-        for one in encoded:
-            assert not isinstance(one, DocumentError)  # see `reading_of`
+        for one in self._chat.encode_written(written, threads, measured):
+            if isinstance(one, DocumentError):
+                raise DataError(f"{one.reason}; {one.remedy}")
             documents.append(marked(*one))
         return documents, loss
 
