@@ -27,6 +27,8 @@ from jinja2.utils import Namespace
 from minimind.runtime import limited
 
 Span = tuple[int, int]  # characters of the rendered text, from and up to
+Asked = tuple[int, bool]  # how many turns, and whether an answer is asked for after them
+Rendered = tuple[str, list[Span]]
 
 LONGEST = 2**24  # characters that a chat may get in addition to what is said in it
 PER_CHARACTER = 16  # added for each character that is said
@@ -91,14 +93,24 @@ class Sandbox:
     def render(
         self,
         chat: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
+        asked: Sequence[Asked],
         values: Mapping[str, Any],
         tools: Sequence[Any] | None = None,
-    ) -> tuple[str, list[Span]]:
-        """The text of a chat and the spans of `{% generation %}`; Refused, Invalid or Failed.
+    ) -> list[Rendered]:
+        """The texts of beginnings of a chat, each with its spans of `{% generation %}`.
 
-        `values` are the tokens and variables that the template has by name.
+        `values` are the tokens and variables that the template has by name. Raise Refused, Invalid
+        or Failed.
         """
+        return [self._render(chat[:turns], is_asked, values, tools) for turns, is_asked in asked]
+
+    def _render(
+        self,
+        chat: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        values: Mapping[str, Any],
+        tools: Sequence[Any] | None,
+    ) -> Rendered:
         most = LONGEST + PER_CHARACTER * sum(map(_said, (*chat, *(tools or ()))))
         values = {
             "messages": [dict(turn) for turn in chat],
@@ -157,10 +169,10 @@ def load(given: Mapping[str, Any]) -> tuple[None, Callable[[bytes], bytes]]:
 
     def answer(request: bytes) -> bytes:
         try:
-            text, spans = sandbox.render(*json.loads(request))
+            rendered = sandbox.render(*json.loads(request))
         except tuple(ERRORS.values()) as error:
             return json.dumps({"error": [type(error).__name__, str(error)]}).encode()
-        return json.dumps({"text": text, "spans": spans}).encode()
+        return json.dumps({"rendered": rendered}).encode()
 
     return None, answer
 
@@ -210,12 +222,12 @@ class BoundedSandbox:
     def render(
         self,
         chat: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
+        asked: Sequence[Asked],
         values: Mapping[str, Any],
         tools: Sequence[Any] | None = None,
-    ) -> tuple[str, list[Span]]:
+    ) -> list[Rendered]:
         """See `Sandbox.render`; raise Exceeded where it takes too much time or memory."""
-        request = json.dumps([chat, add_generation_prompt, values, tools]).encode()
+        request = json.dumps([chat, asked, values, tools]).encode()
         with self._lock:
             if self._process is None or self._process.pid != os.getpid():
                 self._process = _Process(self._given)
@@ -224,7 +236,7 @@ class BoundedSandbox:
         if error := answer.get("error"):
             name, words = error
             raise ERRORS[name](words)
-        return answer["text"], [(begin, end) for begin, end in answer["spans"]]
+        return [(text, [*map(tuple, spans)]) for text, spans in answer["rendered"]]
 
 
 @lru_cache(PROCESSES)

@@ -31,11 +31,13 @@ from minimind.data.chat.conversations import (
     turn_of,
 )
 from minimind.data.chat.sandbox import (
+    Asked,
     BoundedSandbox,
     Exceeded,
     Failed,
     Invalid,
     Refused,
+    Rendered,
     Sandbox,
     Span,
     bounded,
@@ -118,7 +120,7 @@ class Renderer:
         if is_in(rendered):
             return
         try:
-            text = self._sandbox.render(chat, False, self._values)[0]
+            ((text, _),) = self._sandbox.render(chat, [(len(chat), False)], self._values)
         except (Refused, Failed, Exceeded):  # by a template that knows no parts
             return
         if is_in(text):
@@ -138,10 +140,15 @@ class Renderer:
     ) -> tuple[str, list[Span]]:
         """Return the text and the spans of `{% generation %}`; see `render`."""
         conversation = as_conversation(messages)
+        (rendered,) = self.beginnings(conversation, [(len(conversation), add_generation_prompt)])
+        return rendered
+
+    def beginnings(self, conversation: Conversation, asked: Sequence[Asked]) -> list[Rendered]:
+        """Return the texts and spans of beginnings of a conversation; see `render`."""
         values = {**self._values, **conversation.variables}
         try:
             turns = list(map(turn_of, conversation))
-            return self._sandbox.render(turns, add_generation_prompt, values, conversation.tools)
+            return self._sandbox.render(turns, asked, values, conversation.tools)
         except Invalid as error:
             reason = f"{self.name} is not a Jinja template ({error})"
             raise UsageError(f"{reason}; correct it, or leave it out") from error
@@ -322,7 +329,7 @@ class ChatTemplate:
         self._token_name = _any_of(self._tokens)
         # A template that is given can be given with a token at the end of an answer.
         ends_in_text = is_own(source, tokenizer)
-        self._turns = Turns(self._renderer.render, self._token_name, name, ends_in_text)
+        self._turns = Turns(self._renderer.beginnings, self._token_name, name, ends_in_text)
         self._special_ids = {token: np.array([i], np.int32) for token, i in self._special.items()}
         self._sizes = tokenizer.piece_bytes()
         self._require_fit()
@@ -429,55 +436,49 @@ class ChatTemplate:
             raise ValueError(f"train_on is {train_on!r}, not one of {get_args(TrainOn)}")
         conversation = as_conversation(messages)
         self._require_no_special(conversation)
-        text, marked = self._renderer.with_spans(conversation)
-        if train_on == "all":
-            self._require_written(conversation, text)
-            return text, self._all_but_untrained(conversation, text, marked)
         turns = [at for at, one in enumerate(conversation) if one.role == ASSISTANT]
-        wanted = turns[-1:] if train_on == "last" else turns
-        if not any(conversation[at].is_trained for at in wanted) and turns:
-            raise DocumentError("its last answer has a weight of 0", "remove the conversation")
-        wanted = [at for at in wanted if conversation[at].is_trained]
-        spans = self._spans(conversation, text, marked, turns, wanted)
-        if all(begin == end for begin, end in spans):
+        is_trained = [at for at in turns if conversation[at].is_trained]
+        if train_on == "all":  # but the answers with a weight of 0
+            sought = [at for at in turns if at not in is_trained]
+        else:
+            last = turns[-1:] if train_on == "last" else turns
+            sought = [at for at in last if at in is_trained]
+            if turns and not sought:
+                raise DocumentError("its last answer has a weight of 0", "remove the conversation")
+        text, spans = self._text_and_spans(conversation, turns, sought)
+        if train_on == "all":
+            edges = [0, *(edge for span in sorted(spans) for edge in span), len(text)]
+            spans = [(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
+        elif all(begin == end for begin, end in spans):
             raise self._nothing_to_train_on(conversation, text)
         self._require_written(conversation, text)
         return text, spans
 
-    def _spans(
-        self,
-        conversation: Conversation,
-        text: str,
-        marked: list[Span],
-        turns: Sequence[int],
-        wanted: Sequence[int],
-    ) -> list[Span]:
-        """Where the wanted of the assistant's turns are, by `{% generation %}` if there is any."""
+    def _text_and_spans(
+        self, conversation: Conversation, turns: Sequence[int], sought: Sequence[int]
+    ) -> Written:
+        """The text, and where those of the assistant's turns are that are sought.
+
+        By `{% generation %}` if there is any, else by the prompts for them.
+        """
         if not self._renderer.marks_generation:
-            found = self._turns.spans(conversation, text, wanted)
-            return [span for span in found if span is not None]
-        if wanted == turns:
-            return marked
+            return self._turns.text_and_spans(conversation, sought)
+        text, marked = self._renderer.with_spans(conversation)
+        if sought == turns:
+            return text, marked
         if len(marked) == len(turns):
-            return [span for at, span in zip(turns, marked, strict=True) if at in wanted]
-        if wanted == turns[-1:]:
+            return text, [span for at, span in zip(turns, marked, strict=True) if at in sought]
+        if sought == turns[-1:]:
             before = conversation.of(conversation[: turns[-1]])
-            return marked[len(self._renderer.with_spans(before)[1]) if before else 0 :]
+            earlier = len(self._renderer.with_spans(before)[1]) if before else 0
+            return text, marked[earlier:]
+        if not sought:
+            return text, []
         raise DocumentError(
             f"has turns with a weight of 0, and {self.name} marks {len(marked)} spans for"
             f" {len(turns)} answers",
             "remove the weights, or put one {% generation %} around each answer",
         )
-
-    def _all_but_untrained(
-        self, conversation: Conversation, text: str, marked: list[Span]
-    ) -> list[Span]:
-        """The whole text without the answers that are not trained on."""
-        turns = [at for at, one in enumerate(conversation) if one.role == ASSISTANT]
-        left_out = [at for at in turns if not conversation[at].is_trained]
-        cuts = self._spans(conversation, text, marked, turns, left_out) if left_out else []
-        edges = [0, *(edge for cut in sorted(cuts) for edge in cut), len(text)]
-        return [(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
 
     def encode_written(
         self, texts: Sequence[Written], threads: int = 1, loss: TextLoss | None = None
