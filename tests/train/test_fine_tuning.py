@@ -40,6 +40,7 @@ from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.serve.protocol import CompletionRequest, Settings
 from minimind.serve.reading import Reader
 from tests.cli.test_lm_eval import write_llama
+from tests.data.chat.hostile import LOOPS
 from tests.data.chat.made import CHATML
 from tests.data.chat.test_turns import sft_line
 from tests.serve.conftest import served_model
@@ -480,6 +481,20 @@ def test_bad_conversations_are_refused_by_line_or_skipped_and_counted(
     rejected = (tmp_path / "b" / "rejected.jsonl").read_text().splitlines()
     assert [json.loads(line)["line"] for line in rejected] == [8, 22]
     assert "<|assistant|>" in rejected[1]
+
+
+def test_a_conversation_that_hangs_its_template_is_not_skipped(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Which conversations are skipped may not depend on the speed of a host."""
+    monkeypatch.setattr("minimind.data.chat.sandbox.MAX_SECONDS", 0.2)
+    loops = "{% if 'whales' in messages[0].content %}" + LOOPS + "{% endif %}"
+    (tmp_path / "chat.jinja").write_text(DEFAULT_TEMPLATE + loops)
+    talk = [{"prompt": prompt, "completion": "b"} for prompt in ["a b", "whales"] * 20]
+    given = {**base, "data_path": str(write(tmp_path / "talk.jsonl", talk))}
+    given |= {"chat_template": str(tmp_path / "chat.jinja"), "on_bad_data": "skip"}
+    with pytest.raises(UsageError, match=r"^the chat template takes more than 0\.2 s"):
+        train(given, out_dir=str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("fitting", [0, 1])

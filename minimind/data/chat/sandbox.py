@@ -2,8 +2,8 @@
 
 The date is given, and names that are random are missing: the tokens of a run depend on neither. A
 template may be a stranger's, and what an operator of Python computes cannot be stopped within a
-process. So `BoundedSandbox` renders in a process with limits of time and memory
-(`minimind.runtime.limited`), which runs `load`; for its sake the module imports little but Jinja.
+process. So `BoundedSandbox` renders in a process with limits of time and memory, which runs `load`
+(`minimind.runtime.limited`). The module imports little but Jinja, so that this process starts soon.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from threading import Lock
 from typing import Any, NoReturn
 
@@ -34,7 +35,8 @@ LONGEST = 2**24  # characters that a chat may get in addition to what is said in
 PER_CHARACTER = 16  # added for each character that is said
 # CPU time and memory of a conversation, and of compiling a template.
 MAX_SECONDS, MAX_BYTES = 2.0, 2**29
-PROCESSES = 4  # that are kept, one for each template
+AT_ONCE = 2**20  # characters that are said in all beginnings of a request
+PROCESSES = 4  # that are kept for templates which nothing holds
 
 
 class Refused(Exception):
@@ -54,7 +56,8 @@ class Exceeded(Exception):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    # What is intercepted is computed when a template is rendered, and not when it is compiled.
+    # Jinja computes constants when it compiles, but for these: a template that computes for ever in
+    # some conversations can be used for the others.
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
 
@@ -96,13 +99,14 @@ class Sandbox:
         asked: Sequence[Asked],
         values: Mapping[str, Any],
         tools: Sequence[Any] | None = None,
-    ) -> list[Rendered]:
-        """The texts of beginnings of a chat, each with its spans of `{% generation %}`.
+    ) -> Iterator[Rendered]:
+        """Yield the texts of beginnings of a chat, each with its spans of `{% generation %}`.
 
         `values` are the tokens and variables that the template has by name. Raise Refused, Invalid
         or Failed.
         """
-        return [self._render(chat[:turns], is_asked, values, tools) for turns, is_asked in asked]
+        for turns, is_asked in asked:
+            yield self._render(chat[:turns], is_asked, values, tools)
 
     def _render(
         self,
@@ -159,20 +163,42 @@ def _said(value: Any) -> int:
     return len(value) if isinstance(value, str) else 1
 
 
+def _common_length(text: str, other: str) -> int:
+    """Characters that two texts have in common at their start."""
+    least, most = 0, min(len(text), len(other))
+    while least < most:
+        length = (least + most + 1) // 2
+        least, most = (length, most) if other.startswith(text[:length]) else (least, length - 1)
+    return least
+
+
+def _encoded(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")
+
+
+def _decoded(content: bytes) -> Any:
+    return json.loads(content.decode(errors="surrogatepass"))
+
+
 ERRORS = {error.__name__: error for error in (Refused, Invalid, Failed)}
 
 
 def load(given: Mapping[str, Any]) -> tuple[None, Callable[[bytes], bytes]]:
     """Return what answers requests of `BoundedSandbox` in a limited process."""
-    today = given["today"] and date.fromisoformat(given["today"])
-    sandbox = Sandbox(given["source"], today or None)
+    today = date.fromisoformat(given["today"]) if given["today"] else None
+    sandbox = Sandbox(given["source"], today)
 
     def answer(request: bytes) -> bytes:
         try:
-            rendered = sandbox.render(*json.loads(request))
+            rendered = [*sandbox.render(*_decoded(request))]
         except tuple(ERRORS.values()) as error:
-            return json.dumps({"error": [type(error).__name__, str(error)]}).encode()
-        return json.dumps({"rendered": rendered}).encode()
+            return _encoded({"error": [type(error).__name__, str(error)]})
+        whole = rendered[0][0]
+        parts = []
+        for text, spans in rendered:
+            common = _common_length(text, whole)
+            parts.append([common, text[common:], spans])
+        return _encoded({"whole": whole, "rendered": parts})
 
     return None, answer
 
@@ -205,7 +231,7 @@ class _Process:
                 self._worker = self._server.worker()
 
     def close(self) -> None:
-        """End it; a fork of the process that has started it does not."""
+        """End the process, if this is the process that has started it, and not a fork."""
         if self.pid == os.getpid():
             self._worker.close()
             self._server.close()
@@ -225,18 +251,37 @@ class BoundedSandbox:
         asked: Sequence[Asked],
         values: Mapping[str, Any],
         tools: Sequence[Any] | None = None,
-    ) -> list[Rendered]:
+    ) -> Iterator[Rendered]:
         """See `Sandbox.render`; raise Exceeded where it takes too much time or memory."""
-        request = json.dumps([chat, asked, values, tools]).encode()
+        sizes = [0, *accumulate(map(_said, chat))]
+        group: list[Asked] = []
+        for one in asked:
+            if group and sizes[one[0]] + sum(sizes[turns] for turns, _ in group) > AT_ONCE:
+                yield from self._rendered(chat, group, values, tools)
+                group = []
+            group.append(one)
+        if group:
+            yield from self._rendered(chat, group, values, tools)
+
+    def _rendered(
+        self,
+        chat: Sequence[Mapping[str, Any]],
+        asked: Sequence[Asked],
+        values: Mapping[str, Any],
+        tools: Sequence[Any] | None,
+    ) -> Iterator[Rendered]:
+        request = _encoded([chat[: max(turns for turns, _ in asked)], asked, values, tools])
         with self._lock:
             if self._process is None or self._process.pid != os.getpid():
                 self._process = _Process(self._given)
                 weakref.finalize(self, self._process.close)
-            answer = json.loads(self._process.ask(request))
+            answer = _decoded(self._process.ask(request))
         if error := answer.get("error"):
             name, words = error
             raise ERRORS[name](words)
-        return [(text, [*map(tuple, spans)]) for text, spans in answer["rendered"]]
+        whole = answer["whole"]
+        for common, rest, spans in answer["rendered"]:
+            yield whole[:common] + rest, [(begin, end) for begin, end in spans]
 
 
 @lru_cache(PROCESSES)

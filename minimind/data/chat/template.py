@@ -42,7 +42,7 @@ from minimind.data.chat.sandbox import (
     Span,
     bounded,
 )
-from minimind.data.chat.turns import TAG, THOUGHT, Turns, forms_of
+from minimind.data.chat.turns import TAG, THOUGHT, Turns, Unbounded, forms_of
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -86,8 +86,8 @@ class Renderer:
     """A template's source and the names of tokens that it may use, such as `bos_token`.
 
     `name` stands for it in error messages, `today` is its date (default: that of each rendering),
-    and `variables` are what it reads. Templates that are not ours are rendered in a process with
-    limits, unless this is one (`is_limited`).
+    and `variables` are what it reads. A template that is not ours is rendered in a process with
+    limits, unless the process that asks has limits (`is_limited`).
     """
 
     def __init__(
@@ -143,12 +143,12 @@ class Renderer:
         (rendered,) = self.beginnings(conversation, [(len(conversation), add_generation_prompt)])
         return rendered
 
-    def beginnings(self, conversation: Conversation, asked: Sequence[Asked]) -> list[Rendered]:
-        """Return the texts and spans of beginnings of a conversation; see `render`."""
+    def beginnings(self, conversation: Conversation, asked: Sequence[Asked]) -> Iterator[Rendered]:
+        """Yield the texts and spans of beginnings of a conversation; see `render`."""
         values = {**self._values, **conversation.variables}
         try:
             turns = list(map(turn_of, conversation))
-            return self._sandbox.render(turns, asked, values, conversation.tools)
+            yield from self._sandbox.render(turns, asked, values, conversation.tools)
         except Invalid as error:
             reason = f"{self.name} is not a Jinja template ({error})"
             raise UsageError(f"{reason}; correct it, or leave it out") from error
@@ -156,7 +156,7 @@ class Renderer:
             reason = f"{self.name} refuses the conversation ({error})"
             raise DocumentError(reason, "change it, or give another template") from error
         except Exceeded as error:
-            raise UsageError(f"{self.name} {error}; give another template") from error
+            raise Unbounded(f"{self.name} {error}; give another template") from error
         except Failed as error:
             if not any(message.more for message in conversation):
                 self.require_texts(conversation, "")
@@ -447,6 +447,7 @@ class ChatTemplate:
                 raise DocumentError("its last answer has a weight of 0", "remove the conversation")
         text, spans = self._text_and_spans(conversation, turns, sought)
         if train_on == "all":
+            spans = spans if sought else []
             edges = [0, *(edge for span in sorted(spans) for edge in span), len(text)]
             spans = [(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
         elif all(begin == end for begin, end in spans):
@@ -464,6 +465,8 @@ class ChatTemplate:
         if not self._renderer.marks_generation:
             return self._turns.text_and_spans(conversation, sought)
         text, marked = self._renderer.with_spans(conversation)
+        if not sought and turns:
+            return text, []
         if sought == turns:
             return text, marked
         if len(marked) == len(turns):
@@ -472,8 +475,6 @@ class ChatTemplate:
             before = conversation.of(conversation[: turns[-1]])
             earlier = len(self._renderer.with_spans(before)[1]) if before else 0
             return text, marked[earlier:]
-        if not sought:
-            return text, []
         raise DocumentError(
             f"has turns with a weight of 0, and {self.name} marks {len(marked)} spans for"
             f" {len(turns)} answers",
@@ -631,6 +632,8 @@ class ChatTemplate:
             without = self.render(
                 conversation.of([*conversation[:at], less, *conversation[at + 1 :]])
             )
+        except Unbounded:
+            raise
         except (DocumentError, UsageError):  # a template may want one call, or content
             return
         if without == text:

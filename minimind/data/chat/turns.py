@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
@@ -33,7 +32,7 @@ from minimind.data.chat.sandbox import Asked, Rendered, Span
 from minimind.data.text.documents import DocumentError
 from minimind.errors import UsageError
 
-Render = Callable[[Conversation, Sequence[Asked]], list[Rendered]]
+Beginnings = Callable[[Conversation, Sequence[Asked]], Iterator[Rendered]]
 # A template may look for one of these tags in what is said, and cut the text there.
 TAG = re.compile(
     r"(</?(?:think(?:ing)?|thoughts?|reasoning|answer|tool_calls?|tool_response|function_call)>)"
@@ -72,6 +71,10 @@ def common_start(one: Sequence[str], other: Sequence[str]) -> list[str]:
     """What two texts, or lists of texts, have in common at their start."""
     pairs = zip(one, other, strict=False)
     return [here for here, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+
+class Unbounded(UsageError):
+    """A template takes too much time or memory for a conversation."""
 
 
 class Unmarked(Exception):
@@ -151,9 +154,9 @@ class Turns:
     """
 
     def __init__(
-        self, render: Render, special: re.Pattern[str], name: str, may_end_in_text: bool
+        self, beginnings: Beginnings, special: re.Pattern[str], name: str, may_end_in_text: bool
     ) -> None:
-        self._beginnings = render
+        self._beginnings = beginnings
         self._special = special
         self._name = name
         self._may_end_in_text = may_end_in_text
@@ -163,12 +166,13 @@ class Turns:
     ) -> tuple[str, list[Span]]:
         """The text, and where the turns are that are sought, without those that it leaves out."""
         asked = [(len(conversation), False), *((turn, True) for turn in sought)]
-        (text, _), *prompts = self._beginnings(conversation, asked)
-        spans = self._spans(conversation, text, sought, [prompt for prompt, _ in prompts])
+        rendered = (text for text, _ in self._beginnings(conversation, asked))
+        text = next(rendered)
+        spans = self._spans(conversation, text, sought, rendered)
         return text, [span for span in spans if span is not None]
 
     def _spans(
-        self, conversation: Conversation, text: str, sought: Sequence[int], prompts: Sequence[str]
+        self, conversation: Conversation, text: str, sought: Sequence[int], prompts: Iterator[str]
     ) -> Iterator[Span | None]:
         """Yield where each of the turns is: what the assistant writes, with the end of the turn.
 
@@ -299,10 +303,14 @@ class Turns:
         """Text that ends a turn with calls; empty if there is none."""
         closing, _ = self._closing
         for called in map(called_by, CALL_FORMS):
-            with suppress(DocumentError, UsageError):  # the template reads another form
+            try:
                 text = self._render(called)
                 places = self._places(called, text)
                 break
+            except Unbounded:
+                raise
+            except (DocumentError, UsageError):  # the template reads another form
+                continue
         else:
             return closing
         begin = max((end for turn, _, end in places if turn == 1), default=len(text))

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
@@ -276,11 +276,14 @@ class Work:
         if chat is None:
             return reading
         from minimind.data.chat.conversations import conversation_records, document_of
+        from minimind.data.chat.turns import Unbounded
 
         def written(conversation: Conversation, reading: ReadOptions) -> WrittenText:
             text = WrittenText(document_of(conversation, reading))
             try:
                 text.written = chat.write(conversation, self._train_on)
+            except Unbounded:  # which conversations are skipped may not depend on the host's speed
+                raise
             except UsageError as error:  # report the line; the template itself is valid
                 reason, _, remedy = str(error).rpartition("; ")
                 raise DocumentError(reason, remedy) from error
@@ -310,7 +313,7 @@ class Work:
                 loss.count(self.tokenizer, self._sizes, texts, ids)
             return ids, loss
         measured = None if self.tokenizer.is_lossless else loss
-        written = [text.written for text in texts if isinstance(text, WrittenText)]
+        written = [cast(WrittenText, text).written for text in texts]
         documents = []
         for one in self._chat.encode_written(written, threads, measured):
             if isinstance(one, DocumentError):

@@ -15,7 +15,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minimind.data.chat import sandbox
-from minimind.data.chat.conversations import Message, turn_of
+from minimind.data.chat.conversations import Message, as_conversation, turn_of
 from minimind.data.chat.template import DEFAULT_TEMPLATE, PROBE, PROBES, Renderer
 from minimind.errors import UsageError
 from tests.data.chat.hostile import FAILING, HOSTILE, LARGE, LOOPING
@@ -202,3 +202,17 @@ def test_a_template_without_a_date_is_told_that_of_each_rendering(monkeypatch):
     monkeypatch.setattr("minimind.data.chat.sandbox.date", Day)
     renderer = Renderer("{{ strftime_now('%d %b %Y') }}", {}, "chat.jinja", is_limited=True)
     assert [renderer.render(PROBE) for _ in "ab"] == ["31 Dec 2031", "01 Jan 2032"]
+
+
+def test_a_conversation_of_many_turns_is_rendered():
+    turns = [
+        Message(("user", "assistant")[n % 2], "\u6625\u7720\u4e0d\u89c9\u6653" * 40)
+        for n in range(800)
+    ]
+    source = CHATML + "{# a stranger's #}"
+    renderer = Renderer(source, {}, "chat.jinja")
+    asked = [(800, False), *((turn, True) for turn in range(1, 800, 2))]
+    whole, *prompts = [text for text, _ in renderer.beginnings(as_conversation(turns), asked)]
+    for (turn, _), prompt in zip(asked[1:], prompts, strict=True):
+        assert whole.startswith(prompt)
+        assert prompt.count("\u6653") == 40 * turn
