@@ -166,7 +166,7 @@ def test_a_fork_and_a_killed_process_are_answered():
     fork.start()
     fork.join()
     assert fork.exitcode == 0
-    process = renderer._sandbox._process
+    process = sandbox.bounded(renderer.source, None)._process
     assert process is not None
     worker = psutil.Process(process._worker._pid)
     worker.kill()
