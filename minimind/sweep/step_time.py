@@ -21,7 +21,7 @@ import torch
 from minimind.architecture.hf_models import model_of
 from minimind.architecture.select import minimind_config
 from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.config.parse import parse_flags, words_of
+from minimind.config.parse import build_config
 from minimind.config.rules import with_dtype
 from minimind.config.run_config import RunConfig
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
@@ -85,7 +85,7 @@ def main(argument: str) -> None:
     """Print the seconds of a step of each run of flags."""
     device, *runs = json.loads(argument)
     for flags in runs:
-        print(step_seconds(parse_flags(words_of(flags)), device), flush=True)
+        print(step_seconds(build_config(flags, "{name}"), device), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from unittest.mock import patch
 
 from minimind.launch.train_pretrain import run
 from minimind.runtime.device import Host
 
 if __name__ == "__main__":
-    setattr(Host, "has_bf16", os.environ["RANK"] == "0")  # noqa: B010 (it is a property)
-    run()
+    with patch.object(Host, "has_bf16", os.environ["RANK"] == "0"):
+        run()

@@ -207,9 +207,9 @@ def _fused(f: Facts) -> Value | None:
 
 
 def _torch_adam(f: Facts) -> Value:
-    reason = f"of {f.own_adam[0]}" if f.own_adam else "nothing has to be compiled"
-    reason = f.adam_fault or reason
-    return not f.own_adam, derived(reason)
+    if f.own_adam:
+        return False, derived(f"of {f.own_adam[0]}")
+    return True, derived(f.adam_fault or "nothing has to be compiled")
 
 
 def _cpu_optimizer(f: Facts) -> Value:

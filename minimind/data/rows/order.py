@@ -190,7 +190,7 @@ class Mixture:
     stage_rows: int = ENDLESS
     epoch_rows: int = 0
     first_epoch: int = 0  # epochs of the earlier stages
-    begun: tuple[int, ...] = ()  # rows of each source that earlier stages read at this length
+    begun: tuple[int, ...] = ()  # by source: rows of this length that earlier stages read
 
     def __post_init__(self) -> None:
         if not 0 < len(self.sizes) == len(self.weights) <= MOST_SOURCES:
@@ -199,7 +199,8 @@ class Mixture:
                 f" {MOST_SOURCES:,} can be mixed"
             )
         is_stage = self.stage_rows != ENDLESS
-        if is_stage and (len(self.begun) != len(self.sizes) or not any(self.weights)):
+        reads_any, counts_all = any(self.weights), len(self.begun) == len(self.sizes)
+        if is_stage and not (reads_any and counts_all):
             raise ValueError(f"{len(self.sizes)} sources have the weights {self.weights}")
         for number, (size, weight) in enumerate(zip(self.sizes, self.weights, strict=True)):
             if is_stage and not weight:
@@ -271,8 +272,9 @@ class Mixture:
         """How many rows of a source, of this length, were read before an epoch."""
         epochs = epoch - self.first_epoch
         whole = min(epochs, self.whole_epochs)
-        before = (self.begun[source] if self.begun else 0) + whole * self.quotas[source]
-        return before + (self.tail_quotas[source] if epochs > whole else 0)
+        begun = self.begun[source] if self.begun else 0
+        tail = self.tail_quotas[source] if epochs > whole else 0
+        return begun + whole * self.quotas[source] + tail
 
     def rows_at(self, positions: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
         """Row indices (int64, over all sources) at `positions` of `epochs`.

@@ -67,11 +67,6 @@ def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -
     return rows
 
 
-def sizes_of_sources(run: RunConfig, manifest: Mapping[str, Any]) -> tuple[int, ...]:
-    """Rows that the tokens of each source of a manifest make, of --max_seq_len tokens and one."""
-    return tuple(one["tokens"]["train"] // (run.max_seq_len + 1) for one in manifest["sources"])
-
-
 def rows_left_out(run: RunConfig, sizes: Sequence[int], manifest: Mapping[str, Any]) -> Ranges:
     """The rows of --skip_rows; `sizes` has the number of rows of each source."""
     if run.skip_rows is None:
@@ -82,7 +77,8 @@ def rows_left_out(run: RunConfig, sizes: Sequence[int], manifest: Mapping[str, A
 
 def rows_of_sources(run: RunConfig, manifest: Mapping[str, Any]) -> list[SourceRows]:
     """Rows of the sources of a manifest, without those of --skip_rows if it is of text."""
-    sizes, ranges = sizes_of_sources(run, manifest), ()
+    row_tokens, ranges = run.max_seq_len + 1, ()
+    sizes = [source["tokens"]["train"] // row_tokens for source in manifest["sources"]]
     if run.task == "pretrain":  # rows of conversations are numbered once they are packed
         ranges = rows_left_out(run, sizes, manifest)
     left_out = left_out_by_source(sizes, ranges)

@@ -204,8 +204,10 @@ def _mixed(
             f" {row_tokens} tokens; add text, leave it out, or lower max_seq_len"
         )
     try:
-        none = (0,) * len(sizes)
-        mixture = Mixture(sizes, weights, left_out, stage_rows, stage_rows, begun=none)
+        unread = (0,) * len(sizes)
+        mixture = Mixture(
+            sizes, weights, left_out, stage_rows=stage_rows, epoch_rows=stage_rows, begun=unread
+        )
     except ValueError as error:
         raise DataError(
             f"{where}: {error} (of the sources {', '.join(names)}, counted from 0); leave fewer"

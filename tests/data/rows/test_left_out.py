@@ -203,6 +203,7 @@ def test_too_many_rows_are_refused(tmp_path: Path):
 
 def test_a_row_of_a_source_that_a_stage_does_not_read_is_read_at_no_step():
     left_out = ((3, 5),)
-    mixture = Mixture((10, 8), (1.0, 0.0), left_out, stage_rows=16, epoch_rows=8, begun=(0, 0))
+    sizes, weights, unread = (10, 8), (1.0, 0.0), (0, 0)
+    mixture = Mixture(sizes, weights, left_out, stage_rows=16, epoch_rows=8, begun=unread)
     order = Order(18, 4, 5, mixture=mixture, left_out=left_out)
     assert order.reads_of(12, 4) == []
