@@ -24,7 +24,8 @@ from minimind.data.prepare.work_units import Input, Options, Plan, make_plan
 from minimind.data.prepare.workers import process_pool, spawning
 from minimind.data.quality.request import FilterRequest
 from minimind.data.quality.steps import Decontamination, Stage, stages
-from minimind.data.text.inputs import Source, find_files, segments_of
+from minimind.data.text.formats import segments_of
+from minimind.data.text.inputs import Source, find_files
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import canonical_json, read_small, sync_file, write_durably
@@ -149,7 +150,7 @@ def _stages(
         reading = replace(request.reading, text_field=request.steps.decontaminate_field or "text")
         for number, path in enumerate(foreign):
             documents = documents_of(segments_of(path, sys.maxsize), reading, refuse)
-            if not decontamination.write_index(number, (text for text, _ in documents)):
+            if not decontamination.write_index(number, (text for text, *_ in documents)):
                 raise DataError(
                     f"--decontaminate {path}: no text has {decontamination.config.n_grams} words,"
                     " so nothing can be found by it; give longer texts, or leave it out"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,12 @@ from datatrove.utils.text import ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 from fsspec.implementations.local import LocalFileSystem
 
-from minimind.data.prepare.encode import refuse
+from minimind.data.prepare.encode import documents_of, refuse
 from minimind.data.prepare.work_units import Unit
 from minimind.data.quality.models import PREFIX, language_detector
 from minimind.data.quality.records import InRecord, field_of, record_around, with_records, with_text
 from minimind.data.quality.request import FilterRequest
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import is_cut
-from minimind.data.text.readers import read_segment
 from minimind.runtime.durable_files import canonical_json
 
 # The rule sets, in the order of FineWeb's pipeline.
@@ -246,37 +245,34 @@ class Text(PipelineStep):
         """Yield the documents of the unit `rank`."""
         reading = with_records(self.reading)
         field = field_of(reading)
+        lines: Counter[str] = Counter()  # of a file that is cut into segments
         with self.rejected:
-            for segment in self.units[rank].segments:
-                number, read = self.numbers[str(segment.path)], 0
-                for found in read_segment(segment, reading):
-                    read += 1
-                    if isinstance(found, Rejection):
-                        self._reject(found, number, rank)
-                        continue
-                    text, _, line, _ = found
-                    has_record = isinstance(text, InRecord)
-                    metadata = {
-                        "file": number,
-                        "line": line,
-                        "task": rank,
-                        "bytes": len(text.encode()),
-                        "record": text.record if has_record else record_around(text, field),
-                    }
-                    self.stat_update("text_bytes", value=metadata["bytes"])
-                    yield Document(str(text), "", metadata=metadata)
-                if is_cut(segment.path):  # lines are counted from the start of the segment
-                    self.stat_update(f"lines {number}", value=read)
+            segments, reject = self.units[rank].segments, partial(self._reject, rank)
+            for text, _, place in documents_of(segments, reading, reject, lines):
+                has_record = isinstance(text, InRecord)
+                metadata = {
+                    "file": self.numbers[str(place.path)],
+                    "line": place.line,
+                    "task": rank,
+                    "bytes": len(text.encode()),
+                    "record": text.record if has_record else record_around(text, field),
+                }
+                self.stat_update("text_bytes", value=metadata["bytes"])
+                yield Document(str(text), "", metadata=metadata)
+            for path, count in lines.items():
+                self.stat_update(f"lines {self.numbers[path]}", value=count)
             for path, remark in reading.remarks:
-                found = {"file": self.numbers[str(path)], "line": 0, "remark": remark}
-                self.rejected.write(Document("", "", metadata=found), rank)
+                self._list(rank, path, 0, {"remark": remark})
 
-    def _reject(self, rejection: Rejection, number: int, rank: int) -> None:
+    def _reject(self, rank: int, rejection: Rejection) -> None:
         if not self.skips_bad:
             refuse(rejection)
         lost = {"documents": rejection.documents, "bytes": rejection.bytes}
-        found = {"file": number, "line": rejection.line, "what": rejection.what, **lost}
-        self.rejected.write(Document("", "", metadata=found), rank)
+        self._list(rank, rejection.path, rejection.line, {"what": rejection.what, **lost})
+
+    def _list(self, rank: int, path: Path, line: int, found: dict[str, Any]) -> None:
+        metadata = {"file": self.numbers[str(path)], "line": line, **found}
+        self.rejected.write(Document("", "", metadata=metadata), rank)
 
 
 FIRST_CHARS = 2000  # characters of a text that are read for its language
