@@ -6,6 +6,7 @@ documents in a folder, others find those that repeat, and the next stage goes on
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from collections import Counter
@@ -138,9 +139,18 @@ def stages(
     return found
 
 
+class Folder(DataFolder):
+    """A local folder, of whose own name datatrove would take brackets for a pattern."""
+
+    def glob(self, path: str, **named: Any) -> Any:
+        """The details of the files that match, by their names in the folder."""
+        found = self.fs.glob(f"{glob.escape(self.path)}/{path}", **named)
+        return {self._relpath(name): content for name, content in found.items()}
+
+
 def folder_of(path: Path) -> DataFolder:
-    """The folder for datatrove, which else takes some names of folders for URLs."""
-    return DataFolder(str(path), LocalFileSystem())
+    """The folder for datatrove, which else takes some names for URLs."""
+    return Folder(str(path), LocalFileSystem())
 
 
 class Lines(DiskWriter):

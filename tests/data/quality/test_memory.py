@@ -15,7 +15,7 @@ from minimind.config.run_config import PROJECT
 from tests.data.quality.test_rules import words
 
 FEW, MANY = 10_000, 100_000
-# Of the dictionary of --exact_dedup, and also of places, signatures and clusters of --minhash.
+# Tasks are bounded; what grows are the lists of what is removed, and clusters of --minhash.
 BYTES_PER_DOCUMENT = {"": 220, "--minhash": 300}
 # Not ru_maxrss, which a child has from the process that started it.
 PEAK = """

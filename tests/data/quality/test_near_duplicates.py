@@ -89,7 +89,7 @@ def clusters(texts: list[str], folder: Path, files: int = 1, *words: object) -> 
     share = -(-len(texts) // files)
     for number in range(files):
         write(folder / f"{number}.jsonl", texts[number * share : (number + 1) * share])
-    out = folder.with_name("out")
+    out = folder.with_name("out[1]::b")
     assert run(out, folder, "--minhash", "--force", *words) == 0
     found: dict[int, set[int]] = defaultdict(set)
     for entry in removed(out):
