@@ -105,7 +105,7 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
 
 REMEDY = "give another --cache_dir"
 SAMPLED_BYTES = 2**30  # bytes of input to train a tokenizer on
-# Increase when files in a cache may hold what is refused now: conversations, or text that a
+# Increase when a new check would refuse data that is cached: conversations, or text that a
 # tokenizer loses.
 CACHE_VERSION = 2
 TOKENIZER_SUM = f"{MODEL_NAME}.sha256"  # of a tokenizer that was trained; early ones have none

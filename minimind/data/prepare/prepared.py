@@ -40,7 +40,7 @@ class Prepared:
     Of several folders the manifest has the shards of all, by their paths.
     """
 
-    directory: Path  # of several `sources` that of the first
+    directory: Path  # the folder of the first of several `sources`
     tokenizer: AnyTokenizer
     train: TokenShards
     val: TokenShards

@@ -234,7 +234,7 @@ def described(
 ) -> dict[str, Any]:
     """Return the content of plan.json without the tokenizer's fingerprint.
 
-    `vocab_size` is that of a tokenizer to train, None if one is given.
+    `vocab_size` is the size of a tokenizer to train, None if one is given.
     """
     policy = {"skips_bad": skips_bad, "max_bad_fraction": max_bad_fraction}
     return {**plan.to_json(), **policy, "vocab_size": vocab_size}

@@ -205,8 +205,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def changed(path: Path, what: str) -> DataError:
-    """The error for a file of which `what` was written when the text was prepared."""
-    path = disk.resolve(path)  # of a mixture, the file of the folder that it links to
+    """The error for a file that is not as the preparation wrote it."""
     folder = path.parent.parent if path.parent.name == TOKENIZER_NAME else path.parent
     return DataError(
         f"{path}: was changed after it was prepared: {what} that were written; put back what it"
@@ -251,7 +250,7 @@ def require_document_ends(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def shards_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries of all shards: those of the training text, then the held-out ones."""
+    """The entries of all shards: training text, then held-out text."""
     return [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
 
 
@@ -262,7 +261,7 @@ def require_hash(path: Path, digest: str) -> None:
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); put it back, or delete"
-            f" {disk.resolve(path).parent} to build it again"
+            f" {path.parent} to build it again"
         ) from error
     if not is_same:
         raise changed(path, "its bytes are not those")
