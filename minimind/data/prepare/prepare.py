@@ -35,9 +35,15 @@ from minimind.data.prepare.merge import (
     require_few_rejected,
 )
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_prepared
-from minimind.data.prepare.work_units import Options, Plan, Unit, files_of, make_plan
+from minimind.data.prepare.work_units import Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
-from minimind.data.shards.manifest import FORMAT_VERSION, PLAN_NAME, TOKENIZER_NAME, require_hash
+from minimind.data.shards.manifest import (
+    FORMAT_VERSION,
+    PLAN_NAME,
+    TOKENIZER_NAME,
+    Options,
+    require_hash,
+)
 from minimind.data.text.formats import format_of
 from minimind.data.text.inputs import Source, require_records
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field
+from pydantic import ConfigDict, FailFast, Field
 
+from minimind.data.text.documents import ReadOptions
 from minimind.errors import CheckpointError, DataError
 from minimind.runtime import disk
 from minimind.runtime.checked_json import CheckedJson, ClosedJson, Count, Positive, shown, validate
@@ -91,21 +92,26 @@ class Source(CheckedJson):
 
 
 class Options(ClosedJson):
-    """The options that determine the tokens."""
+    """The options that determine the documents, their splits and their tokens."""
 
-    text_field: str
-    max_document_bytes: Count
-    val_fraction: Annotated[float, Field(ge=0, le=1)]
-    chat_template: str | None = None  # the template of conversations
-    train_on: Literal["assistant", "last", "all"] | None = None
-    template_date: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    model_config = ConfigDict(frozen=True)
 
+    text_field: str = "text"
+    max_document_bytes: Count = 64 * 2**20
+    val_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
+    chat_template: str | None = None  # source of the template of conversations; None: text
+    train_on: Literal["assistant", "last", "all"] | None = None  # which tokens are targets
+    template_date: str | None = None  # the date for a template that asks for one
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
 
-def options_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a folder that apply, in the order in which messages name them."""
-    given = manifest["options"]
-    return {name: given[name] for name in Options.model_fields if given.get(name) is not None}
+    def to_json(self) -> dict[str, Any]:
+        """The options that apply, in the order in which messages name them."""
+        return self.model_dump(exclude_none=True)
+
+    @property
+    def reading(self) -> ReadOptions:
+        """How text is read; `Work.reading_of` also knows conversations."""
+        return ReadOptions(self.text_field, self.max_document_bytes)
 
 
 class Rejected(CheckedJson):

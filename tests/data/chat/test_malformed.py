@@ -13,7 +13,8 @@ import pytest
 from minimind.data.prepare.encode import Work, encode_unit
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.prepared import Prepared
-from minimind.data.prepare.work_units import Options, Unit, make_plan
+from minimind.data.prepare.work_units import Unit, make_plan
+from minimind.data.shards.manifest import Options
 from minimind.data.text.formats import segments_of
 from minimind.data.text.inputs import Source
 from minimind.errors import DataError
