@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, FailFast, Field
 
-from minimind.data.text.documents import ReadOptions
 from minimind.errors import CheckpointError, DataError
 from minimind.runtime import disk
 from minimind.runtime.checked_json import CheckedJson, ClosedJson, Count, Positive, shown, validate
 from minimind.runtime.durable_files import fingerprint, sha256_of
+
+if TYPE_CHECKING:
+    from minimind.data.text.documents import ReadOptions
 
 # Files of a prepared folder.
 MANIFEST_NAME = "manifest.json"
@@ -111,6 +113,8 @@ class Options(ClosedJson):
     @property
     def reading(self) -> ReadOptions:
         """How text is read; `Work.reading_of` also knows conversations."""
+        from minimind.data.text.documents import ReadOptions
+
         return ReadOptions(self.text_field, self.max_document_bytes)
 
 

@@ -98,7 +98,7 @@ def test_a_template_that_fails_for_one_conversation_names_its_place(folder: Path
     lines = [{"prompt": ask, "completion": "yes"} for ask in ("one and two", "x7", "three")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     fails = "{% if messages[0]['content'] == 'x7' %}{{ nothing.at_all }}{% endif %}"
-    options = replace(OPTIONS, chat_template=fails + SIMPLE)
+    options = OPTIONS.model_copy(update={"chat_template": fails + SIMPLE})
     request = PrepareRequest(
         (Source("data", (str(tmp_path / "a.jsonl"),)),), str(folder), 0, options
     )
