@@ -20,10 +20,11 @@ from datatrove.executor import LocalPipelineExecutor
 from minimind.data.prepare.encode import documents_of, refuse
 from minimind.data.prepare.merge import require_few_rejected
 from minimind.data.prepare.remote import local_text
-from minimind.data.prepare.work_units import Input, Options, Plan, make_plan
+from minimind.data.prepare.work_units import Input, Plan, make_plan
 from minimind.data.prepare.workers import process_pool, spawning
 from minimind.data.quality.request import FilterRequest
 from minimind.data.quality.steps import Decontamination, Stage, stages
+from minimind.data.shards.manifest import Options
 from minimind.data.text.formats import segments_of
 from minimind.data.text.inputs import Source, find_files
 from minimind.errors import DataError, RunError, StorageError, UsageError
@@ -104,7 +105,9 @@ def filter_text(
             f"--out {out} holds {inside[0]}, which is read; give another folder, outside of the"
             " text"
         )
-    options = Options(request.reading.text_field, request.reading.max_document_bytes)
+    options = Options(
+        text_field=request.reading.text_field, max_document_bytes=request.reading.max_document_bytes
+    )
     plan = make_plan((Source("data", paths),), options)
     classifier = [Path(request.steps.classifier)] if request.steps.classifier else []
     key = {
