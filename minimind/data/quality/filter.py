@@ -47,8 +47,9 @@ class Executor(LocalPipelineExecutor):
     def mark_rank_as_completed(self, rank: int) -> None:
         """Write the file that stands for a complete task."""
         draft = Path(self.logging_dir.path).parents[1]
-        for path in disk.matching(draft, f"**/*{rank:05d}*"):
-            sync_file(path)
+        for path in disk.files_below(draft):
+            if f"{rank:05d}" in path.name:
+                sync_file(path)
         super().mark_rank_as_completed(rank)
 
 

@@ -6,7 +6,6 @@ documents in a folder, others find those that repeat, and the next stage goes on
 
 from __future__ import annotations
 
-import glob
 import json
 import re
 from collections import Counter
@@ -36,6 +35,7 @@ from minimind.data.quality.models import PREFIX, language_detector
 from minimind.data.quality.records import InRecord, field_of, record_around, with_records, with_text
 from minimind.data.quality.request import FilterRequest
 from minimind.data.text.documents import ReadOptions, Rejection
+from minimind.runtime import disk
 from minimind.runtime.durable_files import canonical_json
 
 # The rule sets, in the order of FineWeb's pipeline.
@@ -144,8 +144,9 @@ class Folder(DataFolder):
 
     def glob(self, path: str, **named: Any) -> Any:
         """The details of the files that match, by their names in the folder."""
-        found = self.fs.glob(f"{glob.escape(self.path)}/{path}", **named)
-        return {self._relpath(name): content for name, content in found.items()}
+        files = (file.relative_to(self.path) for file in disk.files_below(self.path))
+        pattern = path.removeprefix("**/")
+        return {str(file): {"type": "file"} for file in files if file.match(pattern)}
 
 
 def folder_of(path: Path) -> DataFolder:
@@ -227,7 +228,7 @@ class Documents(PipelineStep):
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
         """Yield the documents; a task that has passed none has no file."""
         name = f"{rank:05d}.jsonl.zst"
-        if self.folder.exists(name):
+        if disk.exists(Path(self.folder.path) / name):
             with self.folder.open(name, "r", compression="zstd", encoding="utf-8") as file:
                 for line in file:
                     yield Document(**json.loads(line))

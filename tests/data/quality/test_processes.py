@@ -126,6 +126,24 @@ def test_after_a_stop_the_same_command_goes_on_and_ends_with_the_same_bytes(
     assert len(bytes_of(out)) > 10
 
 
+def test_what_a_task_wrote_is_on_disk_before_the_task_counts_as_complete(tmp_path, monkeypatch):
+    draft, synced = tmp_path / ".out.draft", set()
+
+    def sync(path: Path) -> None:
+        assert len([*draft.glob("scratch/*/completions/00000")]) < 4
+        synced.add(path.relative_to(draft).as_posix())
+
+    text, stages = write(tmp_path / "t.jsonl", ["one", "a b c d e f"]), []
+    monkeypatch.setattr(module, "sync_file", sync)
+    defaults = (False, lambda given, processes: stages.extend(given))
+    monkeypatch.setattr(module.filter_text, "__defaults__", defaults)
+    assert run(tmp_path / "out", text, "--min_chars", 4, "--minhash") == 70
+    module.run_here(stages, 1)
+    assert {"part-00000.jsonl.zst", "scratch/removed/00000-02"} <= synced
+    assert "scratch/near_passed/00000.jsonl.zst" in synced
+    assert "scratch/near_signatures/bucket_013/00000.minhash.sig" in synced
+
+
 def test_another_request_does_not_go_on_with_the_draft(tmp_path: Path, monkeypatch, capsys):
     text = write(tmp_path / "t.jsonl", ["one", "three"])
     stages = []
