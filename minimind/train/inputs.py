@@ -140,7 +140,7 @@ def _require_text(run: RunConfig) -> None:
         from minimind.data.chat.conversations import conversation_records
 
         require_records(files)
-        reading = replace(reading, records=conversation_records(reading))
+        reading = replace(reading, records=conversation_records(reading, set()))
     for file in files[:LOOKED_AT]:
         if kind_of(file).startswith(WHOLE) and disk.stat(file).st_size > LONGEST_TEXT:
             continue

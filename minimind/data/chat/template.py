@@ -472,7 +472,7 @@ class ChatTemplate:
         if len(marked) == len(turns):
             return text, [span for at, span in zip(turns, marked, strict=True) if at in sought]
         if sought == turns[-1:]:
-            before = conversation.of(conversation[: turns[-1]])
+            before = conversation.with_turns(conversation[: turns[-1]])
             earlier = len(self._renderer.with_spans(before)[1]) if before else 0
             return text, marked[earlier:]
         raise DocumentError(
@@ -595,7 +595,7 @@ class ChatTemplate:
                 continue
             if message.name and message.role != TOOL:
                 nameless = [*conversation[:at], replace(message, name=""), *conversation[at + 1 :]]
-                if self.render(conversation.of(nameless)) == text:
+                if self.render(conversation.with_turns(nameless)) == text:
                     what = f'turn {at + 1}: has "name"'
                     raise self._left_out(what, "write it into the content", "FILE")
             for key in filter(message.more.get, THOUGHTS):
@@ -630,7 +630,7 @@ class ChatTemplate:
         less = replace(message, more={**message.more, CALLS: others})
         try:
             without = self.render(
-                conversation.of([*conversation[:at], less, *conversation[at + 1 :]])
+                conversation.with_turns([*conversation[:at], less, *conversation[at + 1 :]])
             )
         except Unbounded:
             raise

@@ -88,7 +88,7 @@ class Marks:
         text = canonical_text(conversation)
         self._mark = next(mark for mark in map(chr, PRIVATE) if mark not in text)
         self.said: list[tuple[int, str]] = []  # turn and text of each mark
-        self.conversation = conversation.of(
+        self.conversation = conversation.with_turns(
             message if message.role not in roles else self._marked(at, message)
             for at, message in enumerate(conversation)
         )
@@ -246,7 +246,7 @@ class Turns:
         self, conversation: Conversation, turn: int, prompt: str, text: str, floor: int, said: int
     ) -> int:
         """Where the prompt for a turn ends whose text is at `said`, after that of others."""
-        before = conversation.of(conversation[:turn])
+        before = conversation.with_turns(conversation[:turn])
         if floor <= len(prompt) <= said and text.startswith(prompt):
             return len(prompt)
         bare = self._render(before) if before else ""
