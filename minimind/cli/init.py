@@ -352,7 +352,7 @@ def read_sample(paths: list[str], on_bad_data: str = "error", **reading: Any) ->
     text_bytes = read_bytes = 0
     for segment in chosen:
         size = read = before = 0
-        for text, read in documents_of([segment], options, on_bad):
+        for text, read, _ in documents_of([segment], options, on_bad):
             if segment.start and not before:  # the bytes before it are of another document
                 before = read
                 continue

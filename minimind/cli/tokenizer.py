@@ -203,7 +203,7 @@ def read_texts(path: Path, reading: ReadOptions, skips_bad: bool) -> Iterator[st
     documents = documents_of(segments_of(path, 2**62), reading, reject)
     is_silent = not sys.stderr.isatty()
     bar = {"desc": path.name, "unit": " documents", "leave": False, "disable": is_silent}
-    for text, _ in tqdm(documents, **bar):
+    for text, *_ in tqdm(documents, **bar):
         yield text
     if first:
         bad = count(documents_lost, "bad document")

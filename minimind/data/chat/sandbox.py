@@ -12,6 +12,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date, datetime, time
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -203,28 +204,36 @@ def load(given: Mapping[str, Any]) -> tuple[None, Callable[[bytes], bytes]]:
     return None, answer
 
 
+@contextmanager
+def _saying_limits() -> Iterator[None]:
+    try:
+        yield
+    except limited.Exceeded:
+        size = f"{MAX_BYTES / 2**20:,.0f} MiB"
+        raise Exceeded(
+            f"takes more than {MAX_SECONDS:g} s or {size} for one conversation"
+        ) from None
+
+
 class _Process:
     """A limited process that renders one template."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.pid = os.getpid()
-        self._server = limited.LimitedServer(__file__, given, MAX_SECONDS, MAX_BYTES)
+        with _saying_limits():
+            self._server = limited.LimitedServer(__file__, given, MAX_SECONDS, MAX_BYTES)
         self._worker = self._server.worker()
 
     def ask(self, request: bytes) -> bytes:
         """The answer to a request; raise Exceeded where it takes too much time or memory."""
         try:
-            try:
+            with _saying_limits():
+                try:
+                    return self._worker.ask(request, MAX_SECONDS, MAX_BYTES)
+                except OSError:  # something has killed it, or a second Ctrl-C has closed it, before
+                    self._worker.close()
+                    self._worker = self._server.worker()
                 return self._worker.ask(request, MAX_SECONDS, MAX_BYTES)
-            except BrokenPipeError:  # something has killed it before
-                self._worker.close()
-                self._worker = self._server.worker()
-            return self._worker.ask(request, MAX_SECONDS, MAX_BYTES)
-        except limited.Exceeded:
-            size = f"{MAX_BYTES / 2**20:,.0f} MiB"
-            raise Exceeded(
-                f"takes more than {MAX_SECONDS:g} s or {size} for one conversation"
-            ) from None
         finally:
             if self._worker.is_spent:
                 self._worker.close()

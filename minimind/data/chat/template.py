@@ -550,7 +550,7 @@ class ChatTemplate:
             return DocumentError(
                 f"{self.name} writes a text in which {tokenizer.path} matches other special tokens"
                 f" than are written in it, such as {odd!r}",
-                "remove the conversation, or give another tokenizer",
+                "change it, or give another tokenizer",
             )
         if loss is not None:
             edges = np.flatnonzero(is_special)

@@ -235,7 +235,7 @@ def _training_texts(plan: Plan, request: PrepareRequest) -> Iterator[str]:
     total = sum(segment.weight for segment in segments)
     silent = not (request.progress and sys.stderr.isatty())
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=silent) as bar:
-        for text, reached in documents_of(segments, reading, reject):
+        for text, reached, _ in documents_of(segments, reading, reject):
             bar.update(reached - bar.n)
             if split_of(sha256(text.encode()).digest(), options.val_fraction) == "train":
                 is_empty = False

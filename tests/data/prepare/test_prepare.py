@@ -222,7 +222,7 @@ def test_a_file_that_changes_while_it_is_read_is_reported(
 ):
     def growing(segment, reading):
         write_lines(segment.path, [*TEXTS, "more"])
-        return ((text, 1) for text in TEXTS)
+        return ((text, 1, number, None) for number, text in enumerate(TEXTS, 1))
 
     monkeypatch.setattr(encode, "read_segment", growing)
     with pytest.raises(DataError, match="changed since its preparation started"):
