@@ -78,7 +78,7 @@ class Unbounded(UsageError):
 
 
 class Unmarked(Exception):
-    """A template changes what is said in a turn, the argument, so that it is not found."""
+    """The mark of a turn is missing from the text; `args[0]` is the turn."""
 
 
 class Marks:
@@ -124,7 +124,7 @@ class Marks:
     def places(self, text: str, marked: str) -> list[tuple[int, int, int]]:
         """(turn, begin, end) of each mark in `text`, whose marked form is given.
 
-        Of a mark that is written several times, the first place. Raise Unmarked.
+        The first occurrence of a mark counts. Raise Unmarked.
         """
         first, *pieces = re.split(f"{self._mark}(\\d{{1,9}}){self._mark}", marked)
         if not text.startswith(first):
