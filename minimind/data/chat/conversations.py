@@ -170,6 +170,7 @@ WEIGHT = frozenset(
     " trained istrained training istraining trainable istrainable loss isloss useloss".split()
 )
 VARIABLE_KEYS = frozenset("chattemplatekwarg templatekwarg chattemplatearg templatearg".split())
+NAMES = LOST | WEIGHT | VARIABLE_KEYS
 SWITCHES = {"true": 1, "yes": 1, "on": 1, "false": 0, "no": 0, "off": 0}
 ABSENT = re.compile(r"\s*(null|None|\[\s*\]|\{\s*\})?\s*")  # text that stands for no value
 
@@ -183,7 +184,7 @@ def plain_name(key: str) -> str:
 
 def is_known(key: str) -> bool:
     """Whether a key beside the turns is read, or would be lost."""
-    return key in READ or plain_name(key) in LOST | WEIGHT | VARIABLE_KEYS
+    return key in READ or plain_name(key) in NAMES
 
 
 def is_absent(value: Any) -> bool:
@@ -197,7 +198,7 @@ def is_absent(value: Any) -> bool:
 
 def is_switch(value: Any) -> bool:
     """Whether a value is a text that switches something, and says nothing itself."""
-    return isinstance(value, str) and value.strip().lower() in {*SWITCHES, "none"}
+    return isinstance(value, str) and value.strip().lower() in (*SWITCHES, "none")
 
 
 def is_lost(key: str, value: Any, messages: Sequence[Message]) -> bool:
@@ -228,11 +229,13 @@ def shown(key: str) -> str:
     return json.dumps(key[:40])
 
 
-def require_single(pairs: Pairs) -> None:
-    """Raise DocumentError if a key occurs twice."""
-    for key, times in Counter(key for key, _ in pairs).items():
-        if times > 1:
-            raise DocumentError(f"has {shown(key)} {times} times", "keep the one that is meant")
+def fields_of(pairs: Pairs) -> dict[str, Any]:
+    """The pairs of an object as a dictionary; raise DocumentError if a key occurs twice."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        key, times = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise DocumentError(f"has {shown(key)} {times} times", "keep the one that is meant")
+    return fields
 
 
 def plain(value: Any) -> Any:
@@ -245,8 +248,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, str):
         usable_size(value)
     if isinstance(value, tuple):
-        require_single(value)
-        return {plain(key): plain(inner) for key, inner in value}
+        return {plain(key): plain(inner) for key, inner in fields_of(value).items()}
     return [*map(plain, value)] if isinstance(value, list) else value
 
 
@@ -356,9 +358,7 @@ def message_of_turn(turn: Any, spelling: Spelling, unread: set[str]) -> Message:
     """
     if not isinstance(turn, tuple):
         raise DocumentError(f"is {json_type(turn)}, not an object", f"write {spelling.example}")
-    fields = dict(turn)
-    if len(fields) != len(turn):
-        require_single(turn)
+    fields = fields_of(turn)
     if spelling.role not in fields:
         raise DocumentError(f'has no "{spelling.role}"', f"write {spelling.example}")
     speaker, content = fields[spelling.role], fields.get(spelling.content)
@@ -411,14 +411,13 @@ def message_of_turn(turn: Any, spelling: Spelling, unread: set[str]) -> Message:
 
 
 def _text_of_part(part: Any, number: int) -> str:
-    fields = dict(part) if isinstance(part, tuple) else {}
+    fields = fields_of(part) if isinstance(part, tuple) else {}
     others = [key for key in fields.keys() - PART_KEYS if not is_absent(fields[key])]
     text = fields.get("text")
     if fields.get("type") != "text" or not isinstance(text, str) or others:
         reason = f"part {number} of its content is not text alone, and only text is supported"
         remedy = 'write {"type": "text", "text": "..."}, or remove the conversation'
         raise DocumentError(reason, remedy)
-    require_single(part)
     return text
 
 
@@ -485,8 +484,9 @@ def conversation_of(record: Any, unread: set[str]) -> Conversation:
     record = ((LISTS[0][0], record),) if is_list_of_turns(record) else record
     if not isinstance(record, tuple):
         raise DocumentError(f"is {json_type(record)}, not an object", f"write {EXAMPLE}")
-    require_single(tuple(pair for pair in record if is_known(pair[0])))
     fields = dict(record)
+    if len(fields) != len(record):
+        fields_of(tuple(pair for pair in record if is_known(pair[0])))
     form = form_of(fields)
     used = {*form}
     if len(form) == 2:
@@ -639,7 +639,7 @@ def conversation_columns(names: Sequence[str], unread: set[str]) -> list[str]:
     """
     form_of(dict.fromkeys(names))
     read = [name for name in names if is_known(name)]
-    require_single(tuple((name, None) for name in read))
+    fields_of(tuple((name, None) for name in read))
     unread.update(set(names).difference(read))
     return read
 
