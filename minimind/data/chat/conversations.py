@@ -368,8 +368,11 @@ def message_of_turn(turn: Any, spelling: Spelling, unread: set[str]) -> Message:
         raise DocumentError(f'"{spelling.role}" is {written}', remedy)
     role = spelling.roles[speaker]
     if speaker == "function_call":  # a turn of its own: ShareGPT has no form of the list
-        calls = calls_of(content, spelling.content)
-        fields[CALLS], content = [{"type": "function", "function": call} for call in calls], ""
+        fields[CALLS] = [
+            call if "function" in call else {"type": "function", "function": call}
+            for call in calls_of(content, spelling.content)
+        ]
+        content = ""
 
     more: dict[str, Any] = {}
     if role == ASSISTANT and fields.get(THOUGHTS[0]) is not None:

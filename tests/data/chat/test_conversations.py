@@ -572,13 +572,24 @@ def test_thoughts_calls_and_tools_are_kept_as_they_are_written():
         assert found[1].more["tool_calls"] == [CALL]
     found = read(second({"role": "assistant", "tool_calls": CALL}))
     assert found[1].more == {"tool_calls": [CALL]}
-    assert read(second({**ANSWER, "reasoning_content": ""}))[1].more == {"reasoning_content": ""}
+    for value in ("", [], [""], {}):
+        (_, answered) = read(second({**ANSWER, "reasoning_content": value}))
+        assert answered.more == {"reasoning_content": ""}
     found = read({"tools": json.dumps([CALL]), **sharegpt(("human", "one"), ("gpt", "two"))})
     assert (found, found.tools) == (ROUND, [CALL])
     calls = sharegpt(("human", "one"), ("function_call", json.dumps(CALL)), ("observation", "t"))
     found = read({"conversations": [*calls["conversations"], {"from": "gpt", "value": "two"}]})
     call = {"type": "function", "function": CALL}
     assert found[1] == Message("assistant", "", "", {"tool_calls": [call]})
+    asked = {"from": "function_call", "value": [call], "reasoning_content": "hm"}
+    found = read({"conversations": [*calls["conversations"][:1], asked]})
+    assert found[1].more == {"reasoning_content": "hm", "tool_calls": [call]}
+
+
+def test_tools_in_the_system_turn_of_a_prompt_are_offered():
+    system = {"role": "system", "content": "s", "tools": json.dumps([CALL])}
+    found = read({"prompt": [system, USER], "completion": [ANSWER]})
+    assert (found[1:], found.tools) == (ROUND, [CALL])
 
 
 def test_a_system_message_beside_the_turns_is_the_first():
