@@ -337,7 +337,8 @@ def read_sample(paths: list[str], on_bad_data: str = "error", **reading: Any) ->
     """
     from minimind.data.prepare.encode import documents_of, ignore, refuse
     from minimind.data.text.documents import ReadOptions
-    from minimind.data.text.inputs import find_files, require_once, segments_of
+    from minimind.data.text.formats import segments_of
+    from minimind.data.text.inputs import find_files, require_once
 
     files = find_files(paths)
     require_once(files)

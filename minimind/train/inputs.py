@@ -14,17 +14,8 @@ from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import (
-    WHOLE,
-    find_files,
-    kind_of,
-    require_once,
-    require_records,
-    segments_of,
-    val_paths,
-    without,
-)
-from minimind.data.text.readers import read_segment
+from minimind.data.text.formats import format_of, read_segment, segments_of
+from minimind.data.text.inputs import find_files, require_once, require_records, val_paths, without
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.file_kinds import form_of_folder
@@ -142,7 +133,7 @@ def _require_text(run: RunConfig) -> None:
         require_records(files)
         reading = replace(reading, records=conversation_records(reading, set()))
     for file in files[:LOOKED_AT]:
-        if kind_of(file).startswith(WHOLE) and disk.stat(file).st_size > LONGEST_TEXT:
+        if format_of(file).is_one_text and disk.stat(file).st_size > LONGEST_TEXT:
             continue
         segment = segments_of(file, sys.maxsize)[0]
         first = next(read_segment(segment, reading), None)

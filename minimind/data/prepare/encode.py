@@ -27,9 +27,8 @@ from minimind.data.prepare.work_units import Plan, Unit
 from minimind.data.shards.conversation_shards import DTYPE, marked
 from minimind.data.shards.manifest import SPLITS, is_whole
 from minimind.data.shards.token_shards import ShardWriter, token_dtype
-from minimind.data.text.documents import DocumentError, ReadOptions, Rejection
-from minimind.data.text.inputs import LINES, Segment, kind_of
-from minimind.data.text.readers import in_file, read_segment
+from minimind.data.text.documents import DocumentError, ReadOptions, Rejection, Segment
+from minimind.data.text.formats import format_of, in_file, read_segment
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
 from minimind.errors import DataError, UsageError
@@ -97,7 +96,7 @@ def documents_of(
             yield text, before + reached, Place(segment.path, above + line, byte)
             del text
         before += segment.weight
-        if kind_of(segment.path) in LINES:
+        if format_of(segment.path).is_cut_in_lines:
             lines[str(segment.path)] += read
 
 

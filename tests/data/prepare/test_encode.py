@@ -24,7 +24,7 @@ from minimind.data.prepare.encode import Batch
 from minimind.data.prepare.prepared import open_prepared
 from minimind.data.prepare.work_units import Unit
 from minimind.data.text.documents import ReadOptions, Records
-from minimind.data.text.inputs import segments_of
+from minimind.data.text.formats import segments_of
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.data.tokenizer.sentencepiece import MODEL_NAME, train_tokenizer
 from minimind.data.tokenizer.statistics import measure

@@ -28,7 +28,9 @@ from pyarrow import parquet
 from minimind.data.chat.conversations import conversation_records
 from minimind.data.text import readers
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import PACKINGS, find_files, segments_of
+from minimind.data.text.formats import segments_of
+from minimind.data.text.inputs import find_files
+from minimind.data.text.packed import PACKINGS
 from minimind.errors import DataError
 from tests.data.text.reading import documents_of, read
 
@@ -178,8 +180,8 @@ from pathlib import Path
 from tests.data.text.reading import read
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import segments_of
-from minimind.data.text.readers import read_segment
+from minimind.data.text.formats import segments_of
+from minimind.data.text.formats import read_segment
 for name in ("items", "string"):
     (segment,) = segments_of(Path({str(tmp_path)!r}) / f"{{name}}.json.zst", 2**62)
     found = read_segment(segment, ReadOptions(max_document_bytes=2**21))
