@@ -26,6 +26,7 @@ from minimind.data.tokenizer.vocabulary import (
     TOKEN_ROLES,
     Configuration,
     dump_json,
+    name_of,
     parse_object,
     read_file,
 )
@@ -93,7 +94,7 @@ def is_read_alike(folder: Path, model: Tokenizer) -> bool:
         return True
     if not model.is_lossless:
         return not values.keys() - {TEMPLATE_KEY} and _model_type(folder) in (None, "minimind")
-    named = [_name_of(token) for token in _tokens_beside(values)]
+    named = [str(name_of(token)) for token in _tokens_beside(values)]
     return not names_class(folder) and all(model.piece_id(name) is not None for name in named)
 
 
@@ -103,10 +104,6 @@ def _tokens_beside(values: Mapping[str, Any]) -> Iterator[Any]:
         more = values.get(key)
         if isinstance(more, dict | list):
             yield from more.values() if isinstance(more, dict) else more
-
-
-def _name_of(token: Any) -> str:
-    return str(token.get("content") if isinstance(token, dict) else token)
 
 
 def is_literal(folder: Path, values: Mapping[str, Any], added: Mapping[str, Any]) -> bool:
@@ -129,7 +126,7 @@ def _is_among(token: Any, added: Mapping[str, Any]) -> bool:
     """Whether an added token has this name, and the flags, if the token has any."""
     if not isinstance(token, dict):
         return not isinstance(token, str) or (token in added and added[token]["special"])
-    known = added.get(_name_of(token))
+    known = added.get(str(name_of(token)))
     flags = {"special": True, **token}
     return known is not None and all(known.get(key, flags[key]) == flags[key] for key in flags)
 
@@ -202,7 +199,7 @@ def _unused(values: Mapping[str, Any], roles: Mapping[str, str], folder: Path) -
 
     No model has a row for them unless it was made with one on purpose.
     """
-    given = {_name_of(token) for token in _tokens_beside(_values(folder / CONFIG_NAME))}
+    given = {str(name_of(token)) for token in _tokens_beside(_values(folder / CONFIG_NAME))}
     given |= _values(folder / ADDED_NAME).keys()
     added = {token["content"]: token["id"] for token in values["added_tokens"]}
     pieces = values["model"]["vocab"]

@@ -168,6 +168,10 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 PROCESSOR_TEMPLATE_NAME = "chat_template.json"
 TEMPLATE_KEY = "chat_template"  # key of the JSON files
 LISTED = "added_tokens_decoder"  # all added tokens, in a tokenizer_config.json by transformers 4
+SPECIAL = {  # flags of a special token in a tokenizer.json
+    **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+    "special": True,
+}
 AS_IT_IS = "ids_of_minimind"  # key of a tokenizer_config.json that we have written
 DEFAULT = "default"  # name of the template that formats conversations
 TOKEN_ROLES = tuple(f"{role}_token" for role in "bos eos unk sep pad cls mask".split())
@@ -204,11 +208,15 @@ class Configuration:
         """Names of tokens by role, such as `bos_token`."""
         names = {}
         for role in TOKEN_ROLES:
-            token = self.values.get(role)
-            token = token.get("content") if isinstance(token, dict) else token  # with flags
+            token = name_of(self.values.get(role))
             if isinstance(token, str):
                 names[role] = token
         return names
+
+
+def name_of(token: Any) -> Any:
+    """A token of a configuration without its flags, if it has any."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def read_configuration(path: Path) -> Configuration:
@@ -342,9 +350,9 @@ def refuse(path: Path, what: str, error: BaseException | None = None) -> NoRetur
     ) from error
 
 
-def dump_json(values: Any) -> bytes:
+def dump_json(values: Any, indent: int = 1) -> bytes:
     """JSON of a tokenizer's file."""
-    return json.dumps(values, ensure_ascii=False, indent=1).encode()
+    return json.dumps(values, ensure_ascii=False, indent=indent).encode()
 
 
 def as_it_is(files: Mapping[str, bytes]) -> dict[str, bytes]:
