@@ -187,7 +187,8 @@ class Tokenizer(AnyTokenizer):
             for text in texts:
                 require_unicode(text)
             raise
-        return [np.concatenate([*islice(ids, len(part))]) for part in parts]
+        each = ([*islice(ids, len(part))] for part in parts)
+        return [arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in each]
 
     def decode(self, ids: Iterable[int]) -> str:
         array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, np.int64)
