@@ -139,8 +139,8 @@ def _values(path: Path) -> dict[str, Any]:
     return parse_object(path, read_file(path)) if disk.lexists(path) else {}
 
 
-def as_autotokenizer(folder: Path, without: str = "") -> Reading:
-    """What AutoTokenizer makes of a folder `without` one of its files.
+def as_autotokenizer(folder: Path, name: str) -> Reading:
+    """What AutoTokenizer makes of a folder with this one of the two files of a tokenizer.
 
     Code of the folder is not run, and nothing is downloaded. Raise `Unread` if it cannot be read.
     """
@@ -149,16 +149,17 @@ def as_autotokenizer(folder: Path, without: str = "") -> Reading:
 
     from minimind.data.tokenizer.bounds import require_short_pieces
 
-    if not disk.lexists(folder / JSON_NAME) or without == JSON_NAME:  # pieces are cut at each place
-        proto = ModelProto.FromString(read_file(folder / MODEL_NAME))
-        require_short_pieces(folder / MODEL_NAME, [piece.piece for piece in proto.pieces])
-    if not without or not disk.lexists(folder / without):
+    if name == JSON_NAME:
         return _reading(folder, folder)
-    with tempfile.TemporaryDirectory() as place:
-        for name in (MODEL_NAME, CONFIG_NAME, SPECIALS_NAME, MODEL_CONFIG_NAME, ADDED_NAME):
-            if disk.lexists(folder / name):
-                (Path(place) / name).write_bytes(read_file(folder / name))
-        return _reading(Path(place), folder)
+    proto = ModelProto.FromString(read_file(folder / MODEL_NAME))  # pieces are cut at each place
+    require_short_pieces(folder / MODEL_NAME, [piece.piece for piece in proto.pieces])
+    if not disk.lexists(folder / JSON_NAME):
+        return _reading(folder, folder)
+    with tempfile.TemporaryDirectory() as without:
+        for beside in (MODEL_NAME, CONFIG_NAME, SPECIALS_NAME, MODEL_CONFIG_NAME, ADDED_NAME):
+            if disk.lexists(folder / beside):
+                (Path(without) / beside).write_bytes(read_file(folder / beside))
+        return _reading(Path(without), folder)
 
 
 def _reading(place: Path, folder: Path) -> Reading:

@@ -102,7 +102,7 @@ def _of_autotokenizer(
     from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 
     try:
-        reading = as_autotokenizer(folder, without=JSON_NAME if name == MODEL_NAME else "")
+        reading = as_autotokenizer(folder, name)
     except Unread:
         if literal is None:
             raise
