@@ -27,8 +27,8 @@ from benchmarks.record import arguments, record
 from minimind.data.prepare.dataset_folder import prepare_folder
 from minimind.data.prepare.prepare import PrepareRequest
 from minimind.data.text.documents import ReadOptions
-from minimind.data.text.inputs import Source, find_files, segments_of
-from minimind.data.text.readers import read_segment
+from minimind.data.text.formats import read_segment, segments_of
+from minimind.data.text.inputs import Source, find_files
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.runtime.environment import usable_cores

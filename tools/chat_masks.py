@@ -11,24 +11,21 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 import transformers
 from jinja2 import UndefinedError
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from minimind.data.chat import template as template_module
-from minimind.data.chat.conversations import conversation_of, conversation_of_line
+from minimind.data.chat.conversations import conversation_of_line
 from minimind.data.chat.template import ChatTemplate
 from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template
-from minimind.data.text.documents import DocumentError, ReadOptions
+from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import RunError
 from tests.data.chat.folders import KINDS, write
@@ -102,13 +99,6 @@ class Cell:
     what: str = ""
 
 
-@contextmanager
-def unbounded() -> Iterator[None]:
-    """Without the trial of each template in a process of its own, which is not the subject."""
-    with patch.object(template_module, "require_bounded", lambda source, name: None):
-        yield
-
-
 def refused(error: Exception, place: Path) -> Cell:
     said = re.sub(rf"{re.escape(str(place))}/?(cache/tokenizer-\w+/)?", "", str(error))
     return Cell("refused", said)
@@ -143,7 +133,7 @@ def _cell(
 ) -> Cell:
     line = json.dumps({"messages": messages}).encode()
     try:
-        conversation = conversation_of(conversation_of_line(line, ReadOptions()))
+        conversation = conversation_of_line(line)
         ids, targets = trained.encode(conversation)
         prompt = asked.prompt(conversation.of(conversation[:-1]))
     except (DocumentError, RunError) as error:
@@ -225,11 +215,10 @@ def wall(kinds: Iterable[str], names: Iterable[str]) -> dict[tuple[str, str, str
     """All cells by kind of folder, template and conversation."""
     transformers.logging.set_verbosity_error()
     found = {}
-    with unbounded():
-        for kind, name in product(kinds, names):
-            with TemporaryDirectory() as place:
-                for case, cell in cells(kind, name, Path(place)).items():
-                    found[kind, name, case] = cell
+    for kind, name in product(kinds, names):
+        with TemporaryDirectory() as place:
+            for case, cell in cells(kind, name, Path(place)).items():
+                found[kind, name, case] = cell
     return found
 
 

@@ -337,7 +337,8 @@ def read_sample(paths: list[str], on_bad_data: str = "error", **reading: Any) ->
     """
     from minimind.data.prepare.encode import documents_of, ignore, refuse
     from minimind.data.text.documents import ReadOptions
-    from minimind.data.text.inputs import find_files, require_once, segments_of
+    from minimind.data.text.formats import segments_of
+    from minimind.data.text.inputs import find_files, require_once
 
     files = find_files(paths)
     require_once(files)
@@ -352,7 +353,7 @@ def read_sample(paths: list[str], on_bad_data: str = "error", **reading: Any) ->
     text_bytes = read_bytes = 0
     for segment in chosen:
         size = read = before = 0
-        for text, read in documents_of([segment], options, on_bad):
+        for text, read, _ in documents_of([segment], options, on_bad):
             if segment.start and not before:  # the bytes before it are of another document
                 before = read
                 continue

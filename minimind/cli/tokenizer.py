@@ -185,8 +185,7 @@ def read_texts(path: Path, reading: ReadOptions, skips_bad: bool) -> Iterator[st
     from tqdm import tqdm
 
     from minimind.data.prepare.encode import MAX_REMARKS, documents_of, refuse
-    from minimind.data.text.inputs import segments_of
-    from minimind.data.text.readers import in_file
+    from minimind.data.text.formats import in_file, segments_of
     from minimind.report.formats import count
 
     reading = replace(reading, remarks=[])
@@ -203,7 +202,7 @@ def read_texts(path: Path, reading: ReadOptions, skips_bad: bool) -> Iterator[st
     documents = documents_of(segments_of(path, 2**62), reading, reject)
     is_silent = not sys.stderr.isatty()
     bar = {"desc": path.name, "unit": " documents", "leave": False, "disable": is_silent}
-    for text, _ in tqdm(documents, **bar):
+    for text, *_ in tqdm(documents, **bar):
         yield text
     if first:
         bad = count(documents_lost, "bad document")

@@ -391,7 +391,7 @@ class Data:
     """Text, tokenizer, and how rows are made of them."""
 
     data_path: tuple[str, ...] = flag((DEFAULT_DATA,))
-    """text files (.jsonl .ndjson .json .txt .md .csv .tsv, also compressed; .parquet), directories,
+    """text files (lines or a list of JSON, plain text, CSV, Parquet; also compressed), directories,
     globs, Hugging Face dataset directories or URLs; hf:USER/SET[/PART] of the Hub; or one folder of
     `minimind prepare`"""
     source: tuple[str, ...] | None = flag(

@@ -22,6 +22,7 @@ from minimind.data.chat.conversations import (
     calls_of,
     canonical_text,
     conversation_of_line,
+    document_of,
     require_content,
     tools_of,
 )
@@ -261,8 +262,8 @@ class Chat:
         whole = whole if isinstance(whole, dict) else {"messages": whole}
         line = (json.dumps(whole, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
         try:
-            conversation_of_line(line, ReadOptions())
-            self.template.require_usable(conversation)
+            document_of(conversation_of_line(line), ReadOptions())
+            self.template.write(conversation)
         except DocumentError as error:
             raise UsageError(f"it could not be trained on: {error}; {error.remedy}") from error
         write_whole(path, line)

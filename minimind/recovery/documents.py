@@ -20,9 +20,9 @@ from minimind.data.prepare.prepared import Prepared
 from minimind.data.prepare.remote import local_text
 from minimind.data.prepare.work_units import Plan, Unit, placed, read_described
 from minimind.data.shards.conversation_shards import TARGET
-from minimind.data.text.documents import Rejection
-from minimind.data.text.inputs import DATASET, LINES, PARQUET, WHOLE, Segment, kind_of
-from minimind.data.text.readers import line_offset, newlines, read_segment
+from minimind.data.text.documents import Rejection, Segment
+from minimind.data.text.formats import format_of, read_segment
+from minimind.data.text.readers import line_offset, newlines
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.object_cache import ObjectCache
@@ -175,9 +175,9 @@ class Documents:
         """The units that may hold a line of a file: those with its byte or its row."""
         if not disk.exists(path):
             raise DataError(f"{path}: is gone; restore it")
-        kind = kind_of(path)
-        at = line_offset(path, line) if kind in LINES else line - 1
-        is_cut = kind in (*LINES, PARQUET, DATASET)  # the others are read whole
+        form = format_of(path)
+        at = line_offset(path, line) if form.is_cut_in_lines else line - 1
+        is_cut = form.is_cut_in_lines or form.is_table  # the others are read whole
 
         def has_line(segment: Segment) -> bool:
             inside = not is_cut or segment.start <= at < max(segment.stop, segment.start + 1)
@@ -226,8 +226,8 @@ class Documents:
 
     def _read_segment(self, unit: Unit, segment: Segment) -> Iterator[Placed]:
         reading = self._work.reading_of(unit, set())
-        path, kind = segment.path, kind_of(segment.path)
-        before = None if kind in LINES and segment.start else 0
+        path, form = segment.path, format_of(segment.path)
+        before = None if form.is_cut_in_lines and segment.start else 0
         for document in read_segment(segment, reading):
             if isinstance(document, Rejection):
                 text, split, line, byte = "", "", document.line, document.byte
@@ -237,7 +237,7 @@ class Documents:
                 split = split_of(digest, self.plan.val_fraction_of(unit))
             if before is None:  # lines count from the start of the segment
                 before = self._line_of(path, byte or 0) - line
-            at = 0 if kind.startswith(WHOLE) else line + before
+            at = 0 if form.is_one_text else line + before
             yield Placed(Place(str(path), at, byte), split, text)
 
     def _line_of(self, path: Path, byte: int) -> int:

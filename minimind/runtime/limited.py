@@ -226,10 +226,17 @@ def _received(connection: socket.socket, size: int) -> bytes | None:
 def _limit(seconds: float, most_bytes: int) -> None:
     """Limit the time of the processor, that of a busy host, and memory in addition to its own."""
     if not _is_watched():
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (_addresses() + most_bytes, hard))
+        _limit_memory(_addresses() + most_bytes)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+
+
+def _limit_memory(most_bytes: int) -> None:
+    """Limit the addresses, unless a lower limit is in force, which cannot be raised."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        most_bytes = min(most_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, hard))
 
 
 def _addresses() -> int:
@@ -315,7 +322,7 @@ def _main() -> None:
     module = _module(sys.argv[1])
     given = json.load(sys.stdin)
     if given["bytes"] is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (given["bytes"], given["bytes"]))
+        _limit_memory(given["bytes"])
     signal.setitimer(signal.ITIMER_PROF, given["seconds"])  # CPU time
     try:
         sys.stdout.write(module.main(given["request"]) or "")

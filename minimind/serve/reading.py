@@ -180,9 +180,9 @@ def load(given: Json) -> tuple[Json, Callable[[bytes], bytes]]:
         tokenizer.decode([n % size for n in range(positions)])
         if given["template"] is not None:
             source, name, variables = (given[key] for key in ("template", "called", "variables"))
-            ChatTemplate(source, tokenizer, name, variables=variables)
+            ChatTemplate(source, tokenizer, name, variables=variables, is_limited=True)
             # Errors name the template to clients: not by a path of this machine.
-            template = ChatTemplate(source, tokenizer, variables=variables)
+            template = ChatTemplate(source, tokenizer, variables=variables, is_limited=True)
         reader = Reader(tokenizer, template, **{key: given[key] for key in names})
     except RunError as error:
         return {"error": [type(error).__name__, str(error)]}, bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
@@ -13,17 +13,9 @@ from minimind.config.names import no_such_file
 from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME
-from minimind.data.text.documents import ReadOptions, Records, Rejection
-from minimind.data.text.inputs import (
-    WHOLE,
-    find_files,
-    kind_of,
-    require_once,
-    require_records,
-    segments_of,
-    val_paths,
-    without,
-)
+from minimind.data.text.documents import ReadOptions, Rejection
+from minimind.data.text.formats import format_of, segments_of
+from minimind.data.text.inputs import find_files, require_once, require_records, val_paths, without
 from minimind.data.text.readers import read_segment
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import disk
@@ -137,21 +129,12 @@ def _require_text(run: RunConfig) -> None:
     require_once(files)
     reading = ReadOptions(run.text_field, run.max_document_bytes)
     if run.task == "sft":
-        from minimind.data.chat.conversations import (
-            conversation_columns,
-            conversation_of_line,
-            conversation_of_row,
-        )
+        from minimind.data.chat.conversations import conversation_records
 
         require_records(files)
-        conversations = Records(
-            of_line=partial(conversation_of_line, reading=reading),
-            of_row=partial(conversation_of_row, reading=reading),
-            columns=conversation_columns,
-        )
-        reading = ReadOptions(run.text_field, run.max_document_bytes, conversations)
+        reading = replace(reading, records=conversation_records(reading))
     for file in files[:LOOKED_AT]:
-        if kind_of(file).startswith(WHOLE) and disk.stat(file).st_size > LONGEST_TEXT:
+        if format_of(file).is_one_text and disk.stat(file).st_size > LONGEST_TEXT:
             continue
         segment = segments_of(file, sys.maxsize)[0]
         first = next(read_segment(segment, reading), None)

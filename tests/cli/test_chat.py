@@ -16,7 +16,6 @@ from minimind.cli.generate import HELP
 from minimind.cli.main import main
 from minimind.data.chat.conversations import conversation_of_line
 from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
-from minimind.data.text.documents import ReadOptions
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
 from minimind.errors import UsageError
 from minimind.inference.chat import Chat, read_tools
@@ -103,7 +102,7 @@ def test_a_conversation_is_saved_as_a_line_to_train_on(typed, tmp_path: Path):
     ]
     texts = [turn["content"] for turn in json.loads(place.read_text())["messages"]]
     assert texts == ["what is the sea?", "deep", "and the sky?", "high"]
-    conversation_of_line(place.read_bytes(), ReadOptions())
+    assert conversation_of_line(place.read_bytes())
 
 
 def test_commands_that_cannot_be_done_are_explained(typed, tmp_path: Path):

@@ -24,7 +24,7 @@ from safetensors.torch import save
 from minimind.architecture.select import hugging_face
 from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.data.text.documents import Rejection
-from minimind.data.text.inputs import segments_of
+from minimind.data.text.formats import segments_of
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.prompts import read_text

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -46,6 +47,27 @@ def test_a_watched_process_is_ended_in_the_end(module: str, monkeypatch: pytest.
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(limited, "PATIENCE", 0.5)
     assert tried_within(module, {"gib": 0.01, "text": ""}, 60, GIB) is None
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no limit of addresses")
+def test_a_lower_limit_of_the_host_stays(module: str):
+    """`ulimit -v`: a process cannot raise it, and what fits in it is done."""
+    text = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+from minimind.runtime.limited import LimitedServer, tried_within
+assert tried_within({module!r}, {{"gib": 0, "text": "done"}}, 10, 2**33) == "done"
+assert tried_within({module!r}, {{"gib": 3, "text": ""}}, 10, 2**33) is None
+with open(sys.argv[1], "w") as file:
+    file.write({SERVED!r})
+server = LimitedServer(sys.argv[1], "x", 10, 2**33)
+worker = server.worker()
+worker.ask(b"again", 10, 2**33)
+server.close()
+"""
+    served = Path(module).with_name("served.py")
+    done = subprocess.run([sys.executable, "-c", text, served], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 SERVED = """

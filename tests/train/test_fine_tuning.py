@@ -19,11 +19,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
-from minimind.data.chat.conversations import Message, conversation_of_line, messages_of
+from minimind.data.chat.conversations import (
+    Message,
+    canonical_text,
+    conversation_of_line,
+    messages_of,
+)
 from minimind.data.chat.template import DATE, DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from minimind.data.prepare.encode import split_of
 from minimind.data.prepare.prepared import holds_conversations
-from minimind.data.text.documents import ReadOptions, parse_line
+from minimind.data.text.documents import parse_line
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.errors import CheckpointError, DataError, UsageError
@@ -35,6 +40,7 @@ from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.serve.protocol import CompletionRequest, Settings
 from minimind.serve.reading import Reader
 from tests.cli.test_lm_eval import write_llama
+from tests.data.chat.hostile import LOOPS
 from tests.data.chat.made import CHATML
 from tests.data.chat.test_turns import sft_line
 from tests.serve.conftest import served_model
@@ -477,6 +483,20 @@ def test_bad_conversations_are_refused_by_line_or_skipped_and_counted(
     assert "<|assistant|>" in rejected[1]
 
 
+def test_a_conversation_that_hangs_its_template_is_not_skipped(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Which conversations are skipped may not depend on the speed of a host."""
+    monkeypatch.setattr("minimind.data.chat.sandbox.MAX_SECONDS", 0.2)
+    loops = "{% if 'whales' in messages[0].content %}" + LOOPS + "{% endif %}"
+    (tmp_path / "chat.jinja").write_text(DEFAULT_TEMPLATE + loops)
+    talk = [{"prompt": prompt, "completion": "b"} for prompt in ["a b", "whales"] * 20]
+    given = {**base, "data_path": str(write(tmp_path / "talk.jsonl", talk))}
+    given |= {"chat_template": str(tmp_path / "chat.jinja"), "on_bad_data": "skip"}
+    with pytest.raises(UsageError, match=r"^the chat template takes more than 0\.2 s"):
+        train(given, out_dir=str(tmp_path / "out"))
+
+
 @pytest.mark.parametrize("fitting", [0, 1])
 def test_conversations_that_fit_no_row_are_counted_with_the_way_out(
     fitting: int, base: dict[str, Any], tmp_path: Path
@@ -585,7 +605,7 @@ def held_out(talk: Path, fraction: float) -> list[bytes]:
     """The lines of conversations that a run with this --val_fraction holds out."""
     found = []
     for line in talk.read_bytes().splitlines():
-        text = conversation_of_line(line, ReadOptions("text", 2**20))
+        text = canonical_text(conversation_of_line(line))
         if split_of(sha256(text.encode()).digest(), fraction) == "val":
             found.append(line)
     return found
@@ -601,7 +621,7 @@ def loss_by_hand(model: Any, tokenizer: Any, lines: list[bytes]) -> list[float]:
     """Summed loss and number of targets, one conversation at a time, by transformers' mask."""
     loss, count = 0.0, 0
     for line in lines:
-        turns = json.loads(conversation_of_line(line, ReadOptions("text", 2**20)))
+        turns = json.loads(canonical_text(conversation_of_line(line)))
         options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenize": True}
         found = tokenizer.apply_chat_template(turns, **options)
         ids, mask = found["input_ids"], found["assistant_masks"]

@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -40,6 +40,7 @@ from minimind.data.text.documents import (
     JsonCell,
     NonFinite,
     ReadOptions,
+    Records,
     decode_utf8,
     explain_line,
     is_list_of_turns,
@@ -529,30 +530,43 @@ KEYS_SHOWN = 3
 MAX_BYTES_PER_CHARACTER = 4
 
 
-def conversation_of_line(
-    line: bytes | bytearray, reading: ReadOptions, ignored: set[str] | None = None
-) -> str:
-    """Return the conversation of a line of JSON as canonical text; raise DocumentError.
+def conversation_of_line(line: bytes | bytearray, ignored: set[str] | None = None) -> Conversation:
+    """Return the conversation of a line of JSON; raise DocumentError.
 
     The names of keys that are ignored are added to `ignored`.
     """
     try:
-        text = canonical_text(messages_of(parse_line(decode_utf8(line), EXAMPLE), ignored))
+        return messages_of(parse_line(decode_utf8(line), EXAMPLE), ignored)
     except DocumentError:
         explain_line(line)
         raise
-    return _within_limit(text, reading)
 
 
-def conversation_of_row(
-    row: Mapping[str, Any], reading: ReadOptions, ignored: set[str] | None = None
-) -> str:
-    """Return the conversation of a row of a table as canonical text; raise DocumentError.
+def conversation_of_row(row: Mapping[str, Any], ignored: set[str] | None = None) -> Conversation:
+    """Return the conversation of a row of a table; raise DocumentError.
 
     Strings are bytes. The columns are those of `conversation_columns`.
     """
     given = tuple((key, _given(key, value)) for key, value in row.items() if value is not None)
-    return _within_limit(canonical_text(messages_of(given, ignored)), reading)
+    return messages_of(given, ignored)
+
+
+def document_of(conversation: Conversation, reading: ReadOptions) -> str:
+    """Return the canonical text of a conversation; raise DocumentError if it is too long."""
+    return _within_limit(canonical_text(conversation), reading)
+
+
+def conversation_records(
+    reading: ReadOptions,
+    ignored: set[str] | None = None,
+    text_of: Callable[[Conversation, ReadOptions], str] = document_of,
+) -> Records:
+    """Readers of conversations, whose document is `text_of(conversation, reading)`."""
+    return Records(
+        of_line=lambda line: text_of(conversation_of_line(line, ignored), reading),
+        of_row=lambda row: text_of(conversation_of_row(row, ignored), reading),
+        columns=lambda names: conversation_columns(names, ignored),
+    )
 
 
 def conversation_columns(names: Sequence[str], ignored: set[str] | None = None) -> list[str]:
@@ -629,18 +643,6 @@ def canonical_text(messages: Iterable[Message]) -> str:
         beside = {TOOLS: conversation.tools, VARIABLES: dict(conversation.variables)}
         whole = {"messages": turns, **{key: value for key, value in beside.items() if value}}
     return json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
-
-
-def conversation_of(text: str) -> Conversation:
-    """Return the conversation of a canonical text."""
-    decoded = json.loads(text)
-    whole: dict[str, Any] = decoded if isinstance(decoded, dict) else {"messages": decoded}
-    messages = []
-    for turn in whole["messages"]:
-        role, content, name = turn.pop("role"), turn.pop("content"), turn.pop("name", "")
-        is_trained = turn.pop("weight", 1) == 1
-        messages.append(Message(role, content, name, turn, is_trained))
-    return Conversation(messages, whole.get(TOOLS), whole.get(VARIABLES, {}))
 
 
 def messages_of(value: Any, ignored: set[str] | None = None) -> Conversation:

@@ -13,11 +13,9 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numpy as np
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from tokenizers import AddedToken
 
-from minimind.config.run_config import TEMPLATES
-from minimind.data.chat import sandbox
+from minimind.config.run_config import TEMPLATES, files_by_name
 from minimind.data.chat.conversations import (
     ASSISTANT,
     CALLS,
@@ -32,23 +30,31 @@ from minimind.data.chat.conversations import (
     texts_in,
     turn_of,
 )
-from minimind.data.chat.sandbox import Sandbox, Span, TooLarge, TooLong
-from minimind.data.chat.turns import CALL_FORMS, TAG, THOUGHT, Turns, called_by, forms_of
+from minimind.data.chat.sandbox import (
+    Asked,
+    BoundedSandbox,
+    Exceeded,
+    Failed,
+    Invalid,
+    Refused,
+    Rendered,
+    Sandbox,
+    Span,
+    bounded,
+)
+from minimind.data.chat.turns import TAG, THOUGHT, Turns, Unbounded, forms_of
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
 from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
 from minimind.errors import UsageError
-from minimind.runtime.limited import tried_within
+from minimind.runtime.durable_files import read_small_text
 from minimind.runtime.terminal import shorten_line
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CLOCK = "strftime_now"  # the name by which a template asks for the date
 DATE = "2024-07-26"  # the date that a run uses if it gives none
-SHOWN_CHARACTERS = 200  # characters of a template's own message
-# CPU time and memory of all chats of `require_bounded`; ordinary templates take hundredths.
-MAX_SECONDS, MAX_BYTES = 2.0, 2**29
 PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
 PROBES = (PROBE, (Message(SYSTEM, " e f "), *PROBE), (*PROBE, Message(TOOL, " g h "), *PROBE[1:]))
 ANSWER_WITH_THOUGHT = Message(ASSISTANT, "<think>\nx y\n</think>\n\nc d")
@@ -56,32 +62,6 @@ CALLS_REMEDY = (
     'it may read calls of another form: {"type": "function", "function": {"name": "...",'
     ' "arguments": {...}}}, or arguments as JSON text'
 )
-LONG_PROBE = tuple(Message(one.role, one.content * 100) for one in PROBE * 16)
-
-
-@cache
-def require_bounded(source: str, name: str) -> None:
-    """Raise UsageError for a template that takes too much time or memory for short chats.
-
-    It may be a stranger's, and what it does cannot be stopped within a process: an operator of
-    Python ends when it ends, and signals wait for it. So it is rendered in another one first.
-    """
-    request = {
-        "source": source,
-        "tokens": {"bos_token": "<s>", "eos_token": "</s>"},
-        "chats": [
-            list(map(turn_of, chat)) for chat in (*PROBES, *map(called_by, CALL_FORMS), LONG_PROBE)
-        ],
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
-    }
-    too_large = tried_within(sandbox.__file__, request, MAX_SECONDS, MAX_BYTES)
-    if too_large:
-        raise UsageError(f"{name} cannot be rendered ({too_large}); correct it, or give another")
-    if too_large is None:
-        raise UsageError(
-            f"{name} takes more than {MAX_SECONDS:g} s or {MAX_BYTES / 2**20:,.0f} MiB for short"
-            " conversations; give another template"
-        )
 
 
 def date_of(source: str, given: str | None) -> str | None:
@@ -106,7 +86,8 @@ class Renderer:
     """A template's source and the names of tokens that it may use, such as `bos_token`.
 
     `name` stands for it in error messages, `today` is its date (default: that of each rendering),
-    and `variables` are what it reads.
+    and `variables` are what it reads. A template that is not ours is rendered in a process with
+    limits, unless the process that asks has limits (`is_limited`).
     """
 
     def __init__(
@@ -116,10 +97,11 @@ class Renderer:
         name: str,
         today: date | None = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        is_limited: bool = False,
     ) -> None:
         self.source = source
         self.name = name
-        self._today = today
+        self._today, self._is_limited = today, is_limited
         self.marks_generation = GENERATION.search(source) is not None
         self._values = {**tokens, **variables}
 
@@ -138,8 +120,8 @@ class Renderer:
         if is_in(rendered):
             return
         try:
-            text = self._sandbox.render(chat, False, self._values)[0]
-        except Exception:  # a template that knows no parts may raise anything for them
+            ((text, _),) = self._sandbox.render(chat, [(len(chat), False)], self._values)
+        except (Refused, Failed, Exceeded):  # by a template that knows no parts
             return
         if is_in(text):
             raise UsageError(
@@ -148,31 +130,46 @@ class Renderer:
             )
 
     @cached_property
-    def _sandbox(self) -> Sandbox:
-        return Sandbox(self.source, self._today)
+    def _sandbox(self) -> Sandbox | BoundedSandbox:
+        if self._is_limited or self.source in shipped_templates():
+            return Sandbox(self.source, self._today)
+        return bounded(self.source, self._today)
 
     def with_spans(
         self, messages: Iterable[Message], add_generation_prompt: bool = False
     ) -> tuple[str, list[Span]]:
         """Return the text and the spans of `{% generation %}`; see `render`."""
         conversation = as_conversation(messages)
+        (rendered,) = self.beginnings(conversation, [(len(conversation), add_generation_prompt)])
+        return rendered
+
+    def beginnings(self, conversation: Conversation, asked: Sequence[Asked]) -> Iterator[Rendered]:
+        """Yield the texts and spans of beginnings of a conversation; see `render`."""
         values = {**self._values, **conversation.variables}
         try:
             turns = list(map(turn_of, conversation))
-            return self._sandbox.render(turns, add_generation_prompt, values, conversation.tools)
-        except TemplateSyntaxError as error:
-            reason = f"{self.name} is not a Jinja template ({_shown(error)}, line {error.lineno})"
+            yield from self._sandbox.render(turns, asked, values, conversation.tools)
+        except Invalid as error:
+            reason = f"{self.name} is not a Jinja template ({error})"
             raise UsageError(f"{reason}; correct it, or leave it out") from error
-        except Exception as error:  # a template is a program, which may raise anything
-            if type(error) is TemplateError:  # raised by raise_exception; others are subclasses
-                reason = f"{self.name} refuses the conversation ({_shown(error)})"
-                raise DocumentError(reason, "change it, or give another template") from error
-            if not (isinstance(error, TooLarge | TooLong) or any(m.more for m in conversation)):
+        except Refused as error:
+            reason = f"{self.name} refuses the conversation ({error})"
+            raise DocumentError(reason, "change it, or give another template") from error
+        except Exceeded as error:
+            raise Unbounded(f"{self.name} {error}; give another template") from error
+        except Failed as error:
+            if not any(message.more for message in conversation):
                 self.require_texts(conversation, "")
-            reason = f"{self.name} cannot be rendered ({type(error).__name__}: {_shown(error)})"
+            reason = f"{self.name} cannot be rendered ({error})"
             if any(CALLS in message.more for message in conversation):
                 raise UsageError(f"{reason}; {CALLS_REMEDY}") from error
             raise UsageError(f"{reason}; correct it, or give another") from error
+
+
+@cache
+def shipped_templates() -> frozenset[str]:
+    """Sources of the templates that this package has."""
+    return frozenset(map(read_small_text, files_by_name(TEMPLATES).values()))
 
 
 def spans_by_piece(
@@ -193,11 +190,8 @@ def spans_by_piece(
         begin = end
 
 
-def _shown(error: Exception) -> str:
-    return " ".join(str(error).split())[:SHOWN_CHARACTERS]
-
-
 TrainOn = Literal["assistant", "last", "all"]
+Written = tuple[str, list[Span]]  # what a template writes, and where it is trained on
 Encoded = tuple[np.ndarray, np.ndarray]  # ids, and whether each is trained on
 
 SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
@@ -275,8 +269,7 @@ def asks_for_thought(prompt: str) -> bool:
 def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
     """Source of a tokenizer's chat template, and its name in messages; None without one.
 
-    Raise UsageError for one that takes too much time or memory, and if none of several is the
-    default.
+    Raise UsageError if none of several is the default.
     """
     templates = tokenizer.templates
     if not templates.by_name:
@@ -287,10 +280,7 @@ def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
             f"{path}: has the chat templates {', '.join(sorted(templates.by_name))}, and none is"
             " named default; name a file with one of them (--chat_template)"
         )
-    name = f"the chat template of {path}"
-    if templates.default != DEFAULT_TEMPLATE:
-        require_bounded(templates.default, name)
-    return templates.default, name
+    return templates.default, f"the chat template of {path}"
 
 
 def _stripped(parts: Sequence[str], tokens: Sequence[AddedToken]) -> list[str]:
@@ -312,7 +302,7 @@ class ChatTemplate:
     tokenizer lacks are text if the template is its own, as the model was trained with them, and an
     error otherwise. Raise UsageError if the template is not valid, or does not fit the tokenizer;
     `name` is what messages call it. `today` is the date that the template reads (default: the date
-    of each prompt); `variables` are other values that it reads.
+    of each prompt); `variables` are other values that it reads; `is_limited` is as in `Renderer`.
     """
 
     def __init__(
@@ -322,6 +312,7 @@ class ChatTemplate:
         name: str = "the chat template",
         today: date | None = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        is_limited: bool = False,
     ) -> None:
         self.source = source
         self.name = name
@@ -331,13 +322,14 @@ class ChatTemplate:
         if isinstance(tokenizer, HuggingFaceTokenizer):
             matched = {token.content: i for i, token in tokenizer.matched.items()}
         self._special_name, self._matched_name = _any_of(self._special), _any_of(matched)
-        self._renderer = Renderer(source, named_tokens(tokenizer), name, today, variables)
+        names = named_tokens(tokenizer)
+        self._renderer = Renderer(source, names, name, today, variables, is_limited)
         # Special tokens, and other tokens that only a template should write.
         self._tokens = {**self._special, **matched, **self._tokens_in_text()}
         self._token_name = _any_of(self._tokens)
         # A template that is given can be given with a token at the end of an answer.
         ends_in_text = is_own(source, tokenizer)
-        self._turns = Turns(self._renderer.render, self._token_name, name, ends_in_text)
+        self._turns = Turns(self._renderer.beginnings, self._token_name, name, ends_in_text)
         self._special_ids = {token: np.array([i], np.int32) for token, i in self._special.items()}
         self._sizes = tokenizer.piece_bytes()
         self._require_fit()
@@ -398,7 +390,7 @@ class ChatTemplate:
 
     def ids(self, text: str) -> list[int]:
         """Return the ids of a text that the template has written."""
-        (encoded,) = self._ids_and_targets([(text, [])], threads=1)
+        (encoded,) = self.encode_written([(text, [])])
         if isinstance(encoded, DocumentError):
             raise encoded
         return encoded[0].tolist()
@@ -417,12 +409,6 @@ class ChatTemplate:
             raise encoded
         return encoded
 
-    def require_usable(self, messages: Sequence[Message], train_on: TrainOn = "assistant") -> None:
-        """Raise DocumentError for a conversation that cannot be encoded; see `encode`."""
-        result = self._text_and_spans_or_error(messages, train_on)
-        if isinstance(result, DocumentError):
-            raise result
-
     def encode_batch(
         self,
         conversations: Iterable[Sequence[Message]],
@@ -434,74 +420,71 @@ class ChatTemplate:
 
         The text between special tokens is added to `loss`.
         """
-        if train_on not in get_args(TrainOn):
-            raise ValueError(f"train_on is {train_on!r}, not one of {get_args(TrainOn)}")
-        results = [self._text_and_spans_or_error(messages, train_on) for messages in conversations]
-        good = (item for item in results if not isinstance(item, DocumentError))
-        encoded = iter(self._ids_and_targets([*good], threads, loss))
+        results: list[Written | DocumentError] = []
+        for messages in conversations:
+            try:
+                results.append(self.write(messages, train_on))
+            except DocumentError as error:
+                results.append(error)
+        good = [item for item in results if not isinstance(item, DocumentError)]
+        encoded = iter(self.encode_written(good, threads, loss))
         return [item if isinstance(item, DocumentError) else next(encoded) for item in results]
 
-    def _text_and_spans_or_error(
-        self, messages: Sequence[Message], train_on: TrainOn
-    ) -> tuple[str, list[Span]] | DocumentError:
+    def write(self, messages: Sequence[Message], train_on: TrainOn = "assistant") -> Written:
+        """Return the text of a conversation, and where it is trained on; see `encode`."""
+        if train_on not in get_args(TrainOn):
+            raise ValueError(f"train_on is {train_on!r}, not one of {get_args(TrainOn)}")
         conversation = as_conversation(messages)
-        try:
-            self._require_no_special(conversation)
-            text, marked = self._renderer.with_spans(conversation)
-            if train_on == "all":
-                self._require_written(conversation, text)
-                return text, self._all_but_untrained(conversation, text, marked)
-            turns = [at for at, one in enumerate(conversation) if one.role == ASSISTANT]
-            wanted = turns[-1:] if train_on == "last" else turns
-            if not any(conversation[at].is_trained for at in wanted) and turns:
+        self._require_no_special(conversation)
+        turns = [at for at, one in enumerate(conversation) if one.role == ASSISTANT]
+        is_trained = [at for at in turns if conversation[at].is_trained]
+        if train_on == "all":  # but the answers with a weight of 0
+            sought = [at for at in turns if at not in is_trained]
+        else:
+            last = turns[-1:] if train_on == "last" else turns
+            sought = [at for at in last if at in is_trained]
+            if turns and not sought:
                 raise DocumentError("its last answer has a weight of 0", "remove the conversation")
-            wanted = [at for at in wanted if conversation[at].is_trained]
-            spans = self._spans(conversation, text, marked, turns, wanted)
-            if all(begin == end for begin, end in spans):
-                raise self._nothing_to_train_on(conversation, text)
-            self._require_written(conversation, text)
-        except DocumentError as error:
-            return error
+        text, spans = self._text_and_spans(conversation, turns, sought)
+        if train_on == "all":
+            spans = spans if sought else []
+            edges = [0, *(edge for span in sorted(spans) for edge in span), len(text)]
+            spans = [(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
+        elif all(begin == end for begin, end in spans):
+            raise self._nothing_to_train_on(conversation, text)
+        self._require_written(conversation, text)
         return text, spans
 
-    def _spans(
-        self,
-        conversation: Conversation,
-        text: str,
-        marked: list[Span],
-        turns: Sequence[int],
-        wanted: Sequence[int],
-    ) -> list[Span]:
-        """Where the wanted of the assistant's turns are, by `{% generation %}` if there is any."""
+    def _text_and_spans(
+        self, conversation: Conversation, turns: Sequence[int], sought: Sequence[int]
+    ) -> Written:
+        """The text, and where those of the assistant's turns are that are sought.
+
+        By `{% generation %}` if there is any, else by the prompts for them.
+        """
         if not self._renderer.marks_generation:
-            found = self._turns.spans(conversation, text, wanted)
-            return [span for span in found if span is not None]
-        if wanted == turns:
-            return marked
+            return self._turns.text_and_spans(conversation, sought)
+        text, marked = self._renderer.with_spans(conversation)
+        if not sought and turns:
+            return text, []
+        if sought == turns:
+            return text, marked
         if len(marked) == len(turns):
-            return [span for at, span in zip(turns, marked, strict=True) if at in wanted]
-        if wanted == turns[-1:]:
+            return text, [span for at, span in zip(turns, marked, strict=True) if at in sought]
+        if sought == turns[-1:]:
             before = conversation.of(conversation[: turns[-1]])
-            return marked[len(self._renderer.with_spans(before)[1]) if before else 0 :]
+            earlier = len(self._renderer.with_spans(before)[1]) if before else 0
+            return text, marked[earlier:]
         raise DocumentError(
             f"has turns with a weight of 0, and {self.name} marks {len(marked)} spans for"
             f" {len(turns)} answers",
             "remove the weights, or put one {% generation %} around each answer",
         )
 
-    def _all_but_untrained(
-        self, conversation: Conversation, text: str, marked: list[Span]
-    ) -> list[Span]:
-        """The whole text without the answers that are not trained on."""
-        turns = [at for at, one in enumerate(conversation) if one.role == ASSISTANT]
-        left_out = [at for at in turns if not conversation[at].is_trained]
-        cuts = self._spans(conversation, text, marked, turns, left_out) if left_out else []
-        edges = [0, *(edge for cut in sorted(cuts) for edge in cut), len(text)]
-        return [(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
-
-    def _ids_and_targets(
-        self, texts: Sequence[tuple[str, list[Span]]], threads: int, loss: TextLoss | None = None
+    def encode_written(
+        self, texts: Sequence[Written], threads: int = 1, loss: TextLoss | None = None
     ) -> list[Encoded | DocumentError]:
+        """Encode what `write` returns; see `encode_batch`."""
         tokenizer = self._tokenizer
         if isinstance(tokenizer, HuggingFaceTokenizer):
             return [self._as_a_whole(tokenizer, text, spans, loss) for text, spans in texts]
@@ -567,7 +550,7 @@ class ChatTemplate:
             return DocumentError(
                 f"{self.name} writes a text in which {tokenizer.path} matches other special tokens"
                 f" than are written in it, such as {odd!r}",
-                "remove the conversation, or give another tokenizer",
+                "change it, or give another tokenizer",
             )
         if loss is not None:
             edges = np.flatnonzero(is_special)
@@ -649,6 +632,8 @@ class ChatTemplate:
             without = self.render(
                 conversation.of([*conversation[:at], less, *conversation[at + 1 :]])
             )
+        except Unbounded:
+            raise
         except (DocumentError, UsageError):  # a template may want one call, or content
             return
         if without == text:

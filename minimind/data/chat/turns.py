@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
@@ -29,11 +28,11 @@ from minimind.data.chat.conversations import (
     Message,
     canonical_text,
 )
-from minimind.data.chat.sandbox import Span
+from minimind.data.chat.sandbox import Asked, Rendered, Span
 from minimind.data.text.documents import DocumentError
 from minimind.errors import UsageError
 
-Render = Callable[[Conversation, bool], str]
+Beginnings = Callable[[Conversation, Sequence[Asked]], Iterator[Rendered]]
 # A template may look for one of these tags in what is said, and cut the text there.
 TAG = re.compile(
     r"(</?(?:think(?:ing)?|thoughts?|reasoning|answer|tool_calls?|tool_response|function_call)>)"
@@ -72,6 +71,10 @@ def common_start(one: Sequence[str], other: Sequence[str]) -> list[str]:
     """What two texts, or lists of texts, have in common at their start."""
     pairs = zip(one, other, strict=False)
     return [here for here, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+
+class Unbounded(UsageError):
+    """A template takes too much time or memory for a conversation."""
 
 
 class Unmarked(Exception):
@@ -151,24 +154,33 @@ class Turns:
     """
 
     def __init__(
-        self, render: Render, special: re.Pattern[str], name: str, may_end_in_text: bool
+        self, beginnings: Beginnings, special: re.Pattern[str], name: str, may_end_in_text: bool
     ) -> None:
-        self._render = render
+        self._beginnings = beginnings
         self._special = special
         self._name = name
         self._may_end_in_text = may_end_in_text
 
-    def spans(
-        self, conversation: Conversation, text: str, wanted: Sequence[int]
+    def text_and_spans(
+        self, conversation: Conversation, sought: Sequence[int]
+    ) -> tuple[str, list[Span]]:
+        """The text, and where the turns are that are sought, without those that it leaves out."""
+        asked = [(len(conversation), False), *((turn, True) for turn in sought)]
+        rendered = (text for text, _ in self._beginnings(conversation, asked))
+        text = next(rendered)
+        spans = self._spans(conversation, text, sought, rendered)
+        return text, [span for span in spans if span is not None]
+
+    def _spans(
+        self, conversation: Conversation, text: str, sought: Sequence[int], prompts: Iterator[str]
     ) -> Iterator[Span | None]:
-        """Yield where each wanted turn is: what the assistant writes, with the end of the turn.
+        """Yield where each of the turns is: what the assistant writes, with the end of the turn.
 
         None for one that the template leaves out. Raise DocumentError for one whose text it
         changes.
         """
         places = None
-        for turn in wanted:
-            prompt = self._render(conversation.of(conversation[:turn]), True)
+        for turn, prompt in zip(sought, prompts, strict=True):
             if span := self._of_plain_answer(conversation[turn], text, prompt):
                 yield span
                 continue
@@ -196,6 +208,10 @@ class Turns:
             else:
                 raise self._refusal(turn, "ends its calls in no known way")
 
+    def _render(self, conversation: Conversation) -> str:
+        ((text, _),) = self._beginnings(conversation, [(len(conversation), False)])
+        return text
+
     def _of_plain_answer(self, message: Message, text: str, prompt: str) -> Span | None:
         """Where an answer is whose content alone follows its prompt, with the end of the turn."""
         if message.more or not text.startswith(prompt):
@@ -219,7 +235,7 @@ class Turns:
         for roles in (ROLES, (ASSISTANT, TOOL)):
             marks = Marks(conversation, roles)
             try:
-                return marks.places(text, self._render(marks.conversation, False))
+                return marks.places(text, self._render(marks.conversation))
             except Unmarked as error:
                 turn = error.args[0]
             except DocumentError:  # the template refuses the marks
@@ -233,7 +249,7 @@ class Turns:
         before = conversation.of(conversation[:turn])
         if floor <= len(prompt) <= said and text.startswith(prompt):
             return len(prompt)
-        bare = self._render(before, False) if before else ""
+        bare = self._render(before) if before else ""
         asked = prompt[len(common_start(prompt, bare)) :]
         if not asked.strip() and before:  # as of [INST]: what follows the last turn asks
             ends = [prompt.rpartition(one)[2] for one in forms_of(before[-1].content.strip())]
@@ -278,7 +294,7 @@ class Turns:
         closing, _ = self._closing
         if not closing or self._special.search(closing):
             return ""
-        text = self._render(ROUNDS, False)
+        text = self._render(ROUNDS)
         end = max(end for _, _, end in self._places(ROUNDS, text))
         return text[end : text.index(closing, end)] + closing
 
@@ -287,10 +303,14 @@ class Turns:
         """Text that ends a turn with calls; empty if there is none."""
         closing, _ = self._closing
         for called in map(called_by, CALL_FORMS):
-            with suppress(DocumentError, UsageError):  # the template reads another form
-                text = self._render(called, False)
+            try:
+                text = self._render(called)
                 places = self._places(called, text)
                 break
+            except Unbounded:
+                raise
+            except (DocumentError, UsageError):  # the template reads another form
+                continue
         else:
             return closing
         begin = max((end for turn, _, end in places if turn == 1), default=len(text))
@@ -306,7 +326,7 @@ class Turns:
 
         An answer may be ended in another way if it is the last, or by what follows it alone.
         """
-        text = self._render(ROUNDS, False)
+        text = self._render(ROUNDS)
         places = self._places(ROUNDS, text)
         ends = {turn: end for turn, _, end in places}
         if len(ends) < len(ROUNDS):  # it leaves out a turn

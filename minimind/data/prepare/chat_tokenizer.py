@@ -11,7 +11,6 @@ from minimind.data.chat.template import (
     is_own,
     named_tokens,
     own_template,
-    require_bounded,
     special_names,
     tags_of,
 )
@@ -27,7 +26,7 @@ from minimind.runtime.file_kinds import kind_of_file
 def read_template(path: str) -> tuple[str, str]:
     """Source and name in messages of --chat_template `path`, a file or the name of a shipped one.
 
-    Raise UsageError if it cannot be read, or takes too much time or memory.
+    Raise UsageError if it cannot be read.
     """
     name, shipped = f"--chat_template {path}", files_by_name(TEMPLATES)
     file = Path(shipped.get(path, path)).expanduser()
@@ -41,7 +40,6 @@ def read_template(path: str) -> tuple[str, str]:
             f"{name}: cannot be read ({reason}); name a file with a Jinja template, or"
             f" {', '.join(shipped)}"
         ) from error
-    require_bounded(source, name)
     return source, name
 
 

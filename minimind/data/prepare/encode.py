@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
@@ -27,9 +27,8 @@ from minimind.data.prepare.work_units import Plan, Unit
 from minimind.data.shards.conversation_shards import DTYPE, marked
 from minimind.data.shards.manifest import SPLITS, is_whole
 from minimind.data.shards.token_shards import ShardWriter, token_dtype
-from minimind.data.text.documents import DocumentError, ReadOptions, Records, Rejection
-from minimind.data.text.inputs import LINES, Segment, kind_of
-from minimind.data.text.readers import in_file, read_segment
+from minimind.data.text.documents import DocumentError, ReadOptions, Rejection, Segment
+from minimind.data.text.formats import format_of, in_file, read_segment
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
 from minimind.errors import DataError, UsageError
@@ -37,7 +36,8 @@ from minimind.runtime.durable_files import canonical_json, storing, sync_directo
 from minimind.runtime.urls import named
 
 if TYPE_CHECKING:
-    from minimind.data.chat.template import ChatTemplate
+    from minimind.data.chat.conversations import Conversation
+    from minimind.data.chat.template import ChatTemplate, Written
 
 BATCH_CHARACTERS = 2**20  # takes about the same time in any language
 DOCUMENT_CHARACTERS = 64  # overhead per document, which dominates for short ones
@@ -64,28 +64,39 @@ def ignore(rejection: Rejection) -> None:
     """Ignore a bad document."""
 
 
+class Place(NamedTuple):
+    """Where a document stands: see `Rejection`."""
+
+    path: Path
+    line: int
+    byte: int | None
+
+
 def documents_of(
     segments: Iterable[Segment],
     reading: ReadOptions,
     reject: Callable[[Rejection], None],
     lines: Counter[str] | None = None,
-) -> Iterator[tuple[str, int]]:
+) -> Iterator[tuple[str, int, Place]]:
     """Yield each text with the bytes of input read so far; call `reject` for bad documents.
 
-    `lines` counts the lines of each file that is cut, once per finished segment.
+    Line numbers of a file that is cut count from the first of the segments. `lines` counts them.
     """
     before = 0
+    lines = Counter() if lines is None else lines
     for segment in segments:
-        read = 0
+        read, above = 0, lines[str(segment.path)]
         for document in read_segment(segment, reading):
             read += 1
             if isinstance(document, Rejection):
-                reject(document)
+                reject(replace(document, line=above + document.line))
                 continue
-            yield document[0], before + document[1]
+            text, reached, line, byte = document
             del document
+            yield text, before + reached, Place(segment.path, above + line, byte)
+            del text
         before += segment.weight
-        if lines is not None and kind_of(segment.path) in LINES:
+        if format_of(segment.path).is_cut_in_lines:
             lines[str(segment.path)] += read
 
 
@@ -95,7 +106,7 @@ def held_out_by(plan: Plan, reading: ReadOptions) -> dict[bytes, str]:
     units = filter(plan.is_held_out, plan.units)
     for segment in (segment for unit in units for segment in unit.segments):
         name = named(str(segment.path))
-        for text, _ in documents_of([segment], reading, ignore):
+        for text, _, _ in documents_of([segment], reading, ignore):
             found[hashlib.sha256(text.encode()).digest()] = name
     return found
 
@@ -105,6 +116,7 @@ class Batch:
     """Documents that are tokenized together, in order."""
 
     texts: list[str]
+    places: list[Place]
     splits: list[str]
     bytes: list[int]
 
@@ -141,27 +153,31 @@ class UnitReader:
     def batches(self) -> Iterator[Batch]:
         """Yield batches of about `BATCH_CHARACTERS`."""
         texts: list[str] = []
+        places: list[Place] = []
         size = 0
-        for text, reached in documents_of(
+        for text, reached, place in documents_of(
             self.unit.segments, self.reading, self._reject, self.lines
         ):
             texts.append(text)
+            places.append(place)
             size += len(text) + DOCUMENT_CHARACTERS
+            if isinstance(text, WrittenText):
+                size += len(text.written[0])
             if size >= BATCH_CHARACTERS:
                 del text
                 self._report(reached)
-                yield self._batch(texts)
-                texts, size = [], 0
+                yield self._batch(texts, places)
+                texts, places, size = [], [], 0
         if texts:
-            yield self._batch(texts)
+            yield self._batch(texts, places)
         self._report(self.unit.bytes)
 
-    def _batch(self, texts: list[str]) -> Batch:
+    def _batch(self, texts: list[str], places: list[Place]) -> Batch:
         contents = [text.encode() for text in texts]
         digests = [hashlib.sha256(content).digest() for content in contents]
         self.digest.update(b"".join(digests))
         splits = [split_of(digest, self.val_fraction) for digest in digests]
-        return Batch(texts, splits, [*map(len, contents)])
+        return Batch(texts, places, splits, [*map(len, contents)])
 
     def _report(self, reached: int) -> None:
         self.report_bytes(reached - self.reported)
@@ -170,15 +186,13 @@ class UnitReader:
     def _reject(self, rejection: Rejection) -> None:
         if self.is_strict:
             refuse(rejection)
-        path = str(rejection.path)
-        number = rejection.line + self.lines[path]
+        fields = {**asdict(rejection), "path": str(rejection.path)}
         if self._rejections is None:
             self._rejections = open(self.listed, "wb")
-            self.first_rejected = {**asdict(rejection), "path": path, "line": number}
+            self.first_rejected = fields
         if self._lines_listed < MAX_LISTED:
-            line = {"file": path, "line": number, "byte": rejection.byte, "what": rejection.what}
-            lost = {"documents": rejection.documents, "bytes": rejection.bytes}
-            self._rejections.write(canonical_json({**line, **lost}) + b"\n")
+            listed = {name: fields[name] for name in ("line", "byte", "what", "documents", "bytes")}
+            self._rejections.write(canonical_json({"file": fields["path"], **listed}) + b"\n")
             self._lines_listed += 1
             self.listed_documents += rejection.documents
         self.rejected += rejection.documents
@@ -205,12 +219,10 @@ REMEDY = "give another folder"
 Encoded = tuple[list[np.ndarray], TextLoss]
 
 
-class Unencoded(DataError):
-    """The tokenizer fails on a document."""
+class WrittenText(str):
+    """The text of a conversation, with what its template writes of it."""
 
-    def __init__(self, message: str, text: str = "") -> None:
-        super().__init__(message)
-        self.text = text
+    written: Written
 
 
 @dataclass(frozen=True)
@@ -268,43 +280,41 @@ class Work:
         reading, chat = self.plan.options.reading, self._chat
         if chat is None:
             return reading
-        from minimind.data.chat.conversations import (
-            conversation_columns,
-            conversation_of,
-            conversation_of_line,
-            conversation_of_row,
-        )
+        from minimind.data.chat.conversations import conversation_records, document_of
+        from minimind.data.chat.turns import Unbounded
 
-        def usable(text: str) -> str:
+        def written(conversation: Conversation, reading: ReadOptions) -> WrittenText:
+            text = WrittenText(document_of(conversation, reading))
             try:
-                chat.require_usable(conversation_of(text), self._train_on)
+                text.written = chat.write(conversation, self._train_on)
+            except Unbounded:  # which conversations are skipped may not depend on the host's speed
+                raise
             except UsageError as error:  # report the line; the template itself is valid
                 reason, _, remedy = str(error).rpartition("; ")
                 raise DocumentError(reason, remedy) from error
             return text
 
-        records = Records(
-            of_line=lambda line: usable(conversation_of_line(line, reading, ignored)),
-            of_row=lambda row: usable(conversation_of_row(row, reading, ignored)),
-            columns=lambda names: conversation_columns(names, ignored),
-        )
-        return replace(reading, records=records)
+        return replace(reading, records=conversation_records(reading, ignored, written))
+
+    def encode_batch(self, batch: Batch, threads: int) -> Encoded:
+        """See `encode`; a DataError names the place of the document."""
+        try:
+            return self.encode(batch.texts, threads)
+        except DataError:
+            for text, place in zip(batch.texts, batch.places, strict=True):
+                try:
+                    self.encode([text], threads)
+                except DataError as error:
+                    what, _, remedy = str(error).rpartition("; ")
+                    rejection = in_file(Rejection(*place, what, remedy))
+                    raise DataError(f"{rejection}, or leave the document out") from error
+            raise
 
     def encode(self, texts: Sequence[str], threads: int) -> Encoded:
         """Tokens of each document, of conversations with the marks of targets; and what is lost.
 
-        Raise Unencoded for a document that the tokenizer fails on.
+        Raise DataError where the tokenizer fails.
         """
-        try:
-            return self._encode(texts, threads)
-        except DataError as error:
-            if len(texts) == 1:
-                raise Unencoded(str(error), texts[0]) from error
-            for text in texts:  # find the one that has the error
-                self.encode([text], threads)
-            raise
-
-    def _encode(self, texts: Sequence[str], threads: int) -> Encoded:
         loss = TextLoss()
         if self._chat is None:
             ids = self.tokenizer.encode_arrays(texts, threads)
@@ -312,14 +322,12 @@ class Work:
                 loss.count(self.tokenizer, self._sizes, texts, ids)
             return ids, loss
         measured = None if self.tokenizer.is_lossless else loss
-        from minimind.data.chat.conversations import conversation_of
-
-        conversations = map(conversation_of, texts)
-        encoded = self._chat.encode_batch(conversations, self._train_on, threads, measured)
+        written = [cast(WrittenText, text).written for text in texts]
         documents = []
-        for one in encoded:
-            assert not isinstance(one, DocumentError)  # see `reading_of`
-            documents.append(marked(*one))
+        for encoded in self._chat.encode_written(written, threads, measured):
+            if isinstance(encoded, DocumentError):
+                raise DataError(f"{encoded.reason}; {encoded.remedy}")
+            documents.append(marked(*encoded))
         return documents, loss
 
     def path(self, kind: str, number: int) -> Path:
@@ -409,7 +417,6 @@ def encode_unit(work: Work, unit: Unit) -> None:
         stack.enter_context(_no_collection())
         for file in (reader, *writers.values()):
             stack.enter_context(closing(file))
-        stack.enter_context(_placing(unit, reader.reading))
         for batch, (ids, lost) in _overlapped(reader.batches(), work):
             loss.add(lost)
             for split, writer in writers.items():
@@ -437,22 +444,6 @@ def encode_unit(work: Work, unit: Unit) -> None:
 
 
 @contextmanager
-def _placing(unit: Unit, reading: ReadOptions) -> Iterator[None]:
-    """Name the file and the line of a document that the tokenizer fails on."""
-    try:
-        yield
-    except Unencoded as error:
-        reason, _, remedy = str(error).rpartition("; ")
-        for segment in unit.segments:
-            for document in read_segment(segment, reading):
-                if not isinstance(document, Rejection) and document[0] == error.text:
-                    _, _, line, byte = document
-                    rejection = Rejection(segment.path, line, byte, reason, remedy)
-                    raise DataError(f"{in_file(rejection)}, or leave the document out") from error
-        raise
-
-
-@contextmanager
 def _no_collection() -> Iterator[None]:
     """Disable the garbage collector: there are no cycles, and its scans cost a tenth."""
     was_on = gc.isenabled()
@@ -477,7 +468,7 @@ def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, E
     Each thread has a batch of its own: sharing one, all would wait for the last. But a document
     that is large has all threads, and memory, to itself.
     """
-    encode, threads = work.encode, work.threads
+    encode, threads = work.encode_batch, work.threads
     large = min(LARGE_BYTES, (work.tokenizer.longest_at_once or sys.maxsize) // threads)
     with ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:
         waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
@@ -485,7 +476,7 @@ def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, E
             is_large = max(batch.bytes) >= large
             if is_large:
                 yield from _taken(waiting, 0)
-            waiting.append((batch, pool.submit(encode, batch.texts, threads if is_large else 1)))
+            waiting.append((batch, pool.submit(encode, batch, threads if is_large else 1)))
             del batch
             yield from _taken(waiting, 0 if is_large else PREFETCH_BATCHES + threads)
         work.overlap_task()

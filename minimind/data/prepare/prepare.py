@@ -38,7 +38,8 @@ from minimind.data.prepare.prepared import Prepared, is_prepared, open_prepared
 from minimind.data.prepare.work_units import Options, Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
 from minimind.data.shards.manifest import FORMAT_VERSION, PLAN_NAME, TOKENIZER_NAME, require_hash
-from minimind.data.text.inputs import Source, kind_of, require_records
+from minimind.data.text.formats import format_of
+from minimind.data.text.inputs import Source, require_records
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.lossless import require_kept
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
@@ -199,7 +200,7 @@ def _content(path: Path) -> list[str]:
             raise DataError(
                 f"{file}: was changed after it was fetched; delete {file} to fetch it again"
             )
-    return [kind_of(path), *hashes.values()]
+    return [format_of(path).suffix, *hashes.values()]
 
 
 def tokenizer_of(request: PrepareRequest, plan: Plan, trained: Path, remedy: str) -> AnyTokenizer:
@@ -235,7 +236,7 @@ def _training_texts(plan: Plan, request: PrepareRequest) -> Iterator[str]:
     total = sum(segment.weight for segment in segments)
     silent = not (request.progress and sys.stderr.isatty())
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=silent) as bar:
-        for text, reached in documents_of(segments, reading, reject):
+        for text, reached, _ in documents_of(segments, reading, reject):
             bar.update(reached - bar.n)
             if split_of(sha256(text.encode()).digest(), options.val_fraction) == "train":
                 is_empty = False

@@ -14,16 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from minimind.data.shards.manifest import FORMAT_VERSION, PLAN_NAME
-from minimind.data.text.documents import ReadOptions
-from minimind.data.text.inputs import (
-    Segment,
-    Source,
-    find_files,
-    is_cut,
-    require_once,
-    segments_of,
-    without,
-)
+from minimind.data.text.documents import ReadOptions, Segment
+from minimind.data.text.formats import format_of
+from minimind.data.text.inputs import Source, find_files, require_once, without
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import fingerprint
@@ -198,15 +191,13 @@ def make_plan(
         unit_bytes, total = SMALLEST_UNIT, sum(given.bytes for given in inputs)
         while unit_bytes * MAX_UNITS < total:
             unit_bytes *= 2
-    elif sum(i.bytes for i in inputs if is_cut(Path(i.path))) > MAX_UNITS * unit_bytes:
-        raise _too_many_units(inputs, unit_bytes)
     units: list[Unit] = []
     parts = [
         [given for given in inputs if given.source == number] for number in range(len(sources))
     ]
     for number, part in ((0, parts[0]), (0, val_inputs), *enumerate(parts[1:], 1)):
         paths = (Path(given.path) for given in part)
-        segments = (segment for path in paths for segment in segments_of(path, unit_bytes))
+        segments = (one for path in paths for one in format_of(path).cut(path, unit_bytes))
         for group in _group(segments, unit_bytes):
             if len(units) == max_units:
                 raise _too_many_units(inputs, unit_bytes)

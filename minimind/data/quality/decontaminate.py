@@ -14,8 +14,7 @@ from minimind.data.prepare.encode import refuse
 from minimind.data.quality.near_duplicates import quiet
 from minimind.data.quality.rules import plain_words
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import segments_of
-from minimind.data.text.readers import read_segment
+from minimind.data.text.formats import read_segment, segments_of
 from minimind.errors import DataError
 
 

@@ -32,8 +32,8 @@ from minimind.data.quality.near_duplicates import MinHash, near_duplicates, requ
 from minimind.data.quality.records import InRecord, field_of, line_with, with_records
 from minimind.data.quality.rules import filters_of, require_rules
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import Source, find_files, require_once, segments_of
-from minimind.data.text.readers import read_segment
+from minimind.data.text.formats import read_segment, segments_of
+from minimind.data.text.inputs import Source, find_files, require_once
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import canonical_json, read_small, sync_file, write_durably

@@ -1,4 +1,4 @@
 """Readers of documents from files, folders and globs; rejections have file, line and byte.
 
-A new text format starts in `FORMS` of `inputs.py` and `_READERS` of `readers.py`.
+A new text format is a reader, a row of `formats.py`, and a line in docs/data.md.
 """

@@ -221,6 +221,25 @@ class Rejection:
         return f"{self.path}:{self.line} ({place}): {self.what}; {self.remedy}"
 
 
+@dataclass(frozen=True)
+class Segment:
+    """A part of an input that is read independently.
+
+    `start` and `stop` are byte offsets in lines (a line belongs to the segment in which it begins),
+    rows in tables, and 0 and the size for files read as a whole. `weight` is the approximate size
+    on disk in bytes.
+    """
+
+    path: Path
+    start: int
+    stop: int
+    weight: int
+
+
+# A document: its text, the bytes of the segment read so far, its line or row, and its offset.
+Found = Iterator[tuple[str, int, int, int | None] | Rejection]
+
+
 class DocumentError(Exception):
     """Raised for a bad document: reason, remedy, and offset in the line.
 

@@ -1,4 +1,4 @@
-"""Sources by name and weight: their files, of paths, directories and globs, in segments."""
+"""Sources by name and weight, and their files: of paths, directories and globs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,12 @@ from typing import Any
 
 from minimind.config.names import is_utf8, no_such_file, utf8_fault
 from minimind.config.yaml_files import WEIGHTS, load_yaml_texts, source_weight
-from minimind.data.text.tables import TRAIN, dataset_bytes, dataset_rows, is_dataset, row_groups
+from minimind.data.text.formats import DATASET, FORMATS, KNOWN, RECORDS, format_of
+from minimind.data.text.tables import TRAIN, is_dataset
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.urls import HUB_PREFIX, OF_THE_HUB, masked
 
-LINES, WHOLE = (".jsonl", ".ndjson"), (".txt", ".md")
-FORMS = (*LINES, ".json", *WHOLE, ".csv", ".tsv")
-PACKINGS = (".gz", ".zst", ".xz", ".bz2")
-PARQUET, DATASET = ".parquet", "dataset"
-SUFFIXES = (*(form + packing for form in FORMS for packing in ("", *PACKINGS)), PARQUET)
-KNOWN = f"{', '.join(FORMS)} (also with .gz, .zst, .xz or .bz2) or {PARQUET}"
-RECORDS = (*(form for form in FORMS if form not in WHOLE), PARQUET)
 # What is beside text, and not text: of the Hub, of models, of `minimind data filter`.
 BESIDE_TEXT = re.compile(
     r"(readme|license|changelog)\.md|(\w+_)?(config|infos?|dict|map|index|tokens|vocab)\.json"
@@ -41,41 +35,6 @@ PARTS = {
 }
 ANY_DEPTH = "**"
 WEIGHTED = ", and give its source a weight if it should be read more often"
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of an input that is read independently.
-
-    `start` and `stop` are byte offsets in LINES (a line belongs to the segment in which it
-    begins), rows in .parquet files and datasets, and 0 and the size for files read as a whole.
-    `weight` is the approximate size on disk in bytes.
-    """
-
-    path: Path
-    start: int
-    stop: int
-    weight: int
-
-
-def kind_of(path: Path) -> str:
-    """Return one of SUFFIXES or DATASET by the name; raise DataError for others."""
-    if disk.is_dir(path):
-        return DATASET
-    for suffix in SUFFIXES:
-        if path.name.lower().endswith(suffix):
-            return suffix
-    raise DataError(
-        f"{path}: the suffix {path.suffix!r} is none of {KNOWN};"
-        " convert the file, or rename it if it is one of these"
-    )
-
-
-def without_packing(kind: str) -> str:
-    """The form of the content of a kind: `.jsonl` of `.jsonl.gz`."""
-    return next(
-        (kind.removesuffix(packing) for packing in PACKINGS if kind.endswith(packing)), kind
-    )
 
 
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -116,7 +75,7 @@ def _identity(path: Path) -> Path:
 def require_records(files: Iterable[Path]) -> None:
     """Raise DataError for a file that is one text, so that it cannot hold conversations."""
     for path in files:
-        if kind_of(path).startswith(WHOLE):
+        if format_of(path).is_one_text:
             raise DataError(
                 f"{path}: conversations are read from {', '.join(RECORDS)} and datasets, not from"
                 " whole texts; write one conversation a line of a .jsonl file"
@@ -233,10 +192,11 @@ def val_paths(val_path: str | None, data_path: Sequence[str]) -> tuple[str, ...]
     """
     if val_path != AUTO:
         return () if val_path is None else (val_path,)
-    from minimind.runtime.hub import DATASET, repository
+    from minimind.runtime.hub import DATASET as DATA_SET
+    from minimind.runtime.hub import repository
 
     found: list[Path | str] = []
-    for wanted in filter(None, (repository(path, DATASET) for path in data_path)):
+    for wanted in filter(None, (repository(path, DATA_SET) for path in data_path)):
         inside, _, last = wanted.inside.rpartition("/")
         inside = inside if last in PARTS else wanted.inside
         found.append(str(replace(wanted, inside=f"{inside}/{VALIDATION}".strip("/"))))
@@ -326,7 +286,7 @@ def _is_wanted(path: Path) -> bool:
 
 def is_text_name(name: str) -> bool:
     """Whether a file of this name in a folder is read as text."""
-    return name.lower().endswith(SUFFIXES) and not BESIDE_TEXT.fullmatch(name)
+    return name.lower().endswith(tuple(FORMATS)) and not BESIDE_TEXT.fullmatch(name)
 
 
 def _require_printable(path: Path) -> None:
@@ -338,64 +298,19 @@ def _require_printable(path: Path) -> None:
 
 
 def _require_readable(path: Path) -> None:
-    kind = kind_of(path) if disk.exists(path) else None
-    if kind is None and disk.is_symlink(path):
+    form = format_of(path) if disk.exists(path) else None
+    if form is None and disk.is_symlink(path):
         raise DataError(f"{path}: is a link to a file that is not there; remove it")
-    if kind is None and str(path).startswith(HUB_PREFIX):
+    if form is None and str(path).startswith(HUB_PREFIX):
         raise DataError(f"{path}: is no local path, nor hf:USER/SET of the Hub; correct it")
-    if kind is None:
+    if form is None:
         raise DataError(no_such_file(path))
-    if kind == DATASET:
+    if form is DATASET:
         return
     if not disk.is_file(path):
         raise DataError(f"{path}: is a pipe or a device, not a file; write the text to a file")
     with open(path, "rb"):
         pass  # or an OSError: it may not be readable
-
-
-def is_cut(path: Path) -> bool:
-    """Whether the format can be split into segments of any size."""
-    return kind_of(path) in (*LINES, DATASET)
-
-
-def segments_of(path: Path, unit_bytes: int) -> list[Segment]:
-    """Split an input into segments of about `unit_bytes`, if its format allows.
-
-    An empty input is one empty segment, reported by its reader. Raise DataError for a damaged
-    .parquet file or dataset.
-    """
-    return _parts(path, unit_bytes) or [Segment(path, 0, 0, 0)]
-
-
-def _parts(path: Path, unit_bytes: int) -> list[Segment]:
-    kind = kind_of(path)
-    if kind != DATASET and disk.stat(path).st_size == 0:
-        return []
-    if kind == PARQUET:
-        return _grouped(path, row_groups(path), disk.stat(path).st_size, unit_bytes)
-    if kind == DATASET:
-        rows, size = dataset_rows(path), dataset_bytes(path)
-        step = max(1, rows * unit_bytes // max(size, 1))
-        ends = [(first, min(first + step, rows)) for first in range(0, rows, step)]
-        return [Segment(path, a, b, (b - a) * size // rows) for a, b in ends]
-    size = disk.stat(path).st_size
-    step = unit_bytes if kind in LINES else max(size, 1)
-    cuts = [(start, min(start + step, size)) for start in range(0, size, step)]
-    return [Segment(path, start, stop, stop - start) for start, stop in cuts]
-
-
-def _grouped(path: Path, counts: list[int], size: int, unit_bytes: int) -> list[Segment]:
-    """Join neighbouring row groups up to about `unit_bytes`."""
-    total = sum(counts)
-    segments: list[Segment] = []
-    start = stop = 0
-    for count in counts:
-        stop += count
-        weight = (stop - start) * size // max(total, 1)
-        if weight >= unit_bytes or stop == total:
-            segments.append(Segment(path, start, stop, weight))
-            start = stop
-    return [segment for segment in segments if segment.stop > segment.start]
 
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -1,16 +1,12 @@
-"""Read the documents of segments; bad ones are yielded as rejections."""
+"""Read lines of JSON, JSON lists, CSV and plain text; bad documents are yielded as rejections."""
 
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from hashlib import sha256
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,8 +17,10 @@ from minimind.data.text.documents import (
     RETURNS,
     SPEAKERS,
     DocumentError,
+    Found,
     ReadOptions,
     Rejection,
+    Segment,
     document_of_cells,
     document_of_file,
     document_of_line,
@@ -30,16 +28,7 @@ from minimind.data.text.documents import (
     missing_in_table,
     too_long_line,
 )
-from minimind.data.text.inputs import (
-    DATASET,
-    LINES,
-    PACKINGS,
-    PARQUET,
-    Segment,
-    kind_of,
-    without_packing,
-)
-from minimind.data.text.tables import BUFFER_BYTES, Damage, dataset_texts, parquet_texts, unpacked
+from minimind.data.text.packed import BUFFER_BYTES, Damage, opened, reached_by
 from minimind.errors import DataError
 from minimind.runtime import disk
 from minimind.runtime.file_kinds import (
@@ -56,51 +45,11 @@ LONG_RECORD, LONGER = 100, 10
 OBJECTS_JOINED = re.compile(rb'[]}]\s*(?:\[\s*)?\{\s*"')  # in a string, the quote has a backslash
 # The content of a line, or the error of one that is too long.
 Line = bytes | bytearray | DocumentError
-# A document: its text, the bytes of the segment read so far, its line or row, and its offset.
-Found = Iterator[tuple[str, int, int, int | None] | Rejection]
 PIECE_BYTES = 2**20
 
 
-def read_segment(segment: Segment, reading: ReadOptions) -> Found:
-    r"""Yield documents or rejections, with the bytes of the segment read so far and the place.
-
-    A document is the `text_field` of a line, an item or a row, or all of it (`records`), or a whole
-    file of text with its newlines; lines of JSON may end with \r\n. Reading continues after a
-    rejection unless the file is damaged. Raise DataError for an unreadable file, or a table without
-    these columns.
-
-    Lines, rows and offsets are those of a Rejection, but in LINES line numbers count from the start
-    of the segment; every line gives one document or one rejection. Items of a JSON list are counted
-    as lines are.
-    """
-    kind = kind_of(segment.path)
-    if segment.start == segment.stop:
-        yield _emptiness(segment.path, kind in (PARQUET, DATASET))
-        return
-    try:
-        read = _plain_lines if kind in LINES else _READERS[without_packing(kind)]
-        found = read(segment, reading)
-        yield from _not_held_out(found, segment.path, reading) if reading.held_out else found
-    except OSError as error:
-        reason = error.strerror or error
-        raise DataError(f"{segment.path}: cannot be read ({reason}); check the file") from error
-
-
-def _not_held_out(found: Found, path: Path, reading: ReadOptions) -> Found:
-    for one in found:
-        if isinstance(one, Rejection):
-            yield one
-            continue
-        text, _, line, byte = one
-        held_out = reading.held_out.get(sha256(text.encode()).digest())
-        if held_out is None:
-            yield one
-        else:
-            reason = f"is also in {held_out}, which is held out"
-            yield Rejection(path, line, byte, reason, "remove it from one of the two")
-
-
-def _plain_lines(segment: Segment, reading: ReadOptions) -> Found:
+def plain_lines(segment: Segment, reading: ReadOptions) -> Found:
+    """Documents of the lines of JSON that begin in a segment of a file."""
     kinds: list[Kind | None] = []  # kind of the file, once a line of it is bad
     has_read = False
     with open(segment.path, "rb", buffering=BUFFER_BYTES) as file:
@@ -210,18 +159,6 @@ def _documents_in(line: bytes | bytearray, reading: ReadOptions) -> int:
     return 1
 
 
-def in_file(rejection: Rejection) -> Rejection:
-    """Return the rejection with its line number in the file, which requires reading up to it."""
-    if rejection.byte is None or kind_of(rejection.path) not in LINES:
-        return rejection
-    return replace(rejection, line=_line_number(rejection.path, rejection.byte))
-
-
-def _line_number(path: Path, offset: int) -> int:
-    """Number of the line that contains the byte at `offset`."""
-    return newlines(path, 0, offset) + 1
-
-
 def newlines(path: Path, start: int, stop: int) -> int:
     """Newlines among the bytes `start` to `stop` of a file."""
     count = 0
@@ -247,53 +184,28 @@ def line_offset(path: Path, line: int) -> int:
     return offset
 
 
-class _Plain(io.FileIO):
-    """A file that is not compressed, as `Unpacked`."""
-
-    @property
-    def consumed(self) -> int:
-        return self.tell()
-
-    given = reached = consumed
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, io.BufferedReader[Any]]]:
-    """The content of a file, and the same with a buffer; the former counts for `_reached`."""
-    is_packed = path.suffix.lower() in PACKINGS
-    with unpacked(path) if is_packed else _Plain(path) as content:
-        with io.BufferedReader(content, BUFFER_BYTES) as file:
-            yield content, file
-
-
-def _reached(content: Any, end: int) -> int:
-    """Bytes of the file for `end` bytes of its content, which is read further ahead."""
-    return content.consumed * end // max(1, content.given)
-
-
-def _streamed_lines(segment: Segment, reading: ReadOptions) -> Found:
+def streamed_lines(segment: Segment, reading: ReadOptions, may_be_list: bool = False) -> Found:
     """Documents of lines of JSON, or of the items of a list, in a file that is read as a whole."""
-    with _opened(segment.path) as (content, file):
+    with opened(segment.path) as (content, file):
         number = position = 0
         expected, has_read = [JSON_TEXT], False
         try:
             start = file.peek(LOOKED_AT)
             lines = _lines(file, 0, sys.maxsize, reading)
-            is_json = without_packing(kind_of(segment.path)) == ".json"
-            if is_json and start.lstrip().startswith(b"["):
+            if may_be_list and start.lstrip().startswith(b"["):
                 lines, expected = _items(file, reading), [JSON_TEXT, JSON_LIST]
             for begin, end, line in lines:
                 number, position = number + 1, end
                 document = _document_or_error(line, reading)
                 if isinstance(document, str):
                     has_read = True
-                    yield document, _reached(content, end), number, begin
+                    yield document, reached_by(content, end), number, begin
                 else:
-                    document.bytes = _reached(content, document.bytes)
+                    document.bytes = reached_by(content, document.bytes)
                     kind = None if has_read else kind_of_content(start, *expected)
                     yield _rejection(segment.path, number, begin, document, kind)
             if not number:
-                yield _emptiness(segment.path)
+                yield emptiness(segment.path)
         except Damage as damage:
             yield _rest(segment.path, number + 1, position, content, damage, reading)
 
@@ -454,16 +366,15 @@ class _CsvLines:
         return text.removeprefix("\ufeff") if self.number == 1 else text
 
 
-def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
-    """Documents of the rows of a file of comma- or tab-separated cells below their names.
+def csv_rows(segment: Segment, reading: ReadOptions, delimiter: str = ",") -> Found:
+    """Documents of the rows of a file of separated cells below their names.
 
     Blank lines are no rows, and a byte order mark is none of the first name, as in other readers.
     """
     path = segment.path
     csv.field_size_limit(sys.maxsize)  # `_CsvLines` has a limit
-    with _opened(path) as (content, file):
+    with opened(path) as (content, file):
         lines = _CsvLines(file, reading)
-        delimiter = "\t" if without_packing(kind_of(path)) == ".tsv" else ","
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
             columns, width = _csv_columns(path, rows, delimiter, file.peek(LOOKED_AT), reading)
@@ -485,16 +396,16 @@ def _csv_rows(segment: Segment, reading: ReadOptions) -> Found:
                     is_short = len(row) == width and not lines.has_long_record
                     document = error if is_short else lines.lost_with(error)
                     nul = sum(cell.count("\0") for cell in row)
-                    document.bytes = _reached(content, nul)
+                    document.bytes = reached_by(content, nul)
                 has_rows = True
                 if isinstance(document, str):
                     lines.end_record()
-                    yield document, _reached(content, lines.end), lines.first, lines.begin
+                    yield document, reached_by(content, lines.end), lines.first, lines.begin
                 else:
                     document.at = 0  # of a cell
                     yield _rejection(path, lines.first, lines.begin, document)
             if not has_rows:
-                yield _emptiness(path)
+                yield emptiness(path)
         except Damage as damage:
             yield _rest(path, lines.first, lines.begin, content, damage, reading)
         reading.remarks.extend((path, remark) for remark in lines.remarks())
@@ -550,8 +461,9 @@ def _document_of_row(
     return reading.records.of_row(cells) if reading.records else document_of_cells(cells, reading)
 
 
-def _whole_file(segment: Segment, reading: ReadOptions) -> Found:
-    with _opened(segment.path) as (_, file):
+def whole_file(segment: Segment, reading: ReadOptions) -> Found:
+    """A file as one document, with its newlines."""
+    with opened(segment.path) as (_, file):
         try:
             content = file.read(reading.max_document_bytes + 1)
         except Damage as damage:
@@ -559,7 +471,7 @@ def _whole_file(segment: Segment, reading: ReadOptions) -> Found:
             yield _rejection(segment.path, 1, 0, error)
             return
     if not content:
-        yield _emptiness(segment.path)
+        yield emptiness(segment.path)
         return
     kind = kind_of_content(content)
     kind = None if kind is not None and kind.is_text else kind
@@ -573,32 +485,8 @@ def _whole_file(segment: Segment, reading: ReadOptions) -> Found:
         yield _rejection(segment.path, line, 0, error, kind)
 
 
-def _parquet_rows(segment: Segment, reading: ReadOptions) -> Found:
-    return _rows(segment, parquet_texts(segment.path, segment.start, segment.stop, reading))
-
-
-def _dataset_rows(segment: Segment, reading: ReadOptions) -> Found:
-    return _rows(segment, dataset_texts(segment.path, segment.start, segment.stop, reading))
-
-
-def _rows(segment: Segment, texts: Iterator[str | DocumentError]) -> Found:
-    row = segment.start
-    for text in texts:
-        if isinstance(text, DocumentError):
-            bad, lost = text, text.documents
-            yield Rejection(segment.path, row + 1, None, bad.reason, bad.remedy, lost)
-            row += lost
-        else:
-            row += 1
-            share = (row - segment.start) / (segment.stop - segment.start)
-            yield text, int(segment.weight * share), row, None
-    if row < segment.stop:
-        reason = f"the rows from here to {segment.stop} are missing"
-        lost = segment.stop - row
-        yield Rejection(segment.path, row + 1, None, reason, "copy the file again", lost)
-
-
-def _emptiness(path: Path, is_table: bool = False) -> Rejection:
+def emptiness(path: Path, is_table: bool = False) -> Rejection:
+    """The rejection of an empty input."""
     return Rejection(path, 1, None if is_table else 0, "is empty", "fill it or leave it out")
 
 
@@ -610,16 +498,3 @@ def _rejection(
     if kind is not None:
         what, remedy, at = f"the file is {kind.name}", kind.remedy, 0
     return Rejection(path, line, begin + at, what, remedy, error.documents, error.bytes)
-
-
-_READERS: dict[str, Callable[[Segment, ReadOptions], Found]] = {
-    ".jsonl": _streamed_lines,
-    ".ndjson": _streamed_lines,
-    ".json": _streamed_lines,
-    ".txt": _whole_file,
-    ".md": _whole_file,
-    ".csv": _csv_rows,
-    ".tsv": _csv_rows,
-    PARQUET: _parquet_rows,
-    DATASET: _dataset_rows,
-}

@@ -1,6 +1,4 @@
-"""Read text columns, or records, of tables; and compressed files as bounded streams.
-
-Tables are Parquet files and Hugging Face datasets on disk.
+"""Read text columns, or records, of tables: Parquet files and Hugging Face datasets on disk.
 
 Both are read in Arrow batches. Memory for a Parquet file is bounded by the columns that are read of
 one row group; a dataset is memory-mapped.
@@ -8,205 +6,30 @@ one row group; a dataset is memory-mapped.
 
 from __future__ import annotations
 
-import io
 import json
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from minimind.data.text.documents import (
     LINE_BYTES_PER_TEXT_BYTE,
     DocumentError,
+    Found,
     JsonCell,
     ReadOptions,
+    Rejection,
+    Segment,
     document_of_cells,
     missing_in_table,
     too_long_document,
 )
+from minimind.data.text.packed import needs_extra
 from minimind.errors import DataError
 from minimind.runtime import disk
-from minimind.runtime.file_kinds import (
-    ARROW,
-    BZIP2,
-    GZIP,
-    JSON_TEXT,
-    PARQUET,
-    XZ,
-    ZSTD,
-    kind_of_content,
-    kind_of_file,
-)
-from minimind.runtime.installed import install_extra
+from minimind.runtime.file_kinds import ARROW, JSON_TEXT, PARQUET, kind_of_file
 from minimind.runtime.terminal import first_lines
-
-# A kibibyte unpacks to 32 MiB at most (zstd; 1 MiB of deflate), which bounds the memory of a
-# decompression bomb. xz and bzip2 take the bound themselves (`BUFFER_BYTES`).
-PIECE_BYTES = 2**10
-BUFFER_BYTES = 2**20
-XZ_MEMORY = 2**28  # bytes; `xz -9` needs a quarter
-# What zstd says of a window of more than 2**27 bytes, and xz of one that needs more memory.
-TOO_FAR_BACK = {
-    "requires too much memory": (
-        "the compressed stream looks further back than 128 MiB",
-        "compress it again without --long, or with --long=27 at most",
-    ),
-    "Memory usage limit": (
-        f"the compressed stream needs more than {XZ_MEMORY >> 20} MiB of memory",
-        "compress it again with xz -9 at most",
-    ),
-}
-GZIP_CONTAINER = 31  # wbits: deflate inside a gzip header and checksum
-
-
-class Damage(Exception):
-    """The rest of a file cannot be read; has the reason and the remedy.
-
-    `lacking` are the bytes of content that a file no longer has, where it says how many it had.
-    """
-
-    def __init__(self, what: str, remedy: str = "copy the file again", lacking: int = 0) -> None:
-        super().__init__(what)
-        self.remedy = remedy
-        self.lacking = lacking
-
-
-class Unpacked(io.RawIOBase):
-    """Decompressed content of a file; bytes `consumed` of the file so far, and `given` by them.
-
-    `reached` are those bytes of the file that gave something: blocks give all or nothing.
-    Concatenated streams (`cat a.gz b.gz`, parallel compressors) are one content. A truncated stream
-    raises Damage: the libraries' readers end silently (zstandard) or lose count of bytes (gzip).
-    """
-
-    def __init__(
-        self,
-        file: BinaryIO,
-        kind: str,
-        start: Callable[[], Any],
-        faults: type[Exception] | tuple[type[Exception], ...],
-        padding: bytes,
-        *bound: int,
-    ) -> None:
-        self.consumed = self.given = self.reached = 0
-        self._kind = kind
-        self._file = file
-        self._start = start  # gives a decompressor of one stream
-        self._faults = faults
-        self._padding = padding  # what may fill the space behind a stream
-        self._bound = bound  # bytes that a decompressor gives at most, if it takes such a limit
-        self._stream: Any = None  # None between two streams
-        self._finished = False  # one stream at least
-        self._packed = b""
-        self._ready = memoryview(b"")
-        self._promised = 0  # bytes given at the end of this stream, as its header says
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer`; return the number of bytes, 0 at the end. Raise Damage."""
-        while not self._ready:
-            if not self._refill():
-                return 0
-        size = min(len(buffer), len(self._ready))
-        buffer[:size] = self._ready[:size]
-        self._ready = self._ready[size:]
-        return size
-
-    def _refill(self) -> bool:
-        """Unpack more bytes; return False at the end of the file."""
-        has_more = not getattr(self._stream, "needs_input", True)
-        if not self._packed and not has_more:
-            self._packed = self._file.read(PIECE_BYTES)
-            self.consumed += len(self._packed)
-        if not self._packed and not has_more:
-            if self._stream is not None:
-                lacking = max(0, self._promised - self.given)
-                known = (
-                    f"it lacks {lacking:,} bytes of text" if lacking else "what it lacks is unknown"
-                )
-                raise Damage(f"the compressed stream is cut off, and {known}", lacking=lacking)
-            return False
-        if self._stream is None:
-            if self._finished:
-                self._packed = self._packed.lstrip(self._padding)
-                if not self._packed:
-                    return True
-            self._stream = self._start()
-            if self._kind == ZSTD:
-                self._promised = self.given + _content_size(self._packed)
-        try:
-            self._ready = memoryview(self._stream.decompress(self._packed, *self._bound))
-        except self._faults as error:
-            for words, told in TOO_FAR_BACK.items():
-                if words in str(error):
-                    raise Damage(*told) from error
-            is_first = not self._finished and self.consumed <= PIECE_BYTES
-            if is_first and (kind := kind_of_content(self._packed, self._kind)):
-                raise Damage(f"the file is {kind.name}, not {self._kind}", kind.remedy) from error
-            raise Damage(f"the compressed stream is damaged ({error})") from error
-        if self._ready:
-            self.given += len(self._ready)
-            self.reached = self.consumed
-        self._packed = b""
-        if self._stream.eof:
-            self._packed = self._stream.unused_data
-            self._stream = None
-            self._finished = True
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def unpacked(path: Path) -> Unpacked:
-    """Open a compressed file; raise DataError if its library is missing."""
-    suffix = path.suffix.lower()
-    if suffix == ".xz":
-        import lzma
-
-        start = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, XZ_MEMORY)
-        return Unpacked(open(path, "rb"), XZ, start, lzma.LZMAError, b"\0", BUFFER_BYTES)
-    if suffix == ".bz2":
-        import bz2
-
-        faults, start = (OSError, ValueError), bz2.BZ2Decompressor
-        return Unpacked(open(path, "rb"), BZIP2, start, faults, b"", BUFFER_BYTES)
-    if suffix == ".zst":
-        zstandard = _zstandard(path)
-        start = zstandard.ZstdDecompressor().decompressobj
-        return Unpacked(open(path, "rb"), ZSTD, start, zstandard.ZstdError, b"")
-    # gzip's own tools ignore zeros behind a stream, which tapes and block devices leave.
-    start = partial(zlib.decompressobj, GZIP_CONTAINER)
-    return Unpacked(open(path, "rb"), GZIP, start, zlib.error, b"\0")
-
-
-def _content_size(frame: bytes) -> int:
-    """Bytes of content by the header of a zstd frame, which may lack them; else 0."""
-    import zstandard
-
-    try:
-        return max(0, zstandard.frame_content_size(frame))
-    except zstandard.ZstdError:  # the header is cut or damaged, which its decompressor says
-        return 0
-
-
-def _zstandard(path: Path) -> Any:
-    try:
-        import zstandard
-    except ModuleNotFoundError as error:
-        raise needs_extra(path, "zstandard") from error
-    return zstandard
-
-
-def needs_extra(path: Path, package: str) -> DataError:
-    """Message for a missing optional package."""
-    return DataError(f"{path}: is read with {package}; {install_extra('data')}")
-
 
 ROWS_PER_BATCH = 256
 DATASET_FILE = "state.json"  # beside a dataset that save_to_disk wrote
@@ -221,18 +44,20 @@ def is_dataset(path: Path) -> bool:
     return any(disk.is_file(path / name) for name in (DATASET_FILE, SPLITS_FILE))
 
 
-def dataset_bytes(path: Path) -> int:
-    """Size of the files of a dataset."""
-    files = disk.files_below(_split_directory(path))
-    return sum(disk.stat(file).st_size for file in files if file.suffix == ".arrow")
-
-
-def dataset_rows(path: Path) -> int:
-    """Number of rows of a dataset; raise DataError if it cannot be opened."""
-    try:
-        return len(_dataset(path))
-    except IndexError:  # what the library says of a table without any batch
-        return 0
+def parquet_segments(path: Path, unit_bytes: int) -> Iterator[Segment]:
+    """Join neighbouring row groups up to about `unit_bytes`; raise DataError for a damaged file."""
+    size = disk.stat(path).st_size
+    counts = row_groups(path) if size else []
+    total = sum(counts)
+    start = stop = 0
+    for count in counts:
+        stop += count
+        weight = (stop - start) * size // max(total, 1)
+        if (weight >= unit_bytes or stop == total) and stop > start:
+            yield Segment(path, start, stop, weight)
+            start = stop
+    if not total:
+        yield Segment(path, 0, 0, 0)
 
 
 def row_groups(path: Path) -> list[int]:
@@ -241,41 +66,66 @@ def row_groups(path: Path) -> list[int]:
         return [file.metadata.row_group(n).num_rows for n in range(file.metadata.num_row_groups)]
 
 
-def parquet_texts(
-    path: Path, start: int, stop: int, reading: ReadOptions
-) -> Iterator[str | DocumentError]:
-    """Yield the texts of rows `start` to `stop`, or their problems.
+def parquet_rows(segment: Segment, reading: ReadOptions) -> Found:
+    """Documents of the row groups that begin in a segment.
 
-    Reads the row groups that begin in this range. An unreadable row loses the others of its group,
-    which its problem counts. Raise DataError if there is no column to read.
+    An unreadable row loses the others of its group, which its rejection counts. Raise DataError if
+    there is no column to read.
     """
-    with _parquet(path) as file:
+    with _parquet(segment.path) as file:
         schema = file.schema_arrow
-        columns = _columns(path, schema, reading)
+        columns = _columns(segment.path, schema, reading)
         first, parts = 0, []
         for number in range(file.metadata.num_row_groups):
             rows = file.metadata.row_group(number).num_rows
-            if start <= first < stop:
+            if segment.start <= first < segment.stop:
                 how = {"row_groups": [number], "columns": columns, "use_threads": False}
                 parts.append((rows, partial(file.iter_batches, ROWS_PER_BATCH, **how)))
             first += rows
-        yield from _texts(parts, columns, schema, reading)
+        yield from _documents(segment, _texts(parts, columns, schema, reading))
 
 
-def dataset_texts(
-    path: Path, start: int, stop: int, reading: ReadOptions
-) -> Iterator[str | DocumentError]:
-    """Yield the texts of rows `start` to `stop`, or their problems; as parquet_texts.
+def dataset_segments(path: Path, unit_bytes: int) -> Iterator[Segment]:
+    """Rows of about `unit_bytes`; raise DataError for a dataset that cannot be opened."""
+    files = disk.files_below(_split_directory(path))
+    size = sum(disk.stat(file).st_size for file in files if file.suffix == ".arrow")
+    try:
+        rows = len(_dataset(path))
+    except IndexError:  # what the library says of a table without any batch
+        rows = 0
+    step = max(1, rows * unit_bytes // max(size, 1))
+    for start in range(0, max(rows, 1), step):
+        stop = min(start + step, rows)
+        yield Segment(path, start, stop, (stop - start) * size // max(rows, 1))
 
-    The groups are of ROWS_PER_BATCH rows.
-    """
-    dataset = _dataset(path)
+
+def dataset_rows(segment: Segment, reading: ReadOptions) -> Found:
+    """Documents of the rows of a dataset, in groups of ROWS_PER_BATCH; see `parquet_rows`."""
+    dataset = _dataset(segment.path)
     schema = dataset.features.arrow_schema
-    columns = _columns(path, schema, reading)
+    columns = _columns(segment.path, schema, reading)
     rows = dataset.select_columns(columns).with_format("arrow")
-    ends = ((n, min(n + ROWS_PER_BATCH, stop)) for n in range(start, stop, ROWS_PER_BATCH))
+    starts = range(segment.start, segment.stop, ROWS_PER_BATCH)
+    ends = ((n, min(n + ROWS_PER_BATCH, segment.stop)) for n in starts)
     parts = ((b - a, lambda a=a, b=b: rows[a:b].to_batches()) for a, b in ends)
-    yield from _texts(parts, columns, schema, reading)
+    yield from _documents(segment, _texts(parts, columns, schema, reading))
+
+
+def _documents(segment: Segment, texts: Iterator[str | DocumentError]) -> Found:
+    row = segment.start
+    for text in texts:
+        if isinstance(text, DocumentError):
+            bad, lost = text, text.documents
+            yield Rejection(segment.path, row + 1, None, bad.reason, bad.remedy, lost)
+            row += lost
+        else:
+            row += 1
+            share = (row - segment.start) / (segment.stop - segment.start)
+            yield text, int(segment.weight * share), row, None
+    if row < segment.stop:
+        reason = f"the rows from here to {segment.stop} are missing"
+        lost = segment.stop - row
+        yield Rejection(segment.path, row + 1, None, reason, "copy the file again", lost)
 
 
 def _texts(

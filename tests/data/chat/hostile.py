@@ -132,7 +132,6 @@ LARGE = {name: source for name, source in HOSTILE.items() if name not in LOOPING
             "a conversion of an attribute": "'{0.a!r}'.format(n)|length",
             "an error": "raise_exception(n.a)",
             "an error of a key": "messages[n.a].x",
-            "an attribute": "messages|map(attribute=n.a)|list",
             "safe": "(n.a|safe)|length",
             "a namespace": "n",
             "a namespace in a list": "[n]|string|length",

@@ -11,8 +11,8 @@ from minimind.data.chat.conversations import (
     Conversation,
     Message,
     canonical_text,
-    conversation_of,
     conversation_of_line,
+    document_of,
     messages_of,
     weight_of,
 )
@@ -33,7 +33,9 @@ USER, ANSWER = turns(("user", "one"), ("assistant", "two"))
 
 def read(record):
     line = record if isinstance(record, bytes) else json.dumps(record).encode() + b"\n"
-    return conversation_of(conversation_of_line(line, LIMIT))
+    found = conversation_of_line(line)
+    document_of(found, LIMIT)
+    return found
 
 
 FORMATS = [
@@ -349,24 +351,22 @@ def test_the_byte_of_text_that_is_not_utf8():
 
 
 def test_canonical_text():
-    text = conversation_of_line(
-        b'{"prompt": "\\u6625 \\"q\\"\\n", "completion": "\\u0001\\u2028"}\n', LIMIT
+    found = conversation_of_line(
+        b'{"prompt": "\\u6625 \\"q\\"\\n", "completion": "\\u0001\\u2028"}\n'
     )
-    assert text == (
+    assert document_of(found, LIMIT) == (
         '[{"role":"user","content":"春 \\"q\\"\\n"},{"role":"assistant","content":"\\u0001\u2028"}]'
     )
-    assert [*conversation_of(text)] == [
-        Message("user", '春 "q"\n'),
-        Message("assistant", "\x01\u2028"),
-    ]
+    assert [*found] == [Message("user", '春 "q"\n'), Message("assistant", "\x01\u2028")]
 
 
 def test_the_limit_is_that_of_the_canonical_text():
     line = b'{"prompt":"a","completion":"b"}'
-    size = len(conversation_of_line(line, LIMIT).encode())
-    assert conversation_of_line(line, ReadOptions(max_document_bytes=size))
+    found = conversation_of_line(line)
+    size = len(document_of(found, LIMIT).encode())
+    assert document_of(found, ReadOptions(max_document_bytes=size))
     with pytest.raises(DocumentError, match=f"has {size} bytes"):
-        conversation_of_line(line, ReadOptions(max_document_bytes=size - 1))
+        document_of(found, ReadOptions(max_document_bytes=size - 1))
 
 
 @pytest.mark.parametrize("escaped", [True, False])
@@ -375,10 +375,10 @@ def test_random_conversations_come_back(escaped):
     for _ in range(500):
         messages = conversation(draw)
         text = canonical_text(messages)
-        assert [*conversation_of(text)] == messages
         record = {"id": 1, "messages": json.loads(text)}
         line = bytearray(json.dumps(record, ensure_ascii=escaped).encode() + b"\r\n")
-        assert conversation_of_line(line, ReadOptions()) == text
+        found = conversation_of_line(line)
+        assert ([*found], document_of(found, ReadOptions())) == (messages, text)
 
 
 ABSENT = ["", " ", None, [], {}, "[]", "{}", " [ ]\n", "null", "None", [None], [""], {"a": None}]
@@ -500,7 +500,7 @@ IGNORED = [
 def test_what_is_ignored_beside_the_turns_is_named(beside):
     ignored = set()
     line = json.dumps({**beside, "messages": [USER, {**ANSWER, "timestamp": "2026"}]}).encode()
-    assert conversation_of(conversation_of_line(line, LIMIT, ignored)) == ROUND
+    assert conversation_of_line(line, ignored) == ROUND
     assert ignored == {*beside, "timestamp of turns"} - {"tools"}
 
 
@@ -663,7 +663,7 @@ FORMS = [
 def test_forms_of_a_question_and_its_answer(record):
     ignored = set()
     line = json.dumps(record).encode()
-    assert conversation_of(conversation_of_line(line, LIMIT, ignored)) == ROUND
+    assert conversation_of_line(line, ignored) == ROUND
     assert ("rejected" in ignored) == ("rejected" in record)
 
 

@@ -14,7 +14,8 @@ from minimind.data.prepare.encode import Work, encode_unit
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.prepare.work_units import Options, Unit, make_plan
-from minimind.data.text.inputs import Source, segments_of
+from minimind.data.text.formats import segments_of
+from minimind.data.text.inputs import Source
 from minimind.errors import DataError
 from tests.data.chat.made import SIMPLE
 from tests.data.chat.malformed import Faulty, faulty_files

@@ -6,9 +6,9 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
-from minimind.data.chat.conversations import conversation_of, conversation_of_line
+from minimind.data.chat.conversations import conversation_of_line
 from minimind.data.chat.template import ChatTemplate
-from minimind.data.text.documents import DocumentError, ReadOptions
+from minimind.data.text.documents import DocumentError
 from minimind.errors import UsageError
 from tests.data.chat.made import EVERY_TOKEN
 from tests.data.chat.templates import PLAIN
@@ -145,7 +145,7 @@ def test_a_mutated_line_is_read_as_it_is_meant_or_refused(tokenizer, name, reque
         given = mutated(draw, record(draw, name))
         line = json.dumps(given, ensure_ascii=False).encode()
         try:
-            ids, _ = template.encode(conversation_of(conversation_of_line(line, ReadOptions())))
+            ids, _ = template.encode(conversation_of_line(line))
         except (DocumentError, UsageError):
             refused += 1
             continue

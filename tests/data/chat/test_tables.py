@@ -18,8 +18,8 @@ from minimind.cli.main import main
 from minimind.data.prepare.encode import Work, encode_unit
 from minimind.data.prepare.work_units import make_plan
 from minimind.data.text.documents import Rejection
-from minimind.data.text.inputs import Source, segments_of
-from minimind.data.text.readers import read_segment
+from minimind.data.text.formats import read_segment, segments_of
+from minimind.data.text.inputs import Source
 from minimind.errors import DataError
 from tests.data.chat.made import conversation
 from tests.data.chat.malformed import FORMS, record

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from minimind.data.chat.conversations import conversation_of, conversation_of_line
+from minimind.data.chat.conversations import conversation_of_line
 from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate, TrainOn, readable
-from minimind.data.text.documents import DocumentError, ReadOptions
+from minimind.data.text.documents import DocumentError
 from minimind.errors import UsageError
 from tests.data.chat.made import SIMPLE, all_good, conversation, text
 from tests.data.chat.templates import MARKED, NO_THOUGHTS, NO_TOOLS, ONE_CALL, PLAIN
@@ -59,7 +59,7 @@ def record(draw, name):
 
 
 def read(given):
-    return conversation_of(conversation_of_line(json.dumps(given).encode(), ReadOptions()))
+    return conversation_of_line(json.dumps(given).encode())
 
 
 @pytest.mark.sample(12)

@@ -22,6 +22,9 @@ from minimind.cli.main import main
 from minimind.data.prepare import encode
 from minimind.data.prepare.encode import Batch
 from minimind.data.prepare.prepared import open_prepared
+from minimind.data.prepare.work_units import Unit
+from minimind.data.text.documents import ReadOptions, Records
+from minimind.data.text.formats import segments_of
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.data.tokenizer.sentencepiece import MODEL_NAME, train_tokenizer
 from minimind.data.tokenizer.statistics import measure
@@ -79,10 +82,13 @@ class Recorder:
 def test_a_large_document_has_all_threads_and_memory_to_itself(longest: int | None, large: int):
     tokenizer = Recorder(longest)
     work: Any = SimpleNamespace(
-        tokenizer=tokenizer, encode=tokenizer.encode_arrays, threads=2, overlap_task=lambda: None
+        tokenizer=tokenizer,
+        encode_batch=lambda batch, threads: tokenizer.encode_arrays(batch.texts, threads),
+        threads=2,
+        overlap_task=lambda: None,
     )
     sizes = [1, 1, 1, large, 1, large - 1, 1, large, large, 1]
-    given = [Batch([f"{n}"], ["train"], [size]) for n, size in enumerate(sizes)]
+    given = [Batch([f"{n}"], [], ["train"], [size]) for n, size in enumerate(sizes)]
     found: Any = list(encode._overlapped(given, work))
     assert [batch.texts for batch, _ in found] == [batch.texts for batch in given]
     assert [ids[0].tolist() for _, ids in found] == [[1]] * len(given)
@@ -91,6 +97,20 @@ def test_a_large_document_has_all_threads_and_memory_to_itself(longest: int | No
         assert seen[number][0] == (2 if size == large else 1)
         assert seen[number][1] == 1 or size < large
     assert max(together for _, together in seen.values()) == 2
+
+
+def test_batches_are_as_short_as_what_templates_write_is_long(tmp_path: Path):
+    def of_line(line: bytes | bytearray) -> encode.WrittenText:
+        text = encode.WrittenText(line.decode())
+        text.written = "a" * int(line), []
+        return text
+
+    records = Records(of_line, lambda row: "", lambda names: [])
+    (tmp_path / "t.jsonl").write_text(f"1\n{MIB}\n{MIB}\n1\n1\n")
+    unit = Unit(0, 0, tuple(segments_of(tmp_path / "t.jsonl", 2**30)))
+    reading = ReadOptions(records=records)
+    reader = encode.UnitReader(unit, reading, 0, True, tmp_path / "listed", lambda _: None)
+    assert [len(batch.texts) for batch in reader.batches()] == [2, 1, 2]
 
 
 def test_what_is_accepted_depends_on_whether_a_tokenizer_cuts_texts(place: Path):

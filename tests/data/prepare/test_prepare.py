@@ -20,8 +20,10 @@ from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.prepare.work_units import Options, Unit, make_plan
 from minimind.data.shards.manifest import seal
-from minimind.data.text import readers
-from minimind.data.text.inputs import Segment, Source, segments_of
+from minimind.data.text import formats
+from minimind.data.text.documents import Segment
+from minimind.data.text.formats import segments_of
+from minimind.data.text.inputs import Source
 from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.errors import DataError, StorageError, UsageError
 
@@ -222,7 +224,7 @@ def test_a_file_that_changes_while_it_is_read_is_reported(
 ):
     def growing(segment, reading):
         write_lines(segment.path, [*TEXTS, "more"])
-        return ((text, 1) for text in TEXTS)
+        return ((text, 1, number, None) for number, text in enumerate(TEXTS, 1))
 
     monkeypatch.setattr(encode, "read_segment", growing)
     with pytest.raises(DataError, match="changed since its preparation started"):
@@ -325,7 +327,7 @@ def test_no_line_is_read_again_to_number_what_is_passed_over(tmp_path, tokenizer
     rows = [None if n % 97 == 0 < n else text for n, text in enumerate(TEXTS)]
     parquet.write_table(pyarrow.table({"text": rows}), paths[4], row_group_size=50)
     given = {"skips_bad": True, "max_bad_fraction": 0.5, "val_fraction": 0.0}
-    monkeypatch.setattr(readers, "_line_number", no_build)
+    monkeypatch.setattr(formats, "newlines", no_build)
     made = [
         make(paths, tmp_path / f"{unit}", tokenizer_path, unit_bytes=unit, **given)
         for unit in (10**9, 30_000, 4096)

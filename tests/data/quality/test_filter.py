@@ -13,8 +13,8 @@ import pytest
 from minimind.cli.main import main
 from minimind.data.quality import filter
 from minimind.data.text.documents import ReadOptions
-from minimind.data.text.inputs import find_files, segments_of
-from minimind.data.text.readers import read_segment
+from minimind.data.text.formats import read_segment, segments_of
+from minimind.data.text.inputs import find_files
 from tests.conftest import sentences
 
 

@@ -17,8 +17,8 @@ from pyarrow import parquet
 from minimind.cli.main import main
 from minimind.data.quality.records import InRecord, line_with, with_records
 from minimind.data.text.documents import ReadOptions
-from minimind.data.text.inputs import find_files, segments_of
-from minimind.data.text.readers import read_segment
+from minimind.data.text.formats import read_segment, segments_of
+from minimind.data.text.inputs import find_files
 from tests.data.quality.test_filter import kept, run, write
 from tests.data.quality.test_rules import CLEAN, MENU, STORY
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import segments_of
-from minimind.data.text.readers import in_file, read_segment
+from minimind.data.text.formats import in_file, read_segment, segments_of
 
 WHOLE = 2**62
 

@@ -15,7 +15,6 @@ import random
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import datasets
@@ -26,14 +25,12 @@ import zstandard
 from pyarrow import csv as arrow_csv
 from pyarrow import parquet
 
-from minimind.data.chat.conversations import (
-    conversation_columns,
-    conversation_of_line,
-    conversation_of_row,
-)
+from minimind.data.chat.conversations import conversation_records
 from minimind.data.text import readers
-from minimind.data.text.documents import ReadOptions, Records, Rejection
-from minimind.data.text.inputs import PACKINGS, find_files, segments_of
+from minimind.data.text.documents import ReadOptions, Rejection
+from minimind.data.text.formats import segments_of
+from minimind.data.text.inputs import find_files
+from minimind.data.text.packed import PACKINGS
 from minimind.errors import DataError
 from tests.data.text.reading import documents_of, read
 
@@ -183,8 +180,8 @@ from pathlib import Path
 from tests.data.text.reading import read
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import segments_of
-from minimind.data.text.readers import read_segment
+from minimind.data.text.formats import segments_of
+from minimind.data.text.formats import read_segment
 for name in ("items", "string"):
     (segment,) = segments_of(Path({str(tmp_path)!r}) / f"{{name}}.json.zst", 2**62)
     found = read_segment(segment, ReadOptions(max_document_bytes=2**21))
@@ -545,12 +542,7 @@ def test_a_file_that_is_not_cut_is_one_segment(tmp_path):
 
 
 def test_conversations_are_the_same_from_every_form(tmp_path):
-    how = ReadOptions()
-    records = Records(
-        of_line=partial(conversation_of_line, reading=how),
-        of_row=partial(conversation_of_row, reading=how),
-        columns=conversation_columns,
-    )
+    records = conversation_records(ReadOptions())
     pairs = [{"prompt": text, "completion": text[::-1]} for text in made(8, 40)]
     lines = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
     wanted = documents_of(put(tmp_path / "a.jsonl", lines), records=records)

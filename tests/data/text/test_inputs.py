@@ -11,8 +11,8 @@ from pyarrow import parquet
 
 from minimind.data.prepare.work_units import Options, make_plan
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import Source, find_files, kind_of, segments_of
-from minimind.data.text.readers import read_segment
+from minimind.data.text.formats import format_of, read_segment, segments_of
+from minimind.data.text.inputs import Source, find_files
 from minimind.errors import DataError
 
 GOOD = b'{"text": "one"}\n'
@@ -164,7 +164,7 @@ def test_a_suffix_in_capitals_is_the_same_suffix(tmp_path):
     (tmp_path / "c.JSONL.GZ").write_bytes(gzip.compress(GOOD))
     found = find_files([tmp_path])
     assert names_of(found, tmp_path) == ["UP.JSONL", "b.Txt", "c.JSONL.GZ"]
-    assert [kind_of(path) for path in found] == [".jsonl", ".txt", ".jsonl.gz"]
+    assert [format_of(path).suffix for path in found] == [".jsonl", ".txt", ".jsonl.gz"]
     assert read(tmp_path / "c.JSONL.GZ") == (["one"], [])
 
 

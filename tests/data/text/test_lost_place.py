@@ -13,8 +13,7 @@ from pyarrow import parquet
 
 from minimind.data.text import documents, readers
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import segments_of
-from minimind.data.text.readers import read_segment
+from minimind.data.text.formats import read_segment, segments_of
 
 TEXTS = [f"number {n} of the texts, {n**9:x}" for n in range(1000)]
 LINES = [json.dumps({"id": n, "text": text}).encode() for n, text in enumerate(TEXTS)]

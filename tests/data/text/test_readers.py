@@ -10,8 +10,7 @@ import pytest
 import zstandard
 
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import segments_of
-from minimind.data.text.readers import in_file, read_segment
+from minimind.data.text.formats import in_file, read_segment, segments_of
 from minimind.errors import DataError
 from tests.data.text.reading import documents_of, read
 

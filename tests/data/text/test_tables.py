@@ -11,8 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import segments_of
-from minimind.data.text.readers import read_segment
+from minimind.data.text.formats import read_segment, segments_of
 from minimind.errors import DataError
 from tests.data.text.reading import documents_of, read
 
