@@ -64,6 +64,22 @@ from minimind.runtime.file_kinds import SENTENCEPIECE, kind_of_content
 CHUNK_CHARACTERS = 2**9
 LONGEST_CHUNK = LONGEST_WHOLE = 2**16
 CHUNK_TOKENS = 2**16
+SAMPLE_BYTES = 2**24
+SETTINGS = {  # settings of the trainer, recorded in the model
+    "character_coverage": 1.0,
+    "byte_fallback": True,
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+    "unk_id": 0,
+    "bos_id": 1,
+    "eos_id": 2,
+    "pad_id": 3,
+    "num_threads": 1,
+}
+SENTENCE_CHARACTERS = 1000  # SentencePiece silently drops sentences of more than 4192 bytes
+
+# The trainer marks unknown characters with U+2585 and skips sentences that contain it.
+RESERVED = {"\u2585", "\0"}
 
 
 def adjacent_pairs(pieces: Iterable[str]) -> frozenset[str]:
@@ -106,25 +122,6 @@ def id_chunks(ids: np.ndarray, pieces: Callable[[], Iterable[Piece]]) -> Iterato
         start = end
 
 
-SAMPLE_BYTES = 2**24
-NO_MODEL = "is not a SentencePiece model, or damaged"
-SETTINGS = {  # settings of the trainer, recorded in the model
-    "character_coverage": 1.0,
-    "byte_fallback": True,
-    "allow_whitespace_only_pieces": True,
-    "split_digits": True,
-    "unk_id": 0,
-    "bos_id": 1,
-    "eos_id": 2,
-    "pad_id": 3,
-    "num_threads": 1,
-}
-SENTENCE_CHARACTERS = 1000  # SentencePiece silently drops sentences of more than 4192 bytes
-
-# The trainer marks unknown characters with U+2585 and skips sentences that contain it.
-RESERVED = {"\u2585", "\0"}
-
-
 class Tokenizer(AnyTokenizer):
     """A SentencePiece model in a `.model` file, or as `tokenizer.model` in a directory."""
 
@@ -146,10 +143,10 @@ class Tokenizer(AnyTokenizer):
         # UnicodeDecodeError: a piece is not UTF-8, or an error message quotes such a piece.
         except (RuntimeError, UnicodeDecodeError, DecodeError) as error:
             kind = kind_of_content(self._model, SENTENCEPIECE)
-            what = f"is {kind}, not a SentencePiece model" if kind else NO_MODEL
+            what = f"{kind}," if kind else "damaged, or"
             raise DataError(
-                f"{self.path}: {what}; restore it, or delete"
-                " it and leave out --tokenizer to learn one from the data"
+                f"{self.path}: is {what} not a SentencePiece model; restore it, or delete it and"
+                " leave out --tokenizer to learn one from the data"
             ) from error
         self.vocab_size, self.unk_id = processor.vocab_size(), processor.unk_id()
         self.bos_id, self.eos_id = processor.bos_id(), processor.eos_id()
