@@ -14,9 +14,8 @@ from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.formats import format_of, segments_of
+from minimind.data.text.formats import format_of, read_segment, segments_of
 from minimind.data.text.inputs import find_files, require_once, require_records, val_paths, without
-from minimind.data.text.readers import read_segment
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.file_kinds import form_of_folder
