@@ -43,7 +43,7 @@ def write(folder: Path, tokens: int) -> TokenShards:
             for first in range(start, min(start + 2**25, tokens), 2**22):
                 ids = draw.integers(0, 6400, min(2**22, tokens - first))
                 writer.add(ids, np.array([len(ids)]))
-            shards.append({"source": 0, **(writer.finish() or {})})
+            shards.append(writer.finish() or {})
     describe(folder, "uint16", shards, vocab_size=6400)
     return TokenShards(folder, "train")
 

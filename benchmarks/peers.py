@@ -219,7 +219,7 @@ def bits_per_byte(model: torch.nn.Module, data: Path, length: int) -> float:
     part = Part(
         windows_of(prepared.val, length, prepared.tokenizer.eos_id),
         tuple(source["name"] for source in sources),
-        tuple(prepared.split_bytes(number, "val") or None for number in range(len(sources))),
+        tuple(source["split_bytes"]["val"] for source in sources),
         tuple(prepared.mean_bytes(number, "val") for number in range(len(sources))),
     )
     with evaluation_accelerator("cpu", dist_timeout=600) as accelerator:

@@ -484,7 +484,6 @@ def _print_suspects(args: At, steps: range, cache: ObjectCache) -> int:
 def _where(args: Where, cache: ObjectCache) -> int:
     from minimind.recovery.documents import place_json
     from minimind.recovery.step_rows import documents_of, steps_reading
-    from minimind.runtime.urls import named
 
     file, line = args.place
     log = _read_run(args.run)
@@ -500,10 +499,10 @@ def _where(args: Where, cache: ObjectCache) -> int:
         reads = [] if number is None else steps_reading(log, documents, number)
         steps = [{"step": step, "rank": rank, "row": row} for step, rank, row in reads]
         facts = {**place_json(found.place), "split": found.split or None, "document": number}
-        places.append({**facts, "data": named(str(documents.prepared.directory)), "reads": steps})
+        places.append({**facts, "data": str(documents.prepared), "reads": steps})
         if not args.json:
             if len(texts) > 1:
-                print(f"{named(str(documents.prepared.directory))}:")
+                print(f"{documents.prepared}:")
             _print_reads(found, number, documents, reads)
     if unknown and not places:
         raise unknown

@@ -370,7 +370,7 @@ def _open_data(
                 else f"{place}: holds text, and --task sft reads files of conversations; drop"
                 " --task sft"
             )
-        prepared = open_text(path, allow_lossy=args.allow_lossy_tokenizer)
+        prepared = open_text(path)
         if prepared.tokenizer.fingerprint != tokenizer.fingerprint:
             raise DataError(
                 f"{place}: was prepared with another tokenizer than the model's; prepare its text"
@@ -444,10 +444,8 @@ def _parts(place: str, prepared: Prepared, is_folder: bool, length: int, args: E
         means = tuple(prepared.mean_bytes(number, split) for number in range(len(sources)))
         if args.max_rows is not None:
             text_bytes = (None,) * len(sources)
-        elif len(sources) == 1:
-            text_bytes = (prepared.manifest["splits"][split]["text_bytes"],)
         else:
-            text_bytes = tuple(source.get("split_bytes", {}).get(split) for source in sources)
+            text_bytes = tuple(source["split_bytes"][split] for source in sources)
         parts.append(Part(windows, names, text_bytes, means))
     if not sum(len(part.windows) for part in parts):
         raise DataError(

@@ -6,9 +6,8 @@ up to the document, with the same split by hash.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -60,29 +59,48 @@ class Placed:
     text: str
 
 
+@dataclass(frozen=True)
+class EncodedUnit:
+    """A unit of the plan of a folder, and the numbers of its training documents."""
+
+    folder: Path
+    plan: Plan
+    unit: Unit
+    numbers: range
+
+
 @dataclass
 class Documents:
-    """The training documents of a folder, numbered from 0 in the order of their tokens."""
+    """The training documents of a text, numbered from 0 in the order of their tokens."""
 
     prepared: Prepared
     ends: np.ndarray  # int64, cumulative tokens
-    plan: Plan
-    numbers: Mapping[int, range]  # numbers of the documents of a unit
+    units: list[EncodedUnit]
     cache: ObjectCache | None = None
     faults: dict[str, str] = field(default_factory=dict)  # why documents are not found, by file
     _fetched: dict[str, str] = field(default_factory=dict)  # fetched inputs by the lost name
     _line_at: dict[Path, tuple[int, int]] = field(default_factory=dict)  # a known offset and line
+    _works: dict[Path, Work] = field(default_factory=dict)  # by folder
 
     @classmethod
     def of(cls, prepared: Prepared, cache: ObjectCache | None = None) -> Documents:
-        """Read the index of a folder; with a cache, text at URLs that is gone is fetched."""
-        plan = Plan.from_json(read_described(prepared.directory))
+        """Read the index of a text; with a cache, text at URLs that is gone is fetched."""
         numbers, before = {}, 0
         for shard in prepared.manifest["splits"]["train"]["shards"]:
-            unit = int(Path(shard["name"]).stem.removeprefix("train-"))
-            numbers[unit] = range(before, before + shard["documents"])
+            path = prepared.directory / shard["name"]
+            unit = int(path.stem.removeprefix("train-"))
+            numbers[path.parent, unit] = range(before, before + shard["documents"])
             before += shard["documents"]
-        return cls(prepared, prepared.train.document_ends(), plan, numbers, cache)
+        units = []
+        for folder, name in prepared.parts():
+            plan = Plan.from_json(read_described(folder))
+            is_alone = name is None or len(plan.sources) == 1
+            units += [
+                EncodedUnit(folder, plan, unit, numbers.get((folder, unit.number), range(0)))
+                for unit in plan.units
+                if is_alone or plan.sources[unit.source].name == name
+            ]
+        return cls(prepared, prepared.train.document_ends(), units, cache)
 
     def over(self, start: int, stop: int) -> range:
         """Numbers of the documents with any of the tokens `start` to `stop`."""
@@ -97,53 +115,54 @@ class Documents:
         """Place by number; without those whose text is gone or changed (`faults`)."""
         left = set(wanted)
         places: dict[int, Place] = {}
-        for unit, numbers in self.numbers.items():
-            if in_unit := {number for number in left if number in numbers}:
-                places |= self._places_in(self.plan.units[unit], in_unit)
+        for unit in self.units:
+            if in_unit := {number for number in left if number in unit.numbers}:
+                places |= self._places_in(unit, in_unit)
                 left -= in_unit
         return places
 
-    def _places_in(self, unit: Unit, wanted: set[int]) -> dict[int, Place]:
+    def _places_in(self, unit: EncodedUnit, wanted: set[int]) -> dict[int, Place]:
         """Place of each document of a unit that is found unchanged."""
         places: dict[int, Place] = {}
         last = max(wanted)
         train = (document for document in self._read(unit) if document.split == "train")
-        number = self.numbers[unit.number].start - 1
-        for number, document in enumerate(train, self.numbers[unit.number].start):
-            if number in wanted and self._is_stored(number, document.text):
+        number = unit.numbers.start - 1
+        for number, document in enumerate(train, unit.numbers.start):
+            if number in wanted and self._is_stored(unit, number, document.text):
                 places[number] = document.place
             elif number in wanted:
                 self.faults[named(document.place.file)] = CHANGED
             if number == last:
                 break
-        files = [named(str(self._now(segment.path))) for segment in unit.segments]
+        files = [named(str(self._now(segment.path))) for segment in unit.unit.segments]
         if number < last and not any(file in self.faults for file in files):
             self.faults[files[-1]] = CHANGED
         return places
 
-    @cached_property
-    def _work(self) -> Work:
-        return Work(self.prepared.directory, self._plan_now, self.prepared.tokenizer, False)
+    def _work_of(self, unit: EncodedUnit) -> Work:
+        if unit.folder not in self._works:
+            plan, tokenizer = self._plan_now(unit.plan), self.prepared.tokenizer
+            self._works[unit.folder] = Work(unit.folder, plan, tokenizer, False)
+        return self._works[unit.folder]
 
-    @property
-    def _plan_now(self) -> Plan:
+    def _plan_now(self, plan: Plan) -> Plan:
         """The plan with the current names of what it holds out as a whole."""
-        if not self.plan.held_out:
-            return self.plan
+        if not plan.held_out:
+            return plan
         units = []
-        for unit in self.plan.units:
-            if self.plan.is_held_out(unit):
+        for unit in plan.units:
+            if plan.is_held_out(unit):
                 now = (replace(one, path=self._now(one.path)) for one in unit.segments)
                 units.append(replace(unit, segments=tuple(now)))
             else:
                 units.append(unit)
-        names = (str(self._now(Path(path))) for path in self.plan.held_out)
-        return replace(self.plan, units=tuple(units), held_out=(*self.plan.held_out, *names))
+        names = (str(self._now(Path(path))) for path in plan.held_out)
+        return replace(plan, units=tuple(units), held_out=(*plan.held_out, *names))
 
-    def _is_stored(self, number: int, text: str) -> bool:
+    def _is_stored(self, unit: EncodedUnit, number: int, text: str) -> bool:
         """Whether a text has the tokens of a document."""
         start, stop = self.tokens(number)
-        (stored,), _ = self._work.encode([text], 1)
+        (stored,), _ = self._work_of(unit).encode([text], 1)
         ids = stored & (TARGET - 1)  # without marks
         return np.array_equal(ids, self.prepared.train.stretch(start, stop - start - 1))
 
@@ -155,15 +174,14 @@ class Documents:
         """
         path = self._now(Path(self._input_of(file)))
         for unit in self._units_at(path, line):
-            numbers = self.numbers.get(unit.number, range(0))
-            number = numbers.start - 1
+            number = unit.numbers.start - 1
             for document in self._read(unit):
                 number += document.split == "train"
                 if document.place.file != str(path) or document.place.line not in (line, 0):
                     continue
                 if document.split != "train":
                     return document, None
-                if number not in numbers or not self._is_stored(number, document.text):
+                if number not in unit.numbers or not self._is_stored(unit, number, document.text):
                     raise DataError(f"{file}: {CHANGED}; restore it")
                 return document, number
         if self.faults:
@@ -171,7 +189,7 @@ class Documents:
             raise DataError(f"{name}: {fault}; restore it")
         raise UsageError(f"{file}:{line}: there is no such line; lines are counted from 1")
 
-    def _units_at(self, path: Path, line: int) -> list[Unit]:
+    def _units_at(self, path: Path, line: int) -> list[EncodedUnit]:
         """The units that may hold a line of a file: those with its byte or its row."""
         if not disk.exists(path):
             raise DataError(f"{path}: is gone; restore it")
@@ -183,11 +201,14 @@ class Documents:
             inside = not is_cut or segment.start <= at < max(segment.stop, segment.start + 1)
             return inside and self._now(segment.path) == path
 
-        return [unit for unit in self.plan.units if any(map(has_line, unit.segments))]
+        return [unit for unit in self.units if any(map(has_line, unit.unit.segments))]
 
     def _input_of(self, file: str) -> str:
         """The plan's path of a file; `file` may name the input in any way."""
-        by_now = {named(str(self._now(Path(given.path)))): given.path for given in self.plan.inputs}
+        inputs = dict.fromkeys(
+            given.path for unit in self.units for given in unit.plan.inputs_of(unit.unit)
+        )
+        by_now = {named(str(self._now(Path(path)))): path for path in inputs}
         wanted = named(file if is_url(file) else str(placed(Path(file).expanduser())))
         if wanted in by_now:
             return by_now[wanted]
@@ -212,9 +233,9 @@ class Documents:
                 self._fetched[name] = name
         return Path(self._fetched[name])
 
-    def _read(self, unit: Unit) -> Iterator[Placed]:
+    def _read(self, unit: EncodedUnit) -> Iterator[Placed]:
         """Documents of a unit, in order, up to a file that cannot be read (`faults`)."""
-        for segment in unit.segments:
+        for segment in unit.unit.segments:
             path = self._now(segment.path)
             try:
                 if not disk.exists(path):
@@ -224,8 +245,8 @@ class Documents:
                 self.faults[named(str(path))] = str(error).removeprefix(f"{path}: ")
                 return
 
-    def _read_segment(self, unit: Unit, segment: Segment) -> Iterator[Placed]:
-        reading = self._work.reading_of(unit, set())
+    def _read_segment(self, unit: EncodedUnit, segment: Segment) -> Iterator[Placed]:
+        reading = self._work_of(unit).reading_of(unit.unit, set())
         path, form = segment.path, format_of(segment.path)
         before = None if form.is_cut_in_lines and segment.start else 0
         for document in read_segment(segment, reading):
@@ -234,7 +255,7 @@ class Documents:
             else:
                 text, _, line, byte = document
                 digest = sha256(text.encode()).digest()
-                split = split_of(digest, self.plan.val_fraction_of(unit))
+                split = split_of(digest, unit.plan.val_fraction_of(unit.unit))
             if before is None:  # lines count from the start of the segment
                 before = self._line_of(path, byte or 0) - line
             at = 0 if form.is_one_text else line + before

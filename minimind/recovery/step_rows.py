@@ -19,7 +19,8 @@ from minimind.config.run_config import ParallelLayout
 from minimind.config.stages import MOST_STAGES
 from minimind.data.prepare.prepared import missing_of, open_prepared
 from minimind.data.prepare.remote import local_folder
-from minimind.data.rows.order import Order
+from minimind.data.rows.order import MOST_SOURCES, Order
+from minimind.data.text.inputs import Source
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.recovery.documents import Documents
 from minimind.report.history import Run, Start, number, read_runs
@@ -61,13 +62,23 @@ class LoggedOrder(CheckedJson):
     stages: Annotated[list[LoggedStage], Field([], max_length=MOST_STAGES), FailFast()]
 
 
+class LoggedSource(CheckedJson):
+    """A prepared folder that was mixed with others."""
+
+    name: str
+    weight: float | None
+    directory: str
+    url: str
+
+
 class LoggedData(CheckedJson):
-    """`data` of a run_start: the prepared folder, and inputs that have another name since."""
+    """`data` of a run_start: the prepared folders, and inputs that have another name since."""
 
     directory: str
     fingerprint: str
     url: str = ""  # URL of a folder that was fetched
     renamed: dict[str, str]
+    sources: Annotated[list[LoggedSource], Field([], max_length=MOST_SOURCES), FailFast()]
 
 
 class LoggedStart(CheckedJson):
@@ -204,19 +215,34 @@ def documents_of(
     With a cache it may be a URL, and a fetched folder that is gone is fetched again. Raise
     DataError if the folder is gone or holds other text.
     """
-    folder = Path(directory or stretch.data["directory"])
-    url = str(directory or stretch.data.get("url", ""))
-    if cache is not None and is_url(url) and (directory or missing_of(folder)):
-        folder = Path(local_folder(url, cache))
-    if missing := missing_of(folder):
-        raise DataError(
-            f"{directory or folder}: has no {missing[0]}, and the run was trained on this folder;"
-            " restore it, or give --data with a folder of the same text"
+
+    data: Mapping[str, Any] = stretch.data
+    if directory:
+        data = {"directory": directory, "url": directory}
+    mixed = data.get("sources", ())
+    folders = []
+    for one in mixed or [data]:
+        folder, url = Path(one["directory"]), str(one.get("url", ""))
+        if cache is not None and is_url(url) and (directory or missing_of(folder)):
+            folder = Path(local_folder(url, cache))
+        if missing := missing_of(folder):
+            raise DataError(
+                f"{directory or folder}: has no {missing[0]}, and the run was trained on this"
+                " folder; restore it, or give --data with a folder of the same text"
+            )
+        folders.append(folder)
+    if mixed:
+        from minimind.data.prepare.mixed import open_mixture
+
+        pairs = zip(mixed, folders, strict=True)
+        prepared = open_mixture(
+            [Source(one["name"], (str(folder),), one["weight"]) for one, folder in pairs]
         )
-    prepared = open_prepared(folder)
+    else:
+        prepared = open_prepared(*folders)
     if prepared.manifest["fingerprint"] != stretch.data["fingerprint"]:
         raise DataError(
-            f"{folder}: holds other text than the run was trained on; restore it, or give --data"
+            f"{prepared}: holds other text than the run was trained on; restore it, or give --data"
             " with a folder of the same text"
         )
     return Documents.of(replace(prepared, names=stretch.data["renamed"]), cache)

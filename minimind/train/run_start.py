@@ -242,6 +242,11 @@ def logged_order(
     """Fields of a run_start from which `recovery.step_rows` knows the rows of its steps."""
     directory = str(prepared.directory.absolute())
     url = named(directory)
+    mixed = [
+        {"name": one.name, "weight": one.weight, "directory": path, "url": named(path)}
+        for one in prepared.sources
+        for path in one.paths
+    ]
     return {
         "order": {
             "rows": order.n_rows,
@@ -257,6 +262,7 @@ def logged_order(
             **({} if url == directory else {"url": url}),
             "fingerprint": prepared.manifest["fingerprint"],
             "renamed": {old: new for old, new in prepared.names.items() if old != new},
+            **({"sources": mixed} if mixed else {}),
         },
     }
 
@@ -322,11 +328,6 @@ def data_notes(context: RunContext) -> list[str]:
         notes.append(
             f"warning  no row of {documents:,} documents is held out, so the run is not validated;"
             f" {way_out}"
-        )
-    if not prepared.train.has_sums:
-        notes.append(
-            f"note     {prepared.directory} has no sums of blocks: damage that leaves a file its"
-            " time is not seen; prepare the text again to have them"
         )
     if text.folder is None:
         from minimind.data.text.inputs import left_out_of

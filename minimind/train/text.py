@@ -35,7 +35,8 @@ class Text:
     flag: str  # --data_path, --source, or --stages FILE:
     names: tuple[str, ...]
     paths: tuple[str, ...]
-    folder: Path | None  # the prepared folder; None for raw text
+    folder: Path | None  # the prepared folder, or the first of several; None for raw text
+    sources: tuple[Source, ...] = ()  # prepared folders that are mixed
 
     def __str__(self) -> str:
         return f"{self.flag} {' '.join(self.names)}"
@@ -61,14 +62,14 @@ def find_text(run: RunConfig, cleanup: ExitStack) -> Text:
         paths = [local_folder(path, cache) for path in paths]
     flag, names = "--data_path", [masked(path) for path in run.data_path]
     if sources:
-        from minimind.data.prepare.mixed import mixed_folder
+        from minimind.data.prepare.mixed import require_whole_parts
 
         flag = "--source" if run.source else f"--stages {run.stages}:"
         weights = ("" if one.weight is None else f":{one.weight:g}" for one in sources)
         pairs = zip(sources, weights, strict=True)
         names = [f"{one.name}={masked(*one.paths)}{weight}" for one, weight in pairs]
-        local = [replace(one, paths=(path,)) for one, path in zip(sources, paths, strict=True)]
-        paths = [str(mixed_folder(local, Path(run.cache_dir).expanduser()))]
+        sources = [replace(one, paths=(path,)) for one, path in zip(sources, paths, strict=True)]
+        paths = [str(require_whole_parts(sources))]
     prepared = [number for number, path in enumerate(paths) if is_prepared(path)]
     if not prepared:
         return Text(flag, tuple(names), tuple(paths), None)
@@ -83,7 +84,8 @@ def find_text(run: RunConfig, cleanup: ExitStack) -> Text:
             f"val_path = {masked(run.val_path)} ({run.sources['val_path']}): {name} is prepared and"
             " has its held-out text; drop it, or give it to `minimind prepare`"
         )
-    return Text(flag, tuple(names), tuple(paths), Path(paths[0]).expanduser())
+    folder = Path(paths[0]).expanduser()
+    return Text(flag, tuple(names), tuple(paths), folder, tuple(sources))
 
 
 @phase("reading the text")
@@ -92,8 +94,12 @@ def read_text(run: RunConfig, text: Text) -> Prepared:
 
     Raise DataError for a damaged file, as far as that shows without reading all tokens.
     """
-    if text.folder:
-        prepared = open_text(text.folder, run.tokenizer, run.allow_lossy_tokenizer)
+    if text.sources:
+        from minimind.data.prepare.mixed import open_mixture
+
+        prepared = open_mixture(text.sources, run.tokenizer)
+    elif text.folder:
+        prepared = open_text(text.folder, run.tokenizer)
     else:
         prepared = _prepare(run, text)
     require_document_ends(prepared.directory, prepared.manifest)

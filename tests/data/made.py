@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import closing
@@ -10,8 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from minimind.data.shards.manifest import FORMAT_VERSION, seal
+from minimind.data.shards.block_sums import SumWriter
+from minimind.data.shards.manifest import FORMAT_VERSION, SUMS_NAME, seal
 from minimind.data.shards.token_shards import ShardWriter
+
+
+def sums_of(path: Path) -> bytes:
+    """The sums of the blocks of a token file."""
+    sums = SumWriter()
+    sums.add(path.read_bytes())
+    return sums.finish()
 
 
 def describe(
@@ -25,7 +34,9 @@ def describe(
     shards = [{"source": 0, "index_sha256": "", **shard} for shard in shards]
     nothing = {"tokens": 0, "documents": 0, "text_bytes": 0}
     source = {"name": "x", "documents": 0, "tokens": {"train": 0, "val": 0}, "text_bytes": 0}
-    source |= {"rejected": 0, "sha256": "", "inputs": []}
+    source |= {"rejected": 0, "sha256": "", "inputs": [], "split_bytes": {"train": 0, "val": 0}}
+    sums = b"".join(sums_of(directory / shard["name"]) for shard in shards)
+    (directory / SUMS_NAME).write_bytes(sums)
     manifest = {
         "format_version": FORMAT_VERSION,
         "dtype": np.dtype(dtype).name,
@@ -36,7 +47,7 @@ def describe(
         "fingerprint": "",
         "options": {"text_field": "text", "max_document_bytes": 1, "val_fraction": 0.0},
         "rejected": {"count": 0, "listed": 0, "bytes": 0, "first": ""},
-        "files": {},
+        "files": {SUMS_NAME: hashlib.sha256(sums).hexdigest()},
         "sources": [{**source, "weight": weight} for weight in weights],
         "splits": {"train": {**nothing, "shards": shards}, "val": {**nothing, "shards": []}},
     }

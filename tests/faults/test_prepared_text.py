@@ -20,7 +20,7 @@ from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.prepared import Prepared, open_text
 from minimind.data.prepare.remote import local_text
 from minimind.data.shards.block_sums import BLOCK_BYTES
-from minimind.data.shards.manifest import SUMS_NAME, require_document_ends, seal
+from minimind.data.shards.manifest import require_document_ends
 from minimind.data.text.inputs import Source
 from minimind.errors import DataError
 from minimind.runtime.object_cache import open_cache, record_path
@@ -146,30 +146,6 @@ def test_a_block_is_summed_once(out: Path, monkeypatch: pytest.MonkeyPatch):
     first = read.read_rows(rows, ROW)
     monkeypatch.setattr(module.zlib, "crc32", lambda *_: pytest.fail("summed again"))
     assert (read.read_rows(rows[::-1], ROW)[::-1] == first).all()
-
-
-def test_a_folder_without_sums_keeps_its_fingerprint_and_trains(
-    whole: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    flags = {**SMALL, "data_path": [str(out)]}
-    assert train(flags, out_dir=str(tmp_path / "with")) == 0
-    note = "has no sums of blocks"
-    assert note not in " ".join(capsys.readouterr().out.split())  # lines are wrapped
-    path = out / "manifest.json"
-    manifest = json.loads(path.read_bytes())
-    del manifest["files"][SUMS_NAME], manifest["sha256"]
-    path.write_text(json.dumps(seal(manifest)))
-    (out / SUMS_NAME).unlink()
-    longer = {**flags, "max_steps": 8, "allow_change": "schedule"}  # but no other text
-    assert train(longer, out_dir=str(tmp_path / "with")) == 0
-    capsys.readouterr()
-    assert train(flags, out_dir=str(tmp_path / "without")) == 0
-    assert " ".join(capsys.readouterr().out.split()).count(note) == 1
-    one, other = (
-        [json.loads(line).get("loss") for line in path.read_text().splitlines()]
-        for path in (tmp_path / "with" / "metrics.jsonl", tmp_path / "without" / "metrics.jsonl")
-    )
-    assert [loss for loss in one if loss][:3] == [loss for loss in other if loss]
 
 
 def test_fetched_text_that_decays_is_not_tokenized_anew(text: Path, tmp_path: Path):

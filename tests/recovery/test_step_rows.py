@@ -131,7 +131,7 @@ def test_ranks_of_a_group_have_read_the_same_rows(recorded: Recorded):
 
 def test_a_document_is_at_its_place(recorded: Recorded):
     documents = Documents.of(recorded.prepared)
-    assert len(documents.numbers) > 4  # units
+    assert len(documents.units) > 4  # units
     places = documents.places(range(len(documents.ends)))
     assert len(places) == len(documents.ends)
     assert not documents.faults
@@ -398,7 +398,7 @@ def test_a_line_is_found_without_reading_the_units_before_it(
     original = Documents._read
 
     def counting(self: Documents, unit: Any) -> Any:
-        read.append(unit.number)
+        read.append(unit.unit.number)
         return original(self, unit)
 
     monkeypatch.setattr(Documents, "_read", counting)
@@ -406,4 +406,4 @@ def test_a_line_is_found_without_reading_the_units_before_it(
     lines = content.splitlines(keepends=True)
     found, _ = documents.find(str(path), len(lines))
     assert json.loads(lines[-1])["text"] == found.text
-    assert len(read) == 1 < sum(unit.segments[0].path == path for unit in documents.plan.units)
+    assert len(read) == 1 < sum(unit.unit.segments[0].path == path for unit in documents.units)

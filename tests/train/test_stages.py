@@ -273,14 +273,33 @@ def test_a_source_of_a_folder_of_several_is_read_alone_or_weighted_anew(
     assert train(given, source=sources, out_dir=str(tmp_path / "run")) == 0
     (start,) = events(tmp_path / "run", "run_start")
     assert start["order"]["mixture"]["weights"] == [5.0, 1.0]
-    prepared, whole = (
-        open_prepared(Path(one)) for one in (start["data"]["directory"], place / "mixed")
-    )
+    (stretch,) = read_run(tmp_path / "run").stretches
+    mixed, whole = documents_of(stretch).prepared, open_prepared(place / "mixed")
     np.testing.assert_array_equal(
-        prepared.train.stretch(0, len(prepared.train)), whole.train.stretch(0, len(whole.train))
+        mixed.train.stretch(0, len(mixed.train)), whole.train.stretch(0, len(whole.train))
     )
+    assert str(mixed) == f"a={place}/mixed b={place}/mixed"
     with pytest.raises(UsageError, match=r"source c: .*/mixed holds the sources a, b; name one of"):
         train(given, source=[f"c={place}/mixed:5"], out_dir=str(tmp_path / "other"))
+
+
+def test_what_one_folder_holds_out_is_a_document_of_another(place: Path, tmp_path: Path):
+    """As it was when each was prepared: documents keep their numbers."""
+    lines = (place / "a.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "held_out.jsonl").write_text("".join(lines[5:9]))
+    val_path = {"a": ["--val_fraction", "0"], "b": ["--val_path", f"{tmp_path}/held_out.jsonl"]}
+    for name, held_out in val_path.items():
+        words = ["prepare", f"{place}/{name}.jsonl", "--tokenizer", f"{place}/A/tokenizer"]
+        assert main([*words, *held_out, "--out", f"{tmp_path}/{name}"]) == 0
+    given = flags(place, max_steps=3, max_tokens=None)
+    sources = [f"a={tmp_path}/a:1", f"b={tmp_path}/b:1"]
+    assert train(given, source=sources, out_dir=str(tmp_path / "run")) == 0
+    (stretch,) = read_run(tmp_path / "run").stretches
+    documents = documents_of(stretch)
+    places = documents.places(range(len(documents.ends)))
+    assert len(places) == len(documents.ends) == 400
+    assert {one.file for one in places.values()} == {f"{place}/a.jsonl", f"{place}/b.jsonl"}
+    assert documents.find(f"{place}/a.jsonl", 7)[1] == 6
 
 
 def test_folders_that_cannot_be_mixed(place: Path, tmp_path: Path):

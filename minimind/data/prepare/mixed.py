@@ -1,7 +1,6 @@
-"""Prepared folders mixed at train time: a folder in the cache whose shards are links to theirs.
+"""Prepared folders mixed at train time, each a source or a part of one.
 
-It is read as one that `minimind prepare --source` wrote. Other weights give other links, and no
-text is tokenized again.
+They are read as one that `minimind prepare --source` wrote; no text is tokenized again.
 """
 
 from __future__ import annotations
@@ -11,29 +10,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.merge import tokens_fingerprint
-from minimind.data.prepare.prepare import REMEDY, build_once
-from minimind.data.prepare.prepared import CONVERSATIONS, missing_of
-from minimind.data.prepare.work_units import Input, Options, Plan, Unit, read_described
+from minimind.data.prepare.prepared import CONVERSATIONS, Prepared, missing_of, require_tokenizer
 from minimind.data.shards.block_sums import read_sums
 from minimind.data.shards.manifest import (
-    FORMAT_VERSION,
-    MANIFEST_NAME,
-    PLAN_NAME,
     SPLITS,
-    SUMS_NAME,
     TOKENIZER_NAME,
-    index_name,
     read_manifest,
     require_untouched,
     require_whole,
-    seal,
 )
+from minimind.data.shards.token_shards import TokenShards
 from minimind.data.text.inputs import Source, join_sources, name_of, parse_source
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import UsageError
 from minimind.runtime import disk
-from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, write_whole
 from minimind.runtime.urls import is_url, named
 
 
@@ -62,24 +56,31 @@ def sources_of(run: RunConfig) -> tuple[Source, ...]:
     return join_sources(sources)
 
 
-def mixed_folder(sources: Sequence[Source], cache_dir: Path) -> Path:
-    """Return the folder of links to the shards of `sources`, one prepared folder each.
+def open_mixture(sources: Sequence[Source], tokenizer_path: str | None = None) -> Prepared:
+    """Open prepared folders, one for each source, as one text.
 
-    Raise as `parts_of`, and DataError for a shard that is missing, cut or changed.
+    Raise as `parts_of`, and DataError for a file that is missing, cut or changed.
     """
     parts = parts_of(sources)
-    for part in parts:  # also of a mixture in the cache, whose links lead to these files
+    first = parts[0]
+    sums: dict[Path, np.ndarray] = {}
+    for part in parts:
+        require_untouched(part.folder, part.manifest)
+        sums |= read_sums(part.folder, part.manifest)
+    require_tokenizer(first.folder, first.manifest, tokenizer_path)
+    manifest = joined_manifest(parts)
+    train, val = (TokenShards(first.folder, split, manifest, sums) for split in SPLITS)
+    tokenizer = load_tokenizer(first.folder / TOKENIZER_NAME)
+    found = tuple(replace(part.source, paths=(str(part.folder),)) for part in parts)
+    return Prepared(first.folder, tokenizer, train, val, manifest, {}, found)
+
+
+def require_whole_parts(sources: Sequence[Source]) -> Path:
+    """The first folder of some sources; raise as `parts_of`, and DataError for a cut file."""
+    parts = parts_of(sources)
+    for part in parts:
         require_whole(part.folder, (shard for split in SPLITS for shard in part.shards(split)))
-    names = [[*part.key(), part.manifest["sha256"]] for part in parts]
-    directory = cache_dir / f"mixed-{fingerprint([FORMAT_VERSION, names])}"
-
-    def build(draft: Path) -> None:
-        for part in parts:
-            require_untouched(part.folder, part.manifest)
-        _write(draft, parts)
-
-    build_once(directory, build, REMEDY)
-    return directory
+    return parts[0].folder
 
 
 def parts_of(sources: Sequence[Source]) -> list[Part]:
@@ -110,19 +111,7 @@ def described_text(run: RunConfig) -> dict[str, Any] | None:
         paths = [path for source in sources for path in source.paths]
         if any(is_url(path) or not disk.exists(Path(path).expanduser()) for path in paths):
             return None
-        parts = parts_of(sources)
-        splits = {
-            split: {
-                "shards": [
-                    {**shard, "source": number}
-                    for number, part in enumerate(parts)
-                    for shard in part.shards(split)
-                ]
-            }
-            for split in SPLITS
-        }
-        described = {**parts[0].manifest, "splits": splits, "sources": _entries(parts)}
-        return {**described, "fingerprint": tokens_fingerprint(described)}
+        return joined_manifest(parts_of(sources))
     folder = Path(run.data_path[0]).expanduser()
     return read_manifest(folder) if not missing_of(folder) else None
 
@@ -157,18 +146,9 @@ class Part:
             )
         return cls(source, folder, manifest, names.index(source.name) if len(names) > 1 else 0)
 
-    def key(self) -> list[Any]:
-        return [self.source.name, self.source.weight, str(self.folder), self.number]
-
     def shards(self, split: str) -> list[dict[str, Any]]:
         every = self.manifest["splits"][split]["shards"]
         return [shard for shard in every if shard["source"] == self.number]
-
-    def text_bytes(self, split: str) -> int:
-        """Bytes of text of a split; 0 in early folders of several sources."""
-        is_alone = len(self.manifest["sources"]) == 1
-        whole = self.manifest["splits"][split]["text_bytes"] if is_alone else 0
-        return self.entry.get("split_bytes", {}).get(split, whole)
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -194,61 +174,32 @@ def _require_alike(first: Part, other: Part) -> None:
             )
 
 
-def _entries(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    return [
-        {**part.entry, "name": part.source.name, "weight": part.source.weight} for part in parts
-    ]
-
-
-def _write(draft: Path, parts: Sequence[Part]) -> None:
-    """Write plan, tokenizer, links and manifest of a mixture."""
-    units: list[Unit] = []
-    inputs: list[Input] = []
-    held_out: list[str] = []
-    shards: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
-    sums: dict[str, list[bytes]] = {split: [] for split in SPLITS}
-    for number, part in enumerate(parts):
-        plan = Plan.from_json(read_described(part.folder))
-        inputs += [replace(one, source=number) for one in plan.inputs if one.source == part.number]
-        held_out += plan.held_out
-        own = [unit for unit in plan.units if unit.source == part.number]
-        of_part = read_sums(part.folder, part.manifest)
-        numbers = {unit.number: at for at, unit in enumerate(own, len(units))}
-        units += [replace(unit, number=numbers[unit.number], source=number) for unit in own]
-        for split in SPLITS:
-            for shard in part.shards(split):
-                unit = numbers[int(Path(shard["name"]).stem.removeprefix(f"{split}-"))]
-                link = {**shard, "name": f"{split}-{unit:05d}.bin", "source": number}
-                for of in (index_name, lambda one: one["name"]):
-                    (draft / of(link)).symlink_to(disk.resolve(part.folder / of(shard)))
-                shards[split].append(link)
-                sums[split] += [of_part[shard["name"]].tobytes()] if of_part else []
+def joined_manifest(parts: Sequence[Part]) -> dict[str, Any]:
+    """The manifest of parts as one text; the names of its shards are their paths."""
     first = parts[0].manifest
-    sources, options = tuple(part.source for part in parts), Options(**first["options"])
-    plan = Plan(sources, tuple(inputs), options, tuple(units), tuple(held_out))
-    write_whole(draft / PLAN_NAME, canonical_json(plan.to_json()))
-    (draft / TOKENIZER_NAME).mkdir()
-    files = [name for name in first["files"] if name.startswith(f"{TOKENIZER_NAME}/")]
-    for name in files:
-        write_whole(draft / name, (parts[0].folder / name).read_bytes())
-    if all(SUMS_NAME in part.manifest["files"] for part in parts):
-        files.append(SUMS_NAME)
-        write_whole(draft / SUMS_NAME, b"".join(one for split in SPLITS for one in sums[split]))
+    shards = {
+        split: [
+            {**shard, "name": str(part.folder / shard["name"]), "source": number}
+            for number, part in enumerate(parts)
+            for shard in part.shards(split)
+        ]
+        for split in SPLITS
+    }
     manifest = {
         **{key: first[key] for key in ("format_version", "tokenizer", "vocab_size", "eos_id")},
         **{key: first[key] for key in ("dtype", "options")},
-        "documents": sum(one["documents"] for own in shards.values() for one in own),
+        "documents": sum(shard["documents"] for own in shards.values() for shard in own),
         "splits": {
             split: {
-                **{key: sum(one[key] for one in own) for key in ("tokens", "documents")},
-                "text_bytes": sum(part.text_bytes(split) for part in parts),
+                **{key: sum(shard[key] for shard in own) for key in ("tokens", "documents")},
+                "text_bytes": sum(part.entry["split_bytes"][split] for part in parts),
                 "shards": own,
             }
             for split, own in shards.items()
         },
-        "sources": _entries(parts),
+        "sources": [
+            {**part.entry, "name": part.source.name, "weight": part.source.weight} for part in parts
+        ],
         "rejected": {"count": 0, "listed": 0, "bytes": 0, "first": ""},  # each part has its own
-        "files": {name: sha256_of(draft / name) for name in sorted([PLAN_NAME, *files])},
     }
-    manifest["fingerprint"] = tokens_fingerprint(manifest)
-    write_whole(draft / MANIFEST_NAME, canonical_json(seal(manifest)))
+    return {**manifest, "fingerprint": tokens_fingerprint(manifest)}

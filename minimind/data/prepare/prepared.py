@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from minimind.data.shards.manifest import (
     require_untouched,
 )
 from minimind.data.shards.token_shards import TokenShards
+from minimind.data.text.inputs import Source
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
-from minimind.data.tokenizer.lossless import MOST_LOST, TextLoss, require_kept
+from minimind.data.tokenizer.lossless import MOST_LOST, TextLoss
 from minimind.errors import DataError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import canonical_json
@@ -30,19 +31,31 @@ from minimind.runtime.urls import named
 
 NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
 CONVERSATIONS = "chat_template"  # the option that a folder of conversations has
-TOKENS_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenizer and the tokens of both splits, open for reading."""
+    """A tokenizer and the tokens of both splits, open for reading.
 
-    directory: Path
+    Of several folders the manifest has the shards of all, by their paths.
+    """
+
+    directory: Path  # of several `sources` that of the first
     tokenizer: AnyTokenizer
     train: TokenShards
     val: TokenShards
     manifest: dict[str, Any]
     names: dict[str, str]  # names of inputs when they were prepared -> now
+    sources: tuple[Source, ...] = ()  # folders that are mixed
+
+    def parts(self) -> list[tuple[Path, str | None]]:
+        """Its folders, with the source of each that is mixed with others."""
+        mixed = [(Path(*source.paths), source.name) for source in self.sources]
+        return [*mixed] or [(self.directory, None)]
+
+    def __str__(self) -> str:
+        mixed = (f"{source.name}={named(*source.paths)}" for source in self.sources)
+        return " ".join(mixed) or named(str(self.directory))
 
     def bytes_per_id(self, split: str) -> list[np.ndarray]:
         """Bytes of text that each id stands for, (vocabulary,), by source; see `mean_bytes`."""
@@ -63,17 +76,12 @@ class Prepared:
 
         What each token stands for is then less than the text, so the text is spread over them.
         """
-        given, size = self.manifest["sources"][source], self.split_bytes(source, split)
+        given = self.manifest["sources"][source]
+        size = given["split_bytes"][split]
         is_lossy = TextLoss(**given.get("text_loss", {})).share > MOST_LOST
         if not size or not is_lossy or CONVERSATIONS in self.manifest["options"]:
             return None
         return size / max(1, given["tokens"][split])
-
-    def split_bytes(self, source: int, split: str) -> int:
-        """Bytes of text of a source in a split; 0 in early folders of several sources."""
-        sources = self.manifest["sources"]
-        whole = self.manifest["splits"][split]["text_bytes"] if len(sources) == 1 else 0
-        return sources[source].get("split_bytes", {}).get(split, whole)
 
     @property
     def first_rejected(self) -> str:
@@ -160,20 +168,10 @@ def holds_conversations(directory: Path) -> bool:
     return CONVERSATIONS in read_manifest(directory)["options"]
 
 
-def open_text(
-    directory: Path, tokenizer_path: str | None = None, allow_lossy: bool = False
-) -> Prepared:
-    """Open a folder of text to pretrain on; raise DataError for the conversations of a run.
-
-    A folder that was finished with a tokenizer that loses text was allowed to be. An early one says
-    nothing of it. Then the bytes of its tokens are compared with the bytes of its text.
-    """
+def open_text(directory: Path, tokenizer_path: str | None = None) -> Prepared:
+    """Open a folder of text to pretrain on; raise DataError for the conversations of a run."""
     prepared = open_prepared(directory, tokenizer_path)
     require_text(directory, prepared.manifest)
-    sources = prepared.manifest["sources"]
-    if not prepared.tokenizer.is_lossless and not any("text_loss" in source for source in sources):
-        _add_early_losses(prepared)
-        require_kept(sources, prepared.tokenizer, allow_lossy)
     return prepared
 
 
@@ -184,22 +182,3 @@ def require_text(directory: Path, manifest: Mapping[str, Any]) -> None:
             f"{directory}: holds conversations, as --task sft prepares them; give text, or --task"
             " sft and the files of the conversations"
         )
-
-
-def _add_early_losses(prepared: Prepared) -> None:
-    """Add to each source what its tokens lack in bytes, of its held-out text if it has some."""
-    sizes, eos_id = prepared.tokenizer.piece_bytes(), prepared.tokenizer.eos_id
-    for shards, split in ((prepared.val, "val"), (prepared.train, "train")):
-        begin = 0
-        for number, end in enumerate(shards.source_ends().tolist()):
-            source, size = prepared.manifest["sources"][number], prepared.split_bytes(number, split)
-            loss = TextLoss(size, example="it was prepared without a comparison of the text")
-            for at in range(begin, end, TOKENS_AT_ONCE):
-                ids = shards.stretch(at, min(TOKENS_AT_ONCE, end - at))
-                loss.tokens += int((ids != eos_id).sum())
-                loss.token_bytes += int(sizes[ids].sum())
-            spaces = end - begin - loss.tokens  # one may be added before each document
-            loss.lost = max(size - loss.token_bytes, loss.token_bytes - size - spaces, 0)
-            if size and "text_loss" not in source:
-                source["text_loss"] = asdict(loss)
-            begin = end

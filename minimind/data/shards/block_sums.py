@@ -1,7 +1,7 @@
 """CRC-32 sums of blocks of token files, checked when a process first reads from a block.
 
-`sums.bin` has those of all token files of a folder, in the order of the manifest. The manifest has
-its sha256, outside of the fingerprint of the text: a folder without sums keeps its own.
+`sums.bin` has those of all token files of a folder, in the order of the manifest, which has its
+sha256.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from minimind.data.shards.manifest import SUMS_NAME, changed, require_hash, shards_of
+from minimind.errors import DataError
 
 # A row of 2,048 tokens has 4 KiB: its first reading costs four times its bytes, and zlib sums more
 # than 1 GB/s. A sum is 0.02 % of its block.
@@ -84,18 +85,18 @@ class CheckedBlocks:
             self._left = int(np.count_nonzero(~self._is_checked))
 
 
-def read_sums(directory: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The sums of each token file of a folder by its name; empty if the folder has none.
+def read_sums(directory: Path, manifest: dict[str, Any]) -> dict[Path, np.ndarray]:
+    """The sums of each token file of a folder, by its path.
 
     Raise DataError if they are not as they were written.
     """
-    if SUMS_NAME not in manifest["files"]:
-        return {}
     path = directory / SUMS_NAME
+    if SUMS_NAME not in manifest["files"]:
+        raise DataError(f"{path}: is not in the manifest; prepare the text again")
     require_hash(path, manifest["files"][SUMS_NAME])
     sums, at, found = np.fromfile(path, dtype=SUM_DTYPE), 0, {}
     for shard in shards_of(manifest):
         count = -(-shard["bytes"] // BLOCK_BYTES)
-        found[shard["name"]] = sums[at : at + count]
+        found[directory / shard["name"]] = sums[at : at + count]
         at += count
     return found

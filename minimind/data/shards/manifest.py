@@ -85,9 +85,9 @@ class Source(CheckedJson):
     rejected: Count
     sha256: str
     inputs: Annotated[list[SourceFile], FailFast()]
-    split_bytes: SplitCounts = SplitCounts(train=0, val=0)  # bytes of text; absent in early folders
+    split_bytes: SplitCounts  # bytes of text
     weight: Positive | None = None
-    text_loss: SourceLoss | None = None  # absent if nothing can be lost, and in early folders
+    text_loss: SourceLoss | None = None  # absent if nothing can be lost
 
 
 class Options(ClosedJson):

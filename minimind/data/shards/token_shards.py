@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -83,11 +84,22 @@ class ShardWriter:
 
 
 class TokenShards:
-    """The tokens of a split as one sequence; `len` counts tokens."""
+    """The tokens of a split as one sequence; `len` counts tokens.
 
-    def __init__(self, directory: str | Path, split: str) -> None:
+    `manifest` and `sums` are those of the folder unless they are given: of several folders the
+    names of the shards are paths.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        split: str,
+        manifest: dict[str, Any] | None = None,
+        sums: Mapping[Path, np.ndarray] | None = None,
+    ) -> None:
         directory = Path(directory)
-        manifest = read_manifest(directory)
+        manifest = read_manifest(directory) if manifest is None else manifest
+        sums = read_sums(directory, manifest) if sums is None else sums
         dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
         shards = manifest["splits"][split]["shards"]
         self._paths = [directory / shard["name"] for shard in shards]
@@ -95,10 +107,8 @@ class TokenShards:
         # Plain arrays: np.memmap adds overhead to every slice.
         self._maps = [np.asarray(np.memmap(path, dtype=dtype, mode="r")) for path in self._paths]
         self._index_hashes = [shard["index_sha256"] for shard in shards]
-        sums = read_sums(directory, manifest)
-        self.has_sums = bool(sums)
         self._blocks = [
-            CheckedBlocks(path, tokens.view(np.uint8), sums[path.name]) if sums else None
+            CheckedBlocks(path, tokens.view(np.uint8), sums[path])
             for path, tokens in zip(self._paths, self._maps, strict=True)
         ]
         sizes = [shard["tokens"] for shard in shards]
@@ -227,13 +237,9 @@ class TokenShards:
             shard += 1
 
     def _check(self, shard: int, starts: np.ndarray, length: int) -> None:
-        """Raise DataError unless `length` tokens of a shard from each of `starts` are as written.
-
-        A folder without sums is not checked.
-        """
-        if (blocks := self._blocks[shard]) is not None:
-            size = self._maps[shard].itemsize
-            blocks.check(starts * size, length * size)
+        """Raise DataError unless `length` tokens from each of `starts` are as written."""
+        size = self._maps[shard].itemsize
+        self._blocks[shard].check(starts * size, length * size)
 
     def _raise_unknown_id(self, starts: np.ndarray, rows: np.ndarray) -> NoReturn:
         row, column = np.argwhere(rows >= self._vocab_size)[0].tolist()
