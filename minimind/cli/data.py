@@ -140,7 +140,7 @@ def _given(args: Prepare, names: Sequence[str]) -> dict[str, Any]:
 def _request(args: Prepare, cache: ObjectCache) -> PrepareRequest:
     from minimind.data.prepare.prepare import PrepareRequest
     from minimind.data.prepare.remote import local_text
-    from minimind.data.prepare.work_units import Options
+    from minimind.data.shards.manifest import Options
     from minimind.data.text.inputs import (
         Source,
         join_sources,

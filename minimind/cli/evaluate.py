@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -357,8 +357,8 @@ def _open_data(
     from minimind.data.chat.template import date_of
     from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
     from minimind.data.prepare.prepared import holds_conversations, is_prepared, open_text
-    from minimind.data.prepare.work_units import Options, Source
-    from minimind.data.text.inputs import print_left_out
+    from minimind.data.shards.manifest import Options
+    from minimind.data.text.inputs import Source, print_left_out
     from minimind.data.tokenizer.load import longest_document
 
     if is_prepared(paths[0]):
@@ -382,16 +382,17 @@ def _open_data(
     if args.split not in (None, "all"):
         raise UsageError(f"--split {args.split}: {place} is raw text; leave --split out")
     max_bytes = args.max_document_bytes or longest_document(folder)
-    options = Options(args.text_field, max_bytes, val_fraction=0.0)
+    conversations = {}
     if template is not None:
-        told = date_of(template.source, args.template_date)
-        options = replace(
-            options,
-            chat_template=template.source,
-            train_on=args.in_force("train_on"),
-            template_date=told,
-            chat_template_kwargs=args.chat_template_kwargs,
-        )
+        conversations = {
+            "chat_template": template.source,
+            "train_on": args.in_force("train_on"),
+            "template_date": date_of(template.source, args.template_date),
+            "chat_template_kwargs": args.chat_template_kwargs,
+        }
+    options = Options(
+        text_field=args.text_field, max_document_bytes=max_bytes, val_fraction=0.0, **conversations
+    )
     request = PrepareRequest(
         (Source("data", paths),),
         folder,

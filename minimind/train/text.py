@@ -12,7 +12,7 @@ from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
 from minimind.config.template_variables import template_variables
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
-from minimind.data.shards.manifest import options_of, require_document_ends
+from minimind.data.shards.manifest import Options, require_document_ends
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.errors import DataError, UsageError
 from minimind.runtime.terminal import phase
@@ -108,22 +108,25 @@ def read_text(run: RunConfig, text: Text) -> Prepared:
 
 def _prepare(run: RunConfig, text: Text) -> Prepared:
     from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
-    from minimind.data.prepare.work_units import Options
     from minimind.data.text.inputs import Source
 
     is_explicit = run.is_explicit("max_document_bytes")
     max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
     val_fraction = float(run.val_fraction) if run.val_path is None else 0.0
-    options = Options(run.text_field, max_bytes, val_fraction)
+    conversations = {}
     if run.task == "sft":
-        template = load_tokenizer(run.tokenizer or "").chat_template
-        options = replace(
-            options,
-            chat_template=template,
-            train_on=run.in_force("train_on"),
-            template_date=run.template_date,
-            chat_template_kwargs=template_variables(run.chat_template_kwargs) or None,
-        )
+        conversations = {
+            "chat_template": load_tokenizer(run.tokenizer or "").chat_template,
+            "train_on": run.in_force("train_on"),
+            "template_date": run.template_date,
+            "chat_template_kwargs": template_variables(run.chat_template_kwargs) or None,
+        }
+    options = Options(
+        text_field=run.text_field,
+        max_document_bytes=max_bytes,
+        val_fraction=val_fraction,
+        **conversations,
+    )
     policy = (run.on_bad_data == "skip", run.max_bad_fraction, run.allow_lossy_tokenizer)
     with _fetched(run, text) as (paths, val_path):
         sources = (Source(RAW_TEXT, paths),)
@@ -168,7 +171,7 @@ def with_text(run: RunConfig, text: Text, prepared: Prepared | None) -> RunConfi
         vocab_size = load_tokenizer(run.tokenizer).vocab_size
         return with_derived_values(run, by, {"vocab_size": vocab_size})
     run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
-    options = options_of(prepared.manifest)
+    options = Options(**prepared.manifest["options"]).to_json()
     if text.folder:
         return with_derived_values(run, str(text), options)
     run = with_derived_values(run, by, {"max_document_bytes": options["max_document_bytes"]})

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from minimind.cli.main import main
 from minimind.data.prepare.encode import split_of
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
-from minimind.data.prepare.work_units import Options
+from minimind.data.shards.manifest import Options
 from minimind.data.text.inputs import Source
 from minimind.data.text.sample import sample
 from minimind.data.tokenizer.sentencepiece import Tokenizer

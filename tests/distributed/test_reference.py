@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
-from minimind.data.prepare.work_units import Options
 from minimind.data.rows.order import Order
+from minimind.data.shards.manifest import Options
 from minimind.data.text.inputs import Source
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.checkpoint.weights import load_weights

@@ -46,7 +46,7 @@ def read_template(path: str) -> tuple[str, str]:
 def chosen_template(path: str | None, tokenizer: AnyTokenizer | None) -> tuple[str, str, str]:
     """The source of a run's template, its name in messages, and its line of the start summary.
 
-    It is that of --chat_template `path`, else that of the tokenizer, else ours.
+    --chat_template `path` comes first, then the template of the tokenizer, then ours.
     """
     templates = ChatTemplates() if tokenizer is None else tokenizer.templates
     if path is not None:

@@ -138,7 +138,7 @@ def merge_folder(
 ) -> Prepared:
     """Merge `out`.part into `out`; raise UsageError if units are missing.
 
-    `max_bad_fraction` overrides that of the jobs that encoded the units.
+    `max_bad_fraction` replaces the value of the jobs that encoded the units.
     """
     place = _place(out, force)
     out = place.path

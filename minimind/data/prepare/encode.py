@@ -101,7 +101,7 @@ def documents_of(
 
 
 def held_out_by(plan: Plan, reading: ReadOptions) -> dict[bytes, str]:
-    """The sha256 of each document of the text that a plan holds out as a whole, with its file."""
+    """Map the sha256 of every document of --val_path to the name of its file."""
     found: dict[bytes, str] = {}
     units = filter(plan.is_held_out, plan.units)
     for segment in (segment for unit in units for segment in unit.segments):

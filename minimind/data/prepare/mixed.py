@@ -34,7 +34,7 @@ from minimind.runtime.urls import is_url, named
 def sources_of(run: RunConfig) -> tuple[Source, ...]:
     """The prepared folders of --source and of the file of --stages; raise UsageError for a mistake.
 
-    Without one in either, the text is that of --data_path.
+    Without sources in either, the text is --data_path.
     """
     sources = [parse_source(text) for text in run.source or ()]
     if run.stages:

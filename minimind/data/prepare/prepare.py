@@ -35,9 +35,15 @@ from minimind.data.prepare.merge import (
     require_few_rejected,
 )
 from minimind.data.prepare.prepared import Prepared, is_prepared, open_prepared
-from minimind.data.prepare.work_units import Options, Plan, Unit, files_of, make_plan
+from minimind.data.prepare.work_units import Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
-from minimind.data.shards.manifest import FORMAT_VERSION, PLAN_NAME, TOKENIZER_NAME, require_hash
+from minimind.data.shards.manifest import (
+    FORMAT_VERSION,
+    PLAN_NAME,
+    TOKENIZER_NAME,
+    Options,
+    require_hash,
+)
 from minimind.data.text.formats import format_of
 from minimind.data.text.inputs import Source, require_records
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
@@ -105,7 +111,7 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
 
 REMEDY = "give another --cache_dir"
 SAMPLED_BYTES = 2**30  # bytes of input to train a tokenizer on
-# Increase when files in a cache may hold what is refused now: conversations, or text that a
+# Increase when a new check would refuse data that is cached: conversations, or text that a
 # tokenizer loses.
 CACHE_VERSION = 2
 TOKENIZER_SUM = f"{MODEL_NAME}.sha256"  # of a tokenizer that was trained; early ones have none

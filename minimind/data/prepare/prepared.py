@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,13 +21,15 @@ from minimind.data.shards.manifest import (
     require_untouched,
 )
 from minimind.data.shards.token_shards import TokenShards
-from minimind.data.text.inputs import Source
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.lossless import MOST_LOST, TextLoss
 from minimind.errors import DataError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import canonical_json
 from minimind.runtime.urls import named
+
+if TYPE_CHECKING:
+    from minimind.data.text.inputs import Source
 
 NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
 CONVERSATIONS = "chat_template"  # the option that a folder of conversations has
@@ -40,7 +42,7 @@ class Prepared:
     Of several folders the manifest has the shards of all, by their paths.
     """
 
-    directory: Path  # of several `sources` that of the first
+    directory: Path  # the folder of the first of several `sources`
     tokenizer: AnyTokenizer
     train: TokenShards
     val: TokenShards

@@ -44,8 +44,8 @@ def local_text(
 ) -> tuple[str, ...]:
     """`paths` with the local files of each URL (an object, a prefix or a glob) in its place.
 
-    The order is that of the same files in a local directory. Parts of data sets that are left out
-    are printed, but for those that are read `elsewhere`.
+    Files come in the order of a local directory with the same names. Parts of data sets that are
+    left out are printed, but for those that are read `elsewhere`.
     """
     files: list[str] = []
     for path in paths:

@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from minimind.data.shards.manifest import FORMAT_VERSION, PLAN_NAME
-from minimind.data.text.documents import ReadOptions, Segment
+from minimind.data.shards.manifest import FORMAT_VERSION, PLAN_NAME, Options
+from minimind.data.text.documents import Segment
 from minimind.data.text.formats import format_of
 from minimind.data.text.inputs import Source, find_files, require_once, without
 from minimind.errors import DataError, UsageError
@@ -65,28 +65,6 @@ def _size_and_time(path: Path) -> tuple[int, int]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check it") from error
     return sum(s.st_size for s in stats), max((s.st_mtime_ns for s in stats), default=0)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options that determine the documents and their splits."""
-
-    text_field: str = "text"
-    max_document_bytes: int = 64 * 2**20
-    val_fraction: float = 0.01
-    chat_template: str | None = None  # source of the template of conversations; None: text
-    train_on: str | None = None  # which tokens of conversations are targets
-    template_date: str | None = None  # the date for a template that asks for one
-    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
-
-    def to_json(self) -> dict[str, Any]:
-        """The options that apply, as in a manifest."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    @property
-    def reading(self) -> ReadOptions:
-        """How text is read; `Work.reading_of` also knows conversations."""
-        return ReadOptions(self.text_field, self.max_document_bytes)
 
 
 @dataclass(frozen=True)
@@ -234,7 +212,7 @@ def described(
 ) -> dict[str, Any]:
     """Return the content of plan.json without the tokenizer's fingerprint.
 
-    `vocab_size` is that of a tokenizer to train, None if one is given.
+    `vocab_size` is the size of a tokenizer to train, None if one is given.
     """
     policy = {"skips_bad": skips_bad, "max_bad_fraction": max_bad_fraction}
     return {**plan.to_json(), **policy, "vocab_size": vocab_size}

@@ -132,7 +132,7 @@ class Batches:
         self._known: dict[int, np.ndarray] = {}  # row indices by number of the stretch
 
     def of(self, step: int) -> Batches:
-        """The micro-batches that have a step: those of its stage in a run with several."""
+        """The batches of the stage that `step` is in."""
         return self
 
     @property

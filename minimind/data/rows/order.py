@@ -58,7 +58,7 @@ class Shuffle:
             places = places.copy()
             for one in np.unique(passes).tolist():
                 mine = passes == one
-                places[mine] = self.beside_gaps(places[mine], one)
+                places[mine] = self.with_gaps(places[mine], one)
         return permute(places, self.size, self.seed, passes, self.source)
 
     def places_of(self, row: int, passes: np.ndarray) -> np.ndarray:
@@ -70,8 +70,8 @@ class Shuffle:
             places -= np.array([self.gaps_before(*pair) for pair in pairs], dtype=np.int64)
         return places
 
-    def beside_gaps(self, places: np.ndarray, number: int) -> np.ndarray:
-        """Places among the kept rows of a pass as places among all of its rows."""
+    def with_gaps(self, places: np.ndarray, number: int) -> np.ndarray:
+        """Map places among the kept rows of a pass to places among all of its rows."""
         gaps = self._gaps(number)
         return places + np.searchsorted(gaps - np.arange(len(gaps)), places, side="right")
 
@@ -394,7 +394,7 @@ class Order:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows of an epoch: those of the text that are not left out, or as the mixture says."""
+        """Rows of an epoch: the rows of the text that are not left out, or as the mixture says."""
         return self.mixture.n_rows if self.mixture else self.n_rows - count_rows(self.left_out)
 
     @property
@@ -407,7 +407,7 @@ class Order:
         return steps * self.rows_per_step * row_tokens
 
     def of(self, step: int) -> Order:
-        """The order that has a step: that of its stage in a run with several."""
+        """The order of the stage that `step` is in."""
         return self
 
     def positions(self, step: int) -> range:
@@ -453,7 +453,7 @@ class Order:
             if self.mixture:  # its quotas change, and with them the order of an epoch
                 offset = min(offset, self.n_rows - count_rows(left_out))
             else:
-                (place,) = self._shuffle.beside_gaps(np.array([offset]), epoch).tolist()
+                (place,) = self._shuffle.with_gaps(np.array([offset]), epoch).tolist()
                 other = Shuffle(self.n_rows, self.seed, rows_in(left_out))
                 offset = place - other.gaps_before(place, epoch)
         return Origin(step, self.positions(at).start, epoch, offset)

@@ -74,7 +74,7 @@ class StagedOrder(Order):
         return np.concatenate(rows)
 
     def reads_of(self, row: int, stop: int) -> list[tuple[int, int]]:
-        """Not of the whole run: stages number the rows of each length. Its parts have it."""
+        """Undefined for the whole run, as stages number rows by length; ask one of its parts."""
         raise TypeError("the rows of stages may differ in length; ask one of `parts`")
 
     @property
@@ -252,7 +252,7 @@ def _require_caps(file: StagesFile, parts: Sequence[Order], names: Sequence[str]
 
 
 def stages_table(order: StagedOrder, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What each stage reads, for the log: its steps, rows and tokens, and those of each source."""
+    """What each stage reads, for the log: steps, rows and tokens, also of each source."""
     table = []
     for stage, part in zip(order.stages, order.parts, strict=True):
         mixture, length = mixture_of(part), stage.run.max_seq_len

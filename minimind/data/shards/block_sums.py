@@ -1,6 +1,6 @@
 """CRC-32 sums of blocks of token files, checked when a process first reads from a block.
 
-`sums.bin` has those of all token files of a folder, in the order of the manifest, which has its
+`sums.bin` has the sums of all token files of a folder, in the order of the manifest, which has its
 sha256.
 """
 
@@ -53,7 +53,7 @@ class CheckedBlocks:
     """The blocks of a memory-mapped file, each checked before what it holds is first used."""
 
     def __init__(self, path: Path, content: np.ndarray, sums: np.ndarray) -> None:
-        """`content` is the file as uint8, `sums` those of its blocks."""
+        """`content` is the file as uint8, `sums` has one number a block."""
         self._path, self._content, self._sums = path, content, sums
         self._is_checked = np.zeros(len(sums), dtype=bool)
         self._left = len(sums)  # at most so many are not checked

@@ -1,4 +1,4 @@
-"""Conversations in rows: whole ones, side by side, padded; tokens carry whether they are targets.
+"""Pack whole conversations into padded rows; a token carries whether it is a target.
 
 In the files the highest bit of a token marks a target. In a row, int64, a token t that is not a
 target is ~t (negative), as the engine expects it, and ~(t + START) where a conversation starts.

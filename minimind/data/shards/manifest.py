@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import FailFast, Field
+from pydantic import ConfigDict, FailFast, Field
 
 from minimind.errors import CheckpointError, DataError
 from minimind.runtime import disk
 from minimind.runtime.checked_json import CheckedJson, ClosedJson, Count, Positive, shown, validate
 from minimind.runtime.durable_files import fingerprint, sha256_of
+
+if TYPE_CHECKING:
+    from minimind.data.text.documents import ReadOptions
 
 # Files of a prepared folder.
 MANIFEST_NAME = "manifest.json"
@@ -91,21 +94,28 @@ class Source(CheckedJson):
 
 
 class Options(ClosedJson):
-    """The options that determine the tokens."""
+    """The options that determine the documents, their splits and their tokens."""
 
-    text_field: str
-    max_document_bytes: Count
-    val_fraction: Annotated[float, Field(ge=0, le=1)]
-    chat_template: str | None = None  # the template of conversations
-    train_on: Literal["assistant", "last", "all"] | None = None
-    template_date: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    model_config = ConfigDict(frozen=True)
 
+    text_field: str = "text"
+    max_document_bytes: Count = 64 * 2**20
+    val_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
+    chat_template: str | None = None  # source of the template of conversations; None: text
+    train_on: Literal["assistant", "last", "all"] | None = None  # which tokens are targets
+    template_date: str | None = None  # the date for a template that asks for one
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
 
-def options_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a folder that apply, in the order in which messages name them."""
-    given = manifest["options"]
-    return {name: given[name] for name in Options.model_fields if given.get(name) is not None}
+    def to_json(self) -> dict[str, Any]:
+        """The options that apply, in the order in which messages name them."""
+        return self.model_dump(exclude_none=True)
+
+    @property
+    def reading(self) -> ReadOptions:
+        """How text is read; `Work.reading_of` also knows conversations."""
+        from minimind.data.text.documents import ReadOptions
+
+        return ReadOptions(self.text_field, self.max_document_bytes)
 
 
 class Rejected(CheckedJson):
@@ -205,8 +215,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def changed(path: Path, what: str) -> DataError:
-    """The error for a file of which `what` was written when the text was prepared."""
-    path = disk.resolve(path)  # of a mixture, the file of the folder that it links to
+    """The error for a file that is not as the preparation wrote it."""
     folder = path.parent.parent if path.parent.name == TOKENIZER_NAME else path.parent
     return DataError(
         f"{path}: was changed after it was prepared: {what} that were written; put back what it"
@@ -251,7 +260,7 @@ def require_document_ends(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def shards_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries of all shards: those of the training text, then the held-out ones."""
+    """The entries of all shards: training text, then held-out text."""
     return [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
 
 
@@ -262,7 +271,7 @@ def require_hash(path: Path, digest: str) -> None:
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); put it back, or delete"
-            f" {disk.resolve(path).parent} to build it again"
+            f" {path.parent} to build it again"
         ) from error
     if not is_same:
         raise changed(path, "its bytes are not those")

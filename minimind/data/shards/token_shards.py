@@ -86,8 +86,8 @@ class ShardWriter:
 class TokenShards:
     """The tokens of a split as one sequence; `len` counts tokens.
 
-    `manifest` and `sums` are those of the folder unless they are given: of several folders the
-    names of the shards are paths.
+    `manifest` and `sums` are read from the folder unless they are given: in a manifest of several
+    folders the names of the shards are paths.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ class ReadOptions:
     text_field: str = "text"
     max_document_bytes: int = 64 * 2**20
     records: Records | None = None  # documents are whole records and not the text of the field
-    # Documents that are none here: names of files by the sha256 of a text that is held out.
+    # Texts that are held out (sha256 -> name of the file); they are rejected.
     held_out: Mapping[bytes, str] = field(default_factory=dict, compare=False)
     # What readers say beside documents: files, and what follows the name of each.
     remarks: list[tuple[Path, str]] = field(default_factory=list, compare=False)

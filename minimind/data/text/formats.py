@@ -116,9 +116,9 @@ def read_segment(segment: Segment, reading: ReadOptions) -> Found:
     rejection unless the file is damaged. Raise DataError for an unreadable file, or a table without
     these columns.
 
-    Lines, rows and offsets are those of a Rejection, but in a file that is cut in lines they count
-    from the start of the segment; every line gives one document or one rejection. Items of a JSON
-    list are counted as lines are.
+    Lines, rows and offsets count as in a Rejection; lines of a file that is cut in lines count from
+    the start of the segment. Every line gives one document or one rejection. Items of a JSON list
+    are counted as lines are.
     """
     form = format_of(segment.path)
     if segment.start == segment.stop:

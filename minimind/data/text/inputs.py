@@ -61,13 +61,13 @@ def _unreadable(error: OSError, path: Path) -> DataError:
 
 
 def without(files: Sequence[Path], left_out: Sequence[Path]) -> list[Path]:
-    """The files that are none of others, also not through links."""
+    """The files that are not in `left_out`, compared by their real paths."""
     real = {*map(_identity, left_out)}
     return [path for path in files if _identity(path) not in real]
 
 
 def _identity(path: Path) -> Path:
-    """The path without links, but for those of the Hub's cache, where files share their content."""
+    """The path without links. Links in the Hub's cache stay: files share their content there."""
     is_in_hub = OF_THE_HUB.match(str(path)) is not None
     return disk.resolve(path.parent) / path.name if is_in_hub else disk.resolve(path)
 
@@ -170,7 +170,7 @@ def print_left_out(paths: Sequence[str | Path], val_path: str | None = None) -> 
 
 
 def left_out_of(paths: Sequence[str | Path], val_path: str | None) -> list[str]:
-    """What is left out of those of the paths that are folders with parts, one sentence each."""
+    """One sentence for each folder of `paths` that has parts which are not read."""
     notes, read = [], {TRAIN, "", VALIDATION if val_path == AUTO else TRAIN}
     for path in _folders(paths):
         if not is_dataset(path) and not _is_ours(path):
@@ -239,7 +239,7 @@ def _walk(top: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def with_names(pattern: str, is_folder: Callable[[str], bool]) -> str:
-    """The pattern with those of its leading folders that are there as names, not as patterns."""
+    """The pattern with its longest leading folder that exists escaped, as a name."""
     folder = pattern
     while folder := folder.rpartition("/")[0]:
         if is_folder(folder):

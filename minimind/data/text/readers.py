@@ -226,7 +226,7 @@ def _rest(
     return rejection
 
 
-# Up to the end of a string, and up to what begins a string, or ends or holds items.
+# Skip to the end of a string / to the next quote, bracket or comma.
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _BESIDE_STRINGS = re.compile(rb'[^"\[\]{},]*+')
 _DEPTH = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}

@@ -231,7 +231,7 @@ def _records(named_times: bool, batch: Any) -> Iterator[dict[str, Any]]:
 def _in_bytes(arrow_type: Any, named_times: bool = False) -> Any:
     """The type without strings, and without times, which may fit no `datetime`: text, or numbers.
 
-    Values that are named by numbers keep theirs: a cast would repeat them. So do lists of views,
+    Dictionary-encoded columns stay so: a cast would expand them. So do lists of views,
     which Arrow casts to lists that lack their last offset.
     """
     import pyarrow

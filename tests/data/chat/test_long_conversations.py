@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_long_conversations_of_both_splits_are_counted(
             expected[split_of(digest, VAL_FRACTION)]["cut" if is_cut else "dropped"] += 1
     lines = ({"messages": [asdict(one) for one in messages]} for messages in made)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = replace(OPTIONS, val_fraction=VAL_FRACTION, train_on=train_on)
+    options = OPTIONS.model_copy(update={"val_fraction": VAL_FRACTION, "train_on": train_on})
     source = Source("data", (str(tmp_path / "a.jsonl"),))
     prepared = prepare_for_run(PrepareRequest((source,), str(folder), 0, options), tmp_path)
     assert isinstance(prepared.train, ConversationShards)

@@ -13,7 +13,8 @@ import pytest
 from minimind.data.prepare.encode import Work, encode_unit
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.prepared import Prepared
-from minimind.data.prepare.work_units import Options, Unit, make_plan
+from minimind.data.prepare.work_units import Unit, make_plan
+from minimind.data.shards.manifest import Options
 from minimind.data.text.formats import segments_of
 from minimind.data.text.inputs import Source
 from minimind.errors import DataError
@@ -97,7 +98,7 @@ def test_a_template_that_fails_for_one_conversation_names_its_place(folder: Path
     lines = [{"prompt": ask, "completion": "yes"} for ask in ("one and two", "x7", "three")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     fails = "{% if messages[0]['content'] == 'x7' %}{{ nothing.at_all }}{% endif %}"
-    options = replace(OPTIONS, chat_template=fails + SIMPLE)
+    options = OPTIONS.model_copy(update={"chat_template": fails + SIMPLE})
     request = PrepareRequest(
         (Source("data", (str(tmp_path / "a.jsonl"),)),), str(folder), 0, options
     )

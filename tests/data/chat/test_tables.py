@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -510,7 +509,8 @@ def test_damaged_and_empty_tables(tokenizer: Any, tmp_path: Path):
 
 def test_the_limit_of_a_document(tokenizer: Any, tmp_path: Path):
     path = write_parquet(tmp_path, [{"messages": [USER, {**ANSWER, "content": "x" * 3000}]}])
-    plan = make_plan([Source("data", (str(path),))], replace(OPTIONS, max_document_bytes=1000))
+    options = OPTIONS.model_copy(update={"max_document_bytes": 1000})
+    plan = make_plan([Source("data", (str(path),))], options)
     work = Work(tmp_path, plan, tokenizer, is_strict=False)
     (segment,) = segments_of(path, 2**62)
     (found,) = read_segment(segment, work.reading_of(plan.units[0], set()))

@@ -19,7 +19,8 @@ from minimind.cli.main import main
 from minimind.data.prepare import dataset_folder as folder
 from minimind.data.prepare import encode
 from minimind.data.prepare.prepared import open_prepared
-from minimind.data.prepare.work_units import MAX_UNITS, SMALLEST_UNIT, Options, Plan, make_plan
+from minimind.data.prepare.work_units import MAX_UNITS, SMALLEST_UNIT, Plan, make_plan
+from minimind.data.shards.manifest import Options
 from minimind.data.text.inputs import Source, parse_source
 from minimind.data.tokenizer.sentencepiece import MODEL_NAME, train_tokenizer
 from minimind.errors import UsageError

@@ -18,8 +18,8 @@ from minimind.data.prepare import prepare as module
 from minimind.data.prepare.encode import UnitReader, split_of
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.prepared import Prepared
-from minimind.data.prepare.work_units import Options, Unit, make_plan
-from minimind.data.shards.manifest import seal
+from minimind.data.prepare.work_units import Unit, make_plan
+from minimind.data.shards.manifest import Options, seal
 from minimind.data.text import formats
 from minimind.data.text.documents import Segment
 from minimind.data.text.formats import segments_of
@@ -41,7 +41,7 @@ def make(
     paths, cache, tokenizer_path=None, vocab_size=512, val_fraction=0.1, limit=10_000, **given
 ) -> Prepared:
     source = Source("data", tuple(map(str, paths)))
-    options = Options("text", limit, val_fraction)
+    options = Options(max_document_bytes=limit, val_fraction=val_fraction)
     return prepare_for_run(
         PrepareRequest((source,), tokenizer_path, vocab_size, options, **given), cache
     )
@@ -159,7 +159,7 @@ def announced(*arguments, **named):
     return encode_plan(*arguments, **named)
 module.encode_plan = announced
 source = module.Source("data", ({str(corpus)!r},))
-options = module.Options("text", 10_000, 0.1)
+options = module.Options(max_document_bytes=10_000, val_fraction=0.1)
 request = module.PrepareRequest((source,), vocab_size=512, options=options)
 made = module.prepare_for_run(request, Path({str(tmp_path / "cache")!r}))
 print(len(made.train), made.directory, made.tokenizer.fingerprint)

@@ -9,7 +9,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from minimind.data.prepare.work_units import Options, make_plan
+from minimind.data.prepare.work_units import make_plan
+from minimind.data.shards.manifest import Options
 from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.formats import format_of, read_segment, segments_of
 from minimind.data.text.inputs import Source, find_files

@@ -7,7 +7,7 @@ import pytest
 
 from minimind.cli.main import main
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
-from minimind.data.prepare.work_units import Options
+from minimind.data.shards.manifest import Options
 from minimind.data.text.inputs import Source
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import load_tokenizer
