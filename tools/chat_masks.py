@@ -135,7 +135,7 @@ def _cell(
     try:
         conversation = conversation_of_line(line)
         ids, targets = trained.encode(conversation)
-        prompt = asked.prompt(conversation.of(conversation[:-1]))
+        prompt = asked.prompt(conversation.with_turns(conversation[:-1]))
     except (DocumentError, RunError) as error:
         return refused(error, place)
     ways = {"return_dict": True, "tokenize": True}

@@ -219,25 +219,27 @@ def _inspect(args: Inspect, cache: ObjectCache) -> None:
 
     from minimind.data.prepare.remote import local_text
     from minimind.data.text.inputs import find_files
-    from minimind.data.tokenizer import statistics as tables
     from minimind.data.tokenizer.load import load_tokenizer
-    from minimind.data.tokenizer.statistics import AWKWARD, measure
+    from minimind.data.tokenizer.statistics import (
+        AWKWARD,
+        compare,
+        describe,
+        measure,
+        never_produced,
+    )
 
     tokenizer, reading = load_tokenizer(args.tokenizer), args.reading(args.tokenizer)
     pieces = tokenizer.pieces()
     paths = local_text(args.data_path or (), cache)
     files, skips_bad = find_files(paths), args.on_bad_data == "skip"
-    print(tables.format_header(tokenizer))
-    print(tables.format_kinds(pieces))
-    print(tables.format_special(tokenizer.special_tokens()))
-    print(tables.format_longest(pieces))
+    print(describe(tokenizer, pieces))
     measured = {"awkward text": measure(tokenizer, AWKWARD)}
     for path in files:
         measured[str(path)] = measure(tokenizer, read_texts(path, reading, skips_bad))
-    print(tables.format_sources(measured))
+    print(compare(measured))
     if files:
         used = np.sum([measured[str(path)].used for path in files], axis=0)
-        print(tables.format_unused(pieces, used))
+        print(never_produced(pieces, used))
 
 
 TOKENIZER = Group(

@@ -174,8 +174,11 @@ class Chat:
     forgotten: int = 0  # turns that were dropped, as the model has no position for them
 
     def __post_init__(self) -> None:
-        if self.tools:
-            self.template.require_tools(self.tools)
+        if self.tools and not self.template.writes_tools(self.tools):
+            raise UsageError(
+                f"--tools: {self.template.name} does not write tools; drop it, or give a template"
+                " that writes them (--chat_template thoughts_and_tools)"
+            )
         self.reset()
 
     def reset(self) -> None:

@@ -221,7 +221,7 @@ def gguf_vocabulary(tokenizer: AnyTokenizer, rows: int) -> dict[str, Any]:
         "tokens": [processor.id_to_piece(i) for i in ids] + [f"[PAD{i}]" for i in spare],
         "scores": [processor.get_score(i) for i in ids] + [-1000.0 for _ in spare],
         "token_type": types + [UNUSED for _ in spare],
-        "merges": [f"{left} {right}" for left, right in merges(processor)],
+        "merges": [f"{left} {right}" for left, right in merges(ModelProto.FromString(model))],
         **{name: i for name, i in special.items() if i >= 0},
         "add_bos_token": False,
         "add_eos_token": False,

@@ -88,17 +88,17 @@ class Documents:
         numbers, before = {}, 0
         for shard in prepared.manifest["splits"]["train"]["shards"]:
             path = prepared.directory / shard["name"]
-            unit = int(path.stem.removeprefix("train-"))
+            unit = int(path.stem.removeprefix("train-"))  # a manifest names units by their shards
             numbers[path.parent, unit] = range(before, before + shard["documents"])
             before += shard["documents"]
         units = []
-        for folder, name in prepared.parts():
+        parts = [(part.folder, part.number) for part in prepared.parts]
+        for folder, source in parts or [(prepared.directory, None)]:
             plan = Plan.from_json(read_described(folder))
-            is_alone = name is None or len(plan.sources) == 1
             units += [
                 EncodedUnit(folder, plan, unit, numbers.get((folder, unit.number), range(0)))
                 for unit in plan.units
-                if is_alone or plan.sources[unit.source].name == name
+                if source in (None, unit.source)
             ]
         return cls(prepared, prepared.train.document_ends(), units, cache)
 
@@ -169,10 +169,11 @@ class Documents:
     def find(self, file: str, line: int) -> tuple[Placed, int | None]:
         """The document at FILE:LINE and its number; None if it is not trained on.
 
-        All lines of some files are one document (`WHOLE`). Raise UsageError if the file is not part
-        of the text or has no such line, DataError if it has changed.
+        All lines of a file that is one text are one document. Raise UsageError if the file is not
+        part of the text or has no such line, DataError if it has changed.
         """
         path = self._now(Path(self._input_of(file)))
+        left_out = None  # another folder may train on it
         for unit in self._units_at(path, line):
             number = unit.numbers.start - 1
             for document in self._read(unit):
@@ -180,10 +181,13 @@ class Documents:
                 if document.place.file != str(path) or document.place.line not in (line, 0):
                     continue
                 if document.split != "train":
-                    return document, None
+                    left_out = document
+                    break
                 if number not in unit.numbers or not self._is_stored(unit, number, document.text):
                     raise DataError(f"{file}: {CHANGED}; restore it")
                 return document, number
+        if left_out:
+            return left_out, None
         if self.faults:
             name, fault = next(iter(self.faults.items()))
             raise DataError(f"{name}: {fault}; restore it")

@@ -162,7 +162,9 @@ def read_run(run_dir: Path) -> RunLog:
     starts = [start for start in run.starts if not start.is_implied]
     if not starts:
         raise UsageError(f"{run_dir}/metrics.jsonl: has no run_start; give the --out_dir of a run")
-    return RunLog(run, [one for start in starts for one in _stretches(start, run_dir)])
+    stretches = [one for start in starts for one in _stretches(start, run_dir)]
+    newest = {one.data["fingerprint"]: one.data for one in stretches}  # folders may have moved
+    return RunLog(run, [replace(one, data=newest[one.data["fingerprint"]]) for one in stretches])
 
 
 def _last_step(start: Start) -> float:
@@ -215,7 +217,6 @@ def documents_of(
     With a cache it may be a URL, and a fetched folder that is gone is fetched again. Raise
     DataError if the folder is gone or holds other text.
     """
-
     data: Mapping[str, Any] = stretch.data
     if directory:
         data = {"directory": directory, "url": directory}
@@ -226,20 +227,20 @@ def documents_of(
         if cache is not None and is_url(url) and (directory or missing_of(folder)):
             folder = Path(local_folder(url, cache))
         if missing := missing_of(folder):
+            way = "" if mixed else ", or give --data with a folder of the same text"
             raise DataError(
                 f"{directory or folder}: has no {missing[0]}, and the run was trained on this"
-                " folder; restore it, or give --data with a folder of the same text"
+                f" folder; restore it{way}"
             )
         folders.append(folder)
     if mixed:
-        from minimind.data.prepare.mixed import open_mixture
+        from minimind.data.prepare.mixed import open_parts, parts_of
 
         pairs = zip(mixed, folders, strict=True)
-        prepared = open_mixture(
-            [Source(one["name"], (str(folder),), one["weight"]) for one, folder in pairs]
-        )
+        sources = [Source(one["name"], (str(folder),), one["weight"]) for one, folder in pairs]
+        prepared = open_parts(parts_of(sources))
     else:
-        prepared = open_prepared(*folders)
+        prepared = open_prepared(folders[0])
     if prepared.manifest["fingerprint"] != stretch.data["fingerprint"]:
         raise DataError(
             f"{prepared}: holds other text than the run was trained on; restore it, or give --data"

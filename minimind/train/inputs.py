@@ -131,7 +131,7 @@ def _require_text(run: RunConfig) -> None:
         from minimind.data.chat.conversations import conversation_records
 
         require_records(files)
-        reading = replace(reading, records=conversation_records(reading))
+        reading = replace(reading, records=conversation_records(reading, set()))
     for file in files[:LOOKED_AT]:
         if format_of(file).is_one_text and disk.stat(file).st_size > LONGEST_TEXT:
             continue

@@ -243,9 +243,13 @@ def logged_order(
     directory = str(prepared.directory.absolute())
     url = named(directory)
     mixed = [
-        {"name": one.name, "weight": one.weight, "directory": path, "url": named(path)}
-        for one in prepared.sources
-        for path in one.paths
+        {
+            "name": part.source.name,
+            "weight": part.source.weight,
+            "directory": str(part.folder),
+            "url": named(str(part.folder)),
+        }
+        for part in prepared.parts
     ]
     return {
         "order": {

@@ -19,6 +19,7 @@ from minimind.runtime.terminal import phase
 from minimind.runtime.urls import is_url, masked
 
 if TYPE_CHECKING:
+    from minimind.data.prepare.mixed import Part
     from minimind.data.text.inputs import Source
 
 RAW_TEXT = "data"  # name of the source that raw text is
@@ -29,14 +30,14 @@ class Text:
     """The text of a run.
 
     `names` are what the user named, without secrets. `paths` are the files and folders on this
-    machine, and URLs of raw text, which is fetched when it is tokenized.
+    machine, of `parts` the first, and URLs of raw text, which is fetched when it is tokenized.
     """
 
     flag: str  # --data_path, --source, or --stages FILE:
     names: tuple[str, ...]
     paths: tuple[str, ...]
     folder: Path | None  # the prepared folder, or the first of several; None for raw text
-    sources: tuple[Source, ...] = ()  # prepared folders that are mixed
+    parts: tuple[Part, ...] = ()  # prepared folders that are mixed
 
     def __str__(self) -> str:
         return f"{self.flag} {' '.join(self.names)}"
@@ -49,6 +50,7 @@ def find_text(run: RunConfig, cleanup: ExitStack) -> Text:
     Raise UsageError if a prepared folder is not all of the text, or is given with --val_path.
     """
     sources: Sequence[Source] = ()
+    parts: Sequence[Part] = ()
     if run.source or run.stages:
         from minimind.data.prepare.mixed import sources_of
 
@@ -62,14 +64,15 @@ def find_text(run: RunConfig, cleanup: ExitStack) -> Text:
         paths = [local_folder(path, cache) for path in paths]
     flag, names = "--data_path", [masked(path) for path in run.data_path]
     if sources:
-        from minimind.data.prepare.mixed import require_whole_parts
+        from minimind.data.prepare.mixed import whole_parts_of
 
         flag = "--source" if run.source else f"--stages {run.stages}:"
         weights = ("" if one.weight is None else f":{one.weight:g}" for one in sources)
         pairs = zip(sources, weights, strict=True)
         names = [f"{one.name}={masked(*one.paths)}{weight}" for one, weight in pairs]
         sources = [replace(one, paths=(path,)) for one, path in zip(sources, paths, strict=True)]
-        paths = [str(require_whole_parts(sources))]
+        parts = whole_parts_of(sources)
+        paths = [str(parts[0].folder)]
     prepared = [number for number, path in enumerate(paths) if is_prepared(path)]
     if not prepared:
         return Text(flag, tuple(names), tuple(paths), None)
@@ -85,7 +88,7 @@ def find_text(run: RunConfig, cleanup: ExitStack) -> Text:
             " has its held-out text; drop it, or give it to `minimind prepare`"
         )
     folder = Path(paths[0]).expanduser()
-    return Text(flag, tuple(names), tuple(paths), folder, tuple(sources))
+    return Text(flag, tuple(names), tuple(paths), folder, tuple(parts))
 
 
 @phase("reading the text")
@@ -94,10 +97,10 @@ def read_text(run: RunConfig, text: Text) -> Prepared:
 
     Raise DataError for a damaged file, as far as that shows without reading all tokens.
     """
-    if text.sources:
-        from minimind.data.prepare.mixed import open_mixture
+    if text.parts:
+        from minimind.data.prepare.mixed import open_parts
 
-        prepared = open_mixture(text.sources, run.tokenizer)
+        prepared = open_parts(text.parts, run.tokenizer)
     elif text.folder:
         prepared = open_text(text.folder, run.tokenizer)
     else:

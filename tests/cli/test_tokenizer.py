@@ -250,7 +250,7 @@ def test_inspect_reports_text_that_does_not_round_trip(tmp_path, text, capsys):
     output = capsys.readouterr().out
     assert "Hugging Face, 3 pieces, id 2 ends" in output
     assert "NOT 1" in output
-    assert "document 1, character 1: 'aaAaa' comes back as 'a a a a a'" in output
+    assert "t.txt: loses 100.00% of the text (5 of 5 bytes): 'aaAaa' comes back as" in output
 
 
 def test_bad_documents_are_skipped_and_told(trained, text, tmp_path, capsys):

@@ -22,8 +22,8 @@ from minimind.cli.main import main as minimind
 from minimind.data.chat.conversations import (
     Message,
     canonical_text,
+    conversation_of,
     conversation_of_line,
-    messages_of,
 )
 from minimind.data.chat.template import DATE, DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from minimind.data.prepare.encode import split_of
@@ -594,7 +594,7 @@ def test_a_table_is_trained_on_and_resumed_as_lines_are(base: dict[str, Any], tm
 
 def message_list(line: dict[str, Any]) -> list[dict[str, Any]]:
     """The messages of a line in any format; a key that is not given, as a table gives it."""
-    found = messages_of(parse_line(json.dumps(line), ""))
+    found = conversation_of(parse_line(json.dumps(line), ""), set())
     return [{"role": one.role, "content": one.content, "tool_calls": None} for one in found]
 
 
@@ -679,7 +679,7 @@ def test_eval_rows_are_as_long_as_the_longest_conversation(
     asked = ("--checkpoint", tuned, "--data", data, "--cache_dir", tmp_path)
     _, tokenizer, path = load_model(str(tuned), None)
     template = template_of(tokenizer, None, path)
-    messages = [messages_of(parse_line(json.dumps(line), "")) for line in lines]
+    messages = [conversation_of(parse_line(json.dumps(line), ""), set()) for line in lines]
     longest = max(len(template.encode(one)[0]) for one in messages)
     widths: list[int] = []
     forward = MiniMindForCausalLM.forward

@@ -20,6 +20,7 @@ from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.recovery.step_rows import documents_of, read_run, rows_at, steps_reading
 from tests.checkpoint.test_changes import BASE, steps
 from tests.conftest import sentences
+from tests.data.tokenizer.test_hf_tokenizer import byte_level
 from tools.runs import events
 
 train: Any = training  # a package that is called like a function
@@ -300,6 +301,54 @@ def test_what_one_folder_holds_out_is_a_document_of_another(place: Path, tmp_pat
     assert len(places) == len(documents.ends) == 400
     assert {one.file for one in places.values()} == {f"{place}/a.jsonl", f"{place}/b.jsonl"}
     assert documents.find(f"{place}/a.jsonl", 7)[1] == 6
+
+
+def test_a_line_that_one_folder_holds_out_and_another_trains_on(place: Path, tmp_path: Path):
+    """The folder that holds the file out comes first."""
+    words = ["prepare", "--tokenizer", f"{place}/A/tokenizer"]
+    held_out = ["--val_path", f"{place}/a.jsonl", "--out", f"{tmp_path}/b"]
+    assert main([*words, f"{place}/b.jsonl", *held_out]) == 0
+    assert main([*words, f"{place}/a.jsonl", "--val_fraction", "0", "--out", f"{tmp_path}/a"]) == 0
+    given = flags(place, max_steps=3, max_tokens=None, out_dir=str(tmp_path / "run"))
+    assert train(given, source=[f"b={tmp_path}/b:1", f"a={tmp_path}/a:1"]) == 0
+    (stretch,) = read_run(tmp_path / "run").stretches
+    found, number = documents_of(stretch).find(f"{place}/a.jsonl", 7)
+    assert (found.split, number) == ("train", 106)
+
+
+def test_a_folder_that_moved_is_read_where_the_run_has_resumed(place: Path, tmp_path: Path):
+    shutil.copytree(place / "A", tmp_path / "A")
+    given = flags(place, max_steps=4, max_tokens=None, out_dir=str(tmp_path / "run"))
+    assert train(given, source=[f"a={tmp_path}/A:1", f"b={place}/B:1"], stop_at_step=2) == 75
+    (tmp_path / "A").rename(tmp_path / "moved")
+    with pytest.raises(DataError, match=rf"^{tmp_path}/A: has no manifest\.json, .* restore it$"):
+        documents_of(read_run(tmp_path / "run").at(1))
+    assert train(given, source=[f"a={tmp_path}/moved:1", f"b={place}/B:1"]) == 0
+    assert len(documents_of(read_run(tmp_path / "run").at(1)).ends) == 390
+
+
+def test_a_mixture_lists_no_document_that_one_folder_left_out(place: Path, tmp_path: Path):
+    lines = (place / "a.jsonl").read_text()
+    (tmp_path / "bad.jsonl").write_text("[]\n" + lines)
+    words = ["prepare", f"{tmp_path}/bad.jsonl", "--tokenizer", f"{place}/A/tokenizer"]
+    assert main([*words, "--on_bad_data", "skip", "--out", f"{tmp_path}/a"]) == 0
+    assert (tmp_path / "a" / "rejected.jsonl").exists()
+    given = flags(place, max_steps=2, max_tokens=None, out_dir=str(tmp_path / "run"))
+    assert train(given, source=[f"a={tmp_path}/a:1", f"b={place}/B:1"]) == 0
+    assert not (tmp_path / "run" / "rejected.jsonl").exists()
+
+
+def test_a_file_that_changes_the_tokenizer_of_a_mixture_is_refused(place: Path, tmp_path: Path):
+    tokenizer = tmp_path / "hf"
+    byte_level(tokenizer)
+    for name in ("a", "b"):
+        words = ["prepare", f"{place}/{name}.jsonl", "--tokenizer", str(tokenizer)]
+        assert main([*words, "--out", f"{tmp_path}/{name}"]) == 0
+    given = flags(place, max_steps=2, max_tokens=None, out_dir=str(tmp_path / "run"))
+    sources = [f"a={tmp_path}/a:1", f"b={tmp_path}/b:1"]
+    (tmp_path / "a" / "tokenizer" / "special_tokens_map.json").write_text('{"eos_token": "a"}')
+    with pytest.raises(DataError, match=r"a/tokenizer.*: is not the tokenizer of .*/a; restore"):
+        train(given, source=sources)
 
 
 def test_folders_that_cannot_be_mixed(place: Path, tmp_path: Path):

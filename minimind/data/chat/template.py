@@ -55,7 +55,7 @@ from minimind.runtime.terminal import shorten_line
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CLOCK = "strftime_now"  # the name by which a template asks for the date
 DATE = "2024-07-26"  # the date that a run uses if it gives none
-PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
+PROBE = Conversation([Message(USER, " a b "), Message(ASSISTANT, " c d ")])
 PROBES = (PROBE, (Message(SYSTEM, " e f "), *PROBE), (*PROBE, Message(TOOL, " g h "), *PROBE[1:]))
 ANSWER_WITH_THOUGHT = Message(ASSISTANT, "<think>\nx y\n</think>\n\nc d")
 CALLS_REMEDY = (
@@ -107,27 +107,10 @@ class Renderer:
 
     def render(self, messages: Iterable[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of the messages; raise DocumentError if the template refuses them."""
-        return self.with_spans(messages, add_generation_prompt)[0]
-
-    def require_texts(self, messages: Sequence[Message], rendered: str) -> None:
-        """Raise UsageError if what is said is not in `rendered`, and would be if given in parts."""
-
-        def is_in(text: str) -> bool:
-            return all(message.content.strip() in text for message in messages)
-
-        parts = [[{"type": "text", "text": message.content}] for message in messages]
-        chat = [{"role": m.role, "content": p} for m, p in zip(messages, parts, strict=True)]
-        if is_in(rendered):
-            return
-        try:
-            ((text, _),) = self._sandbox.render(chat, [(len(chat), False)], self._values)
-        except (Refused, Failed, Exceeded):  # by a template that knows no parts
-            return
-        if is_in(text):
-            raise UsageError(
-                f"{self.name} is written for content in parts, as of images and text, and leaves"
-                " out content that is a text; give one for texts (--chat_template)"
-            )
+        conversation = as_conversation(messages)
+        asked = [(len(conversation), add_generation_prompt)]
+        ((text, _),) = self.beginnings(conversation, asked)
+        return text
 
     @cached_property
     def _sandbox(self) -> Sandbox | BoundedSandbox:
@@ -135,13 +118,16 @@ class Renderer:
             return Sandbox(self.source, self._today)
         return bounded(self.source, self._today)
 
-    def with_spans(
-        self, messages: Iterable[Message], add_generation_prompt: bool = False
-    ) -> tuple[str, list[Span]]:
-        """Return the text and the spans of `{% generation %}`; see `render`."""
-        conversation = as_conversation(messages)
-        (rendered,) = self.beginnings(conversation, [(len(conversation), add_generation_prompt)])
-        return rendered
+    def probed(self) -> list[str]:
+        """The texts of short chats with the prompt after each, without what the template refuses.
+
+        It may refuse system messages, or tools.
+        """
+        texts = []
+        for probe in PROBES:
+            with suppress(DocumentError):
+                texts.append(self.render(probe, add_generation_prompt=True))
+        return texts
 
     def beginnings(self, conversation: Conversation, asked: Sequence[Asked]) -> Iterator[Rendered]:
         """Yield the texts and spans of beginnings of a conversation; see `render`."""
@@ -158,12 +144,9 @@ class Renderer:
         except Exceeded as error:
             raise Unbounded(f"{self.name} {error}; give another template") from error
         except Failed as error:
-            if not any(message.more for message in conversation):
-                self.require_texts(conversation, "")
-            reason = f"{self.name} cannot be rendered ({error})"
-            if any(CALLS in message.more for message in conversation):
-                raise UsageError(f"{reason}; {CALLS_REMEDY}") from error
-            raise UsageError(f"{reason}; correct it, or give another") from error
+            has_calls = any(CALLS in message.more for message in conversation)
+            remedy = CALLS_REMEDY if has_calls else "correct it, or give another"
+            raise UsageError(f"{self.name} cannot be rendered ({error}); {remedy}") from error
 
 
 @cache
@@ -227,13 +210,8 @@ def tags_of(source: str, tokens: Mapping[str, str], name: str) -> list[str]:
     It may build them from roles. `tokens` are those of `named_tokens`. Raise UsageError if it is
     not valid.
     """
-    renderer = Renderer(source, tokens, name)
     names = NAME_IN_SOURCE.findall(source)
-    for probe in PROBES:
-        try:
-            text = renderer.render(probe, add_generation_prompt=True)
-        except DocumentError:  # the template refuses system messages or tools, as it may
-            continue
+    for text in Renderer(source, tokens, name).probed():
         names += SPECIAL_LOOK.findall(text)
     return [*dict.fromkeys(names)]
 
@@ -324,15 +302,16 @@ class ChatTemplate:
         self._special_name, self._matched_name = _any_of(self._special), _any_of(matched)
         names = named_tokens(tokenizer)
         self._renderer = Renderer(source, names, name, today, variables, is_limited)
+        texts = self._renderer.probed()
         # Special tokens, and other tokens that only a template should write.
-        self._tokens = {**self._special, **matched, **self._tokens_in_text()}
+        self._tokens = {**self._special, **matched, **self._tokens_in_text(texts)}
         self._token_name = _any_of(self._tokens)
         # A template that is given can be given with a token at the end of an answer.
         ends_in_text = is_own(source, tokenizer)
         self._turns = Turns(self._renderer.beginnings, self._token_name, name, ends_in_text)
         self._special_ids = {token: np.array([i], np.int32) for token, i in self._special.items()}
         self._sizes = tokenizer.piece_bytes()
-        self._require_fit()
+        self._require_fit(texts)
 
     @cached_property
     def end_of_turn(self) -> int | None:
@@ -390,10 +369,7 @@ class ChatTemplate:
 
     def ids(self, text: str) -> list[int]:
         """Return the ids of a text that the template has written."""
-        (encoded,) = self.encode_written([(text, [])])
-        if isinstance(encoded, DocumentError):
-            raise encoded
-        return encoded[0].tolist()
+        return self._encoded((text, []))[0].tolist()
 
     def encode(self, messages: Sequence[Message], train_on: TrainOn = "assistant") -> Encoded:
         """Return the ids, int32, and whether each is trained on, bool.
@@ -404,31 +380,13 @@ class ChatTemplate:
         Raise DocumentError for content that contains the name of a special token: it could forge a
         turn.
         """
-        (encoded,) = self.encode_batch([messages], train_on)
+        return self._encoded(self.write(messages, train_on))
+
+    def _encoded(self, written: Written) -> Encoded:
+        (encoded,) = self.encode_written([written])
         if isinstance(encoded, DocumentError):
             raise encoded
         return encoded
-
-    def encode_batch(
-        self,
-        conversations: Iterable[Sequence[Message]],
-        train_on: TrainOn = "assistant",
-        threads: int = 1,
-        loss: TextLoss | None = None,
-    ) -> list[Encoded | DocumentError]:
-        """Encode many conversations, up to twice as fast; return the error of a bad one.
-
-        The text between special tokens is added to `loss`.
-        """
-        results: list[Written | DocumentError] = []
-        for messages in conversations:
-            try:
-                results.append(self.write(messages, train_on))
-            except DocumentError as error:
-                results.append(error)
-        good = [item for item in results if not isinstance(item, DocumentError)]
-        encoded = iter(self.encode_written(good, threads, loss))
-        return [item if isinstance(item, DocumentError) else next(encoded) for item in results]
 
     def write(self, messages: Sequence[Message], train_on: TrainOn = "assistant") -> Written:
         """Return the text of a conversation, and where it is trained on; see `encode`."""
@@ -464,7 +422,7 @@ class ChatTemplate:
         """
         if not self._renderer.marks_generation:
             return self._turns.text_and_spans(conversation, sought)
-        text, marked = self._renderer.with_spans(conversation)
+        ((text, marked),) = self._renderer.beginnings(conversation, [(len(conversation), False)])
         if not sought and turns:
             return text, []
         if sought == turns:
@@ -472,9 +430,13 @@ class ChatTemplate:
         if len(marked) == len(turns):
             return text, [span for at, span in zip(turns, marked, strict=True) if at in sought]
         if sought == turns[-1:]:
-            before = conversation.of(conversation[: turns[-1]])
-            earlier = len(self._renderer.with_spans(before)[1]) if before else 0
-            return text, marked[earlier:]
+            before = [(turns[-1], False)] if turns[-1] else []
+            earlier = [
+                span
+                for _, spans in self._renderer.beginnings(conversation, before)
+                for span in spans
+            ]
+            return text, marked[len(earlier) :]
         raise DocumentError(
             f"has turns with a weight of 0, and {self.name} marks {len(marked)} spans for"
             f" {len(turns)} answers",
@@ -484,7 +446,10 @@ class ChatTemplate:
     def encode_written(
         self, texts: Sequence[Written], threads: int = 1, loss: TextLoss | None = None
     ) -> list[Encoded | DocumentError]:
-        """Encode what `write` returns; see `encode_batch`."""
+        """Encode what `write` returns, up to twice as fast; return the error of a bad one.
+
+        The text between special tokens is added to `loss`.
+        """
         tokenizer = self._tokenizer
         if isinstance(tokenizer, HuggingFaceTokenizer):
             return [self._as_a_whole(tokenizer, text, spans, loss) for text, spans in texts]
@@ -591,25 +556,48 @@ class ChatTemplate:
         """Raise DocumentError for what the template leaves out: names, thoughts, calls, tools."""
         for at, message in enumerate(conversation):
             self._require_content_written(message, text, at)
-            if not (message.name or message.more):
-                continue
-            if message.name and message.role != TOOL:
-                nameless = [*conversation[:at], replace(message, name=""), *conversation[at + 1 :]]
-                if self.render(conversation.of(nameless)) == text:
-                    what = f'turn {at + 1}: has "name"'
-                    raise self._left_out(what, "write it into the content", "FILE")
             for key in filter(message.more.get, THOUGHTS):
                 if key not in self.keys_of_thoughts:
                     raise self._left_out(f'turn {at + 1}: has "{key}"', "write it into the content")
-            for number in range(len(message.more.get(CALLS, ()))):
-                self._require_call_written(conversation, text, at, number)
-        if conversation.tools:
-            if self._render_without_tools(conversation) == text:
-                raise self._left_out('has "tools"', "write them into the system message")
         for name, value in conversation.variables.items():
             if any(texts_in(value)) and not reads(self.source, name):
                 what = f'has "{name}" beside the turns'
                 raise self._left_out(what, "write it into a turn", "FILE")
+        for refusal, less in self._lessened(conversation):
+            try:
+                without = self.render(less)
+            except Unbounded:
+                raise
+            except (DocumentError, UsageError):  # a template may want one call, or content
+                continue
+            if without == text:
+                raise refusal
+
+    def _lessened(self, conversation: Conversation) -> Iterator[tuple[DocumentError, Conversation]]:
+        """Yield what a template may leave out, as the error if it does, and the rest."""
+
+        def changed(at: int, **changes: Any) -> Conversation:
+            turn = replace(conversation[at], **changes)
+            return conversation.with_turns([*conversation[:at], turn, *conversation[at + 1 :]])
+
+        for at, message in enumerate(conversation):
+            if message.name and message.role != TOOL:
+                what = f'turn {at + 1}: has "name"'
+                refusal = self._left_out(what, "write it into the content", "FILE")
+                yield refusal, changed(at, name="")
+            calls = message.more.get(CALLS, [])
+            for number in range(len(calls)):
+                what = f'turn {at + 1}: has "{CALLS}"'
+                refusal = self._left_out(what, "write them into the content")
+                others = [*calls[:number], *calls[number + 1 :]]
+                yield refusal, changed(at, more={**message.more, CALLS: others})
+        if conversation.tools:
+            turns = [
+                replace(one, more={key: value for key, value in one.more.items() if key != TOOLS})
+                for one in conversation
+            ]
+            refusal = self._left_out('has "tools"', "write them into the system message")
+            yield refusal, Conversation(turns, None, conversation.variables)
 
     def _require_content_written(self, message: Message, text: str, at: int) -> None:
         """Raise DocumentError for content, or a thought in it, that the template leaves out."""
@@ -621,40 +609,9 @@ class ChatTemplate:
         if said not in text and not any(one in text for one in forms_of(said)):
             raise self._left_out(f"turn {at + 1}: has content", "remove it")
 
-    def _require_call_written(
-        self, conversation: Conversation, text: str, at: int, number: int
-    ) -> None:
-        """Raise DocumentError for a call without which the text would be the same."""
-        message = conversation[at]
-        others = [one for n, one in enumerate(message.more[CALLS]) if n != number]
-        less = replace(message, more={**message.more, CALLS: others})
-        try:
-            without = self.render(
-                conversation.of([*conversation[:at], less, *conversation[at + 1 :]])
-            )
-        except Unbounded:
-            raise
-        except (DocumentError, UsageError):  # a template may want one call, or content
-            return
-        if without == text:
-            what = f'turn {at + 1}: has "{CALLS}"'
-            raise self._left_out(what, "write them into the content")
-
-    def _render_without_tools(self, conversation: Conversation) -> str:
-        messages = [
-            replace(one, more={key: value for key, value in one.more.items() if key != TOOLS})
-            for one in conversation
-        ]
-        return self.render(Conversation(messages, None, conversation.variables))
-
     def writes_tools(self, tools: list[Any]) -> bool:
         """Whether tools change what the template writes."""
         return self.render(Conversation(PROBE[:1], tools)) != self.render(PROBE[:1])
-
-    def require_tools(self, tools: list[Any]) -> None:
-        """Raise UsageError if the template does not write tools."""
-        if not self.writes_tools(tools):
-            raise UsageError(str(self._left_out("--tools", "drop it")))
 
     def _left_out(self, what: str, remedy: str, example: str = DEFAULT_NAME) -> DocumentError:
         """The error of what the template leaves out; `example` is a template that writes it."""
@@ -690,19 +647,18 @@ class ChatTemplate:
             " {% endgeneration %} around what the assistant writes"
         )
 
-    def _require_fit(self) -> None:
-        """Raise UsageError for a template that fails on a short chat or lacks a special token."""
+    def _require_fit(self, texts: Iterable[str]) -> None:
+        """Raise UsageError for a template that fails on a short chat or lacks a special token.
+
+        `texts` are what it writes of short chats.
+        """
         tokenizer = self._tokenizer
         if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.drops_unknown:
             raise UsageError(
                 f"{tokenizer.path}: drops characters that it has no piece for, so that which tokens"
                 " an answer has is not known; give a tokenizer with byte pieces"
             )
-        for probe in PROBES:
-            try:
-                text = self.render(probe)
-            except DocumentError:  # the template refuses system messages or tools, as it may
-                continue
+        for text in texts:
             self._require_special(text)
             try:
                 self.ids(text)
@@ -719,13 +675,12 @@ class ChatTemplate:
 
     def _require_answer(self) -> None:
         """Raise UsageError unless an answer begins where the generation prompt ends."""
-        question, answer = PROBE
+        answer = PROBE[1]
         try:
-            text = self.render(PROBE)
-            prompt, bare = (self.render([question], is_asked) for is_asked in (True, False))
+            asked = [(2, False), (1, True), (1, False)]
+            (text, _), (prompt, _), (bare, _) = self._renderer.beginnings(PROBE, asked)
         except DocumentError as error:
             raise UsageError(f"{error}, a question and its answer; give another") from error
-        self._renderer.require_texts(PROBE, text)
         before = text.partition(answer.content.strip())[0]
         header = before.removeprefix(bare).strip()
         if prompt == bare and before.startswith(bare) and header:
@@ -735,14 +690,12 @@ class ChatTemplate:
                 " {% endif %}"
             )
 
-    def _tokens_in_text(self) -> dict[str, int]:
-        """Ids of the tags of the template that are tokens but not special, as user-defined ones."""
+    def _tokens_in_text(self, texts: Iterable[str]) -> dict[str, int]:
+        """Ids of the tags in texts that are tokens but not special, as user-defined ones."""
         found = {}
-        for probe in PROBES:
-            with suppress(DocumentError):  # the template refuses system messages or tools
-                for tag in TAG_LOOK.findall(self.render(probe, add_generation_prompt=True)):
-                    if is_matched(tag, self._tokenizer) and not TURN_TAG.fullmatch(tag):
-                        found[tag] = self._tokenizer.piece_id(tag)
+        for tag in TAG_LOOK.findall("\n".join(texts)):
+            if is_matched(tag, self._tokenizer) and not TURN_TAG.fullmatch(tag):
+                found[tag] = self._tokenizer.piece_id(tag)
         return found
 
     def _require_special(self, text: str) -> None:

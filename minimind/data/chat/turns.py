@@ -37,6 +37,7 @@ Beginnings = Callable[[Conversation, Sequence[Asked]], Iterator[Rendered]]
 TAG = re.compile(
     r"(</?(?:think(?:ing)?|thoughts?|reasoning|answer|tool_calls?|tool_response|function_call)>)"
 )
+SKIPPED = re.compile(rf"\s+|{TAG.pattern}")  # before the end of a turn
 WORDS = re.compile(r"(\s|<[^\s<>]+>|\[[^\s\[\]]+\])")  # a text is split into words and tags
 THOUGHT = re.compile(r"<[^<>|\s/]*think[^<>|\s]*>|\[THINK\]")  # a prompt may end in one
 NOT_SAID = {"id", "type", "name"}  # keys of a call that a template may decide by
@@ -78,7 +79,7 @@ class Unbounded(UsageError):
 
 
 class Unmarked(Exception):
-    """A template changes what is said in a turn, the argument, so that it is not found."""
+    """The mark of a turn is missing from the text; `args[0]` is the turn."""
 
 
 class Marks:
@@ -88,7 +89,7 @@ class Marks:
         text = canonical_text(conversation)
         self._mark = next(mark for mark in map(chr, PRIVATE) if mark not in text)
         self.said: list[tuple[int, str]] = []  # turn and text of each mark
-        self.conversation = conversation.of(
+        self.conversation = conversation.with_turns(
             message if message.role not in roles else self._marked(at, message)
             for at, message in enumerate(conversation)
         )
@@ -124,7 +125,7 @@ class Marks:
     def places(self, text: str, marked: str) -> list[tuple[int, int, int]]:
         """(turn, begin, end) of each mark in `text`, whose marked form is given.
 
-        Of a mark that is written several times, the first place. Raise Unmarked.
+        The first occurrence of a mark counts. Raise Unmarked.
         """
         first, *pieces = re.split(f"{self._mark}(\\d{{1,9}}){self._mark}", marked)
         if not text.startswith(first):
@@ -198,13 +199,15 @@ class Turns:
             floor = max((past for _, past in others if past <= begin), default=0)
             ceiling = min((other for other, _ in others if other >= end), default=len(text))
             first = self._begin(conversation, turn, prompt, text, floor, begin)
-            after = text[end:ceiling]
             if CALLS not in conversation[turn].more:
-                yield first, end + self._length_of_end(after)
-            elif (length := self._length_of_end_of_calls(after)) is not None:
-                yield first, end + length
+                yield first, self._end_of_answer(text, end)
+                continue
+            # The brackets of calls come before their end.
+            ways = ((text.find(way, end, ceiling), len(way)) for way in self._ends_of_turns)
+            if ends := [at + length for at, length in ways if at >= 0]:
+                yield first, min(ends)
             elif turn + 1 == len(conversation):  # the next turn would have ended it
-                yield first, end + len(after.rstrip())
+                yield first, len(text[:ceiling].rstrip())
             else:
                 raise self._refusal(turn, "ends its calls in no known way")
 
@@ -222,13 +225,10 @@ class Turns:
             said = said.strip()
             while text[begin : begin + 1].isspace():
                 begin += 1
-        closing, _ = self._closing
-        end = begin + len(said)
-        while text[end : end + 1].isspace() and not text.startswith(closing, end):
-            end += 1
-        if closing and text.startswith(closing, end) and text.startswith(said, begin):
-            return len(prompt), end + len(closing)
-        return None
+        if not text.startswith(said, begin):
+            return None
+        end = self._end_of_answer(text, begin + len(said))
+        return (len(prompt), end) if end > begin + len(said) else None
 
     def _places(self, conversation: Conversation, text: str) -> list[tuple[int, int, int]]:
         # A template may decide by what the user says ("/no_think"); then that is left as it is.
@@ -246,7 +246,7 @@ class Turns:
         self, conversation: Conversation, turn: int, prompt: str, text: str, floor: int, said: int
     ) -> int:
         """Where the prompt for a turn ends whose text is at `said`, after that of others."""
-        before = conversation.of(conversation[:turn])
+        before = conversation.with_turns(conversation[:turn])
         if floor <= len(prompt) <= said and text.startswith(prompt):
             return len(prompt)
         bare = self._render(before) if before else ""
@@ -261,29 +261,21 @@ class Turns:
                 return at + len(header)
         raise self._refusal(turn, "writes it after other text than where it asks for an answer")
 
-    def _length_of_end(self, after: str) -> int:
-        """How much of the text after what is said ends the turn."""
-        closing, ends = self._closing
-        blanks = len(after) - len(after.lstrip())
-        while tag := TAG.match(after, blanks):  # the content ends in it
-            blanks = len(after) - len(after[tag.end() :].lstrip())
-        if closing and after.startswith(closing, blanks):
-            return blanks + len(closing)
-        special = self._special.match(after, blanks)
-        return special.end() if special and special[0] in ends else 0
-
-    def _length_of_end_of_calls(self, after: str) -> int | None:
-        """The same for a turn with calls, whose brackets come first; None without an end."""
-        closing, ends = self._closing
-        found = {end: after.find(end) for end in {closing, self._end_of_calls, *ends} if end}
-        return min((at + len(end) for end, at in found.items() if at >= 0), default=None)
+    def _end_of_answer(self, text: str, said: int) -> int:
+        """Where an answer ends whose text ends at `said`, but for tags; `said` without an end."""
+        at = said
+        while not (end := next((end for end in self._ends if text.startswith(end, at)), "")):
+            skipped = SKIPPED.match(text, at)
+            if skipped is None:
+                return said
+            at = skipped.end()
+        return at + len(end)
 
     @property
     def ends(self) -> list[str]:
         """Special tokens that end turns of the assistant."""
-        closing, ends = self._closing
-        found = [self._special.search(text) for text in (closing, self._end_of_calls)]
-        return [*(one[0] for one in found if one), *sorted(ends)]
+        found = map(self._special.search, self._ends_of_turns)
+        return [special[0] for special in found if special]
 
     @property
     def text_end(self) -> str:
@@ -291,7 +283,7 @@ class Turns:
 
         Empty if there is none.
         """
-        closing, _ = self._closing
+        closing = "".join(self._ends)
         if not closing or self._special.search(closing):
             return ""
         text = self._render(ROUNDS)
@@ -299,9 +291,8 @@ class Turns:
         return text[end : text.index(closing, end)] + closing
 
     @cached_property
-    def _end_of_calls(self) -> str:
-        """Text that ends a turn with calls; empty if there is none."""
-        closing, _ = self._closing
+    def _ends_of_turns(self) -> list[str]:
+        """Texts that end answers, and the special token that ends a turn with calls."""
         for called in map(called_by, CALL_FORMS):
             try:
                 text = self._render(called)
@@ -312,17 +303,17 @@ class Turns:
             except (DocumentError, UsageError):  # the template reads another form
                 continue
         else:
-            return closing
+            return self._ends
         begin = max((end for turn, _, end in places if turn == 1), default=len(text))
         after = text[begin : min((at for turn, at, _ in places if turn == 2), default=len(text))]
-        if closing and closing in after:
-            return closing
+        if any(end in after for end in self._ends):
+            return self._ends
         specials = (match[0] for match in self._special.finditer(after))
-        return next((name for name in specials if not TAG.fullmatch(name)), closing)
+        return [*self._ends, *[name for name in specials if not TAG.fullmatch(name)][:1]]
 
     @cached_property
-    def _closing(self) -> tuple[str, set[str]]:
-        """Text that ends every answer, or empty, and then special tokens that end some.
+    def _ends(self) -> list[str]:
+        """The text that ends every answer, or else special tokens, each of which ends some.
 
         An answer may be ended in another way if it is the last, or by what follows it alone.
         """
@@ -330,19 +321,19 @@ class Turns:
         places = self._places(ROUNDS, text)
         ends = {turn: end for turn, _, end in places}
         if len(ends) < len(ROUNDS):  # it leaves out a turn
-            last = max(ends.values(), default=len(text))
-            return "", {self._first_special(text, last)} - {""}
+            found = {self._first_special(text, max(ends.values(), default=len(text)))}
+            return sorted(found - {""})
         here, there = (self._special.split(text[ends[turn] :]) for turn in (1, 3))
         common = common_start(here, there)
         if len(common) > 1:  # the second is a special token
-            return "".join(common).strip(), set()
+            return ["".join(common).strip()]
         text_end = "".join(common_start(*(WORDS.split(text[0]) for text in (here, there)))).strip()
         if text_end and self._may_end_in_text:
-            return text_end, set()
+            return [text_end]
         user, middle, last = (self._first_special(text, ends[turn]) for turn in (0, 1, 3))
         if not last:  # the header of the next turn ends an answer, unless every turn has it
-            return "", {middle} - {user, ""}
-        return "", {last, middle if middle == user else last}
+            return sorted({middle} - {user, ""})
+        return sorted({last, middle if middle == user else last})
 
     def _first_special(self, text: str, at: int) -> str:
         found = self._special.search(text, at)

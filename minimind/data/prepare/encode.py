@@ -247,13 +247,12 @@ class Work:
         options = self.plan.options
         if options.chat_template is None:
             return None
-        today = options.template_date and date.fromisoformat(options.template_date)
+        told = options.template_date
+        today = date.fromisoformat(told) if told else None
         from minimind.data.chat.template import ChatTemplate
 
         variables = options.chat_template_kwargs or {}
-        return ChatTemplate(
-            options.chat_template, self.tokenizer, today=today or None, variables=variables
-        )
+        return ChatTemplate(options.chat_template, self.tokenizer, today=today, variables=variables)
 
     @property
     def _train_on(self) -> Any:

@@ -6,7 +6,7 @@ They are read as one that `minimind prepare --source` wrote; no text is tokenize
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.merge import tokens_fingerprint
-from minimind.data.prepare.prepared import CONVERSATIONS, Prepared, missing_of, require_tokenizer
+from minimind.data.prepare.prepared import CONVERSATIONS, Prepared, missing_of, tokenizer_of_folder
 from minimind.data.shards.block_sums import read_sums
 from minimind.data.shards.manifest import (
     SPLITS,
@@ -25,7 +25,6 @@ from minimind.data.shards.manifest import (
 )
 from minimind.data.shards.token_shards import TokenShards
 from minimind.data.text.inputs import Source, join_sources, name_of, parse_source
-from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import UsageError
 from minimind.runtime import disk
 from minimind.runtime.urls import is_url, named
@@ -56,31 +55,24 @@ def sources_of(run: RunConfig) -> tuple[Source, ...]:
     return join_sources(sources)
 
 
-def open_mixture(sources: Sequence[Source], tokenizer_path: str | None = None) -> Prepared:
-    """Open prepared folders, one for each source, as one text.
-
-    Raise as `parts_of`, and DataError for a file that is missing, cut or changed.
-    """
-    parts = parts_of(sources)
-    first = parts[0]
+def open_parts(parts: Sequence[Part], tokenizer_path: str | None = None) -> Prepared:
+    """Open some parts as one text; raise DataError for a file that is missing or changed."""
     sums: dict[Path, np.ndarray] = {}
-    for part in parts:
-        require_untouched(part.folder, part.manifest)
-        sums |= read_sums(part.folder, part.manifest)
-    require_tokenizer(first.folder, first.manifest, tokenizer_path)
-    manifest = joined_manifest(parts)
+    for folder, manifest in {part.folder: part.manifest for part in parts}.items():
+        require_untouched(folder, manifest)
+        sums |= read_sums(folder, manifest)
+    first, manifest = parts[0], joined_manifest(parts)
+    tokenizer = tokenizer_of_folder(first.folder, manifest, tokenizer_path)
     train, val = (TokenShards(first.folder, split, manifest, sums) for split in SPLITS)
-    tokenizer = load_tokenizer(first.folder / TOKENIZER_NAME)
-    found = tuple(replace(part.source, paths=(str(part.folder),)) for part in parts)
-    return Prepared(first.folder, tokenizer, train, val, manifest, {}, found)
+    return Prepared(first.folder, tokenizer, train, val, manifest, {}, tuple(parts))
 
 
-def require_whole_parts(sources: Sequence[Source]) -> Path:
-    """The first folder of some sources; raise as `parts_of`, and DataError for a cut file."""
+def whole_parts_of(sources: Sequence[Source]) -> list[Part]:
+    """See `parts_of`; raise DataError for a file that is missing or cut."""
     parts = parts_of(sources)
     for part in parts:
         require_whole(part.folder, (shard for split in SPLITS for shard in part.shards(split)))
-    return parts[0].folder
+    return parts
 
 
 def parts_of(sources: Sequence[Source]) -> list[Part]:

@@ -114,7 +114,7 @@ SAMPLED_BYTES = 2**30  # bytes of input to train a tokenizer on
 # Increase when a new check would refuse data that is cached: conversations, or text that a
 # tokenizer loses.
 CACHE_VERSION = 2
-TOKENIZER_SUM = f"{MODEL_NAME}.sha256"  # of a tokenizer that was trained; early ones have none
+TOKENIZER_SUM = f"{MODEL_NAME}.sha256"  # of a tokenizer that was trained
 
 
 @dataclass(frozen=True)
@@ -225,9 +225,7 @@ def tokenizer_of(request: PrepareRequest, plan: Plan, trained: Path, remedy: str
         write_whole(draft / TOKENIZER_SUM, sha256_of(draft / MODEL_NAME).encode())
 
     build_once(trained, build, remedy)
-    recorded = trained / TOKENIZER_SUM
-    if disk.exists(recorded):
-        require_hash(trained / MODEL_NAME, recorded.read_text("ascii", "replace"))
+    require_hash(trained / MODEL_NAME, (trained / TOKENIZER_SUM).read_text("ascii", "replace"))
     return load_tokenizer(trained)
 
 

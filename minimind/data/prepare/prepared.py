@@ -29,7 +29,7 @@ from minimind.runtime.durable_files import canonical_json
 from minimind.runtime.urls import named
 
 if TYPE_CHECKING:
-    from minimind.data.text.inputs import Source
+    from minimind.data.prepare.mixed import Part
 
 NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
 CONVERSATIONS = "chat_template"  # the option that a folder of conversations has
@@ -42,22 +42,18 @@ class Prepared:
     Of several folders the manifest has the shards of all, by their paths.
     """
 
-    directory: Path  # the folder of the first of several `sources`
+    directory: Path  # the folder of the first of several `parts`
     tokenizer: AnyTokenizer
     train: TokenShards
     val: TokenShards
     manifest: dict[str, Any]
     names: dict[str, str]  # names of inputs when they were prepared -> now
-    sources: tuple[Source, ...] = ()  # folders that are mixed
-
-    def parts(self) -> list[tuple[Path, str | None]]:
-        """Its folders, with the source of each that is mixed with others."""
-        mixed = [(Path(*source.paths), source.name) for source in self.sources]
-        return [*mixed] or [(self.directory, None)]
+    parts: tuple[Part, ...] = ()  # folders that are mixed
 
     def __str__(self) -> str:
-        mixed = (f"{source.name}={named(*source.paths)}" for source in self.sources)
-        return " ".join(mixed) or named(str(self.directory))
+        if not self.parts:
+            return named(str(self.directory))
+        return " ".join(f"{part.source.name}={named(str(part.folder))}" for part in self.parts)
 
     def bytes_per_id(self, split: str) -> list[np.ndarray]:
         """Bytes of text that each id stands for, (vocabulary,), by source; see `mean_bytes`."""
@@ -109,9 +105,12 @@ class Prepared:
         return self.tokenizer.decode(self.train.stretch(start, length).tolist())
 
     def list_rejected(self, out_dir: Path) -> None:
-        """Write rejected.jsonl to `out_dir` if documents were skipped."""
+        """Write rejected.jsonl to `out_dir` if documents were skipped.
+
+        Folders that are mixed have their own lists.
+        """
         path = self.directory / REJECTED_NAME
-        if disk.exists(path):
+        if not self.parts and disk.exists(path):
             with open(path, "rb") as lines, open(out_dir / REJECTED_NAME, "wb") as copy:
                 for line in lines:
                     entry = json.loads(line)
@@ -139,13 +138,7 @@ def open_prepared(
     """
     manifest = read_manifest(directory)
     require_untouched(directory, manifest)
-    tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
-    if tokenizer.fingerprint != manifest["tokenizer"]:
-        raise DataError(
-            f"{tokenizer.path}: is not the tokenizer of {directory}; restore that one, or prepare"
-            " the text again"
-        )
-    require_tokenizer(directory, manifest, tokenizer_path)
+    tokenizer = tokenizer_of_folder(directory, manifest, tokenizer_path)
     if CONVERSATIONS in manifest["options"]:
         shards_class = partial(ConversationShards, eos_id=manifest["eos_id"])
     else:
@@ -156,13 +149,25 @@ def open_prepared(
     return Prepared(directory, tokenizer, train, val, manifest, renamed)
 
 
-def require_tokenizer(directory: Path, manifest: Mapping[str, Any], path: str | None) -> None:
-    """Raise DataError if the --tokenizer at `path` is not the folder's."""
+def tokenizer_of_folder(
+    directory: Path, manifest: Mapping[str, Any], path: str | None
+) -> AnyTokenizer:
+    """Load the tokenizer of a folder.
+
+    Raise DataError if it has changed, or if the --tokenizer at `path` is another one.
+    """
+    tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
+    if tokenizer.fingerprint != manifest["tokenizer"]:
+        raise DataError(
+            f"{tokenizer.path}: is not the tokenizer of {directory}; restore that one, or prepare"
+            " the text again"
+        )
     if path is not None and load_tokenizer(path).fingerprint != manifest["tokenizer"]:
         raise DataError(
             f"{path}: is not the tokenizer of {directory}; leave out --tokenizer, or prepare the"
             " text again with it"
         )
+    return tokenizer
 
 
 def holds_conversations(directory: Path) -> bool:

@@ -92,7 +92,7 @@ def read_sums(directory: Path, manifest: dict[str, Any]) -> dict[Path, np.ndarra
     """
     path = directory / SUMS_NAME
     if SUMS_NAME not in manifest["files"]:
-        raise DataError(f"{path}: is not in the manifest; prepare the text again")
+        raise DataError(f"{path}: is not in the manifest; prepare the text again, or clear a cache")
     require_hash(path, manifest["files"][SUMS_NAME])
     sums, at, found = np.fromfile(path, dtype=SUM_DTYPE), 0, {}
     for shard in shards_of(manifest):

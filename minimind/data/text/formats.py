@@ -75,7 +75,7 @@ PLAIN = (
     Format(".csv", csv_rows),
     Format(".tsv", partial(csv_rows, delimiter="\t")),
 )
-PACKED = (form.packed(packing) for form in PLAIN for packing in PACKINGS)
+PACKED = [form.packed(packing) for form in PLAIN for packing in PACKINGS]
 TABLES = (Format(".parquet", parquet_rows, parquet_segments),)
 FORMATS = {form.suffix: form for form in (*PLAIN, *PACKED, *TABLES)}
 DATASET = Format("dataset", dataset_rows, dataset_segments)  # a folder

@@ -193,7 +193,7 @@ class _Plain(io.FileIO):
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, io.BufferedReader[Any]]]:
-    """The content of a file, and the same with a buffer; the former counts for `_reached`."""
+    """The content of a file, and the same with a buffer; the former counts for `reached_by`."""
     with unpacked(path) if path.suffix.lower() in PACKINGS else _Plain(path) as content:
         with io.BufferedReader(content, BUFFER_BYTES) as file:
             yield content, file

@@ -1,4 +1,4 @@
 """Tokenizers: lossless SentencePiece models, tokenizer.json files, and their export.
 
-A new kind of tokenizer starts in `load.py`.
+A new kind of tokenizer is a class of `base.py`, and `load.py` decides which files it reads.
 """

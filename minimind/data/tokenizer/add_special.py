@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
-from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.data.tokenizer.base import AnyTokenizer
+from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import (
     CONFIG_NAME,
     JSON_NAME,
     LISTED,
     MODEL_NAME,
+    SPECIAL,
+    dump_json,
     name_error,
     write_tokenizer,
 )
@@ -34,18 +36,34 @@ def with_special_tokens(
     added = lacking(tokenizer, names)
     if not added:
         return tokenizer
-    files = tokenizer.files()
-    if isinstance(tokenizer, Tokenizer):
-        files[MODEL_NAME] = _with_pieces(files[MODEL_NAME], added)
-    else:
-        tokens = _added_tokens(added, tokenizer.vocab_size)
-        eos_token = tokenizer.piece_name(tokenizer.eos_id)
+    files, first = tokenizer.files(), tokenizer.vocab_size
+    if isinstance(tokenizer, HuggingFaceTokenizer):
         files.pop(MODEL_NAME, None)  # it would lack them
-        files[JSON_NAME] = _with_added_tokens(files[JSON_NAME], tokens)
-        files[CONFIG_NAME] = _with_names(files[CONFIG_NAME], tokens, eos_token)
+        tokens = {first + at: {"content": name, **SPECIAL} for at, name in enumerate(added)}
+        values, config = json.loads(files[JSON_NAME]), json.loads(files[CONFIG_NAME])
+        entries = [{"id": i, **token} for i, token in tokens.items()]
+        values["added_tokens"] = [*(values.get("added_tokens") or ()), *entries]
+        if not config.get("eos_token"):  # a new token may look like the end of a document
+            config["eos_token"] = tokenizer.piece_name(tokenizer.eos_id)
+        if config.get(LISTED):  # transformers then ignores those of the other file
+            config[LISTED] |= {str(i): token for i, token in tokens.items()}
+        files |= {JSON_NAME: dump_json(values, indent=2), CONFIG_NAME: dump_json(config)}
+    else:
+        proto = ModelProto.FromString(files[MODEL_NAME])
+        for name in added:
+            proto.pieces.add(piece=name, score=0.0, type=ModelProto.SentencePiece.CONTROL)
+        proto.trainer_spec.vocab_size = len(proto.pieces)
+        files[MODEL_NAME] = proto.SerializeToString(deterministic=True)
     write_tokenizer(directory, files)
     extended = load_tokenizer(directory)
-    _require_appended(tokenizer, added, extended)
+    special = tokenizer.special_tokens() | {name: first + at for at, name in enumerate(added)}
+    roles = [(t.bos_id, t.eos_id, t.pad_id) for t in (tokenizer, extended)]
+    is_appended = extended.special_tokens() == special and roles[0] == roles[1]
+    if not is_appended or extended.vocab_size != first + len(added):  # the file skips ids
+        raise DataError(
+            f"{tokenizer.path}: special tokens cannot be added, for other ids would change or be"
+            " skipped; give another tokenizer"
+        )
     return extended
 
 
@@ -63,60 +81,3 @@ def lacking(tokenizer: AnyTokenizer, names: Sequence[str]) -> list[str]:
                 " another name, or another tokenizer"
             )
     return added
-
-
-def _with_pieces(model: bytes, names: Sequence[str]) -> bytes:
-    """The SentencePiece model with control pieces appended."""
-    proto = ModelProto.FromString(model)
-    for name in names:
-        proto.pieces.add(piece=name, score=0.0, type=ModelProto.SentencePiece.CONTROL)
-    proto.trainer_spec.vocab_size = len(proto.pieces)
-    return proto.SerializeToString(deterministic=True)
-
-
-def _added_tokens(names: Sequence[str], first: int) -> list[dict[str, Any]]:
-    """Entries of a tokenizer.json: special tokens of the ids `first` and on."""
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return [
-        {"id": first + at, "content": name, **flags, "special": True}
-        for at, name in enumerate(names)
-    ]
-
-
-def _with_added_tokens(content: bytes, tokens: Sequence[dict[str, Any]]) -> bytes:
-    """The tokenizer.json with these tokens as well."""
-    values = json.loads(content)
-    return _dump({**values, "added_tokens": [*(values.get("added_tokens") or ()), *tokens]})
-
-
-def _with_names(content: bytes, tokens: Sequence[dict[str, Any]], eos_token: str | None) -> bytes:
-    """The tokenizer_config.json with what names tokens in it.
-
-    The end of a document, for a new token may look like one; and the new tokens where it lists all:
-    transformers then ignores those of the other file.
-    """
-    values = json.loads(content)
-    named = values if values.get("eos_token") else {**values, "eos_token": eos_token}
-    if listed := values.get(LISTED):
-        entries = {
-            str(token["id"]): {name: token[name] for name in token if name != "id"}
-            for token in tokens
-        }
-        named = {**named, LISTED: {**listed, **entries}}
-    return content if named is values else _dump(named)
-
-
-def _dump(values: Any) -> bytes:
-    return json.dumps(values, ensure_ascii=False, indent=2).encode()
-
-
-def _require_appended(before: AnyTokenizer, names: Sequence[str], after: AnyTokenizer) -> None:
-    """Raise DataError if the ids are not those asked for, as where a tokenizer.json skips ids."""
-    first, special = before.vocab_size, after.special_tokens()
-    roles = [(t.bos_id, t.eos_id, t.pad_id) for t in (before, after)]
-    expected = {**before.special_tokens(), **{name: first + at for at, name in enumerate(names)}}
-    if special != expected or roles[0] != roles[1] or after.vocab_size != first + len(names):
-        raise DataError(
-            f"{before.path}: special tokens cannot be added, for other ids would change or be"
-            " skipped; give another tokenizer"
-        )

@@ -26,6 +26,7 @@ from minimind.data.tokenizer.vocabulary import (
     TOKEN_ROLES,
     Configuration,
     dump_json,
+    name_of,
     parse_object,
     read_file,
 )
@@ -93,7 +94,7 @@ def is_read_alike(folder: Path, model: Tokenizer) -> bool:
         return True
     if not model.is_lossless:
         return not values.keys() - {TEMPLATE_KEY} and _model_type(folder) in (None, "minimind")
-    named = [_name_of(token) for token in _tokens_beside(values)]
+    named = [str(name_of(token)) for token in _tokens_beside(values)]
     return not names_class(folder) and all(model.piece_id(name) is not None for name in named)
 
 
@@ -103,10 +104,6 @@ def _tokens_beside(values: Mapping[str, Any]) -> Iterator[Any]:
         more = values.get(key)
         if isinstance(more, dict | list):
             yield from more.values() if isinstance(more, dict) else more
-
-
-def _name_of(token: Any) -> str:
-    return str(token.get("content") if isinstance(token, dict) else token)
 
 
 def is_literal(folder: Path, values: Mapping[str, Any], added: Mapping[str, Any]) -> bool:
@@ -129,7 +126,7 @@ def _is_among(token: Any, added: Mapping[str, Any]) -> bool:
     """Whether an added token has this name, and the flags, if the token has any."""
     if not isinstance(token, dict):
         return not isinstance(token, str) or (token in added and added[token]["special"])
-    known = added.get(_name_of(token))
+    known = added.get(str(name_of(token)))
     flags = {"special": True, **token}
     return known is not None and all(known.get(key, flags[key]) == flags[key] for key in flags)
 
@@ -142,8 +139,8 @@ def _values(path: Path) -> dict[str, Any]:
     return parse_object(path, read_file(path)) if disk.lexists(path) else {}
 
 
-def as_autotokenizer(folder: Path, without: str = "") -> Reading:
-    """What AutoTokenizer makes of a folder `without` one of its files.
+def as_autotokenizer(folder: Path, name: str) -> Reading:
+    """What AutoTokenizer makes of a folder with this one of the two files of a tokenizer.
 
     Code of the folder is not run, and nothing is downloaded. Raise `Unread` if it cannot be read.
     """
@@ -152,16 +149,17 @@ def as_autotokenizer(folder: Path, without: str = "") -> Reading:
 
     from minimind.data.tokenizer.bounds import require_short_pieces
 
-    if not disk.lexists(folder / JSON_NAME) or without == JSON_NAME:  # pieces are cut at each place
-        proto = ModelProto.FromString(read_file(folder / MODEL_NAME))
-        require_short_pieces(folder / MODEL_NAME, [piece.piece for piece in proto.pieces])
-    if not without or not disk.lexists(folder / without):
+    if name == JSON_NAME:
         return _reading(folder, folder)
-    with tempfile.TemporaryDirectory() as place:
-        for name in (MODEL_NAME, CONFIG_NAME, SPECIALS_NAME, MODEL_CONFIG_NAME, ADDED_NAME):
-            if disk.lexists(folder / name):
-                (Path(place) / name).write_bytes(read_file(folder / name))
-        return _reading(Path(place), folder)
+    proto = ModelProto.FromString(read_file(folder / MODEL_NAME))  # pieces are cut at each place
+    require_short_pieces(folder / MODEL_NAME, [piece.piece for piece in proto.pieces])
+    if not disk.lexists(folder / JSON_NAME):
+        return _reading(folder, folder)
+    with tempfile.TemporaryDirectory() as without:
+        for beside in (MODEL_NAME, CONFIG_NAME, SPECIALS_NAME, MODEL_CONFIG_NAME, ADDED_NAME):
+            if disk.lexists(folder / beside):
+                (Path(without) / beside).write_bytes(read_file(folder / beside))
+        return _reading(Path(without), folder)
 
 
 def _reading(place: Path, folder: Path) -> Reading:
@@ -202,7 +200,7 @@ def _unused(values: Mapping[str, Any], roles: Mapping[str, str], folder: Path) -
 
     No model has a row for them unless it was made with one on purpose.
     """
-    given = {_name_of(token) for token in _tokens_beside(_values(folder / CONFIG_NAME))}
+    given = {str(name_of(token)) for token in _tokens_beside(_values(folder / CONFIG_NAME))}
     given |= _values(folder / ADDED_NAME).keys()
     added = {token["content"]: token["id"] for token in values["added_tokens"]}
     pieces = values["model"]["vocab"]

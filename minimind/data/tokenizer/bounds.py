@@ -1,21 +1,22 @@
 """Refuse a stranger's tokenizer that makes gigabytes of a text, or takes hours for it.
 
-How much a text may grow is known from the file: what patterns are replaced by, what is put before
-a text, and what the table of a normalization holds. How long patterns take is tried.
+By how much a text may grow is computed from the file: a trial would find it only with the text that
+a step is made for. How long patterns take is tried, in a process with limits.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from base64 import b64decode
-from binascii import Error as NotBase64
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from re import _parser  # pyright: ignore[reportAttributeAccessIssue] (the parser of `re` itself)
-from typing import Any
+from typing import Any, NoReturn
 
 from minimind.data.tokenizer import pattern_trial
 from minimind.errors import DataError
@@ -25,37 +26,33 @@ MOST_GROWTH = 64  # characters that may be written for one; Unicode's own forms 
 LONGEST_PIECE = 1024  # characters, for a model that looks for every piece at every character
 LONGEST_WORD = 1000  # characters, for WordPiece, whose time grows with the cube
 MAX_SECONDS, MAX_BYTES = 3.0, 2**30  # CPU time and memory of pattern_trial.TEXTS
-PARTS = ("normalizer", "pre_tokenizer", "decoder")  # keys of a tokenizer.json
-REMEDY = "give another tokenizer"
+NAMES = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix")  # keys of a model
 
 
 def require_bounded_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Raise DataError for a tokenizer.json whose time or memory is not bounded by a text's."""
-    model = values.get("model")
-    model = model if isinstance(model, dict) else {}
-    parts = {part: values.get(part) for part in PARTS}
+    """Raise DataError for a tokenizer.json whose time or memory is not bounded by a text's.
+
+    A step is known by its keys: the library reads one without "type" too, and ignores other keys.
+    Values of other types than the library's are left to it, which refuses them.
+    """
+    parts = {part: values.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")}
     for part in ("normalizer", "decoder"):
-        growth = 1.0
-        for step in _steps(parts[part]):
-            growth *= _growth(step)
-        _require_growth(path, growth, f"its {part}")
-    for name in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
-        _require_growth(path, len(_text(model.get(name))), f"its {name}")
-    if model.get("type") == "Unigram":
-        pieces = model.get("vocab")
-        require_short_pieces(path, [entry[0] for entry in _lists(pieces)])
-    longest = model.get("max_input_chars_per_word")
-    if isinstance(longest, int) and longest > LONGEST_WORD:
-        raise DataError(
-            f"{path}: compares all parts of words of up to {longest} characters"
-            f" (max_input_chars_per_word), more than {LONGEST_WORD}; {REMEDY}"
-        )
-    has_patterns = any(_regex(step) for part in PARTS for step in _steps(parts[part]))
-    if has_patterns and not _is_fast(json.dumps(parts)):
-        raise DataError(
-            f"{path}: its patterns take more than {MAX_SECONDS:g} s or"
-            f" {MAX_BYTES / 2**20:,.0f} MiB for short texts; {REMEDY}"
-        )
+        _require_growth(path, math.prod(map(_growth, _steps(parts[part]))), f"its {part}")
+    model = values.get("model")
+    if isinstance(model, dict):
+        for name in NAMES:
+            _require_growth(path, len(str(model.get(name))), f"its {name}")
+        if isinstance(model.get("vocab"), list):  # of a Unigram, with or without its "type"
+            entries = (entry for entry in model["vocab"] if isinstance(entry, list) and entry)
+            require_short_pieces(path, (entry[0] for entry in entries))
+        longest = model.get("max_input_chars_per_word")
+        if isinstance(longest, int) and longest > LONGEST_WORD:
+            what = f"words of up to {longest} characters (max_input_chars_per_word)"
+            _refuse(path, f"compares all parts of {what}, more than {LONGEST_WORD}")
+    written = json.dumps(parts)
+    if '"Regex"' in written and not _is_fast(written):
+        limits = f"{MAX_SECONDS:g} s or {MAX_BYTES / 2**20:,.0f} MiB"
+        _refuse(path, f"its patterns take more than {limits} for short texts")
 
 
 def require_bounded_model(path: Path, proto: Any) -> None:
@@ -71,18 +68,17 @@ def require_short_pieces(path: Path, pieces: Iterable[Any]) -> None:
     """Raise DataError for a piece that takes too long to look for at every character."""
     longest = max((len(piece) for piece in pieces if isinstance(piece, str)), default=0)
     if longest > LONGEST_PIECE:
-        raise DataError(
-            f"{path}: has a piece of {longest:,} characters, more than {LONGEST_PIECE:,}; {REMEDY}"
-        )
+        _refuse(path, f"has a piece of {longest:,} characters, more than {LONGEST_PIECE:,}")
 
 
 def _require_growth(path: Path, growth: float, what: str) -> None:
     if growth > MOST_GROWTH:
         times = f"{growth:,.0f}" if growth < 10**9 else f"{growth:.0e}"
-        raise DataError(
-            f"{path}: {what} may write {times} characters for one, more than {MOST_GROWTH};"
-            f" {REMEDY}"
-        )
+        _refuse(path, f"{what} may write {times} characters for one, more than {MOST_GROWTH}")
+
+
+def _refuse(path: Path, what: str) -> NoReturn:
+    raise DataError(f"{path}: {what}; give another tokenizer")
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
@@ -96,38 +92,17 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 def _growth(step: Mapping[str, Any]) -> float:
     """By how much a step of a normalizer or a decoder may lengthen a text."""
-    kind = step.get("type")
-    if kind == "Replace":
-        written = len(_text(step.get("content")))
-        read = _shortest(regex) if (regex := _regex(step)) else len(_pattern(step, "String"))
-        return max(1.0, written / read) if read else 1.0 + written
-    if kind == "Prepend":
-        return 1.0 + len(_text(step.get("prepend")))
-    if kind == "Precompiled":
-        try:
-            table = b64decode(_text(step.get("precompiled_charsmap")))
-        except NotBase64:  # the library refuses it
-            return 1.0
-        return _longest_form(table)
-    return 1.0
-
-
-def _regex(step: Mapping[str, Any]) -> str:
-    return _pattern(step, "Regex")
-
-
-def _pattern(step: Mapping[str, Any], kind: str) -> str:
-    pattern = step.get("pattern")
-    return _text(pattern.get(kind)) if isinstance(pattern, dict) else ""
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _lists(value: Any) -> list[list[Any]]:
-    entries = value if isinstance(value, list) else []
-    return [entry for entry in entries if isinstance(entry, list) and entry]
+    growth, pattern = 1.0, step.get("pattern")
+    if isinstance(pattern, dict):
+        written, regex = len(str(step.get("content", ""))), pattern.get("Regex")
+        read = _shortest(regex) if isinstance(regex, str) else len(str(pattern.get("String")))
+        growth = max(1.0, written / read) if read else 1.0 + written
+    if isinstance(prepended := step.get("prepend"), str):
+        growth *= 1.0 + len(prepended)
+    if isinstance(table := step.get("precompiled_charsmap"), str):
+        with suppress(ValueError):  # the library refuses it
+            growth *= _longest_form(b64decode(table))
+    return growth
 
 
 def _shortest(pattern: str) -> int:
@@ -152,5 +127,4 @@ def _longest_form(table: bytes) -> int:
 
 @cache
 def _is_fast(parts: str) -> bool:
-    request = {"parts": json.loads(parts)}
-    return tried_within(pattern_trial.__file__, request, MAX_SECONDS, MAX_BYTES) is not None
+    return tried_within(pattern_trial.__file__, parts, MAX_SECONDS, MAX_BYTES) is not None

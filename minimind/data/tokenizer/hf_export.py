@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sentencepiece
@@ -18,11 +17,15 @@ from minimind.data.tokenizer.vocabulary import (
     JSON_NAME,
     MARK,
     SPACE_SIGN,
+    SPECIAL,
+    dump_json,
     escape,
     unescape,
 )
 
 PROBES = 500
+PieceProto = ModelProto.SentencePiece
+NEVER_TEXT = (PieceProto.CONTROL, PieceProto.UNKNOWN)  # types of pieces
 
 
 def hugging_face_files(
@@ -35,56 +38,52 @@ def hugging_face_files(
     """
     if not is_plain_bpe(processor):
         return {}
-    text = json.dumps(_tokenizer(processor), ensure_ascii=False, indent=1)
-    content = text.encode()
-    if content != existing and not _agree(processor, tokenizers.Tokenizer.from_str(text)):
+    proto = ModelProto.FromString(processor.serialized_model_proto())
+    content = dump_json(_tokenizer(proto, processor.unk_id()))
+    if content != existing and not _agree(processor, [*normal_pieces(proto)], content):
         return {}
-    config = json.dumps(_config(processor), ensure_ascii=False, indent=1).encode()
-    return {JSON_NAME: content, CONFIG_NAME: config}
+    return {JSON_NAME: content, CONFIG_NAME: dump_json(_config(processor, special_tokens(proto)))}
 
 
 def is_plain_bpe(processor: sentencepiece.SentencePieceProcessor) -> bool:
     """Whether the model is BPE with byte fallback and without normalization."""
     probe = " a   \n"
-    model = ModelProto.FromString(processor.serialized_model_proto())
+    proto = ModelProto.FromString(processor.serialized_model_proto())
     return (
-        model.trainer_spec.model_type == TrainerSpec.BPE
-        and any(processor.is_byte(i) for i in range(processor.vocab_size()))
-        and not model.normalizer_spec.precompiled_charsmap
+        proto.trainer_spec.model_type == TrainerSpec.BPE
+        and any(piece.type == PieceProto.BYTE for piece in proto.pieces)
+        and not proto.normalizer_spec.precompiled_charsmap
         and processor.normalize(probe) == probe.replace(" ", SPACE_SIGN)
     )
 
 
-def normal_pieces(processor: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
-    """Ids of the normal pieces, without bytes, by piece."""
+def normal_pieces(proto: ModelProto) -> dict[str, int]:
+    """Ids of the pieces that stand for text, without bytes, by piece."""
     return {
-        processor.id_to_piece(i): i
-        for i in range(processor.vocab_size())
-        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
+        piece.piece: i
+        for i, piece in enumerate(proto.pieces)
+        if piece.type not in (*NEVER_TEXT, PieceProto.BYTE)
     }
 
 
-def special_tokens(processor: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
+def special_tokens(proto: ModelProto) -> dict[str, int]:
     """Ids of the control pieces, without fillers, by piece."""
     return {
-        processor.id_to_piece(i): i
-        for i in range(processor.vocab_size())
-        if (processor.is_control(i) or processor.is_unknown(i))
-        and not processor.id_to_piece(i).startswith(FILLER_PREFIX)
+        piece.piece: i
+        for i, piece in enumerate(proto.pieces)
+        if piece.type in NEVER_TEXT and not piece.piece.startswith(FILLER_PREFIX)
     }
 
 
-def _tokenizer(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
-    ids = range(processor.vocab_size())
-    specials = [i for i in ids if processor.is_control(i) or processor.is_unknown(i)]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+def _tokenizer(proto: ModelProto, unk_id: int) -> dict[str, Any]:
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": i, "content": processor.id_to_piece(i), **flags, "special": True}
-            for i in specials
+            {"id": i, "content": piece.piece, **SPECIAL}
+            for i, piece in enumerate(proto.pieces)
+            if piece.type in NEVER_TEXT
         ],
         "normalizer": escaping(),
         "pre_tokenizer": None,
@@ -96,19 +95,21 @@ def _tokenizer(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any
         "model": {
             "type": "BPE",
             "dropout": None,
-            "unk_token": processor.id_to_piece(processor.unk_id()),
+            "unk_token": proto.pieces[unk_id].piece,
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": True,
             "ignore_merges": False,
-            "vocab": {processor.id_to_piece(i): i for i in ids},
-            "merges": merges(processor),
+            "vocab": {piece.piece: i for i, piece in enumerate(proto.pieces)},
+            "merges": merges(proto),
         },
     }
 
 
-def _config(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
+def _config(
+    processor: sentencepiece.SentencePieceProcessor, names: Mapping[str, int]
+) -> dict[str, Any]:
     """tokenizer_config.json; special tokens are not matched in text: "</s>" is four letters."""
     specials = {
         "bos_token": processor.bos_id(),
@@ -116,7 +117,7 @@ def _config(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
         "pad_token": processor.pad_id(),
         "unk_token": processor.unk_id(),
     }
-    others = [name for name, i in special_tokens(processor).items() if i not in specials.values()]
+    others = [name for name, i in names.items() if i not in specials.values()]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{name: processor.id_to_piece(i) for name, i in specials.items() if i >= 0},
@@ -129,20 +130,20 @@ def _config(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
     }
 
 
-def merges(processor: sentencepiece.SentencePieceProcessor) -> list[tuple[str, str]]:
+def merges(proto: ModelProto) -> list[tuple[str, str]]:
     """All merges that produce a piece, in order of priority.
 
     SentencePiece ranks the resulting piece and prefers the left position. tokenizer.json ranks
     merges, so two merges that make the same piece need an order: if both apply in `X Y Z`, the left
     position has the merge whose left part is not also the end of the piece.
     """
-    pieces = normal_pieces(processor)
+    pieces = normal_pieces(proto)
     ordered = []
     for piece, i in pieces.items():
         for at in range(1, len(piece)):
             left, right = piece[:at], piece[at:]
             if left in pieces and right in pieces:
-                order = (-processor.get_score(i), i, piece.endswith(left), -at)
+                order = (-proto.pieces[i].score, i, piece.endswith(left), -at)
                 ordered.append((order, left, right))
     return [(left, right) for _, left, right in sorted(ordered)]
 
@@ -171,10 +172,13 @@ def _unescaping() -> Iterator[dict[str, Any]]:
         yield _replace(SPACE_SIGN + name, character)
 
 
-def _agree(processor: sentencepiece.SentencePieceProcessor, other: tokenizers.Tokenizer) -> bool:
+def _agree(
+    processor: sentencepiece.SentencePieceProcessor, pieces: Sequence[str], content: bytes
+) -> bool:
     """Whether both give the same ids and round-trip, for pieces and sequences of them."""
+    other = tokenizers.Tokenizer.from_buffer(content)
     other.encode_special_tokens = True
-    texts = list(_probes([unescape(piece) for piece in normal_pieces(processor)]))
+    texts = list(_probes([unescape(piece) for piece in pieces]))
     ours = processor.encode([escape(text) for text in texts], num_threads=1)
     theirs = [encoding.ids for encoding in other.encode_batch_fast(texts, add_special_tokens=False)]
     return ours == theirs and all(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
 
 from minimind.data.tokenizer.as_transformers import Reading, is_literal
+from minimind.data.tokenizer.base import AnyTokenizer
 from minimind.data.tokenizer.bounds import require_bounded_json
 from minimind.data.tokenizer.vocabulary import (
     BYTE,
@@ -30,15 +30,14 @@ from minimind.data.tokenizer.vocabulary import (
     Piece,
     as_it_is,
     decode_byte_level,
-    formatting_as_trained,
+    dump_json,
+    name_of,
     parse_object,
     piece_of,
     read_configuration,
     read_file,
     refuse,
     require_unicode,
-    sizes,
-    write_tokenizer,
 )
 from minimind.errors import DataError
 from minimind.runtime import disk
@@ -50,20 +49,19 @@ from minimind.runtime.terminal import shorten_line
 KNOWN_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 ANCHOR = "a"
 MOST_IDS = 2**24  # each takes memory for its piece
-LONGEST_AT_ONCE = 2**21  # bytes of text; each takes up to 280 bytes of memory
 SHOWN = 40  # characters of a text in a message
 BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
 
 
-class HuggingFaceTokenizer:
-    """A tokenizer.json, or a directory that has one, with the interface of `Tokenizer`.
+class HuggingFaceTokenizer(AnyTokenizer):
+    """A tokenizer.json, or a directory that has one.
 
     Special tokens are neither added to a text nor matched in it; truncation, padding and dropout of
     the file are disabled. Whether a text round-trips depends on the file. Texts are not chunked.
     """
 
     KIND = "Hugging Face"
-    longest_at_once = LONGEST_AT_ONCE
+    LONGEST_AT_ONCE = 2**21  # each byte takes up to 280 of memory
     is_lossless = False  # not known
 
     def __init__(self, path: str | Path, reading: Reading | None = None) -> None:
@@ -73,29 +71,35 @@ class HuggingFaceTokenizer:
         beside = read_configuration(self.path)
         if reading:
             beside = reading.beside(beside)
-        self._files = {JSON_NAME: reading.json if reading else read_file(self.path), **beside.files}
-        self._json = parse_object(self.path, self._files[JSON_NAME])
+        content = reading.json if reading else read_file(self.path)
+        self._json = parse_object(self.path, content)
         require_bounded_json(self.path, self._json)
-        self._files |= self._model_beside()
-        self._tokenizer = _load(self.path, self._files[JSON_NAME])
+        self._tokenizer = _load(self.path, content)
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if self.vocab_size > MOST_IDS:
             raise DataError(
                 f"{self.path}: has the id {self.vocab_size - 1:,}, above the limit of {MOST_IDS:,};"
                 " give another tokenizer"
             )
         self.templates, self.token_names = beside.templates, beside.token_names
-        self._named = names = beside.values
-        eos = self._special(names, "eos_token")
-        self.eos_id: int = self._known_eos() if eos is None else eos
-        bos, pad = self._special(names, "bos_token"), self._special(names, "pad_token")
-        self.bos_id: int = -1 if bos is None else bos
-        self.pad_id: int = self.eos_id if pad is None else pad
-        if CONFIG_NAME not in self._files:
-            eos_token = self._tokenizer.id_to_token(self.eos_id)
+        self._named = beside.values
+        eos, bos, pad = map(self._special, ("eos_token", "bos_token", "pad_token"))
+        self.eos_id = self._known_eos() if eos is None else eos
+        self.bos_id = -1 if bos is None else bos
+        self.pad_id = self.eos_id if pad is None else pad
+        model = self._json["model"]
+        name = model.get("unk_token")
+        unk = self.piece_id(name) if isinstance(name, str) else model.get("unk_id")
+        self.unk_id = -1 if unk is None else unk
+        digest = hashlib.sha256(content).hexdigest()
+        self.fingerprint = fingerprint([digest, self.bos_id, self.eos_id, self.pad_id])
+        files = {JSON_NAME: content, **beside.files, **self._model_beside()}
+        if CONFIG_NAME not in files:
+            eos_token = self.piece_name(self.eos_id)
             config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
             config["split_special_tokens"] = True  # nor does text match special tokens here
-            self._files[CONFIG_NAME] = json.dumps(config, indent=1).encode()
-        self._files = as_it_is(self._files)
+            files[CONFIG_NAME] = dump_json(config)
+        self._files = as_it_is(files)
 
     def _model_beside(self) -> dict[str, bytes]:
         """The SentencePiece model with the same pieces, which programs without tokenizer.json read.
@@ -110,26 +114,19 @@ class HuggingFaceTokenizer:
 
         content = read_file(path)
         try:
-            proto = ModelProto.FromString(content)
+            pieces = ModelProto.FromString(content).pieces
         except DecodeError:  # AutoTokenizer leaves it unread too
             return {}
-        vocab = self._json["model"].get("vocab")
-        pieces = [piece.piece for piece in proto.pieces]
-        if isinstance(vocab, list):
-            is_same = [entry[0] for entry in vocab] == pieces
-        else:
-            is_same = vocab == {piece: i for i, piece in enumerate(pieces)}
-        added = [token["id"] for token in self._json.get("added_tokens") or ()]
-        return {MODEL_NAME: content} if is_same and max(added, default=0) < len(pieces) else {}
+        vocab = self._tokenizer.get_vocab(with_added_tokens=False)
+        is_same = vocab == {piece.piece: i for i, piece in enumerate(pieces)}
+        return {MODEL_NAME: content} if is_same and self.vocab_size == len(pieces) else {}
 
-    def _special(self, names: Mapping[str, Any], role: str) -> int | None:
+    def _special(self, role: str) -> int | None:
         """Id of the token with this role in the configuration; None if it has none."""
-        token = names.get(role)
-        if isinstance(token, dict):  # with flags
-            token = token.get("content")
+        token = name_of(self._named.get(role))
         if token is None:
             return None
-        token_id = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
+        token_id = self.piece_id(token) if isinstance(token, str) else None
         if token_id is None:
             raise DataError(
                 f"{self.path}: has no token {token!r}, the {role} of the files beside it;"
@@ -177,37 +174,13 @@ class HuggingFaceTokenizer:
 
         return self._json.get("normalizer") == escaping()
 
-    @cached_property
-    def vocab_size(self) -> int:
-        """The largest id plus one, added tokens included."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 hex digest of the file and the special ids."""
-        content = hashlib.sha256(self._files[JSON_NAME]).hexdigest()
-        return fingerprint([content, self.bos_id, self.eos_id, self.pad_id])
-
-    @cached_property
-    def unused(self) -> int:
-        """Number of ids without a token, fillers included."""
-        return sum(piece.kind == FILLER for piece in self.pieces())
-
-    @cached_property
-    def unk_id(self) -> int:
-        """Id that stands for text the tokenizer does not know; -1 if there is none."""
-        model = self._json["model"]
-        name = model.get("unk_token")
-        unk = self._tokenizer.token_to_id(name) if isinstance(name, str) else model.get("unk_id")
-        return -1 if unk is None else unk
-
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens; raise DataError for one that it fails on."""
         with self._answering("on the text", text):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_arrays(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """Ids of each text as int32, one text at a time: the library's encodings are large."""
+        # One text at a time: the library's encodings are large.
         return [np.array(self.encode(text), dtype=np.int32) for text in texts]
 
     @cached_property
@@ -238,7 +211,6 @@ class HuggingFaceTokenizer:
         return {i: token for i, token in added if token.special and i != self.unk_id}
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids; special tokens are skipped, invalid UTF-8 becomes U+FFFD."""
         array = ids.tolist() if isinstance(ids, np.ndarray) else [*map(int, ids)]
         with self._answering("to decode its tokens"):
             return self._tokenizer.decode(array, skip_special_tokens=True)
@@ -261,30 +233,20 @@ class HuggingFaceTokenizer:
 
     @property
     def lacks_decoder(self) -> bool:
-        """Whether tokens decode to the letters that stand for bytes, not to the bytes."""
         is_byte_level = "ByteLevel" in json.dumps(self._json.get("pre_tokenizer"))
         return is_byte_level and self._json.get("decoder") is None
 
     def special_tokens(self) -> dict[str, int]:
-        """Ids of the special tokens by name."""
         added = sorted(self._tokenizer.get_added_tokens_decoder().items())
         pieces = self.pieces()
         return {token.content: i for i, token in added if pieces[i].kind == CONTROL}
 
     def piece_id(self, name: str) -> int | None:
-        """Id of the piece of this name; None if there is none."""
         return self._tokenizer.token_to_id(name)
 
     def piece_name(self, i: int) -> str | None:
         """Name of the piece with this id; None if there is none."""
         return self._tokenizer.id_to_token(i)
-
-    def piece_bytes(self) -> np.ndarray:
-        """UTF-8 bytes of text per id, int32 (vocab_size,); 0 for special tokens.
-
-        They add up to the size of a text if the tokenizer is lossless.
-        """
-        return sizes(self.pieces())
 
     def pieces(self) -> list[Piece]:
         pieces = [Piece(FILLER)] * self.vocab_size
@@ -311,26 +273,8 @@ class HuggingFaceTokenizer:
         text = decoder.decode([ANCHOR, name]).removeprefix(ANCHOR) if decoder else name
         return piece_of(text.encode())
 
-    @property
-    def chat_template(self) -> str | None:
-        """Source of the chat template in the files beside it."""
-        return self.templates.default
-
     def files(self) -> dict[str, bytes]:
-        """Content of its files by name."""
         return dict(self._files)
-
-    @property
-    def exported(self) -> dict[str, bytes]:
-        """The same files, except for special tokens of a chat template.
-
-        See `formatting_as_trained`.
-        """
-        return formatting_as_trained(self._files)
-
-    def save(self, directory: str | Path) -> None:
-        """Write `exported` to a directory."""
-        write_tokenizer(directory, self.exported)
 
 
 def _load(path: Path, content: bytes) -> tokenizers.Tokenizer:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING
 
 from minimind.data.tokenizer.as_transformers import is_read_alike, names_class
+from minimind.data.tokenizer.base import AnyTokenizer
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
     from minimind.data.tokenizer.sentencepiece import Tokenizer
 
-AnyTokenizer: TypeAlias = Union["Tokenizer", "HuggingFaceTokenizer"]
 LONGEST_DOCUMENT = 2**26  # bytes
 
 
@@ -102,7 +102,7 @@ def _of_autotokenizer(
     from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 
     try:
-        reading = as_autotokenizer(folder, without=JSON_NAME if name == MODEL_NAME else "")
+        reading = as_autotokenizer(folder, name)
     except Unread:
         if literal is None:
             raise

@@ -21,10 +21,11 @@ SHOWN_BEFORE, SHOWN_AFTER = 6, 12  # characters around a change
 class TextLoss:
     """Sums over texts and their tokens.
 
-    Lost are the bytes of characters that the decoded text lacks, or of those that it has more, if
-    these are more: a letter in another case is lost, and a word that is cut in two by a space is
-    changed. A space before the text, put there or taken away, loses nothing: a tokenizer that puts
-    one before every text cannot tell the two apart. An unknown token stands for no text.
+    The lost bytes are the larger of two numbers: the bytes of the characters that the decoded text
+    lacks, and of those that it has in addition. A letter in another case is lost; a word that is
+    cut in two by a space is changed. A space before the text, put there or taken away, loses
+    nothing: a tokenizer that puts one before every text cannot tell the two apart. An unknown token
+    stands for no text.
     """
 
     bytes: int = 0  # bytes of the texts
@@ -56,7 +57,7 @@ class TextLoss:
                 continue
             lost = lost_bytes(text, back)
             if not self.example or (lost and not self.lost):
-                self.example = _shown_change(text, back)
+                self.example = _first_difference(text, back)
             self.changed += 1
             self.lost += lost
 
@@ -89,8 +90,8 @@ def _size(characters: Counter[str]) -> int:
     return len("".join(characters.elements()).encode())
 
 
-def _shown_change(text: str, back: str) -> str:
-    """The first difference, as in `'ab春' comes back as 'ab'`."""
+def _first_difference(text: str, back: str) -> str:
+    """As in `'ab春' comes back as 'ab'`."""
     pairs = enumerate(zip(text, back, strict=False))
     at = next((at for at, (a, b) in pairs if a != b), min(len(text), len(back)))
     window = slice(max(at - SHOWN_BEFORE, 0), at + SHOWN_AFTER)

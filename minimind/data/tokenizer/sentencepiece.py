@@ -12,7 +12,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -23,8 +22,10 @@ from google.protobuf.message import DecodeError
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
 from minimind.data.text.sample import SEED, sample
+from minimind.data.tokenizer.base import AnyTokenizer
 from minimind.data.tokenizer.bounds import require_bounded_model
 from minimind.data.tokenizer.hf_export import (
+    NEVER_TEXT,
     hugging_face_files,
     is_plain_bpe,
     normal_pieces,
@@ -50,11 +51,10 @@ from minimind.data.tokenizer.vocabulary import (
     max_alphabet,
     piece_of,
     read_configuration,
+    read_file,
     require_learnable,
     require_unicode,
-    sizes,
     unescape,
-    write_tokenizer,
 )
 from minimind.errors import DataError
 from minimind.runtime import disk
@@ -64,6 +64,22 @@ from minimind.runtime.file_kinds import SENTENCEPIECE, kind_of_content
 CHUNK_CHARACTERS = 2**9
 LONGEST_CHUNK = LONGEST_WHOLE = 2**16
 CHUNK_TOKENS = 2**16
+SAMPLE_BYTES = 2**24
+SETTINGS = {  # settings of the trainer, recorded in the model
+    "character_coverage": 1.0,
+    "byte_fallback": True,
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+    "unk_id": 0,
+    "bos_id": 1,
+    "eos_id": 2,
+    "pad_id": 3,
+    "num_threads": 1,
+}
+SENTENCE_CHARACTERS = 1000  # SentencePiece silently drops sentences of more than 4192 bytes
+
+# The trainer marks unknown characters with U+2585 and skips sentences that contain it.
+RESERVED = {"\u2585", "\0"}
 
 
 def adjacent_pairs(pieces: Iterable[str]) -> frozenset[str]:
@@ -106,214 +122,92 @@ def id_chunks(ids: np.ndarray, pieces: Callable[[], Iterable[Piece]]) -> Iterato
         start = end
 
 
-class TextEncoder:
-    """Encodes texts with one model; ids do not depend on the number of threads."""
+class Tokenizer(AnyTokenizer):
+    """A SentencePiece model in a `.model` file, or as `tokenizer.model` in a directory."""
 
-    def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
-        self._processor = processor
+    KIND = "SentencePiece"
+    LONGEST_AT_ONCE = 2**23  # each byte takes up to 60 of memory
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        self.path = path / MODEL_NAME if disk.is_dir(path) else path
+        self._model = read_file(self.path)
+        beside = read_configuration(self.path)
+        self._beside, self.templates = beside.files, beside.templates
+        self.token_names = beside.token_names
+        self._processor = processor = sentencepiece.SentencePieceProcessor()
+        try:
+            require_bounded_model(self.path, self._proto)
+            processor.LoadFromSerializedProto(self._model)
+            processor.id_to_piece([*range(processor.vocab_size())])  # each must be UTF-8
+        # UnicodeDecodeError: a piece is not UTF-8, or an error message quotes such a piece.
+        except (RuntimeError, UnicodeDecodeError, DecodeError) as error:
+            kind = kind_of_content(self._model, SENTENCEPIECE)
+            what = f"{kind}," if kind else "damaged, or"
+            raise DataError(
+                f"{self.path}: is {what} not a SentencePiece model; restore it, or delete it and"
+                " leave out --tokenizer to learn one from the data"
+            ) from error
+        self.vocab_size, self.unk_id = processor.vocab_size(), processor.unk_id()
+        self.bos_id, self.eos_id = processor.bos_id(), processor.eos_id()
+        self.pad_id = self.eos_id if processor.pad_id() < 0 else processor.pad_id()
+        if not 0 <= self.eos_id < self.vocab_size:
+            raise DataError(
+                f"{self.path}: has no piece for the end of a document; train it with an eos_id"
+            )
+        self.fingerprint = hashlib.sha256(self._model).hexdigest()
+        self.is_lossless = is_plain_bpe(processor)  # such a model has all bytes
+
+    @property
+    def _proto(self) -> ModelProto:  # it cannot be pickled
+        return ModelProto.FromString(self._model)
 
     @cached_property
-    def pairs(self) -> frozenset[str] | None:
-        """Adjacent character pairs of all pieces; None if the model does more than merge."""
-        if not is_plain_bpe(self._processor):
-            return None
-        return adjacent_pairs(
-            piece.replace(SPACE_SIGN, " ") for piece in normal_pieces(self._processor)
-        )
+    def _pairs(self) -> frozenset[str]:
+        return adjacent_pairs(name.replace(SPACE_SIGN, " ") for name in normal_pieces(self._proto))
 
-    def arrays(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """Ids of each text as int32 arrays: a tenth of the memory of lists."""
-        with _require_unicode_on_error(texts):
-            parts = [self._parts(text) for text in texts]
+    def encode_arrays(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
+        """Ids of each text; see the base. Long texts are encoded in `chunks` to bound memory."""
+        parts = [
+            [*chunks(escape(text), self._pairs)]
+            if len(text) > LONGEST_WHOLE and self.is_lossless
+            else [escape(text)]
+            for text in texts
+        ]
+        try:
             ids = iter(
                 self._processor.encode(
                     [*chain.from_iterable(parts)], num_threads=threads, return_type="numpy"
                 )
             )
-        each = [[*islice(ids, len(parts_of_text))] for parts_of_text in parts]
+        except (RuntimeError, TypeError):  # the library's errors for text that is not Unicode
+            for text in texts:
+                require_unicode(text)
+            raise
+        each = ([*islice(ids, len(part))] for part in parts)
         return [arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in each]
 
-    def _parts(self, text: str) -> list[str]:
-        """Split into parts that are encoded separately, to bound the memory of merging."""
-        if len(text) <= LONGEST_WHOLE or self.pairs is None:
-            return [escape(text)]
-        return [*chunks(escape(text), self.pairs)]
-
-
-@contextmanager
-def _require_unicode_on_error(texts: Sequence[str]) -> Iterator[None]:
-    """Raise DataError for text that is not Unicode, instead of SentencePiece's own errors."""
-    try:
-        yield
-    except (RuntimeError, TypeError):
-        for text in texts:
-            require_unicode(text)
-        raise
-
-
-SAMPLE_BYTES = 2**24
-LONGEST_AT_ONCE = 2**23  # bytes of a text that is not chunked; each takes up to 60 of memory
-NO_MODEL = "is not a SentencePiece model, or damaged"
-SETTINGS = {  # settings of the trainer, recorded in the model
-    "character_coverage": 1.0,
-    "byte_fallback": True,
-    "allow_whitespace_only_pieces": True,
-    "split_digits": True,
-    "unk_id": 0,
-    "bos_id": 1,
-    "eos_id": 2,
-    "pad_id": 3,
-    "num_threads": 1,
-}
-SENTENCE_CHARACTERS = 1000  # SentencePiece silently drops sentences of more than 4192 bytes
-
-# The trainer marks unknown characters with U+2585 and skips sentences that contain it.
-RESERVED = {"\u2585", "\0"}
-
-
-class Tokenizer:
-    """A SentencePiece model in a `.model` file, or as `tokenizer.model` in a directory."""
-
-    KIND = "SentencePiece"
-    lacks_decoder = False  # only a tokenizer.json may
-
-    def __init__(self, path: str | Path) -> None:
-        path = Path(path)
-        self.path = path / MODEL_NAME if disk.is_dir(path) else path
-        try:
-            self._model = read_small(self.path, LARGEST_FILE)
-        except OSError as error:
-            raise DataError(
-                f"{self.path}: the tokenizer cannot be read ({error.strerror});"
-                f" name a SentencePiece model or a directory with {MODEL_NAME}"
-            ) from error
-        beside = read_configuration(self.path)
-        self._beside, self.templates = beside.files, beside.templates
-        self.token_names = beside.token_names
-        self._processor = sentencepiece.SentencePieceProcessor()
-        self._encoder = TextEncoder(self._processor)
-        try:
-            require_bounded_model(self.path, ModelProto.FromString(self._model))
-            self._processor.LoadFromSerializedProto(self._model)
-            self._processor.id_to_piece([*range(self.vocab_size)])  # each must be UTF-8
-        # UnicodeDecodeError: a piece is not UTF-8, or an error message quotes such a piece.
-        except (RuntimeError, UnicodeDecodeError, DecodeError) as error:
-            kind = kind_of_content(self._model, SENTENCEPIECE)
-            what = f"is {kind}, not a SentencePiece model" if kind else NO_MODEL
-            raise DataError(
-                f"{self.path}: {what}; restore it, or delete"
-                " it and leave out --tokenizer to learn one from the data"
-            ) from error
-        if not 0 <= self.eos_id < self.vocab_size:
-            raise DataError(
-                f"{self.path}: has no piece for the end of a document; train it with an eos_id"
-            )
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of pieces, unused ones included."""
-        return self._processor.vocab_size()
-
-    @property
-    def bos_id(self) -> int:
-        """Beginning of a text, never written by us; -1 if the model has none."""
-        return self._processor.bos_id()
-
-    @property
-    def eos_id(self) -> int:
-        """End of a document."""
-        return self._processor.eos_id()
-
-    @property
-    def pad_id(self) -> int:
-        """Padding; the end of a document if the model has none."""
-        pad = self._processor.pad_id()
-        return pad if pad >= 0 else self.eos_id
-
-    @property
-    def unk_id(self) -> int:
-        """Id that stands for text the model does not know; never written if it has byte pieces."""
-        return self._processor.unk_id()
-
-    @property
-    def is_lossless(self) -> bool:
-        """Whether every text is known to come back: a model that only merges has all bytes."""
-        return self._encoder.pairs is not None
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 hex digest of the model file."""
-        return hashlib.sha256(self._model).hexdigest()
-
-    @cached_property
-    def unused(self) -> int:
-        """Number of fillers: the training text had no more pieces to learn."""
-        return sum(piece.kind == FILLER for piece in self.pieces())
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
-        return self.encode_arrays([text], threads=1)[0].tolist()
-
-    def encode_arrays(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """Ids of each text as int32 arrays; they do not depend on the number of threads.
-
-        Long texts are chunked to bound memory; see `chunks`.
-        """
-        return self._encoder.arrays(texts, threads)
-
-    @property
-    def longest_at_once(self) -> int | None:
-        """Limit for a text in bytes if texts are encoded whole; None if they are chunked."""
-        return LONGEST_AT_ONCE if self._encoder.pairs is None else None
-
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids; control pieces are skipped, invalid UTF-8 becomes U+FFFD."""
         array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, np.int64)
-        is_whole = self._encoder.pairs is None
-        parts = [array.tolist()] if is_whole else id_chunks(array, self.pieces)
+        parts = id_chunks(array, self.pieces) if self.is_lossless else [array.tolist()]
         return unescape("".join(map(self._processor.decode, parts)))
 
     def special_tokens(self) -> dict[str, int]:
-        """Ids of the control pieces by name, without fillers."""
-        return special_tokens(self._processor)
+        return special_tokens(self._proto)
 
     def piece_id(self, name: str) -> int | None:
-        """Id of the piece of this name; None if there is none."""
         i = self._processor.piece_to_id(name)  # the unknown id for any other
         return i if self._processor.id_to_piece(i) == name else None
 
-    def piece_bytes(self) -> np.ndarray:
-        """UTF-8 bytes of text per id, int32 (vocab_size,); 0 for control pieces.
-
-        They add up to the size of a text, unless it contains one of the two noncharacters that
-        `escape` uses, which count twice.
-        """
-        return sizes(self.pieces())
-
     def pieces(self) -> list[Piece]:
-        return [self._piece(i) for i in range(self.vocab_size)]
-
-    def _piece(self, i: int) -> Piece:
-        name = self._processor.id_to_piece(i)
-        if self._processor.is_control(i) or self._processor.is_unknown(i):
-            return Piece(FILLER if name.startswith(FILLER_PREFIX) else CONTROL)
-        if self._processor.is_byte(i):
-            return Piece(BYTE, bytes([int(name[3:5], 16)]))  # <0x41>
-        return piece_of(unescape(name).encode())
+        return [_piece(piece.piece, piece.type) for piece in self._proto.pieces]
 
     def files(self) -> dict[str, bytes]:
-        """Content of its files by name."""
         files = {MODEL_NAME: self._model, **self._beside}
         return files if self.is_lossless and CONFIG_NAME not in files else as_it_is(files)
 
-    @property
-    def chat_template(self) -> str | None:
-        """Source of the chat template in the files beside it."""
-        return self.templates.default
-
     @cached_property
     def exported(self) -> dict[str, bytes]:
-        """The same files, and those that AutoTokenizer reads if they give the same ids."""
         try:
             existing = read_small(self.path.with_name(JSON_NAME), LARGEST_FILE)
         except OSError:
@@ -325,9 +219,13 @@ class Tokenizer:
             files[CONFIG_NAME] = dump_json(json.loads(files[CONFIG_NAME]) | kept)
         return formatting_as_trained(files)
 
-    def save(self, directory: str | Path) -> None:
-        """Write `exported` to a directory."""
-        write_tokenizer(directory, self.exported)
+
+def _piece(name: str, kind: int) -> Piece:
+    if kind in NEVER_TEXT:
+        return Piece(FILLER if name.startswith(FILLER_PREFIX) else CONTROL)
+    if kind == ModelProto.SentencePiece.BYTE:
+        return Piece(BYTE, bytes([int(name[3:5], 16)]))  # <0x41>
+    return piece_of(unescape(name).encode())
 
 
 def train_tokenizer(
@@ -367,10 +265,10 @@ def is_trained(folder: Path) -> bool:
     except DataError:
         return False
     files = {path.name: read_small(path, LARGEST_FILE) for path in disk.entries(folder)}
-    model, processor = files.pop(MODEL_NAME), tokenizer._processor
-    spec = ModelProto.FromString(model).trainer_spec
+    spec = tokenizer._proto.trainer_spec
     is_ours = all(getattr(spec, name) == value for name, value in SETTINGS.items())
-    return is_ours and files == hugging_face_files(processor, files.get(JSON_NAME))
+    del files[MODEL_NAME]
+    return is_ours and files == hugging_face_files(tokenizer._processor, files.get(JSON_NAME))
 
 
 def alphabet(passages: Iterable[str], size: int) -> set[str]:

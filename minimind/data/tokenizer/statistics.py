@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from minimind.data.tokenizer.load import AnyTokenizer
-from minimind.data.tokenizer.lossless import lost_bytes
+from minimind.data.tokenizer.base import AnyTokenizer
+from minimind.data.tokenizer.lossless import TextLoss
 from minimind.data.tokenizer.vocabulary import CONTROL, FILLER, KINDS, Piece
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.terminal import aligned
 
 BATCH_BYTES = 2**20  # a longer text is a batch of its own
-SHOWN_AROUND = 12
 MAX_LONGEST = 10
 MAX_UNUSED = 12
 MAX_SPECIAL = 32
@@ -37,16 +36,11 @@ AWKWARD = (
 
 
 @dataclass
-class TokenizerStatistics:
-    """Sums over documents; `used` counts the occurrences of each id."""
+class TokenizerStatistics(TextLoss):
+    """Sums over documents."""
 
-    used: np.ndarray
     documents: int = 0
-    bytes: int = 0
-    tokens: int = 0
-    changed: int = 0
-    lost: int = 0  # bytes, as in `TextLoss`
-    first_change: str = field(default="")
+    used: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # of each id
 
     @property
     def bytes_per_token(self) -> float:
@@ -59,75 +53,51 @@ def measure(tokenizer: AnyTokenizer, texts: Iterable[str]) -> TokenizerStatistic
 
     The reader has to refuse texts longer than `longest_document`.
     """
-    threads = os.cpu_count() or 1
-    total = TokenizerStatistics(np.zeros(tokenizer.vocab_size, dtype=np.int64))
-    for batch, size in _batches(texts):
-        total.bytes += size
-        for text, ids in zip(batch, tokenizer.encode_arrays(batch, threads), strict=True):
-            total.documents += 1
-            total.tokens += len(ids)
-            total.used += np.bincount(ids, minlength=len(total.used))
-            back = tokenizer.decode(ids)
-            if back != text:
-                total.changed += 1
-                total.lost += lost_bytes(text, tokenizer.decode(ids[ids != tokenizer.unk_id]))
-                total.first_change = total.first_change or _change(total.documents, text, back)
+    threads, sizes = os.cpu_count() or 1, tokenizer.piece_bytes()
+    total = TokenizerStatistics(used=np.zeros(len(sizes), dtype=np.int64))
+    for batch in _batches(texts):
+        arrays = tokenizer.encode_arrays(batch, threads)
+        total.count(tokenizer, sizes, batch, arrays)
+        total.documents += len(batch)
+        total.used += np.bincount(np.concatenate(arrays), minlength=len(sizes))
     return total
 
 
-def _batches(texts: Iterable[str]) -> Iterator[tuple[list[str], int]]:
-    """Yield batches of up to `BATCH_BYTES` and their size in bytes."""
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     batch: list[str] = []
-    size = 0
+    total = 0
     for text in texts:
-        own = len(text.encode())
-        if batch and size + own > BATCH_BYTES:
-            yield batch, size
-            batch, size = [], 0
+        size = len(text.encode())
+        if batch and total + size > BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
         batch.append(text)
-        size += own
+        total += size
     if batch:
-        yield batch, size
+        yield batch
 
 
-def _change(document: int, text: str, back: str) -> str:
-    """Describe the first difference between a text and its round trip."""
-    pairs = enumerate(zip(text, back, strict=False))
-    at = next((at for at, (a, b) in pairs if a != b), min(len(text), len(back)))
-    window = slice(max(at - SHOWN_AROUND, 0), at + SHOWN_AROUND)
-    return f"document {document}, character {at}: {text[window]!r} comes back as {back[window]!r}"
-
-
-def format_header(tokenizer: AnyTokenizer) -> str:
-    """Path, kind, size, end-of-document id and hash, in one line."""
-    return (
-        f"{tokenizer.path}: {type(tokenizer).KIND}, {tokenizer.vocab_size:,} pieces, id"
-        f" {tokenizer.eos_id} ends a document, sha256 {tokenizer.fingerprint}"
+def describe(tokenizer: AnyTokenizer, pieces: Sequence[Piece]) -> str:
+    """Path, library, size and hash; then the kinds of pieces, the special and the longest ones."""
+    count = Counter(piece.kind for piece in pieces)
+    kinds = [(kind, f"{count[kind]:,}", description) for kind, description in KINDS.items()]
+    special = [f"{i} {quote(name.encode())}" for name, i in tokenizer.special_tokens().items()]
+    if len(special) > MAX_SPECIAL:
+        special[MAX_SPECIAL:] = [f"and {len(special) - MAX_SPECIAL:,} more"]
+    order = sorted(range(len(pieces)), key=lambda i: (-len(pieces[i].content), i))[:MAX_LONGEST]
+    longest = [(f"{len(pieces[i].content)}", str(i), quote(pieces[i].content)) for i in order]
+    return "\n".join(
+        [
+            f"{tokenizer.path}: {tokenizer.KIND}, {tokenizer.vocab_size:,} pieces, id"
+            f" {tokenizer.eos_id} ends a document, sha256 {tokenizer.fingerprint}",
+            f"\npieces by kind\n{aligned(kinds, '>><', '  ')}",
+            "\nspecial tokens\n  " + "  ".join(special),
+            f"\nlongest pieces\n{aligned([('bytes', 'id', 'text'), *longest], '>><', '  ')}",
+        ]
     )
 
 
-def format_kinds(pieces: Sequence[Piece]) -> str:
-    """The number of pieces of each kind."""
-    count = Counter(piece.kind for piece in pieces)
-    rows = [(kind, f"{count[kind]:,}", description) for kind, description in KINDS.items()]
-    return f"\npieces by kind\n{aligned(rows, '>><', '  ')}"
-
-
-def format_special(names: dict[str, int]) -> str:
-    """The control pieces by id."""
-    items = [f"{i} {quote(name.encode())}" for name, i in names.items()]
-    more = [f"and {len(items) - MAX_SPECIAL:,} more"] if len(items) > MAX_SPECIAL else []
-    return "\nspecial tokens\n  " + "  ".join(items[:MAX_SPECIAL] + more)
-
-
-def format_longest(pieces: Sequence[Piece]) -> str:
-    """The pieces of the most bytes, the earliest learnt first."""
-    order = sorted(range(len(pieces)), key=lambda i: (-len(pieces[i].content), i))[:MAX_LONGEST]
-    rows = [(f"{len(pieces[i].content)}", str(i), quote(pieces[i].content)) for i in order]
-    return f"\nlongest pieces\n{aligned([('bytes', 'id', 'text'), *rows], '>><', '  ')}"
-
-
-def format_sources(measured: dict[str, TokenizerStatistics]) -> str:
+def compare(measured: Mapping[str, TokenizerStatistics]) -> str:
     """Bytes per token by source, and where decoding did not give the text back."""
     rows = [("documents", "text", "bytes per token", "comes back", "source")]
     changes = []
@@ -136,12 +106,11 @@ def format_sources(measured: dict[str, TokenizerStatistics]) -> str:
         size = mebibytes(one.bytes)
         rows.append((f"{one.documents:,}", size, f"{one.bytes_per_token:.3f}", round_trip, name))
         if one.changed:
-            lost = f"; {one.lost / one.bytes:.2%} of its bytes are lost" if one.lost else ""
-            changes.append(f"  {name}: {one.first_change}{lost}")
+            changes.append(f"  {name}: {f'loses {one}' if one.lost else one.example}")
     return "\n".join(["\nbytes per token", aligned(rows, ">>>><", "  "), *changes])
 
 
-def format_unused(pieces: Sequence[Piece], used: np.ndarray) -> str:
+def never_produced(pieces: Sequence[Piece], used: np.ndarray) -> str:
     """The text pieces whose count in `used` is 0."""
     text_ids = [i for i, piece in enumerate(pieces) if piece.kind not in (CONTROL, FILLER)]
     unused = [i for i in text_ids if not used[i]]

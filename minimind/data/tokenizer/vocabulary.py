@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -168,6 +169,10 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 PROCESSOR_TEMPLATE_NAME = "chat_template.json"
 TEMPLATE_KEY = "chat_template"  # key of the JSON files
 LISTED = "added_tokens_decoder"  # all added tokens, in a tokenizer_config.json by transformers 4
+SPECIAL = {  # flags of a special token in a tokenizer.json
+    **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+    "special": True,
+}
 AS_IT_IS = "ids_of_minimind"  # key of a tokenizer_config.json that we have written
 DEFAULT = "default"  # name of the template that formats conversations
 TOKEN_ROLES = tuple(f"{role}_token" for role in "bos eos unk sep pad cls mask".split())
@@ -204,11 +209,15 @@ class Configuration:
         """Names of tokens by role, such as `bos_token`."""
         names = {}
         for role in TOKEN_ROLES:
-            token = self.values.get(role)
-            token = token.get("content") if isinstance(token, dict) else token  # with flags
+            token = name_of(self.values.get(role))
             if isinstance(token, str):
                 names[role] = token
         return names
+
+
+def name_of(token: Any) -> Any:
+    """A token of a configuration without its flags, if it has any."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def read_configuration(path: Path) -> Configuration:
@@ -224,22 +233,19 @@ def read_configuration(path: Path) -> Configuration:
         specials = {}
     templates = _find_templates(path.parent, config, specials)
     if TEMPLATE_KEY in specials:  # it would win over what is written beside it
-        files[SPECIALS_NAME] = dump_json(_without_template(specials))
-    is_in_config = templates.origin in ("", CONFIG_NAME)
-    if templates.origin == TEMPLATE_FOLDER or not (
-        is_in_config or [*templates.by_name] == [DEFAULT]
-    ):  # listed in a file, as folders of ours are flat
-        named = [{"name": name, "template": text} for name, text in templates.by_name.items()]
-        files[CONFIG_NAME] = dump_json({**config, TEMPLATE_KEY: named})
-    elif not is_in_config:
-        files[TEMPLATE_NAME] = templates.by_name[DEFAULT].encode()
-    elif TEMPLATE_KEY in config and not templates.origin:  # the other file says that it has none
-        files[CONFIG_NAME] = dump_json(_without_template(config))
+        others = {name: specials[name] for name in specials if name != TEMPLATE_KEY}
+        files[SPECIALS_NAME] = dump_json(others)
+    kept = dict(config)
+    if templates.origin != CONFIG_NAME:
+        kept.pop(TEMPLATE_KEY, None)  # it is not read
+        if [*templates.by_name] == [DEFAULT]:
+            files[TEMPLATE_NAME] = templates.by_name[DEFAULT].encode()
+        elif templates.by_name:  # listed in a file, as folders of ours are flat
+            named = [{"name": name, "template": text} for name, text in templates.by_name.items()]
+            kept[TEMPLATE_KEY] = named
+    if kept != config:
+        files[CONFIG_NAME] = dump_json(kept)
     return Configuration(files, config | specials, templates)
-
-
-def _without_template(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name != TEMPLATE_KEY}
 
 
 def _find_templates(
@@ -278,24 +284,21 @@ def _find_template_files(folder: Path) -> ChatTemplates:
 
 
 def _is_there(template: Path) -> bool:
-    """Whether AutoTokenizer reads it, or should: not a folder, but a link that leads nowhere."""
+    """Whether it is a file, or a link that leads nowhere, which is then reported."""
     return disk.lexists(template) and not disk.is_dir(template)
 
 
 def _templates_by_name(path: Path, value: Any) -> dict[str, str]:
     """The templates of a JSON file: one text, or several by name."""
-    named = {DEFAULT: value} if isinstance(value, str) else value
-    templates: dict[Any, Any]
-    try:
-        templates = dict(
-            named if isinstance(named, dict) else ((one["name"], one["template"]) for one in named)
-        )
-    except (TypeError, KeyError):
-        templates = {"": None}
-    if not all(isinstance(text, str) for text in (*templates, *templates.values())):
-        what = 'neither a text nor a list of {"name": ..., "template": ...}'
-        refuse(path, f"no configuration of a tokenizer (its {TEMPLATE_KEY} is {what})")
-    return templates
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    with suppress(TypeError, KeyError):  # refused below
+        if not isinstance(value, dict):
+            value = {one["name"]: one["template"] for one in value}
+        if all(isinstance(text, str) for text in (*value, *value.values())):
+            return value
+    what = 'neither a text nor a list of {"name": ..., "template": ...}'
+    refuse(path, f"no configuration of a tokenizer (its {TEMPLATE_KEY} is {what})")
 
 
 def _read_template(path: Path) -> str:
@@ -342,9 +345,9 @@ def refuse(path: Path, what: str, error: BaseException | None = None) -> NoRetur
     ) from error
 
 
-def dump_json(values: Any) -> bytes:
+def dump_json(values: Any, indent: int = 1) -> bytes:
     """JSON of a tokenizer's file."""
-    return json.dumps(values, ensure_ascii=False, indent=1).encode()
+    return json.dumps(values, ensure_ascii=False, indent=indent).encode()
 
 
 def as_it_is(files: Mapping[str, bytes]) -> dict[str, bytes]:

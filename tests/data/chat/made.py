@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from minimind.data.chat.conversations import Message
-from minimind.data.chat.template import SPECIAL_TOKENS, Encoded
+from minimind.data.chat.template import SPECIAL_TOKENS, ChatTemplate, Encoded, TrainOn
 from minimind.data.text.documents import DocumentError
+from minimind.data.tokenizer.lossless import TextLoss
 from tests.data.chat.templates import GPT_TOKENS
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -83,8 +84,15 @@ def conversation(draw: random.Random, words: int = 25) -> list[Message]:
     return messages + ([Message("user", text(draw, words))] if draw.random() < 0.1 else [])
 
 
-def all_good(found: Sequence[Encoded | DocumentError]) -> list[Encoded]:
-    """What was encoded, where nothing was refused."""
-    good = [one for one in found if not isinstance(one, DocumentError)]
-    assert len(good) == len(found)
+def encode_all(
+    template: ChatTemplate,
+    conversations: Iterable[Sequence[Message]],
+    train_on: TrainOn = "assistant",
+    loss: TextLoss | None = None,
+) -> list[Encoded]:
+    """The conversations encoded together, none of which is refused."""
+    written = [template.write(messages, train_on) for messages in conversations]
+    encoded = template.encode_written(written, loss=loss)
+    good = [one for one in encoded if not isinstance(one, DocumentError)]
+    assert len(good) == len(encoded)
     return good

@@ -11,8 +11,8 @@ from tests.data.chat.made import (
     CHATML_MARKED,
     HEADERS,
     HEADERS_MARKED,
-    all_good,
     conversation,
+    encode_all,
 )
 
 SEED = 29
@@ -30,7 +30,7 @@ def test_ids_and_masks_of_random_conversations(pair, conversations, name):
     ours, theirs = pair
     template = ChatTemplate(MARKED[name], ours)
     theirs.chat_template = MARKED[name]
-    encoded = all_good(template.encode_batch(conversations))
+    encoded = encode_all(template, conversations)
     for messages, found in zip(conversations, encoded, strict=True):
         expected = theirs.apply_chat_template(
             [asdict(message) for message in messages],
@@ -64,8 +64,8 @@ def test_a_template_without_generation_gives_what_one_with_it_gives(
 ):
     ours, _ = pair
     made = conversations[:300]
-    found = all_good(ChatTemplate(source, ours).encode_batch(made, train_on))
-    expected = all_good(ChatTemplate(marked, ours).encode_batch(made, train_on))
+    found = encode_all(ChatTemplate(source, ours), made, train_on)
+    expected = encode_all(ChatTemplate(marked, ours), made, train_on)
     for (ids, targets), (their_ids, their_targets) in zip(found, expected, strict=True):
         assert ids.tolist() == their_ids.tolist()
         assert targets.tolist() == their_targets.tolist()
@@ -74,7 +74,7 @@ def test_a_template_without_generation_gives_what_one_with_it_gives(
 def test_one_by_one_is_the_same_as_a_batch(pair, conversations):
     template = ChatTemplate(DEFAULT_TEMPLATE, pair[0])
     made = conversations[:100]
-    batch = all_good(template.encode_batch(made))
+    batch = encode_all(template, made)
     for messages, (ids, targets) in zip(made, batch, strict=True):
         own_ids, own_targets = template.encode(messages)
         assert own_ids.tolist() == ids.tolist()

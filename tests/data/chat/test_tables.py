@@ -134,7 +134,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ([USER, {**ANSWER, "content": "a\0"}], "turn 2: the text holds a NUL character"),
     ([USER, {**ANSWER, "content": "a<|end|>"}], 'turn 2: contains "<|end|>"'),
     ([USER, {**ANSWER, "tool_calls": "f()"}], 'turn 2: "tool_calls" is not JSON'),
-    ([USER, USER, ANSWER], "turn 2 (user) follows another user turn"),
+    ([USER, USER, ANSWER], "turn 2 (user) follows a turn of user"),
     ([ANSWER], "turn 1 (assistant) begins the conversation"),
 ]
 
@@ -465,8 +465,11 @@ def test_a_dataset_whose_turns_lie_in_the_wrong_place_is_reported(tokenizer: Any
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"text": ["a"]}, 'has "text" and no conversation; drop --task sft'),
-        ({"prompt": ["a"], "n": [1]}, 'has "prompt" and no "completion"'),
+        ({"text": ["a"]}, 'has no "conversations" or "messages" but "text"; write {"conv'),
+        (
+            {"prompt": ["a"], "n": [1]},
+            'has no "conversations" or "messages" but "prompt", "n"; write',
+        ),
         ({"n": [1], "m": [2]}, 'has no "conversations" or "messages" but "n", "m"; write {"conv'),
     ],
 )

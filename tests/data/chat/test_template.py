@@ -18,7 +18,7 @@ from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
 from minimind.errors import UsageError
-from tests.data.chat.made import CHATML, CHATML_MARKED, HEADERS, HEADERS_MARKED, SIMPLE, all_good
+from tests.data.chat.made import CHATML, CHATML_MARKED, HEADERS, HEADERS_MARKED, SIMPLE, encode_all
 
 ONE = [Message("user", "the question"), Message("assistant", "an answer")]
 TWO = [
@@ -165,10 +165,6 @@ def test_content_that_could_forge_a_turn(tokenizer, name):
     assert caught.value.reason.startswith(f'turn 2: contains "{name}"')
     with pytest.raises(DocumentError, match="turn 1"):
         template.prompt(forged[1:])
-    found = template.encode_batch([ONE, forged, TWO])
-    assert [isinstance(one, DocumentError) for one in found] == [False, True, False]
-    _, (ids, _) = all_good(found[::2])
-    assert ids.tolist() == template.encode(TWO)[0].tolist()
 
 
 def test_no_piece_of_text_has_a_header_and_content(tokenizer):
@@ -190,13 +186,16 @@ def test_no_piece_of_text_has_a_header_and_content(tokenizer):
         ("{{ 1 / 0 }}", "cannot be rendered (ZeroDivisionError"),
         ("{{ messages.__class__.__base__ }}", "cannot be rendered (SecurityError"),
         ("", "chat.jinja leaves out what is said"),
-        (PARTS, "chat.jinja is written for content in parts"),
-        (PARTS.replace("p['type'] == 'text'", "p.type != 'image'"), "is written for content in"),
-        (CHATML.replace("m['content']", "m['content'][0]['text']"), "is written for content in pa"),
-        (CHATML.replace("m['content']", "m.content[0].text"), "is written for content in parts"),
+        (PARTS, "chat.jinja leaves out what is said"),
+        (PARTS.replace("p['type'] == 'text'", "p.type != 'image'"), "leaves out what is said"),
+        (
+            CHATML.replace("m['content']", "m['content'][0]['text']"),
+            "'str object' has no attribute",
+        ),
+        (CHATML.replace("m['content']", "m.content[0].text"), "cannot be rendered (UndefinedError"),
         (
             CHATML.replace("m['content']", "(m.content|selectattr('text')|list)[0].text|trim"),
-            "is written for content in parts",
+            "cannot be rendered (UndefinedError",
         ),
         (CHATML.replace("m['content']", "m['text']"), "cannot be rendered (UndefinedError"),
         ("{{ raise_exception('no') }}", "refuses the conversation (no), a question and"),
@@ -267,9 +266,7 @@ def test_a_tokenizer_that_drops_spaces_beside_a_special_token(byte_level, tmp_pa
     (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
     loss, talk = TextLoss(), [Message("user", " a "), Message("assistant", " b ")]
     tokenizer = HuggingFaceTokenizer(tmp_path)
-    ((ids, _),) = all_good(
-        ChatTemplate(DEFAULT_TEMPLATE, tokenizer).encode_batch([talk], loss=loss)
-    )
+    ((ids, _),) = encode_all(ChatTemplate(DEFAULT_TEMPLATE, tokenizer), [talk], loss=loss)
     text = "<|user|>a <|end|><|assistant|> b <|end|>"
     assert ids.tolist() == ChatTemplate(DEFAULT_TEMPLATE, byte_level).ids(text)
     assert loss.lost == 0  # the space belongs to the token

@@ -18,7 +18,7 @@ from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import UsageError
-from tests.data.chat.made import all_good, conversation
+from tests.data.chat.made import conversation, encode_all
 from tests.data.chat.templates import END, GEN, MARKED, PLAIN
 from tests.data.chat.test_turns import read, record
 from tests.data.tokenizer.test_tokenizer import prose
@@ -194,7 +194,7 @@ def test_ids_and_masks_are_those_of_transformers(learnt, tmp_path, conversations
     for form in ("marked", "plain"):
         ours = load_tokenizer(tmp_path / form)
         template = ChatTemplate(marked if form == "marked" else plain, ours)
-        found[form] = all_good(template.encode_batch(conversations))
+        found[form] = encode_all(template, conversations)
     for messages, of_marks, of_prompts in zip(conversations, *found.values(), strict=True):
         turns = [asdict(message) for message in messages]
         expected = theirs.apply_chat_template(

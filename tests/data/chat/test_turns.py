@@ -10,7 +10,7 @@ from minimind.data.chat.conversations import conversation_of_line
 from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate, TrainOn, readable
 from minimind.data.text.documents import DocumentError
 from minimind.errors import UsageError
-from tests.data.chat.made import SIMPLE, all_good, conversation, text
+from tests.data.chat.made import SIMPLE, conversation, encode_all, text
 from tests.data.chat.templates import MARKED, NO_THOUGHTS, NO_TOOLS, ONE_CALL, PLAIN
 
 SEED = 46
@@ -269,8 +269,8 @@ def test_the_default_template_writes_plain_conversations_as_a_simple_one(pair):
         for is_asked in (False, True):
             assert default.render(messages, is_asked) == simple.render(messages, is_asked)
     for train_on in ("assistant", "last", "all"):
-        encoded = (one.encode_batch(made, train_on) for one in (default, simple))
-        for found, expected in zip(*map(all_good, encoded), strict=True):
+        encoded = (encode_all(one, made, train_on) for one in (default, simple))
+        for found, expected in zip(*encoded, strict=True):
             assert [one.tolist() for one in found] == [one.tolist() for one in expected]
 
 

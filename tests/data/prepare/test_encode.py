@@ -173,7 +173,10 @@ def test_what_is_measured_at_once_is_bounded_in_bytes():
 
     comes_back = iter(texts)
     tokenizer: Any = SimpleNamespace(
-        vocab_size=9, encode_arrays=encode_arrays, decode=lambda _: next(comes_back)
+        piece_bytes=lambda: np.zeros(9, dtype=np.int32),
+        unk_id=-1,
+        encode_arrays=encode_arrays,
+        decode=lambda _: next(comes_back),
     )
     found = measure(tokenizer, iter(texts))
     sizes = [len(text.encode()) for text in texts]

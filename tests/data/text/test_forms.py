@@ -542,7 +542,7 @@ def test_a_file_that_is_not_cut_is_one_segment(tmp_path):
 
 
 def test_conversations_are_the_same_from_every_form(tmp_path):
-    records = conversation_records(ReadOptions())
+    records = conversation_records(ReadOptions(), set())
     pairs = [{"prompt": text, "completion": text[::-1]} for text in made(8, 40)]
     lines = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
     wanted = documents_of(put(tmp_path / "a.jsonl", lines), records=records)

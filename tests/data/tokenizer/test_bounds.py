@@ -34,6 +34,10 @@ def replace(content: str, **pattern: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
+def untyped(step: dict[str, Any]) -> dict[str, Any]:
+    return {key: step[key] for key in step if key != "type"}
+
+
 def split(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
@@ -77,6 +81,14 @@ GROWING: list[tuple[dict[str, Any], str]] = [
     ({"normalizer": replace("x" * 64, String="")}, "its normalizer may write 65 characters"),
     ({"normalizer": {"type": "Prepend", "prepend": "x" * 64}}, "its normalizer may write 65"),
     ({"decoder": replace("x" * 65, String="a")}, "its decoder may write 65 characters"),
+    # The library takes a step without a type by its keys, and does not read other keys.
+    ({"normalizer": untyped(replace("x" * 65, String="a"))}, "its normalizer may write 65 char"),
+    ({"normalizer": {"prepend": "x" * 64}}, "its normalizer may write 65 characters"),
+    (
+        {"normalizer": {"type": "Prepend", "prepend": "x" * 64, "pattern": {"String": "a"}}},
+        "its normalizer may write 65 characters",
+    ),
+    ({"model": {"vocab": [["a" * 1025, 0.0]]}}, "a piece of 1,025 characters"),
     ({"model": {"unk_token": "x" * 65}}, "its unk_token may write 65 characters"),
     ({"model": {"end_of_word_suffix": "x" * 65}}, "its end_of_word_suffix may write 65"),
     ({"model": {"type": "WordPiece", "max_input_chars_per_word": 1001}}, "up to 1001 characters"),
