@@ -30,7 +30,7 @@ from minimind.architecture.shape import flops_per_token, shape_of
 from minimind.config.flags import OF_EXPERTS, SHAPE
 from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.checked_json import (
@@ -109,7 +109,7 @@ class MiniMind:
         """Return the run with the vocabulary of the weights."""
         return replace(run, vocab_size=self.rows or run.vocab_size)
 
-    def config(self, run: RunConfig, tokenizer: AnyTokenizer) -> MiniMindConfig:
+    def config(self, run: RunConfig, tokenizer: Tokenizer) -> MiniMindConfig:
         """The configuration, with the tokenizer's special ids."""
         return minimind_config(
             self.with_rows(run),
@@ -118,7 +118,7 @@ class MiniMind:
             pad_token_id=tokenizer.pad_id,
         )
 
-    def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
+    def build(self, run: RunConfig, tokenizer: Tokenizer) -> Any:
         """Build the model in fp32, initialized from torch's random state."""
         return model_of(self.config(run, tokenizer))
 
@@ -173,7 +173,7 @@ class HuggingFace:
     values: Mapping[str, Any]  # content of the file
     parsed: PretrainedConfig
 
-    def config(self, run: RunConfig, tokenizer: AnyTokenizer) -> PretrainedConfig:
+    def config(self, run: RunConfig, tokenizer: Tokenizer) -> PretrainedConfig:
         """The configuration with the tokenizer's ids; raise UsageError if they do not fit."""
         self.require_embedding_rows(tokenizer.vocab_size, str(tokenizer.path))
         config = deepcopy(self.parsed)
@@ -205,7 +205,7 @@ class HuggingFace:
                 f" {type(model).__name__} of transformers does not support; drop it"
             )
 
-    def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
+    def build(self, run: RunConfig, tokenizer: Tokenizer) -> Any:
         """Build the model in fp32; raise UsageError if it is not causal."""
         try:
             model = model_of(self.config(run, tokenizer))
@@ -262,7 +262,7 @@ class HuggingFace:
 Architecture = MiniMind | HuggingFace
 
 
-def special_ids(tokenizer: AnyTokenizer) -> dict[str, int | None]:
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     """Special ids of a tokenizer by the names of transformers' configuration.
 
     pad_token_id is None if it is the eos id: nn.Embedding does not train row padding_idx.

@@ -34,7 +34,7 @@ from minimind.runtime.terminal import aligned
 if TYPE_CHECKING:
     from minimind.data.chat.template import ChatTemplate
     from minimind.data.prepare.prepared import Prepared
-    from minimind.data.tokenizer.load import AnyTokenizer
+    from minimind.data.tokenizer.load import Tokenizer
     from minimind.inference.score import LossSums, Part
     from minimind.runtime.object_cache import ObjectCache
 
@@ -330,7 +330,7 @@ def _set_documents(model: Any, is_chat: bool) -> None:
 
 
 @contextmanager
-def _copied(tokenizer: AnyTokenizer) -> Iterator[str]:
+def _copied(tokenizer: Tokenizer) -> Iterator[str]:
     """A temporary folder with the tokenizer files: a running job may delete the original."""
     from minimind.data.tokenizer.vocabulary import write_tokenizer
 
@@ -344,7 +344,7 @@ def _copied(tokenizer: AnyTokenizer) -> Iterator[str]:
 def _open_data(
     place: str,
     paths: tuple[str, ...],
-    tokenizer: AnyTokenizer,
+    tokenizer: Tokenizer,
     folder: str,
     template: ChatTemplate | None,
     args: Eval,

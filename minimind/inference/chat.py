@@ -29,7 +29,7 @@ from minimind.data.chat.conversations import (
 from minimind.data.chat.template import ChatTemplate, asks_for_thought, own_template, require_read
 from minimind.data.prepare.chat_tokenizer import given_template
 from minimind.data.text.documents import DocumentError, ReadOptions
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import UsageError
 from minimind.inference.generate import Sampling, continue_ids
 from minimind.inference.stored_template import no_template
@@ -42,7 +42,7 @@ CALL = re.compile(rf"{CALL_OPEN}\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 def template_of(
-    tokenizer: AnyTokenizer,
+    tokenizer: Tokenizer,
     path: str | None,
     place: Path,
     today: date | None = None,
@@ -54,7 +54,7 @@ def template_of(
 
 
 def source_of(
-    tokenizer: AnyTokenizer, path: str | None, place: Path, variables: Iterable[str] | None
+    tokenizer: Tokenizer, path: str | None, place: Path, variables: Iterable[str] | None
 ) -> tuple[str, str]:
     """The source of a template and its name in messages; see `template_of`."""
     template = given_template(path, tokenizer) if path else own_template(tokenizer)
@@ -163,7 +163,7 @@ class Chat:
     """The turns so far, and the model that writes the next one."""
 
     model: Any
-    tokenizer: AnyTokenizer
+    tokenizer: Tokenizer
     template: ChatTemplate
     sampling: Sampling
     system: str | None = None

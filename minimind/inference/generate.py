@@ -23,7 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import NumericError
 from minimind.inference.prompts import encode_prompt
 from minimind.runtime.device import widened
@@ -116,7 +116,7 @@ class Text:
     """A prompt and its continuation so far."""
 
     prompt: list[int]
-    tokenizer: AnyTokenizer
+    tokenizer: Tokenizer
     sampling: Sampling
     max_positions: int
     generator: torch.Generator
@@ -166,7 +166,7 @@ class Text:
 
 def generate_texts(
     model: Any,
-    tokenizer: AnyTokenizer,
+    tokenizer: Tokenizer,
     prompts: Sequence[str],
     sampling: Sampling,
     on_text: Callable[[str], None] | None = None,
@@ -190,7 +190,7 @@ def generate_texts(
 
 def continue_ids(
     model: Any,
-    tokenizer: AnyTokenizer,
+    tokenizer: Tokenizer,
     prompts: Mapping[int, list[int]],
     sampling: Sampling,
     on_text: Callable[[str], None] | None = None,

@@ -17,7 +17,7 @@ from minimind.inference.scores import Score, Shares, standard_error
 from minimind.runtime.installed import install_extra
 
 if TYPE_CHECKING:
-    from minimind.data.tokenizer.load import AnyTokenizer
+    from minimind.data.tokenizer.load import Tokenizer
 
 
 @cache  # lm-eval looks through thousands of files
@@ -66,7 +66,7 @@ class LmEvalTasks:
     def load(
         cls,
         asked: Sequence[AskedTask],
-        tokenizer: AnyTokenizer,
+        tokenizer: Tokenizer,
         positions: int,
         limit: int | None,
         by: str,
@@ -163,7 +163,7 @@ def _loaded(manager: Any, name: str) -> dict[str, Any]:
     return tasks
 
 
-def require_template(tokenizer: AnyTokenizer, path: Path, by: str) -> None:
+def require_template(tokenizer: Tokenizer, path: Path, by: str) -> None:
     """Raise UsageError for a model without a chat template, or with one that does not fit."""
     from minimind.inference.chat import template_of
 
@@ -175,7 +175,7 @@ def require_template(tokenizer: AnyTokenizer, path: Path, by: str) -> None:
     template_of(tokenizer, None, path)  # one that does not fit is an error
 
 
-def transformers_tokenizer(tokenizer: AnyTokenizer) -> Any:
+def transformers_tokenizer(tokenizer: Tokenizer) -> Any:
     """The tokenizer as lm-eval needs it, with the ids of training."""
     from transformers import PreTrainedTokenizerFast
 

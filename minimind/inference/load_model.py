@@ -8,7 +8,7 @@ from typing import Any
 
 from minimind.architecture.hf_models import model_of
 from minimind.checkpoint.directory import read_chosen
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import UsageError
 from minimind.interop.tensor_sources import TRAINED, require_trained
 from minimind.interop.weights import (
@@ -21,7 +21,7 @@ from minimind.interop.weights import (
 from minimind.runtime import disk
 from minimind.runtime.hub import WEIGHTS, local_model
 
-LoadedModel = tuple[Any, AnyTokenizer, Path]  # MiniMindForCausalLM or a model of transformers
+LoadedModel = tuple[Any, Tokenizer, Path]  # MiniMindForCausalLM or a model of transformers
 
 
 def load_model(

@@ -19,7 +19,7 @@ from minimind.config.tasks import OWN_TASKS
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import windows_of
 from minimind.data.shards.token_shards import TokenShards
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.engine.loss_of_batch import PADDING
 from minimind.errors import UsageError
 from minimind.inference.generate import Sampling, continue_ids
@@ -58,7 +58,7 @@ class OwnQuestions:
 
     names: Sequence[str]
     text: HeldOutText | None  # None if no task reads it
-    tokenizer: AnyTokenizer
+    tokenizer: Tokenizer
     positions: int
     limit: int
     by: str  # begins the message of an error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import read_small_text
 from minimind.runtime.file_kinds import kind_of_content
@@ -54,9 +54,7 @@ def _parse_line(line: str, where: str) -> str:
     return prompt
 
 
-def encode_prompt(
-    prompt: str, number: int, tokenizer: AnyTokenizer, max_positions: int
-) -> list[int]:
+def encode_prompt(prompt: str, number: int, tokenizer: Tokenizer, max_positions: int) -> list[int]:
     """Token ids of a prompt; an empty one starts a new document.
 
     Raise DataError if it is not Unicode, UsageError if it leaves no position for a new token.

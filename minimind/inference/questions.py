@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minimind.config.tasks import OWN_TASKS, AskedTask
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.inference.own_tasks import HeldOutText, OwnQuestions
 from minimind.inference.scores import Score, Shares
 
@@ -28,7 +28,7 @@ class Questions:
         cls,
         asked: Sequence[AskedTask],
         text: Callable[[], HeldOutText],
-        tokenizer: AnyTokenizer,
+        tokenizer: Tokenizer,
         positions: int,
         limit: int,
         by: str,

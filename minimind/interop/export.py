@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from minimind.checkpoint.validation import ModelConfig
 from minimind.data.chat.template import ChatTemplate, own_template
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.data.tokenizer.vocabulary import DEFAULT, TOKENIZER_FILES, with_length
 from minimind.errors import StorageError, UsageError
 from minimind.interop.gguf import NAME as GGUF_NAME
@@ -91,7 +91,7 @@ def output(out: Path, force: bool) -> NewFolder:
 
 def export(
     weights: Weights,
-    tokenizer: AnyTokenizer,
+    tokenizer: Tokenizer,
     out: Path,
     form: str,
     dtype: str = "float32",
@@ -201,7 +201,7 @@ def check_names(names: Iterable[str], form: str) -> None:
             raise UsageError(f"--format {form} has no name for {name}; export --format minimind")
 
 
-def _tokenizer_entries(tokenizer: AnyTokenizer, rows: int) -> tuple[dict[str, Any], str | None]:
+def _tokenizer_entries(tokenizer: Tokenizer, rows: int) -> tuple[dict[str, Any], str | None]:
     """Return the entries of a GGUF file that describe the tokenizer, by whole name, and a note."""
     vocabulary = gguf_vocabulary(tokenizer, rows)
     entries = {f"tokenizer.ggml.{name}": value for name, value in vocabulary.items()}
@@ -221,7 +221,7 @@ def _template_entries(by_name: Mapping[str, str]) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if value is not None}
 
 
-def _end_of_turn(tokenizer: AnyTokenizer) -> tuple[int | None, str | None]:
+def _end_of_turn(tokenizer: Tokenizer) -> tuple[int | None, str | None]:
     """Return the id that ends a turn of the chat template, if there is one, and a note if a text
     ends it or the template does not fit; the files are kept as they are.
     """
@@ -237,7 +237,7 @@ def _end_of_turn(tokenizer: AnyTokenizer) -> tuple[int | None, str | None]:
 
 
 def _small_files(
-    config: PretrainedConfig, tokenizer: AnyTokenizer, form: str, dtype: str
+    config: PretrainedConfig, tokenizer: Tokenizer, form: str, dtype: str
 ) -> tuple[dict[str, bytes], str | None, str | None]:
     """Return the files besides the weights by name, and notes on AutoTokenizer and the template."""
     files, note_on_ids = _configuration(config, tokenizer, form, dtype)
@@ -251,7 +251,7 @@ def _small_files(
 
 
 def _configuration(
-    config: PretrainedConfig, tokenizer: AnyTokenizer, form: str, dtype: str
+    config: PretrainedConfig, tokenizer: Tokenizer, form: str, dtype: str
 ) -> tuple[dict[str, bytes], str | None]:
     if not isinstance(config, MiniMindConfig):
         return transformers_files(config, tokenizer, dtype)

@@ -23,7 +23,7 @@ from torch import Tensor
 from minimind.checkpoint.tensor_files import Part
 from minimind.data.tokenizer.hf_export import escaping, merges
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.data.tokenizer.vocabulary import (
     BYTE_NAMES,
     FILLER_PREFIX,
@@ -189,7 +189,7 @@ OTHER_BPE = (
 TAKES_WHOLE = "llama-bpe"  # words that are tokens are not split, as `ignore_merges` says
 
 
-def gguf_vocabulary(tokenizer: AnyTokenizer, rows: int) -> dict[str, Any]:
+def gguf_vocabulary(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """Entries by name after `tokenizer.ggml.`; raise UsageError if GGUF cannot express the model.
 
     Each row of the embedding gets a token. llama.cpp merges by score and ignores the merges;
@@ -358,7 +358,7 @@ def _space_before(values: Mapping[str, Any], pieces: Collection[str]) -> bool | 
     return False if steps == [SPACE] or normalizer == escaping() else None
 
 
-def note_on_spaces(tokenizer: AnyTokenizer, entries: Mapping[str, Any]) -> str | None:
+def note_on_spaces(tokenizer: Tokenizer, entries: Mapping[str, Any]) -> str | None:
     """Where readers of a GGUF with these entries put more spaces than the tokenizer.
 
     They put one before each text between special tokens, as the first libraries for Llama 2 did.

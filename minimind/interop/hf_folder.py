@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minimind.architecture.select import special_ids
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.data.tokenizer.vocabulary import (
     CONFIG_NAME,
     CONTROL,
@@ -48,7 +48,7 @@ Files = dict[str, bytes]
 
 
 def transformers_files(
-    config: PretrainedConfig, tokenizer: AnyTokenizer, dtype: str
+    config: PretrainedConfig, tokenizer: Tokenizer, dtype: str
 ) -> tuple[Files, str | None]:
     """The small files of a model of transformers, and a note if AutoTokenizer reads other ids."""
     values = masked_values(json.loads(config.to_json_string()))
@@ -58,7 +58,7 @@ def transformers_files(
 
 
 def config_and_tokenizer_files(
-    config: Mapping[str, Any], tokenizer: AnyTokenizer, dtype: str, positions: int | None
+    config: Mapping[str, Any], tokenizer: Tokenizer, dtype: str, positions: int | None
 ) -> tuple[Files, str | None]:
     """Configuration files, and tokenizer files from which AutoTokenizer gives the same ids.
 
@@ -120,7 +120,7 @@ def _compare_ids(
     return f"loads it as {type(loaded).__name__}, with other ids for {wrong} of {len(texts)} texts"
 
 
-def _test_texts(tokenizer: AnyTokenizer) -> Iterator[str]:
+def _test_texts(tokenizer: Tokenizer) -> Iterator[str]:
     yield from TEXTS
     pieces = tokenizer.pieces()
     ids = [i for i, piece in enumerate(pieces) if piece.kind not in (CONTROL, FILLER)]

@@ -23,7 +23,7 @@ from minimind.checkpoint.directory import read_manifest
 from minimind.checkpoint.retention import saved_of
 from minimind.config.run_record import given_names, record_fault
 from minimind.config.yaml_files import load_yaml
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import UsageError
 from minimind.interop.gguf import NAME as GGUF_NAME
 from minimind.interop.tensor_sources import TRAINED
@@ -79,7 +79,7 @@ Rows = dict[str, str]
 
 def model_card(
     weights: Weights,
-    tokenizer: AnyTokenizer,
+    tokenizer: Tokenizer,
     form: str,
     dtype: str,
     model_type: str,

@@ -25,7 +25,7 @@ from minimind.architecture.select import foreign_config_of
 from minimind.checkpoint.directory import MANIFEST, Chosen, choose, read_chosen, read_manifest
 from minimind.checkpoint.tensor_files import readable
 from minimind.checkpoint.validation import read_config
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.interop.foreign_config import (
@@ -145,7 +145,7 @@ class Weights:
         if self.lock:
             self.lock.close()
 
-    def load_tokenizer(self) -> AnyTokenizer:
+    def load_tokenizer(self) -> Tokenizer:
         """The tokenizer; raise CheckpointError if it is missing or does not fit the embedding."""
         if self.tokenizer is None:
             raise CheckpointError(
@@ -168,7 +168,7 @@ class Weights:
         return replace(self, tokenizer=Path(path))
 
 
-def load_own(path: str | Path, rows: int) -> AnyTokenizer:
+def load_own(path: str | Path, rows: int) -> Tokenizer:
     """The tokenizer of a model with that many rows; raise CheckpointError if it cannot be read."""
     try:
         return load_tokenizer(path, rows)
@@ -176,7 +176,7 @@ def load_own(path: str | Path, rows: int) -> AnyTokenizer:
         raise CheckpointError(f"{str(error).split(';')[0]}; {REPLACE}") from error
 
 
-def check_vocabulary(tokenizer: AnyTokenizer, rows: int, needs_all: bool = False) -> None:
+def check_vocabulary(tokenizer: Tokenizer, rows: int, needs_all: bool = False) -> None:
     """Raise CheckpointError if the embedding has fewer rows than the tokenizer ids, or needs_all
     and has more.
     """

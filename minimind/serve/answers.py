@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from minimind.data.chat.conversations import ASSISTANT, CALLS, THOUGHTS, Message
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.data.tokenizer.vocabulary import BYTE
 from minimind.inference.chat import AnswerReading
 from minimind.inference.generate import CONTEXT, Sampling
@@ -31,7 +31,7 @@ class ServedModel:
         self,
         name: str,
         model: Any,
-        tokenizer: AnyTokenizer,
+        tokenizer: Tokenizer,
         template: Json | None,
         answers: Sampling,
         texts: Sampling,

@@ -15,7 +15,7 @@ from typing import Any
 from minimind.data.chat.conversations import ASSISTANT, USER, Message
 from minimind.data.chat.template import ChatTemplate, asks_for_thought
 from minimind.data.text.documents import DocumentError
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.errors import DataError, RunError, UsageError
 from minimind.inference.prompts import encode_prompt
 from minimind.runtime.checked_json import shown
@@ -45,7 +45,7 @@ class Reader:
 
     def __init__(
         self,
-        tokenizer: AnyTokenizer,
+        tokenizer: Tokenizer,
         template: ChatTemplate | None,
         name: str,
         positions: int,

@@ -17,7 +17,7 @@ from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import held_out_rows
 from minimind.data.rows.order import Order
 from minimind.data.shards.token_shards import TokenShards
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.engine.build import Engine
 from minimind.engine.loss_of_batch import PADDING, uncompiled
 from minimind.errors import UsageError
@@ -264,7 +264,7 @@ class Samples:
     """Prompts of the samples and how they are continued."""
 
     prompts: tuple[str, ...]
-    tokenizer: AnyTokenizer
+    tokenizer: Tokenizer
     sampling: Sampling
 
 
@@ -279,7 +279,7 @@ def read_sample_prompts(run: RunConfig) -> tuple[str, ...]:
     return tuple(read_prompts(run.sample_prompts, "--sample_prompts", pipes=False))
 
 
-def build_samples(run: RunConfig, tokenizer: AnyTokenizer) -> Samples | None:
+def build_samples(run: RunConfig, tokenizer: Tokenizer) -> Samples | None:
     """The samples of a run, if it has any; raise UsageError if a prompt is too long."""
     prompts = read_sample_prompts(run)
     if not prompts:

@@ -32,7 +32,7 @@ from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
 from minimind.config.template_variables import template_variables
 from minimind.data.prepare.prepared import Prepared
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.engine.optimizers import scale_initial_weights
 from minimind.errors import CheckpointError, UsageError
 from minimind.model.activation_checkpointing import enable_checkpointing
@@ -62,7 +62,7 @@ class InitialModel:
     grown_from: int | None = None  # rows of the weights before `with_special_tokens`
     template_line: str = ""  # of the start summary; empty without conversations
 
-    def with_special_tokens(self, before: AnyTokenizer, after: AnyTokenizer) -> InitialModel:
+    def with_special_tokens(self, before: Tokenizer, after: Tokenizer) -> InitialModel:
         """Return the run with `after`, which has added ids to `before`, and rows for the new ids.
 
         `before` is the tokenizer of `self.run`; one with another number of ids is refused. Rows

@@ -16,7 +16,7 @@ from minimind.cli.generate import HELP
 from minimind.cli.main import main
 from minimind.data.chat.conversations import conversation_of_line
 from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
-from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer, train_tokenizer
 from minimind.errors import UsageError
 from minimind.inference.chat import Chat, read_tools
 from minimind.inference.generate import GenerationResult, Sampling
@@ -27,12 +27,12 @@ POSITIONS, ROOM = 96, 20  # of the model, and of them the answer's
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
     place = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(
         ["what is the sea? deep"] * 9, 512, place / "tokenizer.model", special=SPECIAL_TOKENS
     )
-    return Tokenizer(place)
+    return SentencePieceTokenizer(place)
 
 
 class Answers:
@@ -55,7 +55,7 @@ class Answers:
 
 @pytest.fixture
 def start(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: SentencePieceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Sequence[str | BaseException], str | None], Chat]:
     """A chat with these answers and this system message."""
     answers = Answers()

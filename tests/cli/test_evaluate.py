@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from minimind.cli.main import main
-from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
 from minimind.data.tokenizer.vocabulary import sizes
 from minimind.inference.load_model import load_checkpoint
 from tests.conftest import ROOT, Trained
@@ -65,7 +65,7 @@ def test_sources_of_the_same_name_in_two_folders_are_distinguished(
 def test_raw_text_may_be_as_long_as_the_tokenizer_accepts(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(Tokenizer, "longest_at_once", 10)
+    monkeypatch.setattr(SentencePieceTokenizer, "longest_at_once", 10)
     ask = ["--checkpoint", str(trained.run), "--cache_dir", str(trained.cache), "--device", "cpu"]
     text = str(next(iter(trained.texts.values())))
     assert main(["eval", *ask, "--data", text]) == 3
@@ -129,10 +129,10 @@ def test_bytes_per_text_are_exact_if_known(
     assert every["bytes"] == sum(len(text.encode()) for text in texts_of(trained.texts["a"]))
     assert (plain["bytes_of"], few["bytes_of"]) == ("text", "tokens")
 
-    def twice(self: Tokenizer) -> Any:
+    def twice(self: SentencePieceTokenizer) -> Any:
         return 2 * sizes(self.pieces())
 
-    monkeypatch.setattr(Tokenizer, "piece_bytes", twice)
+    monkeypatch.setattr(SentencePieceTokenizer, "piece_bytes", twice)
     assert evaluate(capsys, *ask, trained.mixed) == plain
     again = evaluate(capsys, *ask, trained.texts["a"], "--max_rows", "1")
     assert again["bytes"] == 2 * few["bytes"]

@@ -21,7 +21,7 @@ import sentencepiece
 import torch
 
 from minimind.cli.main import main
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.errors import NumericError, UsageError
 from minimind.inference.generate import Sampling, generate_texts, logits_processors
 from minimind.inference.load_model import load_checkpoint
@@ -32,7 +32,7 @@ PROMPTS = ["春眠", "a", "abc def gh, 曉處 a little longer than the others", 
 
 
 @pytest.fixture(scope="module")
-def loaded(trained: Trained) -> tuple[Any, AnyTokenizer]:
+def loaded(trained: Trained) -> tuple[Any, Tokenizer]:
     model, tokenizer, _ = load_checkpoint(str(trained.run))
     with torch.no_grad():  # a model of six steps gives the same text for all prompts
         for number, weight in enumerate(model.parameters()):
@@ -41,7 +41,7 @@ def loaded(trained: Trained) -> tuple[Any, AnyTokenizer]:
     return model, tokenizer
 
 
-def alone_without_cache(model: Any, tokenizer: AnyTokenizer, prompt: str, most: int) -> str:
+def alone_without_cache(model: Any, tokenizer: Tokenizer, prompt: str, most: int) -> str:
     """Greedy decoding that recomputes everything for each token."""
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
     begin = len(ids)

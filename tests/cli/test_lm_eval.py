@@ -12,7 +12,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minimind.cli.main import main
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from tests.conftest import ROOT, Trained
 
 FOLDER = ROOT / "examples" / "lm_eval"
@@ -32,7 +32,7 @@ def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path
     return place
 
 
-def write_llama(place: Path, tokenizer: AnyTokenizer, positions: int = 64) -> None:
+def write_llama(place: Path, tokenizer: Tokenizer, positions: int = 64) -> None:
     """Write a small Llama of random weights for this tokenizer."""
     torch.manual_seed(3)
     config = LlamaConfig(

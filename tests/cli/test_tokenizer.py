@@ -15,7 +15,7 @@ from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.shards.manifest import Options
 from minimind.data.text.inputs import Source
 from minimind.data.text.sample import sample
-from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
 from minimind.data.tokenizer.statistics import quote
 from tests.data.tokenizer.test_tokenizer import prose, verse
 from tests.killing import killed_in_replacing
@@ -113,7 +113,7 @@ def test_seed_determines_the_sample(text, tmp_path):
 def test_tokenizer_equals_that_of_a_run_on_the_text(text, trained, tmp_path):
     request = PrepareRequest((Source("data", (str(text),)),), None, 700, Options(val_fraction=0.1))
     prepared = prepare_for_run(request, tmp_path)
-    assert prepared.tokenizer.fingerprint == Tokenizer(trained).fingerprint
+    assert prepared.tokenizer.fingerprint == SentencePieceTokenizer(trained).fingerprint
 
 
 def split(text: str) -> str:
@@ -132,7 +132,7 @@ def test_held_out_documents_are_not_trained_on(tmp_path):
     assert any("abc" in t for t in texts)
     words = ["--out", tmp_path / "o", "--vocab_size", 512, "--val_fraction", 0.5]
     assert tokenizer("train", tmp_path / "t.jsonl", *words) == 0
-    pieces = {piece.content for piece in Tokenizer(tmp_path / "o").pieces()}
+    pieces = {piece.content for piece in SentencePieceTokenizer(tmp_path / "o").pieces()}
     assert b"abc" in pieces
     assert b"zq" not in pieces
 
@@ -140,7 +140,7 @@ def test_held_out_documents_are_not_trained_on(tmp_path):
 def test_autotokenizer_loads_the_output(trained):
     theirs = AutoTokenizer.from_pretrained(trained)
     for text in prose(7, 5) + verse(7, 5):
-        assert theirs(text)["input_ids"] == Tokenizer(trained).encode(text)
+        assert theirs(text)["input_ids"] == SentencePieceTokenizer(trained).encode(text)
 
 
 def test_existing_folder_is_replaced_only_with_force_and_if_it_is_an_output(text, tmp_path, capsys):
@@ -149,9 +149,9 @@ def test_existing_folder_is_replaced_only_with_force_and_if_it_is_an_output(text
     assert tokenizer("train", *few, 512) == 0
     assert tokenizer("train", *few, 600) == 2
     assert f"--out {out} exists" in capsys.readouterr().err
-    assert Tokenizer(out).vocab_size == 512
+    assert SentencePieceTokenizer(out).vocab_size == 512
     assert tokenizer("train", *few, 600, "--force") == 0
-    assert Tokenizer(out).vocab_size == 600
+    assert SentencePieceTokenizer(out).vocab_size == 600
     (out / "notes.txt").write_text("mine")
     assert tokenizer("train", *few, 512, "--force") == 2
     assert "notes.txt" in capsys.readouterr().err
@@ -214,9 +214,9 @@ def test_next_command_cleans_up_after_a_kill(text, tmp_path, at):
     is_new = out.exists() and contents(out) != old
     assert main([*words, "512"]) == 2
     assert is_new or contents(out) == old
-    assert Tokenizer(out).vocab_size == (600 if is_new else 512)
+    assert SentencePieceTokenizer(out).vocab_size == (600 if is_new else 512)
     assert main([*words, "700", "--force"]) == 0
-    assert Tokenizer(out).vocab_size == 700
+    assert SentencePieceTokenizer(out).vocab_size == 700
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -224,7 +224,7 @@ def test_inspect_counts_pieces_tokens_and_unused_pieces(text, trained, capsys):
     capsys.readouterr()
     assert tokenizer("inspect", trained, "--data_path", text) == 0
     output = capsys.readouterr().out
-    ours = Tokenizer(trained)
+    ours = SentencePieceTokenizer(trained)
     assert f"SentencePiece, 700 pieces, id 2 ends a document, sha256 {ours.fingerprint}" in output
     assert ["byte", "256"] in [line.split()[:2] for line in output.splitlines()]
     documents = [json.loads(line)["text"] for line in text.read_text().splitlines()]
@@ -285,7 +285,7 @@ def test_second_writer_of_one_output_is_rejected(text, tmp_path, capsys, monkeyp
     assert tokenizer(*words, 512) == 2
     output = capsys.readouterr().err
     assert output.endswith(f"--out {out} exists; give another folder, or --force to replace it\n")
-    assert Tokenizer(out).vocab_size == 600
+    assert SentencePieceTokenizer(out).vocab_size == 600
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -377,7 +377,7 @@ def test_help_needs_neither_torch_nor_a_tokenizer_library():
 
 
 def test_inspect_accepts_documents_as_long_as_the_tokenizer(trained, text, monkeypatch, capsys):
-    monkeypatch.setattr(Tokenizer, "longest_at_once", 40)
+    monkeypatch.setattr(SentencePieceTokenizer, "longest_at_once", 40)
     assert tokenizer("inspect", trained, "--data_path", text) == 3
     assert "max_document_bytes = 40;" in capsys.readouterr().err
     assert tokenizer("inspect", trained, "--data_path", text, "--max_document_bytes", "1MiB") == 0

@@ -12,7 +12,7 @@ from minimind.architecture.select import MiniMind
 from minimind.checkpoint.directory import published_checkpoints
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
 from minimind.model.decoder import MiniMindForCausalLM
 from tests.checkpoint.weights import load_weights
 from tests.conftest import SHAPE, Launcher
@@ -34,7 +34,7 @@ def test_one_step_moves_the_weights_by_exactly_the_clipping_norm(forked: Launche
     assert step["grad_norm"] > 0.25
     torch.manual_seed(42)
     model = MiniMindForCausalLM(
-        MiniMind().config(parse_flags(SHAPE.split()), Tokenizer(out / "tokenizer"))
+        MiniMind().config(parse_flags(SHAPE.split()), SentencePieceTokenizer(out / "tokenizer"))
     )
     after = load_weights(published_checkpoints(out / "checkpoints")[0])
     moved = [(after[name] - p.detach()).double() for name, p in model.named_parameters()]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.interop.hf_folder import transformers_files
 from tests.conftest import sentences
@@ -27,7 +27,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def written(folder: Path, model_type: str, tokenizer: AnyTokenizer) -> tuple[Path, str | None]:
+def written(folder: Path, model_type: str, tokenizer: Tokenizer) -> tuple[Path, str | None]:
     """The small files of a model of that type, and the note on them."""
     files, note = transformers_files(AutoConfig.for_model(model_type), tokenizer, "bfloat16")
     for name, content in files.items():

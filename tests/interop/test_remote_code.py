@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer, train_tokenizer
 from minimind.interop.hf_folder import AUTO_MAP, remote_code
 from tests.conftest import ROOT, sentences
 from tests.model.references import build
@@ -85,7 +85,7 @@ def test_model_loads_and_generates_without_this_package(tmp_path: Path):
     for name, model in models.items():
         export(model, tmp_path / name)
     train_tokenizer(sentences(1, 60), 600, tmp_path / "learnt.model")
-    tokenizer = Tokenizer(tmp_path / "learnt.model")
+    tokenizer = SentencePieceTokenizer(tmp_path / "learnt.model")
     tokenizer.save(tmp_path / "plain")
     (tmp_path / "stranger.py").write_text(STRANGER)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

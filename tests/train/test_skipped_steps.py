@@ -16,7 +16,7 @@ import torch
 import minimind
 from minimind.config.parse import parse_flags
 from minimind.data.rows.order import Order
-from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
 from minimind.model import decoder
@@ -213,7 +213,7 @@ def test_a_run_over_its_budget_ends_with_6_and_resumed_still_knows_its_count(
     report = [(e["step"], e["skipped"], e["loss"]) for e in events(tmp_path, "step")]
     assert [(step, skipped) for step, skipped, _ in report] == [(1, 0), (2, 1), (3, 1), (4, 1)]
     assert report[1][2] is None
-    tokenizer = Tokenizer(tmp_path / "tokenizer")
+    tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer")
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == [2, 2, 5, 5]
     for line in lines:

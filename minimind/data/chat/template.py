@@ -45,7 +45,7 @@ from minimind.data.chat.sandbox import (
 from minimind.data.chat.turns import TAG, THOUGHT, Turns, Unbounded, forms_of
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.data.tokenizer.lossless import TextLoss
 from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME
 from minimind.errors import UsageError
@@ -185,7 +185,7 @@ SPECIAL_LOOK = re.compile(r"<[|\uff5c][^\s<>]+?[|\uff5c]>")
 NAME_IN_SOURCE = re.compile(r"<[|\uff5c][^\s<>'\"+{}]+?[|\uff5c]>")  # not of an expression
 
 
-def special_names(source: str, tokenizer: AnyTokenizer | None, name: str) -> list[str]:
+def special_names(source: str, tokenizer: Tokenizer | None, name: str) -> list[str]:
     """Names of the special tokens that a template needs which is given to a tokenizer.
 
     None of its own template, for what that writes and it lacks is text: the model has been trained
@@ -198,7 +198,7 @@ def special_names(source: str, tokenizer: AnyTokenizer | None, name: str) -> lis
     return [tag for tag in tags if tokenizer is None or not is_matched(tag, tokenizer)]
 
 
-def is_matched(tag: str, tokenizer: AnyTokenizer) -> bool:
+def is_matched(tag: str, tokenizer: Tokenizer) -> bool:
     """Whether a tag in a text is a token by itself, though not special: one that a user defined."""
     token = tokenizer.piece_id(tag)
     return token is not None and token in tokenizer.encode(f"a{tag}a")
@@ -226,12 +226,12 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str]:
     return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
-def is_own(source: str, tokenizer: AnyTokenizer) -> bool:
+def is_own(source: str, tokenizer: Tokenizer) -> bool:
     """Whether a template is one of those beside a tokenizer."""
     return source in tokenizer.templates.by_name.values()
 
 
-def named_tokens(tokenizer: AnyTokenizer) -> dict[str, str]:
+def named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """Tokens that a template may use by name, such as bos_token."""
     names = {i: token for token, i in tokenizer.special_tokens().items()}
     roles = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
@@ -244,7 +244,7 @@ def asks_for_thought(prompt: str) -> bool:
     return prompt.rstrip().endswith("<think>")
 
 
-def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
+def own_template(tokenizer: Tokenizer) -> tuple[str, str] | None:
     """Source of a tokenizer's chat template, and its name in messages; None without one.
 
     Raise UsageError if none of several is the default.
@@ -286,7 +286,7 @@ class ChatTemplate:
     def __init__(
         self,
         source: str,
-        tokenizer: AnyTokenizer,
+        tokenizer: Tokenizer,
         name: str = "the chat template",
         today: date | None = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
@@ -718,7 +718,7 @@ OWN_TAG = re.compile(r"</?(think|tool_call)>")
 OPEN, CLOSE = "[[", "]]"
 
 
-def readable(tokenizer: AnyTokenizer, ids: np.ndarray, targets: np.ndarray) -> str:
+def readable(tokenizer: Tokenizer, ids: np.ndarray, targets: np.ndarray) -> str:
     """Return the text of some token ids; `targets` are the ones that are trained on."""
     names = {i: name for name, i in tokenizer.special_tokens().items()}
     special = np.isin(ids, [*names])

@@ -16,7 +16,7 @@ from minimind.data.chat.template import (
 )
 from minimind.data.prepare.prepare import REMEDY, build_once
 from minimind.data.tokenizer.add_special import with_special_tokens
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.data.tokenizer.vocabulary import TEMPLATE_NAME, ChatTemplates, write_tokenizer
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import fingerprint, read_small_text
@@ -43,7 +43,7 @@ def read_template(path: str) -> tuple[str, str]:
     return source, name
 
 
-def chosen_template(path: str | None, tokenizer: AnyTokenizer | None) -> tuple[str, str, str]:
+def chosen_template(path: str | None, tokenizer: Tokenizer | None) -> tuple[str, str, str]:
     """The source of a run's template, its name in messages, and its line of the start summary.
 
     --chat_template `path` comes first, then the template of the tokenizer, then ours.
@@ -64,7 +64,7 @@ def chosen_template(path: str | None, tokenizer: AnyTokenizer | None) -> tuple[s
     return DEFAULT_TEMPLATE, "--chat_template by default", "template  the default: it has none"
 
 
-def given_template(path: str, tokenizer: AnyTokenizer | None) -> tuple[str, str]:
+def given_template(path: str, tokenizer: Tokenizer | None) -> tuple[str, str]:
     """Source and name of --chat_template `path`; the tokenizer's own source if it is the same.
 
     A file may end in one newline more, which Jinja drops.
@@ -78,16 +78,14 @@ def _drop_newline(source: str) -> str:
     return source.replace("\r\n", "\n").removesuffix("\n")
 
 
-def _text_tags(source: str, tokenizer: AnyTokenizer, name: str) -> str:
+def _text_tags(source: str, tokenizer: Tokenizer, name: str) -> str:
     """What the start says of tags that are no tokens."""
     tags = tags_of(source, named_tokens(tokenizer), name)
     as_text = [tag for tag in tags if tokenizer.piece_id(tag) is None]
     return f"; text, as they are no tokens: {', '.join(as_text)}" if as_text else ""
 
 
-def chat_tokenizer(
-    tokenizer: AnyTokenizer, template: str, name: str, cache_dir: Path
-) -> AnyTokenizer:
+def chat_tokenizer(tokenizer: Tokenizer, template: str, name: str, cache_dir: Path) -> Tokenizer:
     """The tokenizer with the special tokens that a template writes, and the template beside it.
 
     Tokens that it lacks are appended after its last id; none for its own template, whose tags are

@@ -29,7 +29,7 @@ from minimind.data.shards.manifest import SPLITS, is_whole
 from minimind.data.shards.token_shards import ShardWriter, token_dtype
 from minimind.data.text.documents import DocumentError, ReadOptions, Rejection, Segment
 from minimind.data.text.formats import format_of, in_file, read_segment
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.data.tokenizer.lossless import TextLoss
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
@@ -231,7 +231,7 @@ class Work:
 
     directory: Path
     plan: Plan
-    tokenizer: AnyTokenizer
+    tokenizer: Tokenizer
     is_strict: bool  # the first rejection is an error
     threads: int = 1
     report_bytes: Callable[[int], object] = lambda _: None  # bytes of input since the last call

@@ -46,7 +46,7 @@ from minimind.data.shards.manifest import (
 )
 from minimind.data.text.formats import format_of
 from minimind.data.text.inputs import Source, require_records
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.data.tokenizer.lossless import require_kept
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.data.tokenizer.vocabulary import MODEL_NAME, require_learnable, write_tokenizer
@@ -209,7 +209,7 @@ def _content(path: Path) -> list[str]:
     return [format_of(path).suffix, *hashes.values()]
 
 
-def tokenizer_of(request: PrepareRequest, plan: Plan, trained: Path, remedy: str) -> AnyTokenizer:
+def tokenizer_of(request: PrepareRequest, plan: Plan, trained: Path, remedy: str) -> Tokenizer:
     """Load the given tokenizer, or train one into `trained` unless it exists.
 
     Raise DataError for a trained one that is not as it was written: with it the text would be

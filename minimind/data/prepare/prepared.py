@@ -21,7 +21,7 @@ from minimind.data.shards.manifest import (
     require_untouched,
 )
 from minimind.data.shards.token_shards import TokenShards
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.data.tokenizer.lossless import MOST_LOST, TextLoss
 from minimind.errors import DataError
 from minimind.runtime import disk
@@ -43,7 +43,7 @@ class Prepared:
     """
 
     directory: Path  # the folder of the first of several `parts`
-    tokenizer: AnyTokenizer
+    tokenizer: Tokenizer
     train: TokenShards
     val: TokenShards
     manifest: dict[str, Any]
@@ -151,7 +151,7 @@ def open_prepared(
 
 def tokenizer_of_folder(
     directory: Path, manifest: Mapping[str, Any], path: str | None
-) -> AnyTokenizer:
+) -> Tokenizer:
     """Load the tokenizer of a folder.
 
     Raise DataError if it has changed, or if the --tokenizer at `path` is another one.

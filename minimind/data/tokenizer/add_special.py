@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
-from minimind.data.tokenizer.base import AnyTokenizer
+from minimind.data.tokenizer.base import Tokenizer
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import (
@@ -24,9 +24,7 @@ from minimind.data.tokenizer.vocabulary import (
 from minimind.errors import DataError
 
 
-def with_special_tokens(
-    tokenizer: AnyTokenizer, names: Sequence[str], directory: Path
-) -> AnyTokenizer:
+def with_special_tokens(tokenizer: Tokenizer, names: Sequence[str], directory: Path) -> Tokenizer:
     """Return the tokenizer with control pieces of these names; the given one if it has them all.
 
     The names that it lacks follow its last id, in this order. The result is written to `directory`:
@@ -67,7 +65,7 @@ def with_special_tokens(
     return extended
 
 
-def lacking(tokenizer: AnyTokenizer, names: Sequence[str]) -> list[str]:
+def lacking(tokenizer: Tokenizer, names: Sequence[str]) -> list[str]:
     """The names that the tokenizer has no control piece of; DataError if one cannot be added."""
     special = tokenizer.special_tokens()
     added = [name for name in names if name not in special]

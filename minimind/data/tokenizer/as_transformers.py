@@ -36,7 +36,7 @@ from minimind.runtime.panics import panics_caught
 from minimind.runtime.terminal import shorten_line
 
 if TYPE_CHECKING:
-    from minimind.data.tokenizer.sentencepiece import Tokenizer
+    from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
 
 MODEL_CONFIG_NAME, ADDED_NAME = "config.json", "added_tokens.json"
 LITERAL = "PreTrainedTokenizerFast"  # the class that takes tokenizer.json as it is
@@ -82,7 +82,7 @@ def names_class(folder: Path) -> bool:
     return config.get("tokenizer_class", LITERAL) not in LITERAL_CLASSES
 
 
-def is_read_alike(folder: Path, model: Tokenizer) -> bool:
+def is_read_alike(folder: Path, model: SentencePieceTokenizer) -> bool:
     """Whether nothing beside a SentencePiece model says that it is read in another way.
 
     What we have written says so (`AS_IT_IS`). AutoTokenizer reads one that only merges as it is,

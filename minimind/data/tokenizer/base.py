@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class AnyTokenizer(ABC):
+class Tokenizer(ABC):
     """Text to ids and back, and the files that say how."""
 
     KIND: ClassVar[str]  # the library

@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 
 from minimind.data.tokenizer.as_transformers import Reading, is_literal
-from minimind.data.tokenizer.base import AnyTokenizer
+from minimind.data.tokenizer.base import Tokenizer
 from minimind.data.tokenizer.bounds import require_bounded_json
 from minimind.data.tokenizer.vocabulary import (
     BYTE,
@@ -53,7 +53,7 @@ SHOWN = 40  # characters of a text in a message
 BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
 
 
-class HuggingFaceTokenizer(AnyTokenizer):
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json, or a directory that has one.
 
     Special tokens are neither added to a text nor matched in it; truncation, padding and dropout of

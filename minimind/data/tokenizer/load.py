@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minimind.data.tokenizer.as_transformers import is_read_alike, names_class
-from minimind.data.tokenizer.base import AnyTokenizer
+from minimind.data.tokenizer.base import Tokenizer
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
@@ -15,7 +15,7 @@ from minimind.runtime.urls import ON_THE_HUB
 
 if TYPE_CHECKING:
     from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
-    from minimind.data.tokenizer.sentencepiece import Tokenizer
+    from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
 
 LONGEST_DOCUMENT = 2**26  # bytes
 
@@ -29,7 +29,7 @@ def longest_document(path: str | None) -> int:
     return LONGEST_DOCUMENT if limit is None else limit
 
 
-def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
+def load_tokenizer(path: str | Path, rows: int | None = None) -> Tokenizer:
     """Load a tokenizer.json or a SentencePiece model, from a file or a directory.
 
     It is read as AutoTokenizer of transformers reads it: with the class that tokenizer_config.json
@@ -77,7 +77,7 @@ def load_tokenizer(path: str | Path, rows: int | None = None) -> AnyTokenizer:
     return literal if literal.is_literal else _of_autotokenizer(path, JSON_NAME, literal)
 
 
-def _of_file(path: Path) -> AnyTokenizer:
+def _of_file(path: Path) -> Tokenizer:
     """The tokenizer of a file, by what stands beside it but no other tokenizer."""
     if path.suffix == ".json":
         literal = _of_hugging_face(path)
@@ -110,10 +110,10 @@ def _of_autotokenizer(
     return HuggingFaceTokenizer(folder / name, reading)
 
 
-def _of_sentencepiece(path: Path) -> Tokenizer:
-    from minimind.data.tokenizer.sentencepiece import Tokenizer
+def _of_sentencepiece(path: Path) -> SentencePieceTokenizer:
+    from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
 
-    return Tokenizer(path)
+    return SentencePieceTokenizer(path)
 
 
 def _of_hugging_face(path: Path) -> HuggingFaceTokenizer:

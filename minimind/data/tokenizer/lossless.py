@@ -10,7 +10,7 @@ from unicodedata import normalize
 
 import numpy as np
 
-from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import DataError
 
 MOST_LOST = 0.001  # share of the bytes of a source
@@ -42,7 +42,7 @@ class TextLoss:
 
     def count(
         self,
-        tokenizer: AnyTokenizer,
+        tokenizer: Tokenizer,
         sizes: np.ndarray,
         texts: Sequence[str],
         ids: Sequence[np.ndarray],
@@ -100,9 +100,7 @@ def _first_difference(text: str, back: str) -> str:
     return f"{before} comes back as {after if back[window] else 'nothing'}"
 
 
-def require_kept(
-    sources: Sequence[dict[str, Any]], tokenizer: AnyTokenizer, is_allowed: bool
-) -> None:
+def require_kept(sources: Sequence[dict[str, Any]], tokenizer: Tokenizer, is_allowed: bool) -> None:
     """Raise DataError if the tokenizer loses more than `MOST_LOST` of a manifest's source."""
     for source in sources:
         loss = TextLoss(**source.get("text_loss", {}))

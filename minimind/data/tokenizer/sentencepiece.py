@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
 from minimind.data.text.sample import SEED, sample
-from minimind.data.tokenizer.base import AnyTokenizer
+from minimind.data.tokenizer.base import Tokenizer
 from minimind.data.tokenizer.bounds import require_bounded_model
 from minimind.data.tokenizer.hf_export import (
     NEVER_TEXT,
@@ -122,7 +122,7 @@ def id_chunks(ids: np.ndarray, pieces: Callable[[], Iterable[Piece]]) -> Iterato
         start = end
 
 
-class Tokenizer(AnyTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model in a `.model` file, or as `tokenizer.model` in a directory."""
 
     KIND = "SentencePiece"
@@ -261,7 +261,7 @@ def train_tokenizer(
 def is_trained(folder: Path) -> bool:
     """Whether a folder has the files of a tokenizer that `train_tokenizer` made, as saved."""
     try:
-        tokenizer = Tokenizer(folder)
+        tokenizer = SentencePieceTokenizer(folder)
     except DataError:
         return False
     files = {path.name: read_small(path, LARGEST_FILE) for path in disk.entries(folder)}

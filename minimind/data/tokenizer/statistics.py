@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minimind.data.tokenizer.base import AnyTokenizer
+from minimind.data.tokenizer.base import Tokenizer
 from minimind.data.tokenizer.lossless import TextLoss
 from minimind.data.tokenizer.vocabulary import CONTROL, FILLER, KINDS, Piece
 from minimind.runtime.durable_files import mebibytes
@@ -48,7 +48,7 @@ class TokenizerStatistics(TextLoss):
         return self.bytes / self.tokens if self.tokens else float("nan")
 
 
-def measure(tokenizer: AnyTokenizer, texts: Iterable[str]) -> TokenizerStatistics:
+def measure(tokenizer: Tokenizer, texts: Iterable[str]) -> TokenizerStatistics:
     """Encode, decode and compare the texts, one batch at a time.
 
     The reader has to refuse texts longer than `longest_document`.
@@ -77,7 +77,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def describe(tokenizer: AnyTokenizer, pieces: Sequence[Piece]) -> str:
+def describe(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> str:
     """Path, library, size and hash; then the kinds of pieces, the special and the longest ones."""
     count = Counter(piece.kind for piece in pieces)
     kinds = [(kind, f"{count[kind]:,}", description) for kind, description in KINDS.items()]

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
-from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer, train_tokenizer
 from tests.data.chat.made import EVERY_TOKEN, WORDS
 from tests.data.tokenizer.test_tokenizer import prose, verse
 
@@ -15,13 +15,13 @@ def folder(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chat_tokenizer")
     texts = [*prose(1, 200), *verse(1, 200), " ".join(WORDS)]
     train_tokenizer(texts, 1000, directory / "tokenizer.model", special=EVERY_TOKEN)
-    Tokenizer(directory).save(directory)
+    SentencePieceTokenizer(directory).save(directory)
     return directory
 
 
 @pytest.fixture(scope="session")
 def tokenizer(folder):
-    return Tokenizer(folder)
+    return SentencePieceTokenizer(folder)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer, train_tokenizer
 from tests.data.tokenizer.test_tokenizer import prose, verse
 
 ROWS = 560
@@ -203,7 +203,10 @@ def exported() -> Files:
     with TemporaryDirectory() as place:
         (Path(place) / MODEL).write_bytes(ours())
         (Path(place) / "chat_template.jinja").write_text("with one, tags in texts are matched")
-        return {**Tokenizer(place).exported, "config.json": '{"model_type": "minimind"}'}
+        return {
+            **SentencePieceTokenizer(place).exported,
+            "config.json": '{"model_type": "minimind"}',
+        }
 
 
 def llama(kind: str = "llama", **more: Any) -> Files:

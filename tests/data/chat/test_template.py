@@ -16,7 +16,7 @@ from minimind.data.chat.template import (
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.lossless import TextLoss
-from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer, train_tokenizer
 from minimind.errors import UsageError
 from tests.data.chat.made import CHATML, CHATML_MARKED, HEADERS, HEADERS_MARKED, SIMPLE, encode_all
 
@@ -145,7 +145,7 @@ def test_text_that_is_normalized_to_another_size(byte_level):
 
 def test_a_special_token_that_begins_with_another(tmp_path):
     train_tokenizer(["some text"] * 9, 512, tmp_path / "tokenizer.model", special=["<t>", "<t>+"])
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = SentencePieceTokenizer(tmp_path)
     said = "{% for m in messages %}{{ m.content }}{% endfor %}"
     source = f"<t>+{{% generation %}}a<t>{{% endgeneration %}}{said}"
     template = ChatTemplate(source, tokenizer)
@@ -243,7 +243,7 @@ def test_a_header_that_is_trained_on_does_not_end_a_turn(tokenizer):
 def test_a_tokenizer_without_the_special_tokens(tmp_path):
     train_tokenizer(["some text to learn"] * 9, 512, tmp_path / "tokenizer.model")
     with pytest.raises(UsageError, match=r"writes <\|user\|>, .*special_tokens"):
-        ChatTemplate(DEFAULT_TEMPLATE, Tokenizer(tmp_path))
+        ChatTemplate(DEFAULT_TEMPLATE, SentencePieceTokenizer(tmp_path))
 
 
 def test_a_template_may_refuse_system_messages(tokenizer):

@@ -24,7 +24,7 @@ from minimind.data.text import formats
 from minimind.data.text.documents import Segment
 from minimind.data.text.formats import segments_of
 from minimind.data.text.inputs import Source
-from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
 from minimind.errors import DataError, StorageError, UsageError
 
 TEXTS = [f"document {i}: " + "the quick brown fox " * (i % 7 + 1) + "春眠\n" for i in range(400)]
@@ -382,7 +382,7 @@ def test_nothing_left_to_train_on_is_reported(corpus, tmp_path, tokenizer_path):
 def test_a_given_tokenizer_is_the_one_in_force(corpus, tmp_path, tokenizer_path):
     for path in (tokenizer_path, str(Path(tokenizer_path).parent)):
         prepared = make([corpus], tmp_path / "cache", path, vocab_size=6400)
-        assert prepared.tokenizer.fingerprint == Tokenizer(tokenizer_path).fingerprint
+        assert prepared.tokenizer.fingerprint == SentencePieceTokenizer(tokenizer_path).fingerprint
         assert prepared.manifest["vocab_size"] == 512
 
 

@@ -21,7 +21,7 @@ from minimind.data.prepare import workers
 from minimind.data.prepare.encode import Batch, UnitReader
 from minimind.data.prepare.prepare import build_once
 from minimind.data.shards.token_shards import ShardWriter
-from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
 from minimind.errors import DataError, RunError
 from tests.conftest import sentences
 
@@ -30,13 +30,13 @@ def test_the_export_is_made_while_the_end_is_tokenised_and_not_for_a_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     calls: list[str] = []
-    export, add, batches = Tokenizer.exported.func, ShardWriter.add, UnitReader.batches
+    export, add, batches = SentencePieceTokenizer.exported.func, ShardWriter.add, UnitReader.batches
 
     def read(reader: UnitReader) -> Iterator[Batch]:
         yield from batches(reader)
         calls.append("read")
 
-    def recorded(tokenizer: Tokenizer) -> dict[str, bytes]:
+    def recorded(tokenizer: SentencePieceTokenizer) -> dict[str, bytes]:
         calls.append("export")
         return export(tokenizer)
 
@@ -44,7 +44,7 @@ def test_the_export_is_made_while_the_end_is_tokenised_and_not_for_a_share(
         calls.append("add")
         add(writer, ids, lengths)
 
-    monkeypatch.setattr(Tokenizer, "exported", property(recorded))
+    monkeypatch.setattr(SentencePieceTokenizer, "exported", property(recorded))
     monkeypatch.setattr(ShardWriter, "add", added)
     monkeypatch.setattr(UnitReader, "batches", read)
     (tmp_path / "t.txt").write_text("\n".join(sentences(1, 200)))

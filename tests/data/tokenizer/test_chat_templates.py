@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from minimind.data.chat.template import named_tokens, own_template
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import load_tokenizer
-from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer, train_tokenizer
 from minimind.data.tokenizer.vocabulary import DEFAULT, MODEL_NAME, write_tokenizer
 from minimind.errors import DataError, UsageError
 
@@ -96,7 +96,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, byte
     """The file of either kind of tokenizer."""
     place = tmp_path_factory.mktemp("model")
     train_tokenizer(["some text to learn from"] * 9, 512, place / MODEL_NAME)
-    files = Tokenizer(place).exported
+    files = SentencePieceTokenizer(place).exported
     return {name: {name: files[name]} for name in (MODEL_NAME, "tokenizer.json")}
 
 

@@ -12,7 +12,7 @@ import sentencepiece
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
 from minimind.data.tokenizer import sentencepiece as text_encoder
-from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer, train_tokenizer
 from minimind.data.tokenizer.vocabulary import escape
 from minimind.errors import DataError
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse
@@ -39,7 +39,7 @@ def whole(tokenizer, texts):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_texts_have_the_ids_that_sentencepiece_gives_each(model, threads):
-    tokenizer = Tokenizer(model)
+    tokenizer = SentencePieceTokenizer(model)
     texts = [*texts_of(1), "a\0b", "\0", "", " ", "a", " a ", "\n"]
     texts += ["".join(prose(seed, 300)) for seed in range(2)]  # longer than what is encoded whole
     assert max(map(len, texts)) > text_encoder.LONGEST_WHOLE
@@ -50,7 +50,7 @@ def test_texts_have_the_ids_that_sentencepiece_gives_each(model, threads):
 
 
 def test_threads_that_share_a_tokenizer_give_the_ids_of_one(model):
-    tokenizer = Tokenizer(model)
+    tokenizer = SentencePieceTokenizer(model)
     batches = [texts_of(seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda texts: tokenizer.encode_arrays(texts, threads=1), batches))
@@ -59,7 +59,7 @@ def test_threads_that_share_a_tokenizer_give_the_ids_of_one(model):
 
 
 def test_a_tokenizer_can_be_copied_for_other_processes(model):
-    tokenizer = Tokenizer(model)
+    tokenizer = SentencePieceTokenizer(model)
     texts = prose(3, 5)
     expected = [ids.tolist() for ids in tokenizer.encode_arrays(texts, threads=1)]
     for other in (pickle.loads(pickle.dumps(tokenizer)), copy.deepcopy(tokenizer)):
@@ -103,7 +103,7 @@ OTHERS = {
 def test_short_texts_have_the_ids_that_sentencepiece_gives_each(tmp_path, other):
     learn(tmp_path, normalization_rule_name="identity", **other)
     rounded(tmp_path / "tokenizer.model")
-    tokenizer = Tokenizer(tmp_path / "tokenizer.model")
+    tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer.model")
     texts = [
         "of the in",
         "xy zq",
@@ -127,7 +127,7 @@ RULES = {"tab to space": "9\t20", "dropped": "200B\t", "spaces": "2E 20 20\t2E 2
 def test_a_model_with_rules_of_normalisation_is_given_whole_texts(tmp_path, rule):
     (tmp_path / "rules.tsv").write_text(f"{rule}\n")
     learn(tmp_path, normalization_rule_tsv=str(tmp_path / "rules.tsv"))
-    tokenizer = Tokenizer(tmp_path / "tokenizer.model")
+    tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer.model")
     texts = ["of\t the \t of the", "of \u200b \u200b the", "of.  the.  in", "of.  the.  in" * 99]
     expected = [tokenizer._processor.encode(text) for text in texts]
     assert [ids.tolist() for ids in tokenizer.encode_arrays(texts, threads=1)] == expected
@@ -137,7 +137,7 @@ def test_a_model_with_rules_of_normalisation_is_given_whole_texts(tmp_path, rule
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_half_a_character_is_reported(model, threads):
-    tokenizer = Tokenizer(model)
+    tokenizer = SentencePieceTokenizer(model)
     for given in (
         ["a b \ud800"],
         ["one", "abcd\udc00", "three"],
@@ -149,7 +149,7 @@ def test_half_a_character_is_reported(model, threads):
 
 def test_a_model_with_spaces_inside_its_pieces_gives_the_ids_of_whole_texts(tmp_path):
     learn(tmp_path, normalization_rule_name="identity", split_by_whitespace=False)
-    tokenizer = Tokenizer(tmp_path / "tokenizer.model")
+    tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer.model")
     assert any(b"e o" in piece.content for piece in tokenizer.pieces())
     texts = ["in the of the of the rain", "of the"]
     assert tokenizer.is_lossless

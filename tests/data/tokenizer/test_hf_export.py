@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from minimind.data.tokenizer import hf_export
 from minimind.data.tokenizer.hf_export import hugging_face_files
 from minimind.data.tokenizer.load import load_tokenizer
-from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer, train_tokenizer
 from minimind.data.tokenizer.vocabulary import CONTROL
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse
 
@@ -25,7 +25,7 @@ def pair(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("exported")
     texts = prose(1) + verse(1) + [CODE * 20, "<s>a</s>" * 30]
     train_tokenizer(texts, request.param, directory / "tokenizer.model")
-    ours = Tokenizer(directory)
+    ours = SentencePieceTokenizer(directory)
     ours.save(directory)
     (directory / "tokenizer.model").rename(directory.with_suffix(".model"))
     return ours, AutoTokenizer.from_pretrained(directory), directory
@@ -56,7 +56,7 @@ def test_runs_of_few_letters_that_merge_in_many_ways_have_the_same_ids(tmp_path)
         texts = ["".join(draw.choice(letters) * draw.choice([1, 1, 2, 3, 8]) for _ in range(300))
                  for _ in range(40)]  # fmt: skip
         train_tokenizer(texts, 512, tmp_path / "tokenizer.model")
-        ours = Tokenizer(tmp_path)
+        ours = SentencePieceTokenizer(tmp_path)
         ours.save(tmp_path)
         theirs = load_tokenizer(tmp_path / "tokenizer.json")
         for _ in range(1000):
@@ -88,7 +88,7 @@ def test_our_own_reader_of_tokenizer_json_agrees(pair):
 
 def test_unused_pieces_are_silent_and_not_found_in_text(tmp_path):
     train_tokenizer(["hello <unused_3>"], 600, tmp_path / "tokenizer.model")
-    ours = Tokenizer(tmp_path)
+    ours = SentencePieceTokenizer(tmp_path)
     ours.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert ours.unused > 200
@@ -172,7 +172,7 @@ def special(request, tmp_path_factory):
     vocab_size, many = request.param
     chats = [f"{OWN[0]}user\n{word} {OWN[1]}\n{''.join(OWN)}" for word in prose(3, many)]
     train_tokenizer(chats, vocab_size, directory / "tokenizer.model", special=OWN)
-    ours = Tokenizer(directory)
+    ours = SentencePieceTokenizer(directory)
     ours.save(directory)
     (directory / "tokenizer.model").rename(directory.with_suffix(".model"))
     return ours, AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
@@ -207,7 +207,7 @@ def test_text_is_never_made_of_special_tokens(special):
 def test_special_tokens_may_take_all_but_the_last_pieces(tmp_path):
     names = [f"<|{i}|>" for i in range(132)]
     train_tokenizer(prose(1) + verse(1), 512, tmp_path / "tokenizer.model", special=names)
-    ours = Tokenizer(tmp_path)
+    ours = SentencePieceTokenizer(tmp_path)
     ours.save(tmp_path)
     assert ours.vocab_size == 512
     assert [*ours.special_tokens()][4:] == names

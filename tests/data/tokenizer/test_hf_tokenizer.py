@@ -11,7 +11,7 @@ from minimind.data.shards.manifest import Options
 from minimind.data.text.inputs import Source
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import load_tokenizer
-from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer, train_tokenizer
 from minimind.errors import DataError
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse
 
@@ -91,7 +91,7 @@ def test_truncation_padding_and_dropout_of_the_file_are_left_out(tmp_path):
 def test_a_saved_one_is_the_same_and_takes_the_place_of_another_kind(directory, tmp_path):
     (tmp_path / "new").mkdir()
     train_tokenizer(["text"], 512, tmp_path / "new" / "tokenizer.model")
-    assert isinstance(load_tokenizer(tmp_path / "new"), Tokenizer)
+    assert isinstance(load_tokenizer(tmp_path / "new"), SentencePieceTokenizer)
     given = load_tokenizer(directory)
     given.save(tmp_path / "new")
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [

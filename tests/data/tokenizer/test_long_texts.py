@@ -10,7 +10,12 @@ import pytest
 
 from minimind.data.tokenizer import sentencepiece
 from minimind.data.tokenizer import sentencepiece as text_encoder
-from minimind.data.tokenizer.sentencepiece import Tokenizer, adjacent_pairs, chunks, train_tokenizer
+from minimind.data.tokenizer.sentencepiece import (
+    SentencePieceTokenizer,
+    adjacent_pairs,
+    chunks,
+    train_tokenizer,
+)
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse
 
 
@@ -18,7 +23,7 @@ from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse
 def tokenizer(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     train_tokenizer(prose(1) + verse(1), request.param, path)
-    return Tokenizer(path)
+    return SentencePieceTokenizer(path)
 
 
 @pytest.fixture
@@ -71,7 +76,7 @@ def test_a_cut_is_never_within_what_a_piece_joins():
 
 def test_a_text_without_a_place_to_cut_still_comes_back(tmp_path, small_chunks):
     train_tokenizer(["aaaa" * 50, "bab"], 512, tmp_path / "t.model")
-    tokenizer = Tokenizer(tmp_path / "t.model")
+    tokenizer = SentencePieceTokenizer(tmp_path / "t.model")
     small_chunks(7)
     parts = list(chunks("a" * 20, adjacent_pairs(["aa"]), 2, 7))
     assert parts == ["aaaaaaa", "aaaaaaa", "aaaaaa"]
@@ -82,8 +87,8 @@ def test_a_text_without_a_place_to_cut_still_comes_back(tmp_path, small_chunks):
 
 MEASURED = """
 import resource, sys
-from minimind.data.tokenizer.sentencepiece import Tokenizer
-tokenizer = Tokenizer(sys.argv[1])
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
+tokenizer = SentencePieceTokenizer(sys.argv[1])
 text = "the rain in spain " * (int(sys.argv[2]) // 18)
 tokenizer.encode("warm")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

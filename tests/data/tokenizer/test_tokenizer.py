@@ -9,7 +9,7 @@ from itertools import accumulate
 import pytest
 
 from minimind.data.text.sample import sample
-from minimind.data.tokenizer.sentencepiece import Tokenizer, alphabet, train_tokenizer
+from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer, alphabet, train_tokenizer
 from minimind.errors import DataError, StorageError, UsageError
 
 AWKWARD = [
@@ -51,7 +51,7 @@ def verse(seed, documents=200, characters=5000):
 def tokenizer(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     train_tokenizer(prose(1) + verse(1), request.param, path)
-    return Tokenizer(path)
+    return SentencePieceTokenizer(path)
 
 
 def fuzz(seed, texts):
@@ -104,7 +104,7 @@ def test_the_ids_are_the_agreed_ones(tokenizer):
 def test_newlines_and_runs_of_spaces_are_learnt(tmp_path):
     text = "if x:\n\n\n        return\n\n\n        pass\n" * 50
     train_tokenizer([text], 512, tmp_path / "t.model")
-    tokenizer = Tokenizer(tmp_path / "t.model")
+    tokenizer = SentencePieceTokenizer(tmp_path / "t.model")
     sizes = tokenizer.piece_bytes()
     assert max(sizes[tokenizer.encode("\n\n\n")]) == 3
     assert max(sizes[tokenizer.encode("        return")]) >= 8
@@ -121,7 +121,7 @@ def test_the_same_texts_give_the_same_model(tmp_path):
 @pytest.mark.parametrize("texts", [["a"], ["hello hello"], ["\n\nx"], ["春眠不覺曉。"] * 3, [" "]])
 def test_tiny_text_still_gives_exactly_the_pieces_requested(tmp_path, texts):
     train_tokenizer(texts, 1000, tmp_path / "t.model")
-    tokenizer = Tokenizer(tmp_path / "t.model")
+    tokenizer = SentencePieceTokenizer(tmp_path / "t.model")
     assert tokenizer.vocab_size == 1000
     assert tokenizer.unused > 600
     assert len(tokenizer.encode("  ")) <= 2  # a space is a piece even where the text has none
@@ -135,7 +135,7 @@ def test_tiny_text_still_gives_exactly_the_pieces_requested(tmp_path, texts):
 def test_thousands_of_characters_fit_a_small_vocabulary(tmp_path, vocab_size):
     texts = verse(5, characters=8000)
     train_tokenizer(texts, vocab_size, tmp_path / "t.model")
-    tokenizer = Tokenizer(tmp_path / "t.model")
+    tokenizer = SentencePieceTokenizer(tmp_path / "t.model")
     assert tokenizer.vocab_size == vocab_size
     assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
 
@@ -165,7 +165,7 @@ def test_another_seed_takes_another_sample_and_the_same_one_the_same():
 def test_text_that_holds_the_names_of_control_pieces_is_learnt_from(tmp_path):
     texts = [f"<s>hello</s> <unused_0> <unused_1> <pad> <unk> <0xAB>\n{i}" for i in range(50)]
     train_tokenizer(texts, 512, tmp_path / "t.model")
-    tokenizer = Tokenizer(tmp_path / "t.model")
+    tokenizer = SentencePieceTokenizer(tmp_path / "t.model")
     assert tokenizer.vocab_size == 512
     for text in texts:
         ids = tokenizer.encode(text)
@@ -190,7 +190,7 @@ def test_a_saved_tokenizer_is_the_same_and_loads_from_its_directory(tokenizer, t
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
         *("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     ]
-    assert Tokenizer(tmp_path / "new").fingerprint == tokenizer.fingerprint
+    assert SentencePieceTokenizer(tmp_path / "new").fingerprint == tokenizer.fingerprint
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="file"):
         tokenizer.save(tmp_path / "file")
@@ -198,13 +198,13 @@ def test_a_saved_tokenizer_is_the_same_and_loads_from_its_directory(tokenizer, t
 
 def test_a_missing_or_damaged_model_is_reported(tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"tokenizer\.model: .*cannot be read"):
-        Tokenizer(tmp_path)
+        SentencePieceTokenizer(tmp_path)
     model = tokenizer.path.read_bytes()
     pickled = pickle.dumps({"model": [1, 2]})
     for content in (b"", b"not a model", model[: len(model) // 2], pickled):
         (tmp_path / "t.model").write_bytes(content)
         with pytest.raises(DataError, match="not a SentencePiece model"):
-            Tokenizer(tmp_path / "t.model")
+            SentencePieceTokenizer(tmp_path / "t.model")
 
 
 def test_a_model_with_bytes_of_another_is_reported_or_works(tokenizer, tmp_path):
@@ -218,7 +218,7 @@ def test_a_model_with_bytes_of_another_is_reported_or_works(tokenizer, tmp_path)
             content[draw.randrange(len(content))] = draw.randrange(256)
         path.write_bytes(content)
         try:
-            damaged = Tokenizer(path)
+            damaged = SentencePieceTokenizer(path)
         except DataError as error:
             refused += len(str(error).splitlines()) == 1
             continue
