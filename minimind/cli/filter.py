@@ -92,6 +92,7 @@ class Filter(Cached, Output):
     max_document_bytes: int = shared("max_document_bytes", default="64MiB", parse=count_of_bytes)
     """longest document in bytes of UTF-8"""
     on_bad_data: str = shared("on_bad_data")
+    """stop at a bad document (error), or skip and list it in removed.ndjson"""
     max_bad_fraction: float = shared("max_bad_fraction")
     """fraction of the documents that may be bad"""
     processes: int = argument(1, ge=1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
 from minimind.config.template_variables import template_variables
-from minimind.data.prepare.prepared import Prepared, is_prepared, open_text
+from minimind.data.prepare.prepared import Part, Prepared, is_prepared, open_text
 from minimind.data.shards.manifest import Options, require_document_ends
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
 from minimind.errors import DataError, UsageError
@@ -19,7 +19,6 @@ from minimind.runtime.terminal import phase
 from minimind.runtime.urls import is_url, masked
 
 if TYPE_CHECKING:
-    from minimind.data.prepare.mixed import Part
     from minimind.data.text.inputs import Source
 
 RAW_TEXT = "data"  # name of the source that raw text is

@@ -21,14 +21,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
+from math import isfinite
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from minimind.config.template_variables import FIXED_VARIABLES
 from minimind.data.text.documents import (
+    PLAIN_DIGITS,
     DocumentError,
     JsonCell,
-    NonFinite,
+    LongInteger,
     ReadOptions,
     Records,
     decode_utf8,
@@ -243,8 +245,10 @@ def plain(value: Any) -> Any:
 
     A key may not stand twice in an object, and every number and text must be valid JSON.
     """
-    if isinstance(value, NonFinite):
-        raise DocumentError(f"{json_type(value)} is not JSON", "write a number or null")
+    if isinstance(value, float) and not isfinite(value):
+        raise DocumentError(f"{json.dumps(value)} is not JSON", "write a number or null")
+    if isinstance(value, LongInteger):
+        raise DocumentError(f"a number has more than {PLAIN_DIGITS} digits", "shorten it")
     if isinstance(value, str):
         usable_size(value)
     if isinstance(value, tuple):
@@ -546,7 +550,6 @@ def _question_and_answer(
             raise DocumentError(reason, 'write [["...", "..."]], or remove it')
         for number, text in enumerate(chain(*history)):
             messages += _said(text, HISTORY, (USER, ASSISTANT)[number % 2], number, unread)
-        used.add(HISTORY)
     question, answer = (fields[key] for key in form)
     passage = next((key for key in PASSAGES if not is_absent(fields.get(key))), None)
     if form[0] == "instruction" and passage and isinstance(question, str):
@@ -562,6 +565,7 @@ def _question_and_answer(
                 "write the answer alone, or the conversation as messages",
             )
         return answered
+    used.add(HISTORY)
     if isinstance(question, list):
         asked = [replace(message, is_trained=message.role != ASSISTANT) for message in asked]
     return [*messages, *asked, *answered]

@@ -6,7 +6,6 @@ They are read as one that `minimind prepare --source` wrote; no text is tokenize
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.merge import tokens_fingerprint
-from minimind.data.prepare.prepared import CONVERSATIONS, Prepared, missing_of, tokenizer_of_folder
+from minimind.data.prepare.prepared import Part, Prepared, missing_of, tokenizer_of_folder
 from minimind.data.shards.block_sums import read_sums
 from minimind.data.shards.manifest import (
     SPLITS,
@@ -27,7 +26,7 @@ from minimind.data.shards.token_shards import TokenShards
 from minimind.data.text.inputs import Source, join_sources, name_of, parse_source
 from minimind.errors import UsageError
 from minimind.runtime import disk
-from minimind.runtime.urls import is_url, named
+from minimind.runtime.urls import is_url
 
 
 def sources_of(run: RunConfig) -> tuple[Source, ...]:
@@ -106,46 +105,6 @@ def described_text(run: RunConfig) -> dict[str, Any] | None:
         return joined_manifest(parts_of(sources))
     folder = Path(run.data_path[0]).expanduser()
     return read_manifest(folder) if not missing_of(folder) else None
-
-
-@dataclass(frozen=True)
-class Part:
-    """A prepared folder, and the number in it of the source that is read."""
-
-    source: Source
-    folder: Path
-    manifest: dict[str, Any]
-    number: int
-
-    @classmethod
-    def of(cls, source: Source) -> Part:
-        (path,) = source.paths
-        folder = disk.resolve(Path(path).expanduser())
-        where = f"source {source.name}: {named(path)}"
-        if missing := missing_of(folder):
-            raise UsageError(
-                f"{where} is no folder of `minimind prepare` (it has no {missing[0]}); prepare the"
-                " text, and give that folder"
-            )
-        manifest = read_manifest(folder)
-        if CONVERSATIONS in manifest["options"]:
-            raise UsageError(f"{where} holds conversations; give folders of text")
-        names = [one["name"] for one in manifest["sources"]]
-        if len(names) > 1 and source.name not in names:
-            raise UsageError(
-                f"{where} holds the sources {', '.join(names)}; name one of those, as in"
-                f" {names[0]}={named(path)}"
-            )
-        return cls(source, folder, manifest, names.index(source.name) if len(names) > 1 else 0)
-
-    def shards(self, split: str) -> list[dict[str, Any]]:
-        every = self.manifest["splits"][split]["shards"]
-        return [shard for shard in every if shard["source"] == self.number]
-
-    @property
-    def entry(self) -> dict[str, Any]:
-        """The entry of the source in its manifest."""
-        return self.manifest["sources"][self.number]
 
 
 def _require_alike(first: Part, other: Part) -> None:

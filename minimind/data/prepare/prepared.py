@@ -23,16 +23,56 @@ from minimind.data.shards.manifest import (
 from minimind.data.shards.token_shards import TokenShards
 from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.data.tokenizer.lossless import MOST_LOST, TextLoss
-from minimind.errors import DataError
+from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import canonical_json
 from minimind.runtime.urls import named
 
 if TYPE_CHECKING:
-    from minimind.data.prepare.mixed import Part
+    from minimind.data.text.inputs import Source
 
 NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
 CONVERSATIONS = "chat_template"  # the option that a folder of conversations has
+
+
+@dataclass(frozen=True)
+class Part:
+    """A prepared folder, and the number in it of the source that is read."""
+
+    source: Source
+    folder: Path
+    manifest: dict[str, Any]
+    number: int
+
+    @classmethod
+    def of(cls, source: Source) -> Part:
+        (path,) = source.paths
+        folder = disk.resolve(Path(path).expanduser())
+        where = f"source {source.name}: {named(path)}"
+        if missing := missing_of(folder):
+            raise UsageError(
+                f"{where} is no folder of `minimind prepare` (it has no {missing[0]}); prepare the"
+                " text, and give that folder"
+            )
+        manifest = read_manifest(folder)
+        if CONVERSATIONS in manifest["options"]:
+            raise UsageError(f"{where} holds conversations; give folders of text")
+        names = [one["name"] for one in manifest["sources"]]
+        if len(names) > 1 and source.name not in names:
+            raise UsageError(
+                f"{where} holds the sources {', '.join(names)}; name one of those, as in"
+                f" {names[0]}={named(path)}"
+            )
+        return cls(source, folder, manifest, names.index(source.name) if len(names) > 1 else 0)
+
+    def shards(self, split: str) -> list[dict[str, Any]]:
+        every = self.manifest["splits"][split]["shards"]
+        return [shard for shard in every if shard["source"] == self.number]
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The entry of the source in its manifest."""
+        return self.manifest["sources"][self.number]
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from contextlib import redirect_stderr
 from dataclasses import asdict, replace
+from functools import partial
+from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import dill
 from datatrove.executor import LocalPipelineExecutor
 
 from minimind.data.prepare.encode import documents_of, refuse
@@ -26,7 +27,7 @@ from minimind.data.quality.request import FilterRequest
 from minimind.data.quality.steps import Decontamination, Stage, stages
 from minimind.data.shards.manifest import Options
 from minimind.data.text.formats import segments_of
-from minimind.data.text.inputs import Source, find_files
+from minimind.data.text.inputs import Source, find_files, require_once
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import canonical_json, read_small, sync_file, write_durably
@@ -38,6 +39,7 @@ from minimind.runtime.urls import masked, named
 REPORT_NAME = "report.json"
 REMOVED_NAME = "removed.ndjson"  # is left out of folders of text by its name
 LARGEST_REPORT = 2**28  # bytes: it lists every input
+DRAFT_VERSION = 1  # increase when what a draft holds changes
 OWN = (REPORT_NAME, REMOVED_NAME, "part-[0-9]*.jsonl.zst")
 
 
@@ -48,34 +50,39 @@ class Executor(LocalPipelineExecutor):
         """Write the file that stands for a complete task."""
         draft = Path(self.logging_dir.path).parents[1]
         for path in disk.files_below(draft):
-            if f"{rank:05d}" in path.name:
+            if self.tasks == 1 or f"{rank:05d}" in path.name:  # one task has files for all
                 sync_file(path)
         super().mark_rank_as_completed(rank)
 
 
-def run_here(stages: Sequence[Stage], processes: int) -> None:
-    """Run the tasks that are not complete in processes of this host.
+Build = Callable[[], list[Stage]]
+
+
+def run_here(build: Build, stages: Sequence[Stage], processes: int) -> None:
+    """Run the tasks that are not complete in processes of this host, which `build` the stages.
 
     datatrove's own pool waits for ever when one of its processes is killed.
     """
     with process_pool(processes, "filters the text") as pool:
-        for stage in stages:
+        for number, stage in enumerate(stages):
             executor = Executor(stage.steps, stage.tasks, logging_dir=stage.logging_dir)
-            content, ranks = dill.dumps(executor), executor.get_incomplete_ranks()
+            ranks = executor.get_incomplete_ranks()
             if pool is None:
                 for rank in ranks:
-                    _run_task(content, rank)
+                    _run_task(build, number, rank)
                 continue
             with spawning():
-                futures = [pool.submit(_run_task, content, rank) for rank in ranks]
+                futures = [pool.submit(_run_task, build, number, rank) for rank in ranks]
             for future in as_completed(futures):
                 future.result()
 
 
-def _run_task(content: bytes, rank: int) -> None:
-    """Run a task, whose log is a file below `logging_dir`."""
+def _run_task(build: Build, number: int, rank: int) -> None:
+    """Run a task of a stage, whose log is a file below `logging_dir`."""
+    stage = build()[number]
+    executor = Executor(stage.steps, stage.tasks, logging_dir=stage.logging_dir)
     with redirect_stderr(StringIO()):
-        dill.loads(content)._run_for_rank(rank)
+        executor._run_for_rank(rank)
 
 
 def filter_text(
@@ -83,13 +90,14 @@ def filter_text(
     out: Path,
     cache: ObjectCache,
     force: bool = False,
-    run: Callable[[Sequence[Stage], int], None] = run_here,
+    run: Callable[[Sequence[Stage], int], None] | None = None,
 ) -> dict[str, Any]:
     """Write the documents that stay to a new folder `out`; return its report.
 
     Text at URLs is fetched to `cache`, when all else that can be wrong is checked. The same request
-    goes on where an interrupted one has stopped. If `run` returns before the stages are complete,
-    RunError is raised, and the same request finishes the folder later.
+    goes on where an interrupted one has stopped. `run` is given the stages and the number of
+    processes in place of `run_here`; if it returns before they are complete, RunError is raised,
+    and the same request finishes the folder later.
     Raise DataError if a document is bad and none may be skipped, too many are, or none stays.
     """
     author = "minimind data filter"
@@ -98,6 +106,7 @@ def filter_text(
     request.steps.require_usable()
     paths = local_text(request.paths, cache)
     files = find_files(paths)
+    require_once(files, "")
     foreign = local_text(request.steps.decontaminate, cache)
     foreign = find_files(foreign) if foreign else []
     inside = [file for file in files + foreign if disk.resolve(file).is_relative_to(folder.path)]
@@ -112,16 +121,22 @@ def filter_text(
     plan = make_plan((Source("data", paths),), options)
     classifier = [Path(request.steps.classifier)] if request.steps.classifier else []
     key = {
+        "versions": [DRAFT_VERSION, version("datatrove")],
         "steps": request.steps.given(),
         "skips_bad": request.skips_bad,
-        "plan": plan.to_json(),
+        "units": [plan.key_of(unit, "") for unit in plan.units],
         "others": [asdict(Input.of(path, 0)) for path in [*foreign, *classifier]],
     }
     with folder.written_aside(key=canonical_json(key)) as draft:
         if not disk.exists(draft / REPORT_NAME):
             with phase("filtering the text"):
-                todo = _stages(request, plan, foreign, draft)
-                run(todo, request.processes)
+                _index(request, foreign, draft)
+                build = partial(_stages, request, plan, foreign, draft)
+                todo = build()
+                if run is None:
+                    run_here(build, todo, request.processes)
+                else:
+                    run(todo, request.processes)
                 report = _report(request, files, plan, todo, draft)
             content = json.dumps(report, indent=1).encode() + b"\n"
             write_durably(draft / REPORT_NAME, content)
@@ -144,23 +159,27 @@ def _parts(folder: Path) -> list[str]:
     return sorted(path.name for path in disk.matching(folder, "part-*"))
 
 
+def _decontamination(foreign: Sequence[Path], draft: Path) -> Decontamination:
+    return Decontamination(draft / "scratch" / "ngrams", [named(str(path)) for path in foreign])
+
+
+def _index(request: FilterRequest, foreign: Sequence[Path], draft: Path) -> None:
+    """Write the n-grams of --decontaminate; raise DataError for a text without any."""
+    reading = replace(request.reading, text_field=request.steps.decontaminate_field or "text")
+    for number, path in enumerate(foreign):
+        decontamination = _decontamination(foreign, draft)
+        documents = documents_of(segments_of(path, sys.maxsize), reading, refuse)
+        if not decontamination.write_index(number, (text for text, *_ in documents)):
+            raise DataError(
+                f"--decontaminate {path}: no text has {decontamination.config.n_grams} words,"
+                " so nothing can be found by it; give longer texts, or leave it out"
+            )
+
+
 def _stages(
     request: FilterRequest, plan: Plan, foreign: Sequence[Path], draft: Path
 ) -> list[Stage]:
-    decontamination = None
-    if foreign:
-        names = [named(str(path)) for path in foreign]
-        decontamination = Decontamination(draft / "scratch" / "ngrams", names)
-        reading = replace(request.reading, text_field=request.steps.decontaminate_field or "text")
-        for number, path in enumerate(foreign):
-            documents = documents_of(segments_of(path, sys.maxsize), reading, refuse)
-            if not decontamination.write_index(number, (text for text, *_ in documents)):
-                raise DataError(
-                    f"--decontaminate {path}: no text has {decontamination.config.n_grams} words,"
-                    " so nothing can be found by it; give longer texts, or leave it out"
-                )
-    files = [Path(given.path) for given in plan.inputs]
-    return stages(request, plan.units, files, decontamination, draft)
+    return stages(request, plan, _decontamination(foreign, draft) if foreign else None, draft)
 
 
 def _report(
@@ -171,10 +190,12 @@ def _report(
     The bytes read are the sum of the rest.
     """
     for stage in todo:
-        if Executor(stage.steps, stage.tasks, logging_dir=stage.logging_dir).get_incomplete_ranks():
+        executor = Executor(stage.steps, stage.tasks, logging_dir=stage.logging_dir)
+        if left := executor.get_incomplete_ranks():
             raise RunError(
-                "data filter: some tasks are not complete; when their jobs have ended, give the"
-                " same command again"
+                f"data filter: {len(left)} of {stage.tasks} tasks of"
+                f" {Path(stage.logging_dir.path).name} are not complete, the first is {left[0]};"
+                " when their jobs have ended, give the same command again"
             )
     documents: Counter[str] = Counter()  # by reason
     sizes: Counter[str] = Counter()  # UTF-8 bytes of text; a rejected document has none

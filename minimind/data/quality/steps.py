@@ -30,7 +30,7 @@ from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 from fsspec.implementations.local import LocalFileSystem
 
 from minimind.data.prepare.encode import documents_of, refuse
-from minimind.data.prepare.work_units import Unit
+from minimind.data.prepare.work_units import Plan, Unit
 from minimind.data.quality.models import PREFIX, language_detector
 from minimind.data.quality.records import InRecord, field_of, record_around, with_records, with_text
 from minimind.data.quality.request import FilterRequest
@@ -61,14 +61,10 @@ class Stage:
 
 
 def stages(
-    request: FilterRequest,
-    units: Sequence[Unit],
-    files: Sequence[Path],
-    decontamination: Decontamination | None,
-    draft: Path,
+    request: FilterRequest, plan: Plan, decontamination: Decontamination | None, draft: Path
 ) -> list[Stage]:
     """The stages that write the documents that stay to `draft`, and lists of the others."""
-    given, scratch = request.steps, draft / "scratch"
+    given, units, scratch = request.steps, plan.units, draft / "scratch"
     found: list[Stage] = []
     lists = 0
 
@@ -80,7 +76,7 @@ def stages(
     def add(name: str, steps: list[Any], tasks: int) -> None:
         found.append(Stage(steps, tasks, folder_of(scratch / f"{len(found)}_{name}")))
 
-    steps: list[Any] = [Text(units, files, request.reading, request.skips_bad, removed("rejected"))]
+    steps: list[Any] = [Text(plan, request.reading, request.skips_bad, removed("rejected"))]
     if (least := given.min_chars) is not None:
         steps.append(filters.LambdaFilter(lambda doc: len(doc.text) >= least, removed("min_chars")))
     if (most := given.max_chars) is not None:
@@ -239,27 +235,22 @@ class Text(PipelineStep):
 
     type, name = "📖 - READER", "text"
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        files: Sequence[Path],
-        reading: ReadOptions,
-        skips_bad: bool,
-        rejected: Lines,
-    ) -> None:
+    def __init__(self, plan: Plan, reading: ReadOptions, skips_bad: bool, rejected: Lines) -> None:
         super().__init__()
-        self.units, self.reading = units, reading
-        self.numbers = {str(path): number for number, path in enumerate(files)}
+        self.plan, self.reading = plan, reading
+        self.numbers = {given.path: number for number, given in enumerate(plan.inputs)}
         self.skips_bad, self.rejected = skips_bad, rejected
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
-        """Yield the documents of the unit `rank`."""
+        """Yield the documents of the unit `rank`; raise DataError for a file that changes."""
+        unit = self.plan.units[rank]
+        self._require_unchanged(unit)
         reading = with_records(self.reading)
         field = field_of(reading)
         lines: Counter[str] = Counter()  # of a file that is cut into segments
         with self.rejected:
-            segments, reject = self.units[rank].segments, partial(self._reject, rank)
-            for text, _, place in documents_of(segments, reading, reject, lines):
+            reject = partial(self._reject, rank)
+            for text, _, place in documents_of(unit.segments, reading, reject, lines):
                 has_record = isinstance(text, InRecord)
                 metadata = {
                     "file": self.numbers[str(place.path)],
@@ -274,6 +265,11 @@ class Text(PipelineStep):
                 self.stat_update(f"lines {self.numbers[path]}", value=count)
             for path, remark in reading.remarks:
                 self._list(rank, path, 0, {"remark": remark})
+        self._require_unchanged(unit)
+
+    def _require_unchanged(self, unit: Unit) -> None:
+        for given in self.plan.inputs_of(unit):
+            given.require_unchanged()
 
     def _reject(self, rank: int, rejection: Rejection) -> None:
         if not self.skips_bad:

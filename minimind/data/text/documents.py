@@ -110,7 +110,7 @@ LINE_BYTES_BESIDE_TEXT = 2**16
 # Fixed limits: Python's depend on version, environment and stack depth, and every rank must accept
 # the same documents.
 MAX_DIGITS = 4300
-SHORT_DIGITS = 16
+PLAIN_DIGITS = 640  # every Python converts so many, whatever its environment
 MAX_DEPTH = 100
 
 
@@ -460,14 +460,18 @@ class NonFinite(float):
     """NaN, Infinity or -Infinity: no JSON, but Python writes them, and most readers take them."""
 
 
+class LongInteger(int):
+    """An integer of more than `PLAIN_DIGITS`, whose value is not kept."""
+
+
 def _check_integer(digits: str) -> int:
-    """Return a short integer, 0 for one that nothing uses; raise DocumentError for too many digits.
+    """Return an integer; raise DocumentError for too many digits.
 
     How many digits Python itself converts depends on the environment.
     """
     if len(digits) > MAX_DIGITS:
         raise DocumentError(f"holds a number with too many digits ({len(digits)})", "shorten it")
-    return int(digits) if len(digits) < SHORT_DIGITS else 0
+    return int(digits) if len(digits) <= PLAIN_DIGITS else LongInteger()
 
 
 # Objects become tuples of pairs, so that duplicate fields are detected.

@@ -1,7 +1,7 @@
 """Refuse a stranger's tokenizer that makes gigabytes of a text, or takes hours for it.
 
-By how much a text may grow is computed from the file: a trial would find it only with the text that
-a step is made for. How long patterns take is tried, in a process with limits.
+By how much a text may grow is computed from the file. A trial would need the very text that a step
+makes longer. How long patterns take is tried, in a process with limits.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ MOST_GROWTH = 64  # characters that may be written for one; Unicode's own forms 
 LONGEST_PIECE = 1024  # characters, for a model that looks for every piece at every character
 LONGEST_WORD = 1000  # characters, for WordPiece, whose time grows with the cube
 MAX_SECONDS, MAX_BYTES = 3.0, 2**30  # CPU time and memory of pattern_trial.TEXTS
+SEQUENCES = ("normalizers", "pretokenizers", "decoders")  # keys with lists of steps
+# What Python and the library read differently: sets in sets, and "{2}?", which is optional there.
+AMBIGUOUS = re.compile(r"\}\?|\[[^\]]*\[")
 NAMES = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix")  # keys of a model
 
 
@@ -37,7 +40,11 @@ def require_bounded_json(path: Path, values: Mapping[str, Any]) -> None:
     """
     parts = {part: values.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")}
     for part in ("normalizer", "decoder"):
-        _require_growth(path, math.prod(map(_growth, _steps(parts[part]))), f"its {part}")
+        try:
+            growth = math.prod(map(_growth, _steps(parts[part])))
+        except ValueError:
+            _refuse(path, f"its {part} has a step as a list of its values, not as an object")
+        _require_growth(path, growth, f"its {part}")
     model = values.get("model")
     if isinstance(model, dict):
         for name in NAMES:
@@ -82,12 +89,17 @@ def _refuse(path: Path, what: str) -> NoReturn:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Every object of a part of the file, in order; `parse_object` bounds the depth."""
+    """Every object of a part of the file, in order; `parse_object` bounds the depth.
+
+    Raise ValueError for a list of the values of a step, which the library would take for one.
+    """
     if isinstance(part, dict):
         yield part
-    if isinstance(part, dict | list):
-        for inner in part.values() if isinstance(part, dict) else part:
-            yield from _steps(inner)
+        for key, value in part.items():
+            for inner in value if key in SEQUENCES and isinstance(value, list) else [value]:
+                yield from _steps(inner)
+    elif isinstance(part, list) and part:
+        raise ValueError("a list of values")
 
 
 def _growth(step: Mapping[str, Any]) -> float:
@@ -107,6 +119,8 @@ def _growth(step: Mapping[str, Any]) -> float:
 
 def _shortest(pattern: str) -> int:
     """Characters of the shortest match of a pattern; 0 if Python cannot tell."""
+    if AMBIGUOUS.search(pattern):
+        return 0
     try:
         return int(_parser.parse(pattern).getwidth()[0])
     except (re.error, RecursionError, OverflowError, ValueError):

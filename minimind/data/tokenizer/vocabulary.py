@@ -228,6 +228,11 @@ def read_configuration(path: Path) -> Configuration:
             files[name] = read_file(file)
             parsed[name] = parse_object(file, files[name])
     config, specials = parsed.values()
+    if not isinstance(config.get(LISTED) or {}, dict):
+        raise DataError(
+            f"{path.with_name(CONFIG_NAME)}: {LISTED!r} is no object of tokens by id; correct it,"
+            " or give another tokenizer"
+        )
     if LISTED in config:  # AutoTokenizer then leaves the other file unread
         files.pop(SPECIALS_NAME, None)
         specials = {}

@@ -586,6 +586,30 @@ def test_thoughts_calls_and_tools_are_kept_as_they_are_written():
     assert found[1].more == {"reasoning_content": "hm", "tool_calls": [call]}
 
 
+@pytest.mark.parametrize("number", [10**15, 10**16, 1234567890123456789, -(10**30), 10**639 - 1])
+def test_a_number_in_a_call_is_as_it_is_written(number):
+    call = {"name": "f", "arguments": {"id": number}}
+    for calls in ([call], json.dumps([call])):
+        found = read(second({"role": "assistant", "tool_calls": calls}))
+        assert found[1].more == {"tool_calls": [call]}
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [("1e400", "Infinity is not JSON"), ("NaN", "NaN is not JSON"), ("9" * 641, "640 digits")],
+)
+def test_a_number_that_no_json_has_or_some_pythons_cannot_read(written, words):
+    line = json.dumps(second({"role": "assistant", "tool_calls": [CALL]}))
+    with pytest.raises(DocumentError, match=words):
+        conversation_of_line(line.replace('"n": 1', f'"n": {written}').encode(), set())
+
+
+def test_a_history_beside_a_whole_conversation_is_not_lost_in_silence():
+    record = {"prompt": "one", "completion": [USER, ANSWER], "history": [["h1", "h2"]]}
+    with pytest.raises(DocumentError, match='"history"'):
+        read(record)
+
+
 def test_tools_in_the_system_turn_of_a_prompt_are_offered():
     system = {"role": "system", "content": "s", "tools": json.dumps([CALL])}
     found = read({"prompt": [system, USER], "completion": [ANSWER]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from minimind.data.quality.request import FilterRequest, Steps
 from minimind.data.quality.steps import Stage
 from minimind.errors import RunError
 from minimind.runtime.object_cache import open_cache
-from tests.conftest import sentences
+from tests.conftest import ROOT, sentences
 from tests.data.quality.test_filter import report_of, run, write
 from tests.data.quality.test_processes import bytes_of
 
@@ -38,7 +39,9 @@ def test_jobs_of_slurm_write_the_folder_of_one_process(tmp_path: Path, monkeypat
     for name, content in {"sbatch": SBATCH, "scontrol": "#!/bin/bash\necho here\n"}.items():
         (tmp_path / name).write_text(content)
         (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    path = [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setattr(work_units, "SMALLEST_UNIT", 4000)
     texts = sentences(3, 100)

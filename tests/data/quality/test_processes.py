@@ -138,10 +138,29 @@ def test_what_a_task_wrote_is_on_disk_before_the_task_counts_as_complete(tmp_pat
     defaults = (False, lambda given, processes: stages.extend(given))
     monkeypatch.setattr(module.filter_text, "__defaults__", defaults)
     assert run(tmp_path / "out", text, "--min_chars", 4, "--minhash") == 70
-    module.run_here(stages, 1)
+    module.run_here(lambda: stages, stages, 1)
     assert {"part-00000.jsonl.zst", "scratch/removed/00000-02"} <= synced
     assert "scratch/near_passed/00000.jsonl.zst" in synced
     assert "scratch/near_signatures/bucket_013/00000.minhash.sig" in synced
+    left = {path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file()}
+    of_datatrove = ("completions/", "stats", "logs/", "executor.json")
+    assert {one for one in left - synced if not any(part in one for part in of_datatrove)} == set()
+
+
+def test_a_text_that_changes_while_it_is_filtered_ends_the_command(tmp_path: Path, capsys):
+    text = write(tmp_path / "t.jsonl", ["one two three"])
+
+    def change(stages: list[module.Stage], processes: int) -> None:
+        content = text.read_bytes()
+        text.write_bytes(content * 2)
+        module.run_here(lambda: stages, stages, 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.filter_text, "__defaults__", (False, change))
+        assert run(tmp_path / "out", text, "--min_chars", 4) == 3
+    assert "changed since its preparation started" in capsys.readouterr().err
+    assert run(tmp_path / "out", text, "--min_chars", 4) == 0
+    assert len(bytes_of(tmp_path / "out")["part-00000.jsonl.zst"]) > 0
 
 
 def test_another_request_does_not_go_on_with_the_draft(tmp_path: Path, monkeypatch, capsys):
@@ -153,7 +172,7 @@ def test_another_request_does_not_go_on_with_the_draft(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(module.filter_text, "__defaults__", (False, stop))
     assert run(tmp_path / "out", text, "--min_chars", 4) == 70
-    assert "some tasks are not complete" in capsys.readouterr().err
+    assert "tasks of 0_filters are not complete, the first is 0" in capsys.readouterr().err
     (tmp_path / ".out.draft" / "mark").touch()
     assert run(tmp_path / "out", text, "--min_chars", 4) == 70
     assert (tmp_path / ".out.draft" / "mark").exists()

@@ -88,6 +88,12 @@ GROWING: list[tuple[dict[str, Any], str]] = [
         {"normalizer": {"type": "Prepend", "prepend": "x" * 64, "pattern": {"String": "a"}}},
         "its normalizer may write 65 characters",
     ),
+    # It takes the values of a step as a list, too, and some patterns otherwise than Python.
+    ({"normalizer": [{"String": "a"}, "x" * 65]}, "its normalizer has a step as a list"),
+    ({"normalizer": sequence([{"String": "a"}, "x" * 65])}, "its normalizer has a step as a list"),  # type: ignore[arg-type] (what a file may have)
+    ({"decoder": ["x" * 65]}, "its decoder has a step as a list"),
+    ({"normalizer": replace("x" * 640, Regex="(?<=a)q{10}?")}, "its normalizer may write 641"),
+    ({"normalizer": replace("x" * 64, Regex="[a[bc]]")}, "its normalizer may write 65"),
     ({"model": {"vocab": [["a" * 1025, 0.0]]}}, "a piece of 1,025 characters"),
     ({"model": {"unk_token": "x" * 65}}, "its unk_token may write 65 characters"),
     ({"model": {"end_of_word_suffix": "x" * 65}}, "its end_of_word_suffix may write 65"),

@@ -242,6 +242,10 @@ def test_tokens_have_the_names_of_the_configuration(kind: str, models: Any, tmp_
             "special_tokens_map.json: is no configuration of a tokenizer (its chat_te",
         ),
         ({"tokenizer_config.json": "{"}, "tokenizer_config.json: is not JSON"),
+        (
+            {"tokenizer_config.json": '{"added_tokens_decoder": ["</s>"]}'},
+            "tokenizer_config.json: 'added_tokens_decoder' is no object of tokens by id",
+        ),
         ({"chat_template.json": "[]"}, "chat_template.json: is no JSON object"),
     ],
 )
