@@ -11,7 +11,7 @@ from typing import Any
 
 from minimind.cli.command import Cached, Output, argument, count_of_bytes, shared, utf8
 from minimind.config.flags import FLAGS
-from minimind.errors import UsageError
+from minimind.errors import Interrupted, UsageError
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.object_cache import ObjectCache, open_cache
 
@@ -78,7 +78,7 @@ class Filter(Cached, Output):
     )
     """field or column of the text (default: --text_field)"""
     exact_dedup: bool = argument(False)
-    """remove texts that were read before, but for blanks; the first one stays"""
+    """remove texts that repeat an earlier one, whatever their blanks"""
     minhash: bool = argument(False)
     """remove near-duplicates, by MinHash of datatrove; one of each cluster stays"""
     minhash_ngrams: int | None = argument(None, ge=1, needs="minhash", unset=5, metavar="N")
@@ -99,9 +99,12 @@ class Filter(Cached, Output):
     """processes that check documents; the output is the same for any number"""
 
     def execute(self) -> int:
-        """Filter, and print the table of the report."""
-        with open_cache(self.cache_dir, self.max_cache_gib) as cache:
-            return _filter(self, cache)
+        """Filter, and print the table of the report; raise Interrupted after Ctrl-C."""
+        try:
+            with open_cache(self.cache_dir, self.max_cache_gib) as cache:
+                return _filter(self, cache)
+        except KeyboardInterrupt as stop:
+            raise Interrupted("stopped; the same command goes on where it was") from stop
 
 
 def _filter(args: Filter, cache: ObjectCache) -> int:

@@ -109,8 +109,8 @@ def _tokens_beside(values: Mapping[str, Any]) -> Iterator[Any]:
 def is_literal(folder: Path, values: Mapping[str, Any], added: Mapping[str, Any]) -> bool:
     """Whether AutoTokenizer surely takes a folder's tokenizer.json as it is, or we have written it.
 
-    `values` are those of the files beside it, `added` its added tokens by name. It adds the tokens
-    that are named beside it and are not among these.
+    `values` are read from the files beside it, `added` has its added tokens by name. AutoTokenizer
+    adds a token that such a file names and `added` lacks.
     """
     if values.get(AS_IT_IS) is True:
         return True
