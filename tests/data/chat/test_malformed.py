@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from minimind.data.chat import sandbox
 from minimind.data.prepare.encode import Work, encode_unit
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.prepared import Prepared
@@ -17,7 +18,7 @@ from minimind.data.prepare.work_units import Unit, make_plan
 from minimind.data.shards.manifest import Options
 from minimind.data.text.formats import segments_of
 from minimind.data.text.inputs import Source
-from minimind.errors import DataError
+from minimind.errors import DataError, UsageError
 from tests.data.chat.made import SIMPLE
 from tests.data.chat.malformed import Faulty, faulty_files
 
@@ -108,3 +109,19 @@ def test_a_template_that_fails_for_one_conversation_names_its_place(folder: Path
         prepare_for_run(request, tmp_path)
     skipping = replace(request, skips_bad=True, max_bad_fraction=0.5)
     assert prepare_for_run(skipping, tmp_path).manifest["documents"] == 2
+
+
+def test_a_conversation_that_hangs_the_template_ends_the_preparation(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is not skipped: which conversations are may not depend on the speed of a host."""
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
+    lines = [{"prompt": ask, "completion": "yes"} for ask in ("one and two", "x7", "three")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    hangs = f"{{% if messages[0]['content'] == 'x7' %}}{loop}{{% endif %}}"
+    options = OPTIONS.model_copy(update={"chat_template": hangs + SIMPLE})
+    sources = (Source("data", (str(tmp_path / "a.jsonl"),)),)
+    request = PrepareRequest(sources, str(folder), 0, options, skips_bad=True, max_bad_fraction=0.5)
+    with pytest.raises(UsageError, match="takes more than 0.2 s or 512 MiB for one conversation"):
+        prepare_for_run(request, tmp_path)
