@@ -280,6 +280,11 @@ def test_a_source_of_a_folder_of_several_is_read_alone_or_weighted_anew(
         mixed.train.stretch(0, len(mixed.train)), whole.train.stretch(0, len(whole.train))
     )
     assert str(mixed) == f"a={place}/mixed b={place}/mixed"
+    assert train(given, source=[f"a={place}/mixed:5"], out_dir=str(tmp_path / "alone")) == 0
+    alone = documents_of(read_run(tmp_path / "alone").stretches[0])
+    assert alone.find(f"{place}/a.jsonl", 3)[0].place.line == 3
+    with pytest.raises(UsageError, match=r"b\.jsonl is no file of this text"):
+        alone.find(f"{place}/b.jsonl", 3)
     with pytest.raises(UsageError, match=r"source c: .*/mixed holds the sources a, b; name one of"):
         train(given, source=[f"c={place}/mixed:5"], out_dir=str(tmp_path / "other"))
 
