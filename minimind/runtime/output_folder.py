@@ -89,7 +89,7 @@ class NewFolder:
                     mark.unlink(missing_ok=True)
                     sync_directory(draft)
                     self.replace(draft)
-                except BaseException as error:
+                except BaseException as error:  # Ctrl-C, too; raised again
                     if key is None or isinstance(error, UsageError | DataError):
                         shutil.rmtree(draft, ignore_errors=True)
                     raise
