@@ -104,7 +104,7 @@ class Filter(Cached, Output):
             with open_cache(self.cache_dir, self.max_cache_gib) as cache:
                 return _filter(self, cache)
         except KeyboardInterrupt as stop:
-            raise Interrupted("stopped; the same command goes on where it was") from stop
+            raise Interrupted("stopped; run the same command again to continue") from stop
 
 
 def _filter(args: Filter, cache: ObjectCache) -> int:
@@ -146,7 +146,7 @@ def _filter(args: Filter, cache: ObjectCache) -> int:
         exact_dedup=args.exact_dedup,
         minhash=numbers if args.minhash else None,
     )
-    steps.require_usable()
+    steps.require_usable()  # before datatrove, which may be missing, is imported
     from minimind.data.quality.filter import filter_text
 
     request = FilterRequest(

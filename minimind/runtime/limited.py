@@ -232,7 +232,7 @@ def _limit(seconds: float, most_bytes: int) -> None:
 
 
 def _limit_memory(most_bytes: int) -> None:
-    """Limit the addresses, unless a lower limit is in force, which cannot be raised."""
+    """Limit the addresses; a lower limit of the host stays, as it cannot be raised."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         most_bytes = min(most_bytes, hard)

@@ -225,7 +225,9 @@ def tokenizer_of(request: PrepareRequest, plan: Plan, trained: Path, remedy: str
         write_whole(draft / TOKENIZER_SUM, sha256_of(draft / MODEL_NAME).encode())
 
     build_once(trained, build, remedy)
-    require_hash(trained / MODEL_NAME, (trained / TOKENIZER_SUM).read_text("ascii", "replace"))
+    recorded = trained / TOKENIZER_SUM
+    digest = recorded.read_text("ascii", "replace") if disk.exists(recorded) else ""
+    require_hash(trained / MODEL_NAME, digest)
     return load_tokenizer(trained)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minimind.data.shards.block_sums import read_sums
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.data.shards.manifest import (
     MANIFEST_NAME,
@@ -183,7 +184,10 @@ def open_prepared(
         shards_class = partial(ConversationShards, eos_id=manifest["eos_id"])
     else:
         shards_class = TokenShards
-    train, val = (shards_class(directory, split) for split in ("train", "val"))
+    sums = read_sums(directory, manifest)
+    train, val = (
+        shards_class(directory, split, manifest=manifest, sums=sums) for split in ("train", "val")
+    )
     before = [given["path"] for source in manifest["sources"] for given in source["inputs"]]
     renamed = dict(zip(before, names, strict=True)) if names else {}
     return Prepared(directory, tokenizer, train, val, manifest, renamed)

@@ -95,9 +95,9 @@ def filter_text(
     """Write the documents that stay to a new folder `out`; return its report.
 
     Text at URLs is fetched to `cache`, when all else that can be wrong is checked. The same request
-    goes on where an interrupted one has stopped. `run` is given the stages and the number of
-    processes in place of `run_here`; if it returns before they are complete, RunError is raised,
-    and the same request finishes the folder later.
+    continues an interrupted one. `run` replaces `run_here` and takes the stages and the number of
+    processes. It may return before they are complete: then RunError is raised, and the same request
+    finishes the folder later.
     Raise DataError if a document is bad and none may be skipped, too many are, or none stays.
     """
     author = "minimind data filter"

@@ -1,7 +1,7 @@
 """The flags of `minimind data filter` as steps of datatrove, which importing this needs.
 
-A task reads a unit of the text. Duplicates are looked for in all tasks at once: a stage leaves its
-documents in a folder, others find those that repeat, and the next stage goes on without them.
+A task reads a unit of the text. Duplicates are found over all tasks: a stage writes its documents
+to a folder, other stages find the duplicates, and a later one reads the folder and drops them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def stages(
     if given.languages:
         probability = given.min_language_probability or 0.0
         steps.append(Languages(given.languages, probability, removed("languages")))
-    words = "en" if given.rules_words == "spacy" else PlainWords(WORD_OR_MARK)
+    words = "en" if given.rules_words == "spacy" else plain_words(WORD_OR_MARK)
     for rule in given.rules:
         for build in RULES[rule]:
             steps.append(build(exclusion_writer=removed(rule, is_rules=True), language=words))
@@ -121,7 +121,7 @@ def stages(
             given.minhash["ngrams"], buckets, given.minhash["hashes"], hash_config=HASHES
         )
         reading: dict[str, Any] = {"config": config, "lines_to_buffer": READ_LINES}
-        sign = Signature(signatures, config, PlainWords(WORD))  # type: ignore[arg-type] (a tokenizer is taken too)
+        sign = Signature(signatures, config, plain_words(WORD))
         add("filters", [*steps, _passed(passed), sign], len(units))
         add("buckets", [minhash.MinhashDedupBuckets(signatures, pairs, **reading)], buckets)
         join = minhash.MinhashDedupCluster(pairs, clusters, save_cluster_id=True, **reading)
@@ -136,7 +136,7 @@ def stages(
 
 
 class Folder(DataFolder):
-    """A local folder, of whose own name datatrove would take brackets for a pattern."""
+    """A local folder. datatrove would read brackets in its name as a pattern."""
 
     def glob(self, path: str, **named: Any) -> Any:
         """The details of the files that match, by their names in the folder."""
@@ -349,12 +349,17 @@ class PlainWords(WhitespaceTokenizer):
         return self.word.findall(text)
 
 
+def plain_words(word: re.Pattern[str]) -> Any:
+    """A tokenizer of words, which datatrove takes in place of the name of a language."""
+    return PlainWords(word)
+
+
 class Decontamination(NGramsDecontFilter):
     """datatrove's filter of n-grams, which names the files that they are of."""
 
     def __init__(self, index: Path, names: Sequence[str]) -> None:
         config = NGramsDecontConfig(hash_config=HASHES)
-        super().__init__(folder_of(index), config, language=PlainWords(WORD_OR_MARK))  # type: ignore[arg-type] (a tokenizer is taken too)
+        super().__init__(folder_of(index), config, language=plain_words(WORD_OR_MARK))
         self.names = names
 
     def write_index(self, number: int, texts: Iterator[str]) -> bool:

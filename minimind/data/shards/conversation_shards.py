@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -51,8 +52,8 @@ class Packing:
 class ConversationShards(TokenShards):
     """TokenShards whose rows hold whole conversations, next to each other, in their order."""
 
-    def __init__(self, directory: str | Path, split: str, eos_id: int) -> None:
-        super().__init__(directory, split)
+    def __init__(self, directory: str | Path, split: str, eos_id: int, **read: Any) -> None:
+        super().__init__(directory, split, **read)
         self._eos_id = eos_id
         self._packings: dict[int, Packing] = {}
 

@@ -386,6 +386,15 @@ def test_a_given_tokenizer_is_the_one_in_force(corpus, tmp_path, tokenizer_path)
         assert prepared.manifest["vocab_size"] == 512
 
 
+def test_a_trained_tokenizer_without_its_sum_is_refused(corpus, tmp_path):
+    cache = tmp_path / "cache"
+    make([corpus], cache, vocab_size=512)
+    (recorded,) = cache.glob("tokenizer-*/*.sha256")
+    recorded.unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.model: was changed"):
+        make([corpus], cache, vocab_size=512)
+
+
 def test_too_few_pieces_are_refused_before_anything_is_read(tmp_path):
     with pytest.raises(UsageError, match="vocab_size = 100"):
         make([tmp_path / "missing.jsonl"], tmp_path / "cache", vocab_size=100)

@@ -12,7 +12,7 @@ import pytest
 
 from minimind.cli.main import main
 from minimind.data.prepare import work_units
-from minimind.data.text.documents import ReadOptions
+from minimind.data.text.documents import ReadOptions, Rejection, Segment
 from minimind.data.text.formats import read_segment, segments_of
 from minimind.data.text.inputs import find_files
 from tests.conftest import sentences
@@ -25,10 +25,17 @@ def write(path: Path, texts: list[str], **more: str) -> Path:
     return path
 
 
+def texts_of(segment: Segment, text_field: str = "text") -> list[str]:
+    """The texts of a segment without bad documents."""
+    documents = [*read_segment(segment, ReadOptions(text_field))]
+    assert not any(isinstance(one, Rejection) for one in documents)
+    return [str(one[0]) for one in documents if not isinstance(one, Rejection)]
+
+
 def kept(out: Path) -> list[str]:
     """The texts that --data_path reads from the folder."""
     segments = (segment for file in find_files([out]) for segment in segments_of(file, sys.maxsize))
-    return [one[0] for segment in segments for one in read_segment(segment, ReadOptions())]  # type: ignore[index] (no rejection)
+    return [text for segment in segments for text in texts_of(segment)]
 
 
 def removed(out: Path) -> list[dict[str, Any]]:
@@ -146,8 +153,7 @@ def test_parts_are_cut_and_the_same_text_gives_the_same_bytes(tmp_path, monkeypa
         assert len(files) > 2
         contents.append([file.read_bytes() for file in files])
     assert contents[0] == contents[1]
-    found = (read_segment(segments_of(file, 1)[0], ReadOptions()) for file in files)
-    assert [one[0] for documents in found for one in documents] == texts  # type: ignore[index] (no rejection)
+    assert [text for file in files for text in texts_of(segments_of(file, 1)[0])] == texts
 
 
 def test_near_duplicates_are_removed_after_the_other_steps_with_their_cluster(tmp_path):

@@ -17,9 +17,9 @@ from pyarrow import parquet
 from minimind.cli.main import main
 from minimind.data.quality.records import InRecord, with_records, with_text
 from minimind.data.text.documents import ReadOptions
-from minimind.data.text.formats import read_segment, segments_of
+from minimind.data.text.formats import segments_of
 from minimind.data.text.inputs import find_files
-from tests.data.quality.test_filter import kept, run, write
+from tests.data.quality.test_filter import kept, run, texts_of, write
 from tests.data.quality.test_rules import CLEAN, MENU, STORY
 
 
@@ -41,7 +41,7 @@ def filtered(out: Path, text: Path, *words: object) -> list[Any]:
 def texts_with(out: Path, field: str) -> list[str]:
     """The texts that `prepare` and a run read with --text_field."""
     (segments,) = (segments_of(file, sys.maxsize) for file in find_files([out]))
-    return [one[0] for one in read_segment(segments[0], ReadOptions(field))]  # type: ignore[index] (no rejection)
+    return texts_of(segments[0], field)
 
 
 # Written otherwise by a decoder and an encoder: numbers, escapes, names that repeat.

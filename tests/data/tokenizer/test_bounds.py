@@ -90,7 +90,10 @@ GROWING: list[tuple[dict[str, Any], str]] = [
     ),
     # It takes the values of a step as a list, too, and some patterns otherwise than Python.
     ({"normalizer": [{"String": "a"}, "x" * 65]}, "its normalizer has a step as a list"),
-    ({"normalizer": sequence([{"String": "a"}, "x" * 65])}, "its normalizer has a step as a list"),  # type: ignore[arg-type] (what a file may have)
+    (
+        {"normalizer": {"type": "Sequence", "normalizers": [[{"String": "a"}, "x" * 65]]}},
+        "its normalizer has a step as a list",
+    ),
     ({"decoder": ["x" * 65]}, "its decoder has a step as a list"),
     ({"normalizer": replace("x" * 640, Regex="(?<=a)q{10}?")}, "its normalizer may write 641"),
     ({"normalizer": replace("x" * 64, Regex="[a[bc]]")}, "its normalizer may write 65"),
