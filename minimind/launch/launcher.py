@@ -87,7 +87,7 @@ class Signals:
 def main(python: str, flags: Sequence[str]) -> int:
     """Start a run on this host, again after status 7 as MAX_RESTARTS says; return its status."""
     if not {"--help", "-h"}.isdisjoint(flags):
-        os.execv(python, [python, _worker(), "--help"])
+        os.execvp(python, [python, _worker(), "--help"])
     signals = Signals()
     if os.sep in python:  # for the tools beside it, such as ninja
         beside = os.path.abspath(os.path.dirname(python))
