@@ -91,7 +91,7 @@ check: $(READY) ## lint, format, types, shell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/shellcheck run_accelerate.sh minimind/launch/run_accelerate.sh scripts/slurm.sbatch scripts/prepare.sbatch .ci/run
+	$(BIN)/shellcheck run_accelerate.sh scripts/slurm.sbatch scripts/prepare.sbatch .ci/run
 
 fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md, docs/devices.md and the tables of docs/coming_from.md
 	$(BIN)/ruff check --fix .

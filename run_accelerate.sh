@@ -13,11 +13,30 @@
 # 8 in use, 9 port, 10 out of memory, 11 corruption, 70 bug, 75 stopped and saved: run it again), not
 # torchrun's 1.
 # Works from any directory. docs/launching.md: several hosts, Slurm, other launchers. Where the
-# package is installed without a checkout, `minimind launch` starts the same script.
+# package is installed without a checkout, `minimind launch` starts the same launcher.
+set -euo pipefail
+
 # The folder of the script itself, not of a link to it; readlink -f is GNU's.
+unset CDPATH
 script=${BASH_SOURCE[0]}
 while [[ -L $script ]]; do
   folder=$(dirname -- "$script") script=$(readlink -- "$script")
   [[ $script == /* ]] || script=$folder/$script
 done
-exec bash "$(dirname -- "$script")/minimind/launch/run_accelerate.sh" "$@"
+root=$(cd -- "$(dirname -- "$script")" && pwd)
+
+# The checkout's own environment, unless PYTHON names another. An active one (conda's base is active
+# in many shells) is used only where there is no .venv: its versions were not tested together.
+python=${PYTHON:-}
+if [[ -z $python && -e $root/.venv ]]; then
+  python=$root/.venv/bin/python
+elif [[ -z $python ]]; then
+  python=$(command -v python || command -v python3) || python=python
+fi
+if ! command -v "$python" >/dev/null; then
+  way_out="make -B -C '$root' setup"
+  [[ -z ${PYTHON:-} ]] || way_out="unset PYTHON, or name another"
+  echo "run_accelerate.sh: $(printf '%q' "$python") cannot be run; $way_out" >&2
+  exit 2
+fi
+exec "$python" "$root/minimind/launch/launcher.py" "$python" "$@"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-FILES = ("run_accelerate.sh", "minimind/launch/run_accelerate.sh", "Makefile")
+FILES = ("run_accelerate.sh", "Makefile")
 ABSENT = {  # from macOS, by a pattern of its use
     "bash 4 and newer": r"\b(mapfile|readarray|coproc)\b|\b(declare|local|typeset) -[a-zA-Z]*[Anlu]"
     r"|\$\{\w+(\[[^]]*\])?(,,?|\^\^?|@[A-Z])|&>>|\|&|\bwait -[a-zA-Z]*n|\[\[ (! )?-[vR] |%\(|;;?&"

@@ -6,7 +6,6 @@ The first two are the start scripts of a checkout as commands.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -63,18 +62,21 @@ class Launch(StartScript):
     example = "minimind launch --model tiny --data_path my_text.jsonl --out_dir out/mine"
 
     def execute(self) -> None:
-        """Replace this process by the launch script, with this Python unless PYTHON names another.
+        """Replace this process by the launcher, with this Python unless PYTHON names another.
 
         This does not return unless --help is given.
         """
         if self.prints_help("launch"):
             return
-        bash = shutil.which("bash")
-        if bash is None:
-            raise UsageError("minimind launch needs bash, which is not on PATH; install it")
-        script = Path(__file__).resolve().parents[1] / "launch" / "run_accelerate.sh"
-        os.environ.setdefault("PYTHON", sys.executable)
-        os.execv(bash, [bash, str(script), *self.run_flags])
+        launcher = Path(__file__).resolve().parents[1] / "launch" / "launcher.py"
+        python = os.environ.get("PYTHON") or sys.executable
+        try:
+            os.execvp(python, [python, str(launcher), python, *self.run_flags])
+        except OSError as error:
+            raise UsageError(
+                f"PYTHON is {python}, which cannot be run ({error.strerror}); unset it, or name"
+                " another"
+            ) from error
 
 
 @dataclass(kw_only=True)

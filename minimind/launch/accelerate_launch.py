@@ -1,4 +1,4 @@
-"""`accelerate launch` for run_accelerate.sh: any signal stops it once, and it records worker exits.
+"""`accelerate launch` for launcher.py: any signal stops it once, and it records worker exits.
 
 Run with the arguments of `accelerate launch`. torchrun, which this process becomes, forwards TERM
 to its workers but not USR1, and a second TERM makes it abandon them while they save. As their
@@ -31,6 +31,7 @@ from minimind.runtime.heartbeat import Worker, describe_end, folder, record_end
 from minimind.runtime.process import (
     CAUGHT,
     LAUNCHER_PID,
+    NAME,
     claim_status,
     read_claim,
     record_stop,
@@ -38,7 +39,6 @@ from minimind.runtime.process import (
 )
 from minimind.runtime.terminal import one_line
 
-NAME = "run_accelerate.sh"
 AGAIN = "run the same command again"
 
 
@@ -76,7 +76,7 @@ def record_ends(here: Path) -> None:
             is_exit = end.si_code == os.CLD_EXITED
             try:
                 record_end(here, end.si_pid, end.si_status if is_exit else -end.si_status)
-            except FileNotFoundError:  # the launch script is gone, and its folder
+            except FileNotFoundError:  # the launcher is gone, and its folder
                 return
         time.sleep(0.02)
 
@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> int:
         claim_status(error.status, rank)
         is_stop = error.status == PREEMPTED
         line = f"{NAME}: {error}" if is_stop else one_line(NAME, error, rank)
-        os.write(0, f"{line}\n".encode())  # the real stderr, by run_accelerate.sh
+        os.write(0, f"{line}\n".encode())  # the real stderr, by launcher.py
     return 1 if failure or stop.reason else 0
 
 

@@ -1,7 +1,6 @@
 """Build the YAML for `accelerate launch` from CONFIG_FILE and the environment.
 
-Run as `plan.py TARGET DEVICE`: writes TARGET for `accelerate launch` and prints the variables that
-the script has to export as NAME=VALUE lines. Imports torch only if nvidia-smi is missing.
+Imports torch only if nvidia-smi is missing.
 """
 
 from __future__ import annotations
@@ -19,17 +18,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parents[2]  # the checkout, or site-packages
-if not __package__:  # run as a script: the package is that of this folder, whichever is installed
-    sys.path.insert(0, str(PROJECT))
-    import_module("minimind")
-    del sys.path[0]
-from minimind.errors import RendezvousError, RunError, UsageError
+from minimind.errors import RendezvousError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.environment import (
     GPU_VARIABLES,
@@ -41,8 +34,10 @@ from minimind.runtime.environment import (
     visible_gpu_names,
 )
 from minimind.runtime.heartbeat import Worker, registered_workers, this_worker
-from minimind.runtime.terminal import one_line, phase
+from minimind.runtime.process import NAME
+from minimind.runtime.terminal import phase
 
+PROJECT = Path(__file__).resolve().parents[2]  # the checkout, or site-packages
 # Device files of the drivers of GPUs that CUDA_VISIBLE_DEVICES names (NVIDIA, its Jetsons, AMD,
 # WSL 2), and of others (Ascend, Intel): nvidia-smi may be missing, and knows no others.
 DRIVERS = [Path(f"/dev/{name}") for name in ("nvidiactl", "nvmap", "kfd", "dxg")]
@@ -52,7 +47,7 @@ PRECISIONS = ("no", "bf16", "fp16")
 # Fields of the YAML that Accelerate does not get: they are exported, or ask for nothing here.
 ANSWERED = ("gpu_ids", "dynamo_backend", "dynamo_config", "parallelism_config")
 TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
-SCRATCH, OWNER = "minimind-launch-", "owner"  # prefix of the script's folder, and a file there
+SCRATCH, OWNER = "minimind-launch-", "owner"  # prefix of a command's folder, and a file there
 RESTARTS = {  # variable: (allowed values, default); minimind/launch/restart.py reads them
     "MAX_RESTARTS": (range(10_001), 0),
     "RESTART_WAIT": (range(1, 301), 5),  # seconds before the first restart
@@ -314,13 +309,13 @@ def free_port(port: int) -> int:
 
 
 def take(scratch: Path) -> None:
-    """Record that the script above this process has the folder, and remove those of killed ones.
+    """Record that this process has the folder, and remove those of launchers that were killed.
 
-    The workers of a killed script use its folder until they have ended.
+    The workers of a killed launcher use its folder until they have ended.
     """
     if not scratch.name.startswith(SCRATCH):
         return
-    (scratch / OWNER).write_text(json.dumps(asdict(this_worker(0, os.getppid()))))
+    (scratch / OWNER).write_text(json.dumps(asdict(this_worker(0))))
     for other in disk.matching(scratch.parent, f"{SCRATCH}*"):
         with suppress(OSError, ValueError, TypeError):  # of another user, or not recorded yet
             script = Worker(**json.loads((other / OWNER).read_text()))
@@ -346,8 +341,8 @@ def require_installed(environ: Mapping[str, str]) -> None:
     raise UsageError(f"accelerate is not installed for {sys.executable}; {remedy}")
 
 
-def main(target: str, device: str) -> dict[str, Any]:
-    """Write the YAML to `target`; return the variables to export."""
+def write_plan(target: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write the YAML to `target`; return its content, and the variables to export."""
     require_installed(os.environ)
     require_numbers(
         {name: value for name, value in os.environ.items() if value}, LAUNCHER_VARIABLES
@@ -357,7 +352,7 @@ def main(target: str, device: str) -> dict[str, Any]:
     from minimind.config.run_config import CONFIGS
     from minimind.config.yaml_files import load_yaml
 
-    take(Path(target).parent.parent)
+    take(target.parent.parent)
     path = os.environ.get("CONFIG_FILE") or str(CONFIGS / "accelerate_config.yaml")
     settings = LaunchSettings(load_yaml(path, "CONFIG_FILE"), path, os.environ)
     exports: dict[str, Any] = {"MINIMIND_CONFIG_FILE": path}
@@ -386,16 +381,16 @@ def main(target: str, device: str) -> dict[str, Any]:
     allow_connections(launched["num_processes"])  # or end here
     if launched["machine_rank"] == 0:  # the other hosts connect to it
         launched["main_process_port"] = free_port(launched["main_process_port"])
-    Path(target).write_text(yaml.safe_dump(launched), encoding="utf-8")
+    target.write_text(yaml.safe_dump(launched), encoding="utf-8")
     if idle := [name for name in asked_fields(settings.document) if name in WITHOUT_EFFECT]:
         settings.overridden.append(f"no effect here: {', '.join(idle)} of {path}")
     for message in settings.overridden:
-        print(f"run_accelerate.sh: {message}", file=sys.stderr)
+        print(f"{NAME}: {message}", file=sys.stderr)
     if not os.environ.get("OMP_NUM_THREADS"):
         here = launched["num_processes"] // launched["num_machines"]
         exports["OMP_NUM_THREADS"] = max(1, usable_cores() // here)
-    print(starting(launched, gpus, path), file=sys.stderr)
-    return exports
+    print(starting(launched, gpus, path), file=sys.stderr, flush=True)
+    return launched, exports
 
 
 def starting(launched: Mapping[str, Any], gpus: int, path: str) -> str:
@@ -408,12 +403,3 @@ def starting(launched: Mapping[str, Any], gpus: int, path: str) -> str:
     near = os.path.relpath(path)
     source = (path if near.startswith("..") else near) + ("" if own else f", {sys.executable}")
     return " ".join(f"starting {processes} on {on} {device} ({source}) ...".split())
-
-
-if __name__ == "__main__":
-    try:
-        for name, value in main(*sys.argv[1:]).items():
-            print(f"{name}={value}")
-    except RunError as error:
-        print(one_line("run_accelerate.sh", error), file=sys.stderr)
-        sys.exit(error.status)

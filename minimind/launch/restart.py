@@ -1,8 +1,7 @@
-"""Decide how run_accelerate.sh starts again after status 7: with which hosts, processes and flags.
+"""Decide how a run starts again after status 7: with which hosts, processes and flags.
 
-Run as `restart.py SCRATCH N` before restart N of MAX_RESTARTS: waits and prints the variables of
-the next launch as NAME=VALUE lines. RESTART_FLAGS are appended to the command, where the last value
-of a flag counts. The rows of a step stay the same, so that the run is the same.
+Flags are appended to the command, where the last value of a flag counts. The rows of a step stay
+the same, so that the run is the same.
 """
 
 from __future__ import annotations
@@ -10,37 +9,28 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-if not __package__:  # run as a script: the package is that of this folder, whichever is installed
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    import_module("minimind")
-    del sys.path[0]
 from minimind.checkpoint.directory import published_checkpoints
-from minimind.config.yaml_files import load_yaml
-from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
+from minimind.errors import PeerError, Stopped
 from minimind.launch.plan import count_gpus
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing, write_durably, write_whole
 from minimind.runtime.heartbeat import Layout, read_layout
-from minimind.runtime.terminal import one_line
+from minimind.runtime.process import NAME
 
 FOLDER = ".restarts"  # folder in out_dir
 DECISION, STOP = "decision", "stopped"
 POLL = 0.5  # seconds
 LONGEST_WAIT = 300  # seconds
 SETTLE = 6  # times RESTART_WAIT: how long to wait for one more host
-NAME = "run_accelerate.sh"
 AGAIN = "run the same command again"
 
 
@@ -60,7 +50,6 @@ class Meeting:
         self.folder = folder
         self.me = me
         self.machines = machines
-        self._script = os.getppid()
 
     def agree(self, settle: float) -> list[Host]:
         """Return the same hosts, by rank, on all of them.
@@ -110,9 +99,6 @@ class Meeting:
         The file is written each time: a client of NFS that changes a folder reads its names anew.
         """
         write_whole(self.folder / str(self.me.rank), json.dumps(asdict(self.me)).encode())
-        if os.getppid() != self._script:
-            (self.folder / str(self.me.rank)).unlink()
-            raise PeerError("the launch script was ended; run the same command again")
         if disk.exists(self.folder / STOP):
             raise Stopped("another host was stopped; run the same command again to go on")
 
@@ -148,13 +134,24 @@ def own_address(main_ip: str, port: int) -> str:
 
 @dataclass(frozen=True)
 class Launched:
-    """The launch that was lost, from the YAML that plan.py wrote for it."""
+    """The launch that was lost."""
 
     processes: int
     machines: int
     machine_rank: int
     ip: str
     port: int
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Launched:
+        """From what the plan wrote for `accelerate launch`."""
+        return cls(
+            document["num_processes"],
+            document["num_machines"],
+            document["machine_rank"],
+            document["main_process_ip"] or "",
+            document["main_process_port"],
+        )
 
     @property
     def each(self) -> int:
@@ -174,18 +171,6 @@ class Choice:
     def processes(self) -> int:
         """Processes of all hosts."""
         return self.each * len(self.hosts)
-
-
-def read_launched(path: Path) -> Launched:
-    """Read the YAML of a launch."""
-    document = load_yaml(str(path), "the YAML of the launch")
-    return Launched(
-        document["num_processes"],
-        document["num_machines"],
-        document["machine_rank"],
-        document["main_process_ip"] or "",
-        document["main_process_port"],
-    )
 
 
 def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
@@ -275,7 +260,7 @@ def variables(launched: Launched, choice: Choice, me: Host) -> dict[str, Any]:
 def this_host(launched: Launched) -> Host:
     """Return this host, with the GPUs that are there now; raise PeerError if none is left."""
     processes = launched.each
-    if os.environ.get("DS_ACCELERATOR") != "cpu":  # exported by plan.py without GPUs
+    if os.environ.get("DS_ACCELERATOR") != "cpu":  # exported without GPUs
         processes = min(processes, count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
         if not processes:
             raise PeerError(f"no GPU of this host is left; {AGAIN} where there is one")
@@ -307,77 +292,60 @@ def what_was_lost(status_file: Path, launched: Launched) -> str:
     return f"rank {rank}{host} was lost (status 7)"
 
 
-@dataclass(frozen=True)
-class Restart:
-    """Restart `number`, of a command whose first start had `layout`."""
+def next_launch(
+    scratch: Path, number: int, document: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Agree with the other hosts, and wait; return variables and flags of the next launch.
 
-    number: int
-    launched: Launched
-    layout: Layout | None
-    me: Host
-
-    def prepare(self, meeting: Meeting | None, lost: str) -> dict[str, Any]:
-        """Wait, and return the variables of the next launch; `lost` says what ended the last."""
-        most, first = (int(os.environ[name]) for name in ("MAX_RESTARTS", "RESTART_WAIT"))
-        if meeting:
-            _say(f"{lost}; waiting for the other hosts, up to {SETTLE * first} s for each")
-        hosts = meeting.agree(SETTLE * first) if meeting else [self.me]
-        choice = choose(self.layout, hosts, self.launched.processes)
-        found = variables(self.launched, choice, self.me)
-        flags = self._flags(choice)
-        changes = [f", --{n} {v} instead of {getattr(self.layout, n)}" for n, v in flags.items()]
-        if self.layout and self.layout.split_unit and choice.processes != self.layout.world_size:
-            times = self.layout.world_size / choice.processes
-            changes.append(f", with {times:.3g} times the rows in a micro-batch")
-        wait = back_off(self.number, first)
-        _say(
-            f"{lost}; restart {self.number} of {most} in {wait} s on {choice.processes} of"
-            f" {self.launched.processes} processes{''.join(changes)}"
-        )
-        if meeting:
-            meeting.wait(wait)
-        else:
-            time.sleep(wait)
-        return {**found, "RESTART_FLAGS": " ".join(f"--{n} {v}" for n, v in flags.items())}
-
-    def _flags(self, choice: Choice) -> dict[str, Any]:
-        if self.layout is None:
-            return {}
-        saved = published_checkpoints(Path(self.layout.out_dir) / "checkpoints")
-        return added_flags(self.layout, choice, has_checkpoint=bool(saved))
-
-
-def _say(text: str) -> None:
-    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(PREEMPTED)
-
-
-def main(scratch: Path, number: int) -> dict[str, Any]:
-    """Agree with the other hosts, wait, and return the variables of the next launch."""
-    signal.signal(signal.SIGTERM, _stop)
-    last = scratch / str(number - 1)
-    launched = read_launched(last / "launch.yaml")
+    `document` is the plan of the launch that was lost. A SystemExit in the wait stops the other
+    hosts, too.
+    """
+    launched = Launched.of(document)
     layouts = (read_layout(scratch / str(start)) for start in range(number))
     layout = next(filter(None, layouts), None)  # the earliest: of the command as it was given
     me = this_host(launched)
     meeting = meeting_of(layout, launched, me, number)
+    lost = what_was_lost(scratch / str(number - 1) / "status", launched)
     try:
-        lost = what_was_lost(last / "status", launched)
-        return Restart(number, launched, layout, me).prepare(meeting, lost)
+        return _prepare(number, launched, layout, me, meeting, lost)
     except SystemExit:
         if meeting:
             meeting.stop()
         raise
 
 
-if __name__ == "__main__":
-    try:
-        for name, value in main(Path(sys.argv[1]), int(sys.argv[2])).items():
-            print(f"{name}={value}")
-    except RunError as error:
-        is_stop = error.status == PREEMPTED
-        print(f"{NAME}: {error}" if is_stop else one_line(NAME, error), file=sys.stderr)
-        sys.exit(error.status)
+def _prepare(
+    number: int,
+    launched: Launched,
+    layout: Layout | None,
+    me: Host,
+    meeting: Meeting | None,
+    lost: str,
+) -> tuple[dict[str, Any], list[str]]:
+    most, first = (int(os.environ[name]) for name in ("MAX_RESTARTS", "RESTART_WAIT"))
+    if meeting:
+        _say(f"{lost}; waiting for the other hosts, up to {SETTLE * first} s for each")
+    hosts = meeting.agree(SETTLE * first) if meeting else [me]
+    choice = choose(layout, hosts, launched.processes)
+    found, flags, changes = variables(launched, choice, me), {}, []
+    if layout:
+        saved = published_checkpoints(Path(layout.out_dir) / "checkpoints")
+        flags = added_flags(layout, choice, has_checkpoint=bool(saved))
+        changes = [f", --{n} {v} instead of {getattr(layout, n)}" for n, v in flags.items()]
+        if layout.split_unit and choice.processes != layout.world_size:
+            times = layout.world_size / choice.processes
+            changes.append(f", with {times:.3g} times the rows in a micro-batch")
+    wait = back_off(number, first)
+    _say(
+        f"{lost}; restart {number} of {most} in {wait} s on {choice.processes} of"
+        f" {launched.processes} processes{''.join(changes)}"
+    )
+    if meeting:
+        meeting.wait(wait)
+    else:
+        time.sleep(wait)
+    return found, [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def _say(text: str) -> None:
+    print(f"{NAME}: {text}", file=sys.stderr, flush=True)

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-# Exported by run_accelerate.sh only.
+NAME = "run_accelerate.sh"  # in the messages of launch/launcher.py and below it
+# Exported by launch/launcher.py only.
 STATUS_FILE = "MINIMIND_STATUS_FILE"
 STDERR_ON_STDIN = "MINIMIND_STDERR_ON_STDIN"
 SCRIPT_PID = "MINIMIND_SCRIPT_PID"
 LAUNCHER_PID = "MINIMIND_LAUNCHER_PID"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun for each worker
 
-# run_accelerate.sh writes it next to the status file: why it passes a stop on as SIGTERM.
+# launcher.py writes it next to the status file: why it passes a stop on as SIGTERM.
 STOP_FILE = "stop"
 
 # Signals on which a run saves and stops. A closed terminal sends SIGHUP, which nohup ignores.
@@ -29,9 +30,9 @@ CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def restore_stderr() -> None:
-    """Restore the user's stderr, which run_accelerate.sh passes as descriptor 0.
+    """Restore the user's stderr, which launcher.py passes as descriptor 0.
 
-    The script redirects the launcher's stderr (tracebacks and failure tables) to a file, which
+    It redirects the launcher's stderr (tracebacks and failure tables) to a file, which
     workers inherit; descriptors other than 0, 1 and 2 are closed on the way.
     """
     if os.environ.pop(STDERR_ON_STDIN, None):
@@ -132,7 +133,7 @@ class Claim:
 def claim_status(status: int, rank: int) -> Claim:
     """Claim the exit status of the run for `rank`; the first claim counts.
 
-    run_accelerate.sh reads the file, because torchrun always exits with 1.
+    launcher.py reads the file, because torchrun always exits with 1.
     """
     path = os.environ.get(STATUS_FILE)
     if not path:

@@ -7,6 +7,7 @@ rounding. Below, without any training: what run_accelerate.sh makes of a YAML an
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -26,10 +27,12 @@ import yaml
 from minimind.config.launcher_env import DROPPED
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import RendezvousError, UsageError
+from minimind.launch import launcher
 from minimind.launch import plan as launch
 from minimind.launch.plan import DEEPSPEED_FIELDS, LaunchSettings, count_gpus, fields, plan
 from minimind.runtime.environment import GPU_VARIABLES
 from minimind.runtime.heartbeat import this_worker
+from minimind.runtime.process import CAUGHT, SCRIPT_PID, STATUS_FILE
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32
 from tools.forking import free_port
@@ -403,7 +406,7 @@ def test_the_folders_of_killed_scripts_are_removed_by_the_next_start(tmp_path: P
     mine = tmp_path / "minimind-launch-mine"
     mine.mkdir()
     launch.take(mine)
-    assert json.loads((mine / "owner").read_text())["pid"] == os.getppid()
+    assert json.loads((mine / "owner").read_text())["pid"] == os.getpid()
     left = {*owners, mine.name} - {"minimind-launch-dead", "minimind-launch-later"}
     assert {path.name for path in tmp_path.iterdir()} == left
 
@@ -472,11 +475,11 @@ def test_every_field_of_accelerate_is_obeyed_refused_or_named(
     path = tmp_path / "a.yaml"
     monkeypatch.setenv("CONFIG_FILE", str(path))
     path.write_text(yaml.safe_dump({**DEEPSPEED, **asked, "deepspeed_config": inside}))
-    launch.main(str(tmp_path / "launch.yaml"), "cpu")
+    launch.write_plan(tmp_path / "launch.yaml", "cpu")
     idle = ", ".join(sorted([*asked]) + sorted(inside))
     assert f"run_accelerate.sh: no effect here: {idle} of {path}\n" in capsys.readouterr().err
     monkeypatch.setenv("CONFIG_FILE", str(SHIPPED))
-    launch.main(str(tmp_path / "launch.yaml"), "cpu")
+    launch.write_plan(tmp_path / "launch.yaml", "cpu")
     assert "no effect" not in capsys.readouterr().err
 
 
@@ -775,8 +778,9 @@ def exported(
             monkeypatch.delenv(name, raising=False)
         for name, value in {"CONFIG_FILE": "a.yaml", **environ}.items():
             monkeypatch.setenv(name, value)
-        exports = launch.main("launch.yaml", "auto")
-        return exports, yaml.safe_load(Path("launch.yaml").read_text())
+        launched, exports = launch.write_plan(Path("launch.yaml"), "auto")
+        assert yaml.safe_load(Path("launch.yaml").read_text()) == launched
+        return exports, launched
 
     monkeypatch.chdir(tmp_path)
     return run
@@ -879,11 +883,12 @@ def test_a_config_file_that_cannot_be_is_one_line_and_2(script, tmp_path: Path):
 def test_a_stop_before_the_launch_answers_75(
     script, tmp_path: Path, number: signal.Signals, output: str
 ):
-    """A `python` of ours, where the checks start, signals the script that waits for it."""
-    stub = tmp_path / "bin" / "python"
-    stub.write_text(f'#!/bin/sh\nkill -{number} $PPID\nexec "{sys.executable}" "$@"\n')
+    """An nvidia-smi of ours signals the process that asks it while the launch is planned."""
+    stub = tmp_path / "bin" / "nvidia-smi"
+    stub.write_text(f"#!/bin/sh\nkill -{number} $PPID\n")
     stub.chmod(0o755)
-    stopped = script()
+    path = f"{stub.parent}{os.pathsep}{os.environ['PATH']}"
+    stopped = script(PATH=path, CUDA_VISIBLE_DEVICES="unset")
     assert stopped.status == 75
     *_, last = stopped.stderr.splitlines()
     assert last == (
@@ -918,3 +923,31 @@ def test_the_slurm_script_starts_one_task_a_node_and_queues_a_saved_run_again(tm
         "2 1 node7 24567 --out_dir out/a b",
     ]
     assert (tmp_path / "queued").read_text() == "requeue 1234567\n"
+
+
+def test_a_folder_that_cannot_be_made_or_filled_is_named(
+    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    refused = script(TMPDIR=str(tmp_path / "gone"))
+    assert refused.status == 5
+    (line,) = refused.stderr.splitlines()
+    assert f"made in {tmp_path / 'gone'} (TMPDIR): No such file or directory; name another" in line
+
+    def full(target: Path, device: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    (tmp_path / "full").mkdir()
+    for name in ("PATH", STATUS_FILE, SCRIPT_PID):  # which it sets
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "full"))
+    monkeypatch.setattr(launcher, "write_plan", full)
+    handlers = {number: signal.getsignal(number) for number in CAUGHT}
+    try:
+        assert launcher.main(sys.executable, ["--seed", "1"]) == 5
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("run_accelerate.sh: error[E_STORAGE] rank=0 step=0: ")
+    assert line.endswith("/0/launch.yaml: No space left on device; free some space")
+    assert [*(tmp_path / "full").iterdir()] == []

@@ -1,0 +1,221 @@
+"""Starts a run through `accelerate launch`, hands signals on, starts again after a lost rank.
+
+Run as `launcher.py PYTHON FLAGS...` by run_accelerate.sh and `minimind launch`. Exits with the
+status of the run, which a worker writes to a file: torchrun always exits with 1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+if not __package__:  # run as a script: the package is that of this folder, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    import_module("minimind")
+    del sys.path[0]
+from minimind.errors import CURES, PREEMPTED, PeerError, RunError, StorageError, known_error
+from minimind.launch.plan import PROJECT, SCRATCH, write_plan
+from minimind.runtime.heartbeat import is_alive, registered_workers
+from minimind.runtime.process import (
+    CAUGHT,
+    NAME,
+    SCRIPT_PID,
+    STATUS_FILE,
+    STDERR_ON_STDIN,
+    read_claim,
+    record_stop,
+    stop_reason,
+)
+from minimind.runtime.terminal import one_line
+
+HERE = Path(__file__).resolve().parent
+WITHOUT_FLAGS = (
+    "--epochs 3 --batch_size 24 --learning_rate 2e-4 --dtype bfloat16 --accumulation_steps 32"
+    " --grad_clip 1.0 --log_interval 100 --save_interval 10000 --dim 1024 --n_layers 32"
+    " --max_seq_len 1024 --use_flash_attn --profile --profile_interval 10"
+)
+WORKERS_END = 10.0  # seconds in which the workers of a killed launcher end by themselves
+
+
+class Signals:
+    """Hands the first stop signal on to torchrun as TERM; a second Ctrl-C kills it.
+
+    Its workers save, or notice that it is gone and end by themselves.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""  # the first signal
+        self.torchrun: subprocess.Popen[bytes] | None = None  # from the first launch on
+        self.ends_wait = False  # a signal ends what this process waits for
+        for number in CAUGHT:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
+                signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        is_first, self.reason = not self.reason, self.reason or stop_reason(number)
+        record_stop(self.reason)  # for the workers' messages
+        if self.ends_wait and is_first:
+            raise SystemExit(PREEMPTED)
+        if self.torchrun and is_first:
+            self.torchrun.terminate()
+        elif self.torchrun and number == signal.SIGINT:
+            self.torchrun.kill()
+
+    def run(self, words: Sequence[str], log: Path) -> int:
+        """Run torchrun's process to its end; its own output goes to `log`."""
+        with open(log, "wb") as errors:
+            # Tracebacks and the table of failures go to the log; workers get the real stderr back
+            # by descriptor 0, the only one that reaches them (runtime/process.py). The terminal's
+            # Ctrl-C does not come to a process group of its own.
+            self.torchrun = subprocess.Popen(words, stdin=2, stderr=errors, process_group=0)
+            if self.reason:  # since the check before it
+                self.torchrun.terminate()
+            return self.torchrun.wait()
+
+
+def main(python: str, flags: Sequence[str]) -> int:
+    """Start a run on this host, again after status 7 as MAX_RESTARTS says; return its status."""
+    if not {"--help", "-h"}.isdisjoint(flags):
+        os.execvp(python, [python, _worker(), "--help"])
+    signals = Signals()
+    if os.sep in python:  # for the tools beside it, such as ninja
+        beside = os.path.abspath(os.path.dirname(python))
+        os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    scratch, moment, restarts = None, "before the first step", 0
+    words = [*flags] or WITHOUT_FLAGS.split()
+    try:
+        scratch = make_scratch()
+        status, launched = start(signals, python, words, scratch / "0")
+        most = int(os.environ["MAX_RESTARTS"])
+        # After status 7 alone: any other end would come again, or was asked for.
+        while status == PeerError.status and not signals.reason and restarts < most:
+            restarts += 1
+            moment, signals.torchrun = f"before restart {restarts}", None
+            added = prepare_restart(signals, scratch, restarts, launched)
+            status, launched = start(signals, python, [*words, *added], scratch / str(restarts))
+        if status == PeerError.status and not signals.reason and most:
+            _say(f"no restart is left of MAX_RESTARTS={most}; run the same command again")
+    except Exception as fault:  # a RunError, or one of the disk
+        if (error := known_error(fault)) is None:
+            raise
+        is_stop = error.status == PREEMPTED
+        if not signals.reason:
+            print(f"{NAME}: {error}" if is_stop else one_line(NAME, error), file=sys.stderr)
+        status = error.status
+    except SystemExit as stopped:
+        status = PREEMPTED if signals.reason else stopped.code
+    finally:
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+    if signals.reason and signals.torchrun is None:
+        _say(f"stopped on {signals.reason} {moment}; run it again to go on")
+        return PREEMPTED
+    assert isinstance(status, int)
+    return status
+
+
+def start(
+    signals: Signals, python: str, words: Sequence[str], place: Path
+) -> tuple[int, Mapping[str, Any]]:
+    """One launch, whose files are in `place`; its status, and what the plan says of it."""
+    place.mkdir()
+    os.environ |= {STATUS_FILE: str(place / "status"), SCRIPT_PID: str(os.getpid())}
+    launched, exports = write_plan(place / "launch.yaml", _last_device(words))
+    os.environ |= {STDERR_ON_STDIN: "1", **{name: str(value) for name, value in exports.items()}}
+    # A worker that stops may need a long step and a save; torch's default is 30 s.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+    if signals.reason:
+        raise SystemExit(PREEMPTED)
+    log = place / "launcher.log"
+    command = [python, str(HERE / "accelerate_launch.py"), "--config_file", f"{place}/launch.yaml"]
+    command += ["--deepspeed_multinode_launcher", "standard", "--log_dir", f"{place}/torchelastic"]
+    code = signals.run([*command, _worker(), *words], log)
+    _await_workers(place)
+    status, shows_log = code, "--debug" in words
+    if claim := read_claim():
+        status = claim.status
+    elif signals.reason:
+        _say(
+            f"stopped on {signals.reason} before the first step or by force; run it again to go on"
+        )
+        status = PREEMPTED
+    elif code < 0:
+        _say(f"the launcher was killed (signal {-code}); run it again")
+        status = PeerError.status
+    elif code:
+        status, shows_log = RunError.status, True  # no status was recorded
+    if shows_log:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        sys.stderr.write(re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", text))  # no terminal escapes
+        sys.stderr.flush()
+    return status, launched
+
+
+def prepare_restart(
+    signals: Signals, scratch: Path, number: int, launched: Mapping[str, Any]
+) -> list[str]:
+    """Wait for restart `number`, in which the hosts that are left agree; return flags to append."""
+    from minimind.launch.restart import next_launch  # pydantic and more
+
+    signals.ends_wait = True
+    try:
+        if signals.reason:
+            raise SystemExit(PREEMPTED)
+        variables, flags = next_launch(scratch, number, launched)
+    finally:
+        signals.ends_wait = False
+    os.environ |= {name: str(value) for name, value in variables.items()}
+    return flags
+
+
+def make_scratch() -> Path:
+    """Make the folder of this command in TMPDIR; raise StorageError."""
+    folder = os.environ.get("TMPDIR") or "/tmp"
+    try:
+        return Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
+    except OSError as error:
+        cure = f"{CURES[error.errno]}, or " if error.errno in CURES else ""
+        raise StorageError(
+            f"no folder can be made in {folder} (TMPDIR): {error.strerror}; {cure}name another"
+            " there"
+        ) from error
+
+
+def _await_workers(place: Path) -> None:
+    """Wait until the workers of a launcher that was killed have noticed it, and ended."""
+    deadline = time.monotonic() + WORKERS_END
+    while any(is_alive(worker.pid) for worker in registered_workers(place)):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.1)
+
+
+def _worker() -> str:
+    """The program of a worker: that of the checkout, or of the package."""
+    own = PROJECT / "train_pretrain.py"
+    return str(own if own.exists() else HERE / "train_pretrain.py")
+
+
+def _last_device(words: Sequence[str]) -> str:
+    """The value of --device, which the plan has to know as well."""
+    given = re.findall(r"(?:^|\0)--device[\0=]([^\0]*)", "\0".join(words))
+    return given[-1] if given else "auto"
+
+
+def _say(text: str) -> None:
+    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
