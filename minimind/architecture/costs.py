@@ -40,6 +40,7 @@ class Layout:
     moments: int = 2  # fp32 numbers kept per weight; Muon keeps one fewer for matrices of blocks
     loss: str = "full"  # full, chunked, or auto: chunked on a GPU if nothing is compiled
     sequence: int = 1  # processes that divide the positions of a row
+    tensor: int = 1  # processes that share each matrix of a block
     # Elements at stage 3, DeepSpeed's defaults: of all gathered weights, and of the largest weight
     # that is not released.
     max_live_parameters: int = 10**9
@@ -98,8 +99,13 @@ def memory(shape: Shape, layout: Layout) -> Memory:
 
     Stages 1 and 2 keep a full low-precision copy of the weights and 1/N of the fp32 masters and
     moments; masters are a second copy in fp32 too. An update needs an fp32 copy of the gradients.
-    Offloading is derived from DeepSpeed's source, not measured.
+    Offloading is derived from DeepSpeed's source, not measured. Under tensor parallelism the
+    activations are those of undivided matrices, and a save may need more than an update.
     """
+    if layout.tensor > 1:
+        part, ranks = own_part(shape, layout)
+        needed = memory(part, ranks)
+        return replace(needed, update=max(needed.update, saving_bytes(part, ranks)))
     kinds = {None: _plain, 0: _replicated, 1: _partitioned, 2: _partitioned, 3: _sharded}
     needed = kinds[layout.stage](shape, layout, activation_bytes(shape, layout))
     average = layout.averages * FP32 * shape.parameters // layout.shards
@@ -311,8 +317,11 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
     DeepSpeed 0.19.8 uses all-reduce, at stage 2 after every micro-batch. Stage 3 gathers each
     weight once in every micro-batch, and the small ones that it does not release once a step. Above
     half of max_reuse_distance it gathers some twice, which is not counted. Muon gathers updates.
+    Ranks that share matrices or positions send activations, too.
     """
-    n = layout.world_size
+    if layout.tensor > 1:
+        return bytes_sent(*own_part(shape, layout)) + reduced_bytes(shape, layout)
+    n, exchanged = layout.world_size, exchanged_bytes(shape, layout)
     b, p, micro_batches = BYTES[layout.dtype], shape.parameters, layout.accumulation_steps
     muon, others = (layout.shards * part for part in _parts(shape, layout))
     padded = muon + others
@@ -326,8 +335,8 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
     else:
         passes = 2 * p * (micro_batches if layout.stage == 2 else 1) + padded
     if OPTIMIZERS[layout.optimizer].orthogonalizes and layout.stage:
-        return (b * passes + layout.iteration * muon) * (n - 1) // n
-    return b * passes * (n - 1) // n
+        return exchanged + (b * passes + layout.iteration * muon) * (n - 1) // n
+    return exchanged + b * passes * (n - 1) // n
 
 
 def seconds(shape: Shape, tokens: float, world_size: int, peak_tflops: float, mfu: float) -> float:
@@ -450,17 +459,18 @@ def exchanged_bytes(shape: Shape, layout: Layout) -> int:
 FORWARD, BACKWARD = 2, 5
 
 
-def own_part(shape: Shape, layout: Layout, size: int) -> tuple[Shape, Layout]:
-    """Weights of one rank of `size`, and the ranks over which ZeRO divides their state."""
-    return replace(shape, tensor=size), replace(layout, world_size=layout.world_size // size)
+def own_part(shape: Shape, layout: Layout) -> tuple[Shape, Layout]:
+    """Weights of one of the ranks that share matrices, and ranks that divide their state."""
+    n = layout.tensor
+    return replace(shape, tensor=n), replace(layout, world_size=layout.world_size // n, tensor=1)
 
 
-def activation_bytes_sent(shape: Shape, layout: Layout, size: int) -> int:
+def reduced_bytes(shape: Shape, layout: Layout) -> int:
     """Bytes that a rank sends in a step to its group, by ring all-reduces of (rows, T, dim)."""
     passes = FORWARD * (1 + layout.recomputes) + BACKWARD
     tokens = layout.rows * shape.max_seq_len * layout.accumulation_steps
     values = shape.n_layers * passes * tokens * shape.dim
-    return BYTES[layout.dtype] * values * 2 * (size - 1) // size
+    return BYTES[layout.dtype] * values * 2 * (layout.tensor - 1) // layout.tensor
 
 
 def gathered_bytes(part: Shape, ranks: Layout) -> int:
@@ -480,10 +490,3 @@ def saving_bytes(part: Shape, ranks: Layout) -> int:
     largest = part.dim * max(part.q_dim, part.hidden_dim) // part.tensor
     of_rank = min(largest, -(-part.parameters // groups)) if ranks.stage else largest // groups
     return gathered_bytes(part, ranks) + FP32 * of_rank * part.tensor
-
-
-def memory_of_rank(shape: Shape, layout: Layout, size: int) -> Memory:
-    """Peak memory of a rank, with the activations of undivided matrices; `update` or a save."""
-    part, ranks = own_part(shape, layout, size)
-    needed = memory(part, ranks)
-    return replace(needed, update=max(needed.update, saving_bytes(part, ranks)))

@@ -13,16 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.architecture import costs
-from minimind.architecture.costs import (
-    ASSUMED_MFU,
-    Layout,
-    Machine,
-    Memory,
-    activation_bytes_sent,
-    exchanged_bytes,
-    memory_of_rank,
-    own_part,
-)
+from minimind.architecture.costs import ASSUMED_MFU, Layout, Machine, Memory
 from minimind.architecture.shape import Shape, flops_per_token, shape_of, with_special_tokens
 from minimind.config.deepspeed.document import offloads, read_deepspeed_json
 from minimind.config.deepspeed.keys import Facts
@@ -219,7 +210,7 @@ def plan_text(
             f"time        {needed / 3600:.3g} hours for {machine.tokens:.3g} tokens on"
             f" {world_size} x {machine.peak_tflops:g} TFLOPS at {mfu:.0%} MFU ({source})"
         )
-    return "\n".join([*lines, "", *_table(shape, here, machine.memory, run.tensor_parallel)])
+    return "\n".join([*lines, "", *_table(shape, here, machine.memory)])
 
 
 def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device: str) -> Layout:
@@ -247,6 +238,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         moments=0 if run.optimizer_values.get("sgd_momentum") == 0 else len(row.state),
         loss=run.loss,
         sequence=run.sequence_parallel,
+        tensor=run.tensor_parallel,
         max_live_parameters=int(zero.get("stage3_max_live_parameters", 10**9)),
         param_persistence_threshold=int(zero.get("stage3_param_persistence_threshold", 10**5)),
     )
@@ -280,27 +272,13 @@ COLUMNS = ("weights", "optimizer", "gradients", "buffers", "activations", "updat
 HEADS = ("model", "optim", "grads", "bufs", "activ", "updt", "total", "host", "sent")
 
 
-def _rows(shape: Shape, here: Layout, tensor: int) -> list[tuple[Layout, Memory, int]]:
-    """Layouts with the memory of a process and the bytes that it sends in a step.
-
-    `tensor` ranks share each matrix of a block; above one the configured layout stands alone, and
-    its activations are those of undivided matrices.
-    """
-    if tensor > 1:
-        sent = activation_bytes_sent(shape, here, tensor)
-        sent += costs.bytes_sent(*own_part(shape, here, tensor))
-        return [(here, memory_of_rank(shape, here, tensor), sent)]
-    without = replace(here, stage=None, offload_optimizer=False, offload_param=False)
-    layouts = dict.fromkeys((without, *alternatives(here), here))
-    rows = []
-    for layout in layouts:
-        sent = costs.bytes_sent(shape, layout) + exchanged_bytes(shape, layout)
-        rows.append((layout, costs.memory(shape, layout), sent))
-    return rows
-
-
-def _table(shape: Shape, here: Layout, memory: int | None, tensor: int) -> list[str]:
-    rows = _rows(shape, here, tensor)
+def _table(shape: Shape, here: Layout, memory: int | None) -> list[str]:
+    """Memory and communication of the layouts; of `here` alone where ranks share matrices."""
+    layouts = [here]
+    if here.tensor == 1:
+        without = replace(here, stage=None, offload_optimizer=False, offload_param=False)
+        layouts = [*dict.fromkeys((without, *alternatives(here), here))]
+    rows = [(one, costs.memory(shape, one), costs.bytes_sent(shape, one)) for one in layouts]
     unit, word = (GIB, "GiB") if max(use.total for _, use, _ in rows) >= GIB else (2**20, "MiB")
     lines = [
         f"Per process in {word}, {here.dtype}, micro-batch {here.rows}:",
@@ -387,48 +365,41 @@ def _advice(
     notes = ""
     if is_split and not run.is_explicit("batch_size"):
         notes = f"Micro-batches of {here.rows} rows do not fit: the command sets the batch.\n"
-    rows = best.rows * (run.parallel(gpus).data_size if run.split_batches else 1)
-    words = [
-        f"--{name} {value}"
-        for name, value in (("batch_size", rows), ("accumulation_steps", best.accumulation_steps))
-        if is_split or run.is_explicit(name)
-    ]
+    batch = batch_flags(run, best)
+    flags = [words for name, words in batch.items() if is_split or run.is_explicit(name)]
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     sets_batch = any(document.get(key, "auto") != "auto" for key in keys)
-    if _stage_of(best) != _stage_of(here) or (is_split and sets_batch):
-        words.append(f"--deepspeed_config {FILES[_stage_of(best)]}")
+    stage, stage_here = (
+        (one.stage, one.offload_optimizer, one.offload_param) for one in (best, here)
+    )
+    if stage != stage_here or (is_split and sets_batch):
+        flags.append(f"--deepspeed_config {FILES[stage]}")
         if not is_replaceable:
             notes += f"The command does not have the other settings of {path}.\n"
     elif run.is_explicit("deepspeed_config"):
-        words.append(f"--deepspeed_config {shell_word(str(shipped or run.deepspeed_config))}")
-    given, flags = _command_flags(run), " ".join(words)
+        flags.append(f"--deepspeed_config {shell_word(str(shipped or run.deepspeed_config))}")
+    set_here = (*batch, "deepspeed_config")
+    is_given = {name: origin.rank is Rank.FLAG for name, origin in run.sources.items()}
+    kept = {name: getattr(run, name) for name in FLAGS if is_given[name] and name not in set_here}
+    from_run = ["--init_from", "RUN"] if run.task == "sft" else []
+    given = shlex.join(map(masked, [*from_run, *words_of(kept)]))
     held = "the CUDA context" if here.device == "cuda" else "the device's libraries"
-    break_ = " \\\n    " if len(given) + len(flags) > WIDTH else " "
+    is_long = len(given) + len(" ".join(flags)) > WIDTH
+    words = (" \\\n    " if is_long else " ").join(filter(None, (given, " ".join(flags))))
     return (
         f"Recommended: {name_of(best)}, micro-batch {best.rows}, accumulation"
         f" {best.accumulation_steps}: {needed.total / GIB:.2f} of {memory / GIB:.2f} GiB{host}.\n"
         f"{HEADROOM:.0%} stays free for {held} and fragmentation;"
         f" the largest micro-batch that fits is {largest}.\n"
-        f"{notes}"
-        f"  NUM_PROCESSES={gpus} {LAUNCH} \\\n"
-        f"    {break_.join(filter(None, (given, flags)))}"
+        f"{notes}  NUM_PROCESSES={gpus} {LAUNCH} \\\n    {words}"
     )
 
 
-def _stage_of(layout: Layout) -> tuple[int | None, bool, bool]:
-    return layout.stage, layout.offload_optimizer, layout.offload_param
-
-
-def _command_flags(run: RunConfig) -> str:
-    """Return the flags of the command line without those that the advice sets."""
-    set_here = ("batch_size", "accumulation_steps", "deepspeed_config")
-    given = {
-        name: getattr(run, name)
-        for name in FLAGS
-        if run.sources[name].rank is Rank.FLAG and name not in set_here
-    }
-    words = ["--init_from", "RUN"] if run.task == "sft" else []
-    return shlex.join(map(masked, [*words, *words_of(given)]))
+def batch_flags(run: RunConfig, layout: Layout) -> dict[str, str]:
+    """The words of --batch_size and --accumulation_steps for the micro-batch of a layout."""
+    groups = run.parallel(layout.world_size).data_size if run.split_batches else 1
+    numbers = {"batch_size": layout.rows * groups, "accumulation_steps": layout.accumulation_steps}
+    return {name: f"--{name} {number}" for name, number in numbers.items()}
 
 
 def _no_fit(shape: Shape, here: Layout, memory: int) -> str:

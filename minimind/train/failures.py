@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,9 +30,6 @@ from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.device import CUDA, HOST, device_kind
 from minimind.runtime.durable_files import storing
-
-if TYPE_CHECKING:
-    from minimind.architecture.costs import Layout
 
 ROWS_FILE = "nonfinite_rows.jsonl"
 MAX_ROWS = 64  # dumped per rank and step: if the weights are not finite, every row is affected
@@ -205,7 +202,15 @@ def remedy(
             f"{recompute}{why}"
         )
     from minimind.architecture import costs
-    from minimind.architecture.plan import GIB, fits, largest_step, layout_of, name_of, recommend
+    from minimind.architecture.plan import (
+        GIB,
+        batch_flags,
+        fits,
+        largest_step,
+        layout_of,
+        name_of,
+        recommend,
+    )
 
     shape, current = shape_of(run), layout_of(run, world_size, resolved.config, device)
     needed = costs.memory(shape, current)
@@ -220,13 +225,8 @@ def remedy(
             free = "end other programs, whose memory the GPU shares"
         return f"{estimate}, which should fit: {free}{recompute}"
     if best := largest_step(shape, current, memory):
-        return f"{estimate}; {_flags(run, best)} fits{recompute}"
+        return f"{estimate}; {' '.join(batch_flags(run, best).values())} fits{recompute}"
     if device not in ALONE and (best := recommend(shape, current, memory)):
-        return f"{estimate}; {name_of(best)} with {_flags(run, best)} fits (docs/memory.md)"
+        flags = " ".join(batch_flags(run, best).values())
+        return f"{estimate}; {name_of(best)} with {flags} fits (docs/memory.md)"
     return f"{estimate}, and nothing fits; lower --dim, --n_layers or --max_seq_len"
-
-
-def _flags(run: RunConfig, layout: Layout) -> str:
-    groups = run.parallel(layout.world_size).data_size
-    rows = layout.rows * (groups if run.split_batches else 1)
-    return f"--batch_size {rows} --accumulation_steps {layout.accumulation_steps}"

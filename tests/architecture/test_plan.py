@@ -28,6 +28,7 @@ from minimind.architecture.shape import flops_per_token
 from minimind.cli.main import main
 from minimind.config.deepspeed.document import read_deepspeed_json
 from minimind.config.deepspeed.resolve import resolve
+from minimind.config.origin import Rank
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import deepspeed_files
 from minimind.data.tokenizer.add_special import with_special_tokens
@@ -318,7 +319,7 @@ def test_every_printed_command_parses_and_resolves_to_what_is_recommended(
                 assert path == "none"
             for name, source in given.sources.items():
                 is_kept = name not in ("batch_size", "accumulation_steps", "deepspeed_config")
-                if source == f"--{name}" and is_kept:
+                if source.rank is Rank.FLAG and is_kept:
                     assert getattr(run, name) == getattr(given, name)
 
 

@@ -7,13 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from minimind.architecture.costs import (
-    Layout,
-    activation_bytes_sent,
-    memory_of_rank,
-    own_part,
-    saving_bytes,
-)
+from minimind.architecture.costs import Layout, bytes_sent, memory, own_part, saving_bytes
 from minimind.architecture.plan import Machine, plan
 from minimind.architecture.shape import shape_of
 from minimind.config.parse import parse_flags
@@ -23,7 +17,7 @@ SHAPE = "--dim 64 --n_layers 2 --n_heads 4 --n_kv_heads 2 --hidden_dim 192 --voc
 
 def test_a_rank_has_the_whole_embedding_and_norms_and_a_part_of_each_matrix():
     shape = shape_of(parse_flags(SHAPE.split()))
-    part, ranks = own_part(shape, Layout(2, 4, "bfloat16", 2), 2)
+    part, ranks = own_part(shape, Layout(2, 4, "bfloat16", 2, tensor=2))
     matrices = shape.hidden_matrices
     assert part.parameters == shape.parameters - matrices // 2
     assert ranks.world_size == 2
@@ -31,9 +25,9 @@ def test_a_rank_has_the_whole_embedding_and_norms_and_a_part_of_each_matrix():
 
 def test_seven_all_reduces_of_a_block_and_micro_batch_are_sent():
     shape = shape_of(parse_flags(f"{SHAPE} --max_seq_len 32".split()))
-    layout = Layout(2, 2, "float32", rows=3, accumulation_steps=2)
+    layout = Layout(2, 2, "float32", rows=3, accumulation_steps=2, tensor=2)
     one = 4 * 3 * 32 * 64
-    assert activation_bytes_sent(shape, layout, 2) == 2 * 2 * 7 * one
+    assert bytes_sent(shape, layout) == 2 * 2 * 7 * one  # and no gradients: one group
 
 
 def test_a_plan_counts_groups_and_names_no_other_stage():
@@ -62,10 +56,9 @@ def test_a_plan_has_a_total_and_says_what_does_not_fit():
 def test_whole_rows_of_o_and_down_are_gathered_to_save_them():
     """64 x (64 + 192) weights, their average and moments; 192 x 64 at once."""
     shape = shape_of(parse_flags(SHAPE.split()))
-    layout = Layout(0, 4, "float32", rows=1, averages=True)
-    part, ranks = own_part(shape, layout, 2)
+    layout = Layout(0, 4, "float32", rows=1, averages=True, tensor=2)
+    part, ranks = own_part(shape, layout)
     kept = 4 * 4 * 2 * 64 * (64 + 192) // 2 // 2
     assert saving_bytes(part, ranks) == kept + 4 * 64 * 192 // 2
     assert saving_bytes(part, replace(ranks, stage=2)) == kept + 4 * 64 * 192
-    held = memory_of_rank(shape, layout, 2)
-    assert held.update >= saving_bytes(part, ranks)
+    assert memory(shape, layout).update >= saving_bytes(part, ranks)

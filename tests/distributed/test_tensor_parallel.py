@@ -74,8 +74,8 @@ def test_a_save_gathers_what_a_plan_counts(found: tuple[Found, int]):
     seen, ranks = found
     shape = shape_of(parse_flags("--dim 32 --n_layers 2 --hidden_dim 128 --vocab_size 512".split()))
     for stage, one in seen["divided"].items():
-        layout = Layout(int(stage), ranks, "float32", rows=1, averages=True)
-        counted = gathered_bytes(*own_part(shape, layout, 2)) * ranks
+        layout = Layout(int(stage), ranks, "float32", rows=1, averages=True, tensor=2)
+        counted = gathered_bytes(*own_part(shape, layout)) * ranks
         gathered = sum(one["gathered"])
         assert gathered == pytest.approx(counted, rel=0.05), stage  # no rows at borders
 
