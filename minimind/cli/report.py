@@ -45,9 +45,9 @@ class Report(OutputFile):
 
     def execute(self) -> None:
         """Print the summary of each run, write the page, or serve it."""
+        from minimind.report.figures import Summary
         from minimind.report.history import read_runs
         from minimind.report.page import write_report
-        from minimind.report.summary import Summary
         from minimind.report.watch import watch
 
         if self.out:
@@ -81,7 +81,7 @@ class Doctor(Command):
 
     def execute(self) -> int:
         """Print what stands out in a run; return 1 if anything is more than possible."""
-        from minimind.report.doctor import diagnose
+        from minimind.report.findings import diagnose
         from minimind.report.history import read_runs
         from minimind.report.placement import placement
 

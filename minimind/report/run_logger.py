@@ -14,9 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minimind.engine.clocks import LABELS, mean_ms, median_ms, profile_table, ranks_table
-from minimind.report.formats import clock_time
-from minimind.report.history import PAUSES
-from minimind.report.verdict import Setting, Verdicts
+from minimind.report.formats import PAUSES, clock_time
+from minimind.report.slowness import Setting, Verdicts
 from minimind.runtime.device import device_kind
 from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout

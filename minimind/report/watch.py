@@ -22,7 +22,7 @@ from select import select
 from typing import Any
 
 from minimind.errors import RendezvousError, StorageError
-from minimind.report.history import History, as_runs, read_configuration
+from minimind.report.history import read_configuration, runs_of
 from minimind.report.page import figures, fill_page, render_parts
 from minimind.runtime import disk
 from minimind.runtime.durable_files import printing
@@ -41,7 +41,7 @@ class LiveReport:
     """The newest report of runs, for several threads."""
 
     def __init__(self, run_dirs: Sequence[Path]) -> None:
-        self._histories = [*map(History, run_dirs)]
+        self._runs = runs_of(run_dirs)
         self._lock = threading.Lock()
         self._due = -math.inf
         self._state: Any = None  # what the newest message tells of
@@ -66,8 +66,8 @@ class LiveReport:
 
     def _read_on(self) -> None:
         try:
-            grown = [one.read() for one in self._histories]
-            runs, now = as_runs(self._histories), time.time()
+            grown = [run.read() for run in self._runs]
+            runs, now = self._runs, time.time()
             state = [run.outcomes(now)[-1:] for run in runs]
             if not any(grown) and state == self._state:
                 return

@@ -21,7 +21,7 @@ from playwright.sync_api import expect
 from minimind.cli.main import main
 from minimind.errors import StorageError
 from minimind.report import watch
-from minimind.report.history import History
+from minimind.report.history import Run
 from minimind.report.watch import LiveReport, Server
 from tests.browser import opened
 from tests.report.made import (
@@ -102,7 +102,7 @@ def follower_threads() -> int:
 
 def test_lines_are_read_on_from_where_the_last_reading_ended(tmp_path):
     place = tmp_path / "run"
-    history = History(place)
+    history = Run(place)
     assert not history.read()
     write_run(place, [run_start(), step_line(1), '{"event": "st'])
     assert history.read()
@@ -116,7 +116,7 @@ def test_lines_are_read_on_from_where_the_last_reading_ended(tmp_path):
     assert history.read()
     append(place, "\n")
     history.read()
-    assert len(history.starts[1].column("step")) == 2
+    assert history.starts[1].lines == 2
     (place / "metrics.jsonl").unlink()
     write_run(place, [run_start()])  # another run in the same folder
     assert history.read()
@@ -125,7 +125,7 @@ def test_lines_are_read_on_from_where_the_last_reading_ended(tmp_path):
 
 def test_a_long_file_is_not_read_again(tmp_path, monkeypatch):
     place = write_run(tmp_path / "run", [run_start(), *(step_line(n) for n in range(1, 2000))])
-    history, parsed, loads = History(place), [], json.loads
+    history, parsed, loads = Run(place), [], json.loads
     history.read()
     monkeypatch.setattr(json, "loads", lambda raw: parsed.append(raw) or loads(raw))
     append(place, step_line(2000))
@@ -197,13 +197,13 @@ def test_a_quiet_stream_has_beats_and_ends_with_the_server(tmp_path, monkeypatch
 
 def test_a_long_first_reading_does_not_put_off_the_next(tmp_path, monkeypatch):
     place = write_run(tmp_path / "run", [run_start(), step_line(1)])
-    clock, seconds, read = [0.0], [60.0], History.read
+    clock, seconds, read = [0.0], [60.0], Run.read
 
-    def slow(self: History) -> bool:
+    def slow(self: Run) -> bool:
         clock[0] += seconds[0]
         return read(self)
 
-    monkeypatch.setattr(History, "read", slow)
+    monkeypatch.setattr(Run, "read", slow)
     monkeypatch.setattr(watch, "INTERVAL", 1.0)
     clocks = {"monotonic": lambda: clock[0], "thread_time": lambda: clock[0], "time": time.time}
     monkeypatch.setattr(watch, "time", SimpleNamespace(**clocks))
@@ -221,13 +221,13 @@ def test_a_long_first_reading_does_not_put_off_the_next(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_read_is_told(tmp_path, monkeypatch):
-    def denied(self: History) -> bool:
+    def denied(self: Run) -> bool:
         raise StorageError("metrics.jsonl: Permission denied; correct its permissions")
 
     with serving(write_run(tmp_path / "run", [run_start()])) as server:
         reader = Reader(server)
         reader.event()
-        monkeypatch.setattr(History, "read", denied)
+        monkeypatch.setattr(Run, "read", denied)
         assert "Permission denied" in reader.event("problem")
         assert ask(server)[0].status == 200  # the report up to then
         monkeypatch.undo()
