@@ -69,6 +69,7 @@ WITHOUT_TORCH = """
     config.stages config.tasks data.rows.stages data.prepare.mixed
 """.split()
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "plotly", "datatrove", "ray"}
+HEAVY |= {"starlette", "uvicorn"}
 
 
 def test_what_needs_no_torch_imports_none():
@@ -114,6 +115,8 @@ OF_OFF = {
     "tokenizers",
     "sentencepiece",
     "pyarrow",
+    "starlette",
+    "uvicorn",
 }
 
 
