@@ -156,7 +156,8 @@ def watch(run_dirs: Sequence[Path], port: int) -> None:
         listening = socket.create_server((HOST, port))
     except OSError as error:
         raise RendezvousError(
-            f"--port {port}: {os.strerror(error.errno or 0)}; give another one, or 0 for one that is free"
+            f"--port {port}: {os.strerror(error.errno or 0)}; give another one, or 0 for one that is"
+            " free"
         ) from error
     with listening:
         report = LiveReport(run_dirs)
