@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Set
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -161,31 +160,31 @@ class Case:
         return last["val_loss"] - _median(self.loss[near]), noise
 
 
-# Rules in their order, and the kinds of findings that explain what a rule would see.
-RULES: dict[Callable[[Case], Iterator[Found]], Set[str]] = {}
+Rule = Callable[[Case], Iterator[Found]]
+# Rules in their order, the kinds of findings that explain what one would see, and its least lines.
+RULES: dict[Rule, tuple[Set[str], int]] = {}
 STOPPED = {"diverged", "spikes"}
 RATE = {*STOPPED, "high_rate", "low_rate", "nothing_learnt", "weight_decay", "long_warmup"}
 TEXT = {"other_text", "chance", "word_order", "tokenizer", "short_rows"}
 
 
-def diagnose(run: Run, now: float) -> list[Finding]:
-    """What every rule finds; a later rule is silent where an earlier one explains it."""
-    found = list[Finding]()
-    case = Case(run, now)
-    for rule, explained in RULES.items() if run.starts else ():
-        if not explained & {one.kind for one in found}:
-            found += [Finding(*one) for one in rule(case)]
-    return found
+def rule(explained_by: Set[str] = frozenset(), least: int = 0) -> Callable[[Rule], Rule]:
+    """Add a rule, which is silent where one of the kinds was found, or with fewer lines."""
 
-
-def rule(explained_by: Set[str] = frozenset()) -> Callable[..., Any]:
-    """Add a rule, which is silent where one of these kinds was found."""
-
-    def add(judge: Callable[[Case], Iterator[Found]]) -> Callable[[Case], Iterator[Found]]:
-        RULES[judge] = explained_by
+    def add(judge: Rule) -> Rule:
+        RULES[judge] = explained_by, least
         return judge
 
     return add
+
+
+def diagnose(run: Run, now: float) -> list[Finding]:
+    """What every rule finds."""
+    case, found = Case(run, now), list[Finding]()
+    for judge, (explained_by, least) in RULES.items() if run.starts else ():
+        if case.lines >= least and not explained_by & {one.kind for one in found}:
+            found += [Finding(*one) for one in judge(case)]
+    return found
 
 
 def _median(values: np.ndarray) -> float:
@@ -280,7 +279,7 @@ def _rise(case: Case, advice: str) -> Iterator[Found]:
     yield "diverged", f"{text}: what was learnt is lost", advice, sure
 
 
-@rule(STOPPED)
+@rule(STOPPED, least=5)
 def _weight_decay(case: Case) -> Iterator[Found]:
     """A decay that takes away within a few steps what an update adds.
 
@@ -289,7 +288,7 @@ def _weight_decay(case: Case) -> Iterator[Found]:
     decay = case.value("weight_decay")
     rate = case.value("muon_lr") if case.flag("optimizer") == "muon" else case.peak
     memory = 1 / (rate * decay) if rate > 0 and decay > 0 else math.inf  # steps
-    if not decay > 2 or memory > min(40.0, case.total_steps / 4) or case.lines < 5:
+    if not decay > 2 or memory > min(40.0, case.total_steps / 4):
         return
     if case.bits < case.trigram:  # it learns in spite of it
         return
@@ -320,9 +319,9 @@ def _long_warmup(case: Case) -> Iterator[Found]:
     yield "long_warmup", text, advice, _sure(share, 0.5, 0.8)
 
 
-@rule({*STOPPED, "weight_decay"})
+@rule({*STOPPED, "weight_decay"}, least=FEW)
 def _high_rate(case: Case) -> Iterator[Found]:
-    if not case.is_fresh or case.lines < FEW or not np.isfinite(case.smooth).all():
+    if not case.is_fresh or not np.isfinite(case.smooth).all():
         return
     rate = f"--learning_rate {case.flag('learning_rate')}"
     if case.flags.get("optimizer") == "muon" and math.isfinite(case.value("muon_lr")):
@@ -361,11 +360,11 @@ def _stall(case: Case) -> tuple[float, float]:
     return before - after, after - case.end
 
 
-@rule(RATE)
+@rule(RATE, least=10)
 def _low_rate(case: Case) -> Iterator[Found]:
     warmup = case.value("warmup_steps")
     enough = max(30.0, 2 * warmup, min(500.0, case.total_steps / 2))  # steps
-    if not case.is_fresh or case.lines < 10 or not case.run.last_step >= enough:
+    if not case.is_fresh or not case.run.last_step >= enough:
         return
     start = _median(case.loss[:3])
     fall, uniform = start - case.end, math.log(case.vocabulary) if case.vocabulary > 1 else math.nan
@@ -385,10 +384,10 @@ def _low_rate(case: Case) -> Iterator[Found]:
     yield "low_rate", f"{text} so few steps", advice, CERTAIN if is_new else LIKELY
 
 
-@rule(RATE)
+@rule(RATE, least=2 * FEW)
 def _warmup(case: Case) -> Iterator[Found]:
     warmup = case.value("warmup_steps")
-    if not case.is_fresh or case.lines < 2 * FEW or not warmup < 0.02 * case.total_steps:
+    if not case.is_fresh or not warmup < 0.02 * case.total_steps:
         return
     early = case.smooth[: case.lines // 5]
     low = np.minimum.accumulate(early)
@@ -400,9 +399,9 @@ def _warmup(case: Case) -> Iterator[Found]:
         yield "warmup", f"{text} first updates are too large", advice, LIKELY
 
 
-@rule()
+@rule(least=FEW)
 def _idle_rate(case: Case) -> Iterator[Found]:
-    if case.lines < FEW or not np.isfinite(case.lr).all() or not case.lr.max() > 0:
+    if not np.isfinite(case.lr).all() or not case.lr.max() > 0:
         return
     after = case.lr[int(case.lr.argmax()) :]  # the warm-up
     share = float((after < 0.05 * case.peak).sum()) / case.lines
@@ -574,10 +573,10 @@ def _experts(case: Case) -> Iterator[Found]:
         yield "dead_experts", text, f"{advice} --n_routed_experts", CERTAIN
 
 
-@rule({*STOPPED, "high_rate"})
+@rule({*STOPPED, "high_rate"}, least=FEW)
 def _clipping(case: Case) -> Iterator[Found]:
     clip, late = case.value("grad_clip"), case.norm[case.lines // 2 :]
-    if case.lines < FEW or not clip > 0 or not np.isfinite(late).any():
+    if not clip > 0 or not np.isfinite(late).any():
         return
     share, usual = float((late > clip).mean()), _median(late)
     if share > 0.95 and usual > 8 * clip:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,14 +113,20 @@ def typed(value: Any, kind: Any) -> Any:
 
 
 def read_event(line: dict[str, Any]) -> dict[str, Any]:
-    """A line with every field of its event; raise as `typed` does."""
-    get = line.get
+    """A line with every field of its event, of a step with `columns`; raise as `typed` does."""
     if line["event"] == "step":  # most lines by far
-        if get("step") is None:
-            raise TypeError
-        values: dict[str, Any] = {name: typed(get(name), float) for name in COLUMNS}
-        loads = {name: typed(get(name), [float]) for name in ("expert_load", "expert_load_range")}
-        return {**values, **loads, "event": "step", "clipped": get("clipped") is True}
+        known = [one if type(one) is float else typed(one, float) for one in map(line.get, COLUMNS)]
+        columns = dict(zip(COLUMNS, known, strict=True), is_clipped=line.get("clipped") is True)
+        if "expert_load" in line:
+            load, ends = (typed(line.get(f"expert_load{end}"), [float]) for end in ("", "_range"))
+            columns |= {f"expert_{n}": one * len(load) for n, one in enumerate(load[:MAX_EXPERTS])}
+            columns |= zip(("expert_least", "expert_most"), ends, strict=False)
+        return {
+            "event": "step",
+            "step": float(line["step"]),
+            "columns": columns,
+            "time": columns["time"],
+        }
     kinds = EVENTS[line["event"]]
     some = {n: kinds.get(n.removeprefix("ema_"), float) for n in line if n.startswith("ema_")}
     times = {name: float for name in line if name.endswith("_ms")}
@@ -167,7 +174,8 @@ class Run:
 
     def _clear(self) -> None:
         self.starts: list[Start] = []
-        self._table = {name: array("d") for name in COLUMNS}  # a value for each line
+        # A value for each line, as far as any has one.
+        self._table: dict[str, array[float]] = defaultdict(lambda: array("d"))
 
     @property
     def unread_lines(self) -> int:
@@ -214,13 +222,14 @@ class Run:
             not last
             or last[0].end is not None
             or (name == "exit" and event.get("started") is False)
-            or (name == "step" and (step or 0) <= last[0].last_step)
+            or (name == "step" and step is not None and step <= last[0].last_step)
         ):
             self.starts.append(Start(len(self._table["step"])))
-        start, time = self.starts[-1], event["time"]
-        start.first_time = time if math.isnan(start.first_time) else start.first_time
-        start.last_time = float(np.fmax(start.last_time, time))
-        if name == "step" and step is not None:
+        start, time = self.starts[-1], number(event.get("time"))
+        if not (time <= start.last_time or math.isnan(time)):  # last_time may be NaN
+            start.first_time = time if math.isnan(start.first_time) else start.first_time
+            start.last_time = time
+        if name == "step":
             self._add_step(start, event)
         elif name in ENDS:
             start.end = event
@@ -228,18 +237,16 @@ class Run:
             start.events.append(event)
 
     def _add_step(self, start: Start, line: dict[str, Any]) -> None:
+        step = line["step"]
         if start.is_implied and start.lines < 2:  # one log interval before, or one step
-            gap = line["step"] - start.last_step if start.lines else 1
-            start.first_step = (start.last_step if start.lines else line["step"]) - gap
-        load, least_most = line["expert_load"], line["expert_load_range"]
-        values = {name: line[name] for name in COLUMNS} | {"is_clipped": line["clipped"]}
-        values |= {f"expert_{n}": one * len(load) for n, one in enumerate(load[:MAX_EXPERTS])}
-        values |= zip(("expert_least", "expert_most"), least_most, strict=False)
-        for name, value in values.items():
-            column = self._table.setdefault(name, array("d"))
-            column.extend([math.nan] * (start.first_line + start.lines - len(column)))
+            gap = step - start.last_step if start.lines else 1.0
+            start.first_step = (start.last_step if start.lines else step) - gap
+        for name, value in line["columns"].items():
+            column = self._table[name]
+            if len(column) < start.first_line + start.lines:  # the lines before had no such value
+                column.extend([math.nan] * (start.first_line + start.lines - len(column)))
             column.append(value)
-        start.lines, start.last_step = start.lines + 1, line["step"]
+        start.lines, start.last_step = start.lines + 1, step
 
     def lines(self, name: str) -> np.ndarray:
         """float64 (lines,) of all lines, also the lost ones; NaN where missing.
@@ -256,6 +263,8 @@ class Run:
             recorded = recorded if name == "taken" else steps - recorded
         values = np.full(len(self._table["step"]), np.nan)
         values[: len(recorded)] = recorded
+        values[~(np.abs(values) < LIMIT)] = np.nan
+        values[np.abs(values) < 1 / LIMIT] = 0.0
         return values
 
     @property

@@ -57,7 +57,8 @@ TEMPLATES.globals |= {"nouns": formats.NOUNS, "columns": COLUMNS, "tiles": TILES
 def write_report(run_dirs: Sequence[Path], out: Path, remedy: str) -> int:
     """Write the page of one or several runs to `out`; return its bytes. Raise StorageError."""
     configurations = [*map(read_configuration, run_dirs)]
-    return write_page(render_page(read_runs(run_dirs), configurations, time.time()), out, remedy)
+    parts = render_parts(read_runs(run_dirs), configurations, time.time())
+    return write_page(fill_page(*parts, is_linked=True), out, remedy)
 
 
 def write_page(html: str, out: Path, remedy: str) -> int:
@@ -68,11 +69,6 @@ def write_page(html: str, out: Path, remedy: str) -> int:
         remove_left(out.parent, out.name)
         write_whole(out, content)
     return len(content)
-
-
-def render_page(runs: Sequence[Run], configurations: Sequence[Configuration], now: float) -> str:
-    """The HTML of one run, or of several compared."""
-    return fill_page(*render_parts(runs, configurations, now), is_linked=True)
 
 
 def render_parts(

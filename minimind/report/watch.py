@@ -155,9 +155,9 @@ def watch(run_dirs: Sequence[Path], port: int) -> None:
     try:
         listening = socket.create_server((HOST, port))
     except OSError as error:
+        reason = os.strerror(error.errno or 0)
         raise RendezvousError(
-            f"--port {port}: {os.strerror(error.errno or 0)}; give another one, or 0 for one that is"
-            " free"
+            f"--port {port}: {reason}; give another one, or 0 for one that is free"
         ) from error
     with listening:
         report = LiveReport(run_dirs)
