@@ -526,13 +526,14 @@ def _repeats(case: Case) -> Iterator[Found]:
 @rule()
 def _many_epochs(case: Case) -> Iterator[Found]:
     """Sources whose weight makes them be read far more often than the others."""
-    if not (mixture := case.order.get("mixture")) or case.stages:
-        return
+    mixture = case.order.get("mixture") or {"sizes": [], "weights": []}
     sizes, weights = (np.array(mixture[name], float) for name in ("sizes", "weights"))
+    if case.stages or not len(sizes) == len(weights) > 1:
+        return
     read = case.rows_read * weights / weights.sum() / np.maximum(sizes, 1)
     most = int(np.argmax(read))
     others = np.delete(read, most)
-    if len(others) and read[most] >= 8 and read[most] > 8 * np.median(others):
+    if read[most] >= 8 and read[most] > 8 * np.median(others):
         text = f"source {most + 1} is read {read[most]:.0f} times and the others"
         text += f" {np.median(others):.1f} times: it is learnt by heart at the cost of the rest"
         yield "source_weight", text, "a smaller weight for it, or more of its text", LIKELY

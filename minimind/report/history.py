@@ -116,17 +116,15 @@ def read_event(line: dict[str, Any]) -> dict[str, Any]:
     """A line with every field of its event, of a step with `columns`; raise as `typed` does."""
     if line["event"] == "step":  # most lines by far
         known = [one if type(one) is float else typed(one, float) for one in map(line.get, COLUMNS)]
-        columns = dict(zip(COLUMNS, known, strict=True), is_clipped=line.get("clipped") is True)
+        columns = dict(zip(COLUMNS, known, strict=True))
+        if math.isnan(columns["step"]):
+            raise ValueError
+        columns["is_clipped"] = float(line.get("clipped") is True)
         if "expert_load" in line:
             load, ends = (typed(line.get(f"expert_load{end}"), [float]) for end in ("", "_range"))
             columns |= {f"expert_{n}": one * len(load) for n, one in enumerate(load[:MAX_EXPERTS])}
             columns |= zip(("expert_least", "expert_most"), ends, strict=False)
-        return {
-            "event": "step",
-            "step": float(line["step"]),
-            "columns": columns,
-            "time": columns["time"],
-        }
+        return {"event": "step", "columns": columns, **{n: columns[n] for n in ("step", "time")}}
     kinds = EVENTS[line["event"]]
     some = {n: kinds.get(n.removeprefix("ema_"), float) for n in line if n.startswith("ema_")}
     times = {name: float for name in line if name.endswith("_ms")}

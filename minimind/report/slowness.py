@@ -212,7 +212,8 @@ def verdict_of(run: Run) -> str:
 
 
 def _has_times(profile: Mapping[str, Any]) -> bool:
-    return profile["steps"] > 0 and sum(profile[f"{name}_ms"] for name in PHASES) > 0
+    whole = sum(profile[f"{name}_ms"] for name in PHASES)
+    return profile.get("step") is not None and profile["steps"] >= 1 and whole > 0
 
 
 def _setting_of(run: Run, start: Start) -> Setting:
