@@ -12,7 +12,7 @@ import numpy as np
 from minimind.config.run_record import NAME
 from minimind.report import formats
 from minimind.report.formats import NOUNS, PAUSES, PHASES
-from minimind.report.history import Run, read_event
+from minimind.report.history import Run
 from minimind.report.placement import placement
 from minimind.report.slowness import verdict_of
 
@@ -183,16 +183,16 @@ def _figures(run: Run, now: float) -> dict[str, Figure]:
 
 def _best(run: Run, prefix: str) -> Figure:
     """The validation of least loss; of the average of weights with `ema_`."""
-    evals = [e for e in run.events("eval") if math.isfinite(e.get(f"{prefix}val_loss", math.nan))]
-    best = min(
-        evals, key=lambda one: one[f"{prefix}val_loss"], default=read_event({"event": "eval"})
-    )
-    more = ((", perplexity", "val_ppl"), (", bits per byte", "val_bpb"))
-    values = [(noun, best.get(prefix + name, math.nan)) for noun, name in more]
-    remark = f" at step {best.get('step', 0):,}, the best"
-    remark += "".join(f"{noun} {value:.4g}" for noun, value in values if math.isfinite(value))
-    loss = best.get(f"{prefix}val_loss", math.nan)
-    return Figure(loss, f"{loss:.4f}" if evals else formats.DASH, remark if evals else "")
+    key = f"{prefix}val_loss"
+    evals = [e for e in run.events("eval") if math.isfinite(e.get(key, math.nan))]
+    if not evals:
+        return Figure(math.nan, formats.DASH)
+    best = min(evals, key=lambda one: one[key])
+    remark = f" at step {best['step']:,}, the best"
+    for noun, name in (("perplexity", "val_ppl"), ("bits per byte", "val_bpb")):
+        value = best.get(prefix + name, math.nan)
+        remark += f", {noun} {value:.4g}" if math.isfinite(value) else ""
+    return Figure(best[key], f"{best[key]:.4f}", remark)
 
 
 def _mirror(run: Run) -> Figure:
