@@ -89,12 +89,11 @@ def render_parts(
         is_single=len(runs) == 1,
         summaries=summaries,
         lead=_lead(summaries[0]),
-        tones=[run_style(n)[0] for n in range(len(runs))],
+        compared=[_compared(one, run_style(n)[0]) for n, one in enumerate(summaries)],
         charts=charts,
         details=[_details(run, now) for run in runs],
         start_head=START_HEAD,
         stage_head=STAGE_HEAD,
-        config=config,
         given=[(name, *both) for name, both in flags if both[1] != DEFAULT],
         defaults=[(name, value) for name, (value, source) in flags if source == DEFAULT],
         deepspeed=[*config.deepspeed.items()],
@@ -171,13 +170,23 @@ def _lead(summary: Summary) -> str:
     return " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)
 
 
+def _compared(one: Summary, tone: str) -> list[str]:
+    """A cell for the name of a run, for each of `COLUMNS`, and for its end."""
+    cells = [one.figures[name].text for name in COLUMNS]
+    cells[0] = Markup("{}{}").format(cells[0], _part("progress", one))
+    if at := one.figures["validation"].remark.partition(",")[0]:
+        cells[[*COLUMNS].index("validation")] += Markup("<small>{}</small>").format(at)
+    end = _part("ended", one.kind, one.ending + one.time_left(), [])
+    return [_part("key", tone, one.run.name), *cells, end]
+
+
 def _details(run: Run, now: float) -> dict[str, Any]:
     """Starts, scores, stages, ranks, versions and samples of a run."""
     ends = zip(run.starts, run.outcomes(now), strict=True)
     starts = [_start_row(start, *outcome) for start, outcome in ends]
     half = MAX_STARTS // 2
     if len(starts) > MAX_STARTS:
-        more = ("", [], (f"{len(starts) - MAX_STARTS} more", *[""] * 5))
+        more = f"{len(starts) - MAX_STARTS} more", *[""] * 5
         starts = [*starts[:half], more, *starts[-half:]]
     scores: dict[str, Any] = {}
     if scored := run.events("scores"):
@@ -192,12 +201,12 @@ def _details(run: Run, now: float) -> dict[str, Any]:
     return {
         **{"name": run.name, "starts": starts, "scores": scores, "stages": stage_rows(run)},
         **{"ranks": ranks, "ranks_step": f"{step:,}", "facts": [(fact, None) for fact in facts]},
-        "samples": [{**event, "step": f"{event['step']:,}"} for event in samples],
+        "samples": samples,
     }
 
 
-def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, list[str], tuple[str, ...]]:
-    """How it ended, what it remarked, and a cell for each name of `START_HEAD`."""
+def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
+    """A cell for each name of `START_HEAD`."""
     first, last, remarks = start.first_step, start.last_step, []
     steps = formats.DASH if math.isinf(first) else f"{first:,.0f}"
     steps += f" to {last:,.0f}" if math.isfinite(last) else ""
@@ -210,12 +219,11 @@ def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, list[str], 
             remarks.append(f"fetched {event['url']}")
         elif event["event"] == "run_changed":
             remarks.append("changed " + "; ".join(event["changes"]))
-    cells = (
+    return (
         formats.timestamp(start.first_time),
         steps,
         formats.duration(start.seconds),
         "no run_start recorded" if start.is_implied else describe(start.facts),
-        sentence,
+        _part("ended", kind, sentence, remarks[:10]),
         f"{start.lost_steps:,}" if start.lost_steps else "",
     )
-    return kind, remarks[:10], cells
