@@ -34,14 +34,13 @@ def write_page(
     for name, row in table.items():
         bits = [f"{row['bits'][moment]['median']:.4f}" for moment in moments]
         low, high = (f"{value:.4f}" for value in row["bits"][moments[-1]]["range"])
-        cells.append([escape(name), rate_text(row["rate"]), *bits, f"{low} to {high}"])
+        cells.append([name, rate_text(row["rate"]), *bits, f"{low} to {high}"])
     title = "Time to loss"
     body = [f"<h1>{title}</h1>", f'<p class="lead">{escape(lead)}</p>', "<h2>Curves</h2>"]
     body += [plots(charts, is_single=True), "<h2>Bits per byte</h2>"]
     body.append(html_table(head, cells, "final"))
     head, *lines = reached
-    cells = [[escape(cell) for cell in line] for line in lines]
-    body += [f"<h2>Seconds {escape(head[0])}</h2>", html_table(["", *head[1:]], cells, "until")]
+    body += [f"<h2>Seconds {escape(head[0])}</h2>", html_table(["", *head[1:]], lines, "until")]
     out.write_text(fill_page(title, "\n".join(body), charts, is_linked=False), encoding="utf-8")
 
 

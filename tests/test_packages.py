@@ -62,13 +62,14 @@ WITHOUT_TORCH = """
     cli.main cli.train cli.report launch.plan launch.restart launch.train_pretrain train.inputs
     config.parse config.flags config.checks config.launcher_env config.deepspeed.resolve
     architecture.plan architecture.costs architecture.shape checkpoint.directory checkpoint.tools
-    checkpoint.retention report.page report.summary report.history report.verdict report.doctor
+    checkpoint.retention report.page report.figures report.history report.slowness report.findings
     report.placement
     inference.prompts inference.stored_template data.tokenizer.vocabulary runtime.filesystem
     runtime.exit runtime.process runtime.durable_files runtime.locks runtime.urls model.sizes
     config.stages config.tasks data.rows.stages data.prepare.mixed
 """.split()
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "plotly", "datatrove", "ray"}
+HEAVY |= {"starlette", "uvicorn"}
 
 
 def test_what_needs_no_torch_imports_none():
@@ -96,7 +97,7 @@ def test_a_start_on_raw_text_loads_no_chat(tmp_path: Path):
 # What a flag, a URL, a kind of data or the end of a run turns on, and the libraries of these.
 OFF = """
     checkpoint.mirror checkpoint.remote_run recovery.corruption recovery.spikes recovery.step_rows
-    recovery.documents report.trace report.trackers report.page report.summary interop data.chat
+    recovery.documents report.trace report.trackers report.page report.figures interop data.chat
     data.text data.prepare.prepare data.prepare.encode data.prepare.remote data.tokenizer.hf_export
     data.tokenizer.hf_tokenizer data.tokenizer.sentencepiece inference.generate inference.prompts
     architecture.plan architecture.costs engine.deepspeed_backend engine.op_build_lock
@@ -114,6 +115,8 @@ OF_OFF = {
     "tokenizers",
     "sentencepiece",
     "pyarrow",
+    "starlette",
+    "uvicorn",
 }
 
 

@@ -7,7 +7,6 @@ import sys
 import time
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import TextWrapper
@@ -17,7 +16,7 @@ from minimind.cli.command import Command, OutputFile, argument
 from minimind.errors import UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
-from minimind.runtime.installed import install_extra
+from minimind.runtime.installed import require_extra
 
 if TYPE_CHECKING:
     from minimind.sweep.scaling import Answer
@@ -39,16 +38,16 @@ class Report(OutputFile):
     out: Path | None = argument(None, parse=Path, metavar="FILE.html")
     """HTML file to write"""
     watch: bool = argument(False, excludes={"out": "the page is served or written"})
-    """serve the page on this host until Ctrl-C; it follows runs that go on or begin later"""
+    """serve the page on this host until Ctrl-C; it follows runs that go on or begin later (needs
+    the extra serve)"""
     port: int | None = argument(None, ge=0, le=65535, needs="watch", unset=8010)
     """port of 127.0.0.1, 0 for one that is free"""
 
     def execute(self) -> None:
         """Print the summary of each run, write the page, or serve it."""
+        from minimind.report.figures import Summary
         from minimind.report.history import read_runs
         from minimind.report.page import write_report
-        from minimind.report.summary import Summary
-        from minimind.report.watch import watch
 
         if self.out:
             self.require_free(self.out, _is_page)
@@ -56,6 +55,9 @@ class Report(OutputFile):
         if len({disk.resolve(place) for place in places}) < len(places):
             raise UsageError("the same out_dir is given twice; name each run once")
         if self.watch:
+            require_extra("serve", "--watch", "starlette", "uvicorn")
+            from minimind.report.watch import watch
+
             watch(places, self.in_force("port"))
         if self.out:
             size = write_report(places, self.out, REMEDY)
@@ -81,7 +83,7 @@ class Doctor(Command):
 
     def execute(self) -> int:
         """Print what stands out in a run; return 1 if anything is more than possible."""
-        from minimind.report.doctor import diagnose
+        from minimind.report.findings import diagnose
         from minimind.report.history import read_runs
         from minimind.report.placement import placement
 
@@ -139,12 +141,8 @@ class Scaling(OutputFile):
         first, *others = self.places
         is_spec = len(others) == 1 and others[0].suffix in (".yaml", ".yml")
         trains = first == Path("run") and is_spec  # else `run` is a folder
-        for package in ("scipy", "optuna") if trains else ("scipy",):
-            if find_spec(package) is None:
-                raise UsageError(
-                    f"minimind scaling needs the package {package}, which is not installed;"
-                    f" {install_extra('sweep')}"
-                )
+        needed = ("scipy", "optuna") if trains else ("scipy",)
+        require_extra("sweep", "minimind scaling", *needed)
         from minimind.report.page import write_page
         from minimind.sweep.scaling import answer, as_object, as_text, collect, render
 

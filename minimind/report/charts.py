@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 
 from minimind.report import formats
-from minimind.report.formats import LIGHT
-from minimind.report.history import MAX_EXPERTS, PAUSES, PHASES, Run, number
+from minimind.report.figures import smooth, smoothed_loss, window_of
+from minimind.report.formats import LIGHT, NOUNS, PAUSES, PHASES
+from minimind.report.history import MAX_EXPERTS, Run
 from minimind.report.placement import floors_of
-from minimind.report.summary import (
-    NOUNS,
-    downsample,
-    group_lines,
-    group_means,
-    pixel_columns,
-    smooth,
-    smoothed_loss,
-    window_of,
-)
 
 AXIS = {"gridcolor": LIGHT["rule"], "zeroline": False, "exponentformat": "SI"}
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
@@ -54,20 +45,18 @@ VALIDATIONS = {
     "val_loss": ("validation", "run1", "solid"),
     "ema_val_loss": ("validation of the average", "run2", "dot"),
 }
+# Events at the foot of the loss of a single run: noun, event, color.
+STROKES = (
+    *(("checkpoint", "checkpoint_saved", "checkpoint"), ("skipped step", "step_skipped", "bad")),
+    *(("skipped spike", "spike_skipped", "bad"), ("spike", "spike", "bad")),
+    ("corruption", "corruption", "bad"),
+)
 MAX_POINTS = 4000  # pixel columns of all curves of a chart together
 MAX_BARS, MAX_MARKS = 500, 200
 FEW = 30  # points up to which each is drawn as a dot
 NOISY = 300  # lines from which a noisy curve is drawn with its moving mean
 FAINT: dict[str, Any] = {"width": 1, "opacity": 0.45}
 LOST: dict[str, Any] = {"showlegend": False, "hoverinfo": "skip", "opacity": 0.6}
-# Title, unit, format on hover, whether the axis begins at zero, factor.
-FIGURES = {
-    "tokens_per_second": ("Throughput", "tokens/s, without pauses", ",.0f", True, 1.0),
-    "lr": ("Learning rate", "", ".3~g", True, 1.0),
-    "grad_norm": ("Gradient norm", "before clipping", ".4~g", False, 1.0),
-    "memory_mib": ("Memory", "peak so far of one process, GiB", ".3f", True, 1 / 1024),
-    "mfu": ("MFU", "% of the stated peak", ".1f", True, 100.0),
-}
 
 
 @dataclass(frozen=True)
@@ -80,74 +69,38 @@ class Chart:
     figure: go.Figure
 
 
-def run_style(n: int) -> tuple[str, str]:
-    """Color name and dash of run `n`; 24 differ."""
-    return f"run{n % 8}", DASHES[n // 8 % len(DASHES)]
+class Row(NamedTuple):
+    """A chart of a column of the lines: how it is shown."""
+
+    column: str
+    title: str
+    unit: str
+    hover: str  # format
+    from_zero: bool = True
+    factor: float = 1.0
+    is_noisy: bool = False  # a long curve has its moving mean
 
 
-class Charts:
-    """Draws runs over one x axis: steps, or tokens where runs differ in tokens per step."""
+ROWS = (
+    Row("tokens_per_second", "Throughput", "tokens/s, without pauses", ",.0f", is_noisy=True),
+    Row("lr", "Learning rate", "", ".3~g"),
+    Row("grad_norm", "Gradient norm", "before clipping", ".4~g", from_zero=False, is_noisy=True),
+    Row("memory_mib", "Memory", "peak so far of one process, GiB", ".3f", factor=1 / 1024),
+    Row("mfu", "MFU", "% of the stated peak", ".1f", factor=100.0, is_noisy=True),
+)
 
-    def __init__(self, runs: Sequence[Run], grad_clips: Sequence[float], now: float) -> None:
-        self.runs, self.grad_clips, self.now = runs, grad_clips, now
-        self.is_single, self.columns = len(runs) == 1, max(100, min(1000, MAX_POINTS // len(runs)))
-        sizes = {number(s.facts.get("tokens_per_step")) for run in runs for s in run.starts}
-        self.axis = "tokens" if sum(math.isfinite(size) for size in sizes) > 1 else "step"
-        edges = [
-            self.at(run, np.array([start.column("begins")[0], start.last_step]))
-            for run in runs
-            for start in run.starts
-            if start.last_step > -math.inf
-        ]
-        low, high = (float(np.min(edges)), float(np.max(edges))) if edges else (0.0, 1.0)
-        self.span = (low, high if high > low else low + 1)
 
-    def draw(self) -> list[Chart]:
-        """The loss, and a chart for each figure that any run recorded."""
-        runs = [*enumerate(self.runs)]
-        charts = [self._loss()]
-        charts += [self._phases(n, run) for n, run in runs if run.has("step_ms")]
-        charts += [self._figure(name) for name in FIGURES if any(r.has(name) for r in self.runs)]
-        for has_chance in (True, False):
-            if any(self._score_curves(run, has_chance) for run in self.runs):
-                charts.append(self._scores(has_chance))
-        charts += [self._experts(n, run) for n, run in runs if run.has("expert_most")]
-        if self.is_single:
-            self._mark_starts(charts, self.runs[0])
-        return charts
+class Axis(NamedTuple):
+    """The x axis of all charts: steps, or tokens where runs differ in tokens per step."""
+
+    name: str
+    span: tuple[float, float]
+    columns: int  # pixels of a curve
 
     def at(self, run: Run, steps: np.ndarray) -> np.ndarray:
-        """Positions of steps of `run` on the x axis."""
-        return run.tokens_at(steps) if self.axis == "tokens" else steps
+        return run.tokens_at(steps) if self.name == "tokens" else steps
 
-    def _chart(self, key: str, title: str, unit: str, traces: list[Any], **more: Any) -> Chart:
-        """`more`: from_zero, may_be_log, form (of a value), yaxis (settings)."""
-        curves = [np.asarray(t.y, float) for t in traces if t.type != "bar" and t.yaxis != "y2"]
-        bars = [np.asarray(t.y, float) for t in traces if t.type == "bar"]
-        values = np.concatenate([*curves, sum(bars) if bars else [], []])
-        values = values[np.isfinite(values)]
-        y_axis: dict[str, Any] = {"rangemode": "tozero" if more.get("from_zero") else "normal"}
-        note = ""
-        if len(values):
-            low, high, usual = values.min(), values.max(), np.quantile(values, 0.98)
-            if more.get("may_be_log") and low > 1e-30 and high > 12 * low:
-                ticks = formats.log_ticks(float(low), float(high))
-                labels = [f"{tick:g}" for tick in ticks]
-                y_axis, note = {"type": "log", "tickvals": ticks, "ticktext": labels}, "log scale"
-            elif more.get("from_zero") and high > 4 * usual > 0:
-                y_axis = {"range": [min(0.0, float(low)), 1.4 * float(usual)]}
-                note = f"cut off: up to {more.get('form', formats.figure)(float(high))}"
-        hover_title = {"text": f"{self.axis} %{{x}}"}
-        layout = {
-            "xaxis": {"range": self.span, "title": self.axis, "unifiedhovertitle": hover_title},
-            "yaxis": y_axis | more.get("yaxis", {}),
-            "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
-            "showlegend": sum(trace.showlegend is not False for trace in traces) > 1,
-        }
-        unit = ", ".join(filter(None, (unit, note)))
-        return Chart(key, title, unit, go.Figure(traces, {"template": TEMPLATE, **layout}))
-
-    def _line(self, name: str, x: np.ndarray, y: np.ndarray, tone: str, **style: Any) -> Any:
+    def line(self, name: str, x: np.ndarray, y: np.ndarray, tone: str, **style: Any) -> Any:
         """A curve with a gap at each NaN; few points, or one without neighbors, also as dots."""
         kept = downsample(x, y, self.columns, self.span)
         x, y, known = x[kept], y[kept], np.isfinite(y[kept])
@@ -159,7 +112,11 @@ class Charts:
         style = {"mode": "lines", **(dots if is_dot.any() else {}), **style}
         return go.Scatter(name=escape(name, quote=False), x=x, y=y, line=line, **style)
 
-    def _ticks(self, name: str, run: Run, steps: np.ndarray, tone: str) -> list[Any]:
+    def level(self, name: str, y: float, tone: str, **style: Any) -> Any:
+        """A line across the chart."""
+        return self.line(name, np.array(self.span), np.full(2, y), tone, mode="lines", **style)
+
+    def strokes(self, name: str, run: Run, steps: np.ndarray, tone: str) -> list[Any]:
         """Strokes at the foot of a chart, at most one for each pixel column; none without steps."""
         x = self.at(run, steps)
         x = x[np.unique(pixel_columns(x, self.columns, self.span), return_index=True)[1]]
@@ -168,203 +125,317 @@ class Charts:
         foot = go.Scatter(name=name, x=x, y=np.full(len(x), 0.02), cliponaxis=False, **style)
         return [foot] if len(x) else []
 
-    def _lost(self, run: Run, column: str, tone: str, factor: float = 1.0) -> list[Any]:
-        lost = [
-            (self.at(run, start.column("step")[i]), factor * start.column(column)[i])
-            for start, i in run.lost_lines()
-        ]
-        return [self._line("lost", x, y, tone, width=1, dash="dot", **LOST) for x, y in lost]
+    def lost(self, run: Run, column: str, tone: str, factor: float = 1.0) -> list[Any]:
+        """What a crash undid, faint."""
+        x, y = self.at(run, run.lines("step")), factor * run.lines(column)
+        style = {"width": 1, "dash": "dot", **LOST}
+        return [self.line("lost", x[i], y[i], tone, **style) for i in run.lost_lines()]
 
-    def _loss(self) -> Chart:
-        traces: list[Any] = []
-        for n, run in enumerate(self.runs):
-            (tone, dash), x = run_style(n), self.at(run, run.column("step"))
-            names = (f"{run.name} loss", run.name, f"{run.name} ")
-            group: dict[str, Any] = {"legendgroup": f"run{n}"}
-            if self.is_single:
-                mean = f"mean of {formats.count(window_of(len(x)), 'line')}"
-                names, group = ("loss", mean, ""), {}
-            faint = {"showlegend": self.is_single, "dash": dash, **FAINT, **group}
-            traces += self._lost(run, "loss", tone)
-            if window_of(len(x)) > 1:
-                traces.append(self._line(names[0], x, run.column("loss"), tone, **faint))
-            else:
-                names = (names[0], "loss" if self.is_single else run.name, names[2])
-            traces.append(self._line(names[1], x, smoothed_loss(run), tone, dash=dash, **group))
-            for column, (noun, own_tone, style) in VALIDATIONS.items():
-                look = {"dash": style, **group}
-                shown_tone = own_tone if self.is_single else tone
-                traces += self._validation(run, column, names[2] + noun, shown_tone, look)
-        traces += self._floors(self.runs[0]) if self.is_single else []
-        events = {
-            **{"checkpoint": "checkpoint_saved", "skipped step": "step_skipped"},
-            **{"skipped spike": "spike_skipped", "spike": "spike"},
-            "corruption": "corruption",
+    def chart(
+        self,
+        key: str,
+        title: str,
+        unit: str,
+        traces: list[Any],
+        from_zero: bool = False,
+        may_be_log: bool = False,
+        form: Callable[[float], str] = formats.figure,
+        **yaxis: Any,
+    ) -> Chart:
+        """`form` writes a value, `yaxis` has settings of plotly."""
+        curves = [np.asarray(t.y, float) for t in traces if t.type != "bar" and t.yaxis != "y2"]
+        bars = [np.asarray(t.y, float) for t in traces if t.type == "bar"]
+        values = np.concatenate([*curves, sum(bars) if bars else [], []])
+        values = values[np.isfinite(values)]
+        y_axis, note = {"rangemode": "tozero" if from_zero else "normal"}, ""
+        if len(values):
+            low, high, usual = values.min(), values.max(), np.quantile(values, 0.98)
+            if may_be_log and low > 1e-30 and high > 12 * low:
+                ticks = formats.log_ticks(float(low), float(high))
+                labels = [f"{tick:g}" for tick in ticks]
+                y_axis, note = {"type": "log", "tickvals": ticks, "ticktext": labels}, "log scale"
+            elif from_zero and high > 4 * usual > 0:
+                y_axis = {"range": [min(0.0, float(low)), 1.4 * float(usual)]}
+                note = f"cut off: up to {form(float(high))}"
+        hover_title = {"text": f"{self.name} %{{x}}"}
+        layout = {
+            "xaxis": {"range": self.span, "title": self.name, "unifiedhovertitle": hover_title},
+            "yaxis": y_axis | yaxis,
+            "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+            "showlegend": sum(trace.showlegend is not False for trace in traces) > 1,
         }
-        for noun, event in events.items() if self.is_single else ():
-            tone = "checkpoint" if noun == "checkpoint" else "bad"
-            steps = np.array(self.runs[0].steps_of(event))
-            traces += self._ticks(formats.count(len(steps), noun), self.runs[0], steps, tone)
-        look: dict[str, Any] = {"may_be_log": True, "yaxis": {"hoverformat": ".4f"}}
-        return self._chart("loss", "Loss", "nats per token", traces, **look)
+        unit = ", ".join(filter(None, (unit, note)))
+        return Chart(key, title, unit, go.Figure(traces, {"template": TEMPLATE, **layout}))
 
-    def _validation(
-        self, run: Run, column: str, name: str, tone: str, look: dict[str, Any]
-    ) -> list[Any]:
-        """Validation losses as joined points; lost ones faint and alone."""
-        traces = []
-        style: dict[str, Any] = {"mode": "lines+markers", "showlegend": self.is_single, **look}
-        for is_lost in (True, False):
-            events = [e for e in run.events("eval", is_lost) if column in e]
-            x = self.at(run, np.array([number(e["step"]) for e in events]))
-            y = np.array([number(e[column]) for e in events])
-            look = {**style, **LOST, "mode": "markers"} if is_lost else style
-            shown = f"{name}, lost" if is_lost else name
-            marker = {"size": 7}
-            if events:
-                traces.append(self._line(shown, x, y, tone, marker=marker, width=1, **look))
-        return traces
 
-    def _floors(self, run: Run) -> list[Any]:
-        """What compressors and n-grams make of the held-out text, in the nats of its tokens."""
-        evals = run.events("eval")
-        loss, bits = (
-            number(evals[-1].get(n)) if evals else math.nan for n in ("val_loss", "val_bpb")
-        )
-        if not bits > 0 or not math.isfinite(loss):
-            return []
-        style = {"width": 1, "dash": "dot", "mode": "lines"}
-        x = np.array(self.span)
-        return [
-            self._line(
-                f"{name} of the held-out text", x, np.full(2, floor * loss / bits), "soft", **style
+def axis_of(runs: Sequence[Run]) -> Axis:
+    """The axis that has all lines of the runs."""
+    sizes = {s.facts.get("tokens_per_step") for run in runs for s in run.starts} - {None}
+    axis = Axis("tokens" if len(sizes) > 1 else "step", (0, 1), 0)
+    edges = [
+        axis.at(run, np.r_[run.lines("begins")[start.first_line], start.last_step])
+        for run in runs
+        for start in run.starts
+        if start.lines
+    ]
+    low, high = (float(np.min(edges)), float(np.max(edges))) if edges else (0.0, 1.0)
+    span = (low, high if high > low else low + 1)
+    return Axis(axis.name, span, max(100, min(1000, MAX_POINTS // len(runs))))
+
+
+def draw(runs: Sequence[Run], grad_clips: Sequence[float], now: float) -> list[Chart]:
+    """The loss, and a chart for each figure that any run recorded."""
+    axis, is_single = axis_of(runs), len(runs) == 1
+    numbered = [
+        (f"{n or ''}", "" if is_single else f": {run.name}", run) for n, run in enumerate(runs)
+    ]
+    charts = [_loss(axis, runs)]
+    charts += [_phases(axis, *one) for one in numbered if one[2].has("step_ms")]
+    charts += [
+        _column(axis, runs, row, grad_clips) for row in ROWS if any(r.has(row.column) for r in runs)
+    ]
+    for has_chance in (True, False):
+        if any(_score_curves(run, has_chance) for run in runs):
+            charts.append(_scores(axis, runs, has_chance))
+    charts += [_experts(axis, *one) for one in numbered if one[2].has("expert_least")]
+    if is_single:
+        _mark_starts(axis, charts, runs[0], now)
+    return charts
+
+
+def run_style(n: int) -> tuple[str, str]:
+    """Color name and dash of run `n`; 24 differ."""
+    return f"run{n % 8}", DASHES[n // 8 % len(DASHES)]
+
+
+def _loss(axis: Axis, runs: Sequence[Run]) -> Chart:
+    traces: list[Any] = []
+    is_single = len(runs) == 1
+    for n, run in enumerate(runs):
+        (tone, dash), x = run_style(n), axis.at(run, run.column("step"))
+        window, prefix = window_of(len(x)), "" if is_single else f"{run.name} "
+        mean = f"mean of {formats.count(window, 'line')}" if is_single else run.name
+        group: dict[str, Any] = {} if is_single else {"legendgroup": f"run{n}"}
+        traces += axis.lost(run, "loss", tone)
+        if window > 1:
+            faint = {"showlegend": is_single, "dash": dash, **FAINT, **group}
+            traces.append(axis.line(f"{prefix}loss", x, run.column("loss"), tone, **faint))
+        elif is_single:
+            mean = "loss"
+        traces.append(axis.line(mean, x, smoothed_loss(run), tone, dash=dash, **group))
+        for column, (noun, own, style) in VALIDATIONS.items():
+            look = {"showlegend": is_single, "dash": style, **group}
+            traces += _validation(
+                axis, run, column, prefix + noun, own if is_single else tone, look
             )
-            for name, floor in floors_of(run).items()
-        ]
+    if is_single:
+        traces += _floors(axis, runs[0])
+        for noun, event, tone in STROKES:
+            steps = np.array(runs[0].steps_of(event), float)
+            traces += axis.strokes(formats.count(len(steps), noun), runs[0], steps, tone)
+    look = {"may_be_log": True, "hoverformat": ".4f"}
+    return axis.chart("loss", "Loss", "nats per token", traces, **look)
 
-    def _phases(self, n: int, run: Run) -> Chart:
-        """Seconds of a step by phase and pause; a bar spans the steps since the line before."""
-        begins, ends = (self.at(run, run.column(name)) for name in ("begins", "step"))
-        left, right, group = group_lines(begins, ends, min(MAX_BARS, self.columns))
-        bar = {"x": right, "width": right - left, "offset": left - right}
-        means = {
-            name: group_means(run.column(f"{name}_ms") / 1e3, run.column("taken"), group)
-            for name in (*PHASES, *PAUSES, "comm")
-        }
-        traces: list[Any] = [
-            go.Bar(
-                **{"name": NOUNS.get(name, name), "y": means[name], "hovertemplate": "%{y}"},
-                **{"marker": {"color": LIGHT[name], "line": {"width": 0}}, **bar},
-            )
-            for name in (*PHASES, *PAUSES)
-            if means[name].any()
-        ]
-        if run.has("comm_ms"):
-            style = {"width": 1.5, "dash": "dash"}
-            traces.append(self._line("communication", right, means["comm"], "ink", **style))
-        title = "Time of a step" if self.is_single else f"Time of a step: {run.name}"
-        unit = "by phase; pauses between steps on top, communication within"
-        y_axis = {"tickformat": "~s", "hoverformat": ".3~s", "ticksuffix": "s"}
-        look: dict[str, Any] = {"from_zero": True, "yaxis": y_axis}
-        look["form"] = lambda seconds: formats.milliseconds(1e3 * seconds)
-        return self._chart(f"phases{n or ''}", title, unit, traces, **look)
 
-    def _figure(self, column: str) -> Chart:
-        title, unit, hover, from_zero, factor = FIGURES[column]
-        traces: list[Any] = []
-        for n, run in enumerate(self.runs):
-            (tone, dash), x = run_style(n), self.at(run, run.column("step"))
-            y, name = factor * run.column(column), title.lower() if self.is_single else run.name
-            traces += self._lost(run, column, tone, factor) if self.is_single else []
-            if len(x) > NOISY and column in ("grad_norm", "tokens_per_second", "mfu"):
-                style = {"showlegend": False, "dash": dash, **FAINT}
-                traces.append(self._line(f"{name}, each line", x, y, tone, **style))
-                y, name = smooth(y, window_of(len(y))), name + ", smoothed" * self.is_single
-            traces.append(self._line(name, x, y, tone, dash=dash))
-        if column == "grad_norm":
-            style = {"width": 1.25, "dash": "dash", "hoverinfo": "skip", "mode": "lines"}
-            for limit in sorted({clip for clip in self.grad_clips if clip > 0}):
-                x, y = np.array(self.span), np.full(2, limit)
-                traces.append(self._line("--grad_clip", x, y, "soft", **style))
-            clipped = self.runs[0].column("is_clipped") > 0
-            if self.is_single and clipped.any():
-                name = f"clipped in {formats.percent(float(clipped.mean()))} of the lines"
-                steps = self.runs[0].column("step")[clipped]
-                traces += self._ticks(name, self.runs[0], steps, "run1")
-        look = {"from_zero": from_zero, "may_be_log": not from_zero}
-        y_axis = {"hoverformat": hover, "exponentformat": "e" if column == "lr" else "SI"}
-        return self._chart(column, title, unit, traces, yaxis=y_axis, **look)
+def _validation(
+    axis: Axis, run: Run, column: str, name: str, tone: str, look: dict[str, Any]
+) -> Iterator[Any]:
+    """Validation losses as joined points; lost ones faint and alone."""
+    joined = {"mode": "lines+markers", "width": 1, "marker": {"size": 7}, **look}
+    for is_lost, suffix, style in (
+        (True, ", lost", {**joined, **LOST, "mode": "markers"}),
+        (False, "", joined),
+    ):
+        events = [e for e in run.events("eval", is_lost) if column in e]
+        x = axis.at(run, np.array([event["step"] for event in events], float))
+        if events:
+            yield axis.line(name + suffix, x, np.array([e[column] for e in events]), tone, **style)
 
-    def _score_curves(self, run: Run, has_chance: bool) -> dict[str, list[tuple[float, float]]]:
-        """Steps and values by task, of those with a chance and their average, or of the others."""
-        curves: dict[str, list[tuple[float, float]]] = {}
-        for event in run.events("scores"):
-            for name, value, chance, *_ in formats.score_values(event):
-                if (chance is not None) == has_chance:
-                    curves.setdefault(name, []).append((number(event["step"]), value))
-        return curves
 
-    def _scores(self, has_chance: bool) -> Chart:
-        """Tasks and their average; of several runs the averages, or the values of each task."""
-        traces: list[Any] = []
-        for n, run in enumerate(self.runs):
-            curves = self._score_curves(run, has_chance)
-            if not self.is_single and has_chance:
-                curves = {name: points for name, points in curves.items() if name == "average"}
-            for k, (name, points) in enumerate(curves.items()):
-                steps, values = np.array(points).T
-                (tone, dash), label = run_style(k), name
-                if not self.is_single:
-                    (tone, _), dash = run_style(n), DASHES[k % len(DASHES)]
-                    label = f"{run.name} {name}"
-                style = {"width": 3, "dash": "solid"} if name == "average" else {"dash": dash}
-                traces.append(self._line(label, self.at(run, steps), values, tone, **style))
-        y_axis = {"hoverformat": ".4f"}
-        if has_chance:
-            unit = "share of right answers; average: 0 by chance, 1 if all are right"
-            return self._chart("scores", "Scores", unit, traces, yaxis=y_axis)
-        return self._chart("other_scores", "Other scores", "", traces, yaxis=y_axis)
+def _floors(axis: Axis, run: Run) -> list[Any]:
+    """What compressors and n-grams make of the held-out text, in the nats of its tokens."""
+    for last in run.events("eval")[-1:]:
+        if last["val_bpb"] > 0 and math.isfinite(last["val_loss"]):
+            nats = last["val_loss"] / last["val_bpb"]  # of a bit
+            return [
+                axis.level(f"{name} of the held-out text", bits * nats, "soft", width=1, dash="dot")
+                for name, bits in floors_of(run).items()
+            ]
+    return []
 
-    def _experts(self, n: int, run: Run) -> Chart:
-        names = {f"expert_{which}": f"{which} of any layer" for which in ("least", "most")}
-        names |= {f"expert_{k}": f"expert {k}" for k in range(MAX_EXPERTS)}
-        x = self.at(run, run.column("step"))
-        tones = {key: f"run{key[-1]}" if key[-1].isdigit() else "soft" for key in names}
-        traces = [
-            self._line(name, x, run.column(key), tones[key], width=1)
-            for key, name in names.items()
-            if run.has(key)
-        ]
-        title = "Load of the experts" if self.is_single else f"Load of the experts: {run.name}"
-        unit = "visits, as a multiple of an even share"
-        return self._chart(f"experts{n or ''}", title, unit, traces, yaxis={"hoverformat": ".3f"})
 
-    def _mark_starts(self, charts: Sequence[Chart], run: Run) -> None:
-        """Lost steps as bands; resumes and ends as upright lines, with labels in the loss chart."""
-        shapes: list[dict[str, Any]] = []
-        labels: list[dict[str, Any]] = []
-        for start in run.starts:
-            if start.lost_steps:
-                lost = np.array([max(start.cutoff, start.first_step), start.last_step])
-                edges = dict(zip(("x0", "x1"), self.at(run, lost).tolist(), strict=True))
-                band = {"fillcolor": LIGHT["soft"], "opacity": 0.13, "line": {"width": 0}}
-                shapes.append({"type": "rect", **edges, **band})
-        low, high = self.span
-        for step, kind, label in sorted(run.marks(self.now), key=lambda mark: mark[0]):
-            x, text = float(self.at(run, np.array(step))), escape(label, quote=False)
-            if not low <= x <= high:
-                continue
-            is_bad = kind in ("crashed", "failed")
-            tone, dash = LIGHT["bad" if is_bad else "soft"], "solid" if is_bad else "dash"
-            line = {"color": tone, "width": 1, "dash": dash}
-            shapes.append({"type": "line", "x0": x, "x1": x, "line": line})
-            if not labels or x - labels[-1]["x"] > 0.025 * (high - low):
-                position = {"x": x, "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "top"}
-                look = {"showarrow": False, "textangle": -90, "font": {"color": tone}}
-                labels.append({"text": text, **position, **look})
-            elif x == labels[-1]["x"] and len(labels[-1]["text"]) < 30:
-                labels[-1]["text"] += f", {text}"
-        shapes = [{**one, "yref": "paper", "y0": 0, "y1": 1, "layer": "below"} for one in shapes]
-        for chart in charts:
-            chart.figure.update_layout(shapes=shapes[-MAX_MARKS:])
-        charts[0].figure.update_layout(annotations=labels)
+def _phases(axis: Axis, number: str, suffix: str, run: Run) -> Chart:
+    """Seconds of a step by phase and pause; a bar spans the steps since the line before."""
+    begins, ends = (axis.at(run, run.column(name)) for name in ("begins", "step"))
+    left, right, group = group_lines(begins, ends, min(MAX_BARS, axis.columns))
+    bar = {"x": right, "width": right - left, "offset": left - right, "hovertemplate": "%{y}"}
+    means = {
+        name: group_means(run.column(f"{name}_ms") / 1e3, run.column("taken"), group)
+        for name in (*PHASES, *PAUSES, "comm")
+    }
+    traces: list[Any] = [
+        go.Bar(name=noun, y=means[name], marker={"color": LIGHT[name], "line": {"width": 0}}, **bar)
+        for name, noun in NOUNS.items()
+        if means[name].any()
+    ]
+    if run.has("comm_ms"):
+        style = {"width": 1.5, "dash": "dash"}
+        traces.append(axis.line("communication", right, means["comm"], "ink", **style))
+    unit = "by phase; pauses between steps on top, communication within"
+    look: dict[str, Any] = {"tickformat": "~s", "hoverformat": ".3~s", "ticksuffix": "s"}
+    look["form"] = lambda seconds: formats.milliseconds(1e3 * seconds)
+    title = f"Time of a step{suffix}"
+    return axis.chart(f"phases{number}", title, unit, traces, from_zero=True, **look)
+
+
+def _column(axis: Axis, runs: Sequence[Run], row: Row, grad_clips: Sequence[float]) -> Chart:
+    traces: list[Any] = []
+    column, is_single = row.column, len(runs) == 1
+    for n, run in enumerate(runs):
+        (tone, dash), x = run_style(n), axis.at(run, run.column("step"))
+        y, name = row.factor * run.column(column), row.title.lower() if is_single else run.name
+        traces += axis.lost(run, column, tone, row.factor) if is_single else []
+        if len(x) > NOISY and row.is_noisy:
+            style = {"showlegend": False, "dash": dash, **FAINT}
+            traces.append(axis.line(f"{name}, each line", x, y, tone, **style))
+            y, name = smooth(y, window_of(len(y))), name + ", smoothed" * is_single
+        traces.append(axis.line(name, x, y, tone, dash=dash))
+    if column == "grad_norm":
+        style = {"width": 1.25, "dash": "dash", "hoverinfo": "skip"}
+        limits = sorted({clip for clip in grad_clips if clip > 0})
+        traces += [axis.level("--grad_clip", limit, "soft", **style) for limit in limits]
+        clipped = runs[0].column("is_clipped") > 0
+        if is_single and clipped.any():
+            name = f"clipped in {formats.percent(float(clipped.mean()))} of the lines"
+            traces += axis.strokes(name, runs[0], runs[0].column("step")[clipped], "run1")
+    look: dict[str, Any] = {
+        "hoverformat": row.hover,
+        "exponentformat": "e" if column == "lr" else "SI",
+    }
+    scale = {"from_zero": row.from_zero, "may_be_log": not row.from_zero}
+    return axis.chart(column, row.title, row.unit, traces, **scale, **look)
+
+
+def _score_curves(run: Run, has_chance: bool) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values by task, of those with a chance and their average, or of the others."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for event in run.events("scores"):
+        for name, value, chance, *_ in formats.score_values(event):
+            if (chance is not None) == has_chance:
+                curves.setdefault(name, []).append((event["step"], value))
+    return curves
+
+
+def _scores(axis: Axis, runs: Sequence[Run], has_chance: bool) -> Chart:
+    """Tasks and their average; of several runs the averages, or the values of each task."""
+    traces: list[Any] = []
+    is_single = len(runs) == 1
+    for n, run in enumerate(runs):
+        curves = _score_curves(run, has_chance)
+        if not is_single and has_chance:
+            curves = {name: points for name, points in curves.items() if name == "average"}
+        for k, (name, points) in enumerate(curves.items()):
+            steps, values = np.array(points).T
+            (tone, dash), label = run_style(k), name
+            if not is_single:
+                (tone, _), dash = run_style(n), DASHES[k % len(DASHES)]
+                label = f"{run.name} {name}"
+            style = {"width": 3, "dash": "solid"} if name == "average" else {"dash": dash}
+            traces.append(axis.line(label, axis.at(run, steps), values, tone, **style))
+    key, title, unit = "other_scores", "Other scores", ""
+    if has_chance:
+        key, title = "scores", "Scores"
+        unit = "share of right answers; average: 0 by chance, 1 if all are right"
+    return axis.chart(key, title, unit, traces, hoverformat=".4f")
+
+
+def _experts(axis: Axis, number: str, suffix: str, run: Run) -> Chart:
+    names = {f"expert_{which}": (f"{which} of any layer", "soft") for which in ("least", "most")}
+    names |= {f"expert_{k}": (f"expert {k}", f"run{k}") for k in range(MAX_EXPERTS)}
+    x = axis.at(run, run.column("step"))
+    traces = [
+        axis.line(name, x, run.column(key), tone, width=1)
+        for key, (name, tone) in names.items()
+        if run.has(key)
+    ]
+    title, unit = f"Load of the experts{suffix}", "visits, as a multiple of an even share"
+    return axis.chart(f"experts{number}", title, unit, traces, hoverformat=".3f")
+
+
+def _mark_starts(axis: Axis, charts: Sequence[Chart], run: Run, now: float) -> None:
+    """Lost steps as bands; resumes and ends as upright lines, with labels in the loss chart."""
+    shapes: list[dict[str, Any]] = []
+    labels: list[dict[str, Any]] = []
+    for start in run.starts:
+        if start.lost_steps:
+            lost = np.array([max(start.cutoff, start.first_step), start.last_step])
+            edges = dict(zip(("x0", "x1"), axis.at(run, lost).tolist(), strict=True))
+            band = {"fillcolor": LIGHT["soft"], "opacity": 0.13, "line": {"width": 0}}
+            shapes.append({"type": "rect", **edges, **band})
+    low, high = axis.span
+    for step, kind, label in sorted(run.marks(now), key=lambda mark: mark[0]):
+        x, text = float(axis.at(run, np.array(step))), escape(label, quote=False)
+        if not low <= x <= high:
+            continue
+        is_bad = kind in ("crashed", "failed")
+        tone, dash = LIGHT["bad" if is_bad else "soft"], "solid" if is_bad else "dash"
+        line = {"color": tone, "width": 1, "dash": dash}
+        shapes.append({"type": "line", "x0": x, "x1": x, "line": line})
+        if not labels or x - labels[-1]["x"] > 0.025 * (high - low):
+            position = {"x": x, "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "top"}
+            look = {"showarrow": False, "textangle": -90, "font": {"color": tone}}
+            labels.append({"text": text, **position, **look})
+        elif x == labels[-1]["x"] and len(labels[-1]["text"]) < 30:
+            labels[-1]["text"] += f", {text}"
+    shapes = [{**one, "yref": "paper", "y0": 0, "y1": 1, "layer": "below"} for one in shapes]
+    for chart in charts:
+        chart.figure.update_layout(shapes=shapes[-MAX_MARKS:])
+    charts[0].figure.update_layout(annotations=labels)
+
+
+def downsample(x: np.ndarray, y: np.ndarray, columns: int, span: tuple[float, float]) -> np.ndarray:
+    """Ascending indices of the points that draw the same curve in `columns` pixel columns.
+
+    A column keeps its first, least, largest and last point (M4: Jugel et al. 2014), and a gap one
+    NaN. `x` must not decrease.
+    """
+    if len(x) <= 4 * columns:
+        return np.arange(len(x))
+    known = np.flatnonzero(np.isfinite(y))
+    gaps = np.flatnonzero(~np.isfinite(y) & np.r_[True, np.isfinite(y[:-1])])
+    gaps = gaps[:: max(1, -(-len(gaps) // columns))]
+    column = pixel_columns(x[known], columns, span)
+    first = np.flatnonzero(np.diff(column, prepend=-1))
+    last = np.flatnonzero(np.diff(column, append=columns))
+    group, heights = np.repeat(np.arange(len(first)), last + 1 - first), y[known]
+    kept = [first, last]
+    for extreme in (np.minimum, np.maximum) if len(first) else ():
+        at = np.flatnonzero(heights == extreme.reduceat(heights, first)[group])
+        kept.append(at[np.diff(group[at], prepend=-1) > 0])
+    return np.union1d(known[np.concatenate(kept)], gaps)
+
+
+def group_lines(
+    begins: np.ndarray, ends: np.ndarray, columns: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Begin and end of at most `columns` groups of about equal length, and the group of a line."""
+    if len(begins) <= columns:
+        return begins, ends, np.arange(len(begins))
+    column = pixel_columns(ends, columns, (float(begins[0]), float(ends[-1])))
+    is_first, is_last = np.diff(column, prepend=-1) != 0, np.diff(column, append=columns) != 0
+    return begins[is_first], ends[is_last], np.cumsum(is_first) - 1
+
+
+def group_means(values: np.ndarray, weights: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Weighted mean of each group; 0 where no value is known."""
+    weights = np.where(np.isfinite(values), weights, 0.0)
+    size = int(group[-1]) + 1 if len(group) else 0
+    total = np.bincount(group, np.nan_to_num(values) * weights, size)
+    weight = np.bincount(group, weights, size)
+    return np.divide(total, weight, out=np.zeros(size), where=weight > 0)
+
+
+def pixel_columns(x: np.ndarray, columns: int, span: tuple[float, float]) -> np.ndarray:
+    """The column of each x, from 0 to `columns` - 1."""
+    scaled = (x - span[0]) / ((span[1] - span[0]) or 1.0) * columns
+    return np.clip(scaled, 0, columns - 1).astype(np.int64)

@@ -1,11 +1,11 @@
-"""Numbers as text, an en dash for NaN and infinity; the colors of the pages."""
+"""Numbers as text, an en dash for NaN and infinity; phases and pauses; the colors of the pages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 DASH = "\N{EN DASH}"
 
@@ -88,22 +88,19 @@ def score_values(
 ) -> list[tuple[str, float, float | None, float | None, int | None]]:
     """Name, value, chance, standard error and questions of tasks and averages.
 
-    `fields` are those of a `scores` event. Anyone may have written it, so values that are not
-    numbers are left out.
+    `fields` are those of a `scores` event; what is not finite in it is not known.
     """
     found: list[tuple[str, float, float | None, float | None, int | None]] = []
 
-    def known(value: Any) -> float | None:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return float(value) if is_number and math.isfinite(value) else None
+    def known(value: float | None) -> float | None:
+        return value if value is not None and math.isfinite(value) else None
 
     for prefix in ("", "ema_"):
-        tasks = fields.get(f"{prefix}tasks")
-        for name, one in tasks.items() if isinstance(tasks, dict) else ():
-            if isinstance(one, dict) and (value := known(one.get("value"))) is not None:
-                chance, stderr, number = map(known, map(one.get, SCORES_HEAD[2:]))
-                number = None if number is None else round(number)
-                found.append((f"{prefix}{name}", value, chance, stderr, number))
+        for name, one in fields.get(f"{prefix}tasks", {}).items():
+            if (value := known(one.get("value"))) is not None:
+                chance, stderr, questions = (known(one.get(key)) for key in SCORES_HEAD[2:])
+                count = None if questions is None else round(questions)
+                found.append((f"{prefix}{name}", value, chance, stderr, count))
         if (average := known(fields.get(f"{prefix}average"))) is not None:
             found.append((f"{prefix}average", average, 0.0, None, None))
     return found
@@ -143,6 +140,34 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [float(f"{digit}e{decade}") for decade in decades for digit in digits]
 
 
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+class Pause(NamedTuple):
+    """What a run does between steps. Only one that recurs by a flag has a verb."""
+
+    noun: str
+    light: str
+    dark: str
+    verb: str = ""
+    flag: str = ""
+
+
+PAUSES = {
+    "evaluate": Pause("evaluation", "#cc79a7", "#cc79a7", "evaluation takes", "eval_interval"),
+    "checkpoint": Pause("checkpoint", "#7b4fa0", "#b08fd4", "checkpoints take", "save_interval"),
+    "sample": Pause("samples", "#999999", "#999999", "samples take", "sample_interval"),
+    "score": Pause("scores", "#c2a83e", "#c2a83e", "scores take", "eval_tasks_interval"),
+    "verify": Pause(
+        *("checks for corruption", "#5b8c5a", "#5b8c5a"),
+        *("checks for corruption take", "verify_interval"),
+    ),
+    "trace": Pause("trace", "#cccccc", "#cccccc"),
+    "gc": Pause("garbage collection", "#8c6d46", "#8c6d46"),
+}
+NOUNS = {name: name for name in PHASES} | {name: one.noun for name, one in PAUSES.items()}
+RECURRING = {name: one for name, one in PAUSES.items() if one.flag}
+
 # Light and dark, after Okabe and Ito (2008), whose colors differ for every kind of color vision.
 PALETTE = {
     **{"paper": ("#ffffff", "#14181d"), "ink": ("#1d2733", "#e4e8ec")},
@@ -154,8 +179,6 @@ PALETTE = {
     **{"run6": ("#6b5b95", "#b3a1e0"), "run7": ("#555555", "#b5b5b5")},
     **{"data": ("#e69f00", "#e6b422"), "forward": ("#7cc4ec", "#2f6a96")},
     **{"backward": ("#2f7fb8", "#62b5ea"), "optimizer": ("#1fa27c", "#1fa27c")},
-    **{"evaluate": ("#cc79a7", "#cc79a7"), "checkpoint": ("#7b4fa0", "#b08fd4")},
-    **{"sample": ("#999999", "#999999"), "trace": ("#cccccc", "#cccccc"), "gc": ("#8c6d46",) * 2},
-    **{"verify": ("#5b8c5a", "#5b8c5a"), "score": ("#c2a83e", "#c2a83e")},
+    **{name: (one.light, one.dark) for name, one in PAUSES.items()},
 }
 LIGHT = {name: light for name, (light, _) in PALETTE.items()}  # page.html changes light to dark

@@ -1,4 +1,4 @@
-"""Read metrics.jsonl: the starts of a run, one history of them, and its configuration."""
+"""Read metrics.jsonl: the starts of a run, one table of their lines, and its configuration."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ import numpy as np
 
 from minimind.config.run_record import NAME, record_fault
 from minimind.errors import PREEMPTED, UsageError
+from minimind.report.formats import PAUSES, PHASES
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
-from minimind.runtime.event_log import EventLog, left_out
+from minimind.runtime.event_log import EventLog
 from minimind.runtime.secret_keys import without_secret
 from minimind.runtime.urls import masked, masked_values
 
-PHASES = ("data", "forward", "backward", "optimizer")
-PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "score", "verify", "trace", "gc")
 LIMIT = 1e100  # larger values, and smaller inverses, would overflow in later arithmetic
 MAX_EXPERTS = 8  # shown one by one; of more, the first and the range over all
 COLUMNS = (
@@ -31,12 +30,9 @@ COLUMNS = (
     *("mfu", "memory_mib", "step_ms", "comm_ms", *(f"{name}_ms" for name in (*PHASES, *PAUSES))),
 )
 ENDS = ("exit", "rolled_back")  # they end a start; after a rollback another one follows
-KEPT_EVENTS = {
-    *("eval", "checkpoint_saved", "checkpoint_rejected", "checkpoint_resharded"),
-    *("run_changed", "step_skipped", "spike", "spike_skipped", "corruption"),
-    *("sample", "scores", "profile", "verdict", "checkpoint_mirrored", "checkpoint_fetched"),
-    *("mirror_failed", "floors"),
-}
+SILENCE = 120.0  # seconds without a line after which a run of quick steps counts as ended
+LINE = re.compile(r"(?P<name>\w+): (?P<value>.*?)(?:  # (?P<source>[^#]*))?", re.DOTALL)
+MAX_CHARACTERS, MAX_DEPTH = 300, 8  # limits of a value of the configuration
 
 
 def number(value: Any, default: float = math.nan) -> float:
@@ -48,7 +44,94 @@ def number(value: Any, default: float = math.nan) -> float:
     return float(value) if abs(value) < LIMIT else default
 
 
-@dataclass
+def _floats(names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), float)
+
+
+TASK = _floats("value chance stderr questions")
+MIXTURE = {"sizes": [int], "weights": [int]}
+STAGE = _floats("rows_per_step max_seq_len tokens") | {"steps": [float, float]}
+# Kinds of the fields that are read, as of `typed`. All events have a `time`, and fields `..._ms`.
+EVENTS: dict[str, dict[str, Any]] = {
+    "run_start": {
+        **dict.fromkeys(("world_size", "parameters", "rows_per_epoch"), int),
+        **dict.fromkeys(("tokens_per_step", "total_steps"), int),
+        **dict.fromkeys(("dtype", "device", "backend"), str),
+        "versions": {"*": str},
+        "order": {"rows_per_step": int, "row_tokens": int, "mixture": (MIXTURE,)},
+        "stages": [{**STAGE, "name": str, "sources": [{"name": str, "epochs": float}]}],
+    },
+    "exit": {"status": int, "code": str, "reason": str},
+    "rolled_back": {"to": float},
+    "eval": _floats("val_loss val_ppl val_bpb val_loss_se tokens rows held_out"),
+    "scores": {"tasks": {"*": TASK}, "average": float, "seconds": float},
+    "sample": {"number": int, "prompt": str, "text": str},
+    "profile": {
+        **_floats("steps"),
+        **{f"{name}_ms": float for name in PHASES},
+        "ranks": {"*": [float]},
+    },
+    "verdict": {"text": str},
+    "floors": {
+        **{"bits": {"*": float}, **_floats("rows trained repeated seen chance word_order")},
+        **_floats("word_pairs own_unigram bytes_per_token document_tokens"),
+    },
+    "checkpoint_rejected": {"path": str, "file": str, "reason": str},
+    "mirror_failed": {"reason": str},
+    "checkpoint_fetched": {"url": str},
+    "run_changed": {"changes": [str]},
+    **{"checkpoint_saved": {}, "checkpoint_resharded": {}, "checkpoint_mirrored": {}},
+    **{"step_skipped": {}, "spike": {}, "spike_skipped": {}, "corruption": {}},
+}
+KEPT_EVENTS = {*EVENTS} - {*ENDS, "run_start"}
+
+
+def typed(value: Any, kind: Any) -> Any:
+    """A value of JSON as a kind; raise TypeError, ValueError or AttributeError for another one.
+
+    `float` is a number, NaN for null; `int` a number as it is written, or None; `str` a text. A
+    list or dict has the kinds of its parts (`[one]` and `{"*": one}` that of all); null is an empty
+    one, and None where the kind is in a tuple.
+    """
+    if kind is int or kind is float:
+        if value is not None and type(value) is not float and type(value) is not int:
+            raise TypeError
+        return number(value) if kind is float else None if math.isnan(number(value)) else value
+    if isinstance(kind, tuple):
+        return None if value is None else typed(value, kind[0])
+    if value is None:
+        return "" if kind is str else type(kind)()
+    if type(value) is not (kind if kind is str else type(kind)):
+        raise TypeError
+    if isinstance(kind, dict):
+        kinds = dict.fromkeys(value, kind["*"]) if "*" in kind else kind
+        return {**value, **{name: typed(value.get(name), one) for name, one in kinds.items()}}
+    if isinstance(kind, list):
+        kinds = kind * len(value) if len(kind) == 1 else kind
+        return [typed(*pair) for pair in zip(value, kinds, strict=True)]
+    return value
+
+
+def read_event(line: dict[str, Any]) -> dict[str, Any]:
+    """A line with every field of its event, of a step with `columns`; raise as `typed` does."""
+    if line["event"] == "step":  # most lines by far
+        known = [one if type(one) is float else typed(one, float) for one in map(line.get, COLUMNS)]
+        columns = dict(zip(COLUMNS, known, strict=True))
+        if math.isnan(columns["step"]):
+            raise ValueError
+        columns["is_clipped"] = float(line.get("clipped") is True)
+        if "expert_load" in line:
+            load, ends = (typed(line.get(f"expert_load{end}"), [float]) for end in ("", "_range"))
+            columns |= {f"expert_{n}": one * len(load) for n, one in enumerate(load[:MAX_EXPERTS])}
+            columns |= zip(("expert_least", "expert_most"), ends, strict=False)
+        return {"event": "step", "columns": columns, **{n: columns[n] for n in ("step", "time")}}
+    kinds = EVENTS[line["event"]]
+    some = {n: kinds.get(n.removeprefix("ema_"), float) for n in line if n.startswith("ema_")}
+    times = {name: float for name in line if name.endswith("_ms")}
+    return typed(line, {"time": float, **kinds, **some, **times})
+
+
+@dataclass(eq=False)
 class Start:
     """The lines from one run_start to its exit or rollback, or to the next start after a crash.
 
@@ -56,81 +139,22 @@ class Start:
     have no part in the model.
     """
 
+    first_line: int  # in the table of the run
     facts: dict[str, Any] = field(default_factory=dict)  # fields of run_start
     is_implied: bool = True  # run_start is missing from the file
+    lines: int = 0
+    first_step: float = math.inf  # the step it resumed from; infinite where it is unknown
+    last_step: float = -math.inf  # of the last line
+    first_time: float = math.nan  # unix seconds
+    last_time: float = math.nan
     cutoff: float = math.inf
     events: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
-    last_time: float = math.nan
-    _columns: dict[str, array[float]] = field(
-        default_factory=lambda: defaultdict(lambda: array("d"))
-    )
-
-    def add_step(self, line: dict[str, Any]) -> None:
-        rows = len(self._columns["step"])
-        for name in COLUMNS:
-            self._append(name, line.get(name, math.nan), rows)
-        self._append("is_clipped", float(line.get("clipped") is True), rows)
-        load, bounds = line.get("expert_load"), line.get("expert_load_range")
-        for n, share in enumerate(load[:MAX_EXPERTS] if isinstance(load, list) else ()):
-            self._append(f"expert_{n}", number(share) * len(line["expert_load"]), rows)
-        if isinstance(bounds, list) and len(bounds) == 2:
-            self._append("expert_least", bounds[0], rows)
-            self._append("expert_most", bounds[1], rows)
-
-    def _append(self, name: str, value: Any, rows: int) -> None:
-        column = self._columns[name]
-        if len(column) < rows:  # the lines before had no such value
-            column.extend([math.nan] * (rows - len(column)))
-        column.append(value if type(value) is float else number(value))
-
-    def column(self, name: str) -> np.ndarray:
-        """float64 (lines,), NaN where missing; `taken`: steps since the line before (`begins`)."""
-        if name in ("taken", "begins"):
-            steps = self.column("step")
-            taken = np.diff(steps, prepend=min(self.first_step, LIMIT))
-            taken = np.where(taken > 0, taken, 1.0)
-            return taken if name == "taken" else steps - taken
-        values = np.full(len(self._columns["step"]), np.nan)
-        recorded = self._columns.get(name, array("d"))
-        values[: len(recorded)] = recorded
-        values[~(np.abs(values) < LIMIT)] = np.nan
-        values[np.abs(values) < 1 / LIMIT] = 0.0
-        return values
-
-    @property
-    def is_kept(self) -> np.ndarray:
-        """bool (lines,)."""
-        return self.column("step") <= self.cutoff
-
-    def kept(self, name: str) -> np.ndarray:
-        """float64 (kept lines,)."""
-        values = self.column(name)
-        return values if self.last_step <= self.cutoff else values[self.is_kept]
-
-    @property
-    def first_step(self) -> float:
-        """The step it resumed from; infinite where it is unknown."""
-        steps = self._columns["step"]
-        if self.is_implied and steps:  # one log interval before the first line, or one step
-            return steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1.0)
-        return number(self.facts.get("step"), math.inf if self.is_implied else 0.0)
-
-    @property
-    def last_step(self) -> float:
-        """The step of the last line; minus infinity without lines."""
-        return self._columns["step"][-1] if self._columns["step"] else -math.inf
-
-    @property
-    def first_time(self) -> float:
-        """Unix seconds of run_start, or of the first line there is."""
-        times = self.column("time")
-        return number(self.facts.get("time"), float(times[0]) if len(times) else self.last_time)
 
     @property
     def seconds(self) -> float:
         """From the first line to the last."""
-        return max(0.0, number(self.last_time - self.first_time, 0.0))
+        return number(self.last_time - self.first_time, 0.0)
 
     @property
     def lost_steps(self) -> int:
@@ -138,31 +162,34 @@ class Start:
         last = self.last_step
         return 0 if last <= self.cutoff else int(last - max(self.cutoff, self.first_step))
 
-    def milliseconds(self, only_lost: bool = False) -> dict[str, float]:
-        """Time by phase and pause over all lines, with the pauses that `exit` records."""
-        weight = self.column("taken") * (~self.is_kept if only_lost else 1.0)
-        end = {} if only_lost and not self.lost_steps else self.end or {}
-        return {
-            name: float(np.nansum(self.column(f"{name}_ms") * weight))
-            + max(0.0, number(end.get(f"{name}_ms"), 0.0))
-            for name in (*PHASES, *PAUSES)
-        }
 
-
-class History:
-    """The starts in `run_dir`/metrics.jsonl, read on from where the last `read` ended."""
+class Run:
+    """All records of one out_dir, read on from where the last `read` ended."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.log = run_dir, EventLog(run_dir / "metrics.jsonl")
+        self.run_dir, self.log, self.name = run_dir, EventLog(run_dir / "metrics.jsonl"), ""
+        self._clear()
+
+    def _clear(self) -> None:
         self.starts: list[Start] = []
+        # A value for each line, as far as any has one.
+        self._table: dict[str, array[float]] = defaultdict(lambda: array("d"))
 
     @property
     def unread_lines(self) -> int:
         return self.log.unread
 
     @property
-    def exists(self) -> bool:
-        return disk.is_file(self.log.path)
+    def warnings(self) -> list[str]:
+        """What of the records is damaged, a sentence for each file."""
+        fault = self.config_fault
+        return [*filter(None, (self.log.warning(), fault and f"{self.run_dir / NAME} {fault}"))]
+
+    @property
+    def config_fault(self) -> str:
+        """Why config.yaml is not as the run wrote it; empty if it is, or is missing."""
+        config = self.run_dir / NAME
+        return record_fault(config) if disk.exists(config) else ""
 
     def read(self) -> bool:
         """Add the lines that were appended; return whether there were any, or the file is another.
@@ -172,91 +199,108 @@ class History:
         before = self.log.position
         with storing(str(self.log.path), "correct its permissions"):
             if self.log.begins_anew():
-                self.starts = []
-            for event in self.log.new():
-                _add_line(self.starts, event)
+                self._clear()
+            for line in self.log.new():
+                if line["event"] == "step" or line["event"] in EVENTS:
+                    try:
+                        self._add(read_event(line))
+                    except (TypeError, ValueError, AttributeError):
+                        self.log.unread += 1
         cutoff = math.inf
         for start in reversed(self.starts):
             start.cutoff, cutoff = cutoff, min(cutoff, start.first_step)
         return before != self.log.position
 
+    def _add(self, event: dict[str, Any]) -> None:
+        name, step, last = event["event"], event.get("step"), self.starts[-1:]
+        if name == "run_start":
+            first = float(step or 0)
+            self.starts.append(Start(len(self._table["step"]), event, False, first_step=first))
+        elif (
+            not last
+            or last[0].end is not None
+            or (name == "exit" and event.get("started") is False)
+            or (name == "step" and step is not None and step <= last[0].last_step)
+        ):
+            self.starts.append(Start(len(self._table["step"])))
+        start, time = self.starts[-1], number(event.get("time"))
+        if not (time <= start.last_time or math.isnan(time)):  # last_time may be NaN
+            start.first_time = time if math.isnan(start.first_time) else start.first_time
+            start.last_time = time
+        if name == "step":
+            self._add_step(start, event)
+        elif name in ENDS:
+            start.end = event
+        elif name in KEPT_EVENTS:
+            start.events.append(event)
 
-def _add_line(starts: list[Start], line: dict[str, Any]) -> None:
-    name = line["event"]
-    if name == "run_start":
-        starts.append(Start(line, is_implied=False))
-    elif name not in {"step", *ENDS, *KEPT_EVENTS}:
-        return
-    elif not starts or starts[-1].end is not None or _follows_missing_start(starts[-1], line):
-        starts.append(Start())
-    start = starts[-1]
-    now = number(line.get("time"))
-    if math.isfinite(now) and not now <= start.last_time:  # last_time may be NaN
-        start.last_time = now
-    if name == "step" and math.isfinite(number(line.get("step"))):
-        start.add_step(line)
-    elif name in ENDS:
-        start.end = line
-    elif name in KEPT_EVENTS:
-        start.events.append(line)
+    def _add_step(self, start: Start, line: dict[str, Any]) -> None:
+        step = line["step"]
+        if start.is_implied and start.lines < 2:  # one log interval before, or one step
+            gap = step - start.last_step if start.lines else 1.0
+            start.first_step = (start.last_step if start.lines else step) - gap
+        for name, value in line["columns"].items():
+            column = self._table[name]
+            if len(column) < start.first_line + start.lines:  # the lines before had no such value
+                column.extend([math.nan] * (start.first_line + start.lines - len(column)))
+            column.append(value)
+        start.lines, start.last_step = start.lines + 1, step
 
+    def lines(self, name: str) -> np.ndarray:
+        """float64 (lines,) of all lines, also the lost ones; NaN where missing.
 
-def values_by_rank(ranks: Any, key: str) -> dict[str, float]:
-    """Rank -> value, from a list of objects or an object of lists."""
-    pairs: list[tuple[Any, Any]] = []
-    if isinstance(ranks, dict) and isinstance(ranks.get(key), list):
-        pairs = [*enumerate(ranks[key])]
-    elif isinstance(ranks, list):
-        pairs = [(r.get("rank", n), r.get(key)) for n, r in enumerate(ranks) if isinstance(r, dict)]
-    return {str(rank): number(value) for rank, value in pairs if math.isfinite(number(value))}
-
-
-def _follows_missing_start(start: Start, line: dict[str, Any]) -> bool:
-    if line["event"] == "exit":
-        return line.get("started") is False
-    return line["event"] == "step" and number(line.get("step")) <= start.last_step
-
-
-SILENCE = 120.0  # seconds without a line after which a run of quick steps counts as ended
-LINE = re.compile(r"(?P<name>\w+): (?P<value>.*?)(?:  # (?P<source>[^#]*))?", re.DOTALL)
-MAX_CHARACTERS, MAX_DEPTH = 300, 8  # limits of a value of the configuration
-
-
-@dataclass(frozen=True)
-class Run:
-    """All records of one out_dir."""
-
-    name: str
-    run_dir: Path
-    starts: list[Start]
-    unread_lines: int
-
-    @property
-    def warnings(self) -> list[str]:
-        """What of the records is damaged, a sentence for each file."""
-        lines = left_out(self.unread_lines, self.run_dir / "metrics.jsonl")
-        fault = self.config_fault
-        return [*filter(None, (lines, fault and f"{self.run_dir / NAME} {fault}"))]
+        `taken` has the steps since the line before, `begins` where these begin.
+        """
+        recorded = self._table.get(name, ())
+        if name in ("taken", "begins"):
+            steps = self.lines("step")
+            before = np.r_[0.0, steps[:-1]][: len(steps)]
+            for start in self.starts:
+                before[start.first_line : start.first_line + min(1, start.lines)] = start.first_step
+            recorded = np.where(steps > before, steps - before, 1.0)
+            recorded = recorded if name == "taken" else steps - recorded
+        values = np.full(len(self._table["step"]), np.nan)
+        values[: len(recorded)] = recorded
+        values[~(np.abs(values) < LIMIT)] = np.nan
+        values[np.abs(values) < 1 / LIMIT] = 0.0
+        return values
 
     @property
-    def config_fault(self) -> str:
-        """Why config.yaml is not as the run wrote it; empty if it is, or is missing."""
-        config = self.run_dir / NAME
-        return record_fault(config) if disk.exists(config) else ""
+    def is_kept(self) -> np.ndarray:
+        """bool (lines,)."""
+        return self.lines("step") <= self._of_lines([start.cutoff for start in self.starts])
+
+    def _of_lines(self, of_starts: Sequence[float]) -> np.ndarray:
+        """float64 (lines,): the value of the start of each line."""
+        return np.repeat(np.array(of_starts, float), np.array([s.lines for s in self.starts], int))
 
     def column(self, name: str) -> np.ndarray:
         """float64 (kept lines,)."""
-        parts = [start.kept(name) for start in self.starts]
-        return np.concatenate(parts) if parts else np.empty(0)
+        return self.lines(name)[self.is_kept]
 
     def has(self, name: str) -> bool:
         """Whether any line has a value of that name."""
-        return any(np.isfinite(start.column(name)).any() for start in self.starts)
+        return bool(np.isfinite(self.lines(name)).any())
 
-    def lost_lines(self) -> list[tuple[Start, np.ndarray]]:
-        """Starts with lost lines, and the indices of these and of the line before them."""
-        lost = [(start, np.flatnonzero(~start.is_kept)) for start in self.starts]
-        return [(start, np.r_[i[0] - 1, i] if i[0] else i) for start, i in lost if len(i)]
+    def lost_lines(self) -> list[np.ndarray]:
+        """For each start with lost lines the numbers of these, and of the line before them."""
+        lost, rows = ~self.is_kept, ((s.first_line, s.first_line + s.lines) for s in self.starts)
+        found = [(first, first + np.flatnonzero(lost[first:last])) for first, last in rows]
+        return [np.arange(max(first, i[0] - 1), i[-1] + 1) for first, i in found if len(i)]
+
+    def spent(self, starts: Sequence[Start], is_lost: bool = False) -> dict[str, float]:
+        """Milliseconds of starts by phase and pause, with the pauses that `exit` records.
+
+        `is_lost`: only what later starts took again.
+        """
+        weights = self.lines("taken") * self._of_lines([one in starts for one in self.starts])
+        weights *= ~self.is_kept if is_lost else 1
+        ends = [s.end for s in starts if s.end and (s.lost_steps or not is_lost)]
+        return {
+            name: float(np.nansum(self.lines(f"{name}_ms") * weights))
+            + sum(end.get(f"{name}_ms", 0.0) for end in ends)
+            for name in (*PHASES, *PAUSES)
+        }
 
     def events(self, name: str, is_lost: bool = False) -> list[dict[str, Any]]:
         """Kept or lost events of that name; events without a step are left out."""
@@ -265,40 +309,60 @@ class Run:
             for start in self.starts
             for event in start.events
             if event["event"] == name
-            and math.isfinite(step := number(event.get("step")))
-            and (step > start.cutoff) == is_lost
+            and event.get("step") is not None
+            and (event["step"] > start.cutoff) == is_lost
         ]
 
-    def steps_of(self, name: str) -> list[float]:
+    def steps_of(self, name: str) -> list[int]:
         """Steps of kept and lost events of that name, each once."""
-        events = [*self.events(name), *self.events(name, is_lost=True)]
-        return sorted({number(event["step"]) for event in events})
+        return sorted({e["step"] for lost in (False, True) for e in self.events(name, lost)})
 
     def fact(self, name: str) -> Any:
         """`name` in the last run_start that has it, or None."""
-        values = [start.facts.get(name) for start in reversed(self.starts)]
+        values = (start.facts.get(name) for start in reversed(self.starts))
         return next((value for value in values if value is not None), None)
+
+    def figure(self, name: str) -> float:
+        """The number `name` in the last run_start that has it, or NaN."""
+        return number(self.fact(name))
 
     def tokens_at(self, steps: np.ndarray) -> np.ndarray:
         """Tokens trained on up to each step."""
         known, tokens = self.column("step"), self.column("tokens")
         finite = np.isfinite(tokens)
         if not finite.any():
-            return steps * number(self.fact("tokens_per_step"), 1.0)
+            return steps * (self.fact("tokens_per_step") or 1.0)
         return np.interp(steps, np.r_[0.0, known[finite]], np.r_[0.0, tokens[finite]])
 
     @property
     def last_step(self) -> float:
         """The step of the last kept line, or of the last run_start."""
         kept, starts = self.column("step"), [start.first_step for start in self.starts]
-        return kept[-1] if len(kept) else max(filter(math.isfinite, starts), default=0.0)
+        return float(kept[-1]) if len(kept) else max(filter(math.isfinite, starts), default=0.0)
 
     def outcomes(self, now: float) -> list[tuple[str, str]]:
         """For each start a kind and a sentence.
 
         Kinds: done, stopped, failed, crashed, rolled back, running, silent.
         """
-        return [_outcome(start, start is self.starts[-1], now) for start in self.starts]
+        return [self._outcome(start, now) for start in self.starts]
+
+    def _outcome(self, start: Start, now: float) -> tuple[str, str]:
+        end = start.end
+        if end is None and start is not self.starts[-1]:
+            return "crashed", "crashed: no end recorded"
+        if end is None:
+            times = self.lines("time")[start.first_line :][-2:]
+            pace = float(np.nan_to_num(times[1] - times[0])) if len(times) == 2 else 0.0
+            is_recent = now - start.last_time < max(SILENCE, 3 * pace)
+            return ("running", "still running") if is_recent else ("silent", "no end recorded")
+        if end["event"] == "rolled_back":
+            step = number(end.get("step"))
+            return "rolled back", f"spikes up to step {step:,.0f}, rolled back to {end['to']:,.0f}"
+        status, reason = end["status"], end["reason"]
+        if status in (0, PREEMPTED):
+            return ("stopped", reason or "stopped and saved") if status else ("done", "done")
+        return "failed", f"status {status}, {end['code']}: {reason}"
 
     def marks(self, now: float) -> list[tuple[float, str, str]]:
         """Step, kind and label of each resume and of each end other than done."""
@@ -312,52 +376,35 @@ class Run:
                 verb = "rolled back" if before == "rolled back" else verb
                 change = f", {world} → {size} processes" if world not in (None, size) else ""
                 marks.append((first, "resume", f"{verb} at {first:,.0f}{change}"))
-            world, before = start.facts.get("world_size", world), kind
-            if kind in ("crashed", "failed", "stopped") and math.isfinite(last):
-                word = f"failed ({(start.end or {}).get('code')})" if kind == "failed" else kind
-                marks.append((last, kind, f"{word} at {last:,.0f}"))
-        return marks
+            world, before = start.facts.get("world_size") or world, kind
+            if start.end and kind == "failed":
+                marks.append((last, kind, f"failed ({start.end['code']}) at {last:,.0f}"))
+            elif kind in ("crashed", "stopped"):
+                marks.append((last, kind, f"{kind} at {last:,.0f}"))
+        return [mark for mark in marks if math.isfinite(mark[0])]
 
 
-def as_runs(histories: Sequence[History]) -> list[Run]:
+def runs_of(run_dirs: Sequence[Path]) -> list[Run]:
     """Runs named by the last parts of their paths, as many as differ; a single run by two."""
-    parts = [one.run_dir.absolute().parts for one in histories]
+    runs = [*map(Run, run_dirs)]
+    parts = [one.absolute().parts for one in run_dirs]
     depth = 2 if len(parts) == 1 else 1
     while len({path[-depth:] for path in parts}) < len(set(parts)):
         depth += 1
-    names = ["/".join(path[-depth:]).removeprefix("//") or "/" for path in parts]
-    return [
-        Run(name, one.run_dir, one.starts, one.unread_lines)
-        for name, one in zip(names, histories, strict=True)
-    ]
+    for run, path in zip(runs, parts, strict=True):
+        run.name = "/".join(path[-depth:]).removeprefix("//") or "/"
+    return runs
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
     """All runs from their first line on. Raise UsageError for a folder that is no run."""
-    histories = [*map(History, run_dirs)]
-    for one in histories:
-        if not one.exists:
-            problem = "holds no metrics.jsonl" if disk.is_dir(one.run_dir) else "is no folder"
-            raise UsageError(f"{one.run_dir} {problem}; give the --out_dir of a run")
-        one.read()
-    return as_runs(histories)
-
-
-def _outcome(start: Start, is_last: bool, now: float) -> tuple[str, str]:
-    if start.end is None:
-        if not is_last:
-            return "crashed", "crashed: no end recorded"
-        times = start.column("time")[-2:]
-        pace = float(times[1] - times[0]) if np.isfinite(times).sum() == 2 else 0.0
-        is_recent = now - start.last_time < max(SILENCE, 3 * pace)
-        return ("running", "still running") if is_recent else ("silent", "no end recorded")
-    if start.end.get("event") == "rolled_back":
-        step, to = (f"{number(start.end.get(name)):,.0f}" for name in ("step", "to"))
-        return "rolled back", f"spikes up to step {step}, rolled back to {to}"
-    status, reason = start.end.get("status"), str(start.end.get("reason") or "")
-    if status in (0, PREEMPTED):
-        return ("stopped", reason or "stopped and saved") if status else ("done", "done")
-    return "failed", f"status {status}, {start.end.get('code')}: {reason}"
+    runs = runs_of(run_dirs)
+    for run in runs:
+        if not disk.is_file(run.log.path):
+            problem = "holds no metrics.jsonl" if disk.is_dir(run.run_dir) else "is no folder"
+            raise UsageError(f"{run.run_dir} {problem}; give the --out_dir of a run")
+        run.read()
+    return runs
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minimind.report import formats
-from minimind.report.history import Run, number, read_configuration
+from minimind.report.history import Run, read_configuration
 from minimind.runtime import disk
 
 REFERENCES = Path(__file__).parent / "reference"
@@ -20,30 +20,30 @@ SHAPE = (
     *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len", "use_moe"),
     *("optimizer", "schedule", "embedding_init", "tie_word_embeddings"),
 )
-TEXT, LENGTH = 0.03, 0.1  # relative: of zlib and xz on the held-out text, and of the tokens
+TEXTS, SPAN, LENGTH = (
+    ("zlib", "xz"),
+    0.03,
+    0.1,
+)  # relative: of zlib and xz on the held-out text, and of the tokens
 SPREADS, LEAST_SPREAD = 3.0, 0.01  # of the seeds, and of the value
 
 
 def floors_of(run: Run) -> dict[str, float]:
     """Bits per byte of the held-out text by name, the least first; empty without the event."""
-    events = run.events("floors")
-    bits = events[-1].get("bits") if events else None
-    found = {str(k): number(v) for k, v in bits.items()} if isinstance(bits, dict) else {}
-    finite = {name: value for name, value in found.items() if math.isfinite(value)}
-    return dict(sorted(finite.items(), key=lambda pair: pair[1]))
+    found = [event["bits"] for event in run.events("floors")][-1:]
+    finite = [(name, bits) for one in found for name, bits in one.items() if math.isfinite(bits)]
+    return dict(sorted(finite, key=lambda pair: pair[1]))
 
 
-def last_bits(run: Run) -> tuple[float, float]:
-    """Step and bits per byte of the last validation; NaN without one."""
+def last_bits(run: Run) -> float:
+    """Bits per byte of the last validation; NaN without one."""
     evals = run.events("eval")
-    if not evals:
-        return math.nan, math.nan
-    return number(evals[-1]["step"]), number(evals[-1].get("val_bpb"))
+    return evals[-1]["val_bpb"] if evals else math.nan
 
 
 def placement(run: Run) -> str:
     """`val 1.599 bits per byte: below zlib (2.334) and the trigram (1.825)`; empty if unknown."""
-    floors, (_, bits) = floors_of(run), last_bits(run)
+    floors, bits = floors_of(run), last_bits(run)
     if not floors or not math.isfinite(bits):
         return ""
     sides = {"below": [n for n in floors if bits < floors[n]]}
@@ -54,7 +54,7 @@ def placement(run: Run) -> str:
         if names
     ]
     text = f"val {bits:.3f} bits per byte: {', '.join(parts)}"
-    return f"{text}; {placed}" if (placed := _among_references(run, floors)) else text
+    return "; ".join(filter(None, (text, _among_references(run, floors, bits))))
 
 
 def band(curve: dict[str, Any], tokens: float) -> tuple[float, float]:
@@ -65,28 +65,23 @@ def band(curve: dict[str, Any], tokens: float) -> tuple[float, float]:
     return float(seeds.mean()) - half, float(seeds.mean()) + half
 
 
-def _among_references(run: Run, floors: dict[str, float]) -> str:
-    step, bits = last_bits(run)
-    tokens = float(run.tokens_at(np.array([step]))[0])
+def _among_references(run: Run, floors: dict[str, float], bits: float) -> str:
+    """`within the band of tiny-strong, 1.587 to 1.619 of 3 seeds`; empty without a reference."""
+    tokens = float(run.tokens_at(np.array([run.events("eval")[-1]["step"]]))[0])
+    flags, size = read_configuration(run.run_dir).flags, run.fact("tokens_per_step")
+    total = run.figure("total_steps") * run.figure("tokens_per_step")
     for path in sorted(disk.matching(REFERENCES, "*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
-        is_near = [
-            abs(floors.get(n, math.inf) / found["text"][n] - 1) < TEXT for n in ("zlib", "xz")
-        ]
-        for curve in found["curves"] if all(is_near) else ():
-            if _is_comparable(run, curve) and curve["tokens"][0] <= tokens:
+        is_near = all(abs(floors.get(n, math.inf) / found["text"][n] - 1) < SPAN for n in TEXTS)
+        for curve in found["curves"] if is_near else ():
+            is_comparable = (
+                all(flags.get(name, ("",))[0] == one for name, one in curve["flags"].items())
+                and size == curve["tokens_per_step"]
+                and abs(total / curve["total_tokens"] - 1) < LENGTH
+            )
+            if is_comparable and curve["tokens"][0] <= tokens:
                 low, high = band(curve, tokens)
                 side = "below" if bits < low else "above" if bits > high else "within"
                 seeds = formats.count(len(curve["seeds"]), "seed")
                 return f"{side} the band of {curve['name']}, {low:.3f} to {high:.3f} of {seeds}"
     return ""
-
-
-def _is_comparable(run: Run, curve: dict[str, Any]) -> bool:
-    flags = read_configuration(run.run_dir).flags
-    total = number(run.fact("total_steps")) * number(run.fact("tokens_per_step"))
-    return (
-        all(flags.get(name, ("",))[0] == value for name, value in curve["flags"].items())
-        and run.fact("tokens_per_step") == curve["tokens_per_step"]
-        and abs(total / curve["total_tokens"] - 1) < LENGTH
-    )

@@ -7,16 +7,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from minimind.engine.clocks import LABELS, mean_ms, median_ms, profile_table, ranks_table
-from minimind.report.formats import clock_time
-from minimind.report.history import PAUSES
-from minimind.report.verdict import Setting, Verdicts
+from minimind.report.formats import PAUSES, clock_time
+from minimind.report.slowness import Setting, Verdicts
 from minimind.runtime.device import device_kind
 from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout
@@ -68,25 +67,15 @@ class ProgressBar:
         self._bar.close()
 
 
-class TrackedMicroBatches(Sequence[Tensor]):
-    """Micro-batches of a step; iterating over them updates the progress bar."""
+class TrackedMicroBatches(list[Tensor]):
+    """Micro-batches of a step; iterating over them, but not over a slice, updates the bar."""
 
     def __init__(self, micro_batches: Sequence[Tensor], bar: ProgressBar) -> None:
-        self._micro_batches = micro_batches
+        super().__init__(micro_batches)
         self._bar = bar
 
-    def __len__(self) -> int:
-        return len(self._micro_batches)
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
-    def __getitem__(self, index: Any) -> Any:
-        return self._micro_batches[index]
-
     def __iter__(self) -> Iterator[Tensor]:
-        for number, rows in enumerate(self._micro_batches, 1):
+        for number, rows in enumerate(super().__iter__(), 1):
             self._bar.reach(number, len(self))
             yield rows
 

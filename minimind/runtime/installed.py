@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+from minimind.errors import UsageError
 from minimind.runtime import disk
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -34,6 +36,16 @@ def install_extra(extra: str) -> str:
         folder = "." if Path.cwd() == PROJECT else str(PROJECT)
         return install_packages("-e", f"{folder}[{extra}]")
     return install_packages(f"{DISTRIBUTION_NAME}[{extra}]")
+
+
+def require_extra(extra: str, what: str, *packages: str) -> None:
+    """Raise UsageError where a package that `what` needs is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise UsageError(
+                f"{what} needs the package {package}, which is not installed;"
+                f" {install_extra(extra)}"
+            )
 
 
 def _near(path: Path) -> str:

@@ -40,7 +40,6 @@ def render(sweep: Sweep, rows: Sequence[Row], folder: Path) -> str:
     """The HTML of the page."""
     charts = draw(sweep, rows)
     head, body = cells_of(sweep, rows)
-    cells = [[escape(cell) for cell in line] for line in body]
     kinds = [(sum(row.kind == kind for row in rows), kind) for kind in ORDER]
     counts = ", ".join(f"{number} {kind}" for number, kind in kinds if number)
     lead = f"{len(rows)} of {formats.count(sweep.total, 'trial')}: {counts}."
@@ -52,7 +51,7 @@ def render(sweep: Sweep, rows: Sequence[Row], folder: Path) -> str:
         words = " ".join(f"<span><code>{escape(word)}</code></span>" for word in command)
         parts.append(f'<p class="pairs">{words}</p>')
     parts += ["<h2>Plots</h2>", plots(charts, is_single=True)] if charts else []
-    parts += [f"<h2>Trials</h2>{html_table(head, cells, 'final')}"]
+    parts += [f"<h2>Trials</h2>{html_table(head, body, 'final')}"]
     now, where = formats.timestamp(time.time()), escape(str(folder))
     parts.append(f"<footer>Written {now} by minimind sweep in <code>{where}</code></footer>")
     return fill_page(f"{folder.absolute().name}: sweep", "\n".join(parts), charts, is_linked=False)

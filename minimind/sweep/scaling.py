@@ -601,7 +601,7 @@ def render(answer: Answer) -> str:
     parts += ["<h2>Plot</h2>", plots(charts, is_single=True)]
     parts.append(f"<h2>Runs</h2>{_table(runs_cells(answer))}")
     if answer.points.left_out:
-        rows = [[escape(name), escape(why)] for name, why in answer.points.left_out.items()]
+        rows = [*answer.points.left_out.items()]
         parts.append(f"<h2>Left out</h2>{html_table(('run', 'reason'), rows, 'final')}")
     parts.append(f"<footer>Written {formats.timestamp(time.time())} by minimind scaling</footer>")
     return fill_page("Scaling law", "\n".join(parts), charts, is_linked=False)
@@ -609,7 +609,7 @@ def render(answer: Answer) -> str:
 
 def _table(cells: list[list[str]]) -> str:
     head, *rows = cells
-    return html_table(head, [[*map(escape, row)] for row in rows], "ranks")
+    return html_table(head, rows, "ranks")
 
 
 def draw(answer: Answer) -> Chart:

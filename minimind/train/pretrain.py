@@ -32,7 +32,7 @@ from minimind.data.prepare.prepared import Prepared
 from minimind.engine.build import Engine, build_engine, leave_process_group, print_collectives
 from minimind.errors import StorageError, UsageError
 from minimind.report.run_logger import RunLogger
-from minimind.report.verdict import Verdicts
+from minimind.report.slowness import Verdicts
 from minimind.runtime import disk
 from minimind.runtime.device import device_kind
 from minimind.runtime.durable_files import storing

@@ -10,7 +10,7 @@ from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.rows.order import Order
 from minimind.engine.build import Engine
-from minimind.report.verdict import Setting
+from minimind.report.slowness import Setting
 from minimind.runtime.device import CUDA
 
 

@@ -15,8 +15,8 @@ import minimind.train as training
 from minimind.checkpoint import directory, mirror
 from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of, verify
 from minimind.errors import CheckpointError, DataError, LockedError, StorageError, UsageError
+from minimind.report.figures import Summary
 from minimind.report.history import read_runs
-from minimind.report.summary import Summary
 from minimind.runtime import filesystem
 from minimind.runtime.durable_files import sha256_of
 from minimind.runtime.filesystem import Retry
@@ -101,7 +101,8 @@ def test_a_wiped_disk_is_resumed_from_the_mirror_bit_for_bit(
     (fetched,) = events(tmp_path / "a", "checkpoint_fetched")
     assert fetched["step"] == 4
     summary = Summary(read_runs([tmp_path / "a"])[0], time.time())
-    assert (summary.starts, summary.crashes) == (1, 0)
+    assert "in 1 start" in summary.figures["time"].remark
+    assert summary.figures["crashes"].value == 0
     assert "mirror      step 8, the newest of" in summary.as_text()
     assert 8 in [one["step"] for one in events(tmp_path / "a", "checkpoint_mirrored")]
     download(store, tmp_path / "copy")

@@ -23,11 +23,11 @@ from minimind.config.flags import FLAGS
 from minimind.config.run_record import ALWAYS, HEAD, with_sum
 from minimind.errors import UsageError
 from minimind.recovery.step_rows import read_run
-from minimind.report.doctor import diagnose
-from minimind.report.history import History, as_runs, read_configuration
+from minimind.report.figures import Summary
+from minimind.report.findings import diagnose
+from minimind.report.history import Run, read_configuration
 from minimind.report.page import render_parts
 from minimind.report.placement import placement
-from minimind.report.summary import Summary
 from minimind.runtime.checked_json import MAX_BYTES
 from minimind.runtime.event_log import EventLog
 from minimind.sweep.trial import Validations
@@ -118,9 +118,8 @@ def readers(run_dir: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "data at", lambda: read_run(run_dir)
 
     def report() -> None:
-        history = History(run_dir)
-        history.read()
-        (run,) = as_runs([history])
+        run = Run(run_dir)
+        run.read()
         Summary(run, 2e9).as_text()
         placement(run)
         diagnose(run, 2e9)

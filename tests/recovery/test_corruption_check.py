@@ -16,8 +16,8 @@ from minimind.config.parse import parse_flags
 from minimind.engine.engine import Engine
 from minimind.errors import CorruptionError
 from minimind.recovery.corruption import CorruptionCheck
+from minimind.report.figures import Summary
 from minimind.report.history import read_runs
-from minimind.report.summary import Summary
 
 train: Any = training  # a package that is called like a function
 BASE: dict[str, Any] = {

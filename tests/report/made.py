@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from minimind.cli.main import main
+from minimind.report.figures import Summary
 from minimind.report.history import Run, read_runs
 
 NOW = 1_800_100_000.0
@@ -95,6 +96,12 @@ def write_run(place: Path, lines: Iterable[dict[str, Any] | str]) -> Path:
 
 def made_run(place: Path, lines: Iterable[dict[str, Any] | str]) -> Run:
     return read_runs([write_run(place, lines)])[0]
+
+
+def values_at(run: Run, *names: str, now: float = NOW) -> tuple[float, ...]:
+    """Values of figures of a run."""
+    figures = Summary(run, now).figures
+    return tuple(figures[name].value for name in names)
 
 
 def recorded_run(place: Path, recorded: dict[str, Any]) -> Path:

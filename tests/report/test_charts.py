@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minimind.report.charts import Charts, run_style
+from minimind.report.charts import downsample, draw, group_lines, group_means, run_style
+from minimind.report.figures import smooth
 from minimind.report.formats import log_ticks
-from minimind.report.summary import downsample, group_lines, group_means, smooth
 from tests.report.made import (
     NOW,
     Drawn,
@@ -166,14 +166,12 @@ def test_a_million_lines_keep_the_least_and_the_largest_of_every_column():
 
 
 def test_a_long_run_is_a_small_page(tmp_path):
-    run = made_run(tmp_path, [run_start()])
-    start = run.starts[0]
-    line = step_line(1)
-    draw = np.random.default_rng(1).normal(size=50_000).tolist()
-    for step, noise in enumerate(draw, 1):
-        line |= {"step": step, "loss": 3 + noise / 9, "grad_norm": 1 + noise / 9, "tokens": step}
-        start.add_step({**line, "tokens_per_second": 1e5 + noise, "forward_ms": 29 + noise})
-    figures = [str(chart.figure.to_json()) for chart in Charts([run], [1.0], NOW).draw()]
+    draws, lines = np.random.default_rng(1).normal(size=50_000).tolist(), [run_start()]
+    for step, noise in enumerate(draws, 1):
+        more = {"grad_norm": 1 + noise / 9, "tokens": step, "tokens_per_second": 1e5 + noise}
+        lines.append(step_line(step, loss=3 + noise / 9, forward_ms=29 + noise, **more))
+    run = made_run(tmp_path, lines)
+    figures = [str(chart.figure.to_json()) for chart in draw([run], [1.0], NOW)]
     assert sum(map(len, figures)) < 1_000_000
 
 
@@ -210,7 +208,7 @@ def test_a_few_values_beyond_all_others_are_cut_off_and_named(tmp_path):
 )
 def test_an_axis_is_logarithmic_where_values_are_far_apart(tmp_path, values, kind, unit):
     lines = [run_start(), *(step_line(n, loss=y) for n, y in enumerate(values, 1))]
-    charts = Charts([made_run(tmp_path / "run", lines)], [], NOW).draw()
+    charts = draw([made_run(tmp_path / "run", lines)], [], NOW)
     assert (charts[0].figure.layout.yaxis.type, charts[0].unit) == (kind, unit)
 
 

@@ -24,8 +24,8 @@ from minimind.config.flags import FLAGS
 from minimind.data.prepare.prepared import open_prepared
 from minimind.data.rows.batches import Batches, held_out_rows
 from minimind.engine.engine import Engine
-from minimind.report import doctor
-from minimind.report.doctor import diagnose
+from minimind.report import findings as doctor
+from minimind.report.findings import diagnose
 from minimind.report.history import read_runs
 from minimind.report.placement import REFERENCES, band, placement
 from minimind.train.evaluate import HeldOutRows
@@ -682,7 +682,7 @@ def test_a_run_like_a_reference_is_placed_in_its_band(tmp_path):
 
 
 def test_every_command_and_flag_of_the_advice_exists():
-    source = (ROOT / "minimind" / "report" / "doctor.py").read_text(encoding="utf-8")
+    source = (ROOT / "minimind" / "report" / "findings.py").read_text(encoding="utf-8")
     commands = re.findall(r"`minimind ([^`]+)`", source)
     assert commands
     for command in commands:

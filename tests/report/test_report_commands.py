@@ -166,10 +166,10 @@ def test_the_page_needs_nothing_from_elsewhere(run, tmp_path):
 def test_text_from_a_run_is_never_markup(tmp_path):
     place = tmp_path / "<b>&'run"
     sample = {"event": "sample", "step": 1, "number": 0, "prompt": EVIL, "text": EVIL}
-    failed = {"event": "exit", "step": 1, "status": EVIL, "code": EVIL, "reason": EVIL}
+    failed = {"event": "exit", "step": 1, "status": 3, "code": EVIL, "reason": EVIL}
     changed = {"event": "run_changed", "changes": [EVIL]}
     rejected = {"event": "checkpoint_rejected", "path": EVIL, "file": EVIL, "reason": EVIL}
-    facts = dict.fromkeys(("dtype", "device", "backend", "commit", "world_size"), EVIL)
+    facts = dict.fromkeys(("dtype", "device", "backend", "commit"), EVIL)
     start = run_start(**facts, versions={EVIL: EVIL})
     write_run(place, [start, rejected, changed, step_line(1), sample, failed])
     (place / "config.yaml").write_text(f"wandb_run_name: {EVIL}  # {EVIL}\n")
@@ -242,7 +242,10 @@ def test_whatever_a_line_holds_there_is_a_page(tmp_path, request):
         lines[5:5] = [made_profile(5), made_profile(5), verdict_line("x", 5)][: seed % 4]
         for _ in range(draw.choice([1, 5, 40])):
             line = draw.choice(lines)
-            line[draw.choice([*line])] = draw.choice(odd)
+            name = draw.choice([*line])
+            line[name] = draw.choice(odd)
+            if draw.random() < 0.2 and len(line) > 1:
+                del line[name]
         place = write_run(tmp_path / "run", lines)
         assert main(["report", str(place)]) == 0
         text = page_of(tmp_path, place)
@@ -257,12 +260,8 @@ BY_RANK: dict[str, list[float]] = {
 }
 
 
-@pytest.mark.parametrize("as_objects", [False, True])
-def test_ranks_are_compared_by_their_least_median_and_largest(tmp_path, capsys, as_objects):
-    ranks: Any = {**BY_RANK, "optimizer_ms": "?", "mystery": 1}
-    if as_objects:
-        ranks = [{"rank": n, **{k: v[n] for k, v in BY_RANK.items()}} for n in range(3)]
-    profile = {"event": "profile", "step": 1, "ranks": ranks}
+def test_ranks_are_compared_by_their_least_median_and_largest(tmp_path, capsys):
+    profile = {"event": "profile", "step": 1, "ranks": BY_RANK}
     place = write_run(tmp_path / "run", [run_start(), step_line(1), profile])
     text = page_of(tmp_path, place)
     for cells in (

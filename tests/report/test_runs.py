@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minimind.report.figures import Summary, sparkline
 from minimind.report.history import read_runs
-from minimind.report.summary import Summary, sparkline
 from tests.report.made import (
     NOW,
     PHASES,
@@ -20,6 +20,7 @@ from tests.report.made import (
     made_run,
     run_start,
     step_line,
+    values_at,
     write_run,
 )
 
@@ -28,16 +29,15 @@ def test_steps_taken_again_are_those_of_the_last_writing(tmp_path):
     run = made_run(tmp_path, crashed_and_resumed())
     assert run.column("step").tolist() == list(range(1, 41))
     assert run.column("loss").tolist() == [9.0 - n / 8 for n in range(1, 41)]
-    ((start, indices),) = run.lost_lines()
-    assert start.column("step")[indices].tolist() == [10, 11, 12, 13, 14, 15, 16]
-    assert start.column("loss")[indices].tolist() == [7.75, *[1.0] * 6]
+    (lost,) = run.lost_lines()
+    assert run.lines("step")[lost].tolist() == [10, 11, 12, 13, 14, 15, 16]
+    assert run.lines("loss")[lost].tolist() == [7.75, *[1.0] * 6]
 
 
 def test_a_validation_that_a_crash_undid_is_not_the_best_one(tmp_path):
     run = made_run(tmp_path, crashed_and_resumed())
-    best = Summary(run, NOW).best
-    assert best is not None
-    assert (best["step"], best["val_loss"]) == (40, 4.25)
+    best = Summary(run, NOW).figures["validation"]
+    assert (best.value, best.remark.split(",")[0]) == (4.25, " at step 40")
     assert [e["step"] for e in run.events("eval", is_lost=True)] == [15]
 
 
@@ -45,18 +45,19 @@ def test_how_each_start_ended(tmp_path):
     run = made_run(tmp_path, crashed_and_resumed())
     ends = [kind for kind, _ in run.outcomes(NOW)]
     assert ends == ["crashed", "stopped", "done"]
-    figures = Summary(run, NOW)
-    assert (figures.starts, figures.resumes, figures.crashes) == (3, 2, 1)
-    assert (figures.lost_steps, figures.lost_seconds) == (6, pytest.approx(0.6))
-    assert (figures.step, figures.total_steps, figures.tokens) == (40, 40, 4000)
+    assert values_at(run, "resumes", "crashes", "lost") == (2, 1, 6)
+    assert sum(run.spent(run.starts, is_lost=True).values()) == pytest.approx(600)
+    assert values_at(run, "steps", "tokens") == (40, 4000)
+    assert Summary(run, NOW).figures["time"].remark == " in 3 starts, 6 steps lost"
 
 
 def test_how_far_the_mirror_lags_is_told(tmp_path):
-    def told(*lines: tuple[str, int]) -> tuple[str, str] | None:
+    def told(*lines: tuple[str, int]) -> tuple[str, ...]:
         written = [run_start(), step_line(1), *({"event": n, "step": at} for n, at in lines)]
-        return Summary(made_run(tmp_path / str(len(lines)), [*written, step_line(40)]), NOW).mirror
+        run = made_run(tmp_path / str(len(lines)), [*written, step_line(40)])
+        return Summary(run, NOW).figures["mirror"][1:]
 
-    assert told(("checkpoint_saved", 10)) is None
+    assert told(("checkpoint_saved", 10)) == ("", "")
     fetched, saved = ("checkpoint_fetched", 5), [("checkpoint_saved", n) for n in (10, 20, 30)]
     uploaded = [("checkpoint_mirrored", n) for n in (20, 10)]
     remark = ", the newest of 2 checkpoints uploaded, 10 steps behind out_dir, failed at 1 step"
@@ -75,12 +76,10 @@ def test_what_a_rollback_leaves_behind_is_not_the_newest_at_the_mirror(tmp_path)
     lines = [run_start(), *(line("checkpoint_saved", n) for n in (5, 10, 15)), step_line(16)]
     lines += [line("checkpoint_mirrored", 5), line("rolled_back", 16, to=10), step_line(11)]
     late = [line("checkpoint_mirrored", n) for n in (10, 15)]  # uploaded meanwhile
-    one = Summary(made_run(tmp_path / "a", [*lines, *late, step_line(12)]), NOW).mirror
-    assert one == ("step 10", ", the newest of 2 checkpoints uploaded")
+    one = Summary(made_run(tmp_path / "a", [*lines, *late, step_line(12)]), NOW).figures["mirror"]
+    assert one == (10, "step 10", ", the newest of 2 checkpoints uploaded")
     fetched = [run_start(10), line("checkpoint_fetched", 10), line("checkpoint_mirrored", 5)]
-    other = Summary(made_run(tmp_path / "b", [*fetched, step_line(12)]), NOW).mirror
-    assert other
-    assert other[0] == "step 10"
+    assert values_at(made_run(tmp_path / "b", [*fetched, step_line(12)]), "mirror") == (10,)
 
 
 def test_the_shares_are_of_all_the_time_that_was_measured_also_of_what_was_lost(tmp_path):
@@ -98,24 +97,25 @@ def test_what_the_last_step_waited_for_is_in_the_shares_though_no_line_follows(t
     assert figures.shares["evaluate"] == pytest.approx(0.6)
     assert figures.shares["checkpoint"] == pytest.approx(0.2)
     undone = [run_start(), step_line(10), last, run_start(5), step_line(6)]
-    assert Summary(made_run(tmp_path / "b", undone), NOW).lost_seconds == pytest.approx(5)
+    run = made_run(tmp_path / "b", undone)
+    assert sum(run.spent(run.starts, is_lost=True).values()) == pytest.approx(5000)
 
 
 def test_a_start_that_failed_before_its_run_start_ends_no_other(tmp_path):
     never = {**end(0, 3, "E_DATA", "no text"), "time": NOW - 100, "started": False}
-    figures = Summary(made_run(tmp_path, [run_start(), step_line(10), never]), NOW)
-    assert figures.seconds == pytest.approx(1)
-    assert (figures.step, figures.starts, figures.crashes) == (10, 1, 1)
-    assert figures.ending == "status 3, E_DATA: no text"
+    run = made_run(tmp_path, [run_start(), step_line(10), never])
+    assert values_at(run, "time", "steps", "crashes") == (pytest.approx(1), 10, 1)
+    assert Summary(run, NOW).figures["time"].remark == " in 1 start"
+    assert Summary(run, NOW).ending == "status 3, E_DATA: no text"
     again = [run_start(), step_line(10), never, run_start(10), step_line(12), end(12)]
-    figures = Summary(made_run(tmp_path, again), NOW)
-    assert (figures.step, figures.lost_steps, figures.ending) == (12, 0, "done")
+    run = made_run(tmp_path, again)
+    assert (*values_at(run, "steps", "lost"), Summary(run, NOW).ending) == (12, 0, "done")
 
 
 def test_tokens_per_second_are_tokens_over_seconds_not_a_mean_of_speeds(tmp_path):
     lines = [run_start(), step_line(10, tokens_per_second=100.0)]
     lines += [step_line(40, tokens_per_second=300.0)]
-    assert Summary(made_run(tmp_path, lines), NOW).tokens_per_second == pytest.approx(200.0)
+    assert values_at(made_run(tmp_path, lines), "tokens/s") == (pytest.approx(200.0),)
 
 
 def test_a_later_start_that_took_no_step_undoes_all_the_same(tmp_path):
@@ -123,7 +123,7 @@ def test_a_later_start_that_took_no_step_undoes_all_the_same(tmp_path):
     run = made_run(tmp_path, lines)
     assert run.column("step").tolist() == [1, 2, 3, 4, 5]
     assert run.last_step == 5
-    assert Summary(run, NOW).lost_steps == 3
+    assert values_at(run, "lost") == (3,)
 
 
 def test_a_start_that_failed_before_it_began_undoes_nothing(tmp_path):
@@ -142,19 +142,23 @@ def test_steps_that_go_back_without_a_run_start_begin_again(tmp_path):
     assert run.unread_lines == 1
 
 
+ODD: tuple[dict[str, Any], ...] = ({"loss": "low"}, {"tokens": [1]}, {"grad_norm": True})
+
+
 def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path):
     torn = json.dumps(step_line(9))[:40]
     strange = [
         *({"event": "eclipse", "step": 3}, {"event": ["step"]}, {"no": "event"}, "[1]\n", "\n"),
         *("7\n", "\x00\x00\n", '{"event": "step", "loss": 1e999, "step": 2}\n'),
-        *(step_line(3, loss="low", lr=None, tokens=[1], grad_norm=True, expert_load="x"), torn),
+        *(step_line(3, **odd) for odd in ODD),
+        *(step_line(3, expert_load="x"), step_line(3, lr=None, loss=None), torn),
     ]
     run = made_run(tmp_path, [run_start(), step_line(1), *strange])
     assert run.column("step").tolist() == [1, 2, 3]
     assert [math.isnan(value) for value in run.column("loss")] == [False, True, True]
-    assert np.isnan(run.column("grad_norm")[2])
-    assert run.unread_lines == 5
-    assert Summary(run, NOW).loss == 8.875
+    assert np.isnan(run.column("lr")[2])
+    assert run.unread_lines == 9
+    assert values_at(run, "loss") == (8.875,)
 
 
 def test_a_run_without_an_end_is_running_while_it_writes(tmp_path):
@@ -215,7 +219,7 @@ def test_runs_are_named_by_as_much_of_their_path_as_it_takes(tmp_path):
 
 def test_where_validation_is_null_there_is_no_best(tmp_path):
     lines = [run_start(), step_line(1), {**evaluation(1, 1.0), "val_loss": None}]
-    assert Summary(made_run(tmp_path, lines), NOW).best is None
+    assert math.isnan(*values_at(made_run(tmp_path, lines), "validation"))
 
 
 def test_a_run_alone_has_two_parts_of_its_path_for_a_name(tmp_path):

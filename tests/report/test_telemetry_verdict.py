@@ -17,7 +17,7 @@ from minimind.checkpoint.saver import Saver
 from minimind.config.flags import FLAGS
 from minimind.data.shards.token_shards import TokenShards
 from minimind.engine.plain_backend import PlainBackend
-from minimind.report.verdict import MOST_WORKERS, Period, Setting, Verdict, Verdicts, verdict
+from minimind.report.slowness import MOST_WORKERS, Finding, Setting, Times, Verdicts, slowest
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -37,10 +37,8 @@ def profile(
     return {"step": step, "steps": steps, **means, **pauses, "ranks": ranks}
 
 
-def judge(one: dict[str, Any], **setting: Any) -> Verdict:
-    period = Period()
-    period.add(one)
-    found = verdict(period, Setting(**setting))
+def judge(one: dict[str, Any], **setting: Any) -> Finding:
+    found = slowest(Times([one]), Setting(**setting))
     assert "\n" not in found.text
     assert found.figures["share"] == pytest.approx(
         found.figures["part_ms"] / found.figures["whole_ms"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from minimind.cli.main import main
-from minimind.report.verdict import verdict_of
+from minimind.report.slowness import verdict_of
 from tests.report.made import (
     made_profile,
     made_run,
@@ -74,23 +74,19 @@ def test_the_host_of_a_profile_is_the_limit_and_a_run_that_recorded_none_has_non
     assert verdict_of(made_run(tmp_path / "before", lines)).startswith("nothing stands out")
 
 
-@pytest.mark.parametrize("as_objects", [False, True])
-def test_a_late_rank_of_a_profile_is_named(tmp_path, as_objects):
+def test_a_late_rank_of_a_profile_is_named(tmp_path):
     by_rank: dict[str, list[float]] = {
         **{"data_ms": [1.0, 1.0], "forward_ms": [29.0, 90.0], "backward_ms": [121.0, 60.0]},
         **{"optimizer_ms": [10.0, 10.0], "comm_ms": [65.0, 4.0]},
     }
-    ranks: Any = by_rank
-    if as_objects:
-        ranks = [{k: v[n] for k, v in by_rank.items()} for n in range(2)]
-    lines = [run_start(world_size=2), made_profile(backward_ms=121.0, ranks=ranks)]
+    lines = [run_start(world_size=2), made_profile(backward_ms=121.0, ranks=by_rank)]
     found = verdict_of(made_run(tmp_path, lines))
     assert found.startswith("rank 1 is 210 % slower than rank 0 in forward (90.0 against 29.0 ms")
 
 
 @pytest.mark.parametrize(
     "damage",
-    [{"steps": 0}, {"steps": None}, {"data_ms": None}, {"forward_ms": "x"}, {"backward_ms": -1.0}],
+    [{"steps": 0}, {"steps": None}, {"data_ms": None}, {"forward_ms": "x"}, {"ranks": "x"}],
 )
 def test_a_malformed_profile_is_left_out(tmp_path, damage):
     lines = [run_start(), *[made_profile(data_ms=60.0)] * 2]
@@ -101,8 +97,8 @@ def test_a_malformed_profile_is_left_out(tmp_path, damage):
     assert verdict_of(made_run(tmp_path, [run_start(), damaged])) == ""
 
 
-@pytest.mark.parametrize("ranks", [None, "x", {"data_ms": [1.0, 2.0]}, {"forward_ms": ["x"]}])
-def test_profiles_whose_ranks_are_malformed_are_those_of_rank_0(tmp_path, ranks):
+@pytest.mark.parametrize("ranks", [None, {"data_ms": [1.0, 2.0]}])
+def test_profiles_without_all_ranks_are_those_of_rank_0(tmp_path, ranks):
     lines = [run_start(), *[made_profile(data_ms=60.0, ranks=ranks)] * 2]
     assert verdict_of(made_run(tmp_path, lines)).startswith(OF_WAITS)
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from minimind.architecture.shape import flops_per_token, shape_of
-from minimind.cli import report
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.sweep import scaling
@@ -178,7 +177,7 @@ def test_losses_that_do_not_compare_are_refused(flags, grid, tmp_path, capsys):
 
 
 def test_without_scipy_the_command_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr("minimind.runtime.installed.find_spec", lambda name: None)
     error = refused(capsys, "out")
     assert "the package scipy, which is not installed; " in error
     assert "-m pip install -e '.[sweep]'" in error

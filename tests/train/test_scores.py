@@ -279,13 +279,13 @@ def test_a_repeated_run_counts_from_its_second_time():
 
 
 def test_the_report_draws_scores_and_lists_the_last_ones(scored: Path, tmp_path: Path):
-    from minimind.report.charts import Charts
+    from minimind.report.charts import draw
+    from minimind.report.figures import Summary
     from minimind.report.history import read_runs
-    from minimind.report.summary import Summary
     from minimind.report.trackers import tracker_values
 
     (run,) = read_runs([scored])
-    charts: dict[str, Any] = {chart.key: chart.figure for chart in Charts([run], [1.0], 0.0).draw()}
+    charts: dict[str, Any] = {chart.key: chart.figure for chart in draw([run], [1.0], 0.0)}
     average = {trace.name: trace for trace in charts["scores"].data}["average"]
     expected = [event["average"] for event in events(scored, "scores")]
     assert [*average.x] == [2, 4, 6]

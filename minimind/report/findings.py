@@ -1,17 +1,15 @@
 """What stands out in a run, in plain sentences: what was seen, why it matters, what to do.
 
-A rule of `RULES` yields a kind, what is seen, advice and how sure it is. It looks at the training
-loss, at the validation and at the floors of the text, as far as the run has them; one that lacks
-its figures, or has too few of them, is silent. What a loss varies by chance is taken from the run.
+A rule yields a kind, what is seen, advice and how sure it is. It looks at the training loss, at the
+validation and at the floors of the text, as far as the run has them; one that lacks its figures, or
+has too few of them, is silent. What a loss varies by chance is taken from the run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Set
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -20,8 +18,10 @@ from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.rules import Workload, learning_rate
 from minimind.errors import NumericError
 from minimind.report import formats
-from minimind.report.history import PAUSES, PHASES, Run, number, read_configuration
+from minimind.report.formats import PHASES, RECURRING
+from minimind.report.history import Run, read_configuration, read_event
 from minimind.report.placement import floors_of, last_bits
+from minimind.report.slowness import Finding
 
 FEW = 20  # lines below which the shape of a curve says nothing
 FEWEST_ROWS = 8  # of a validation, below which a mixed text may look as one of its kinds alone
@@ -41,37 +41,10 @@ KEPT = (
 LOOPS = "train longer, or look for copies in the text (`minimind data filter`)"
 COPIES = "`minimind data filter` drops copies and near-copies"
 INSPECT = "look at the text (`minimind data inspect DIR`)"
-PAUSE_FLAGS = {
-    "evaluate": "eval_interval",
-    "checkpoint": "save_interval",
-    "sample": "sample_interval",
-    "score": "eval_tasks_interval",
-    "verify": "verify_interval",
-}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A kind, by which it is known to programs, its sentences, and how sure it is."""
-
-    kind: str
-    seen: str
-    advice: str
-    sure: str
-
-    @property
-    def text(self) -> str:
-        """What is seen and what to do."""
-        return f"{self.seen}; {self.advice}"
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is more than possible."""
-        return self.sure != POSSIBLE
 
 
 class Case:
-    """The figures of a run that rules read."""
+    """The figures of a run that rules read; NaN, 0 or empty where they are unknown."""
 
     def __init__(self, run: Run, now: float) -> None:
         self.run, self.outcomes = run, run.outcomes(now)
@@ -81,37 +54,42 @@ class Case:
         self.loss = run.column("loss")
         self.smooth = _medians(self.loss)
         self.lines = len(self.loss)
-        self.total_steps = number(run.fact("total_steps"), 0.0)
-        self.vocabulary = number_of(self.flags.get("vocab_size"))
-        stages, order = run.fact("stages"), run.fact("order")
-        self.stages: list[dict[str, Any]] = [
-            one for one in (stages if isinstance(stages, list) else []) if isinstance(one, dict)
-        ]
-        self.order: dict[str, Any] = order if isinstance(order, dict) else {}
-        self.is_tuned = self.flags.get("task") == "sft" or run.fact("init_from") is not None
-        self.is_fresh = not self.is_tuned and not self.stages and len(self.step) > 0
-        self.is_fresh &= bool(self.lines and self.step[0] <= max(50.0, 0.05 * self.step[-1]))
-        self.floors, self.bits = floors_of(run), last_bits(run)[1]
-        self.evals = [e for e in run.events("eval") if math.isfinite(number(e.get("val_loss")))]
+        self.total_steps = run.fact("total_steps") or 0
+        self.vocabulary = self.value("vocab_size")
+        self.stages, self.order = run.fact("stages") or [], run.fact("order") or {}
+        self.row_tokens = self.order.get("row_tokens") or math.nan
+        self.rows_per_step = self.order.get("rows_per_step") or math.nan
+        self.rows_read = run.last_step * self.rows_per_step
+        self.rows_per_epoch = run.figure("rows_per_epoch") or math.nan
+        self.epochs = self.rows_read / self.rows_per_epoch  # how often the text was read
+        self.is_sft = self.flags.get("task") == "sft"
+        is_tuned = self.is_sft or run.fact("init_from") is not None
+        begins = self.lines and self.step[0] <= max(50.0, 0.05 * self.step[-1])
+        self.is_fresh = bool(begins) and not is_tuned and not self.stages
+        self.floors, self.bits = floors_of(run), last_bits(run)
+        self.unigram, self.trigram = (self.floors.get(n, math.nan) for n in ("unigram", "trigram"))
+        self.evals = [e for e in run.events("eval") if math.isfinite(e["val_loss"])]
+        self.losses = [e["val_loss"] for e in self.evals]
+        self.last = self.evals[-1] if self.evals else read_event({"event": "eval"})
         floors = run.events("floors")
-        self.of_text = floors[-1] if floors else {}
-
-    @property
-    def has_few_rows(self) -> bool:
-        """Whether the floors are of too few held-out rows to say what kind of text they are."""
-        return number(self.of_text.get("rows"), math.inf) < FEWEST_ROWS
+        self.text = floors[-1] if floors else read_event({"event": "floors"})
+        self.is_of_few = self.text["rows"] < FEWEST_ROWS  # the floors: of no kind of text for sure
 
     def flag(self, name: str) -> str:
         """Its value in text, or a question mark."""
         return self.flags.get(name, "?")
 
-    def is_on(self, name: str) -> bool:
-        return self.flags.get(name) == "true"
+    def value(self, name: str) -> float:
+        """The value of a flag, NaN unless it is a number."""
+        try:
+            return float(self.flags.get(name, ""))
+        except ValueError:
+            return math.nan
 
-    def late(self, name: str, part: int) -> float:
-        """The median of a column over the last part of its lines; NaN of fewer than five."""
+    def late(self, name: str) -> float:
+        """The median of a column over the last third of its lines; NaN of fewer than five."""
         values = self.run.column(name)
-        values = values[len(values) - max(1, len(values) // part) :]
+        values = values[len(values) - max(1, len(values) // 3) :]
         return _median(values) if np.isfinite(values).sum() >= 5 else math.nan
 
     @cached_property
@@ -119,7 +97,7 @@ class Case:
         """Lines of the windows whose medians are compared."""
         return max(3, self.lines // 10)
 
-    @property
+    @cached_property
     def end(self) -> float:
         """The usual loss of the last tenth of the lines."""
         return _median(self.loss[-self.width :])
@@ -140,37 +118,29 @@ class Case:
         """The standard error of the median of so many lines."""
         return 1.2533 * self.noise / math.sqrt(max(1, lines))
 
-    @property
-    def rows_read(self) -> float:
-        return self.run.last_step * number(self.order.get("rows_per_step"))
-
-    @property
-    def epochs(self) -> float:
-        """How often the text was read; NaN where that is unknown."""
-        rows = number(self.run.fact("rows_per_epoch"))
-        return self.rows_read / rows if rows > 0 else math.nan
+    @cached_property
+    def highest(self) -> float:
+        """The highest learning rate of a line."""
+        return float(np.nanmax(self.lr)) if np.isfinite(self.lr).any() else math.nan
 
     @property
     def peak(self) -> float:
         """The highest learning rate; the first step may have no line of its own."""
-        highest = float(np.nanmax(self.lr)) if np.isfinite(self.lr).any() else math.nan
-        return float(np.fmax(highest, number_of(self.flags.get("learning_rate"))))
+        return float(np.fmax(self.highest, self.value("learning_rate")))
 
     @property
     def excess_of_rate(self) -> float:
         """The highest rate over that of the rule for AdamW, or over Muon's default; else NaN."""
-        muon, optimizer = number_of(self.flags.get("muon_lr")), self.flags.get("optimizer")
-        is_original = self.flags.get("muon_scaling") != "match_rms_adamw"
-        if optimizer == "muon" and is_original:
+        muon, optimizer = self.value("muon_lr"), self.flags.get("optimizer")
+        if optimizer == "muon" and self.flags.get("muon_scaling") != "match_rms_adamw":
             return muon / OPTIMIZERS["muon"].defaults["muon_lr"]
-        tokens = self.total_steps * number(self.run.fact("tokens_per_step"), 0.0)
-        parameters = number(self.run.fact("parameters"))
+        tokens = self.total_steps * (self.run.fact("tokens_per_step") or 0)
+        parameters = self.run.fact("parameters") or 0
         if optimizer not in ("adamw", "muon", "lion") or not (tokens and parameters > 0):
             return math.nan
         suited = learning_rate(Workload(int(parameters), int(tokens), 1.0, int(self.total_steps)))
         suited /= LION if optimizer == "lion" else 1.0
-        highest = float(np.nanmax(self.lr)) if np.isfinite(self.lr).any() else math.nan
-        return (muon if optimizer == "muon" else highest) / suited
+        return (muon if optimizer == "muon" else self.highest) / suited
 
     @cached_property
     def gap(self) -> tuple[float, float]:
@@ -180,35 +150,41 @@ class Case:
         of its rarer kind. A text is not known by heart after one reading, so that a gap is one of
         the texts.
         """
-        rows = number(self.run.fact("rows_per_epoch"))
-        first = rows / number(self.order.get("rows_per_step")) if rows > 0 else math.nan  # steps
-        early = [e for e in self.evals if number(e["step"]) <= first]
-        is_small = bool(early) and number(early[-1].get("rows"), math.inf) < FEWEST_ROWS
-        if not early or is_small or self.stages or not self.lines:
+        first = self.rows_per_epoch / self.rows_per_step  # steps
+        early = [e for e in self.evals if e["step"] <= first]
+        if not early or early[-1]["rows"] < FEWEST_ROWS or self.stages or not self.lines:
             return math.nan, math.nan
-        step = number(early[-1]["step"])
-        near = np.argsort(np.abs(self.step - step), kind="stable")[: self.width]
-        noise = math.hypot(self.error(len(near)), number(early[-1].get("val_loss_se"), 0.0))
-        return number(early[-1]["val_loss"]) - _median(self.loss[near]), noise
+        last = early[-1]
+        near = np.argsort(np.abs(self.step - last["step"]), kind="stable")[: self.width]
+        noise = math.hypot(self.error(len(near)), np.nan_to_num(last["val_loss_se"]))
+        return last["val_loss"] - _median(self.loss[near]), noise
+
+
+Rule = Callable[[Case], Iterator[Found]]
+# Rules in their order, the kinds of findings that explain what one would see, and its least lines.
+RULES: dict[Rule, tuple[Set[str], int]] = {}
+STOPPED = {"diverged", "spikes"}
+RATE = {*STOPPED, "high_rate", "low_rate", "nothing_learnt", "weight_decay", "long_warmup"}
+TEXT = {"other_text", "chance", "word_order", "tokenizer", "short_rows"}
+
+
+def rule(explained_by: Set[str] = frozenset(), least: int = 0) -> Callable[[Rule], Rule]:
+    """Add a rule, which is silent where one of the kinds was found, or with fewer lines."""
+
+    def add(judge: Rule) -> Rule:
+        RULES[judge] = explained_by, least
+        return judge
+
+    return add
 
 
 def diagnose(run: Run, now: float) -> list[Finding]:
-    """What every rule finds; a later rule is silent where an earlier one explains it."""
+    """What every rule finds."""
     case, found = Case(run, now), list[Finding]()
-    if not run.starts:
-        return found
-    for rule, explained in RULES.items():
-        if not explained & {one.kind for one in found}:
-            found += [Finding(*one) for one in rule(case)]
+    for judge, (explained_by, least) in RULES.items() if run.starts else ():
+        if case.lines >= least and not explained_by & {one.kind for one in found}:
+            found += [Finding(*one) for one in judge(case)]
     return found
-
-
-def number_of(text: str | None) -> float:
-    """The value of a flag, NaN unless it is a number."""
-    try:
-        return float(text or "")
-    except ValueError:
-        return math.nan
 
 
 def _median(values: np.ndarray) -> float:
@@ -234,11 +210,13 @@ def _sure(value: float, likely: float, certain: float) -> str:
     return CERTAIN if value >= certain else LIKELY if value >= likely else POSSIBLE
 
 
+@rule()
 def _diverged(case: Case) -> Iterator[Found]:
     lost = np.flatnonzero(~np.isfinite(case.loss))
     end = case.run.starts[-1].end or {}
+    reason = end.get("reason") or "no reason is recorded"
     advice = f"--learning_rate far below {case.flag('learning_rate')}"
-    advice += "" if case.is_on("spike_guard") else ", --spike_guard"
+    advice += "" if case.flag("spike_guard") == "true" else ", --spike_guard"
     advice += ", or --grad_clip 1" if case.flag("grad_clip") not in ("1.0", "1") else ""
     uniform = math.log(max(case.vocabulary, 2))
     if len(lost):
@@ -246,10 +224,10 @@ def _diverged(case: Case) -> Iterator[Found]:
         text += f" {case.step[lost[0]]:,.0f}: nothing is learnt from there"
         yield "diverged", text, advice, CERTAIN
     elif end.get("status") == NumericError.status and case.run.steps_of("step_skipped"):
-        text = f"the run stopped at numbers that are not finite ({end.get('reason')})"
+        text = f"the run stopped at numbers that are not finite ({reason})"
         yield "diverged", f"{text}: it diverged", advice, CERTAIN
     elif end.get("status") == NumericError.status:
-        yield from _spikes(case, str(end.get("reason") or "no reason is recorded").split(";")[0])
+        yield from _spikes(case, reason.split(";")[0])
     elif case.end > 2 * uniform:
         text = f"the loss is {case.end:,.2f} at the end, and a model that knows nothing has"
         text += f" {uniform:.2f} (ln {case.vocabulary:,.0f}): it diverged"
@@ -264,7 +242,7 @@ def _spikes(case: Case, reason: str) -> Iterator[Found]:
     text = f"loss or gradient norm stayed far above what they had been, with {times}, and the run"
     text += f" stopped ({reason}): the numbers are finite, and the updates too large"
     advice = f"--learning_rate below {case.flag('learning_rate')}"
-    clip = number_of(case.flags.get("grad_clip"))
+    clip = case.value("grad_clip")
     advice += ", --grad_clip 1" if not 0 < clip <= 1 else f", --grad_clip below {clip:g}"
     yield "spikes", text, f"{advice}, or look at the rows of rolled_back-*.txt", CERTAIN
 
@@ -288,50 +266,49 @@ def _rise(case: Case, advice: str) -> Iterator[Found]:
     if excess < 4 or rise < max(0.3, 0.15 * (start - best)):
         return
     begin, step = begins[at], float(case.step[begins[at] + width // 2])
-    losses = [number(e["val_loss"]) for e in case.evals]
-    later = [number(e["val_loss"]) for e in case.evals if number(e["step"]) > case.step[begin]]
+    later = [e["val_loss"] for e in case.evals if e["step"] > case.step[begin]]
     text = f"the loss rose from {best:.2f} at step {step:,.0f} to {case.end:.2f} at the end"
-    if len(losses) > 1 and later:
-        lifted = later[-1] - min(losses)
+    if len(case.evals) > 1 and later:
+        lifted = later[-1] - min(case.losses)
         if lifted < 0.25 * rise:  # training read text that is harder, or a few rows by chance
             return
-        text += f", and validation from {min(losses):.2f} to {later[-1]:.2f}"
+        text += f", and validation from {min(case.losses):.2f} to {later[-1]:.2f}"
         sure = CERTAIN if excess >= 8 else LIKELY
     else:
         sure = _sure(excess, 8, 24)
     yield "diverged", f"{text}: what was learnt is lost", advice, sure
 
 
+@rule(STOPPED, least=5)
 def _weight_decay(case: Case) -> Iterator[Found]:
     """A decay that takes away within a few steps what an update adds.
 
     The most that the rule of passes gives is 0.94; with less it is the rate that is too high.
     """
-    decay = number_of(case.flags.get("weight_decay"))
-    rate = number_of(case.flags.get("muon_lr")) if case.flag("optimizer") == "muon" else case.peak
+    decay = case.value("weight_decay")
+    rate = case.value("muon_lr") if case.flag("optimizer") == "muon" else case.peak
     memory = 1 / (rate * decay) if rate > 0 and decay > 0 else math.inf  # steps
-    if not decay > 2 or memory > min(40.0, case.total_steps / 4) or case.lines < 5:
+    if not decay > 2 or memory > min(40.0, case.total_steps / 4):
         return
-    trigram = case.floors.get("trigram", math.nan)
-    if case.bits < trigram:  # it learns in spite of it
+    if case.bits < case.trigram:  # it learns in spite of it
         return
     text = f"--weight_decay {decay:g} at a rate of {rate:.2g} makes weights forget in {memory:.1f}"
     text += " steps: they stay near zero, and the model knows frequencies at most"
-    if math.isfinite(case.bits) and math.isfinite(trigram):
-        text += f" (validation {case.bits:.3f} bits per byte, a trigram {trigram:.3f})"
+    if math.isfinite(case.bits + case.trigram):
+        text += f" (validation {case.bits:.3f} bits per byte, a trigram {case.trigram:.3f})"
     sure = _sure(memory, 20, 8)
     yield "weight_decay", text, "--weight_decay 0.1, or --weight_decay auto", sure
 
 
+@rule(STOPPED)
 def _long_warmup(case: Case) -> Iterator[Found]:
     """A rate that rises in most of the steps."""
-    warmup = number_of(case.flags.get("warmup_steps"))
+    warmup = case.value("warmup_steps")
     share = warmup / case.total_steps if case.total_steps else 0.0
     known = np.isfinite(case.lr)
     if known.sum() >= 5 and case.run.last_step >= 0.9 * case.total_steps:  # as it was
-        highest = float(case.lr[known].max())
-        rising = case.step[known][case.lr[known] >= 0.99 * highest]
-        is_risen = case.lr[known][0] < 0.5 * highest
+        rising = case.step[known][case.lr[known] >= 0.99 * case.highest]
+        is_risen = case.lr[known][0] < 0.5 * case.highest
         share = float(rising[0]) / case.total_steps if is_risen else 0.0
     if case.total_steps < 20 or not share >= 0.5:
         return
@@ -342,94 +319,34 @@ def _long_warmup(case: Case) -> Iterator[Found]:
     yield "long_warmup", text, advice, _sure(share, 0.5, 0.8)
 
 
-def _other_text(case: Case) -> Iterator[Found]:
-    """Held-out text of another kind than the training text."""
-    if case.flags.get("task") == "sft":
+@rule({*STOPPED, "weight_decay"}, least=FEW)
+def _high_rate(case: Case) -> Iterator[Found]:
+    if not case.is_fresh or not np.isfinite(case.smooth).all():
         return
-    least = min((case.floors[n] for n in ("zlib", "xz", "zstd") if n in case.floors), default=0.0)
-    trigram = case.floors.get("trigram", math.nan)
-    is_known = number(case.of_text.get("trained"), 0.0) >= 20_000
-    ratio = trigram / least if least and is_known else math.nan
-    # A text that repeats itself, as a log does, is one that compressors know better as well.
-    own, unigram = number(case.of_text.get("own_unigram")), case.floors.get("unigram", math.nan)
-    is_unlike = ratio > 1.4 and unigram > 1.25 * own and not case.has_few_rows
-    gap, noise = case.gap
-    is_apart = gap > max(1.0, 8 * noise)
-    if not (is_unlike or is_apart):
-        return
-    parts = []
-    if is_apart:
-        parts.append(f"validation is {gap:.2f} nats above training within the first pass")
-    if is_unlike:
-        parts.append(
-            f"a trigram of the training text needs {trigram:.2f} bits per byte for the held-out"
-            f" text, where a compressor that has read nothing needs {least:.2f}"
+    rate = f"--learning_rate {case.flag('learning_rate')}"
+    if case.flags.get("optimizer") == "muon" and math.isfinite(case.value("muon_lr")):
+        rate += f" and --muon_lr {case.flag('muon_lr')}"
+    start, most = float(case.smooth[0]), float(case.smooth.max())
+    steady, decaying = _stall(case)
+    excess = case.excess_of_rate
+    times = f", {excess:,.0f} times what is usual," if excess >= 3 else ""
+    lower = "--learning_rate auto" if case.flag("optimizer") == "adamw" else "the default"
+    advice = f"{rate}{times} is too high: a tenth of it, or {lower}"
+    if most - start > 1.0 + 6 * case.error(3):
+        at = case.step[int(np.argmax(case.smooth))]
+        text = (
+            f"the loss rises from {start:.2f} to {most:.2f} at step {at:,.0f}: updates are larger"
         )
-    text = f"{' and '.join(parts)}: the held-out text is of another kind (language, subject, form)"
-    text += " than the training text, so validation does not measure what the model learns"
-    path = case.flags.get("val_path")
-    advice = f"text like that of --data_path in place of --val_path {path}, or --val_fraction 0.01"
-    if not path or path == "None":
-        advice = "a larger --val_fraction, so that it has text of every kind"
-    sure = CERTAIN if (is_apart and is_unlike) or gap > 3 or unigram > 2.5 * own else LIKELY
-    yield "other_text", text, advice, sure
-
-
-def _tokenizer(case: Case) -> Iterator[Found]:
-    """A vocabulary of which the text uses single bytes."""
-    size = number(case.of_text.get("bytes_per_token"))
-    if not math.isfinite(size) and case.evals:
-        last = case.evals[-1]
-        size = number(last["val_loss"]) / max(1e-9, number(last.get("val_bpb")) * math.log(2))
-    if case.vocabulary >= 1000 and size < 1.4 and case.flags.get("task") != "sft":
-        text = f"a token is {size:.2f} bytes of the text, with a vocabulary of"
-        text += f" {case.vocabulary:,.0f}: the tokenizer is of another language or kind of text,"
-        text += " so that rows hold little text and most of the vocabulary is not used"
-        advice = "a tokenizer of this text (without --tokenizer one is trained)"
-        yield "tokenizer", text, advice, _sure(size, 1.4, 1.2)
-
-
-def _short_rows(case: Case) -> Iterator[Found]:
-    """Rows that are far shorter than the documents."""
-    row = number(case.order.get("row_tokens")) - 1
-    document = number(case.of_text.get("document_tokens"))
-    if case.stages or case.flags.get("task") == "sft" or not row <= 32:
-        return
-    if document >= 8 * row or (math.isnan(document) and row <= 16):
-        text = f"a row is {row:.0f} tokens"
-        text += f" and a document {document:,.0f}" if math.isfinite(document) else ""
-        text += f": the model sees {row / 2:.0f} tokens before a token on average, and cannot use"
-        text += " what is further away"
-        sure = _sure(row, 32, 16) if math.isfinite(document) else LIKELY
-        yield "short_rows", text, "--max_seq_len 256 with fewer rows in a step", sure
-
-
-def _chance(case: Case) -> Iterator[Found]:
-    """Text that nothing can predict."""
-    share = number(case.of_text.get("chance"))
-    if share >= 0.2:
-        text = f"{formats.percent(share)} of the training text is as if drawn by chance"
-        text += " (hexadecimal or base64 digits, tables of numbers, noise): no model can tell what"
-        text += " comes next in it, and it takes that share of the training"
-        if case.bits > min(case.floors.values(), default=math.inf):
-            name = min(case.floors, key=lambda one: case.floors[one])
-            text += f"; validation is {case.bits:.3f} bits per byte, and {name} needs"
-            text += f" {case.floors[name]:.3f}"
-        yield "chance", text, f"{INSPECT}, and leave such documents out", _sure(share, 0.2, 0.3)
-
-
-def _word_order(case: Case) -> Iterator[Found]:
-    bits, pairs = (number(case.of_text.get(name)) for name in ("word_order", "word_pairs"))
-    if pairs >= 1000 and bits < (0.2 if pairs >= 3000 else 0.1):
-        text = f"a word tells {max(0.0, bits):.2f} bits of the next one, and in any language at"
-        text += " least 0.3: the order of words is lost (or the text is lists), so that there is"
-        text += " nothing but frequencies to learn"
-        yield (
-            "word_order",
-            text,
-            f"{INSPECT}, and at what prepared it",
-            _sure(bits, 0.2, 0.1 if pairs >= 3000 else 0.0),
-        )
+        yield "high_rate", f"{text} than the model can follow", advice, CERTAIN
+    elif excess >= 10 and decaying > 0.25 + 4 * case.error(case.width) and steady < 1.5 * decaying:
+        text = f"the loss falls by {steady:.2f} at a high rate, and by {decaying:.2f} as that falls"
+        text += ": most steps only shake the weights"
+        yield "high_rate", text, advice, _sure(excess, 10, 30)
+    elif excess >= 10 and case.run.last_step >= 50 and case.bits > case.trigram:
+        text = f"validation ends at {case.bits:.3f} bits per byte, and a trigram reaches"
+        text += f" {case.trigram:.3f}: the model does not settle"
+        sure = CERTAIN if case.bits > case.unigram else LIKELY
+        yield "high_rate", text, advice, sure
 
 
 def _stall(case: Case) -> tuple[float, float]:
@@ -443,41 +360,11 @@ def _stall(case: Case) -> tuple[float, float]:
     return before - after, after - case.end
 
 
-def _high_rate(case: Case) -> Iterator[Found]:
-    if not case.is_fresh or case.lines < FEW or not np.isfinite(case.smooth).all():
-        return
-    rate = f"--learning_rate {case.flag('learning_rate')}"
-    muon = case.flags.get("muon_lr", "None")
-    if case.flags.get("optimizer") == "muon" and math.isfinite(number_of(muon)):
-        rate += f" and --muon_lr {muon}"
-    start, most = float(case.smooth[0]), float(case.smooth.max())
-    steady, decaying = _stall(case)
-    excess = case.excess_of_rate
-    times = f", {excess:,.0f} times what is usual," if excess >= 3 else ""
-    lower = "--learning_rate auto" if case.flag("optimizer") == "adamw" else "the default"
-    advice = f"{rate}{times} is too high: a tenth of it, or {lower}"
-    trigram = case.floors.get("trigram", math.inf)
-    if most - start > 1.0 + 6 * case.error(3):
-        at = case.step[int(np.argmax(case.smooth))]
-        text = (
-            f"the loss rises from {start:.2f} to {most:.2f} at step {at:,.0f}: updates are larger"
-        )
-        yield "high_rate", f"{text} than the model can follow", advice, CERTAIN
-    elif excess >= 10 and decaying > 0.25 + 4 * case.error(case.width) and steady < 1.5 * decaying:
-        text = f"the loss falls by {steady:.2f} at a high rate, and by {decaying:.2f} as that falls"
-        text += ": most steps only shake the weights"
-        yield "high_rate", text, advice, _sure(excess, 10, 30)
-    elif excess >= 10 and case.run.last_step >= 50 and case.bits > trigram:
-        text = f"validation ends at {case.bits:.3f} bits per byte, and a trigram reaches"
-        text += f" {trigram:.3f}: the model does not settle"
-        sure = CERTAIN if case.bits > case.floors.get("unigram", math.inf) else LIKELY
-        yield "high_rate", text, advice, sure
-
-
+@rule(RATE, least=10)
 def _low_rate(case: Case) -> Iterator[Found]:
-    warmup = number_of(case.flags.get("warmup_steps"))
+    warmup = case.value("warmup_steps")
     enough = max(30.0, 2 * warmup, min(500.0, case.total_steps / 2))  # steps
-    if not case.is_fresh or case.lines < 10 or not case.run.last_step >= enough:
+    if not case.is_fresh or not case.run.last_step >= enough:
         return
     start = _median(case.loss[:3])
     fall, uniform = start - case.end, math.log(case.vocabulary) if case.vocabulary > 1 else math.nan
@@ -497,9 +384,10 @@ def _low_rate(case: Case) -> Iterator[Found]:
     yield "low_rate", f"{text} so few steps", advice, CERTAIN if is_new else LIKELY
 
 
+@rule(RATE, least=2 * FEW)
 def _warmup(case: Case) -> Iterator[Found]:
-    warmup = number_of(case.flags.get("warmup_steps"))
-    if not case.is_fresh or case.lines < 2 * FEW or not warmup < 0.02 * case.total_steps:
+    warmup = case.value("warmup_steps")
+    if not case.is_fresh or not warmup < 0.02 * case.total_steps:
         return
     early = case.smooth[: case.lines // 5]
     low = np.minimum.accumulate(early)
@@ -511,8 +399,9 @@ def _warmup(case: Case) -> Iterator[Found]:
         yield "warmup", f"{text} first updates are too large", advice, LIKELY
 
 
+@rule(least=FEW)
 def _idle_rate(case: Case) -> Iterator[Found]:
-    if case.lines < FEW or not np.isfinite(case.lr).all() or not case.lr.max() > 0:
+    if not np.isfinite(case.lr).all() or not case.lr.max() > 0:
         return
     after = case.lr[int(case.lr.argmax()) :]  # the warm-up
     share = float((after < 0.05 * case.peak).sum()) / case.lines
@@ -525,15 +414,107 @@ def _idle_rate(case: Case) -> Iterator[Found]:
         yield "idle_rate", text, advice, _sure(share, 0.3, 0.4)
 
 
+@rule()
+def _chance(case: Case) -> Iterator[Found]:
+    """Text that nothing can predict."""
+    share = case.text["chance"]
+    if share >= 0.2:
+        text = f"{formats.percent(share)} of the training text is as if drawn by chance"
+        text += " (hexadecimal or base64 digits, tables of numbers, noise): no model can tell what"
+        text += " comes next in it, and it takes that share of the training"
+        if case.bits > min(case.floors.values(), default=math.inf):
+            name = min(case.floors, key=lambda one: case.floors[one])
+            text += f"; validation is {case.bits:.3f} bits per byte, and {name} needs"
+            text += f" {case.floors[name]:.3f}"
+        yield "chance", text, f"{INSPECT}, and leave such documents out", _sure(share, 0.2, 0.3)
+
+
+@rule({"chance"})
+def _word_order(case: Case) -> Iterator[Found]:
+    bits, pairs = (case.text[name] for name in ("word_order", "word_pairs"))
+    if pairs >= 1000 and bits < (0.2 if pairs >= 3000 else 0.1):
+        text = f"a word tells {max(0.0, bits):.2f} bits of the next one, and in any language at"
+        text += " least 0.3: the order of words is lost (or the text is lists), so that there is"
+        text += " nothing but frequencies to learn"
+        yield (
+            "word_order",
+            text,
+            f"{INSPECT}, and at what prepared it",
+            _sure(bits, 0.2, 0.1 if pairs >= 3000 else 0.0),
+        )
+
+
+@rule({"diverged"})
+def _other_text(case: Case) -> Iterator[Found]:
+    """Held-out text of another kind than the training text."""
+    if case.is_sft:
+        return
+    least = min((case.floors[n] for n in ("zlib", "xz", "zstd") if n in case.floors), default=0.0)
+    is_known = case.text["trained"] >= 20_000
+    ratio = case.trigram / least if least and is_known else math.nan
+    # A text that repeats itself, as a log does, is one that compressors know better as well.
+    own = case.text["own_unigram"]
+    is_unlike = ratio > 1.4 and case.unigram > 1.25 * own and not case.is_of_few
+    gap, noise = case.gap
+    is_apart = gap > max(1.0, 8 * noise)
+    if not (is_unlike or is_apart):
+        return
+    parts = []
+    if is_apart:
+        parts.append(f"validation is {gap:.2f} nats above training within the first pass")
+    if is_unlike:
+        parts.append(
+            f"a trigram of the training text needs {case.trigram:.2f} bits per byte for the"
+            f" held-out text, where a compressor that has read nothing needs {least:.2f}"
+        )
+    text = f"{' and '.join(parts)}: the held-out text is of another kind (language, subject, form)"
+    text += " than the training text, so validation does not measure what the model learns"
+    path = case.flags.get("val_path")
+    advice = f"text like that of --data_path in place of --val_path {path}, or --val_fraction 0.01"
+    if not path or path == "None":
+        advice = "a larger --val_fraction, so that it has text of every kind"
+    sure = CERTAIN if (is_apart and is_unlike) or gap > 3 or case.unigram > 2.5 * own else LIKELY
+    yield "other_text", text, advice, sure
+
+
+@rule()
+def _tokenizer(case: Case) -> Iterator[Found]:
+    """A vocabulary of which the text uses single bytes."""
+    size, last = case.text["bytes_per_token"], case.last
+    if math.isnan(size):
+        size = last["val_loss"] / max(1e-9, last["val_bpb"] * math.log(2))
+    if case.vocabulary >= 1000 and size < 1.4 and not case.is_sft:
+        text = f"a token is {size:.2f} bytes of the text, with a vocabulary of"
+        text += f" {case.vocabulary:,.0f}: the tokenizer is of another language or kind of text,"
+        text += " so that rows hold little text and most of the vocabulary is not used"
+        advice = "a tokenizer of this text (without --tokenizer one is trained)"
+        yield "tokenizer", text, advice, _sure(size, 1.4, 1.2)
+
+
+@rule()
+def _short_rows(case: Case) -> Iterator[Found]:
+    """Rows that are far shorter than the documents."""
+    row, document = case.row_tokens - 1, case.text["document_tokens"]
+    if case.stages or case.is_sft or not row <= 32:
+        return
+    if document >= 8 * row or (math.isnan(document) and row <= 16):
+        text = f"a row is {row:.0f} tokens"
+        text += f" and a document {document:,.0f}" if math.isfinite(document) else ""
+        text += f": the model sees {row / 2:.0f} tokens before a token on average, and cannot use"
+        text += " what is further away"
+        sure = _sure(row, 32, 16) if math.isfinite(document) else LIKELY
+        yield "short_rows", text, "--max_seq_len 256 with fewer rows in a step", sure
+
+
+@rule({"other_text"})
 def _repeats(case: Case) -> Iterator[Found]:
     if len(case.evals) < 3 or not case.epochs >= 2:
         return
-    losses = [number(e["val_loss"]) for e in case.evals]
-    least, last = min(losses), losses[-1]
-    noise = number(case.evals[-1].get("val_loss_se"), 0.0)
+    least, last = min(case.losses), case.losses[-1]
+    noise, best = float(np.nan_to_num(case.last["val_loss_se"])), case.losses.index(least)
     is_rising = last > 1.02 * least and last - least > max(0.03, noise)
-    if is_rising and last - case.end > 0.2 and losses.index(least) < len(losses) - 2:
-        at = number(case.evals[losses.index(least)]["step"])
+    if is_rising and last - case.end > 0.2 and best < len(case.evals) - 2:
+        at = case.evals[best]["step"]
         text = f"validation rose from {least:.3f} at step {at:,.0f} to {last:.3f} while training"
         text += f" fell to {case.end:.3f}, after {case.epochs:.1f} passes over the text: it is"
         advice = f"--max_steps {at:.0f}, more text, a smaller model, or more --weight_decay (it is"
@@ -542,35 +523,38 @@ def _repeats(case: Case) -> Iterator[Found]:
         yield "repeats", f"{text} learnt by heart", advice, sure
 
 
+@rule()
 def _many_epochs(case: Case) -> Iterator[Found]:
     """Sources whose weight makes them be read far more often than the others."""
-    mixture = case.order.get("mixture")
-    if not isinstance(mixture, dict) or case.stages:
+    mixture = case.order.get("mixture") or {"sizes": [], "weights": []}
+    sizes, weights = (np.array(mixture[name], float) for name in ("sizes", "weights"))
+    if case.stages or not len(sizes) == len(weights) > 1:
         return
-    sizes, weights = (np.array(mixture.get(n), float) for n in ("sizes", "weights"))
     read = case.rows_read * weights / weights.sum() / np.maximum(sizes, 1)
     most = int(np.argmax(read))
     others = np.delete(read, most)
-    if len(others) and read[most] >= 8 and read[most] > 8 * np.median(others):
+    if read[most] >= 8 and read[most] > 8 * np.median(others):
         text = f"source {most + 1} is read {read[most]:.0f} times and the others"
         text += f" {np.median(others):.1f} times: it is learnt by heart at the cost of the rest"
         yield "source_weight", text, "a smaller weight for it, or more of its text", LIKELY
 
 
+@rule()
 def _copies(case: Case) -> Iterator[Found]:
-    repeated, seen = (number(case.of_text.get(name)) for name in ("repeated", "seen"))
+    repeated, seen = (case.text[name] for name in ("repeated", "seen"))
     if repeated > 0.4:
         text = f"{formats.percent(repeated)} of the training text is a copy of other parts of it"
         yield "copies", f"{text}: an epoch reads the same text again and again", COPIES, CERTAIN
-    if seen > 0.3 and not case.has_few_rows:
+    if seen > 0.3 and not case.is_of_few:
         text = f"{formats.percent(seen)} of the held-out text occurs word for word in the training"
         text += " text: validation says little of new text"
         yield "leak", text, f"{COPIES}, or give --val_path", CERTAIN
 
 
+@rule({"repeats"})
 def _order(case: Case) -> Iterator[Found]:
     for stage in case.stages[1:]:
-        border = number((stage.get("steps") or [None])[0])
+        border = stage["steps"][0]
         before = case.loss[case.step < border][-10:]
         after = case.loss[case.step >= border][:3]  # a model soon learns the new kind
         jump = _median(after) - _median(before)
@@ -580,8 +564,9 @@ def _order(case: Case) -> Iterator[Found]:
             yield "order", f"{text} another kind at once", MIX, LIKELY
 
 
+@rule()
 def _experts(case: Case) -> Iterator[Found]:
-    least, most = (case.late(f"expert_{which}", 3) for which in ("least", "most"))
+    least, most = (case.late(f"expert_{which}") for which in ("least", "most"))
     if case.run.last_step >= BALANCED and least < 0.02:
         text = f"an expert gets {least:.3f} of an even share of the tokens and another {most:.2f}:"
         text += " its weights are carried and not trained"
@@ -589,6 +574,88 @@ def _experts(case: Case) -> Iterator[Found]:
         yield "dead_experts", text, f"{advice} --n_routed_experts", CERTAIN
 
 
+@rule({*STOPPED, "high_rate"}, least=FEW)
+def _clipping(case: Case) -> Iterator[Found]:
+    clip, late = case.value("grad_clip"), case.norm[case.lines // 2 :]
+    if not clip > 0 or not np.isfinite(late).any():
+        return
+    share, usual = float((late > clip).mean()), _median(late)
+    if share > 0.95 and usual > 8 * clip:
+        text = f"{formats.percent(share)} of the later updates are clipped, at gradient norms of"
+        text += f" {usual:.3g} and --grad_clip {clip:g}: only the direction of a gradient counts"
+        yield "clipping", text, f"--grad_clip {float(f'{2 * usual:.1g}'):g}", LIKELY
+
+
+@rule({"diverged"})
+def _precision(case: Case) -> Iterator[Found]:
+    counted = case.run.column("skipped")
+    skipped = max(float(np.nanmax(counted, initial=0.0)), len(case.run.steps_of("step_skipped")))
+    dtype = str(case.run.fact("dtype"))
+    if skipped > (max(20.0, 0.05 * case.run.last_step) if dtype == "float16" else 0):
+        text = f"{formats.count(int(skipped), 'step')} of {case.run.last_step:,.0f} skipped, as"
+        text += f" gradients were not finite in {dtype}: these rows taught nothing"
+        yield "precision", text, PRECISION.get(dtype, LOOK), CERTAIN
+
+
+@rule({*RATE, *TEXT, "repeats", "idle_rate"})
+def _above_floors(case: Case) -> Iterator[Found]:
+    advice = "more steps, a larger model, or --learning_rate auto"
+    text = f"validation is {case.bits:.3f} bits per byte, and"
+    if case.run.last_step >= 300 and case.bits > case.unigram:
+        text += f" counting single tokens gives {case.unigram:.3f}: the model knows less than their"
+        sure = _sure(case.bits / case.unigram, 1.0, 1.1)
+        yield "above_unigram", f"{text} frequencies", advice, sure
+    elif case.run.last_step >= 300 and case.epochs >= 2 and case.bits > 1.25 * case.trigram:
+        text += (
+            f" a trigram of the training text has {case.trigram:.3f}: the model makes little of its"
+        )
+        yield "above_trigram", f"{text} context", advice, LIKELY
+
+
+@rule()
+def _vocabulary(case: Case) -> Iterator[Found]:
+    tokens = case.rows_per_epoch * case.row_tokens
+    if case.is_fresh and tokens < 10 * case.vocabulary:
+        fewer = max(FEWEST_PIECES, int(tokens / 50))
+        text = f"the text has {tokens:,.0f} tokens for a vocabulary of {case.vocabulary:,.0f}: most"
+        text += " pieces occur a few times only and are not learnt"
+        less = f"--vocab_size {fewer} or " if fewer < case.vocabulary else ""
+        yield "vocabulary", text, f"{less}more text", _sure(tokens / case.vocabulary, 10, 5)
+
+
+@rule()
+def _validation(case: Case) -> Iterator[Found]:
+    """Few held-out tokens; of a short run that --eval_rows auto validates on few, nothing."""
+    tokens, rows, noise = (case.last[name] for name in ("tokens", "rows", "val_loss_se"))
+    if not tokens < 500 or case.is_sft:
+        return
+    noise = 2.5 / math.sqrt(max(tokens, 1)) if math.isnan(noise) else noise
+    text, given = f"validation reads {tokens:,.0f} tokens", case.flags.get("eval_rows")
+    if given or not rows < case.last["held_out"]:
+        text += f": its loss is off by about {noise:.2f} by chance"
+        advice = f"a larger --val_fraction than {case.flag('val_fraction')}, for which a prepared"
+        advice += " folder is prepared anew"
+        advice += f", or more --eval_rows than {given}" if given else ", or more text"
+        yield "small_validation", text, advice, CERTAIN
+    elif len(case.evals) >= 10:
+        text += f", as many as the {len(case.evals):,} of --eval_rows auto may: their losses are"
+        text += f" off by about {noise:.2f} by chance"
+        advice = f"a larger --eval_interval than {case.flag('eval_interval')}, or --eval_rows"
+        yield "small_validation", text, f"{advice} {FIRST_EVAL_ROWS}", POSSIBLE
+
+
+@rule()
+def _samples(case: Case) -> Iterator[Found]:
+    samples = case.run.events("sample")
+    words = (e["text"].split() for e in samples if e["step"] == samples[-1]["step"])
+    grams = [[*zip(w, w[1:], w[2:], strict=False)] for w in words]
+    shares = [1 - len({*one}) / len(one) for one in grams if len(one) >= 20]
+    if shares and min(shares) > 0.6:
+        text = f"of every last sample {formats.percent(min(shares))} or more repeats what it says:"
+        yield "repeating_samples", f"{text} the model is caught in a loop", LOOPS, LIKELY
+
+
+@rule()
 def _memory(case: Case) -> Iterator[Found]:
     """Memory that grows on and on, not in a few jumps as caches and evaluations do."""
     memory = case.run.column("memory_mib")
@@ -604,108 +671,30 @@ def _memory(case: Case) -> Iterator[Found]:
         yield "memory", text, KEPT, LIKELY
 
 
+@rule()
 def _waits(case: Case) -> Iterator[Found]:
-    starts = case.run.starts
-    spent = {
-        name: sum(start.milliseconds()[name] for start in starts) for name in (*PHASES, *PAUSES)
-    }
+    spent = case.run.spent(case.run.starts)
     stepping = sum(spent[name] for name in PHASES)
     waiting = case.run.column("data_ms") > 0.2 * case.run.column("step_ms")
     if spent["data"] > max(0.2 * stepping, 1000.0) and waiting.sum() >= 5:
         text = f"steps wait for rows for {formats.percent(spent['data'] / stepping)} of their time:"
         advice = f"--num_workers above {case.flag('num_workers')}, or a faster disk"
         yield "data_waits", f"{text} the device idles", advice, CERTAIN
-    for name, flag in PAUSE_FLAGS.items():
+    for name, pause in RECURRING.items():
         paused = case.run.column(f"{name}_ms") > 0
         if spent[name] > 1.5 * stepping and paused.sum() >= 5:
             share = formats.percent(spent[name] / sum(spent.values()))
-            text = (
-                f"{share} of the time went into the pauses of --{flag} {case.flag(flag)}: the run"
-            )
-            text += " could take a fraction of it"
-            yield f"{name}_pauses", text, f"a larger --{flag}", CERTAIN
+            flag = f"--{pause.flag}"
+            text = f"{share} of the time went into the pauses of {flag} {case.flag(pause.flag)}:"
+            text += " the run could take a fraction of it"
+            yield f"{name}_pauses", text, f"a larger {flag}", CERTAIN
 
 
-def _clipping(case: Case) -> Iterator[Found]:
-    clip, late = number_of(case.flags.get("grad_clip")), case.norm[case.lines // 2 :]
-    if case.lines < FEW or not clip > 0 or not np.isfinite(late).any():
-        return
-    share, usual = float((late > clip).mean()), _median(late)
-    if share > 0.95 and usual > 8 * clip:
-        text = f"{formats.percent(share)} of the later updates are clipped, at gradient norms of"
-        text += f" {usual:.3g} and --grad_clip {clip:g}: only the direction of a gradient counts"
-        yield "clipping", text, f"--grad_clip {float(f'{2 * usual:.1g}'):g}", LIKELY
-
-
-def _precision(case: Case) -> Iterator[Found]:
-    counted = case.run.column("skipped")
-    skipped = max(float(np.nanmax(counted, initial=0.0)), len(case.run.steps_of("step_skipped")))
-    dtype = str(case.run.fact("dtype"))
-    if skipped > (max(20.0, 0.05 * case.run.last_step) if dtype == "float16" else 0):
-        text = f"{formats.count(int(skipped), 'step')} of {case.run.last_step:,.0f} skipped, as"
-        text += f" gradients were not finite in {dtype}: these rows taught nothing"
-        yield "precision", text, PRECISION.get(dtype, LOOK), CERTAIN
-
-
-def _above_floors(case: Case) -> Iterator[Found]:
-    unigram, trigram = (case.floors.get(name, math.nan) for name in ("unigram", "trigram"))
-    advice = "more steps, a larger model, or --learning_rate auto"
-    text = f"validation is {case.bits:.3f} bits per byte, and"
-    if case.run.last_step >= 300 and case.bits > unigram:
-        text += f" counting single tokens gives {unigram:.3f}: the model knows less than their"
-        sure = _sure(case.bits / unigram, 1.0, 1.1)
-        yield "above_unigram", f"{text} frequencies", advice, sure
-    elif case.run.last_step >= 300 and case.epochs >= 2 and case.bits > 1.25 * trigram:
-        text += f" a trigram of the training text has {trigram:.3f}: the model makes little of its"
-        yield "above_trigram", f"{text} context", advice, LIKELY
-
-
-def _vocabulary(case: Case) -> Iterator[Found]:
-    tokens = number(case.run.fact("rows_per_epoch")) * number(case.order.get("row_tokens"))
-    if case.is_fresh and tokens < 10 * case.vocabulary:
-        fewer = max(FEWEST_PIECES, int(tokens / 50))
-        text = f"the text has {tokens:,.0f} tokens for a vocabulary of {case.vocabulary:,.0f}: most"
-        text += " pieces occur a few times only and are not learnt"
-        less = f"--vocab_size {fewer} or " if fewer < case.vocabulary else ""
-        yield "vocabulary", text, f"{less}more text", _sure(tokens / case.vocabulary, 10, 5)
-
-
-def _validation(case: Case) -> Iterator[Found]:
-    """Few held-out tokens; of a short run that --eval_rows auto validates on few, nothing."""
-    last = case.evals[-1] if case.evals else {}
-    tokens, rows = number(last.get("tokens")), number(last.get("rows"))
-    if not tokens < 500 or case.flags.get("task") == "sft":
-        return
-    noise = number(last.get("val_loss_se"), 2.5 / math.sqrt(max(tokens, 1)))
-    text, given = f"validation reads {tokens:,.0f} tokens", case.flags.get("eval_rows")
-    if given or not rows < number(last.get("held_out")):
-        text += f": its loss is off by about {noise:.2f} by chance"
-        advice = f"a larger --val_fraction than {case.flag('val_fraction')}, for which a prepared"
-        advice += " folder is prepared anew"
-        advice += f", or more --eval_rows than {given}" if given else ", or more text"
-        yield "small_validation", text, advice, CERTAIN
-    elif len(case.evals) >= 10:
-        text += f", as many as the {len(case.evals):,} of --eval_rows auto may: their losses are"
-        text += f" off by about {noise:.2f} by chance"
-        advice = f"a larger --eval_interval than {case.flag('eval_interval')}, or --eval_rows"
-        yield "small_validation", text, f"{advice} {FIRST_EVAL_ROWS}", POSSIBLE
-
-
-def _samples(case: Case) -> Iterator[Found]:
-    samples = case.run.events("sample")
-    last = [e for e in samples if number(e["step"]) == number(samples[-1]["step"])]
-    words = (str(event.get("text") or "").split() for event in last)
-    grams = [[*zip(w, w[1:], w[2:], strict=False)] for w in words]
-    shares = [1 - len({*one}) / len(one) for one in grams if len(one) >= 20]
-    if shares and min(shares) > 0.6:
-        text = f"of every last sample {formats.percent(min(shares))} or more repeats what it says:"
-        yield "repeating_samples", f"{text} the model is caught in a loop", LOOPS, LIKELY
-
-
+@rule(STOPPED)
 def _crashes(case: Case) -> Iterator[Found]:
     kinds, last = [kind for kind, _ in case.outcomes], case.run.starts[-1]
     bad = sum(kind in ("crashed", "failed", "silent") for kind in kinds)
-    saved = [number(event["step"]) for event in case.run.events("checkpoint_saved")]
+    saved = [event["step"] for event in case.run.events("checkpoint_saved")]
     is_whole = bool(saved) and saved[-1] >= case.total_steps > 0
     if is_whole:
         again = f"all {formats.count(int(case.total_steps), 'step')} are trained and saved"
@@ -722,48 +711,13 @@ def _crashes(case: Case) -> Iterator[Found]:
             text += f", and {formats.count(lost, 'step')} had to be computed again"
             advice += f", and save more often (--save_interval below {case.flag('save_interval')})"
         yield "crashes", f"{text}: the cause is still there", advice, CERTAIN
-    elif kinds[-1] == "failed":
-        end = last.end or {}
-        reason = str(end.get("reason") or "no reason is recorded").rstrip(".")
+    elif last.end and kinds[-1] == "failed":
+        reason = (last.end["reason"] or "no reason is recorded").rstrip(".")
         which = "the run" if len(kinds) == 1 else "the last start"
-        text = f"{which} ended {at} with exit status {end.get('status')} ({end.get('code')}):"
+        text = f"{which} ended {at} with exit status {last.end['status']} ({last.end['code']}):"
         advice = again if is_whole else f"once that is mended, {again}"
         yield "failed", f"{text} {reason}", advice, CERTAIN
     elif kinds[-1] == "silent" and math.isfinite(case.quiet):
         text = f"the last line is {formats.duration(case.quiet)} old, {at}, and no end is recorded:"
         text += " the run hangs, or was killed, as by a host without memory"
         yield "silent", text, f"look at the end of its log; {again}", CERTAIN
-
-
-# Rules, and the kinds of findings that explain what a rule would see.
-RATE = {"diverged", "spikes", "high_rate", "low_rate", "nothing_learnt", "weight_decay"}
-RATE |= {"long_warmup"}
-TEXT = {"other_text", "chance", "word_order", "tokenizer", "short_rows"}
-RULES: dict[Any, set[str]] = {
-    _diverged: set(),
-    _weight_decay: {"diverged", "spikes"},
-    _long_warmup: {"diverged", "spikes"},
-    _high_rate: {"diverged", "spikes", "weight_decay"},
-    _low_rate: RATE,
-    _warmup: RATE,
-    _idle_rate: set(),
-    _chance: set(),
-    _word_order: {"chance"},
-    _other_text: {"diverged"},
-    _tokenizer: set(),
-    _short_rows: set(),
-    _repeats: {"other_text"},
-    _many_epochs: set(),
-    _copies: set(),
-    _order: {"repeats"},
-    _experts: set(),
-    _clipping: {"diverged", "spikes", "high_rate"},
-    _precision: {"diverged"},
-    _above_floors: {*RATE, *TEXT, "repeats", "idle_rate"},
-    _vocabulary: set(),
-    _validation: set(),
-    _samples: set(),
-    _memory: set(),
-    _waits: set(),
-    _crashes: {"diverged", "spikes"},
-}
