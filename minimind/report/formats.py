@@ -159,3 +159,8 @@ PALETTE = {
     **{"verify": ("#5b8c5a", "#5b8c5a"), "score": ("#c2a83e", "#c2a83e")},
 }
 LIGHT = {name: light for name, (light, _) in PALETTE.items()}  # page.html changes light to dark
+
+
+def skipped(place: object, file: object, reason: object) -> str:
+    """A checkpoint that was rejected, with the file at fault."""
+    return f"skipped checkpoint {place}: {file} {reason}"

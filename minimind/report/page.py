@@ -293,8 +293,7 @@ def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
     remarks = []
     for event in start.events:
         if event["event"] == "checkpoint_rejected":
-            problem = f"{event.get('file')} {event.get('reason')}"
-            remarks.append(f"skipped checkpoint {event.get('path')}: {problem}")
+            remarks.append(formats.skipped(*map(event.get, ("path", "file", "reason"))))
         elif event["event"] == "mirror_failed":
             remarks.append(f"step {event.get('step')}: not mirrored: {event.get('reason')}")
         elif event["event"] == "checkpoint_fetched":

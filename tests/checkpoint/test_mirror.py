@@ -154,19 +154,19 @@ def test_a_newer_checkpoint_here_is_used_and_uploaded(
     assert train(flags, out_dir=out_dir, stop_at_step=7) == 75
     assert not events(tmp_path / "a", "checkpoint_fetched")
     assert train({**flags, "mirror": None}, out_dir=out_dir) == 0
-    offered: list[Path] = []
-    offer, write = mirror.Uploads.offer, pretrain.write_reference
+    looked: list[bool] = []
+    look, write = mirror.Uploads.look, pretrain.write_reference
     monkeypatch.setattr(
-        mirror.Uploads, "offer", lambda self, *args: (offered.append(args[0]), offer(self, *args))
+        mirror.Uploads, "look", lambda self, *args: (looked.append(True), look(self, *args))
     )
     # Files that are uploaded beside the checkpoint are not written meanwhile.
     monkeypatch.setattr(
         pretrain,
         "write_reference",
-        lambda *args: (write(*args), offered and pytest.fail("too early")),
+        lambda *args: (write(*args), looked and pytest.fail("too early")),
     )
     assert train(flags, out_dir=out_dir) == 0
-    assert offered
+    assert looked
     assert mirrored(store)[-1] == 8
 
 
