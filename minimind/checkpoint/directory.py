@@ -234,14 +234,12 @@ def size_fault(size: int | None, entry: dict[str, Any]) -> str:
 def fault(path: Path, entry: dict[str, Any], is_hashed: bool = True) -> Rejected | None:
     """Return the damage of one file, by its size or by its hash too; None if there is none."""
     try:
-        try:
-            state = disk.stat(path, follow=False)
-            size = state.st_size if stat.S_ISREG(state.st_mode) else None
-            text = size_fault(size, entry)
-            if is_hashed and not text and sha256_of(path) != entry["sha256"]:
-                text = "does not match its sha256"
-        except (FileNotFoundError, NotADirectoryError):
-            text = size_fault(None, entry)
+        state = disk.stat(path, follow=False)
+        text = size_fault(state.st_size if stat.S_ISREG(state.st_mode) else None, entry)
+        if is_hashed and not text and sha256_of(path) != entry["sha256"]:
+            text = "does not match its sha256"
+    except (FileNotFoundError, NotADirectoryError):
+        text = size_fault(None, entry)
     except OSError as error:
         return Rejected(path.parent, path.name, f"cannot be read ({error.strerror})", True)
     return Rejected(path.parent, path.name, text) if text else None

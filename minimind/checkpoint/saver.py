@@ -82,6 +82,7 @@ class Saver:
         self.rules = rules
         self.good: int | None = None  # the last step at which a check for corruption passed
         self.had_rules = False  # whether they are those of the start before
+        self.has_saved = False
         self.facts = facts  # facts of the manifest
         self.texts = texts  # small files kept beside the tensors, by name
         self.in_background = in_background
@@ -148,6 +149,7 @@ class Saver:
         assert self._saving is None
         started = time.perf_counter()
         self._last_begin = time.monotonic()
+        self.has_saved = True
         engine = self.engine
         held = engine.state()
         about = {

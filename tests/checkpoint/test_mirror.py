@@ -343,6 +343,16 @@ def test_what_the_disk_knows_as_abandoned_is_not_fetched(
     assert mirrored(store) == [2, 3]
 
 
+def test_a_start_that_saves_nothing_deletes_nothing_by_its_own_rules(corpus: Path, tmp_path: Path):
+    flags = {**FLAGS, "data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
+    flags |= {"mirror": f"file://{tmp_path}/mirror", "out_dir": str(tmp_path / "out")}
+    assert train({**flags, "keep_last": 3}) == 0
+    assert train({**flags, "keep_last": 1}) == 0
+    for place in ("out", "mirror"):
+        found = published_checkpoints(tmp_path / place / "checkpoints")
+        assert [step_of(path) for path in found] == [8, 6, 4]
+
+
 def test_a_resume_hashes_each_file_of_its_checkpoint_once(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
