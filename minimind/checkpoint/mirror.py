@@ -188,8 +188,10 @@ class Uploads:
     def pending(self) -> list[int]:
         """The steps that are to be uploaded, as far as that is known, lowest first."""
         with self._changed:
-            steps = {one.step for one in self._todo or () if one.what in ("look", "upload")}
-            return sorted(steps | ({self._last} if self._is_dirty else set()))
+            todo = self._todo or []
+            is_open = self._is_dirty or any(change.what == "look" for change in todo)
+            steps = {change.step for change in todo if change.what == "upload"}
+            return sorted(steps | ({max(self._last, 0)} if is_open else set()))
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is to be done, for a time; return whether that is so."""
@@ -293,7 +295,7 @@ class Uploads:
 
     def _report_failure(self, change: Change, error: Exception) -> None:
         reason = FAILED.get(change.what, "") + (str(error) or type(error).__name__)
-        self.events.append(("mirror_failed", {"step": change.step, "reason": reason}))
+        self.events.append(("mirror_failed", {"step": max(change.step, 0), "reason": reason}))
         if isinstance(error, LockedError):
             self.close()
 

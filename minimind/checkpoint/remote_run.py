@@ -103,7 +103,7 @@ class RemoteRun:
                 if self._scheme is not LOCAL:
                     return self._filesystem.find(path, detail=True)
                 found = self._filesystem.ls(path, detail=True)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return {}
             inside: dict[str, Any] = {}
             for folder in found:  # `find` leaves out a folder that it cannot list

@@ -203,13 +203,15 @@ def test_a_storage_that_is_down_at_a_start_is_told(run: Fixture, monkeypatch: py
     def refused(self: RemoteRun) -> dict[int, dict[str, int]]:
         raise StorageError("does not answer")
 
-    run.uploads.begin(7)
-    monkeypatch.setattr(RemoteRun, "steps", refused)
-    run.uploads.look(None)
-    assert run.uploads.wait(60)
-    ((name, fields),) = run.uploads.events
-    assert (name, fields["step"]) == ("mirror_failed", 7)
-    assert fields["reason"] == "does not answer"
+    for step in (7, -1):  # -1: of a run that begins
+        run.uploads.begin(step)
+        with monkeypatch.context() as patch:
+            patch.setattr(RemoteRun, "steps", refused)
+            run.uploads.look(None)
+            assert run.uploads.wait(60)
+        name, fields = run.uploads.events.popleft()
+        assert (name, fields["step"]) == ("mirror_failed", max(step, 0))
+        assert fields["reason"] == "does not answer"
 
 
 def test_a_folder_that_cannot_be_listed_is_not_left_out(
