@@ -108,8 +108,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 def write_manifest(directory: Path, facts: dict[str, Any], files: list[dict[str, Any]]) -> None:
     """Write `manifest.json`, with the sha256 of its canonical form as last field."""
     manifest = {"format": FORMAT, **facts, "files": sorted(files, key=lambda f: f["name"])}
-    manifest["sha256"] = fingerprint(manifest)
-    write_durably(directory / MANIFEST, manifest_text(manifest))
+    write_durably(directory / MANIFEST, with_sum(manifest))
     sync_directory(directory)
 
 
@@ -172,9 +171,20 @@ def sweep(root: Path) -> None:
         remove_left(path)
 
 
-def manifest_text(manifest: dict[str, Any]) -> bytes:
-    """Serialize a manifest; its bytes are part of the format."""
-    return json.dumps(manifest, indent=1).encode()
+def with_sum(content: dict[str, Any]) -> bytes:
+    """Serialize an object with the sha256 of its canonical form as last field."""
+    return json.dumps({**content, "sha256": fingerprint(content)}, indent=1).encode()
+
+
+def require_sum(found: dict[str, Any], text: bytes) -> None:
+    """Raise CheckpointError unless `text` is, byte for byte, what `with_sum` makes of `found`."""
+    content = {key: value for key, value in found.items() if key != "sha256"}
+    try:
+        is_whole = text == with_sum(content)
+    except UnicodeEncodeError:  # a lone surrogate, escaped
+        is_whole = False
+    if not is_whole:
+        raise CheckpointError("does not match its own sha256")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -186,16 +196,9 @@ def checked_manifest(manifest: dict[str, Any], text: bytes, directory: Path) -> 
     """Validate a parsed manifest of a checkpoint, and its hash; raise CheckpointError."""
     if "sha256" not in manifest:
         raise CheckpointError("is no manifest")
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    try:
-        is_whole = fingerprint(body) == manifest["sha256"]
-    except UnicodeEncodeError:  # a lone surrogate, escaped
-        is_whole = False
-    # Reject a manifest that is not byte-identical to our serialization: something rewrote it.
-    if not is_whole or text != manifest_text(manifest):
-        raise CheckpointError("does not match its own sha256")
-    if body.get("format") != FORMAT:
-        other = shown(body.get("format"))
+    require_sum(manifest, text)
+    if manifest.get("format") != FORMAT:
+        other = shown(manifest.get("format"))
         raise CheckpointError(f"has format {other}, this version reads {FORMAT}")
     require_manifest(manifest)
     own_name = step_directory(directory, manifest["step"]).name
@@ -221,18 +224,22 @@ def first_damage(found: Sequence[Rejected | None]) -> Rejected | None:
     return next(filter(None, found), None)
 
 
-def fault(path: Path, entry: dict[str, Any]) -> Rejected | None:
-    """Return the damage of one file, or None."""
+def size_fault(size: int | None, entry: dict[str, Any]) -> str:
+    """What is wrong with the size of a file of the manifest; None: it is not there."""
+    if size is None:
+        return "is missing"
+    return "" if size == entry["bytes"] else f"is {size} of {entry['bytes']} bytes"
+
+
+def fault(path: Path, entry: dict[str, Any], is_hashed: bool = True) -> Rejected | None:
+    """Return the damage of one file, by its size or by its hash too; None if there is none."""
     try:
         state = disk.stat(path, follow=False)
-        if not stat.S_ISREG(state.st_mode):
-            text = "is missing"
-        elif state.st_size != entry["bytes"]:
-            text = f"is {state.st_size} of {entry['bytes']} bytes"
-        else:
-            text = "" if sha256_of(path) == entry["sha256"] else "does not match its sha256"
+        text = size_fault(state.st_size if stat.S_ISREG(state.st_mode) else None, entry)
+        if is_hashed and not text and sha256_of(path) != entry["sha256"]:
+            text = "does not match its sha256"
     except (FileNotFoundError, NotADirectoryError):
-        text = "is missing"
+        text = size_fault(None, entry)
     except OSError as error:
         return Rejected(path.parent, path.name, f"cannot be read ({error.strerror})", True)
     return Rejected(path.parent, path.name, text) if text else None

@@ -1,22 +1,24 @@
 """The copy of a run at a URL of object storage: uploaded beside training, resumed from.
 
-`mirror.json` there says which run it is of, and which start of it writes. A thread uploads, and
-deletes what no rule keeps; training waits for it at the end of a run only.
+`changes` compares what is here with what is there. `mirror.json` there says which run it is of, and
+which start of it writes. A thread applies the changes; training waits for it at the end only.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -32,7 +34,7 @@ from minimind.checkpoint.directory import (
     step_of,
     verify,
 )
-from minimind.checkpoint.remote_run import ABANDONED, CHECKPOINTS, RemoteRun, by_step, complete
+from minimind.checkpoint.remote_run import ABANDONED, CHECKPOINTS, RemoteRun, folder_of
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.retention import (
     STAYS,
@@ -41,13 +43,13 @@ from minimind.checkpoint.retention import (
     Saved,
     kept,
     saved_in,
-    saved_of,
     saved_with,
-    with_doubts,
+    unknown,
 )
 from minimind.config.flags import MIRROR_WAIT_S
 from minimind.config.run_config import RunConfig
 from minimind.errors import CheckpointError, LockedError, StorageError, UsageError
+from minimind.report.formats import skipped
 from minimind.report.run_logger import RunLogger
 from minimind.runtime import disk
 from minimind.runtime.checked_json import (
@@ -66,289 +68,260 @@ from minimind.runtime.durable_files import (
     storing,
     write_whole,
 )
-from minimind.runtime.locks import ReadLock, lock_for_reading
+from minimind.runtime.locks import lock_for_reading
 from minimind.runtime.terminal import phase, shorten_line
 
 RUN_FILES = ("config.yaml", "ds_config.resolved.json", "tokenizer/*")
+MOST_UPLOADS = 2  # between two comparisons: saves that come faster do not hold up older ones
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A checkpoint to upload; pruning passes it over while its lock is held."""
+class Change:
+    """What a mirror lacks, or has too much, of the checkpoint of a step."""
 
-    path: Path
-    lock: ReadLock | None
-    good: int | None  # the last step at which a check for corruption passed
+    what: Literal["look", "abandon", "record", "delete", "upload"]
+    step: int
+
+
+FAILED = {  # what a failure of a change means
+    "abandon": "checkpoints of later steps could not be set aside, and must not be used: ",
+    "delete": "older checkpoints could not be deleted: ",
+}
+
+
+def both_know(here: Mapping[int, Saved], there: Mapping[int, Saved | None]) -> dict[int, Saved]:
+    """The complete checkpoints there, with the values that either side knows."""
+    found = {step: saved for step, saved in there.items() if saved}
+    for step, own in here.items():
+        if (other := found.get(step)) and (own.value is not None or other == Saved(step)):
+            found[step] = own
+    return found
+
+
+def changes(
+    here: Mapping[int, Saved],
+    there: Mapping[int, Saved | None],
+    rules: Rules,
+    good: int | None,
+    last: int,
+) -> list[Change]:
+    """What makes the mirror have what the rules keep of the run's steps up to `last`, in order.
+
+    None stands for a checkpoint there that is not complete. Uploads are last: that of `last`, then
+    the oldest.
+    """
+    here = {step: saved for step, saved in here.items() if step <= last}
+    complete = both_know(here, there)
+    later = [step for step in complete if step > last]
+    known = {step: saved for step, saved in complete.items() if step <= last}
+    wanted = kept((here | known).values(), rules, good)
+    missing = [step for step in wanted if wanted[step] and step not in known]
+    stays = kept(known.values(), rules, good)
+    needed = {*missing, *later, *unknown(here.values(), rules)}  # the last stay here, too
+    gone = [step for step in there if step not in needed and not stays.get(step)]
+    fresh = [step for step in known if step in here and known[step] != there[step]]
+    return [
+        *(Change("abandon", step) for step in sorted(later)),
+        *(Change("record", step) for step in sorted(fresh)),
+        *(Change("delete", step) for step in sorted(gone)),
+        *(Change("upload", step) for step in sorted(missing, key=lambda s: (s != last, s))),
+    ]
 
 
 class Uploads:
-    """Uploads one checkpoint at a time: the newest, and in turn the oldest missing there.
-
-    Missing are those of out_dir that a rule keeps, saved while others were uploaded or could not
-    be. They are found at a start and after each upload, so that a failure forgets none.
-    """
+    """A thread that has the mirror follow out_dir; what fails waits for the next save."""
 
     def __init__(self, remote: RemoteRun, owner: Owner, out_dir: Path, rules: Rules) -> None:
         self.remote = remote
         self.events: deque[tuple[str, dict[str, Any]]] = deque()  # events for the run to log
         self.owner, self._out_dir, self._rules = owner, out_dir, rules
+        self._root = out_dir / CHECKPOINTS
         self._changed = threading.Condition()
-        self._waiting: Waiting | None = None  # the newest
-        self._missing: list[Path] = []  # oldest first
-        self._until = -1  # the step of the last offer: later ones are not reported yet
-        self._unfit: set[Path] = set()  # damaged or unreadable here
-        self._must_look = False  # whether to look for missing ones, at a start
-        self._good: int | None = None  # `good` of the missing ones
-        self._is_turn_of_missing = False
-        self._uploading: Waiting | None = None
-        self._last: int | None = None  # the step gone back to: later ones there are abandoned
-        self._must_set_aside = False
-        self._stale: Waiting | None = None  # the upload of such a later one
-        self._is_over = False
-        self._own: set[int] = set()  # steps that were uploaded by this process
-        self._validated: set[int] = set()  # steps whose validations are there as they are here
-        self._doubted: set[int] = set()  # steps in doubt that were reported
-        self._copied: set[Path] = set()  # copied files of RUN_FILES
+        self._begun = -1  # the step of this start: what is saved after it, only rules delete here
+        self._last = -1  # the newest step that is reported
+        self._back: int | None = None  # the step gone back to, until the mirror has followed
+        self._good: int | None = None  # the last step at which a check for corruption passed
+        self._has_saved = False  # a start that saves nothing deletes nothing
+        self._is_dirty = self._is_over = False
+        self._todo: list[Change] | None = None  # what the thread does, if it works
+        self._unfit: set[int] = set()  # damaged or unreadable here
+        self._has_files = False  # whether RUN_FILES are there
         threading.Thread(target=self._work, daemon=True, name="mirror").start()
 
-    def offer(self, path: Path, good: int | None) -> None:
-        """Upload a published checkpoint soon; one that still waits gives way to it."""
-        job = _locked(path, good)
-        with self._changed:
-            if job and not self._is_over:
-                self._waiting, self._until = job, step_of(path)
-                self._unfit.discard(path)
-                self._changed.notify_all()
+    def begin(self, step: int) -> None:
+        """Set aside there what a start at `step` does not go on from."""
+        self.owner.require()  # another start may have come since the claim
+        self._begun = self._last = step
+        here, there = self._listings()
+        for change in changes(here, there, self._rules, None, step):
+            if change.what == "abandon":
+                self.remote.abandon(change.step)
+        own = [saved for saved in both_know(here, there).values() if saved.step <= step]
+        for other, why in unknown(own, self._rules).items():
+            reason = f"{VALIDATION} {why}; {STAYS}"
+            self.events.append(("mirror_kept", {"step": other, "reason": reason}))
 
-    def look(self, step: int, good: int | None) -> None:
-        """Look soon for missing checkpoints up to a step, at which the run starts; upload them."""
+    def look(self, good: int | None = None) -> None:
+        """Upload soon what the mirror lacks."""
         with self._changed:
-            if not self._is_over:
-                self._must_look, self._until, self._good = True, step, good
-                self._changed.notify_all()
+            self._good = self._good if good is None else good
+            self._wake()
+
+    def offer(self, step: int, good: int | None) -> None:
+        """Upload a published checkpoint soon, and delete there what no rule keeps."""
+        with self._changed:
+            self._last, self._good, self._has_saved = step, good, True
+            self._unfit.discard(step)
+            self._wake()
 
     def go_back(self, step: int) -> None:
-        """Set checkpoints of later steps aside soon, and again before uploads if that fails."""
+        """Set checkpoints of later steps aside soon, before anything else is done."""
         with self._changed:
-            if self._is_over:
-                return
-            self._last = step if self._last is None else min(step, self._last)
-            self._must_set_aside = True
-            self._until = min(step, self._until)
-            self._missing = [path for path in self._missing if step_of(path) <= step]
-            if self._waiting and step_of(self._waiting.path) > step:
-                self._waiting = None
-            if self._uploading and step_of(self._uploading.path) > step:
-                self._stale = self._uploading
-            self._changed.notify_all()
+            self._last, self._begun = step, min(step, self._begun)
+            self._back = step if self._back is None else min(step, self._back)
+            self._wake()
+
+    def _wake(self) -> None:
+        self._is_dirty = not self._is_over
+        self._changed.notify_all()
 
     def pending(self) -> list[int]:
-        """The steps that are to be uploaded, lowest first."""
+        """The steps that are to be uploaded, as far as that is known, lowest first."""
         with self._changed:
-            return sorted({*map(step_of, self._pending())})
-
-    def _pending(self) -> list[Path]:
-        return [job.path for job in (self._uploading, self._waiting) if job] + self._missing
+            todo = self._todo or []
+            is_open = self._is_dirty or any(change.what == "look" for change in todo)
+            steps = {change.step for change in todo if change.what == "upload"}
+            return sorted(steps | ({max(self._last, 0)} if is_open else set()))
 
     def wait(self, seconds: float) -> bool:
-        """Wait until nothing is to be uploaded, for a time; return whether that is so."""
+        """Wait until nothing is to be done, for a time; return whether that is so."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: not (self._must_set_aside or self._must_look or self._pending()), seconds
+                lambda: not self._is_dirty and self._todo is None, seconds
             )
 
     def close(self) -> None:
         """Start no further upload."""
         with self._changed:
-            self._is_over, self._waiting, self._missing = True, None, []
-            self._must_look = self._must_set_aside = False
-            self._changed.notify_all()
+            self._is_over = True
+            self._wake()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: (
-                        self._is_over
-                        or self._must_set_aside
-                        or self._must_look
-                        or self._waiting
-                        or self._missing
-                    )
-                )
+                self._todo = None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_dirty or self._is_over)
                 if self._is_over:
                     return
-                is_free = not (self._must_set_aside or self._must_look)
-                job = self._uploading = self._take() if is_free else None
-            if job:
-                self._good = job.good
-                self._mirror(job)
-            elif self._must_set_aside:
-                self._set_aside()
-            elif self._must_look:
-                self._look()
-            with self._changed:
-                if job and job.lock:
-                    job.lock.close()
-                self._uploading = None
-                self._changed.notify_all()
+                self._todo = []
+            try:
+                while self._follow():
+                    pass
+            except Exception as error:  # the checkpoints are on disk: no error of a copy ends a run
+                self._report_failure(self._todo[0], error)
 
-    def _take(self) -> Waiting | None:
-        """The next one to upload; None if it was deleted meanwhile."""
-        job, is_turn = self._waiting, self._is_turn_of_missing
-        self._is_turn_of_missing = not is_turn
-        if job and not (is_turn and self._missing):
-            self._waiting = None
-            return job
-        return _locked(self._missing.pop(0), self._good)
+    def _follow(self) -> bool:
+        """Do what is to be done by now; return whether it has to be looked again."""
+        with self._changed:
+            self._is_dirty, good, back = False, self._good, self._back
+            last = self._last if back is None else back
+            self._todo = todo = [Change("look" if back is None else "abandon", last)]
+        self.owner.require()
+        found = changes(*self._listings(), self._rules, good, last)
+        if back is not None:
+            found = [change for change in found if change.what == "abandon"]
+        elif not self._has_saved:
+            found = [change for change in found if change.what != "delete"]
+        todo[:] = [one for one in found if one.what != "upload" or one.step not in self._unfit]
+        uploads = 0
+        while todo and uploads < MOST_UPLOADS and not self._is_over:
+            uploads += self._apply(todo[0])
+            del todo[0]
+        with self._changed:
+            self._back = None if self._back == back else self._back
+        return (back is not None or uploads > 0) and not self._is_over
 
-    def _mirror(self, job: Waiting) -> None:
-        """Upload a checkpoint and apply the rules; report what became of it."""
-        step, started, prefix = step_of(job.path), time.perf_counter(), ""
+    def _apply(self, change: Change) -> bool:
+        """Make a change; return whether it was an upload."""
+        step = change.step
+        if change.what == "upload":
+            return self._upload(step)
+        if change.what == "abandon":
+            self.remote.abandon(step)
+        elif change.what == "delete":
+            self.remote.delete(step)
+        else:
+            with suppress(FileNotFoundError):  # the rules have deleted it here meanwhile
+                content = (step_directory(self._root, step) / VALIDATION).read_bytes()
+                self.remote.write(f"{folder_of(step)}/{VALIDATION}", content)
+        return False
+
+    def _upload(self, step: int) -> bool:
+        """Upload a checkpoint and report it; return False if it is deleted here."""
+        path, started = step_directory(self._root, step), time.perf_counter()
         try:
-            self.owner.require()
-            self._abandon_later()
+            lock = lock_for_reading(path / MANIFEST)  # pruning passes it over
+        except FileNotFoundError:
+            return False
+        if not disk.is_dir(path):
+            return False
+        try:
             self._copy_run_files()
-            size = self.remote.upload(job.path, lambda: self._require_current(job))
-            seconds = time.perf_counter() - started
-            self._own.add(step)
-            url = f"{self.remote.shown}/{CHECKPOINTS}/{job.path.name}"
+            size = self.remote.upload(path, lambda: self._require_current(step))
+            url, seconds = f"{self.remote.shown}/{folder_of(step)}", time.perf_counter() - started
             fields = {"step": step, "url": url, "bytes": size, "seconds": seconds}
             self.events.append(("checkpoint_mirrored", fields))
-            prefix = "older checkpoints could not be deleted: "
-            self._prune(job.good)
-        except Exception as error:  # the checkpoints are on disk: no error of a copy ends a run
-            if job is self._stale:
-                return
-            self._forget_missing(job.path if isinstance(error, CheckpointError) else None)
-            self._report_failure(step, prefix, error)
+        except Exception as error:
+            if not self._is_left_behind(step):
+                if not isinstance(error, CheckpointError):
+                    raise
+                self._unfit.add(step)
+                self._report_failure(Change("upload", step), error)
+        finally:
+            if lock:
+                lock.close()
+        return True
 
-    def _set_aside(self) -> None:
-        """Set aside what the run has gone back from; report it if that fails."""
-        step = self._last
-        try:
-            self.owner.require()
-            self._abandon_later()
-        except Exception as error:  # no error of a copy ends a run
-            prefix = "checkpoints of later steps could not be set aside, and must not be used: "
-            self._report_failure(step or 0, prefix, error)
+    def _is_left_behind(self, step: int) -> bool:
         with self._changed:
-            self._must_set_aside = self._last not in (None, step)  # gone further back meanwhile
+            return self._back is not None and step > self._back
 
-    def _look(self) -> None:
-        """Find missing ones; report it if that fails."""
-        step = self._until
-        try:
-            self.owner.require()
-            self._find_missing(self._saved_there(by_step(self.remote.files())), self._good)
-        except Exception as error:  # no error of a copy ends a run
-            self._report_failure(step, "missing checkpoints could not be looked for: ", error)
-        with self._changed:
-            self._must_look = False
+    def _require_current(self, step: int) -> None:
+        """Raise before the checkpoint is complete if it is another's turn or it is abandoned."""
+        self.owner.require()
+        if self._is_left_behind(step):
+            raise CheckpointError(f"step {step}: the run has gone back from it")
 
-    def _report_failure(self, step: int, prefix: str, error: Exception) -> None:
-        reason = f"{prefix}{str(error) or type(error).__name__}"
-        self.events.append(("mirror_failed", {"step": step, "reason": reason}))
+    def _report_failure(self, change: Change, error: Exception) -> None:
+        reason = FAILED.get(change.what, "") + (str(error) or type(error).__name__)
+        self.events.append(("mirror_failed", {"step": max(change.step, 0), "reason": reason}))
         if isinstance(error, LockedError):
             self.close()
 
-    def _require_current(self, job: Waiting) -> None:
-        """Raise before the checkpoint is complete if it is another's turn or it is abandoned."""
-        self.owner.require()
-        if job is self._stale:
-            raise CheckpointError(f"{job.path}: the run has gone back from it")
-
-    def _abandon_later(self) -> None:
-        with self._changed:
-            last = self._last
-        if last is not None:
-            abandon_after(self.remote, last)
-            with self._changed:
-                self._last = None if self._last == last else self._last
-
     def _copy_run_files(self) -> None:
         """Upload what identifies the run to a reader, once."""
-        paths = {path for name in RUN_FILES for path in disk.matching(self._out_dir, name)}
-        for path in sorted(paths - self._copied):
-            self.remote.put(path, path.relative_to(self._out_dir).as_posix())
-            self._copied.add(path)
+        if not self._has_files:
+            for path in (path for name in RUN_FILES for path in disk.matching(self._out_dir, name)):
+                self.remote.put(path, path.relative_to(self._out_dir).as_posix())
+            self._has_files = True
 
-    def _prune(self, good: int | None) -> None:
-        """Delete the checkpoints that no rule keeps, and what interrupted uploads left."""
-        self.owner.require()
-        files = by_step(self.remote.files())
-        there = self._saved_there(files)
-        reasons = kept([*there.values()], self._rules, good)
-        for step, names in files.items():
-            if not reasons.get(step) and ABANDONED not in names:
-                self.remote.remove(step, names)
-        self._find_missing(there, good)
-
-    def _saved_there(self, files: dict[int, list[str]]) -> dict[int, Saved]:
-        """The complete checkpoints of a list of files, by step."""
-        found = {
-            step: self._saved(step, VALIDATION in names)
-            for step, names in files.items()
-            if MANIFEST in names
-        }
-        # The file here of one of our own may be gone, with what the rules have deleted here.
-        for saved in with_doubts([*found.values()], self._rules):
-            if saved.step not in self._own:
-                found[saved.step] = saved
-        for saved in found.values() if self._rules.keep_best else ():
-            if saved.doubt and saved.step not in self._doubted:
-                self._doubted.add(saved.step)
-                reason = f"{VALIDATION} {saved.doubt}; {STAYS}"
-                self.events.append(("mirror_kept", {"step": saved.step, "reason": reason}))
-        return found
-
-    def _find_missing(self, there: dict[int, Saved], good: int | None) -> None:
-        """Look for checkpoints that are only here, which the rules would keep there, too."""
-        root = self._out_dir / CHECKPOINTS
-        here = with_doubts(saved_in(root), self._rules)
-        both = {saved.step: saved for saved in here} | there
-        reasons = kept([*both.values()], self._rules, good)
-        steps = [step for step in sorted(reasons) if reasons[step] and step not in there]
-        with self._changed:
-            paths = [step_directory(root, step) for step in steps if step <= self._until]
-            others = {self._waiting.path if self._waiting else None, *self._unfit}
-            self._missing = [path for path in paths if path not in others]
-
-    def _forget_missing(self, unfit: Path | None) -> None:
-        """After a failure, wait for the next save; try a damaged one again only as the newest."""
-        with self._changed:
-            self._missing = [path for path in self._missing if unfit and path != unfit]
-            self._unfit |= {unfit} if unfit else set()
-
-    def _saved(self, step: int, is_validated: bool) -> Saved:
-        """A checkpoint there with its validation loss, which may be recorded after its upload."""
-        local = step_directory(self._out_dir / CHECKPOINTS, step)
-        name, saved = f"{CHECKPOINTS}/{local.name}/{VALIDATION}", saved_of(local)
-        if not saved.doubt and disk.is_file(local / VALIDATION):
-            content = (local / VALIDATION).read_bytes()
-            # The file of a copy is read once, and is written again if it is damaged.
-            is_new = step not in self._validated and self.remote.read(name) != content
-            if is_new or not is_validated:
-                self.remote.write(name, content)
-            self._validated.add(step)
-            return saved
-        return saved_with(step, self.remote.read(name) or b"") if is_validated else saved
-
-
-def _locked(path: Path, good: int | None) -> Waiting | None:
-    """A checkpoint that stays while it waits; None if it is being deleted."""
-    try:
-        lock = lock_for_reading(path / MANIFEST)
-    except FileNotFoundError:
-        return None
-    return Waiting(path, lock, good) if disk.is_dir(path) else None
-
-
-def abandon_after(remote: RemoteRun, step: int) -> None:
-    """Set aside the checkpoints of later steps, from which the run does not go on."""
-    for other in complete(remote.files()):
-        if other > step:
-            remote.abandon(other)
+    def _listings(self) -> tuple[dict[int, Saved], dict[int, Saved | None]]:
+        """The checkpoints here, and those there: None if not complete."""
+        here = {saved.step: saved for saved in saved_in(self._root)}
+        there: dict[int, Saved | None] = {}
+        for step, names in self.remote.steps().items():
+            if MANIFEST in names:
+                is_read = VALIDATION in names
+                text = self.remote.read(f"{folder_of(step)}/{VALIDATION}") if is_read else None
+                saved = saved_with(step, text or b"" if is_read else None)
+                if saved == Saved(step) and here and step not in here and step > self._begun:
+                    # The rules have deleted it here: it is not among the best.
+                    saved = Saved(step, math.inf, self._rules.keep_best_by)
+                there[step] = saved
+            elif ABANDONED not in names:
+                there[step] = None
+        return here, there
 
 
 OF_AN_OUT_DIR = (".lock", "metrics.jsonl")  # both, since people copy one of them to a mirror
@@ -406,7 +379,7 @@ def require_mirror(url: str, out_dir: Path, resume: str) -> None:
             for folder in (remote.folder, *published_checkpoints(remote.folder / CHECKPOINTS)):
                 remove_left(folder)
         remote.write(probe, token.encode())
-        remote.delete(probe)
+        remote.remove(probe)
     except StorageError as error:  # show the URL as it was given
         raise StorageError(f"--mirror {str(error).replace(f'/{probe}', '')}") from error
 
@@ -481,22 +454,16 @@ def _require_no_out_dir(remote: RemoteRun) -> None:
     """
     if remote.folder is None:
         return
+    shown, paths = f"--mirror {remote.shown}", [remote.folder / name for name in OF_AN_OUT_DIR]
     with storing(remote.shown, "give another --mirror"):
-        _require_none_in(remote.folder, remote.shown)
-
-
-def _require_none_in(folder: Path, shown: str) -> None:
-    paths = [folder / name for name in OF_AN_OUT_DIR]
-    try:
-        lock = lock_for_reading(paths[0])
-    except FileNotFoundError:  # locked
-        raise LockedError(
-            f"--mirror {shown} is in use by a run as its --out_dir; {REMEDY}"
-        ) from None
-    if lock:
-        lock.close()
-    if all(disk.exists(path) for path in paths):
-        raise LockedError(f"--mirror {shown} is the --out_dir of a run; {REMEDY}")
+        try:
+            lock = lock_for_reading(paths[0])
+        except FileNotFoundError:  # locked
+            raise LockedError(f"{shown} is in use by a run as its --out_dir; {REMEDY}") from None
+        if lock:
+            lock.close()
+        if all(disk.exists(path) for path in paths):
+            raise LockedError(f"{shown} is the --out_dir of a run; {REMEDY}")
 
 
 def _read_own(path: Path) -> str | None:
@@ -539,8 +506,6 @@ class Mirror:
         self._out_dir = Path(run.out_dir)
         self._root = self._out_dir / CHECKPOINTS
         self._uploads: Uploads | None = None
-        self._resumed: Path | None = None  # the checkpoint of out_dir that was loaded
-        self._is_only_here = False
         self._restored: list[tuple[str, dict[str, Any]]] = []  # events to log after run_start
 
     @phase("looking for a checkpoint at --mirror")
@@ -549,13 +514,13 @@ class Mirror:
 
         Return the newest checkpoint here whose files were verified for that.
         """
-        url, run, ranks = self._url, self.run, self.ranks
+        run, ranks = self.run, self.ranks
 
         def begin() -> tuple[list[Path], list[int]]:
-            remote = RemoteRun(url)
+            remote = RemoteRun(self._url)
             owner = claim(remote, self._out_dir, run.resume, identity, run.allowed_changes())
             self._uploads = Uploads(remote, owner, self._out_dir, Rules.of(vars(run)))
-            return published_checkpoints(self._root), complete(remote.files())
+            return published_checkpoints(self._root), remote.published()
 
         local, steps = on_rank_0(ranks, begin)
         if run.resume != "auto" or not steps or not (valid := self._newest_here(local)):
@@ -578,7 +543,7 @@ class Mirror:
 
         def later() -> list[int]:
             assert self._uploads is not None  # this is rank 0
-            there = complete(self._uploads.remote.files())
+            there = self._uploads.remote.published()
             return [step for step in there if step in steps and step > newest]
 
         self._fetch(on_rank_0(self.ranks, later), damaged, is_needed=False)
@@ -619,12 +584,12 @@ class Mirror:
         events: list[tuple[str, dict[str, Any]]] = []
         for step in steps:
             started, final = time.perf_counter(), step_directory(self._root, step)
-            manifest = remote.read(f"{CHECKPOINTS}/{final.name}/{MANIFEST}")
+            manifest = remote.read(f"{folder_of(step)}/{MANIFEST}")
             abandoned = disk.matching(self._root, f"abandoned-{final.name}*/{MANIFEST}")
             if any(path.read_bytes() == manifest for path in abandoned):
                 continue  # the run has gone back from it
             tmp = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
-            url = f"{remote.shown}/{CHECKPOINTS}/{final.name}"
+            url = f"{remote.shown}/{folder_of(step)}"
             with storing(str(tmp), "give another --out_dir"):
                 bad = remote.fetch(step, tmp)
                 if bad is None:
@@ -652,29 +617,22 @@ class Mirror:
         """Set aside at the URL what the run does not go on from (collective)."""
 
         def begin() -> None:
-            if self._uploads is None:
-                return
-            self._uploads.owner.require()  # another start may have come since `restore`
-            remote, step, path = self._uploads.remote, resumed.state.step, resumed.path
-            is_own = path is not None and disk.resolve(path).parent == disk.resolve(self._root)
-            abandon_after(remote, step if is_own else -1)
-            if is_own:
-                self._resumed, self._is_only_here = path, step not in complete(remote.files())
+            if self._uploads:
+                path = resumed.path
+                is_own = path and disk.resolve(path).parent == disk.resolve(self._root)
+                self._uploads.begin(resumed.state.step if is_own else -1)
 
         on_rank_0(self.ranks, begin)
 
     def start(self, good: int | None) -> None:
-        """Upload what is missing there, the resumed first; out_dir has its other files by now."""
-        if self._uploads and self._resumed:
-            if self._is_only_here:
-                self._uploads.offer(self._resumed, good)
-            else:
-                self._uploads.look(step_of(self._resumed), good)
+        """Upload what is missing there; out_dir has its other files by now."""
+        if self._uploads:
+            self._uploads.look(good)
 
     def offer(self, path: str, good: int | None) -> None:
-        """Upload a saved checkpoint in the background; call before it can be pruned."""
+        """Upload a saved checkpoint in the background."""
         if self._uploads:
-            self._uploads.offer(Path(path), good)
+            self._uploads.offer(step_of(Path(path)), good)
 
     def go_back(self, step: int) -> None:
         """Set aside, in the background, checkpoints of later steps."""
@@ -705,13 +663,14 @@ class Mirror:
         uploads = self._uploads
         if uploads is None:
             return
-        if steps := uploads.pending():
+        if not uploads.wait(0.0):
+            steps = uploads.pending()
             many = f"{len(steps)} checkpoints" if len(steps) > 1 else "its checkpoint"
             self.logger.print(
-                f"step {steps[-1]}: waiting up to {MIRROR_WAIT_S} s for the upload of {many}"
+                f"step {max(steps, default=0)}: waiting up to {MIRROR_WAIT_S} s for the upload of"
+                f" {many}"
             )
-        elif not uploads.wait(0.0):
-            self.logger.print(f"waiting up to {MIRROR_WAIT_S} s to upload what --mirror lacks")
+        uploads.look()  # the last value may have been recorded after the last upload
         if not uploads.wait(MIRROR_WAIT_S):
             reason = f"not uploaded within {MIRROR_WAIT_S} s after the last step"
             for step in uploads.pending():
@@ -731,7 +690,7 @@ def _rejection(place: str, bad: Rejected) -> tuple[str, dict[str, Any]]:
 def line_of(name: str, fields: dict[str, Any]) -> str:
     """An event as a line for people."""
     if name == "checkpoint_rejected":
-        return f"skipped checkpoint {fields['path']}: {fields['file']} {fields['reason']}"
+        return skipped(fields["path"], fields["file"], fields["reason"])
     if name == "mirror_kept":
         return f"step {fields['step']}: --mirror keeps the checkpoint: {fields['reason']}"
     if name == "mirror_failed":

@@ -4,7 +4,8 @@
     URL/checkpoints/step_00000042/...     complete if it has a manifest.json, which is written last
     URL/config.yaml tokenizer/
 
-The manifest is deleted, or renamed, before any other file of its checkpoint.
+The manifest is deleted, or renamed, before any other file of its checkpoint. The rest is the
+protocol of directory.py: manifests, damage and `validation.json` are the same.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from minimind.checkpoint.directory import (
     NAME,
     Rejected,
     checked_manifest,
-    read_manifest,
     rejected,
+    size_fault,
     step_directory,
     step_of,
 )
 from minimind.checkpoint.retention import VALIDATION
 from minimind.errors import CheckpointError, DataError, StorageError
 from minimind.runtime import disk
-from minimind.runtime.checked_json import MAX_BYTES, parse_object
+from minimind.runtime.checked_json import MAX_BYTES, parse_object, read_object
 from minimind.runtime.download import RemoteObject, download, etag_of
 from minimind.runtime.drafts import A_DRAFT, draft_of
 from minimind.runtime.durable_files import storing, sync_directory, write_durably
@@ -94,19 +95,34 @@ class RemoteRun:
 
         return [name for name in self._try("", names) if not LEFT.fullmatch(name)]
 
-    def files(self) -> dict[str, int]:
-        """Size of every file under checkpoints/, by `step_X/NAME`."""
+    def steps(self) -> dict[int, dict[str, int]]:
+        """Sizes of the files of every checkpoint, complete or not, by step and name."""
 
-        def find(path: str) -> dict[str, int]:
+        def find(path: str) -> dict[str, Any]:
             try:
-                # The library lists folders by recursion, and an object storage as a whole.
-                depth = 2 if self._scheme is LOCAL else None
-                found = self._filesystem.find(path, depth, detail=True)
-            except FileNotFoundError:
+                if self._scheme is not LOCAL:
+                    return self._filesystem.find(path, detail=True)
+                found = self._filesystem.ls(path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
                 return {}
-            return {name.split(f"{path}/", 1)[1]: info["size"] for name, info in found.items()}
+            inside: dict[str, Any] = {}
+            for folder in found:  # `find` leaves out a folder that it cannot list
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    files = self._filesystem.ls(folder["name"], detail=True)
+                    inside |= {info["name"]: info for info in files}
+            return inside
 
-        return self._try(CHECKPOINTS, find)
+        steps: dict[int, dict[str, int]] = {}
+        for path, info in self._try(CHECKPOINTS, find).items():
+            folder, _, name = path.rpartition(f"{CHECKPOINTS}/")[2].partition("/")
+            if NAME.fullmatch(folder) and name and info["type"] == "file":
+                steps.setdefault(step_of(Path(folder)), {})[name] = info["size"]
+        return steps
+
+    def published(self) -> list[int]:
+        """Steps of the complete checkpoints, highest first."""
+        found = (step for step, names in self.steps().items() if MANIFEST in names)
+        return sorted(found, reverse=True)
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file; None if there is no such file, or a folder or a pipe.
@@ -140,16 +156,14 @@ class RemoteRun:
         if self.read(name) != content:
             raise StorageError(f"{self.shown}/{name}: reads back other than it was written")
 
-    def delete(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Delete a file; one that is gone is fine."""
 
-        def delete(path: str) -> None:
-            try:
+        def remove(path: str) -> None:
+            with suppress(FileNotFoundError):
                 self._filesystem.rm_file(path)
-            except FileNotFoundError:
-                pass
 
-        self._try(name, delete)
+        self._try(name, remove)
 
     def put(self, local: Path, name: str, sha256: str | None = None) -> int:
         """Upload a file and verify it there, by its ETag or by reading it; return its bytes.
@@ -189,43 +203,39 @@ class RemoteRun:
 
     def upload(self, directory: Path, before_manifest: Callable[[], None]) -> int:
         """Upload a published checkpoint, its manifest last; return its bytes."""
-        manifest, prefix = read_manifest(directory), f"{CHECKPOINTS}/{directory.name}"
+        read, text = read_object(directory / MANIFEST)
+        manifest, folder = checked_manifest(read, text, directory), folder_of(step_of(directory))
         # The step may have such files already, damaged or from before a rollback.
         for name in (MANIFEST, ABANDONED, VALIDATION):
-            self.delete(f"{prefix}/{name}")
+            self.remove(f"{folder}/{name}")
         size = 0
         for entry in manifest["files"]:
             name = entry["name"]
-            size += self.put(directory / name, f"{prefix}/{name}", entry["sha256"])
+            size += self.put(directory / name, f"{folder}/{name}", entry["sha256"])
         before_manifest()
-        self.write(f"{prefix}/{MANIFEST}", (directory / MANIFEST).read_bytes())
+        self.write(f"{folder}/{MANIFEST}", text)
         return size
 
-    def manifest(self, step: int) -> dict[str, Any]:
-        """The manifest of a checkpoint; raise CheckpointError if it is damaged or gone."""
-        directory = step_directory(Path(CHECKPOINTS), step)
-        content = self.read(f"{directory}/{MANIFEST}") or b""
-        return checked_manifest(parse_object(content), content, directory)
+    def manifest(self, step: int) -> tuple[dict[str, Any], bytes]:
+        """The manifest of a checkpoint, and its text; CheckpointError if it is damaged or gone."""
+        text = self.read(f"{folder_of(step)}/{MANIFEST}") or b""
+        return checked_manifest(parse_object(text), text, Path(folder_of(step))), text
 
     def fetch(self, step: int, into: Path) -> Rejected | None:
         """Fetch a checkpoint into the new folder `into`, and verify it; return its damage."""
-        folder = f"{CHECKPOINTS}/{step_directory(Path(), step).name}"
         into.mkdir(parents=True)
-        there = self.files()
+        folder, there = folder_of(step), self.steps().get(step, {})
         try:
-            write_durably(into / MANIFEST, self.read(f"{folder}/{MANIFEST}") or b"")
-            manifest = read_manifest(into)
-            if manifest["step"] != step:
-                raise CheckpointError(f"is that of step {manifest['step']}")
+            manifest, text = self.manifest(step)
         except CheckpointError as error:
             return rejected(into, MANIFEST, error)
+        write_durably(into / MANIFEST, text)
         for entry in manifest["files"]:
-            name, size = entry["name"], there.get(f"{Path(folder).name}/{entry['name']}")
-            if size is None or size != entry["bytes"]:
-                text = "is missing" if size is None else f"is {size} of {entry['bytes']} bytes"
-                return Rejected(into, name, text)
+            name = entry["name"]
+            if wrong := size_fault(there.get(name), entry):
+                return Rejected(into, name, wrong)
             path, url = f"{self._root}/{folder}/{name}", f"{self.url}/{folder}/{name}"
-            remote = RemoteObject(url, path, size, sha256=entry["sha256"])
+            remote = RemoteObject(url, path, entry["bytes"], sha256=entry["sha256"])
             try:
                 download(self._filesystem, remote, into / name)
             except DataError as error:
@@ -237,36 +247,22 @@ class RemoteRun:
 
     def abandon(self, step: int) -> None:
         """Rename the manifest of a checkpoint: kept until the step is saved again, never used."""
-        prefix = f"{CHECKPOINTS}/{step_directory(Path(), step).name}"
-        if content := self.read(f"{prefix}/{MANIFEST}"):
-            self.write(f"{prefix}/{ABANDONED}", content)
-            self.delete(f"{prefix}/{MANIFEST}")
+        if content := self.read(f"{folder_of(step)}/{MANIFEST}"):
+            self.write(f"{folder_of(step)}/{ABANDONED}", content)
+            self.remove(f"{folder_of(step)}/{MANIFEST}")
 
-    def remove(self, step: int, names: list[str]) -> None:
-        """Delete these files of a checkpoint, its manifest first."""
-        folder = step_directory(Path(), step).name
-        for name in sorted(names, key=lambda name: name != MANIFEST):
-            self.delete(f"{CHECKPOINTS}/{folder}/{name}")
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint, its manifest first."""
+        for name in sorted(self.steps().get(step, ()), key=lambda name: name != MANIFEST):
+            self.remove(f"{folder_of(step)}/{name}")
         if self.folder:  # object storage has no folders
             with suppress(OSError):  # it has other files, or is gone
-                (self.folder / CHECKPOINTS / folder).rmdir()
+                (self.folder / folder_of(step)).rmdir()
 
 
-def by_step(files: dict[str, Any]) -> dict[int, list[str]]:
-    """Names of the files of each checkpoint, complete or not."""
-    found: dict[int, list[str]] = {}
-    for name in files:
-        folder, _, rest = name.partition("/")
-        if NAME.fullmatch(folder) and rest:
-            found.setdefault(step_of(Path(folder)), []).append(rest)
-    return found
-
-
-def complete(files: dict[str, Any]) -> list[int]:
-    """Steps of the complete checkpoints, highest first."""
-    return sorted(
-        (step for step, names in by_step(files).items() if MANIFEST in names), reverse=True
-    )
+def folder_of(step: int) -> str:
+    """The folder of a checkpoint, from the URL."""
+    return f"{CHECKPOINTS}/{step_directory(Path(), step).name}"
 
 
 def _hashes(path: Path) -> tuple[str, str, int]:

@@ -1,21 +1,27 @@
-"""Which checkpoints are kept: `kept` states all rules, for runs, `prune` and `list`.
+"""Which checkpoints are kept: `kept` states all rules, for runs, mirrors, `prune` and `list`.
 
-The validation loss of a checkpoint is in its own folder, in `validation.json`, so that it is
-renamed, copied and deleted with it. It is no part of the manifest, since the evaluation ends later,
-and has a checksum of its own: a checkpoint whose loss is in doubt is kept, for it may be the best.
+What --keep_best compares is in the folder of its checkpoint, in `validation.json`, so that it is
+renamed, copied and deleted with it. It is no part of the manifest, since the evaluation ends later.
+A checkpoint whose value is unknown is kept, for it may be the best.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minimind.checkpoint.directory import delete, published_checkpoints, step_directory, step_of
+from minimind.checkpoint.directory import (
+    delete,
+    published_checkpoints,
+    require_sum,
+    step_directory,
+    step_of,
+    with_sum,
+)
 from minimind.config.flags import VAL_LOSS
 from minimind.config.run_config import REACH
 from minimind.config.run_record import NAME, read_record
@@ -30,12 +36,11 @@ from minimind.runtime.checked_json import (
     read_object,
     validate,
 )
-from minimind.runtime.durable_files import fingerprint, sync_directory, write_whole
+from minimind.runtime.durable_files import sync_directory, write_whole
 from minimind.runtime.event_log import EventLog, is_count
 
 VALIDATION = "validation.json"
-STAYS = "the checkpoint stays while --keep_best is in force, since its loss may be among the lowest"
-NO_CHECKSUM = "has no checksum, as an earlier version wrote it"
+STAYS = "the checkpoint stays while --keep_best is in force, since it may be among the best"
 
 
 @dataclass(frozen=True)
@@ -83,16 +88,38 @@ class Rules:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint as the rules see it; without a loss and a doubt it was not evaluated."""
+    """A checkpoint as the rules see it."""
 
     step: int
-    val_loss: float | None = None  # or a score, negative if higher is better
-    doubt: str = ""  # why the loss is not proven, or not known
-    by: str = VAL_LOSS  # or the name of the score
-    is_null: bool = False  # the loss was recorded, and was not finite
+    value: float | None = None  # the lower the better, infinite if it was not finite; None: unknown
+    by: str = VAL_LOSS  # or the name of a score, which is negative if higher is better
+    fault: str = ""  # why its record cannot be used
+
+    @property
+    def val_loss(self) -> float | None:
+        """The validation loss, if it is known and finite."""
+        is_loss = self.value is not None and self.by == VAL_LOSS and math.isfinite(self.value)
+        return self.value if is_loss else None
 
 
-def kept(listed: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[int, list[str]]:
+def unknown(listed: Iterable[Saved], rules: Rules) -> dict[int, str]:
+    """Why the value that `keep_best` compares is unknown, by step; that of the newest may come."""
+    listed = [*listed] if rules.keep_best else []
+    newest, every = max((saved.step for saved in listed), default=0), rules.compared_every
+    found: dict[int, str] = {}
+    for saved in listed:
+        if saved.fault:
+            found[saved.step] = saved.fault
+        elif saved.step == newest:
+            continue
+        elif saved.value is None and every and saved.step % every == 0:
+            found[saved.step] = f"is missing, and the run evaluates every {every:,} steps"
+        elif saved.value is not None and saved.by != rules.keep_best_by:
+            found[saved.step] = f"has {saved.by}, and --keep_best_by compares {rules.keep_best_by}"
+    return found
+
+
+def kept(listed: Iterable[Saved], rules: Rules, good: int | None = None) -> dict[int, list[str]]:
     """The reasons to keep each checkpoint, by step, newest first; without one it is deleted.
 
     `good` is the last step at which a check for corruption passed.
@@ -105,14 +132,16 @@ def kept(listed: Sequence[Saved], rules: Rules, good: int | None = None) -> dict
     for step in steps:
         if rules.keep_every and step % rules.keep_every == 0:
             reasons[step].append("every")
-    proven = [saved for saved in listed if not saved.doubt and saved.by == rules.keep_best_by]
-    evaluated = [(saved.val_loss, -saved.step) for saved in proven if saved.val_loss is not None]
-    for saved in listed if rules.keep_best else ():
-        if saved.doubt:
-            reasons[saved.step].append("unproven")
-    for loss, step in sorted(evaluated)[: rules.keep_best]:
+    for step in unknown(newest_first, rules):
+        reasons[step].append("unproven")
+    compared = [
+        (saved.value, -saved.step)
+        for saved in newest_first
+        if saved.value is not None and math.isfinite(saved.value) and saved.by == rules.keep_best_by
+    ]
+    for value, step in sorted(compared)[: rules.keep_best]:
         by = "" if rules.keep_best_by == VAL_LOSS else f"{rules.keep_best_by} "
-        reasons[-step].append(f"best {by}{abs(loss) if by else loss:.4g}")
+        reasons[-step].append(f"best {by}{abs(value) if by else value:.4g}")
     if rules.reach:  # all that a rollback may have to pass over, and one before them
         recent = sum(step > steps[0] - rules.reach for step in steps)
         for step in steps[: recent + 1]:
@@ -123,109 +152,85 @@ def kept(listed: Sequence[Saved], rules: Rules, good: int | None = None) -> dict
     return reasons
 
 
-def with_doubts(listed: Sequence[Saved], rules: Rules) -> list[Saved]:
-    """Doubt those whose value for `keep_best` is unknown; that of the newest is still to come."""
-    newest, every = max((saved.step for saved in listed), default=0), rules.compared_every
-    found = []
-    for saved in listed:
-        doubt = saved.doubt
-        if doubt or saved.step == newest:
-            pass
-        elif saved.by != rules.keep_best_by and saved.val_loss is not None:
-            doubt = f"has {saved.by}, and --keep_best_by compares {rules.keep_best_by}"
-        elif saved.val_loss is None and not saved.is_null and every and not saved.step % every:
-            doubt = f"is missing, and the run evaluates every {every:,} steps"
-        found.append(replace(saved, doubt=doubt))
-    return found
-
-
 def fate(listed: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[int, str]:
     """Why each checkpoint is kept, by step, and whether the next save ends that."""
     now = kept(listed, rules, good)
     following = Saved(max(now, default=0) + rules.interval)
     then = kept([*listed, following], rules, good)
-    end = "goes with the next save"
-    return {
-        step: ", ".join(reasons if then[step] else [*reasons, end]) for step, reasons in now.items()
-    }
+    found = {}
+    for step, reasons in now.items():
+        # The newest will be evaluated before the next save.
+        stays = {*then[step]} - ({"unproven"} - {*reasons})
+        found[step] = ", ".join(reasons if stays else [*reasons, "goes with the next save"])
+    return found
 
 
-def prune(root: Path, rules: Rules, good: int | None = None) -> list[str]:
+def prune(root: Path, rules: Rules, good: int | None = None) -> None:
     """Delete the checkpoints that no rule keeps; those being read stay until the next call.
 
-    Assumes that `resume` has set damaged ones aside. Return a sentence for each one whose loss is
-    in doubt, if a rule compares losses.
+    Assumes that `resume` has set damaged ones aside.
     """
-    saved = with_doubts(saved_in(root), rules)
-    reasons = kept(saved, rules, good)
+    reasons = kept(saved_in(root), rules, good)
     for path in published_checkpoints(root):
         if not reasons.get(step_of(path), True):
             delete(path)
+
+
+def kept_unknown(root: Path, rules: Rules) -> list[str]:
+    """A sentence for each checkpoint that stays because its value is unknown."""
     return [
-        f"{step_directory(root, one.step) / VALIDATION} {one.doubt}; {STAYS}"
-        for one in saved
-        if one.doubt and rules.keep_best
+        f"{step_directory(root, step) / VALIDATION} {why}; {STAYS}"
+        for step, why in unknown(saved_in(root), rules).items()
     ]
 
 
 def saved_in(root: Path) -> list[Saved]:
-    """The published checkpoints of a folder with their validation losses, newest first."""
+    """The published checkpoints of a folder with their values, newest first."""
     return [saved_of(path) for path in published_checkpoints(root)]
 
 
-class Validation(ClosedJson):
-    """`validation.json`: the loss at the step of the checkpoint; null if it was not finite.
-
-    With `by` it is a score of that name instead, negative if higher is better.
-    """
+class Record(ClosedJson):
+    """`validation.json`: what --keep_best compares of a checkpoint; null if it was not finite."""
 
     step: Count
-    val_loss: Real | None
-    by: str = VAL_LOSS
-    sha256: Digest | None = None  # digest of the canonical form without it; older files have none
+    by: str
+    value: Real | None
+    sha256: Digest
 
 
-def record_validation(directory: Path, val_loss: float, by: str = VAL_LOSS) -> None:
+def record_validation(directory: Path, value: float, by: str = VAL_LOSS) -> None:
     """Write the validation loss, or the score, of a published checkpoint durably."""
-    loss = val_loss if math.isfinite(val_loss) else None
-    content = {"step": step_of(directory), "val_loss": loss}
-    if by != VAL_LOSS:
-        content["by"] = by
-    content["sha256"] = fingerprint(content)
-    write_whole(directory / VALIDATION, json.dumps(content).encode())
+    finite = value if math.isfinite(value) else None
+    content = with_sum({"step": step_of(directory), "by": by, "value": finite})
+    write_whole(directory / VALIDATION, content)
     sync_directory(directory)
 
 
 def saved_of(directory: Path) -> Saved:
-    """A published checkpoint with its validation loss."""
+    """A published checkpoint with its value."""
     path, step = directory / VALIDATION, step_of(directory)
     try:
-        disk.stat(path, follow=False)
-        return saved_with(step, read_object(path)[1])
-    except FileNotFoundError:
-        return Saved(step)
+        return saved_with(step, read_object(path)[1] if disk.lexists(path) else None)
     except OSError as error:
-        return Saved(step, doubt=f"cannot be read ({error.strerror})")
+        return Saved(step, fault=f"cannot be read ({error.strerror})")
     except CheckpointError as error:
-        return Saved(step, doubt=str(error))
+        return Saved(step, fault=str(error))
 
 
-def saved_with(step: int, text: bytes) -> Saved:
-    """The checkpoint of a step with the loss that the text of its `validation.json` proves."""
+def saved_with(step: int, text: bytes | None) -> Saved:
+    """The checkpoint of a step with the value of its `validation.json`, if it has that file."""
+    if text is None:
+        return Saved(step)
     try:
         found = parse_object(text)
-        validate(Validation, found)
+        validate(Record, found)
+        require_sum(found, text)
     except CheckpointError as error:
-        return Saved(step, doubt=str(error))
+        return Saved(step, fault=str(error))
     if found["step"] != step:
-        return Saved(step, doubt=f"is that of step {found['step']}")
-    sha256, loss = found.pop("sha256", None), found["val_loss"]
-    by = found.get("by", VAL_LOSS)
-    if sha256 is None:
-        return Saved(step, loss, NO_CHECKSUM, by)
-    if sha256 != fingerprint(found):
-        return Saved(step, doubt="does not match its own sha256")
-    return Saved(step, loss, by=by, is_null=loss is None)
+        return Saved(step, fault=f"is that of step {found['step']}")
+    value = found["value"]
+    return Saved(step, math.inf if value is None else value, found["by"])
 
 
 def rules_of_run(out_dir: Path) -> Rules | None:

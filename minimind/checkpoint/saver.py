@@ -25,7 +25,7 @@ from minimind.checkpoint.directory import (
     step_directory,
     write_manifest,
 )
-from minimind.checkpoint.retention import VALIDATION, Rules, prune, record_validation, saved_of
+from minimind.checkpoint.retention import Rules, prune, record_validation, saved_of
 from minimind.checkpoint.tensor_files import BUFFERS, Staging, write_slices, write_tensors
 from minimind.checkpoint.validation import shard_name
 from minimind.engine.build import Engine
@@ -82,6 +82,7 @@ class Saver:
         self.rules = rules
         self.good: int | None = None  # the last step at which a check for corruption passed
         self.had_rules = False  # whether they are those of the start before
+        self.has_saved = False
         self.facts = facts  # facts of the manifest
         self.texts = texts  # small files kept beside the tensors, by name
         self.in_background = in_background
@@ -98,8 +99,7 @@ class Saver:
         self._interval = 60 * minutes or math.inf
         self._last_begin = time.monotonic()
         self._saving: Saving | None = None
-        self._pruning: Future[list[str]] | None = None
-        self._told: set[str] = set()  # reported checkpoints that pruning keeps in doubt
+        self._pruning: Future[None] | None = None
         self._recording: list[Future[None]] = []  # validations that are being recorded
 
     def has(self, step: int) -> bool:
@@ -112,8 +112,8 @@ class Saver:
 
         def lacks() -> bool:
             saved = saved_of(path)
-            is_proven = disk.is_file(path / VALIDATION) and not saved.doubt
-            return disk.is_dir(path) and not (is_proven and saved.by == self.rules.keep_best_by)
+            is_known = saved.value is not None and saved.by == self.rules.keep_best_by
+            return disk.is_dir(path) and not is_known
 
         return on_rank_0(self.engine, lacks)
 
@@ -149,6 +149,7 @@ class Saver:
         assert self._saving is None
         started = time.perf_counter()
         self._last_begin = time.monotonic()
+        self.has_saved = True
         engine = self.engine
         held = engine.state()
         about = {
@@ -192,15 +193,15 @@ class Saver:
         copying = self._staging.synchronize() if self._staging else 0.0  # ms on its stream
         return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
 
-    def validated(self, step: int, val_loss: float) -> None:
+    def validated(self, step: int, value: float) -> None:
         """Record what --keep_best compares in the checkpoint of its step, saved or being saved."""
         if self.ranks.rank == 0:
-            self._recording.append(self._thread.submit(self._record, step, val_loss))
+            self._recording.append(self._thread.submit(self._record, step, value))
 
-    def _record(self, step: int, val_loss: float) -> None:
+    def _record(self, step: int, value: float) -> None:
         if disk.is_dir(path := step_directory(self.root, step)):
             with storing(str(path), REMEDY):
-                record_validation(path, val_loss, self.rules.keep_best_by)
+                record_validation(path, value, self.rules.keep_best_by)
 
     def wait_for_validations(self) -> None:
         """Wait until validations are recorded; raise an error on every rank (collective)."""
@@ -217,9 +218,9 @@ class Saver:
         if self.ranks.rank == 0:
             self._pruning = self._thread.submit(self._prune, self.good)
 
-    def _prune(self, good: int | None) -> list[str]:
-        # A checkpoint without a validation may be the best.
-        return [] if self.has_failed else prune(self.root, self.rules, good)
+    def _prune(self, good: int | None) -> None:
+        if not self.has_failed:  # a checkpoint without a validation may be the best
+            prune(self.root, self.rules, good)
 
     def prune_error(self, wait: bool = False) -> str:
         """Return what the last pruning could not delete and why, only once; empty if nothing."""
@@ -228,13 +229,9 @@ class Saver:
             return ""
         self._pruning = None
         error = retiring.exception()
-        if error is None:
-            new = [line for line in retiring.result() if line not in self._told]
-            self._told.update(new)
-            return "\n".join(new)
-        if not isinstance(error, OSError):
+        if error is not None and not isinstance(error, OSError):
             raise error
-        return f"older checkpoints could not be deleted: {error}"
+        return f"older checkpoints could not be deleted: {error}" if error else ""
 
     def close(self) -> None:
         """End the thread without joining it: after a failure it may wait for a dead rank."""

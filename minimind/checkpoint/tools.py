@@ -6,8 +6,8 @@ Needs neither DeepSpeed nor a GPU nor the number of processes that trained.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from minimind.checkpoint.directory import (
     verify,
 )
 from minimind.checkpoint.retention import (
-    NO_CHECKSUM,
     VALIDATION,
     Rules,
     fate,
@@ -34,16 +33,16 @@ from minimind.checkpoint.retention import (
     kept,
     rules_of_run,
     saved_of,
-    with_doubts,
+    unknown,
 )
 from minimind.checkpoint.run_folder import lock_out_dir
-from minimind.config.flags import VAL_LOSS
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 
 DTYPES = ("float32", "bfloat16", "float16")
+SIZES, HASHES, CONTENTS = range(3)  # how far `examine` reads
 ONE = re.compile(r"(?:rejected-|abandoned-)?step_\d{8,}.*")
 NAME_ONE = "name a run's out_dir or a step_ directory"
 
@@ -65,6 +64,16 @@ class Listing:
     state: str
     val_loss: float | None = None
     kept: str = ""  # why, or that the next save deletes it
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A directory beside its manifest; without faults, `remarks` name files that are never read."""
+
+    manifest: dict[str, Any]  # empty if it is damaged
+    sizes: dict[str, int]
+    faults: list[str]
+    remarks: list[str] = field(default_factory=list)
 
 
 def place_of(positional: str | None, flag: str | None) -> str:
@@ -112,76 +121,59 @@ def list_checkpoints(
 
     `tell` gets a sentence for each file of the run that is damaged.
     """
+    how = HASHES if is_verifying else SIZES
     if is_one(Path(place)):
-        listings = [_listed(Path(place), is_verifying)]
-    else:
-        root = folder_of(place)
-        listings = [_listed(path, is_verifying) for path in published_checkpoints(root)]
-        listings = _with_fates(root, listings, tell)
-        listings += [look_at(path, "set aside, never chosen") for path in leftovers(root)]
-        listings += [look_at(path, "unfinished") for path in unfinished(root)]
-    return [entry for entry in listings if entry is not None]
+        return [*_listed([Path(place)], "", how)]
+    root = folder_of(place)
+    return [
+        *_with_fates(root, [*_listed(published_checkpoints(root), "", how)], tell),
+        *_listed(leftovers(root), "set aside, never chosen"),
+        *_listed(unfinished(root), "unfinished"),
+    ]
 
 
 def _with_fates(
-    root: Path, listings: list[Listing | None], tell: Callable[[str], None]
-) -> list[Listing | None]:
+    root: Path, listings: list[Listing], tell: Callable[[str], None]
+) -> Iterable[Listing]:
     """Add why the run keeps each checkpoint, if its config.yaml is there."""
-    out_dir = beside(root).parent
     try:
-        rules = rules_of_run(out_dir)
+        rules = rules_of_run(beside(root).parent)
         if rules is None:
             return listings
         good = _good_of(root, rules, tell)
     except CheckpointError as error:
         tell(f"{error}; what the run keeps is unknown")
         return listings
-    found = [saved_of(Path(entry.path)) for entry in listings if entry]
-    fates = fate(with_doubts(found, rules), rules, good)
-    return [entry and replace(entry, kept=fates[step_of(Path(entry.path))]) for entry in listings]
-
-
-def _listed(path: Path, is_verifying: bool) -> Listing | None:
-    if is_verifying:
-        bad = verify(path)
-        return look_at(path, str(bad or "ok, hashes read"))
-    return look_at(path, "")
-
-
-def look_at(path: Path, state: str) -> Listing | None:
-    """Describe a directory without reading its tensors; an empty `state` is set from the sizes.
-
-    Return None if it no longer exists: a run deletes its older checkpoints.
-    """
-    sizes = sizes_of(path)
-    if sizes is None:
-        return None
-    manifest: dict[str, Any] = {}
-    try:
-        manifest = read_manifest(path)
-    except CheckpointError as error:
-        state = state or str(rejected(path, MANIFEST, error))
-    if not state:
-        wrong = [f["name"] for f in manifest["files"] if sizes.get(f["name"]) != f["bytes"]]
-        state = f"DAMAGED: {wrong[0]}, by its size" if wrong else "published, hashes not read"
-    stage, dtype = manifest.get("zero_stage"), manifest.get("dtype")
-    validated = saved_of(path) if NAME.fullmatch(path.name) else None
-    if validated and validated.doubt:
-        state += f"; {VALIDATION} {validated.doubt}"
-    return Listing(
-        path=str(path),
-        name=path.name,
-        step=manifest.get("step"),
-        tokens=manifest.get("tokens"),
-        saved=_saved(path),
-        bytes=sum(sizes.values()),
-        world_size=manifest.get("world_size"),
-        zero_stage=stage if stage in (0, 1, 2, 3) else None,
-        dtype=dtype if dtype in DTYPES else None,
-        files=len(sizes),
-        state=state,
-        val_loss=validated.val_loss if validated and validated.by == VAL_LOSS else None,
+    paths = [Path(entry.path) for entry in listings]
+    fates = fate([saved_of(path) for path in paths], rules, good)
+    return (
+        replace(entry, kept=fates[step_of(path)])
+        for entry, path in zip(listings, paths, strict=True)
     )
+
+
+def _listed(paths: Iterable[Path], state: str, how: int = SIZES) -> Iterator[Listing]:
+    """Describe directories; an empty `state` is what `examine` finds."""
+    for path in paths:
+        if (found := examine(path, how)) is None:
+            continue
+        manifest, sizes = found.manifest, found.sizes
+        stage, dtype = manifest.get("zero_stage"), manifest.get("dtype")
+        whole = "ok, hashes read" if how else "published, hashes not read"
+        yield Listing(
+            path=str(path),
+            name=path.name,
+            step=manifest.get("step"),
+            tokens=manifest.get("tokens"),
+            saved=_saved(path),
+            bytes=sum(sizes.values()),
+            world_size=manifest.get("world_size"),
+            zero_stage=stage if stage in (0, 1, 2, 3) else None,
+            dtype=dtype if dtype in DTYPES else None,
+            files=len(sizes),
+            state=state or (found.faults[0] if found.faults else whole),
+            val_loss=saved_of(path).val_loss if NAME.fullmatch(path.name) else None,
+        )
 
 
 def sizes_of(path: Path) -> dict[str, int] | None:
@@ -207,37 +199,41 @@ def _saved(path: Path) -> float:
 def verify_checkpoints(place: str) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield (checkpoint, faults, remarks) of each one at `place`."""
     for path in directories(place):
-        faults, remarks = examine(path)
-        if disk.is_dir(path) or is_one(Path(place)):  # otherwise the run deleted it
-            yield path, faults, remarks
+        found = examine(path, CONTENTS)
+        # Otherwise the run deleted it.
+        if found and (disk.is_dir(path) or is_one(Path(place))):
+            yield path, found.faults, found.remarks
 
 
-def examine(path: Path) -> tuple[list[str], list[str]]:
-    """Return the damaged files, by their hashes, or what the contents lack; and remarks if neither.
+def examine(path: Path, how: int) -> Examined | None:
+    """Compare a directory with its manifest, by sizes, by hashes, or by contents as well.
 
-    A remark names a file that the manifest does not list; such files are never read.
+    Return None if it no longer exists: a run deletes its older checkpoints.
     """
+    sizes = sizes_of(path)
+    if sizes is None:
+        return None
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return [str(rejected(path, MANIFEST, error))], []
-    damages = (fault(path / entry["name"], entry) for entry in manifest["files"])
-    if faults := [str(bad) for bad in damages if bad]:
-        return faults, []
-    from minimind.checkpoint.reader import Contents  # imports torch
+        return Examined({}, sizes, [str(rejected(path, MANIFEST, error))])
+    names = [entry["name"] for entry in manifest["files"]]
+    damages = (fault(path / entry["name"], entry, how > SIZES) for entry in manifest["files"])
+    faults = [str(bad) for bad in damages if bad]
+    if how == CONTENTS and not faults:
+        from minimind.checkpoint.reader import Contents  # imports torch
 
-    try:
-        Contents(path).require_finite()
-    except CheckpointError as error:
-        return [f"DAMAGED: {str(error).removeprefix(f'{path}/').removeprefix(f'{path}: ')}"], []
-    known = {MANIFEST, VALIDATION, *(entry["name"] for entry in manifest["files"])}
-    extra = sorted(set(sizes_of(path) or ()) - known)
+        try:
+            Contents(path).require_finite()
+        except CheckpointError as error:
+            text = str(error).removeprefix(f"{path}/").removeprefix(f"{path}: ")
+            faults.append(f"DAMAGED: {text}")
+    value = saved_of(path) if NAME.fullmatch(path.name) else None
+    if value and value.fault and not faults:  # it decides what is deleted
+        faults.append(f"DAMAGED: {VALIDATION} {value.fault}, which no resume reads")
+    extra = sorted({*sizes} - {MANIFEST, VALIDATION, *names})
     remarks = [f"{name!r} is not in the manifest, and is not read" for name in extra]
-    doubt = saved_of(path).doubt if NAME.fullmatch(path.name) else ""
-    if doubt == NO_CHECKSUM:
-        return [], [*remarks, f"{VALIDATION} {doubt}"]
-    # No resume reads it, but it decides what is deleted.
-    return [f"DAMAGED: {VALIDATION} {doubt}; the rest is ok"] if doubt else [], remarks
+    return Examined(manifest, sizes, faults, [] if faults else remarks)
 
 
 @dataclass(frozen=True)
@@ -273,12 +269,13 @@ def prune(
         damages = {path: bad for path in paths if (bad := verify(path))}
         newest_valid(paths, damages.get)  # raises if all are damaged, so that nothing is deleted
         valid = [path for path in paths if path not in damages]
-        saved = with_doubts([saved_of(path) for path in valid], rules)
-        reasons = kept(saved, rules, good)
+        saved = [saved_of(path) for path in valid]
+        reasons, why = kept(saved, rules, good), unknown(saved, rules)
         stay = {path for path in valid if reasons[step_of(path)]}
-        for path, one in zip(valid, saved, strict=True):
-            if reasons[one.step] == ["unproven"]:
-                yield Pruned(path, 0, f"its loss may be the lowest: {VALIDATION} {one.doubt}")
+        for path in valid:
+            if reasons[step_of(path)] == ["unproven"]:
+                fault = f"{VALIDATION} {why[step_of(path)]}"
+                yield Pruned(path, 0, f"it may be among the best: {fault}")
         recent = min(map(step_of, valid[: rules.keep_last]), default=0)
         for path, bad in damages.items():
             if bad.is_unreadable or step_of(path) > recent:

@@ -15,6 +15,7 @@ from minimind.checkpoint.tools import Listing, list_checkpoints, place_of, prune
 from minimind.cli.command import Command, Group, Output, argument, size_in_bytes
 from minimind.cli.model import OfWeights
 from minimind.errors import CheckpointError, UsageError
+from minimind.report.formats import skipped
 from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes, storing
 from minimind.runtime.output_folder import NewFolder
@@ -228,7 +229,7 @@ def _read(place: str, use: Callable[[Path], T]) -> T:
 
     def use_path(chosen: Chosen) -> T:
         for bad in chosen.rejected:
-            print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}", file=sys.stderr)
+            print(skipped(bad.path, bad.file, bad.reason), file=sys.stderr)
         return use(chosen.path)
 
     return read_chosen(place, use_path)

@@ -58,6 +58,7 @@ from minimind.interop.tensor_sources import (
     to_minimind2,
 )
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.report.formats import skipped
 from minimind.runtime import disk
 from minimind.runtime.checked_json import ELSEWHERE, read_foreign_object, require_listed, shown
 from minimind.runtime.file_kinds import ADAPTER_WEIGHTS, base_of_adapter
@@ -239,7 +240,7 @@ def load_checkpoint_weights(chosen: Chosen, weights: str = TRAINED) -> Weights:
     """The model of a training checkpoint; skipped checkpoints are printed to stderr."""
     path = chosen.path
     for bad in chosen.rejected:
-        print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}", file=sys.stderr)
+        print(skipped(bad.path, bad.file, bad.reason), file=sys.stderr)
     manifest = read_manifest(path)
     names = [name for name in TOKENIZER_FILES if disk.exists(path / name)] or [MODEL_NAME]
     for name in names:

@@ -182,3 +182,8 @@ PALETTE = {
     **{name: (one.light, one.dark) for name, one in PAUSES.items()},
 }
 LIGHT = {name: light for name, (light, _) in PALETTE.items()}  # page.html changes light to dark
+
+
+def skipped(place: object, file: object, reason: object) -> str:
+    """A checkpoint that was rejected, with the file at fault."""
+    return f"skipped checkpoint {place}: {file} {reason}"

@@ -212,7 +212,7 @@ def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
     steps += f" to {last:,.0f}" if math.isfinite(last) else ""
     for event in start.events:
         if event["event"] == "checkpoint_rejected":
-            remarks.append("skipped checkpoint {path}: {file} {reason}".format(**event))
+            remarks.append(formats.skipped(event["path"], event["file"], event["reason"]))
         elif event["event"] == "mirror_failed":
             remarks.append(f"step {event.get('step')}: not mirrored: {event['reason']}")
         elif event["event"] == "checkpoint_fetched":

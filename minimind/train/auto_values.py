@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from minimind.architecture.select import Architecture
-from minimind.checkpoint.directory import step_directory, verify
+from minimind.checkpoint.directory import verify
 from minimind.checkpoint.resume import Manifests
 from minimind.config.checks import given
 from minimind.config.deepspeed.backend_choice import Setup
@@ -134,15 +133,15 @@ def numbers_to_resume(run: RunConfig, saved: Manifests) -> Numbers | None:
     newest = here[0][1] if here else None
     if run.mirror is None or run.resume != "auto":
         return newest
-    from minimind.checkpoint.remote_run import CHECKPOINTS, RemoteRun, complete
+    from minimind.checkpoint.remote_run import RemoteRun, folder_of
 
     remote = RemoteRun(run.mirror)
-    for step in complete(remote.files()):
+    for step in remote.published():
         if newest and step <= newest.step:
             break
         with suppress(CheckpointError):
-            place = f"{remote.shown}/{step_directory(Path(CHECKPOINTS), step)}"
-            return Numbers.of(run, place, remote.manifest(step))
+            place = f"{remote.shown}/{folder_of(step)}"
+            return Numbers.of(run, place, remote.manifest(step)[0])
     return newest
 
 

@@ -34,7 +34,7 @@ from minimind.engine.clocks import CommunicationClock, PhaseClock
 from minimind.engine.loss_of_batch import routing_fields
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import PREEMPTED, NumericError
-from minimind.report.formats import clock_time, scores_line
+from minimind.report.formats import clock_time, scores_line, skipped
 from minimind.report.run_logger import RunLogger
 from minimind.runtime import disk
 from minimind.runtime.collectives import lost_peers, on_rank_0, run_on_all_ranks
@@ -209,7 +209,7 @@ def log_rejected(logger: RunLogger, rejected: Sequence[Rejected]) -> None:
     """Log the checkpoints that could not be used."""
     for bad in rejected:
         logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
-        logger.print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}")
+        logger.print(skipped(bad.path, bad.file, bad.reason))
 
 
 @contextmanager

@@ -316,9 +316,9 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     context.batches.close()
     if context.mirror:
         context.mirror.finish()
-    # What was being uploaded at the last save, or was left where a start was killed after it. A
-    # start that saves nothing deletes nothing by rules of its own.
-    if context.mirror or context.saver.had_rules:
+    # What was being uploaded or read at the last save, or was left where a start was killed after
+    # it. A start that saves nothing deletes nothing by rules of its own.
+    if context.saver.has_saved or context.saver.had_rules:
         context.saver.prune()
     if message := context.saver.prune_error(wait=True):
         logger.print(message)

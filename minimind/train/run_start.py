@@ -14,6 +14,7 @@ from minimind.architecture.hf_models import rotary_dtype
 from minimind.architecture.select import scaling_text
 from minimind.checkpoint.identity import hardware, layout, source_commit, versions
 from minimind.checkpoint.resume import Resumed
+from minimind.checkpoint.retention import kept_unknown
 from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig
@@ -66,6 +67,9 @@ def log_run_start(context: RunContext, resumed: Resumed, notes: Sequence[str]) -
     """
     run, logger, plan = context.run, context.logger, context.plan
     log_rejected(logger, resumed.rejected)
+    if context.engine.rank == 0:
+        for line in kept_unknown(context.saver.root, context.saver.rules):
+            logger.print(line)
     step, total = resumed.state.step, context.schedule.total_steps
     capacity = context.saver.require_capacity(total) if step < total else "no step is left"
     facts = log_start_event(context, resumed)

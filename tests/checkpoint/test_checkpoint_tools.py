@@ -88,7 +88,8 @@ def test_list_reports_damage_by_size_at_once_and_by_hash_when_requested(run_dir,
     assert checkpoint("list", "--checkpoint", run_dir) == 0
     quick = capsys.readouterr().out.splitlines()
     assert "hashes not read" in quick[1]
-    assert "DAMAGED: shard-0-of-1.safetensors, by its size" in quick[2]
+    size = shard.stat().st_size
+    assert f"DAMAGED: shard-0-of-1.safetensors is {size} of {size + 1} bytes" in quick[2]
     assert checkpoint("list", run_dir, "--verify") == 0
     thorough = capsys.readouterr().out.splitlines()
     assert "DAMAGED: state.json does not match its sha256" in thorough[1]
@@ -160,7 +161,7 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_is_no_damage(
     else:
         examine = checkpoint_tools.examine
         monkeypatch.setattr(
-            checkpoint_tools, "examine", lambda path: (gone(path), examine(path))[1]
+            checkpoint_tools, "examine", lambda path, how: (gone(path), examine(path, how))[1]
         )
     assert checkpoint("verify", run_dir) == 0
     assert capsys.readouterr().out.count(": ok") == ok

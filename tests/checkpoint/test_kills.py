@@ -42,7 +42,7 @@ def run(out_dir: Path, acknowledged: Path, seconds: float, facts: dict[str, obje
     step, has_end = max(map(step_of, published_checkpoints(root)), default=0), False
     while True:
         step += 1
-        uploads.offer(save(root, step, facts), None)
+        uploads.offer(step_of(save(root, step, facts)), None)
         prune(root, RULES)
         time.sleep(random.random() / 20)
         while uploads.events:

@@ -155,19 +155,19 @@ def test_a_newer_checkpoint_here_is_used_and_uploaded(
     assert train(flags, out_dir=out_dir, stop_at_step=7) == 75
     assert not events(tmp_path / "a", "checkpoint_fetched")
     assert train({**flags, "mirror": None}, out_dir=out_dir) == 0
-    offered: list[Path] = []
-    offer, write = mirror.Uploads.offer, pretrain.write_reference
+    looked: list[bool] = []
+    look, write = mirror.Uploads.look, pretrain.write_reference
     monkeypatch.setattr(
-        mirror.Uploads, "offer", lambda self, *args: (offered.append(args[0]), offer(self, *args))
+        mirror.Uploads, "look", lambda self, *args: (looked.append(True), look(self, *args))
     )
     # Files that are uploaded beside the checkpoint are not written meanwhile.
     monkeypatch.setattr(
         pretrain,
         "write_reference",
-        lambda *args: (write(*args), offered and pytest.fail("too early")),
+        lambda *args: (write(*args), looked and pytest.fail("too early")),
     )
     assert train(flags, out_dir=out_dir) == 0
-    assert offered
+    assert looked
     assert mirrored(store)[-1] == 8
 
 
@@ -342,6 +342,16 @@ def test_what_the_disk_knows_as_abandoned_is_not_fetched(
     assert train(flags, out_dir=str(out_dir), stop_at_step=3) == 75
     assert events(out_dir, "run_start")[-1]["step"] == 2
     assert mirrored(store) == [2, 3]
+
+
+def test_a_start_that_saves_nothing_deletes_nothing_by_its_own_rules(corpus: Path, tmp_path: Path):
+    flags = {**FLAGS, "data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
+    flags |= {"mirror": f"file://{tmp_path}/mirror", "out_dir": str(tmp_path / "out")}
+    assert train({**flags, "keep_last": 3}) == 0
+    assert train({**flags, "keep_last": 1}) == 0
+    for place in ("out", "mirror"):
+        found = published_checkpoints(tmp_path / place / "checkpoints")
+        assert [step_of(path) for path in found] == [8, 6, 4]
 
 
 def test_a_resume_hashes_each_file_of_its_checkpoint_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from minimind.checkpoint.retention import (
     fate,
     good_step,
     kept,
+    kept_unknown,
     prune,
     record_validation,
     rules_of_run,
@@ -122,10 +124,11 @@ def test_a_validation_goes_with_its_checkpoint(tmp_path):
     assert saved_of(again).val_loss is None
     record_validation(again, float("nan"))
     assert saved_of(again).val_loss is None
-    (again / VALIDATION).write_text('{"step": 10, "val_loss": 3')
-    assert saved_of(again).val_loss is None
-    (again / VALIDATION).write_text('{"step": 20, "val_loss": 3.0}')  # copied from another
-    assert saved_of(again).val_loss is None
+    (again / VALIDATION).write_text('{"step": 10, "by": "val_loss", "value": 3')
+    assert saved_of(again).fault
+    record_validation(saved(tmp_path, 20), 3.0)
+    shutil.copy(tmp_path / "step_00000020" / VALIDATION, again)
+    assert saved_of(again) == Saved(10, fault="is that of step 20")
 
 
 def test_pruning_a_folder_keeps_the_best_and_every_third(tmp_path):
@@ -149,10 +152,12 @@ def test_one_whose_loss_cannot_be_read_stays(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(retention, "read_object", unreadable)
-        (told,) = prune(tmp_path, Rules(1, keep_best=1))
+        (told,) = kept_unknown(tmp_path, Rules(1, keep_best=1))
+        prune(tmp_path, Rules(1, keep_best=1))
     assert re.match(r".*/step_00000020/validation\.json cannot be read \(Input/out.*stays", told)
     assert [step_of(path) for path in published_checkpoints(tmp_path)] == [40, 20, 10]
-    assert prune(tmp_path, Rules(1, keep_best=1)) == []
+    assert kept_unknown(tmp_path, Rules(1, keep_best=1)) == []
+    prune(tmp_path, Rules(1, keep_best=1))
     assert [step_of(path) for path in published_checkpoints(tmp_path)] == [40, 10]
 
 
@@ -160,17 +165,14 @@ def test_verify_list_and_prune_name_a_loss_in_doubt(run_dir, capsys):
     path = run_dir / "checkpoints" / "step_00000004" / VALIDATION
     path.write_bytes(path.read_bytes().replace(b"3.25", b"7.25"))
     assert main(["checkpoint", "verify", str(run_dir)]) == 4
-    fault = "DAMAGED: validation.json does not match its own sha256; the rest is ok"
+    fault = "DAMAGED: validation.json does not match its own sha256, which no resume reads"
     assert f"{path.parent}: {fault}" in capsys.readouterr().out
     assert main(["checkpoint", "list", str(run_dir)]) == 0
     (line,) = (one for one in capsys.readouterr().out.splitlines() if "step_00000004" in one)
-    assert line.endswith("validation.json does not match its own sha256  unproven")
+    assert line.endswith(f"{fault}  unproven")
     assert main(["checkpoint", "prune", str(run_dir)]) == 0
-    assert "its loss may be the lowest: validation.json does not" in capsys.readouterr().out
+    assert "it may be among the best: validation.json does not" in capsys.readouterr().out
     assert steps(run_dir) == [8, 4, 2]
-    path.write_text('{"step": 4, "val_loss": 3.25}')  # of an earlier version
-    assert main(["checkpoint", "verify", str(run_dir)]) == 0
-    assert "note: validation.json has no checksum, as an earlier" in capsys.readouterr().out
     assert main(["checkpoint", "prune", str(run_dir), "--keep_best", "0"]) == 0
     assert steps(run_dir) == [8]
 

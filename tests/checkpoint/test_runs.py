@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from minimind.checkpoint.directory import verify
-from minimind.checkpoint.remote_run import RemoteRun, by_step, complete
+from minimind.checkpoint.remote_run import RemoteRun
 from tests.conftest import PACE, SHAPE, Launcher, sentences
 from tests.runtime.servers import BUCKET, KEYS, FaultyProxy, ObjectStore
 from tools.forking import Nursery, state_of
@@ -123,8 +123,7 @@ def test_killed_runs_lose_nothing_that_was_acknowledged(
             assert losses.setdefault(step["step"], step["loss"]) == step["loss"]
         newest = max(newest, *(one["step"] for one in run.events("checkpoint_mirrored")))
         there = RemoteRun(MIRROR)
-        files = there.files()
-        steps = complete(files)
+        steps = there.published()
         # It may be complete, and deleted as one of the older two, before it is acknowledged.
         assert newest in steps or sum(step > newest for step in steps) >= 2
         for step in steps:
@@ -132,7 +131,7 @@ def test_killed_runs_lose_nothing_that_was_acknowledged(
             assert there.fetch(step, copy) is None
             assert verify(copy) is None
             shutil.rmtree(copy)
-        interrupted += any(step > newest and step not in steps for step in by_step(files))
+        interrupted += any(step > newest and step not in steps for step in there.steps())
     print(f"{kills} kills, {interrupted} in an upload; {wiped} wiped disks; {proxy.injected} cuts")
     assert interrupted == KILLS
     assert wiped > kills // 4

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from minimind.checkpoint import remote_run
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints, set_aside
 from minimind.checkpoint.mirror import Uploads, claim
-from minimind.checkpoint.remote_run import ABANDONED, RemoteRun, by_step, complete
+from minimind.checkpoint.remote_run import ABANDONED, RemoteRun
 from minimind.checkpoint.retention import Rules, prune, record_validation
 from minimind.errors import StorageError
 from tests.checkpoint.saves import facts_of, save
@@ -33,7 +36,7 @@ class Fixture:
     def mirror(self, step: int) -> Path:
         """Save and upload."""
         path = save(self.root, step, self.facts)
-        self.uploads.offer(path, None)
+        self.uploads.offer(step, None)
         assert self.uploads.wait(60)
         return path
 
@@ -54,11 +57,11 @@ def test_what_a_rollback_leaves_behind_is_set_aside(run: Fixture):
     set_aside(abandoned, "abandoned")
     run.uploads.go_back(3)
     run.mirror(4)
-    assert complete(run.remote.files()) == [4, 3]
-    assert ABANDONED in by_step(run.remote.files())[5]
+    assert run.remote.published() == [4, 3]
+    assert ABANDONED in run.remote.steps()[5]
     run.mirror(5)
-    assert complete(run.remote.files()) == [5, 4]
-    assert ABANDONED not in by_step(run.remote.files())[5]
+    assert run.remote.published() == [5, 4]
+    assert ABANDONED not in run.remote.steps()[5]
 
 
 def test_a_rollback_during_an_upload_ends_it(run: Fixture, monkeypatch: pytest.MonkeyPatch):
@@ -71,11 +74,11 @@ def test_a_rollback_during_an_upload_ends_it(run: Fixture, monkeypatch: pytest.M
     run.mirror(3)
     monkeypatch.setattr(RemoteRun, "upload", upload)
     run.mirror(5)
-    assert complete(run.remote.files()) == [3]
+    assert run.remote.published() == [3]
     assert run.told() == [("checkpoint_mirrored", 3)]
     monkeypatch.undo()
     run.mirror(5)
-    assert complete(run.remote.files()) == [5, 3]
+    assert run.remote.published() == [5, 3]
 
 
 def test_the_best_is_kept_by_a_validation_that_ends_after_its_upload(run: Fixture):
@@ -83,12 +86,12 @@ def test_the_best_is_kept_by_a_validation_that_ends_after_its_upload(run: Fixtur
     for step in (2, 3, 4):
         record_validation(run.mirror(step), 3.0)
         prune(run.root, Rules(keep_last=2, keep_best=1))
-    assert complete(run.remote.files()) == [4, 3, 1]
+    assert run.remote.published() == [4, 3, 1]
     shutil.rmtree(run.root)  # its loss is there, too
     run.root.mkdir()
     for step in (5, 6):
         run.mirror(step)
-    assert complete(run.remote.files()) == [6, 5, 1]
+    assert run.remote.published() == [6, 5, 1]
 
 
 def test_what_is_uploaded_is_not_pruned_and_the_newest_waits(
@@ -100,7 +103,7 @@ def test_what_is_uploaded_is_not_pruned_and_the_newest_waits(
         if not paths:
             for step in (2, 3, 4, 5):
                 paths[step] = save(run.root, step, run.facts)
-                run.uploads.offer(paths[step], None)
+                run.uploads.offer(step, None)
                 prune(run.root, Rules(keep_last=1))
             assert directory.is_dir()
         return real(self, directory, before)
@@ -125,18 +128,16 @@ def test_a_slow_mirror_leaves_out_only_what_no_rule_keeps(
             for step in range(2, 9):
                 path = save(run.root, step, run.facts)
                 record_validation(path, 1.0 if step == 4 else 2.0)
-                run.uploads.offer(path, None)
+                run.uploads.offer(step, None)
                 prune(run.root, rules)
         return real(self, directory, before)
 
     monkeypatch.setattr(RemoteRun, "upload", upload)
     run.mirror(1)
-    assert [int(name[5:]) for name in order] == [1, 3, 8, 4, 6]
-    assert complete(run.remote.files()) == [8, 6, 4, 3]
+    assert [int(name[5:]) for name in order] == [1, 8, 3, 4, 6]
+    assert run.remote.published() == [8, 6, 4, 3]
     prune(run.root, rules)
-    assert complete(run.remote.files()) == [
-        int(p.name[5:]) for p in published_checkpoints(run.root)
-    ]
+    assert run.remote.published() == [int(p.name[5:]) for p in published_checkpoints(run.root)]
     run.uploads.close()
 
 
@@ -159,7 +160,7 @@ def test_what_could_not_be_uploaded_is_uploaded_after_a_later_one(
     told = [("mirror_failed", 2), ("mirror_failed", 4), ("checkpoint_mirrored", 5)]
     told += [("checkpoint_mirrored", 2), ("mirror_failed", 4), ("checkpoint_mirrored", 7)]
     assert run.told() == told  # the damaged one is tried only once more
-    assert complete(run.remote.files()) == [7, 2]
+    assert run.remote.published() == [7, 2]
     run.uploads.close()
 
 
@@ -179,7 +180,7 @@ def test_one_that_cannot_be_read_does_not_hold_up_the_others(
     path.unlink()
     path.mkdir()
     run.mirror(7)
-    assert complete(run.remote.files()) == [7, 6, 4]
+    assert run.remote.published() == [7, 6, 4]
     name, fields = run.uploads.events[4]
     assert (name, fields["step"]) == ("mirror_failed", 2)
     assert "state.json: cannot be read (Is a directory)" in fields["reason"]
@@ -191,37 +192,58 @@ def test_a_start_uploads_what_the_one_before_did_not(tmp_path: Path, trained: Tr
     run.mirror(7)
     for step in (2, 4, 8):  # 8: not reported yet
         save(run.root, step, run.facts)
-    run.uploads.look(7, None)
+    run.uploads.begin(7)
+    run.uploads.look(None)
     assert run.uploads.wait(60)
-    assert complete(run.remote.files()) == [7, 4, 2]
+    assert run.remote.published() == [7, 4, 2]
     run.uploads.close()
 
 
 def test_a_storage_that_is_down_at_a_start_is_told(run: Fixture, monkeypatch: pytest.MonkeyPatch):
-    def refused(self: RemoteRun) -> dict[str, int]:
+    def refused(self: RemoteRun) -> dict[int, dict[str, int]]:
         raise StorageError("does not answer")
 
-    monkeypatch.setattr(RemoteRun, "files", refused)
-    run.uploads.look(7, None)
-    assert run.uploads.wait(60)
-    ((name, fields),) = run.uploads.events
-    assert (name, fields["step"]) == ("mirror_failed", 7)
-    assert fields["reason"] == "missing checkpoints could not be looked for: does not answer"
+    for step in (7, -1):  # -1: of a run that begins
+        run.uploads.begin(step)
+        with monkeypatch.context() as patch:
+            patch.setattr(RemoteRun, "steps", refused)
+            run.uploads.look(None)
+            assert run.uploads.wait(60)
+        name, fields = run.uploads.events.popleft()
+        assert (name, fields["step"]) == ("mirror_failed", max(step, 0))
+        assert fields["reason"] == "does not answer"
+
+
+def test_a_folder_that_cannot_be_listed_is_not_left_out(
+    run: Fixture, monkeypatch: pytest.MonkeyPatch
+):
+    for step in (1, 2):
+        run.mirror(step)
+    real = LocalFileSystem.ls
+
+    def failing(self: LocalFileSystem, path: str, *rest: Any, **options: Any) -> Any:
+        if path.endswith("step_00000002"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(self, path, *rest, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", failing)
+    with pytest.raises(StorageError, match="Permission denied"):
+        run.remote.published()
 
 
 def test_an_interrupted_upload_is_deleted_there_and_a_damaged_local_one_is_not_uploaded(
     run: Fixture,
 ):
     shutil.rmtree(run.mirror(1))
-    run.remote.delete(f"checkpoints/step_00000001/{MANIFEST}")
+    run.remote.remove(f"checkpoints/step_00000001/{MANIFEST}")
     run.mirror(2)
-    assert sorted(by_step(run.remote.files())) == [2]
+    assert [*run.remote.steps()] == [2]
     path = save(run.root, 3, run.facts)
     (path / "state.json").write_bytes(bytes(2_000))
-    run.uploads.offer(path, None)
+    run.uploads.offer(3, None)
     assert run.uploads.wait(60)
     assert run.told()[-1] == ("mirror_failed", 3)
-    assert complete(run.remote.files()) == [2]
+    assert run.remote.published() == [2]
 
 
 def test_a_large_file_is_verified_by_the_etag_of_its_parts(

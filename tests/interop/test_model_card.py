@@ -211,6 +211,8 @@ def test_a_checkpoint_without_metrics_has_the_validation_beside_it(tmp_path):
     (run / "metrics.jsonl").unlink()
     record_validation(tiny.newest(run), 4.25)
     assert "| validation | loss 4.2500, on held-out" in card_of(run, "llama", tmp_path / "out")
+    record_validation(tiny.newest(run), -0.25, "average")  # a score is no loss
+    assert "| validation |" not in card_of(run, "llama", tmp_path / "scored")
 
 
 def test_odd_names_and_numbers_are_text_in_the_card(tmp_path):

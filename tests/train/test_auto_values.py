@@ -13,7 +13,7 @@ import yaml
 
 import minimind.train as training
 from minimind.architecture.select import MiniMind
-from minimind.checkpoint.directory import manifest_text
+from minimind.checkpoint.directory import with_sum
 from minimind.checkpoint.resume import read_manifests
 from minimind.cli.main import main as minimind
 from minimind.config import rules
@@ -24,7 +24,6 @@ from minimind.config.launcher_env import read_launch
 from minimind.config.parse import build_config
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.runtime.device import Host
-from minimind.runtime.durable_files import fingerprint
 from minimind.train.auto_values import Numbers, numbers_to_resume, with_auto_values
 from tests.conftest import Launcher, sentences
 from tools.runs import events
@@ -245,7 +244,7 @@ def test_a_manifest_with_values_that_no_flag_has_is_of_another_run(
         del body["identity"][group]
     else:
         body["identity"][group][name] = value
-    path.write_bytes(manifest_text({**body, "sha256": fingerprint(body)}))
+    path.write_bytes(with_sum(body))
     with pytest.raises(CheckpointError, match="belongs to another run"):
         train(places, out_dir=str(tmp_path / "out"))
 

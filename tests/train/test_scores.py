@@ -158,7 +158,7 @@ def test_keep_best_by_may_change_at_a_resume(trained: Trained, tmp_path: Path):
 def test_the_checkpoint_of_the_best_average_is_kept(scored: Path, trained: Trained, tmp_path: Path):
     averages = {event["step"]: event["average"] for event in events(scored, "scores")}
     recorded = {saved.step: saved for saved in saved_in(scored / "checkpoints")}
-    assert {step: (saved.val_loss, saved.by) for step, saved in recorded.items()} == {
+    assert {step: (saved.value, saved.by) for step, saved in recorded.items()} == {
         step: (-average, "average") for step, average in averages.items()
     }
     changes = {**SCORED, "keep_last": 1, "keep_best_by": "bits_per_byte"}

@@ -20,10 +20,10 @@ import numpy as np
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, step_directory, step_of
 from minimind.checkpoint.mirror import Uploads, claim
-from minimind.checkpoint.remote_run import RemoteRun, complete
-from minimind.checkpoint.retention import VALIDATION, Rules, prune, record_validation
+from minimind.checkpoint.remote_run import RemoteRun
+from minimind.checkpoint.retention import VALIDATION, Rules, kept_unknown, prune, record_validation
 from minimind.checkpoint.run_folder import lock_out_dir
-from minimind.checkpoint.tools import look_at
+from minimind.checkpoint.tools import SIZES, examine
 from minimind.data.shards.token_shards import TokenShards
 from minimind.errors import RunError
 from minimind.recovery.corruption import CorruptionCheck, Fault
@@ -117,7 +117,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def steps_at(folder: Path) -> list[int]:
     """Steps of the complete checkpoints of a mirror, highest first."""
-    return complete(RemoteRun(f"file://{folder}").files())
+    return RemoteRun(f"file://{folder}").published()
 
 
 def steps_in(out_dir: Path) -> list[int]:
@@ -259,7 +259,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "another checksum": _text(
         lambda text: text.replace(b'"sha256": "', b'"sha256": "0')[:-2] + b'"}'
     ),
-    "no checksum": lambda path: path.write_text('{"step": 3, "val_loss": 3.125}'),
+    "no checksum": lambda path: path.write_text('{"step": 3, "by": "val_loss", "value": 3.125}'),
     "a cut": _text(lambda text: text[: len(text) // 2]),
     "nothing in it": _text(lambda text: b""),
     "zeros": _text(lambda text: bytes(len(text))),
@@ -284,17 +284,30 @@ def doubtful_here(ground: Ground, damage: Callable[[Path], object]) -> Iterator[
     root = _four(ground, "own")
     path = step_directory(root, 3)
     damage(path / VALIDATION)
-    told = prune(root, Rules(1, keep_best=1))
+    told = kept_unknown(root, Rules(1, keep_best=1))
+    prune(root, Rules(1, keep_best=1))
     if steps_in(root.parent) != [12, 3]:
         yield f"{steps_in(root.parent)} stay"
     if len(told) != 1 or not told[0].startswith(f"{path / VALIDATION} "):
-        yield f"pruning says {told}"
-    listing = look_at(path, "")
-    if listing is None or VALIDATION not in listing.state:
-        yield f"list says {listing}"
+        yield f"a start says {told}"
+    found = examine(path, SIZES)
+    if found is None or VALIDATION not in "".join(found.faults):
+        yield f"list says {found}"
     prune(root, Rules(1))
     if steps_in(root.parent) != [12]:
         yield "it stays although no rule compares losses"
+
+
+def started(ground: Ground, root: Path, rules: Rules, stack: ExitStack) -> Uploads:
+    """The uploads of a start at step 12, once the mirror has what it lacked."""
+    remote = RemoteRun(f"file://{ground.root / 'mirror'}")
+    owner = claim(remote, root.parent, "auto", {}, frozenset())
+    uploads = Uploads(remote, owner, root.parent, rules)
+    stack.callback(uploads.close)
+    uploads.begin(12)
+    uploads.look()
+    assert uploads.wait(60)
+    return uploads
 
 
 def doubtful_there(ground: Ground, damage: Callable[[Path], object]) -> Iterator[str]:
@@ -302,20 +315,16 @@ def doubtful_there(ground: Ground, damage: Callable[[Path], object]) -> Iterator
     for is_here in (False, True):
         ground.clear()
         root, rules = _four(ground, "own"), Rules(1, keep_best=1)
-        remote = RemoteRun(f"file://{ground.root / 'mirror'}")
-        owner = claim(remote, root.parent, "auto", {}, frozenset())
-        uploads = Uploads(remote, owner, root.parent, rules)
         with ExitStack() as stack:
-            stack.callback(uploads.close)
-            uploads.look(12, None)
-            assert uploads.wait(60)
+            started(ground, root, rules, stack)
             there = ground.root / "mirror" / "checkpoints" / "step_00000003" / VALIDATION
-            record_validation(there.parent, 3.125)
             damage(there)
             if not is_here:
                 shutil.rmtree(root)
+            uploads = started(ground, root, rules, stack)
             for step in (15, 18):
-                uploads.offer(save(root, step, ground.facts), None)
+                save(root, step, ground.facts)
+                uploads.offer(step, None)
                 assert uploads.wait(60)
         if steps_at(ground.root / "mirror") != ([18, 3] if is_here else [18, 12, 3]):
             yield f"{steps_at(ground.root / 'mirror')} stay there"
