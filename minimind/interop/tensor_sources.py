@@ -294,23 +294,6 @@ def _require_header(file: Path) -> None:
         raise CheckpointError(f"has a header of {limits}, unlike safetensors")
 
 
-def check_shapes(source: TensorSource, path: Path, expected: Mapping[str, list[int]]) -> None:
-    """Raise CheckpointError for the first tensor that is missing, extra or of another shape."""
-    cause = f"its {CONFIG} requires" if disk.is_dir(path) else "its other tensors require"
-    for name in sorted({*source.shapes, *expected}):
-        label = shown(source.file_names.get(name, name))
-        actual, required = source.shapes.get(name), expected.get(name)
-        if actual == required:
-            continue
-        if actual is None:
-            raise CheckpointError(f"{path}: has no {label}, which {cause}; {REPLACE}")
-        if required is None:
-            raise CheckpointError(f"{path}: has {label}, and {cause} no such tensor; {REPLACE}")
-        raise CheckpointError(
-            f"{path}: {label} is of shape {actual}, and {cause} {required}; {REPLACE}"
-        )
-
-
 class WeightIndex(CheckedJson):
     """The file of each tensor, beside the index."""
 

@@ -47,7 +47,6 @@ from minimind.interop.tensor_sources import (
     REPLACE,
     TRAINED,
     TensorSource,
-    check_shapes,
     from_minimind2,
     open_as_saved,
     open_checkpoint,
@@ -57,9 +56,9 @@ from minimind.interop.tensor_sources import (
     to_interleaved,
     to_minimind2,
 )
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.decoder import MiniMindConfig
 from minimind.runtime import disk
-from minimind.runtime.checked_json import ELSEWHERE, read_foreign_object, require_listed, shown
+from minimind.runtime.checked_json import read_foreign_object, require_listed, shown
 from minimind.runtime.file_kinds import ADAPTER_WEIGHTS, base_of_adapter
 from minimind.runtime.hub import local_model
 from minimind.runtime.installed import install_packages
@@ -67,50 +66,66 @@ from minimind.runtime.locks import ReadLock
 from minimind.runtime.terminal import first_lines
 
 
-def match_tensors(source: TensorSource, path: Path, config: PretrainedConfig) -> TensorSource:
+def match(
+    source: TensorSource,
+    path: Path,
+    config: PretrainedConfig,
+    called: Callable[[str], str] = lambda name: name,
+) -> TensorSource:
     """The tensors of the model that `config` describes, a tied one once; else CheckpointError.
 
     As in transformers, names may lack the prefix of the base model (GPT-2 on the hub), and tensors
-    that earlier versions stored and the model now computes are ignored.
+    that earlier versions stored and the model now computes are ignored. `called`: what such a file
+    calls a tensor of the model. Nothing large is allocated.
     """
-    if config.num_hidden_layers > len(source.shapes):
+    cause = f"its {CONFIG} requires" if disk.is_dir(path) else "its other tensors require"
+    if config.num_hidden_layers > len(source.shapes):  # before a module is made for each
         raise CheckpointError(
-            f"{path}: has fewer tensors than {CONFIG} has layers ({config.num_hidden_layers});"
-            f" {REPLACE}"
+            f"{path}: has {len(source.shapes)} tensors, and {cause} num_hidden_layers ="
+            f" {config.num_hidden_layers}; {REPLACE}"
         )
     with torch.device("meta"):
         model = model_of(config)
-    expected = {name: list(value.shape) for name, value in model.state_dict().items()}
+    expected, prefix = model.state_dict(), f"{model.base_model_prefix}."
     ignored = model._keys_to_ignore_on_load_unexpected or ()
-    prefix = f"{model.base_model_prefix}."
-    known = {*expected, *(name.removeprefix(prefix) for name in expected)}
-    require_known_prefix(source, path, known)
+    require_known_prefix(
+        source, path, {*expected, *(name.removeprefix(prefix) for name in expected)}
+    )
     names = {}
     for name in source.shapes:
-        full = f"{prefix}{name}"
-        if name in expected or full not in expected:
-            if name not in expected and any(re.search(pattern, name) for pattern in ignored):
-                continue
-            full = name
-        names[full] = name
+        full = name if name in expected else f"{prefix}{name}"
+        if full in expected or not any(re.search(pattern, name) for pattern in ignored):
+            names[full if full in expected else name] = name
+
+    def named(full: str) -> str:
+        name = names.get(full)
+        return shown(source.file_names.get(name, name) if name else called(full))
+
     for tied, first in model.all_tied_weights_keys.items():
         expected.pop(tied)
         if tied not in names:
             continue
-        if first in names and not torch.equal(source.read(names[tied]), source.read(names[first])):
+        if first in names and not _is_equal(source, names[tied], names[first]):
             raise CheckpointError(
-                f"{path}: {names[tied]} is not {names[first]}, though {CONFIG} ties them; correct"
+                f"{path}: {named(tied)} is not {named(first)}, though {CONFIG} ties them; correct"
                 " tie_word_embeddings there"
             )
         names.setdefault(first, names[tied])
         names.pop(tied)
     tensors = source.renamed(names)
-    check_shapes(tensors, path, expected)
-    for name in expected:
-        if not tensors.dtypes[name].is_floating_point:
-            raise CheckpointError(
-                f"{path}: {names[name]} has dtype {tensors.dtypes[name]}; {REPLACE}"
-            )
+    for name in sorted({*names, *expected}):
+        label, shape, wanted = named(name), tensors.shapes.get(name), expected.get(name)
+        if shape is None:
+            fault = f"has no {label}, which {cause}"
+        elif wanted is None:
+            fault = f"has {label}, and {cause} no such tensor"
+        elif shape != [*wanted.shape]:
+            fault = f"{label} is of shape {shape}, and {cause} {[*wanted.shape]}"
+        elif tensors.dtypes[name].is_floating_point != wanted.is_floating_point():
+            fault = f"{label} has dtype {tensors.dtypes[name]}, not {wanted.dtype}"
+        else:
+            continue
+        raise CheckpointError(f"{path}: {fault}; {REPLACE}")
     return tensors
 
 
@@ -221,7 +236,7 @@ def load_weights_from(
     actual = _detect_kind(path, source, kind)
     _check_kind(path, actual, kind)
     if actual == OURS:
-        return _validate(OURS, path, read_config(path), source)
+        return _matched(OURS, path, read_config(path), source)
     load = _load_minimind2 if actual == MINIMIND2 else _load_llama
     return load(path, source, flags or ShapeFlags())
 
@@ -252,19 +267,19 @@ def read_checkpoint_weights(path: Path, source: TensorSource) -> Weights:
     """The model of a step directory with the tensors `source`."""
     manifest = read_manifest(path)
     if config := foreign_config_of(path, manifest):
-        tensors = match_tensors(source, path, config)
+        tensors = match(source, path, config)
         return Weights(CHECKPOINT, path, config, tensors, find_tokenizer(path))
-    return _validate(CHECKPOINT, path, read_config(path, manifest), source)
+    return _matched(CHECKPOINT, path, read_config(path, manifest), source)
 
 
 def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
     """The weights of a model of transformers, from a run or as save_pretrained writes them."""
     path = local_model(place)
     if not is_checkpoint(path):
-        tensors = match_tensors(open_tensors(path), path, config)
+        tensors = match(open_tensors(path), path, config)
         return Weights(TRANSFORMERS, path, config, tensors)
     weights = load_checkpoint_weights(choose(str(path)))
-    tensors = match_tensors(weights.tensors, weights.path, config)
+    tensors = match(weights.tensors, weights.path, config)
     return replace(weights, config=config, tensors=tensors)
 
 
@@ -365,7 +380,7 @@ def _load_minimind2(path: Path, source: TensorSource, flags: ShapeFlags) -> Weig
     else:
         shape = shape_from_tensors(path, tensors.shapes, flags, MINIMIND2)
     shape["tie_word_embeddings"] = _is_tied(tensors)
-    return _validate(MINIMIND2, path, shape, tensors)
+    return _matched(MINIMIND2, path, shape, tensors)
 
 
 def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
@@ -380,51 +395,32 @@ def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
         {name: name for name in source.shapes},
         lambda name, value: to_interleaved(name, value, shape["head_dim"]),
     )
-    return replace(_validate(LLAMA, path, shape, tensors), note=note)
+    return replace(_matched(LLAMA, path, shape, tensors), note=note)
 
 
 def _is_tied(source: TensorSource) -> bool:
     """Whether the head is missing, or has the values of the embedding."""
     if HEAD not in source.shapes or EMBEDDING not in source.shapes:
         return HEAD not in source.shapes
-    if source.shapes[HEAD] != source.shapes[EMBEDDING]:
-        return False
-    return torch.equal(source.read(HEAD), source.read(EMBEDDING))
+    return _is_equal(source, HEAD, EMBEDDING)
 
 
-def _validate(kind: str, path: Path, shape: dict[str, Any], source: TensorSource) -> Weights:
-    """The weights, if all tensors have the claimed shape; nothing large is allocated before."""
-    misfit = f"{path / CONFIG if disk.is_dir(path) else path}: does not fit the weights"
-    remedy = ELSEWHERE if kind == CHECKPOINT else REPLACE
-    layers = count_layers(source.shapes)
-    if shape["num_hidden_layers"] != layers:
-        difference = f"num_hidden_layers: {layers} -> {shape['num_hidden_layers']}"
-        raise CheckpointError(f"{misfit} ({difference}); {remedy}")
+def _is_equal(source: TensorSource, one: str, other: str) -> bool:
+    is_alike = source.shapes[one] == source.shapes[other]
+    return is_alike and torch.equal(source.read(one), source.read(other))
+
+
+def _matched(kind: str, path: Path, shape: dict[str, Any], source: TensorSource) -> Weights:
+    """The weights of a MiniMind decoder of that shape."""
     try:
         config = MiniMindConfig(**shape)
-        with torch.device("meta"):
-            expected = MiniMindForCausalLM(config).state_dict()
+        tensors = match(source, path, config, lambda name: tensor_name(kind, name))
     except (ValueError, RuntimeError) as error:  # RuntimeError: sizes beyond int64
-        raise CheckpointError(f"{misfit} ({first_lines(error)}); {remedy}") from error
-    if config.tie_word_embeddings:
-        expected.pop(HEAD)
-        if HEAD in source.shapes and not _is_tied(source):
-            raise CheckpointError(
-                f"{source.path}: {source.file_names.get(HEAD, HEAD)} is not the embedding, though"
-                " config.json ties them; correct tie_word_embeddings there"
-            )
-        source = source.renamed({name: name for name in source.shapes if name != HEAD})
-    file_names = {name: tensor_name(kind, name) for name in expected} | dict(source.file_names)
-    shapes = {name: list(value.shape) for name, value in expected.items()}
-    check_shapes(replace(source, file_names=file_names), path, shapes)
-    for name, value in expected.items():
-        dtype = source.dtypes[name]
-        if dtype.is_floating_point != value.is_floating_point():
-            label = source.file_names.get(name, name)
-            raise CheckpointError(
-                f"{path}: {label} has dtype {dtype}, not {value.dtype}; {REPLACE}"
-            )
-    return Weights(kind, path, config, source, find_tokenizer(path))
+        place = path / CONFIG if disk.is_dir(path) else path
+        raise CheckpointError(
+            f"{place}: does not fit the weights ({first_lines(error)}); {REPLACE}"
+        ) from error
+    return Weights(kind, path, config, tensors, find_tokenizer(path))
 
 
 def grow_vocabulary(weights: Weights, vocab_size: int) -> Weights:
