@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from minimind.architecture.hf_models import require_unquantized
 from minimind.checkpoint.tensor_files import readable
 from minimind.checkpoint.validation import Positions, RopeScaling
 from minimind.errors import CheckpointError, UsageError
-from minimind.interop.tensor_sources import EMBEDDING, to_minimind2
+from minimind.interop.job import EMBEDDING
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import FASTEST, LLAMA3, SLOWEST
 from minimind.runtime import disk
@@ -31,8 +31,8 @@ from minimind.runtime.checked_json import (
     validate,
 )
 
-MINIMIND2, MINIMIND3, LLAMA = "minimind2", "minimind3", "llama"
 LAYER_0 = "model.layers.0"
+Called = Callable[[str], str]  # a name of ours -> that in the file
 # model_type in Hugging Face's config.json -> whether q and k are normalized (None: if there are
 # norms); the rotary base that transformers takes where the file has none, and whether it ties the
 # head there. Qwen2 has biases.
@@ -138,27 +138,22 @@ def check_flags(path: Path, config: MiniMindConfig, flags: ShapeFlags) -> None:
             raise UsageError(f"--{flag} {expected} is not the {name} = {actual} of {path}; drop it")
 
 
-def tensor_name(kind: str, name: str) -> str:
-    """The name of one of our tensors in a file of that kind."""
-    return (to_minimind2(name) or name) if kind == MINIMIND2 else name
-
-
 def count_layers(names: Mapping[str, Any]) -> int:
     """The number of layers that have tensors."""
     return len({name.split(".")[2] for name in names if re.match(r"model\.layers\.\d", name)})
 
 
 def shape_from_tensors(
-    path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags, kind: str = LLAMA
+    path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags, called: Called = str
 ) -> dict[str, Any]:
     """Arguments of MiniMindConfig, from tensors under our names and from flags.
 
     Raise UsageError that names all missing flags.
     """
-    vocab_size, width = _matrix_shape(path, shapes, EMBEDDING, kind)
-    queries = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.q_proj.weight", kind)[0]
-    keys = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.k_proj.weight", kind)[0]
-    inner = _matrix_shape(path, shapes, f"{LAYER_0}.mlp.gate_proj.weight", kind)[0]
+    vocab_size, width = _matrix_shape(path, shapes, EMBEDDING, called)
+    queries = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.q_proj.weight", called)[0]
+    keys = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.k_proj.weight", called)[0]
+    inner = _matrix_shape(path, shapes, f"{LAYER_0}.mlp.gate_proj.weight", called)[0]
     required = ("n_heads", "rope_theta", "norm_eps", "max_seq_len")
     if missing := [flags.flag_of(name) for name in required if getattr(flags, name) is None]:
         to = "the run" if flags.is_scaled else "`minimind import`, or to a run with --init_from"
@@ -195,18 +190,19 @@ def shape_from_tensors(
     }
 
 
-def _matrix_shape(path: Path, shapes: Mapping[str, list[int]], name: str, kind: str) -> list[int]:
+def _matrix_shape(
+    path: Path, shapes: Mapping[str, list[int]], name: str, called: Called
+) -> list[int]:
     if len(shapes.get(name, ())) != 2:
         problem = f"of shape {shapes[name]}" if name in shapes else "missing"
         raise CheckpointError(
-            f"{path}: {tensor_name(kind, name)} is {problem}, so the shape of its model is unknown;"
-            f" {REPLACE}"
+            f"{path}: {called(name)} is {problem}, so the shape of its model is unknown; {REPLACE}"
         )
     return shapes[name]
 
 
 def read_minimind2_config(
-    path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags
+    path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags, called: Called = str
 ) -> dict[str, Any]:
     """Arguments of MiniMindConfig from MiniMind2's config.json, which must match its tensors.
 
@@ -227,7 +223,7 @@ def read_minimind2_config(
         heads = values["n_heads"]
         known = ShapeFlags(heads, None, *(values[name] for name in required))
         try:
-            shape = shape_from_tensors(path.parent, shapes, known, MINIMIND2)
+            shape = shape_from_tensors(path.parent, shapes, known, called)
         except UsageError as error:  # only the heads can be wrong
             raise CheckpointError(f"has n_heads = {heads}, which do not fit its tensors") from error
         width = values.get("hidden_dim")

@@ -11,14 +11,15 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import sentencepiece
 import tokenizers
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore[reportAttributeAccessIssue] (made at import)
-from torch import Tensor
 
 from minimind.checkpoint.tensor_files import Part
 from minimind.data.tokenizer.hf_export import escaping, merges
@@ -26,114 +27,80 @@ from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.data.tokenizer.vocabulary import (
     BYTE_NAMES,
+    DEFAULT,
     FILLER_PREFIX,
     JSON_NAME,
     MODEL_NAME,
     SPACE_SIGN,
 )
 from minimind.errors import UsageError
-from minimind.interop.tensor_sources import TensorSource, to_gguf, to_rotate_half
-from minimind.interop.write_folder import PRODUCER, new_folder
-from minimind.model.configuration import MiniMindConfig
+from minimind.interop.job import Job
+from minimind.interop.tensor_sources import TensorSource
+from minimind.interop.write_folder import PRODUCER
 from minimind.model.rotary import effective_theta, rotary_frequencies
 from minimind.runtime.checked_json import shown
 from minimind.runtime.durable_files import sync_file
-from minimind.runtime.installed import install_extra
-from minimind.runtime.output_folder import NewFolder
 
-NAME = "model.gguf"
 ROTARY_FACTORS = "rope_freqs.weight"  # by which the llama architecture divides frequencies
 NUMPY = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype("u2")}  # it has no bf16
-FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
+FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
 
 
-def require_gguf() -> None:
-    """Raise UsageError if the package that writes GGUF files is missing."""
-    try:
-        import gguf  # noqa: F401 (only to see whether it is installed)
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"--format gguf needs the package gguf, which is not installed; {install_extra('gguf')}"
-        ) from error
-
-
-def architecture(config: MiniMindConfig) -> str:
-    """The name of the architecture in GGUF and transformers; raise UsageError if there is none."""
-    kinds = {"qk_norm": "qwen3", "qkv_bias": "qwen2", "no_rope_layer_interval": "smollm3"}
-    has = [name for name in kinds if getattr(config, name)]
-    if len(has) > 1:
-        raise UsageError(
-            f"no architecture of other software has {' and '.join(has)} together; export --format"
-            " minimind"
-        )
-    return kinds[has[0]] if has else "llama"
-
-
-def gguf_parts(config: MiniMindConfig, source: TensorSource, dtype: torch.dtype) -> list[Part]:
-    """The tensors under GGUF's names: matrices as `dtype`, vectors as float32."""
-    names = {}
-    for ours in source.shapes:
-        theirs = to_gguf(ours)
-        assert theirs is not None, ours  # export.check_names
-        names[theirs] = ours
-
-    def transform(theirs: str, value: Tensor) -> Tensor:
-        is_rotate_half = architecture(config) in ("qwen2", "qwen3")
-        return to_rotate_half(names[theirs], value, config.head_dim) if is_rotate_half else value
-
-    matrices = {name: ours for name, ours in names.items() if len(source.shapes[ours]) > 1}
-    vectors = {name: ours for name, ours in names.items() if name not in matrices}
-    parts = source.renamed(matrices, transform).parts(dtype)
-    parts += source.renamed(vectors, transform).parts(torch.float32)
-    if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
+def gguf_parts(job: Job, source: TensorSource) -> list[Part]:
+    """The tensors under GGUF's names: matrices as the dtype of the job, vectors as float32."""
+    config, scaling = job.config, job.config.rope_scaling
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[job.kind.upper()], config.num_hidden_layers)
+    names = {str(known.get_name(name, (".weight", ".bias"))): name for name in source.shapes}
+    parts = []
+    for size, dtype in ((2, job.dtype), (1, "float32")):
+        of_size = {name: ours for name, ours in names.items() if len(source.shapes[ours]) == size}
+        parts += source.renamed(of_size).parts(dtype)
+    if scaling and scaling["rope_type"] == "llama3":
         shape = config.head_dim, config.rope_theta
-        factors = (
-            rotary_frequencies(*shape, None)[0] / rotary_frequencies(*shape, config.rope_scaling)[0]
-        )
+        factors = rotary_frequencies(*shape, None)[0] / rotary_frequencies(*shape, scaling)[0]
         table = factors.float()
         parts.append(Part(ROTARY_FACTORS, "F32", [*table.shape], table.nbytes, lambda: table))
     return sorted(parts, key=lambda part: part.name)
 
 
-def write_gguf(
-    out: NewFolder,
-    config: MiniMindConfig,
-    name: str,
-    entries: Mapping[str, Any],
-    parts: list[Part],
-    dtype: torch.dtype,
-    texts: Mapping[str, bytes],
-) -> None:
-    """Write `out`/model.gguf, tensor by tensor, with this model name and `entries`.
-
-    `texts` are the files beside it.
-    """
-    import gguf
-
-    with new_folder(out, parts, texts) as draft:
-        with closing(gguf.GGUFWriter(draft / NAME, architecture(config))) as writer:
-            writer.add_string("general.producer", PRODUCER)
-            writer.add_name(name)
-            _add_shape(writer, config)
-            writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
-            for key, value in entries.items():
-                _add_entry(writer, key, value)
-            for part in parts:
-                kind = gguf.GGMLQuantizationType[part.dtype]
-                writer.add_tensor_info(part.name, part.shape, NUMPY[part.dtype], part.bytes, kind)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for part in parts:
-                value = part.read().contiguous()
-                plain = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
-                writer.write_tensor_data(plain.numpy())
-        sync_file(draft / NAME)
+def write_gguf(job: Job, parts: list[Part], path: Path) -> str | None:
+    """Write the file, tensor by tensor; return a note on the tokenizer in it."""
+    vocabulary = gguf_vocabulary(job.tokenizer, job.config.vocab_size)
+    entries = {f"tokenizer.ggml.{name}": value for name, value in vocabulary.items()}
+    entries |= _template_entries(job.tokenizer.templates.by_name)
+    if job.end is not None:  # llama.cpp ends generation at eos and at eot
+        entries["tokenizer.ggml.eot_token_id"] = job.end
+    with closing(gguf.GGUFWriter(path, job.kind)) as writer:
+        writer.add_string("general.producer", PRODUCER)
+        writer.add_name(job.name)
+        _add_shape(writer, job.config)
+        writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[job.dtype]])
+        for key, value in entries.items():
+            _add_entry(writer, key, value)
+        for part in parts:
+            kind = gguf.GGMLQuantizationType[part.dtype]
+            writer.add_tensor_info(part.name, part.shape, NUMPY[part.dtype], part.bytes, kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for part in parts:
+            value = part.read().contiguous()
+            plain = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
+            writer.write_tensor_data(plain.numpy())
+    sync_file(path)
+    return note_on_spaces(job.tokenizer, vocabulary)
 
 
-def _add_shape(writer: Any, config: MiniMindConfig) -> None:
-    import gguf
+def _template_entries(by_name: Mapping[str, str]) -> dict[str, Any]:
+    """The entries of chat templates; gguf's own writer lists their names in a random order."""
+    others = [name for name in by_name if name != DEFAULT]
+    entries = {"tokenizer.chat_template": by_name.get(DEFAULT)}
+    entries |= {f"tokenizer.chat_template.{name}": by_name[name] for name in others}
+    entries |= {"tokenizer.chat_templates": others or None}
+    return {name: value for name, value in entries.items() if value is not None}
 
+
+def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -154,7 +121,7 @@ def _add_shape(writer: Any, config: MiniMindConfig) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def _add_entry(writer: Any, key: str, value: Any) -> None:
+def _add_entry(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, list):
         if value:
             writer.add_array(key, value)
@@ -166,8 +133,8 @@ def _add_entry(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
 
 
-# Token types; 4 is matched in a text before any other.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+# Token types; the fourth is matched in a text before any other.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = (kind.value for kind in gguf.TokenType)
 MODEL, BYTE_LEVEL = "llama", "gpt2"  # GGUF's names for BPE of SentencePiece and of bytes
 
 WORDS = (

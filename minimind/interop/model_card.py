@@ -23,11 +23,11 @@ from minimind.checkpoint.directory import read_manifest
 from minimind.checkpoint.retention import saved_of
 from minimind.config.run_record import given_names, record_fault
 from minimind.config.yaml_files import load_yaml
-from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import UsageError
-from minimind.interop.gguf import NAME as GGUF_NAME
+from minimind.interop.formats import Format
+from minimind.interop.job import Job
 from minimind.interop.tensor_sources import TRAINED
-from minimind.interop.weights import CHECKPOINT, OURS, Weights
+from minimind.interop.weights import CHECKPOINT, Weights
 from minimind.interop.write_folder import PRODUCER
 from minimind.report.history import Run, number, read_runs
 from minimind.runtime import disk
@@ -77,29 +77,21 @@ tokens = tokenizer.apply_chat_template(
 Rows = dict[str, str]
 
 
-def model_card(
-    weights: Weights,
-    tokenizer: Tokenizer,
-    form: str,
-    dtype: str,
-    model_type: str,
-    name: str,
-    note: str | None = None,
-) -> bytes:
-    """README.md of `weights` as `form`; `note` is of how its tokenizer has to be loaded."""
+def model_card(weights: Weights, job: Job, to: Format, note: str | None = None) -> bytes:
+    """README.md of `weights`; `note` is of how its tokenizer has to be loaded."""
     parameters = sum(map(math.prod, weights.tensors.shapes.values()))
-    has_chat = tokenizer.chat_template is not None
+    has_chat = job.tokenizer.chat_template is not None
     parts = [
-        _header(form, model_type, has_chat),
-        f"# {_plain(name)}\n",
-        f"A language model of {parameters:,} parameters ({_plain(model_type)}), written by"
+        _header(to, job.kind, has_chat),
+        f"# {_plain(job.name)}\n",
+        f"A language model of {parameters:,} parameters ({_plain(job.kind)}), written by"
         f" {PRODUCER}.\n",
         "## Use\n",
-        *_use(weights.config, form, has_chat, note),
+        *_use(weights.config, to, has_chat, note),
         "## Training\n",
     ]
     training, flags = _training(weights)
-    parts += [_table(training | {"precision of these files": dtype})]
+    parts += [_table(training | {"precision of these files": job.dtype})]
     parts += ["## Shape\n", _table({"parameters": f"{parameters:,}", **_shape(weights.config)})]
     if flags:
         text = yaml.safe_dump(flags, sort_keys=False, allow_unicode=True)
@@ -125,9 +117,9 @@ def _digest(content: bytes) -> str:
     return sha256(content).hexdigest()
 
 
-def _header(form: str, model_type: str, has_chat: bool) -> str:
+def _header(to: Format, model_type: str, has_chat: bool) -> str:
     """The YAML that the Hub reads."""
-    is_gguf = form == "gguf"
+    is_gguf = bool(to.file)
     tags = ["minimind", *(["gguf"] if is_gguf else []), *(["conversational"] if has_chat else [])]
     if model_type not in tags:
         tags.append(model_type)
@@ -136,24 +128,24 @@ def _header(form: str, model_type: str, has_chat: bool) -> str:
     return f"---\n{LICENSE}{text}---\n"
 
 
-def _use(config: Any, form: str, has_chat: bool, note: str | None) -> Iterator[str]:
+def _use(config: Any, to: Format, has_chat: bool, note: str | None) -> Iterator[str]:
     positions = getattr(config, "max_position_embeddings", None)
-    if form == "gguf":
+    if to.file:
         ask = "llama-cli -m {} --jinja" if has_chat else 'llama-completion -m {} -no-cnv -p "Once"'
-        yield _fenced(f"{ask.format(GGUF_NAME)}\n", "bash")
+        yield _fenced(f"{ask.format(to.file)}\n", "bash")
     else:
         yield LOAD.format(
-            options=", trust_remote_code=True" if form == OURS else "",
+            options=to.options,
             tokens=MESSAGES if has_chat else TEXT,
             new=min(50, (positions or 100) // 2),
         )
-    if form == OURS:
+    if to.options:
         yield "`trust_remote_code=True` runs the model's code, which is in these files.\n"
     if note:
         yield f"{_plain(note)}.\n"
     if positions:
         yield f"Input and output have {positions:,} tokens at most.\n"
-    if form in ("llama", "gguf") and getattr(config, "doc_mask", False):
+    if not to.options and getattr(config, "doc_mask", False):
         yield (
             "It was trained with a mask between documents, which this format has not: give it one"
             " document at a time.\n"

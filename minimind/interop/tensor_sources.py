@@ -1,7 +1,6 @@
 """Named tensors of checkpoints, safetensors and .pth files, read one at a time.
 
-Headers are checked before any tensor is read, and no pickled code is run. Names and layouts of
-other formats are translated here.
+Headers are checked before any tensor is read, and no pickled code is run.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from minimind.checkpoint.tensor_files import Part, readable
 from minimind.config.names import no_such_file
 from minimind.engine.state import AVERAGE, MASTER
 from minimind.errors import CheckpointError, NumericError, UsageError
-from minimind.model.rotary import half_to_interleaved, interleaved_to_half
+from minimind.interop.job import REPLACE
 from minimind.runtime import disk
 from minimind.runtime.checked_json import (
     CheckedJson,
@@ -45,7 +44,6 @@ from minimind.runtime.file_kinds import (
     kind_of_file,
 )
 
-CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
@@ -74,8 +72,13 @@ OTHERWISE_SAVED = {
 OTHER_LAYOUT = re.compile(r"(consolidated|adapter_model)\b")
 # Saved by transformers of 2023, recomputed since: ignored.
 COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
+# Ends of the names of what is rotated, and so is in another order where other channels are paired.
+ROTATED = tuple(
+    f"self_attn.{side}_{what}"
+    for side in "qk"
+    for what in ("proj.weight", "proj.bias", "norm.weight")
+)
 TRAINED = "trained"  # a value of --weights, like AVERAGE
-REPLACE = "get the file again, or name another"
 HEADER_SIZE = 8  # bytes, with the size of the header that follows
 LARGEST_HEADER = 2**23  # bytes; of a file with 100 layers 100 KB
 DTYPES = {  # names in the header of a safetensors file
@@ -120,11 +123,18 @@ class TensorSource:
             file_names={new: self.file_names.get(old, old) for new, old in names.items()},
         )
 
-    def parts(self, dtype: torch.dtype) -> list[Part]:
+    def paired(self, convert: Callable[[Tensor, int], Tensor], head_dim: int) -> TensorSource:
+        """The tensors, those that are rotated through `convert` of `model.rotary`."""
+        return self.renamed(
+            {name: name for name in self.shapes},
+            lambda name, value: convert(value, head_dim) if name.endswith(ROTATED) else value,
+        )
+
+    def parts(self, dtype: str) -> list[Part]:
         """The tensors for a safetensors file, sorted by name, floating-point ones as `dtype`."""
-        parts = []
+        parts, floats = [], getattr(torch, dtype)
         for name in sorted(self.shapes):
-            target = dtype if self.dtypes[name].is_floating_point else self.dtypes[name]
+            target = floats if self.dtypes[name].is_floating_point else self.dtypes[name]
             shape = self.shapes[name]
 
             def read(name: str = name, target: torch.dtype = target) -> Tensor:
@@ -376,74 +386,3 @@ def _check_tensor(name: object, value: object) -> None:
         raise CheckpointError(f"holds {shown(name)} as {value.dtype}, {value.layout}")
     if value.untyped_storage().nbytes() < value.numel() * value.element_size():
         raise CheckpointError(f"holds {shown(name)} of {list(value.shape)} in fewer bytes")
-
-
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
-LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
-MINIMIND2_LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)\.weight")
-# Tables in some of its files, which the configuration determines.
-MINIMIND2_TABLES = re.compile(r"pos_cis|layers\.\d{1,6}\.attention\.mask")
-
-# Our name -> those of MiniMind2 and GGUF; MiniMind2 has no norms of q and k.
-OUTER = {
-    EMBEDDING: ("tok_embeddings.weight", "token_embd.weight"),
-    "model.norm.weight": ("norm.weight", "output_norm.weight"),
-    HEAD: ("output.weight", "output.weight"),
-}
-INNER = {
-    "self_attn.q_proj": ("attention.wq", "attn_q"),
-    "self_attn.k_proj": ("attention.wk", "attn_k"),
-    "self_attn.v_proj": ("attention.wv", "attn_v"),
-    "self_attn.o_proj": ("attention.wo", "attn_output"),
-    "mlp.gate_proj": ("feed_forward.w1", "ffn_gate"),
-    "mlp.down_proj": ("feed_forward.w2", "ffn_down"),
-    "mlp.up_proj": ("feed_forward.w3", "ffn_up"),
-    "input_layernorm": ("attention_norm", "attn_norm"),
-    "post_attention_layernorm": ("ffn_norm", "ffn_norm"),
-    "self_attn.q_norm": ("", "attn_q_norm"),
-    "self_attn.k_norm": ("", "attn_k_norm"),
-}
-BIASED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # not in MiniMind2
-ROTARY = (
-    *(f"self_attn.{side}.weight" for side in ("q_proj", "k_proj", "q_norm", "k_norm")),
-    *(f"{module}.bias" for module in BIASED[:2]),
-)
-_OUR_INNER = {theirs[0]: ours for ours, theirs in INNER.items() if theirs[0]}
-_OUR_OUTER = {theirs[0]: ours for ours, theirs in OUTER.items()}
-
-
-def from_minimind2(name: str) -> str | None:
-    """Our name of a MiniMind2 tensor, or None."""
-    if match := MINIMIND2_LAYER.fullmatch(name):
-        inner = _OUR_INNER.get(match[2])
-        return f"model.layers.{match[1]}.{inner}.weight" if inner else None
-    return _OUR_OUTER.get(name)
-
-
-def to_minimind2(name: str) -> str | None:
-    """MiniMind2's name of one of our tensors, or None."""
-    return _translate(name, 0, "layers")
-
-
-def to_gguf(name: str) -> str | None:
-    """GGUF's name of one of our tensors, or None."""
-    return _translate(name, 1, "blk")
-
-
-def _translate(name: str, column: int, layers: str) -> str | None:
-    if match := LAYER.fullmatch(name):
-        inner = INNER.get(match[2], ("", ""))[column]
-        is_known = inner and (match[3] == "weight" or (column and match[2] in BIASED))
-        return f"{layers}.{match[1]}.{inner}.{match[3]}" if is_known else None
-    return OUTER[name][column] if name in OUTER else None
-
-
-def to_rotate_half(name: str, weight: Tensor, head_dim: int) -> Tensor:
-    """Our tensor in Hugging Face's layout: channel j of a head is paired with j + D/2."""
-    return interleaved_to_half(weight, head_dim) if name.endswith(ROTARY) else weight
-
-
-def to_interleaved(name: str, weight: Tensor, head_dim: int) -> Tensor:
-    """The inverse of `to_rotate_half`: adjacent channels are paired."""
-    return half_to_interleaved(weight, head_dim) if name.endswith(ROTARY) else weight

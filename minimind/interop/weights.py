@@ -28,35 +28,20 @@ from minimind.checkpoint.validation import read_config
 from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError, DataError, UsageError
-from minimind.interop.foreign_config import (
-    LLAMA,
-    MINIMIND2,
-    MINIMIND3,
-    ShapeFlags,
-    count_layers,
-    read_llama_config,
-    read_minimind2_config,
-    shape_from_tensors,
-    tensor_name,
-)
+from minimind.interop.foreign_config import ShapeFlags
+from minimind.interop.formats import FORMATS, ORIGINS
+from minimind.interop.job import CONFIG, EMBEDDING, HEAD, REPLACE
 from minimind.interop.tensor_sources import (
-    CONFIG,
-    EMBEDDING,
-    HEAD,
-    MINIMIND2_TABLES,
-    REPLACE,
     TRAINED,
     TensorSource,
-    from_minimind2,
     open_as_saved,
     open_checkpoint,
     open_tensors,
     require_known_prefix,
     require_trained,
-    to_interleaved,
-    to_minimind2,
 )
-from minimind.model.decoder import MiniMindConfig
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.rotary import half_to_interleaved
 from minimind.runtime import disk
 from minimind.runtime.checked_json import read_foreign_object, require_listed, shown
 from minimind.runtime.file_kinds import ADAPTER_WEIGHTS, base_of_adapter
@@ -67,10 +52,7 @@ from minimind.runtime.terminal import first_lines
 
 
 def match(
-    source: TensorSource,
-    path: Path,
-    config: PretrainedConfig,
-    called: Callable[[str], str] = lambda name: name,
+    source: TensorSource, path: Path, config: PretrainedConfig, called: Callable[[str], str] = str
 ) -> TensorSource:
     """The tensors of the model that `config` describes, a tied one once; else CheckpointError.
 
@@ -130,8 +112,6 @@ def match(
 
 
 CHECKPOINT, OURS, TRANSFORMERS = "checkpoint", "minimind", "transformers"
-
-BASE = "model."  # prefix of names in the causal language model; a base model has none
 
 T = TypeVar("T")
 
@@ -217,28 +197,64 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def load_weights_from(
-    place: str | Path, flags: ShapeFlags | None = None, kind: str | None = None
+    place: str | Path, flags: ShapeFlags | None = None, origin: str | None = None
 ) -> Weights:
     """The model at `place`: a run or step directory, a directory with weights, a file of them, or
     one of the Hub.
 
-    `kind` (llama, minimind2 or minimind3) is the expected format, by default any; `flags` describe
+    `origin` (a value of `import --from`) is the expected format, by default any; `flags` describe
     a file without a configuration. Raise CheckpointError or UsageError.
     """
     path = local_model(place)
-    kind = LLAMA if kind == MINIMIND3 else kind  # MiniMind-3 has the names of Llama and Qwen3
     if is_checkpoint(path):
-        _check_kind(path, CHECKPOINT, kind)
+        _require_import(origin, f"{path}: is a run of ours")
         return load_checkpoint_weights(choose(str(path)))
     if base := base_of_adapter(path):
         return _merged(path, base)
-    source = with_base_prefix(open_tensors(path))
-    actual = _detect_kind(path, source, kind)
-    _check_kind(path, actual, kind)
-    if actual == OURS:
-        return _matched(OURS, path, read_config(path), source)
-    load = _load_minimind2 if actual == MINIMIND2 else _load_llama
-    return load(path, source, flags or ShapeFlags())
+    return _load(path, open_tensors(path), flags or ShapeFlags(), origin)
+
+
+def _require_import(origin: str | None, what: str) -> None:
+    if origin:
+        raise UsageError(
+            f"{what}, and no import is needed; name it as it is to `minimind export` or --init_from"
+        )
+
+
+def _load(
+    path: Path, source: TensorSource, flags: ShapeFlags, origin: str | None = None
+) -> Weights:
+    """The model of these tensors, in the format that their names and configuration show.
+
+    Where they show none it is the expected one: then the error is about its first tensor.
+    """
+    expected = ORIGINS[origin or "llama"]
+    shown_by = (form for form in FORMATS.values() if form.detect(path, source.shapes))
+    form = next(shown_by, expected)
+    if not form.origins:
+        _require_import(origin, f"{path}: is an export of ours")
+    elif origin and form is not expected:
+        raise UsageError(
+            f"{path}: has the tensors of {form.name}, not of {expected.name}; give --from"
+            f" {form.name}"
+        )
+    require_known_prefix(source, path, {one.from_ours(EMBEDDING) for one in ORIGINS.values()})
+    names = {}
+    for theirs in source.shapes:
+        ours = form.to_ours(theirs)
+        if ours is None:
+            raise CheckpointError(
+                f"{path}: {shown(theirs)} is no tensor of a dense model of the format"
+                f" {form.name}, and no other can be imported; name the file of one"
+            )
+        if ours:
+            names[ours] = theirs
+    tensors = source.renamed(names)
+    shape, note = form.read_config(path, tensors.shapes, flags)
+    shape.setdefault("tie_word_embeddings", _is_tied(tensors))
+    if form.rotates_half(form.name):
+        tensors = tensors.paired(half_to_interleaved, shape["head_dim"])
+    return replace(_matched(form.name, path, shape, tensors, form.from_ours), note=note)
 
 
 def read_weights(place: str, use: Callable[[Weights], T], weights: str = TRAINED) -> T:
@@ -252,24 +268,22 @@ def read_weights(place: str, use: Callable[[Weights], T], weights: str = TRAINED
 
 def load_checkpoint_weights(chosen: Chosen, weights: str = TRAINED) -> Weights:
     """The model of a training checkpoint; skipped checkpoints are printed to stderr."""
-    path = chosen.path
     for bad in chosen.rejected:
         print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}", file=sys.stderr)
+    return replace(read_checkpoint_weights(chosen.path, weights), lock=chosen.lock)
+
+
+def read_checkpoint_weights(path: Path, weights: str = TRAINED) -> Weights:
+    """The model of a step directory, whose hashes have been verified."""
     manifest = read_manifest(path)
-    names = [name for name in TOKENIZER_FILES if disk.exists(path / name)] or [MODEL_NAME]
-    for name in names:
+    for name in [one for one in TOKENIZER_FILES if disk.exists(path / one)] or [MODEL_NAME]:
         require_listed(manifest, path / name)
-    found = read_checkpoint_weights(path, open_checkpoint(path, weights))
-    return replace(found, lock=chosen.lock, which=weights)
-
-
-def read_checkpoint_weights(path: Path, source: TensorSource) -> Weights:
-    """The model of a step directory with the tensors `source`."""
-    manifest = read_manifest(path)
+    source = open_checkpoint(path, weights)
     if config := foreign_config_of(path, manifest):
-        tensors = match(source, path, config)
-        return Weights(CHECKPOINT, path, config, tensors, find_tokenizer(path))
-    return _matched(CHECKPOINT, path, read_config(path, manifest), source)
+        found = Weights(CHECKPOINT, path, config, match(source, path, config), find_tokenizer(path))
+    else:
+        found = _matched(CHECKPOINT, path, read_config(path, manifest), source)
+    return replace(found, which=weights)
 
 
 def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
@@ -316,86 +330,8 @@ def _merged(path: Path, place: str) -> Weights:
     shapes = {name: list(value.shape) for name, value in merged.items()}
     dtypes = {name: value.dtype for name, value in merged.items()}
     source = TensorSource(path, shapes, dtypes, merged.__getitem__)
-    found = _load_llama(base, source, ShapeFlags())
+    found = _load(base, source, ShapeFlags())
     return replace(found, path=path, tokenizer=find_tokenizer(path) or find_tokenizer(base))
-
-
-def with_base_prefix(source: TensorSource) -> TensorSource:
-    """The tensors of a LlamaModel without its head under the names of LlamaForCausalLM."""
-    if EMBEDDING.removeprefix(BASE) not in source.shapes:
-        return source
-    return source.renamed({name if name == HEAD else BASE + name: name for name in source.shapes})
-
-
-def _detect_kind(path: Path, source: TensorSource, expected: str | None) -> str:
-    """The format, from tensor names and configuration."""
-    if any(map(from_minimind2, source.shapes)):
-        return MINIMIND2
-    if expected == MINIMIND2 and not count_layers(source.shapes):
-        return MINIMIND2  # no known names: the error is about the first tensor
-    if disk.is_dir(path):
-        return OURS if _is_ours(path / CONFIG) else LLAMA
-    config = path.with_name(CONFIG)
-    if path.suffix == ".safetensors" and disk.is_file(config) and _is_ours(config):
-        raise UsageError(f"{path}: is part of a model of ours; name its directory, {path.parent}")
-    return LLAMA
-
-
-def _is_ours(config: Path) -> bool:
-    """Whether rotary pairs are adjacent, which tensors and their names do not show."""
-    with readable(config, REPLACE):
-        values = read_foreign_object(config)
-    return values.get("model_type") == OURS and "use_flash_attn" in values
-
-
-def _check_kind(path: Path, actual: str, expected: str | None) -> None:
-    """Raise UsageError if the place holds another format than expected."""
-    if expected in (None, actual):
-        return
-    if actual in (CHECKPOINT, OURS):
-        label = "a run of ours" if actual == CHECKPOINT else "an export of ours"
-        raise UsageError(
-            f"{path}: is {label}, and no import is needed; name it as it is to `minimind export`"
-            " or --init_from"
-        )
-    raise UsageError(
-        f"{path}: has the tensors of {actual}, not of {expected}; give --from {actual}"
-    )
-
-
-def _load_minimind2(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
-    names = {}
-    for theirs in source.shapes:
-        ours = from_minimind2(theirs)
-        if ours:
-            names[ours] = theirs
-        elif not MINIMIND2_TABLES.fullmatch(theirs):
-            raise CheckpointError(
-                f"{path}: {shown(theirs)} is no tensor of a dense MiniMind2 model, and no other can"
-                " be imported; name the file of one"
-            )
-    tensors = source.renamed(names)
-    if disk.is_dir(path) and disk.exists(path / CONFIG):
-        shape = read_minimind2_config(path / CONFIG, tensors.shapes, flags)
-    else:
-        shape = shape_from_tensors(path, tensors.shapes, flags, MINIMIND2)
-    shape["tie_word_embeddings"] = _is_tied(tensors)
-    return _matched(MINIMIND2, path, shape, tensors)
-
-
-def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
-    note, shape = "", {}
-    if disk.is_dir(path):
-        shape, note = read_llama_config(path / CONFIG, source.shapes, flags)
-    require_known_prefix(source, path, (EMBEDDING, str(to_minimind2(EMBEDDING))))
-    if not shape:
-        shape = shape_from_tensors(path, source.shapes, flags)
-        shape["tie_word_embeddings"] = _is_tied(source)
-    tensors = source.renamed(
-        {name: name for name in source.shapes},
-        lambda name, value: to_interleaved(name, value, shape["head_dim"]),
-    )
-    return replace(_matched(LLAMA, path, shape, tensors), note=note)
 
 
 def _is_tied(source: TensorSource) -> bool:
@@ -410,11 +346,17 @@ def _is_equal(source: TensorSource, one: str, other: str) -> bool:
     return is_alike and torch.equal(source.read(one), source.read(other))
 
 
-def _matched(kind: str, path: Path, shape: dict[str, Any], source: TensorSource) -> Weights:
+def _matched(
+    kind: str,
+    path: Path,
+    shape: dict[str, Any],
+    source: TensorSource,
+    called: Callable[[str], str] = str,
+) -> Weights:
     """The weights of a MiniMind decoder of that shape."""
     try:
         config = MiniMindConfig(**shape)
-        tensors = match(source, path, config, lambda name: tensor_name(kind, name))
+        tensors = match(source, path, config, called)
     except (ValueError, RuntimeError) as error:  # RuntimeError: sizes beyond int64
         place = path / CONFIG if disk.is_dir(path) else path
         raise CheckpointError(

@@ -19,6 +19,7 @@ from minimind.cli.main import main
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import dump_json, with_length
 from minimind.interop.hf_folder import transformers_files
+from minimind.interop.job import Job
 from minimind.interop.model_card import shown_place
 from tests.faults import tiny
 
@@ -315,5 +316,5 @@ def test_a_shorter_length_of_the_model_stays(given, positions, length):
 def test_models_of_transformers_with_another_name_for_positions(run, tmp_path):
     tokenizer = load_tokenizer(tiny.newest(run) / "tokenizer.model")
     config = GPT2Config(n_positions=48, vocab_size=512, n_layer=1, n_head=1, n_embd=8)
-    files, _ = transformers_files(config, tokenizer, "float32")
+    files, _ = transformers_files(Job("", "gpt2", config, tokenizer, "float32"))
     assert json.loads(files["tokenizer_config.json"])["model_max_length"] == 48
