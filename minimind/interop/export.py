@@ -33,6 +33,7 @@ from minimind.interop.weights import (
     read_checkpoint_weights,
 )
 from minimind.interop.write_folder import SHARDS, WrittenModel, is_ours, new_folder
+from minimind.model.rotary import interleaved_to_half
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 from minimind.runtime.filesystem import NoAnswer
@@ -101,7 +102,10 @@ def export(
     is_whole = author == "export"
     name, kind = run_name(weights.path), to.model_type(config)
     job = Job(name, kind, config, tokenizer, dtype, end, max_shard_bytes, is_whole)
-    parts = to.parts(job, weights.tensors)
+    source = weights.tensors
+    if to.rotates_half(kind):
+        source = source.paired(interleaved_to_half, config.head_dim)
+    parts = to.parts(job, source)
     texts, note_on_ids = to.files(job)
     if is_whole:
         texts[CARD] = model_card(weights, job, to, note_on_ids)

@@ -82,11 +82,7 @@ class Format:
         return configuration_files(self.write_config(job), job) | tokenizer_files(job), None
 
     def parts(self, job: Job, source: TensorSource) -> list[Part]:
-        """The tensors to write."""
-        from minimind.model.rotary import interleaved_to_half
-
-        if self.rotates_half(job.kind):
-            source = source.paired(interleaved_to_half, job.config.head_dim)
+        """The tensors to write, in the pairs of the format."""
         names = {self.from_ours(name): name for name in source.shapes}
         return source.renamed(names).parts(job.dtype)
 
@@ -309,10 +305,7 @@ class Gguf(Llama):
 
     def parts(self, job: Job, source: TensorSource) -> list[Part]:
         from minimind.interop.gguf import gguf_parts
-        from minimind.model.rotary import interleaved_to_half
 
-        if self.rotates_half(job.kind):
-            source = source.paired(interleaved_to_half, job.config.head_dim)
         return gguf_parts(job, source)
 
     def write(self, job: Job, parts: list[Part], folder: Path) -> tuple[list[str], str | None]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,11 +44,15 @@ from minimind.runtime.file_kinds import (
     form_of_folder,
     kind_of_file,
 )
+from minimind.runtime.terminal import first_lines
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED = "pytorch_model.bin"
+# Index and whole file of a folder, in the order in which they are looked for; the pickled ones may
+# be beside the state of a Trainer.
+LAYOUTS = ((INDEX, WHOLE), ("", PICKLED), (PICKLED_INDEX, PICKLED))
 # What torch.compile, DDP, FSDP, DeepSpeed and Lightning put between the names of modules.
 WRAPPERS = re.compile(
     r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_fpw_module|_checkpoint_wrapped_module"
@@ -94,6 +99,8 @@ DTYPES = {  # names in the header of a safetensors file
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # What torch.load raises for arbitrary bytes.
 LOAD_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError)
+
+Entry = tuple[str, list[int], torch.dtype, Callable[[], Tensor]]  # of a file: a tensor, unread
 
 
 @dataclass(frozen=True)
@@ -243,15 +250,12 @@ def open_as_saved(path: Path) -> TensorSource:
     if not disk.exists(path):
         raise CheckpointError(no_such_file(path))
     if not disk.is_dir(path):
-        return open_safetensors([path]) if path.suffix == ".safetensors" else open_pickled([path])
-    if disk.exists(path / INDEX):
-        return open_safetensors(_read_index(path / INDEX, WHOLE), path)
-    if disk.exists(path / WHOLE):
-        return open_safetensors([path / WHOLE], path)
-    if disk.exists(path / PICKLED):  # beside the state of a Trainer
-        return open_pickled([path / PICKLED], path)
-    if disk.exists(path / PICKLED_INDEX):
-        return open_pickled(_read_index(path / PICKLED_INDEX, PICKLED), path)
+        return _open_files([path], path)
+    for index, whole in LAYOUTS:
+        if index and disk.exists(path / index):
+            return _open_files(_read_index(path / index, whole), path)
+        if whole and disk.exists(path / whole):
+            return _open_files([path / whole], path)
     pickled = sorted((*disk.matching(path, "*.pth"), *disk.matching(path, "*.pt")))
     files = [file for file in pickled if not STATE.search(file.name)]
     if len(files) != 1:
@@ -264,32 +268,39 @@ def open_as_saved(path: Path) -> TensorSource:
             f"{path}: has neither {WHOLE} nor {PICKLED}, nor an index of either, and {count}; name"
             " the file itself"
         )
-    return open_pickled(files)
+    return _open_files(files, files[0])
 
 
-def open_safetensors(files: list[Path], path: Path | None = None) -> TensorSource:
-    """The tensors of safetensors files; no name may occur twice."""
-    owners: dict[str, tuple[Path, safe_open]] = {}
+def _open_files(files: list[Path], path: Path) -> TensorSource:
+    """The tensors of files of safetensors or of torch.save; no name may occur twice."""
+    owners: dict[str, tuple[Path, Callable[[], Tensor]]] = {}
     shapes, dtypes = {}, {}
     for file in files:
-        with readable(file, REPLACE):
-            _require_header(file)
-            handle = safe_open(file, framework="pt")
-            for name in handle.keys():
-                part = handle.get_slice(name)
-                if name in owners:
-                    raise CheckpointError(f"holds {shown(name)}, as {owners[name][0].name} does")
-                if part.get_dtype() not in DTYPES:
-                    raise CheckpointError(f"holds {shown(name)} as {part.get_dtype()}")
-                owners[name] = file, handle
-                shapes[name], dtypes[name] = part.get_shape(), DTYPES[part.get_dtype()]
+        entries = _of_safetensors if file.suffix == ".safetensors" else _of_pickle
+        for name, shape, dtype, read in entries(file):
+            if name in owners:
+                other = owners[name][0].name
+                raise CheckpointError(f"{file}: holds {shown(name)}, as {other} does; {REPLACE}")
+            owners[name], shapes[name], dtypes[name] = (file, read), shape, dtype
 
-    def read(name: str) -> Tensor:
-        file, handle = owners[name]
+    def read_one(name: str) -> Tensor:
+        file, read = owners[name]
         with readable(file, REPLACE):
-            return handle.get_tensor(name)
+            return read()
 
-    return TensorSource(path or files[0], shapes, dtypes, read)
+    return TensorSource(path, shapes, dtypes, read_one)
+
+
+def _of_safetensors(file: Path) -> Iterator[Entry]:
+    with readable(file, REPLACE):
+        _require_header(file)
+        handle = safe_open(file, framework="pt")
+        for name in handle.keys():
+            part = handle.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                raise CheckpointError(f"holds {shown(name)} as {part.get_dtype()}")
+            read = partial(handle.get_tensor, name)
+            yield name, part.get_shape(), DTYPES[part.get_dtype()], read
 
 
 def _require_header(file: Path) -> None:
@@ -324,65 +335,43 @@ def _read_index(index: Path, whole: str) -> list[Path]:
     return [index.with_name(name) for name in sorted(files)]
 
 
-def open_pickled(files: list[Path], path: Path | None = None) -> TensorSource:
-    """The tensors of torch.save files; no name may occur twice."""
-    owners: dict[str, tuple[Path, Tensor]] = {}
-    for file in files:
-        for name, value in _load_pickled(file).items():
-            if name in owners:
-                other = owners[name][0].name
-                raise CheckpointError(f"{file}: holds {shown(name)}, as {other} does; {REPLACE}")
-            owners[name] = file, value
-    return TensorSource(
-        path or files[0],
-        {name: list(value.shape) for name, (_, value) in owners.items()},
-        {name: value.dtype for name, (_, value) in owners.items()},
-        lambda name: owners[name][1],
-    )
-
-
-def _load_pickled(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of a file, memory-mapped and loaded with weights_only=True."""
-    if path.name.endswith(OF_DEEPSPEED) and (form := form_of_folder(path.parent)):
-        raise CheckpointError(f"{path}: {form}")
-    with readable(path, REPLACE):
-        require_regular(path)
-        kind = kind_of_file(path, TORCH)
+def _of_pickle(file: Path) -> Iterator[Entry]:
+    """The file is memory-mapped and loaded with weights_only=True."""
+    if file.name.endswith(OF_DEEPSPEED) and (form := form_of_folder(file.parent)):
+        raise CheckpointError(f"{file}: {form}")
+    with readable(file, REPLACE):
+        require_regular(file)
+        kind = kind_of_file(file, TORCH)
         if kind and kind.name != GGUF:
             raise CheckpointError(f"is {kind}, not {TORCH}")
     if kind:
-        raise CheckpointError(f"{path}: {IS_GGUF}")
-    with readable(path, REPLACE):
-        with open(path, "rb") as file:
-            is_zip = zipfile.is_zipfile(file)
-        if not is_zip:
-            raise CheckpointError("is no file that torch.save wrote since version 1.6")
+        raise CheckpointError(f"{file}: {IS_GGUF}")
+    with readable(file, REPLACE):
+        with open(file, "rb") as content:
+            if not zipfile.is_zipfile(content):
+                raise CheckpointError("is no file that torch.save wrote since version 1.6")
         try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except UnpicklingError as error:
             raise CheckpointError("holds more than tensors, and code is not run") from error
         except LOAD_ERRORS as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"is damaged ({shown(reason)})") from error
-        if type(tensors) is not dict and not isinstance(tensors, Mapping):
+            raise CheckpointError(f"is damaged ({shown(first_lines(error))})") from error
+        if not isinstance(tensors, Mapping):
             raise CheckpointError(f"holds {type(tensors).__name__}, not tensors by name")
     for name, value in tensors.items():
         if isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values()):
             raise CheckpointError(
-                f"{path}: has weights under {shown(name)}, beside what else training saved; save"
+                f"{file}: has weights under {shown(name)}, beside what else training saved; save"
                 f" these alone (torch.save(torch.load(FILE)[{shown(name)}], 'model.pth')), and name"
                 " that file"
             )
-    with readable(path, REPLACE):
+    with readable(file, REPLACE):
         for name, value in tensors.items():
-            _check_tensor(name, value)
-    return tensors
-
-
-def _check_tensor(name: object, value: object) -> None:
-    if type(name) is not str or not isinstance(value, Tensor):
-        raise CheckpointError(f"holds {shown(name)} of type {type(value).__name__}, no tensor")
-    if value.layout != torch.strided or value.dtype not in (*DTYPE_NAMES, torch.complex64):
-        raise CheckpointError(f"holds {shown(name)} as {value.dtype}, {value.layout}")
-    if value.untyped_storage().nbytes() < value.numel() * value.element_size():
-        raise CheckpointError(f"holds {shown(name)} of {list(value.shape)} in fewer bytes")
+            if type(name) is not str or not isinstance(value, Tensor):
+                kind = type(value).__name__
+                raise CheckpointError(f"holds {shown(name)} of type {kind}, no tensor")
+            if value.layout != torch.strided or value.dtype not in (*DTYPE_NAMES, torch.complex64):
+                raise CheckpointError(f"holds {shown(name)} as {value.dtype}, {value.layout}")
+            if value.untyped_storage().nbytes() < value.nbytes:
+                raise CheckpointError(f"holds {shown(name)} of {list(value.shape)} in fewer bytes")
+            yield name, [*value.shape], value.dtype, partial(Tensor.detach, value)
