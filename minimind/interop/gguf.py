@@ -8,7 +8,7 @@ that of a SentencePiece model, or byte-level BPE whose splits of a text llama.cp
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from itertools import groupby
 from pathlib import Path
@@ -167,60 +167,59 @@ def gguf_vocabulary(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         if values["model"].get("type") == "BPE" and values["model"].get("byte_fallback"):
             return _merged_vocabulary(tokenizer, rows)
         return _byte_level_vocabulary(tokenizer, values, rows)
-    model = tokenizer.files()[MODEL_NAME]
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model)  # pyright: ignore[reportCallIssue] (no stubs)
-    if reason := _not_merged(processor):
+    content = tokenizer.files()[MODEL_NAME]
+    processor = sentencepiece.SentencePieceProcessor(model_proto=content)  # pyright: ignore[reportCallIssue] (no stubs)
+    model = ModelProto.FromString(content)
+
+    def normalized(text: str) -> str:
+        return processor.normalize(text).replace(SPACE_SIGN, " ")
+
+    if reason := _not_merged(model, normalized):
         raise UsageError(f"{tokenizer.path}: {reason}; export --format llama")
-    ids = range(processor.vocab_size())
-    types = [_token_type(processor, i) for i in ids]
-    for i in _user_defined(processor):
-        types[i] = USER_DEFINED
-    spare = range(len(ids), rows)
+    spare = range(len(model.pieces), rows)
     special = {
         "bos_token_id": processor.bos_id(),
         "eos_token_id": processor.eos_id(),
         "unknown_token_id": processor.unk_id(),
         "padding_token_id": processor.pad_id(),
     }
+    types = [  # those of SentencePiece have the same numbers; fillers must not be matched in text
+        UNUSED if piece.type == CONTROL and piece.piece.startswith(FILLER_PREFIX) else piece.type
+        for piece in model.pieces
+    ]
     return {
         "model": MODEL,
         "pre": "default",
-        "tokens": [processor.id_to_piece(i) for i in ids] + [f"[PAD{i}]" for i in spare],
-        "scores": [processor.get_score(i) for i in ids] + [-1000.0 for _ in spare],
+        "tokens": [piece.piece for piece in model.pieces] + [f"[PAD{i}]" for i in spare],
+        "scores": [piece.score for piece in model.pieces] + [-1000.0 for _ in spare],
         "token_type": types + [UNUSED for _ in spare],
-        "merges": [f"{left} {right}" for left, right in merges(ModelProto.FromString(model))],
+        "merges": [f"{left} {right}" for left, right in merges(model)],
         **{name: i for name, i in special.items() if i >= 0},
         "add_bos_token": False,
         "add_eos_token": False,
-        "add_space_prefix": _normalized(processor, "a") != "a",
+        "add_space_prefix": normalized("a") != "a",
     }
 
 
-def _normalized(processor: sentencepiece.SentencePieceProcessor, text: str) -> str:
-    return processor.normalize(text).replace(SPACE_SIGN, " ")
-
-
-def _not_merged(processor: sentencepiece.SentencePieceProcessor) -> str:
+def _not_merged(model: ModelProto, normalized: Callable[[str], str]) -> str:
     """What a SentencePiece model does that llama.cpp does not with a vocabulary of "llama".
 
     This merges pieces by score, spells the rest in bytes, and may put a space before a text.
     """
-    model = ModelProto.FromString(processor.serialized_model_proto())
-    ids = range(processor.vocab_size())
     if model.trainer_spec.model_type != TrainerSpec.BPE:
         kind = TrainerSpec.ModelType.Name(model.trainer_spec.model_type).lower()
         return f"is a model of {kind} pieces, and only those that are merged are written as gguf"
-    if not any(map(processor.is_byte, ids)):
+    if all(piece.type != BYTE for piece in model.pieces):
         return "has no byte pieces, in which readers of gguf spell what has no other"
     if model.normalizer_spec.precompiled_charsmap:
         name = model.normalizer_spec.name or "a table"
         return f"normalizes a text by {name}, which readers of gguf do not for merged pieces"
     probe = " a  b   \n"
-    if _normalized(processor, probe) not in (probe, f" {probe}"):
+    if normalized(probe) not in (probe, f" {probe}"):
         return "removes or moves spaces of a text, which readers of gguf do not for merged pieces"
     # llama.cpp matches these longest first, in the text as it is, and begins anew after each.
-    own = _user_defined(processor).values()
-    has_space = _normalized(processor, "a") != "a"
+    own = [piece.piece for piece in model.pieces if piece.type == USER_DEFINED]
+    has_space = normalized("a") != "a"
     odd = next((piece for piece in own if has_space or SPACE_SIGN in piece), _overlapping(own))
     return "" if odd is None else f"matches {odd!r} {IN_ANOTHER_ORDER}"
 
@@ -233,13 +232,6 @@ def _overlapping(tokens: Collection[str]) -> str | None:
     starts = {token[:size] for token in tokens for size in range(1, len(token) + 1)}
     ends = ((token, token[at:]) for token in tokens for at in range(1, len(token)))
     return next((token for token, end in ends if end in starts), None)
-
-
-def _user_defined(processor: sentencepiece.SentencePieceProcessor) -> dict[int, str]:
-    """Pieces that are matched in a text before any merge, by id."""
-    model = ModelProto.FromString(processor.serialized_model_proto())
-    kind = ModelProto.SentencePiece.USER_DEFINED
-    return {i: piece.piece for i, piece in enumerate(model.pieces) if piece.type == kind}
 
 
 def _merged_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[str, Any]:
@@ -422,11 +414,3 @@ def _split_of(values: Mapping[str, Any]) -> str | None:
     if last.get("use_regex", True) != (splits in ("", "digits")):
         return None
     return SPLITS.get(splits) if splits is not None else None
-
-
-def _token_type(processor: sentencepiece.SentencePieceProcessor, i: int) -> int:
-    if processor.is_unknown(i):
-        return UNKNOWN
-    if processor.is_control(i):  # fillers must not be matched in text
-        return UNUSED if processor.id_to_piece(i).startswith(FILLER_PREFIX) else CONTROL
-    return BYTE if processor.is_byte(i) else NORMAL
