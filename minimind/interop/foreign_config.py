@@ -254,8 +254,7 @@ def read_llama_config(
     with readable(path, REPLACE):
         values = read_foreign_object(path)
         kind = values.get("model_type")
-        is_ours = kind == "minimind" and "use_flash_attn" in values
-        if type(kind) is not str or kind not in ARCHITECTURES or is_ours:
+        if type(kind) is not str or kind not in ARCHITECTURES:
             raise CheckpointError(
                 f"has model_type = {shown(kind)}, none of {', '.join(ARCHITECTURES)};"
                 " training takes others as models of transformers (--model hf:)"
@@ -264,21 +263,14 @@ def read_llama_config(
         validate(LlamaShape, values)
         for name, supported in FIXED.items():
             if values.get(name, supported) not in (supported, None):
-                raise CheckpointError(
-                    f"has {name} = {shown(values[name])}, which MiniMind does not support"
-                )
+                raise _unsupported(name, values[name])
         window = values.get("sliding_window", MISTRAL_WINDOW) if kind == "mistral" else None
-        if window is not None and not (
-            type(window) is int and window >= values["max_position_embeddings"]
-        ):
-            raise CheckpointError(
-                f"has sliding_window = {shown(window)}, and MiniMind attends to all positions"
-            )
+        is_wide = type(window) is int and window >= values["max_position_embeddings"]
+        if window is not None and not is_wide:
+            raise _unsupported("sliding_window", window)
         layers = values.get("layer_types") or []
         if type(layers) is not list or any(layer != FULL for layer in layers):
-            raise CheckpointError(
-                f"has layer_types = {shown(layers)}, and MiniMind attends to all positions"
-            )
+            raise _unsupported("layer_types", layers)
         heads = values["num_attention_heads"]
         qk_norm, base, is_tied = ARCHITECTURES[kind]
         rotation, note = _rotation(values, flags.rope_theta, base)
@@ -304,6 +296,10 @@ def read_llama_config(
     return {**shape, "qk_norm": qk_norm, "qkv_bias": kind == "qwen2"}, note
 
 
+def _unsupported(name: str, value: object, of: str = "") -> CheckpointError:
+    return CheckpointError(f"has {name} = {shown(value)}{of}, which MiniMind does not support")
+
+
 def _no_rope_interval(values: Mapping[str, Any]) -> int:
     """Every how many layers of a SmolLM3 one does not rotate; 0 if all do.
 
@@ -313,18 +309,13 @@ def _no_rope_interval(values: Mapping[str, Any]) -> int:
     if given is None:
         interval = values.get("no_rope_layer_interval", NO_ROPE_INTERVAL)
         if type(interval) is not int or interval < 1:
-            raise CheckpointError(
-                f"has no_rope_layer_interval = {shown(interval)}, which should be a number from 1"
-            )
+            raise _unsupported("no_rope_layer_interval", interval)
     else:
         rotate = given[:layers] if type(given) is list else []
         interval = rotate.index(0) + 1 if 0 in rotate else layers + 1
         has_other = any(turns != int(n % interval != 0) for n, turns in enumerate(rotate, 1))
         if len(rotate) < layers or has_other:
-            raise CheckpointError(
-                f"has no_rope_layers = {shown(given)}, and MiniMind leaves out the rotations of one"
-                " layer every so many"
-            )
+            raise _unsupported("no_rope_layers", given)
     return interval if interval <= layers else 0
 
 
@@ -339,13 +330,11 @@ def _rotation(
     both = {name: values.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
     for name, given in both.items():
         if type(given) is not dict:
-            raise CheckpointError(f"has {name} = {shown(given)}, which should be an object")
+            raise _unsupported(name, given)
     given = both["rope_scaling"] or both["rope_parameters"]
     kind = given.get("rope_type", given.get("type", "default"))
     if type(kind) is not str or kind not in SCALINGS:
-        raise CheckpointError(
-            f"has rotations of the type {shown(kind)}, and MiniMind supports {', '.join(SCALINGS)}"
-        )
+        raise _unsupported("rope_type", kind)
     bases = (place.get("rope_theta") for place in (given, values, both["rope_parameters"]))
     base = next((base for base in bases if base is not None), flag)
     if base is None and default is None:
@@ -359,10 +348,7 @@ def _rotation(
     ):
         value = given.get(name)
         if value != supported.get(name) and (value is not None or name in required):
-            raise CheckpointError(
-                f"has {shown(name)} = {shown(value)} of {kind} rotations, which MiniMind does not"
-                " support"
-            )
+            raise _unsupported(shown(name), value, f" of {kind} rotations")
     if kind == "default":
         return rotation, note
     positions = values["max_position_embeddings"]
