@@ -113,29 +113,24 @@ class TensorSource:
     read: Callable[[str], Tensor]
     file_names: Mapping[str, str] = field(default_factory=dict)  # tensor -> name in the file
 
-    def renamed(
-        self, names: Mapping[str, str], transform: Callable[[str, Tensor], Tensor] | None = None
-    ) -> TensorSource:
-        """The tensors in `names` (new -> old), each passed through `transform(new, tensor)`."""
-
-        def read(name: str) -> Tensor:
-            value = self.read(names[name])
-            return transform(name, value) if transform else value
-
+    def renamed(self, names: Mapping[str, str]) -> TensorSource:
+        """The tensors in `names` (new -> old)."""
         return replace(
             self,
             shapes={new: self.shapes[old] for new, old in names.items()},
             dtypes={new: self.dtypes[old] for new, old in names.items()},
-            read=read,
+            read=lambda name: self.read(names[name]),
             file_names={new: self.file_names.get(old, old) for new, old in names.items()},
         )
 
     def paired(self, convert: Callable[[Tensor, int], Tensor], head_dim: int) -> TensorSource:
         """The tensors, those that are rotated through `convert` of `model.rotary`."""
-        return self.renamed(
-            {name: name for name in self.shapes},
-            lambda name, value: convert(value, head_dim) if name.endswith(ROTATED) else value,
-        )
+
+        def read(name: str) -> Tensor:
+            value = self.read(name)
+            return convert(value, head_dim) if name.endswith(ROTATED) else value
+
+        return replace(self, read=read)
 
     def parts(self, dtype: str) -> list[Part]:
         """The tensors for a safetensors file, sorted by name, floating-point ones as `dtype`."""

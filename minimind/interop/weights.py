@@ -251,7 +251,8 @@ def _load(
             names[ours] = theirs
     tensors = source.renamed(names)
     shape, note = form.read_config(path, tensors.shapes, flags)
-    shape.setdefault("tie_word_embeddings", _is_tied(tensors))
+    if "tie_word_embeddings" not in shape:
+        shape["tie_word_embeddings"] = _is_tied(tensors)
     if form.rotates_half(form.name):
         tensors = tensors.paired(half_to_interleaved, shape["head_dim"])
     return replace(_matched(form.name, path, shape, tensors, form.from_ours), note=note)

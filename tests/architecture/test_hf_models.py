@@ -336,7 +336,7 @@ def test_a_format_of_the_minimind_decoder_is_refused_with_the_one_that_fits(
     place, out = str(trained("gpt2") / "out"), tmp_path / "x"
     words = ["export", "--checkpoint", place, "--format", form, "--out", str(out)]
     assert main(words) == 2
-    assert "is gpt2 of transformers; give --format transformers" in capsys.readouterr().err
+    assert "is a gpt2 model; give --format transformers" in capsys.readouterr().err
     assert not out.exists()
 
 

@@ -440,5 +440,6 @@ def test_no_command_needs_deepspeed_and_looking_needs_no_torch(run_dir, tmp_path
     light = [f"list {run_dir} --verify", f"prune {run_dir} --keep 2 --dry_run"]
     assert loaded(light, f"{heavy} torch numpy") == "[0, 0] []"
     reading = [f"verify {run_dir}", f"diff {run_dir} {run_dir}"]
-    reading += [f"consolidate {run_dir} --out {tmp_path / 'flat'}"]
-    assert loaded(reading, heavy) == "[0, 0, 0] []"
+    assert loaded(reading, heavy) == "[0, 0] []"
+    writing = [f"consolidate {run_dir} --out {tmp_path / 'flat'}"]
+    assert loaded(writing, "deepspeed") == "[0] []"
