@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what is read and written loads torch and transformers
 
 SHARD_BYTES = 2 * 10**9
 Shape = dict[str, Any]  # arguments of MiniMindConfig
+Shapes = Mapping[str, list[int]]  # of tensors, under our names
 
 
 class Format:
@@ -56,9 +57,7 @@ class Format:
         """Whether channel j of queries and keys is paired with j + D/2, not with its neighbour."""
         return False
 
-    def read_config(
-        self, path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags
-    ) -> tuple[Shape, str]:
+    def read_config(self, path: Path, shapes: Shapes, flags: ShapeFlags) -> tuple[Shape, str]:
         """The shape of the model whose tensors have these shapes, and a note on what is left open.
 
         Without `tie_word_embeddings` the tensors tell.
@@ -117,9 +116,7 @@ class MiniMind(Format):
             )
         return is_ours
 
-    def read_config(
-        self, path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags
-    ) -> tuple[Shape, str]:
+    def read_config(self, path: Path, shapes: Shapes, flags: ShapeFlags) -> tuple[Shape, str]:
         from minimind.checkpoint.validation import read_config
 
         return read_config(path), ""
@@ -182,9 +179,7 @@ class Llama(Format):
     def rotates_half(self, kind: str) -> bool:
         return True
 
-    def read_config(
-        self, path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags
-    ) -> tuple[Shape, str]:
+    def read_config(self, path: Path, shapes: Shapes, flags: ShapeFlags) -> tuple[Shape, str]:
         from minimind.interop.foreign_config import read_llama_config
 
         if disk.is_dir(path):
@@ -358,9 +353,7 @@ class MiniMind2(Format):
             return f"layers.{match[1]}.{INNER[match[2]]}.weight"
         return OUTER.get(name, name)
 
-    def read_config(
-        self, path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags
-    ) -> tuple[Shape, str]:
+    def read_config(self, path: Path, shapes: Shapes, flags: ShapeFlags) -> tuple[Shape, str]:
         from minimind.interop.foreign_config import read_minimind2_config
 
         if disk.is_dir(path) and disk.exists(path / CONFIG):
