@@ -62,9 +62,10 @@ def match(
     """
     cause = f"its {CONFIG} requires" if disk.is_dir(path) else "its other tensors require"
     if config.num_hidden_layers > len(source.shapes):  # before a module is made for each
+        place = path / CONFIG if disk.is_dir(path) else path
         raise CheckpointError(
-            f"{path}: has {len(source.shapes)} tensors, and {cause} num_hidden_layers ="
-            f" {config.num_hidden_layers}; {REPLACE}"
+            f"{place}: has num_hidden_layers = {config.num_hidden_layers}, and the weights are"
+            f" {len(source.shapes)} tensors; {REPLACE}"
         )
     with torch.device("meta"):
         model = model_of(config)
