@@ -314,7 +314,7 @@ def test_every_export_loads_where_this_package_cannot_be_imported(runs):
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert [line.split()[:2] for line in lines] == [
-        *(["llama:", "Qwen3ForCausalLM"], ["minimind:", "MiniMindForCausalLM"]),
+        *(["minimind:", "MiniMindForCausalLM"], ["llama:", "Qwen3ForCausalLM"]),
         ["gguf:", "Qwen3ForCausalLM"],
     ]
 
