@@ -29,12 +29,13 @@ from safetensors.torch import save_file
 
 from minimind.errors import RunError
 from minimind.interop.export import export
-from minimind.interop.weights import Weights, load_weights_from
+from minimind.interop.formats import WRITTEN
+from minimind.interop.weights import TRANSFORMERS, Weights, load_weights_from
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.runtime.exit import leave
 
 ROOT = Path(__file__).resolve().parent.parent
-FORMATS = ("llama", "minimind", "gguf")
+FORMATS = [name for name in WRITTEN if name != TRANSFORMERS]
 NEEDED = ("torch", "transformers", "safetensors", "gguf", "accelerate")  # the last two for gguf
 TEXT = "The quick brown fox, 1234 times:\n  \u6625\u7720\u4e0d\u89ba\u66c9 </s>\t...\n"
 POSITIONS = 1024

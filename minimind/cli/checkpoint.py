@@ -18,7 +18,6 @@ from minimind.errors import CheckpointError, UsageError
 from minimind.report.formats import skipped
 from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes, storing
-from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import aligned
 
 COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state", "kept")
@@ -140,11 +139,9 @@ class Whole(OfWeights, Output):
 
     def write(self, places: Sequence[str]) -> None:
         """Write the mean of the weights of the checkpoints, and print a summary."""
-        from minimind.interop.consolidate import OWN, consolidate
-        from minimind.interop.write_folder import is_ours
+        from minimind.interop.export import consolidate, output
 
-        # This comes before files are hashed.
-        NewFolder(self.out, self.force, OWN, self.author, is_ours).require_free()
+        output(self.out, self.force, self.author).require_free()  # before files are hashed
 
         def write(paths: Sequence[Path]) -> str:
             if len(repeated := {disk.resolve(path) for path in paths}) < len(paths):

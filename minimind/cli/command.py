@@ -45,14 +45,19 @@ class Argument(Flag):
     is_positional: bool = False
     options: tuple[str, ...] = ()  # its spellings, where they are not the name of the field
     shared: str = ""  # the run's flag with this help, where the field has no docstring
+    of_choices: Mapping[str, str] = field(default_factory=dict)  # help of each, in place of one
 
     @property
     def docstring(self) -> str:
-        """The text below its line, in the command or in a base; else the help of the run's flag."""
+        """The text below its line, in the command or in a base; else the help of its choices, or
+        of the run's flag.
+        """
         classes = self.owner.__mro__
         for owner in classes[: classes.index(Command) + 1]:
             if text := docstrings(owner.__module__).get((owner.__name__, self.name)):
                 return text
+        if self.of_choices:
+            return "; ".join(f"{choice}: {text}" for choice, text in self.of_choices.items())
         return FLAGS[self.shared].help
 
 

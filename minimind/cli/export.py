@@ -10,9 +10,8 @@ from typing import ClassVar
 from minimind.cli.command import Output, argument, non_empty, size_in_bytes
 from minimind.cli.model import OfWeights
 from minimind.errors import CheckpointError
+from minimind.interop.formats import ORIGINS, WRITTEN
 
-FORMATS = ("minimind", "llama", "gguf", "transformers")
-KINDS = ("minimind2", "minimind3", "llama")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -30,9 +29,7 @@ class Export(OfStoredModel, Output):
     """Export a model for other software. Needs no GPU, and memory for one tensor."""
 
     example = "minimind export --checkpoint out --format llama --out out/llama"
-    format: str = argument(choices=FORMATS)
-    """minimind: with our modeling code, for transformers; llama: for software that loads Llama;
-    gguf; transformers: a run of --model hf:, in its own architecture"""
+    format: str = argument(choices=(*WRITTEN,), of_choices=WRITTEN)
     dtype: str = argument("float32", choices=DTYPES)
     """dtype of the tensors"""
     max_shard_size: int | None = argument(None, parse=size_in_bytes)
@@ -71,7 +68,7 @@ class Import(Output):
     origins: ClassVar = {"source": CheckpointError}
     source: Path = argument(metavar="FILE|DIR", is_positional=True)
     """a file of weights, or a directory"""
-    kind: str = argument(choices=KINDS, options=("--from",))
+    kind: str = argument(choices=(*ORIGINS,), options=("--from",))
     """format of the source"""
     tokenizer: Path | None = argument(None)
     """tokenizer file or directory (default: the one in DIR)"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from minimind.architecture.hf_models import require_unquantized
 from minimind.checkpoint.tensor_files import readable
 from minimind.checkpoint.validation import Positions, RopeScaling
 from minimind.errors import CheckpointError, UsageError
-from minimind.interop.tensor_sources import EMBEDDING, to_minimind2
+from minimind.interop.job import EMBEDDING
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import FASTEST, LLAMA3, SLOWEST
 from minimind.runtime import disk
@@ -31,8 +31,8 @@ from minimind.runtime.checked_json import (
     validate,
 )
 
-MINIMIND2, MINIMIND3, LLAMA = "minimind2", "minimind3", "llama"
 LAYER_0 = "model.layers.0"
+Called = Callable[[str], str]  # a name of ours -> that in the file
 # model_type in Hugging Face's config.json -> whether q and k are normalized (None: if there are
 # norms); the rotary base that transformers takes where the file has none, and whether it ties the
 # head there. Qwen2 has biases.
@@ -138,27 +138,22 @@ def check_flags(path: Path, config: MiniMindConfig, flags: ShapeFlags) -> None:
             raise UsageError(f"--{flag} {expected} is not the {name} = {actual} of {path}; drop it")
 
 
-def tensor_name(kind: str, name: str) -> str:
-    """The name of one of our tensors in a file of that kind."""
-    return (to_minimind2(name) or name) if kind == MINIMIND2 else name
-
-
 def count_layers(names: Mapping[str, Any]) -> int:
     """The number of layers that have tensors."""
     return len({name.split(".")[2] for name in names if re.match(r"model\.layers\.\d", name)})
 
 
 def shape_from_tensors(
-    path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags, kind: str = LLAMA
+    path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags, called: Called = str
 ) -> dict[str, Any]:
     """Arguments of MiniMindConfig, from tensors under our names and from flags.
 
     Raise UsageError that names all missing flags.
     """
-    vocab_size, width = _matrix_shape(path, shapes, EMBEDDING, kind)
-    queries = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.q_proj.weight", kind)[0]
-    keys = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.k_proj.weight", kind)[0]
-    inner = _matrix_shape(path, shapes, f"{LAYER_0}.mlp.gate_proj.weight", kind)[0]
+    vocab_size, width = _matrix_shape(path, shapes, EMBEDDING, called)
+    queries = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.q_proj.weight", called)[0]
+    keys = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.k_proj.weight", called)[0]
+    inner = _matrix_shape(path, shapes, f"{LAYER_0}.mlp.gate_proj.weight", called)[0]
     required = ("n_heads", "rope_theta", "norm_eps", "max_seq_len")
     if missing := [flags.flag_of(name) for name in required if getattr(flags, name) is None]:
         to = "the run" if flags.is_scaled else "`minimind import`, or to a run with --init_from"
@@ -195,18 +190,19 @@ def shape_from_tensors(
     }
 
 
-def _matrix_shape(path: Path, shapes: Mapping[str, list[int]], name: str, kind: str) -> list[int]:
+def _matrix_shape(
+    path: Path, shapes: Mapping[str, list[int]], name: str, called: Called
+) -> list[int]:
     if len(shapes.get(name, ())) != 2:
         problem = f"of shape {shapes[name]}" if name in shapes else "missing"
         raise CheckpointError(
-            f"{path}: {tensor_name(kind, name)} is {problem}, so the shape of its model is unknown;"
-            f" {REPLACE}"
+            f"{path}: {called(name)} is {problem}, so the shape of its model is unknown; {REPLACE}"
         )
     return shapes[name]
 
 
 def read_minimind2_config(
-    path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags
+    path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags, called: Called = str
 ) -> dict[str, Any]:
     """Arguments of MiniMindConfig from MiniMind2's config.json, which must match its tensors.
 
@@ -227,7 +223,7 @@ def read_minimind2_config(
         heads = values["n_heads"]
         known = ShapeFlags(heads, None, *(values[name] for name in required))
         try:
-            shape = shape_from_tensors(path.parent, shapes, known, MINIMIND2)
+            shape = shape_from_tensors(path.parent, shapes, known, called)
         except UsageError as error:  # only the heads can be wrong
             raise CheckpointError(f"has n_heads = {heads}, which do not fit its tensors") from error
         width = values.get("hidden_dim")
@@ -258,8 +254,7 @@ def read_llama_config(
     with readable(path, REPLACE):
         values = read_foreign_object(path)
         kind = values.get("model_type")
-        is_ours = kind == "minimind" and "use_flash_attn" in values
-        if type(kind) is not str or kind not in ARCHITECTURES or is_ours:
+        if type(kind) is not str or kind not in ARCHITECTURES:
             raise CheckpointError(
                 f"has model_type = {shown(kind)}, none of {', '.join(ARCHITECTURES)};"
                 " training takes others as models of transformers (--model hf:)"
@@ -268,21 +263,14 @@ def read_llama_config(
         validate(LlamaShape, values)
         for name, supported in FIXED.items():
             if values.get(name, supported) not in (supported, None):
-                raise CheckpointError(
-                    f"has {name} = {shown(values[name])}, which MiniMind does not support"
-                )
+                raise _unsupported(name, values[name])
         window = values.get("sliding_window", MISTRAL_WINDOW) if kind == "mistral" else None
-        if window is not None and not (
-            type(window) is int and window >= values["max_position_embeddings"]
-        ):
-            raise CheckpointError(
-                f"has sliding_window = {shown(window)}, and MiniMind attends to all positions"
-            )
+        is_wide = type(window) is int and window >= values["max_position_embeddings"]
+        if window is not None and not is_wide:
+            raise _unsupported("sliding_window", window)
         layers = values.get("layer_types") or []
         if type(layers) is not list or any(layer != FULL for layer in layers):
-            raise CheckpointError(
-                f"has layer_types = {shown(layers)}, and MiniMind attends to all positions"
-            )
+            raise _unsupported("layer_types", layers)
         heads = values["num_attention_heads"]
         qk_norm, base, is_tied = ARCHITECTURES[kind]
         rotation, note = _rotation(values, flags.rope_theta, base)
@@ -308,6 +296,10 @@ def read_llama_config(
     return {**shape, "qk_norm": qk_norm, "qkv_bias": kind == "qwen2"}, note
 
 
+def _unsupported(name: str, value: object, of: str = "") -> CheckpointError:
+    return CheckpointError(f"has {name} = {shown(value)}{of}, which MiniMind does not support")
+
+
 def _no_rope_interval(values: Mapping[str, Any]) -> int:
     """Every how many layers of a SmolLM3 one does not rotate; 0 if all do.
 
@@ -317,18 +309,13 @@ def _no_rope_interval(values: Mapping[str, Any]) -> int:
     if given is None:
         interval = values.get("no_rope_layer_interval", NO_ROPE_INTERVAL)
         if type(interval) is not int or interval < 1:
-            raise CheckpointError(
-                f"has no_rope_layer_interval = {shown(interval)}, which should be a number from 1"
-            )
+            raise _unsupported("no_rope_layer_interval", interval)
     else:
         rotate = given[:layers] if type(given) is list else []
         interval = rotate.index(0) + 1 if 0 in rotate else layers + 1
         has_other = any(turns != int(n % interval != 0) for n, turns in enumerate(rotate, 1))
         if len(rotate) < layers or has_other:
-            raise CheckpointError(
-                f"has no_rope_layers = {shown(given)}, and MiniMind leaves out the rotations of one"
-                " layer every so many"
-            )
+            raise _unsupported("no_rope_layers", given)
     return interval if interval <= layers else 0
 
 
@@ -343,13 +330,11 @@ def _rotation(
     both = {name: values.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
     for name, given in both.items():
         if type(given) is not dict:
-            raise CheckpointError(f"has {name} = {shown(given)}, which should be an object")
+            raise _unsupported(name, given)
     given = both["rope_scaling"] or both["rope_parameters"]
     kind = given.get("rope_type", given.get("type", "default"))
     if type(kind) is not str or kind not in SCALINGS:
-        raise CheckpointError(
-            f"has rotations of the type {shown(kind)}, and MiniMind supports {', '.join(SCALINGS)}"
-        )
+        raise _unsupported("rope_type", kind)
     bases = (place.get("rope_theta") for place in (given, values, both["rope_parameters"]))
     base = next((base for base in bases if base is not None), flag)
     if base is None and default is None:
@@ -363,10 +348,7 @@ def _rotation(
     ):
         value = given.get(name)
         if value != supported.get(name) and (value is not None or name in required):
-            raise CheckpointError(
-                f"has {shown(name)} = {shown(value)} of {kind} rotations, which MiniMind does not"
-                " support"
-            )
+            raise _unsupported(shown(name), value, f" of {kind} rotations")
     if kind == "default":
         return rotation, note
     positions = values["max_position_embeddings"]

@@ -8,17 +8,18 @@ that of a SentencePiece model, or byte-level BPE whose splits of a text llama.cp
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import sentencepiece
 import tokenizers
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore[reportAttributeAccessIssue] (made at import)
-from torch import Tensor
 
 from minimind.checkpoint.tensor_files import Part
 from minimind.data.tokenizer.hf_export import escaping, merges
@@ -26,114 +27,80 @@ from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.data.tokenizer.vocabulary import (
     BYTE_NAMES,
+    DEFAULT,
     FILLER_PREFIX,
     JSON_NAME,
     MODEL_NAME,
     SPACE_SIGN,
 )
 from minimind.errors import UsageError
-from minimind.interop.tensor_sources import TensorSource, to_gguf, to_rotate_half
-from minimind.interop.write_folder import PRODUCER, new_folder
-from minimind.model.configuration import MiniMindConfig
+from minimind.interop.job import Job
+from minimind.interop.tensor_sources import TensorSource
+from minimind.interop.write_folder import PRODUCER
 from minimind.model.rotary import effective_theta, rotary_frequencies
 from minimind.runtime.checked_json import shown
 from minimind.runtime.durable_files import sync_file
-from minimind.runtime.installed import install_extra
-from minimind.runtime.output_folder import NewFolder
 
-NAME = "model.gguf"
 ROTARY_FACTORS = "rope_freqs.weight"  # by which the llama architecture divides frequencies
 NUMPY = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype("u2")}  # it has no bf16
-FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
+FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
 
 
-def require_gguf() -> None:
-    """Raise UsageError if the package that writes GGUF files is missing."""
-    try:
-        import gguf  # noqa: F401 (only to see whether it is installed)
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"--format gguf needs the package gguf, which is not installed; {install_extra('gguf')}"
-        ) from error
-
-
-def architecture(config: MiniMindConfig) -> str:
-    """The name of the architecture in GGUF and transformers; raise UsageError if there is none."""
-    kinds = {"qk_norm": "qwen3", "qkv_bias": "qwen2", "no_rope_layer_interval": "smollm3"}
-    has = [name for name in kinds if getattr(config, name)]
-    if len(has) > 1:
-        raise UsageError(
-            f"no architecture of other software has {' and '.join(has)} together; export --format"
-            " minimind"
-        )
-    return kinds[has[0]] if has else "llama"
-
-
-def gguf_parts(config: MiniMindConfig, source: TensorSource, dtype: torch.dtype) -> list[Part]:
-    """The tensors under GGUF's names: matrices as `dtype`, vectors as float32."""
-    names = {}
-    for ours in source.shapes:
-        theirs = to_gguf(ours)
-        assert theirs is not None, ours  # export.check_names
-        names[theirs] = ours
-
-    def transform(theirs: str, value: Tensor) -> Tensor:
-        is_rotate_half = architecture(config) in ("qwen2", "qwen3")
-        return to_rotate_half(names[theirs], value, config.head_dim) if is_rotate_half else value
-
-    matrices = {name: ours for name, ours in names.items() if len(source.shapes[ours]) > 1}
-    vectors = {name: ours for name, ours in names.items() if name not in matrices}
-    parts = source.renamed(matrices, transform).parts(dtype)
-    parts += source.renamed(vectors, transform).parts(torch.float32)
-    if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
+def gguf_parts(job: Job, source: TensorSource) -> list[Part]:
+    """The tensors under GGUF's names: matrices as the dtype of the job, vectors as float32."""
+    config, scaling = job.config, job.config.rope_scaling
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[job.kind.upper()], config.num_hidden_layers)
+    names = {str(known.get_name(name, (".weight", ".bias"))): name for name in source.shapes}
+    parts = []
+    for size, dtype in ((2, job.dtype), (1, "float32")):
+        of_size = {name: ours for name, ours in names.items() if len(source.shapes[ours]) == size}
+        parts += source.renamed(of_size).parts(dtype)
+    if scaling and scaling["rope_type"] == "llama3":
         shape = config.head_dim, config.rope_theta
-        factors = (
-            rotary_frequencies(*shape, None)[0] / rotary_frequencies(*shape, config.rope_scaling)[0]
-        )
+        factors = rotary_frequencies(*shape, None)[0] / rotary_frequencies(*shape, scaling)[0]
         table = factors.float()
         parts.append(Part(ROTARY_FACTORS, "F32", [*table.shape], table.nbytes, lambda: table))
     return sorted(parts, key=lambda part: part.name)
 
 
-def write_gguf(
-    out: NewFolder,
-    config: MiniMindConfig,
-    name: str,
-    entries: Mapping[str, Any],
-    parts: list[Part],
-    dtype: torch.dtype,
-    texts: Mapping[str, bytes],
-) -> None:
-    """Write `out`/model.gguf, tensor by tensor, with this model name and `entries`.
-
-    `texts` are the files beside it.
-    """
-    import gguf
-
-    with new_folder(out, parts, texts) as draft:
-        with closing(gguf.GGUFWriter(draft / NAME, architecture(config))) as writer:
-            writer.add_string("general.producer", PRODUCER)
-            writer.add_name(name)
-            _add_shape(writer, config)
-            writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
-            for key, value in entries.items():
-                _add_entry(writer, key, value)
-            for part in parts:
-                kind = gguf.GGMLQuantizationType[part.dtype]
-                writer.add_tensor_info(part.name, part.shape, NUMPY[part.dtype], part.bytes, kind)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for part in parts:
-                value = part.read().contiguous()
-                plain = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
-                writer.write_tensor_data(plain.numpy())
-        sync_file(draft / NAME)
+def write_gguf(job: Job, parts: list[Part], path: Path) -> str | None:
+    """Write the file, tensor by tensor; return a note on the tokenizer in it."""
+    vocabulary = gguf_vocabulary(job.tokenizer, job.config.vocab_size)
+    entries = {f"tokenizer.ggml.{name}": value for name, value in vocabulary.items()}
+    entries |= _template_entries(job.tokenizer.templates.by_name)
+    if job.end is not None:  # llama.cpp ends generation at eos and at eot
+        entries["tokenizer.ggml.eot_token_id"] = job.end
+    with closing(gguf.GGUFWriter(path, job.kind)) as writer:
+        writer.add_string("general.producer", PRODUCER)
+        writer.add_name(job.name)
+        _add_shape(writer, job.config)
+        writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[job.dtype]])
+        for key, value in entries.items():
+            _add_entry(writer, key, value)
+        for part in parts:
+            kind = gguf.GGMLQuantizationType[part.dtype]
+            writer.add_tensor_info(part.name, part.shape, NUMPY[part.dtype], part.bytes, kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for part in parts:
+            value = part.read().contiguous()
+            plain = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
+            writer.write_tensor_data(plain.numpy())
+    sync_file(path)
+    return note_on_spaces(job.tokenizer, vocabulary)
 
 
-def _add_shape(writer: Any, config: MiniMindConfig) -> None:
-    import gguf
+def _template_entries(by_name: Mapping[str, str]) -> dict[str, Any]:
+    """The entries of chat templates; gguf's own writer lists their names in a random order."""
+    others = [name for name in by_name if name != DEFAULT]
+    entries = {"tokenizer.chat_template": by_name.get(DEFAULT)}
+    entries |= {f"tokenizer.chat_template.{name}": by_name[name] for name in others}
+    entries |= {"tokenizer.chat_templates": others or None}
+    return {name: value for name, value in entries.items() if value is not None}
 
+
+def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -154,7 +121,7 @@ def _add_shape(writer: Any, config: MiniMindConfig) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def _add_entry(writer: Any, key: str, value: Any) -> None:
+def _add_entry(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, list):
         if value:
             writer.add_array(key, value)
@@ -166,8 +133,8 @@ def _add_entry(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
 
 
-# Token types; 4 is matched in a text before any other.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+# Token types; the fourth is matched in a text before any other.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = (kind.value for kind in gguf.TokenType)
 MODEL, BYTE_LEVEL = "llama", "gpt2"  # GGUF's names for BPE of SentencePiece and of bytes
 
 WORDS = (
@@ -200,60 +167,59 @@ def gguf_vocabulary(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         if values["model"].get("type") == "BPE" and values["model"].get("byte_fallback"):
             return _merged_vocabulary(tokenizer, rows)
         return _byte_level_vocabulary(tokenizer, values, rows)
-    model = tokenizer.files()[MODEL_NAME]
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model)  # pyright: ignore[reportCallIssue] (no stubs)
-    if reason := _not_merged(processor):
+    content = tokenizer.files()[MODEL_NAME]
+    processor = sentencepiece.SentencePieceProcessor(model_proto=content)  # pyright: ignore[reportCallIssue] (no stubs)
+    model = ModelProto.FromString(content)
+
+    def normalized(text: str) -> str:
+        return processor.normalize(text).replace(SPACE_SIGN, " ")
+
+    if reason := _not_merged(model, normalized):
         raise UsageError(f"{tokenizer.path}: {reason}; export --format llama")
-    ids = range(processor.vocab_size())
-    types = [_token_type(processor, i) for i in ids]
-    for i in _user_defined(processor):
-        types[i] = USER_DEFINED
-    spare = range(len(ids), rows)
+    spare = range(len(model.pieces), rows)
     special = {
         "bos_token_id": processor.bos_id(),
         "eos_token_id": processor.eos_id(),
         "unknown_token_id": processor.unk_id(),
         "padding_token_id": processor.pad_id(),
     }
+    types = [  # those of SentencePiece have the same numbers; fillers must not be matched in text
+        UNUSED if piece.type == CONTROL and piece.piece.startswith(FILLER_PREFIX) else piece.type
+        for piece in model.pieces
+    ]
     return {
         "model": MODEL,
         "pre": "default",
-        "tokens": [processor.id_to_piece(i) for i in ids] + [f"[PAD{i}]" for i in spare],
-        "scores": [processor.get_score(i) for i in ids] + [-1000.0 for _ in spare],
+        "tokens": [piece.piece for piece in model.pieces] + [f"[PAD{i}]" for i in spare],
+        "scores": [piece.score for piece in model.pieces] + [-1000.0 for _ in spare],
         "token_type": types + [UNUSED for _ in spare],
-        "merges": [f"{left} {right}" for left, right in merges(ModelProto.FromString(model))],
+        "merges": [f"{left} {right}" for left, right in merges(model)],
         **{name: i for name, i in special.items() if i >= 0},
         "add_bos_token": False,
         "add_eos_token": False,
-        "add_space_prefix": _normalized(processor, "a") != "a",
+        "add_space_prefix": normalized("a") != "a",
     }
 
 
-def _normalized(processor: sentencepiece.SentencePieceProcessor, text: str) -> str:
-    return processor.normalize(text).replace(SPACE_SIGN, " ")
-
-
-def _not_merged(processor: sentencepiece.SentencePieceProcessor) -> str:
+def _not_merged(model: ModelProto, normalized: Callable[[str], str]) -> str:
     """What a SentencePiece model does that llama.cpp does not with a vocabulary of "llama".
 
     This merges pieces by score, spells the rest in bytes, and may put a space before a text.
     """
-    model = ModelProto.FromString(processor.serialized_model_proto())
-    ids = range(processor.vocab_size())
     if model.trainer_spec.model_type != TrainerSpec.BPE:
         kind = TrainerSpec.ModelType.Name(model.trainer_spec.model_type).lower()
         return f"is a model of {kind} pieces, and only those that are merged are written as gguf"
-    if not any(map(processor.is_byte, ids)):
+    if all(piece.type != BYTE for piece in model.pieces):
         return "has no byte pieces, in which readers of gguf spell what has no other"
     if model.normalizer_spec.precompiled_charsmap:
         name = model.normalizer_spec.name or "a table"
         return f"normalizes a text by {name}, which readers of gguf do not for merged pieces"
     probe = " a  b   \n"
-    if _normalized(processor, probe) not in (probe, f" {probe}"):
+    if normalized(probe) not in (probe, f" {probe}"):
         return "removes or moves spaces of a text, which readers of gguf do not for merged pieces"
     # llama.cpp matches these longest first, in the text as it is, and begins anew after each.
-    own = _user_defined(processor).values()
-    has_space = _normalized(processor, "a") != "a"
+    own = [piece.piece for piece in model.pieces if piece.type == USER_DEFINED]
+    has_space = normalized("a") != "a"
     odd = next((piece for piece in own if has_space or SPACE_SIGN in piece), _overlapping(own))
     return "" if odd is None else f"matches {odd!r} {IN_ANOTHER_ORDER}"
 
@@ -266,13 +232,6 @@ def _overlapping(tokens: Collection[str]) -> str | None:
     starts = {token[:size] for token in tokens for size in range(1, len(token) + 1)}
     ends = ((token, token[at:]) for token in tokens for at in range(1, len(token)))
     return next((token for token, end in ends if end in starts), None)
-
-
-def _user_defined(processor: sentencepiece.SentencePieceProcessor) -> dict[int, str]:
-    """Pieces that are matched in a text before any merge, by id."""
-    model = ModelProto.FromString(processor.serialized_model_proto())
-    kind = ModelProto.SentencePiece.USER_DEFINED
-    return {i: piece.piece for i, piece in enumerate(model.pieces) if piece.type == kind}
 
 
 def _merged_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[str, Any]:
@@ -455,11 +414,3 @@ def _split_of(values: Mapping[str, Any]) -> str | None:
     if last.get("use_regex", True) != (splits in ("", "digits")):
         return None
     return SPLITS.get(splits) if splits is not None else None
-
-
-def _token_type(processor: sentencepiece.SentencePieceProcessor, i: int) -> int:
-    if processor.is_unknown(i):
-        return UNKNOWN
-    if processor.is_control(i):  # fillers must not be matched in text
-        return UNUSED if processor.id_to_piece(i).startswith(FILLER_PREFIX) else CONTROL
-    return BYTE if processor.is_byte(i) else NORMAL

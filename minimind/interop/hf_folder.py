@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from minimind.architecture.select import special_ids
+from minimind.architecture.select import IDS, special_ids
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.data.tokenizer.vocabulary import (
     CONFIG_NAME,
@@ -30,7 +30,7 @@ from minimind.data.tokenizer.vocabulary import (
     with_length,
 )
 from minimind.errors import CheckpointError
-from minimind.interop.write_folder import configuration_files
+from minimind.interop.job import Job
 from minimind.model import decoder
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.checked_json import read_object
@@ -47,29 +47,49 @@ RANDOM_TEXTS = 200  # made of random pieces of the vocabulary
 Files = dict[str, bytes]
 
 
-def transformers_files(
-    config: PretrainedConfig, tokenizer: Tokenizer, dtype: str
-) -> tuple[Files, str | None]:
-    """The small files of a model of transformers, and a note if AutoTokenizer reads other ids."""
-    values = masked_values(json.loads(config.to_json_string()))
-    values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    positions = getattr(config, "max_position_embeddings", None)  # also of configs that rename it
-    return config_and_tokenizer_files(values | special_ids(tokenizer), tokenizer, dtype, positions)
+def configuration_files(values: Mapping[str, Any], job: Job) -> Files:
+    """config.json and generation_config.json, with the same special ids.
+
+    Generation ends at the end of a turn, too.
+    """
+    ids = {name: values[name] for name in IDS if values.get(name) is not None}
+    if job.end is not None:
+        ids["eos_token_id"] = [*dict.fromkeys((job.tokenizer.eos_id, job.end))]
+    contents = {
+        # torch_dtype is for transformers 4
+        "config.json": {**values, "dtype": job.dtype, "torch_dtype": job.dtype},
+        "generation_config.json": {"_from_model_config": True, **ids},
+    }
+    return {
+        name: json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+        for name, content in contents.items()
+    }
 
 
-def config_and_tokenizer_files(
-    config: Mapping[str, Any], tokenizer: Tokenizer, dtype: str, positions: int | None
-) -> tuple[Files, str | None]:
+def tokenizer_files(job: Job) -> Files:
+    """The files of the tokenizer, which truncates to the positions of the model."""
+    positions = getattr(job.config, "max_position_embeddings", None)  # also where it is renamed
+    return with_length(job.tokenizer.exported, positions)
+
+
+def transformers_files(job: Job) -> tuple[Files, str | None]:
+    """The small files of a model of transformers, and the note of `checked_files`."""
+    values = masked_values(json.loads(job.config.to_json_string()))
+    values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[job.config.model_type]]
+    return checked_files(values | special_ids(job.tokenizer), job)
+
+
+def checked_files(values: Mapping[str, Any], job: Job) -> tuple[Files, str | None]:
     """Configuration files, and tokenizer files from which AutoTokenizer gives the same ids.
 
     If no variant of them does, the second value is a note with the reason.
     """
-    configuration = configuration_files(config, dtype)
-    texts = list(_test_texts(tokenizer))
-    expected = [tokenizer.encode(text) for text in texts]
+    configuration = configuration_files(values, job)
+    texts = list(_test_texts(job.tokenizer))
+    expected = [job.tokenizer.encode(text) for text in texts]
     files: Files = {}
     reason = ""
-    for variant in _variants(with_length(tokenizer.exported, positions)):
+    for variant in _variants(tokenizer_files(job)):
         files = {**configuration, **variant}
         reason = _compare_ids(files, texts, expected, AutoTokenizer)
         if not reason:

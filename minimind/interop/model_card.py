@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import yaml
+from huggingface_hub import ModelCard, ModelCardData
 
 from minimind.checkpoint.directory import NAME as STEP
 from minimind.checkpoint.directory import read_manifest
 from minimind.checkpoint.retention import saved_of
 from minimind.config.run_record import given_names, record_fault
 from minimind.config.yaml_files import load_yaml
-from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import UsageError
-from minimind.interop.gguf import NAME as GGUF_NAME
+from minimind.interop.formats import Format
+from minimind.interop.job import Job
 from minimind.interop.tensor_sources import TRAINED
-from minimind.interop.weights import CHECKPOINT, OURS, Weights
+from minimind.interop.weights import CHECKPOINT, Weights
 from minimind.interop.write_folder import PRODUCER
 from minimind.report.history import Run, number, read_runs
 from minimind.runtime import disk
@@ -37,6 +37,7 @@ from minimind.runtime.terminal import printable
 from minimind.runtime.urls import BEGINS, HUB_PREFIX, ON_THE_HUB, masked_values, named
 
 NAME = "README.md"
+TEMPLATE = Path(__file__).with_suffix(".jinja")  # what a stranger named is in its HTML, escaped
 LICENSE = "# license: the Hub asks for one, such as apache-2.0; this line is where it is written\n"
 MARK = re.compile(rb"<!-- %b ([0-9a-f]{64}) -->" % PRODUCER.encode())
 HOST_FLAGS = ("out_dir", "cache_dir", "mirror")  # where things are, not what was trained
@@ -55,57 +56,43 @@ SHAPE = {
     "qk_norm": "norms of queries and keys",
     "use_moe": "experts",
 }
-LOAD = """\
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-place = "."  # this folder, or its name on the Hub
-model = AutoModelForCausalLM.from_pretrained(place{options})
-tokenizer = AutoTokenizer.from_pretrained(place{options})
-{tokens}
-answer = model.generate(**tokens, max_new_tokens={new})[0]
-print(tokenizer.decode(answer, skip_special_tokens=True))
-```
-"""
-TEXT = 'tokens = tokenizer("Once upon a time", return_tensors="pt")'
-MESSAGES = """\
-messages = [{"role": "user", "content": "Hello"}]
-tokens = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-)"""
-
 Rows = dict[str, str]
 
 
-def model_card(
-    weights: Weights,
-    tokenizer: Tokenizer,
-    form: str,
-    dtype: str,
-    model_type: str,
-    name: str,
-    note: str | None = None,
-) -> bytes:
-    """README.md of `weights` as `form`; `note` is of how its tokenizer has to be loaded."""
-    parameters = sum(map(math.prod, weights.tensors.shapes.values()))
-    has_chat = tokenizer.chat_template is not None
-    parts = [
-        _header(form, model_type, has_chat),
-        f"# {_plain(name)}\n",
-        f"A language model of {parameters:,} parameters ({_plain(model_type)}), written by"
-        f" {PRODUCER}.\n",
-        "## Use\n",
-        *_use(weights.config, form, has_chat, note),
-        "## Training\n",
-    ]
+def model_card(weights: Weights, job: Job, to: Format, note: str | None = None) -> bytes:
+    """README.md of `weights`; `note` is of how its tokenizer has to be loaded."""
+    has_chat = job.tokenizer.chat_template is not None
+    parameters = f"{sum(map(math.prod, weights.tensors.shapes.values())):,}"
     training, flags = _training(weights)
-    parts += [_table(training | {"precision of these files": dtype})]
-    parts += ["## Shape\n", _table({"parameters": f"{parameters:,}", **_shape(weights.config)})]
-    if flags:
-        text = yaml.safe_dump(flags, sort_keys=False, allow_unicode=True)
-        parts += ["## Flags that were given\n", _fenced(text, "yaml")]
-    content = "\n".join(parts).encode()
-    return content + f"\n<!-- {PRODUCER} {_digest(content)} -->\n".encode()
+    tags = ["minimind", *(["gguf"] if to.file else []), *(["conversational"] if has_chat else [])]
+    data = ModelCardData(
+        library_name=None if to.file or not to.in_transformers else "transformers",
+        pipeline_tag="text-generation",
+        tags=[*dict.fromkeys((*tags, job.kind))],
+    )
+    card = ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        name=_line(job.name),
+        parameters=parameters,
+        kind=job.kind,
+        producer=PRODUCER,
+        to=to,
+        has_chat=has_chat,
+        note=note and _line(note),
+        positions=getattr(weights.config, "max_position_embeddings", None),
+        masks_documents=getattr(weights.config, "doc_mask", False),
+        training=training | {"precision of these files": job.dtype},
+        shape={"parameters": parameters, **_shape(weights.config)},
+        flags=flags and yaml.safe_dump(flags, sort_keys=False, allow_unicode=True),
+    )
+    content = f"{card}\n".replace("---\n", f"---\n{LICENSE}", 1).encode()
+    return content + f"\n<!-- {PRODUCER} {sha256(content).hexdigest()} -->\n".encode()
+
+
+def _line(text: str) -> str:
+    """A text on one line, within which HTML does not end."""
+    return " ".join(printable(text).split())
 
 
 def is_ours(card: bytes) -> bool:
@@ -118,196 +105,128 @@ def is_edited(card: bytes) -> bool:
     mark = MARK.search(card)
     if mark is None:
         return False
-    return card[mark.end() :] != b"\n" or _digest(card[: mark.start() - 1]) != mark[1].decode()
-
-
-def _digest(content: bytes) -> str:
-    return sha256(content).hexdigest()
-
-
-def _header(form: str, model_type: str, has_chat: bool) -> str:
-    """The YAML that the Hub reads."""
-    is_gguf = form == "gguf"
-    tags = ["minimind", *(["gguf"] if is_gguf else []), *(["conversational"] if has_chat else [])]
-    if model_type not in tags:
-        tags.append(model_type)
-    values = {} if is_gguf else {"library_name": "transformers"}
-    text = yaml.safe_dump(values | {"pipeline_tag": "text-generation", "tags": tags})
-    return f"---\n{LICENSE}{text}---\n"
-
-
-def _use(config: Any, form: str, has_chat: bool, note: str | None) -> Iterator[str]:
-    positions = getattr(config, "max_position_embeddings", None)
-    if form == "gguf":
-        ask = "llama-cli -m {} --jinja" if has_chat else 'llama-completion -m {} -no-cnv -p "Once"'
-        yield _fenced(f"{ask.format(GGUF_NAME)}\n", "bash")
-    else:
-        yield LOAD.format(
-            options=", trust_remote_code=True" if form == OURS else "",
-            tokens=MESSAGES if has_chat else TEXT,
-            new=min(50, (positions or 100) // 2),
-        )
-    if form == OURS:
-        yield "`trust_remote_code=True` runs the model's code, which is in these files.\n"
-    if note:
-        yield f"{_plain(note)}.\n"
-    if positions:
-        yield f"Input and output have {positions:,} tokens at most.\n"
-    if form in ("llama", "gguf") and getattr(config, "doc_mask", False):
-        yield (
-            "It was trained with a mask between documents, which this format has not: give it one"
-            " document at a time.\n"
-        )
+    digest = sha256(card[: mark.start() - 1]).hexdigest()
+    return card[mark.end() :] != b"\n" or digest != mark[1].decode()
 
 
 def _training(weights: Weights) -> tuple[Rows, dict[str, Any]]:
-    """What is known of the run, and the flags that were given to it."""
+    """What is known of the run, and the flags that were given to it; what is missing is left out.
+
+    A checkpoint that was moved away from its run has only its own manifest.
+    """
+    path, which = disk.resolve(weights.path), weights.which
     if weights.kind != CHECKPOINT:
-        source = f"{_code(weights.path.name)} ({weights.kind})"
-        return {"converted from": f"{source}, of which nothing more is known"}, {}
-    manifest = read_manifest(weights.path)
-    records = _Records.of(weights.path, manifest["step"])
-    identity = manifest["identity"]
-    batch = identity.get("batch", {})
+        source = f"{path.name} ({weights.kind})"
+        return {"converted from": _line(f"{source}, of which nothing more is known")}, {}
+    manifest = read_manifest(path)
+    step, identity = manifest["step"], manifest["identity"]
+    is_of_run = path.parent.name == "checkpoints" and STEP.fullmatch(path.name)
+    folder = path.parent.parent if is_of_run else None
+    run = None
+    if folder and disk.is_file(folder / "metrics.jsonl"):
+        run = read_runs([folder])[0]
+    values, given, faults = _flags(folder / "config.yaml") if folder else ({}, set[str](), [])
+    if run is not None and run.unread_lines:
+        faults = [f"{run.unread_lines:,} damaged lines of metrics.jsonl", *faults]
+    batch, lr, schedule = (identity.get(name, {}) for name in ("batch", "lr", "schedule"))
     sizes = batch.get("stages") or [[batch.get("rows_per_step"), batch.get("max_seq_len")]]
     steps = dict.fromkeys(f"{rows} rows of {length} tokens" for rows, length in sizes)
     rows = {
-        "text": records.text(),
-        "trained on": f"{manifest['tokens']:,} tokens in {manifest['step']:,} steps of"
+        "text": _text(values, folder / "metrics.jsonl" if run and folder else None, step),
+        "trained on": f"{manifest['tokens']:,} tokens in {step:,} steps of"
         f" {', then of '.join(steps)}",
     }
     if start := _mapping(manifest.get("init_from")):
-        rows["started from"] = _code(shown_place(str(start.get("place"))))
-    if weights.which != TRAINED:
-        rows["weights"] = f"a moving average of those that were trained (--ema {records.ema})"
-    rows |= records.losses(weights.which)
-    rows |= _settings(identity)
-    rows["left out"] = "; ".join(records.faults)
+        rows["started from"] = shown_place(str(start.get("place")))
+    if which != TRAINED:
+        rows["weights"] = f"a moving average of those that were trained (--ema {values.get('ema')})"
+    rows |= _losses(run, step, which)
+    if which == TRAINED and folder and "validation" not in rows:
+        if (loss := saved_of(path).val_loss) is not None:
+            rows["validation"] = f"loss {loss:.4f}, on held-out text"
+    optimizer = ("learning_rate", "weight_decay", "betas", "grad_clip", "mup_base_dim")
+    parts = [str(lr["optimizer"])] if "optimizer" in lr else []
+    rows["optimizer"] = ", ".join([*parts, *(f"{n} {lr[n]}" for n in optimizer if n in lr)])
+    shape = schedule.get("shape")
+    parts = [shape if isinstance(shape, str) else "of DeepSpeed"] if shape else []
+    named = ("total_steps", "warmup_steps", "decay_steps", "min_lr_ratio")
+    rows["schedule"] = ", ".join([*parts, *(f"{n} {schedule[n]}" for n in named if n in schedule)])
+    rows["precision in training"] = str(identity.get("dtype", {}).get("dtype", ""))
+    rows["seed"] = str(identity.get("seed", {}).get("seed", ""))
+    rows["left out"] = "; ".join(faults)
     versions = _mapping(manifest.get("versions"))
     rows["software"] = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return {name: value for name, value in rows.items() if value}, records.flags
+    flags = {
+        str(name): _published(value)
+        for name, value in masked_values(values).items()
+        if name in given and name not in HOST_FLAGS
+    }
+    return {name: _line(value) for name, value in rows.items() if value}, flags
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _settings(identity: Mapping[str, Any]) -> Rows:
-    """Optimizer, schedule and the like, as far as the manifest has them."""
-    lr, schedule = identity.get("lr", {}), identity.get("schedule", {})
-    names = ("learning_rate", "weight_decay", "betas", "grad_clip", "mup_base_dim")
-    shape = schedule.get("shape")
-    steps = ("total_steps", "warmup_steps", "decay_steps", "min_lr_ratio")
-    return {
-        "optimizer": _plain(
-            ", ".join(
-                [
-                    *([str(lr["optimizer"])] if "optimizer" in lr else []),
-                    *(f"{name} {lr[name]}" for name in names if name in lr),
-                ]
-            )
-        ),
-        "schedule": ", ".join(
-            [
-                *([shape if isinstance(shape, str) else "of DeepSpeed"] if shape else []),
-                *(f"{name} {schedule[name]}" for name in steps if name in schedule),
-            ]
-        ),
-        "precision in training": str(identity.get("dtype", {}).get("dtype", "")),
-        "seed": str(identity.get("seed", {}).get("seed", "")),
-    }
+def _flags(config: Path) -> tuple[dict[str, Any], set[str], list[str]]:
+    """The flags of a run, which of them were given, and what is damaged."""
+    if not disk.is_file(config):
+        return {}, set(), []
+    fault = record_fault(config)
+    faults = [f"config.yaml {fault}"] if fault else []
+    with suppress(UsageError):  # edited by hand: the weights are exported all the same
+        return load_yaml(str(config), "the run's"), given_names(config), faults
+    return {}, set(), faults
 
 
-@dataclass(frozen=True)
-class _Records:
-    """What the run recorded up to this checkpoint; each file may be missing."""
+def _text(values: Mapping[str, Any], metrics: Path | None, step: int) -> str:
+    """Names of the text, and how many tokens it has."""
+    data = values.get("data_path") or values.get("source") or values.get("stages") or ()
+    told = ", ".join(shown_place(str(one)) for one in (data if isinstance(data, list) else [data]))
+    known: Mapping[str, Any] = {}
+    if metrics is not None:
+        with storing(str(metrics), "correct its permissions"):
+            for event in EventLog(metrics).events("token_balance"):
+                known = event if event["step"] <= step else known
 
-    step: int
-    run: Run | None
-    balance: Mapping[str, Any]
-    data: tuple[str, ...]
-    val_loss: float | None  # loss in the checkpoint, of the weights that are trained
-    ema: Any
-    flags: dict[str, Any]
-    faults: tuple[str, ...] = ()  # damage of the run's files
+    def count(value: Any) -> str:
+        return f"{number(value):,.0f}"
 
-    @classmethod
-    def of(cls, checkpoint: Path, step: int) -> _Records:
-        checkpoint = disk.resolve(checkpoint)
-        if checkpoint.parent.name != "checkpoints" or not STEP.fullmatch(checkpoint.name):
-            return cls(step, None, {}, (), None, None, {})  # it was moved away from its run
-        folder = checkpoint.parent.parent
-        metrics, config = folder / "metrics.jsonl", folder / "config.yaml"
-        run = read_runs([folder])[0] if disk.is_file(metrics) else None
-        balance: dict[str, Any] = {}
-        if run is not None:
-            with storing(str(metrics), "correct its permissions"):
-                for event in EventLog(metrics).events("token_balance"):
-                    balance = event if event["step"] <= step else balance
-        values: dict[str, Any] = {}
-        given: set[str] = set()
-        faults = []
-        if run is not None and run.unread_lines:
-            faults.append(f"{run.unread_lines:,} damaged lines of metrics.jsonl")
-        if disk.is_file(config):
-            if fault := record_fault(config):
-                faults.append(f"config.yaml {fault}")
-            with suppress(UsageError):  # edited by hand: the weights are exported all the same
-                values = load_yaml(str(config), "the run's")
-                given = given_names(config)
-        data = values.get("data_path") or values.get("source") or values.get("stages") or ()
-        return cls(
-            step=step,
-            run=run,
-            balance=balance,
-            data=tuple(map(shown_place, map(str, data if isinstance(data, list) else [data]))),
-            val_loss=saved_of(checkpoint).val_loss,
-            ema=values.get("ema"),
-            flags={
-                str(name): _published(value)
-                for name, value in masked_values(values).items()
-                if name in given and name not in HOST_FLAGS
-            },
-            faults=tuple(faults),
-        )
+    for source in filter(None, map(_mapping, known.get("sources") or ())):
+        name = shown_place(str(source.get("name")))
+        told += f", {name}: {count(source.get('epoch'))} tokens in an epoch"
+    if "text" not in known:
+        return told
+    tokens = f"{count(known['text'])} tokens"
+    if "conversations" in known:
+        of = number(known["conversations"]) + number(known.get("held_out_conversations"))
+        tokens += f" in {count(of)} conversations"
+    return f"{told}; {tokens}, {count(known.get('held_out'))} of them held out"
 
-    def text(self) -> str:
-        """Names of the text, and how many tokens it has."""
-        told, known = ", ".join(map(_code, self.data)), self.balance
-        for source in filter(None, map(_mapping, known.get("sources") or ())):
-            name = _plain(shown_place(str(source.get("name"))))
-            told += f", {name}: {_count(source.get('epoch'))} tokens in an epoch"
-        if "text" not in known:
-            return told
-        tokens = f"{_count(known['text'])} tokens"
-        if "conversations" in known:
-            of = number(known["conversations"]) + number(known.get("held_out_conversations"))
-            tokens += f" in {_count(of)} conversations"
-        return f"{told}; {tokens}, {_count(known.get('held_out'))} of them held out"
 
-    def losses(self, which: str) -> Rows:
-        """The last loss and validation up to the step, of the weights that are trained or `ema`."""
-        rows: Rows = {}
-        if self.run is not None and which == TRAINED:
-            steps, loss = self.run.column("step"), self.run.column("loss")
-            at = np.flatnonzero(np.isfinite(loss) & (steps <= self.step))
-            if len(at):
-                rows["loss"] = f"{loss[at[-1]]:.4f} at step {steps[at[-1]]:,.0f}"
-        key = "val_loss" if which == TRAINED else f"{which}_val_loss"
-        known = [
-            one
-            for one in (self.run.events("eval") if self.run is not None else [])
-            if number(one["step"]) <= self.step and math.isfinite(number(one.get(key)))
-        ]
-        if known:
-            last = known[-1]
-            more = (("loss", "loss"), ("perplexity", "ppl"), ("bits per byte", "bpb"))
-            found = ((noun, number(last.get(key.replace("loss", end)))) for noun, end in more)
-            figures = ", ".join(f"{noun} {n:.4f}" for noun, n in found if math.isfinite(n))
-            rows["validation"] = f"{figures} at step {_count(last['step'])}, on held-out text"
-        elif which == TRAINED and self.val_loss is not None:
-            rows["validation"] = f"loss {self.val_loss:.4f}, on held-out text"
+def _losses(run: Run | None, step: int, which: str) -> Rows:
+    """The last loss and validation up to the step, of the weights that are trained or `ema`."""
+    rows: Rows = {}
+    if run is None:
         return rows
+    if which == TRAINED:
+        steps, loss = run.column("step"), run.column("loss")
+        at = np.flatnonzero(np.isfinite(loss) & (steps <= step))
+        if len(at):
+            rows["loss"] = f"{loss[at[-1]]:.4f} at step {steps[at[-1]]:,.0f}"
+    key = "val_loss" if which == TRAINED else f"{which}_val_loss"
+    known = [
+        one
+        for one in run.events("eval")
+        if number(one["step"]) <= step and math.isfinite(number(one.get(key)))
+    ]
+    if known:
+        more = (("loss", "loss"), ("perplexity", "ppl"), ("bits per byte", "bpb"))
+        found = ((noun, number(known[-1].get(key.replace("loss", end)))) for noun, end in more)
+        figures = ", ".join(f"{noun} {n:.4f}" for noun, n in found if math.isfinite(n))
+        at_step = f"{number(known[-1]['step']):,.0f}"
+        rows["validation"] = f"{figures} at step {at_step}, on held-out text"
+    return rows
 
 
 def shown_place(text: str) -> str:
@@ -337,38 +256,5 @@ def _published(value: Any) -> Any:
 
 def _shape(config: Any) -> Rows:
     values = {noun: getattr(config, name, None) for name, noun in SHAPE.items()}
-    return {
-        noun: {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-        for noun, value in values.items()
-        if value is not None
-    }
-
-
-def _table(rows: Mapping[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items()), ""])
-
-
-def _plain(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
-    return re.sub(r"([\\`*<\[|])", r"\\\1", " ".join(printable(text).split()))
-
-
-def _code(text: str) -> str:
-    """Text as code in a cell of a table."""
-    line = " ".join(printable(text).split()).replace("|", r"\|")
-    fence = "`" * (_longest_run(line) + 1)
-    return f"{fence}{line}{fence}" if len(fence) == 1 else f"{fence} {line} {fence}"
-
-
-def _fenced(text: str, language: str) -> str:
-    fence = "`" * max(3, _longest_run(text) + 1)
-    return f"{fence}{language}\n{text}{fence}\n"
-
-
-def _count(value: Any) -> str:
-    return f"{number(value):,.0f}"
-
-
-def _longest_run(text: str) -> int:
-    """Length of the longest run of backticks."""
-    return max(map(len, re.findall("`+", text)), default=0)
+    words = {"True": "yes", "False": "no"}
+    return {n: words.get(str(v), str(v)) for n, v in values.items() if v is not None}

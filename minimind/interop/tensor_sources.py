@@ -1,15 +1,15 @@
 """Named tensors of checkpoints, safetensors and .pth files, read one at a time.
 
-Headers are checked before any tensor is read, and no pickled code is run. Names and layouts of
-other formats are translated here.
+Headers are checked before any tensor is read, and no pickled code is run.
 """
 
 from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from minimind.checkpoint.tensor_files import Part, readable
 from minimind.config.names import no_such_file
 from minimind.engine.state import AVERAGE, MASTER
 from minimind.errors import CheckpointError, NumericError, UsageError
-from minimind.model.rotary import half_to_interleaved, interleaved_to_half
+from minimind.interop.job import REPLACE
 from minimind.runtime import disk
 from minimind.runtime.checked_json import (
     CheckedJson,
@@ -44,12 +44,15 @@ from minimind.runtime.file_kinds import (
     form_of_folder,
     kind_of_file,
 )
+from minimind.runtime.terminal import first_lines
 
-CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED = "pytorch_model.bin"
+# Index and whole file of a folder, in the order in which they are looked for; the pickled ones may
+# be beside the state of a Trainer.
+LAYOUTS = ((INDEX, WHOLE), ("", PICKLED), (PICKLED_INDEX, PICKLED))
 # What torch.compile, DDP, FSDP, DeepSpeed and Lightning put between the names of modules.
 WRAPPERS = re.compile(
     r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_fpw_module|_checkpoint_wrapped_module"
@@ -74,8 +77,13 @@ OTHERWISE_SAVED = {
 OTHER_LAYOUT = re.compile(r"(consolidated|adapter_model)\b")
 # Saved by transformers of 2023, recomputed since: ignored.
 COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
+# Ends of the names of what is rotated, and so is in another order where other channels are paired.
+ROTATED = tuple(
+    f"self_attn.{side}_{what}"
+    for side in "qk"
+    for what in ("proj.weight", "proj.bias", "norm.weight")
+)
 TRAINED = "trained"  # a value of --weights, like AVERAGE
-REPLACE = "get the file again, or name another"
 HEADER_SIZE = 8  # bytes, with the size of the header that follows
 LARGEST_HEADER = 2**23  # bytes; of a file with 100 layers 100 KB
 DTYPES = {  # names in the header of a safetensors file
@@ -92,6 +100,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # What torch.load raises for arbitrary bytes.
 LOAD_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError)
 
+Entry = tuple[str, list[int], torch.dtype, Callable[[], Tensor]]  # of a file: a tensor, unread
+
 
 @dataclass(frozen=True)
 class TensorSource:
@@ -103,28 +113,30 @@ class TensorSource:
     read: Callable[[str], Tensor]
     file_names: Mapping[str, str] = field(default_factory=dict)  # tensor -> name in the file
 
-    def renamed(
-        self, names: Mapping[str, str], transform: Callable[[str, Tensor], Tensor] | None = None
-    ) -> TensorSource:
-        """The tensors in `names` (new -> old), each passed through `transform(new, tensor)`."""
-
-        def read(name: str) -> Tensor:
-            value = self.read(names[name])
-            return transform(name, value) if transform else value
-
+    def renamed(self, names: Mapping[str, str]) -> TensorSource:
+        """The tensors in `names` (new -> old)."""
         return replace(
             self,
             shapes={new: self.shapes[old] for new, old in names.items()},
             dtypes={new: self.dtypes[old] for new, old in names.items()},
-            read=read,
+            read=lambda name: self.read(names[name]),
             file_names={new: self.file_names.get(old, old) for new, old in names.items()},
         )
 
-    def parts(self, dtype: torch.dtype) -> list[Part]:
+    def paired(self, convert: Callable[[Tensor, int], Tensor], head_dim: int) -> TensorSource:
+        """The tensors, those that are rotated through `convert` of `model.rotary`."""
+
+        def read(name: str) -> Tensor:
+            value = self.read(name)
+            return convert(value, head_dim) if name.endswith(ROTATED) else value
+
+        return replace(self, read=read)
+
+    def parts(self, dtype: str) -> list[Part]:
         """The tensors for a safetensors file, sorted by name, floating-point ones as `dtype`."""
-        parts = []
+        parts, floats = [], getattr(torch, dtype)
         for name in sorted(self.shapes):
-            target = dtype if self.dtypes[name].is_floating_point else self.dtypes[name]
+            target = floats if self.dtypes[name].is_floating_point else self.dtypes[name]
             shape = self.shapes[name]
 
             def read(name: str = name, target: torch.dtype = target) -> Tensor:
@@ -233,15 +245,12 @@ def open_as_saved(path: Path) -> TensorSource:
     if not disk.exists(path):
         raise CheckpointError(no_such_file(path))
     if not disk.is_dir(path):
-        return open_safetensors([path]) if path.suffix == ".safetensors" else open_pickled([path])
-    if disk.exists(path / INDEX):
-        return open_safetensors(_read_index(path / INDEX, WHOLE), path)
-    if disk.exists(path / WHOLE):
-        return open_safetensors([path / WHOLE], path)
-    if disk.exists(path / PICKLED):  # beside the state of a Trainer
-        return open_pickled([path / PICKLED], path)
-    if disk.exists(path / PICKLED_INDEX):
-        return open_pickled(_read_index(path / PICKLED_INDEX, PICKLED), path)
+        return _open_files([path], path)
+    for index, whole in LAYOUTS:
+        if index and disk.exists(path / index):
+            return _open_files(_read_index(path / index, whole), path)
+        if whole and disk.exists(path / whole):
+            return _open_files([path / whole], path)
     pickled = sorted((*disk.matching(path, "*.pth"), *disk.matching(path, "*.pt")))
     files = [file for file in pickled if not STATE.search(file.name)]
     if len(files) != 1:
@@ -254,32 +263,39 @@ def open_as_saved(path: Path) -> TensorSource:
             f"{path}: has neither {WHOLE} nor {PICKLED}, nor an index of either, and {count}; name"
             " the file itself"
         )
-    return open_pickled(files)
+    return _open_files(files, files[0])
 
 
-def open_safetensors(files: list[Path], path: Path | None = None) -> TensorSource:
-    """The tensors of safetensors files; no name may occur twice."""
-    owners: dict[str, tuple[Path, safe_open]] = {}
+def _open_files(files: list[Path], path: Path) -> TensorSource:
+    """The tensors of files of safetensors or of torch.save; no name may occur twice."""
+    owners: dict[str, tuple[Path, Callable[[], Tensor]]] = {}
     shapes, dtypes = {}, {}
     for file in files:
-        with readable(file, REPLACE):
-            _require_header(file)
-            handle = safe_open(file, framework="pt")
-            for name in handle.keys():
-                part = handle.get_slice(name)
-                if name in owners:
-                    raise CheckpointError(f"holds {shown(name)}, as {owners[name][0].name} does")
-                if part.get_dtype() not in DTYPES:
-                    raise CheckpointError(f"holds {shown(name)} as {part.get_dtype()}")
-                owners[name] = file, handle
-                shapes[name], dtypes[name] = part.get_shape(), DTYPES[part.get_dtype()]
+        entries = _of_safetensors if file.suffix == ".safetensors" else _of_pickle
+        for name, shape, dtype, read in entries(file):
+            if name in owners:
+                other = owners[name][0].name
+                raise CheckpointError(f"{file}: holds {shown(name)}, as {other} does; {REPLACE}")
+            owners[name], shapes[name], dtypes[name] = (file, read), shape, dtype
 
-    def read(name: str) -> Tensor:
-        file, handle = owners[name]
+    def read_one(name: str) -> Tensor:
+        file, read = owners[name]
         with readable(file, REPLACE):
-            return handle.get_tensor(name)
+            return read()
 
-    return TensorSource(path or files[0], shapes, dtypes, read)
+    return TensorSource(path, shapes, dtypes, read_one)
+
+
+def _of_safetensors(file: Path) -> Iterator[Entry]:
+    with readable(file, REPLACE):
+        _require_header(file)
+        handle = safe_open(file, framework="pt")
+        for name in handle.keys():
+            part = handle.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                raise CheckpointError(f"holds {shown(name)} as {part.get_dtype()}")
+            read = partial(handle.get_tensor, name)
+            yield name, part.get_shape(), DTYPES[part.get_dtype()], read
 
 
 def _require_header(file: Path) -> None:
@@ -292,23 +308,6 @@ def _require_header(file: Path) -> None:
     if not 2 <= size <= LARGEST_HEADER:
         limits = f"fewer than 2 or more than {LARGEST_HEADER:,} bytes"
         raise CheckpointError(f"has a header of {limits}, unlike safetensors")
-
-
-def check_shapes(source: TensorSource, path: Path, expected: Mapping[str, list[int]]) -> None:
-    """Raise CheckpointError for the first tensor that is missing, extra or of another shape."""
-    cause = f"its {CONFIG} requires" if disk.is_dir(path) else "its other tensors require"
-    for name in sorted({*source.shapes, *expected}):
-        label = shown(source.file_names.get(name, name))
-        actual, required = source.shapes.get(name), expected.get(name)
-        if actual == required:
-            continue
-        if actual is None:
-            raise CheckpointError(f"{path}: has no {label}, which {cause}; {REPLACE}")
-        if required is None:
-            raise CheckpointError(f"{path}: has {label}, and {cause} no such tensor; {REPLACE}")
-        raise CheckpointError(
-            f"{path}: {label} is of shape {actual}, and {cause} {required}; {REPLACE}"
-        )
 
 
 class WeightIndex(CheckedJson):
@@ -331,136 +330,43 @@ def _read_index(index: Path, whole: str) -> list[Path]:
     return [index.with_name(name) for name in sorted(files)]
 
 
-def open_pickled(files: list[Path], path: Path | None = None) -> TensorSource:
-    """The tensors of torch.save files; no name may occur twice."""
-    owners: dict[str, tuple[Path, Tensor]] = {}
-    for file in files:
-        for name, value in _load_pickled(file).items():
-            if name in owners:
-                other = owners[name][0].name
-                raise CheckpointError(f"{file}: holds {shown(name)}, as {other} does; {REPLACE}")
-            owners[name] = file, value
-    return TensorSource(
-        path or files[0],
-        {name: list(value.shape) for name, (_, value) in owners.items()},
-        {name: value.dtype for name, (_, value) in owners.items()},
-        lambda name: owners[name][1],
-    )
-
-
-def _load_pickled(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of a file, memory-mapped and loaded with weights_only=True."""
-    if path.name.endswith(OF_DEEPSPEED) and (form := form_of_folder(path.parent)):
-        raise CheckpointError(f"{path}: {form}")
-    with readable(path, REPLACE):
-        require_regular(path)
-        kind = kind_of_file(path, TORCH)
+def _of_pickle(file: Path) -> Iterator[Entry]:
+    """The file is memory-mapped and loaded with weights_only=True."""
+    if file.name.endswith(OF_DEEPSPEED) and (form := form_of_folder(file.parent)):
+        raise CheckpointError(f"{file}: {form}")
+    with readable(file, REPLACE):
+        require_regular(file)
+        kind = kind_of_file(file, TORCH)
         if kind and kind.name != GGUF:
             raise CheckpointError(f"is {kind}, not {TORCH}")
     if kind:
-        raise CheckpointError(f"{path}: {IS_GGUF}")
-    with readable(path, REPLACE):
-        with open(path, "rb") as file:
-            is_zip = zipfile.is_zipfile(file)
-        if not is_zip:
-            raise CheckpointError("is no file that torch.save wrote since version 1.6")
+        raise CheckpointError(f"{file}: {IS_GGUF}")
+    with readable(file, REPLACE):
+        with open(file, "rb") as content:
+            if not zipfile.is_zipfile(content):
+                raise CheckpointError("is no file that torch.save wrote since version 1.6")
         try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except UnpicklingError as error:
             raise CheckpointError("holds more than tensors, and code is not run") from error
         except LOAD_ERRORS as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"is damaged ({shown(reason)})") from error
-        if type(tensors) is not dict and not isinstance(tensors, Mapping):
+            raise CheckpointError(f"is damaged ({shown(first_lines(error))})") from error
+        if not isinstance(tensors, Mapping):
             raise CheckpointError(f"holds {type(tensors).__name__}, not tensors by name")
     for name, value in tensors.items():
         if isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values()):
             raise CheckpointError(
-                f"{path}: has weights under {shown(name)}, beside what else training saved; save"
+                f"{file}: has weights under {shown(name)}, beside what else training saved; save"
                 f" these alone (torch.save(torch.load(FILE)[{shown(name)}], 'model.pth')), and name"
                 " that file"
             )
-    with readable(path, REPLACE):
+    with readable(file, REPLACE):
         for name, value in tensors.items():
-            _check_tensor(name, value)
-    return tensors
-
-
-def _check_tensor(name: object, value: object) -> None:
-    if type(name) is not str or not isinstance(value, Tensor):
-        raise CheckpointError(f"holds {shown(name)} of type {type(value).__name__}, no tensor")
-    if value.layout != torch.strided or value.dtype not in (*DTYPE_NAMES, torch.complex64):
-        raise CheckpointError(f"holds {shown(name)} as {value.dtype}, {value.layout}")
-    if value.untyped_storage().nbytes() < value.numel() * value.element_size():
-        raise CheckpointError(f"holds {shown(name)} of {list(value.shape)} in fewer bytes")
-
-
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
-LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
-MINIMIND2_LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)\.weight")
-# Tables in some of its files, which the configuration determines.
-MINIMIND2_TABLES = re.compile(r"pos_cis|layers\.\d{1,6}\.attention\.mask")
-
-# Our name -> those of MiniMind2 and GGUF; MiniMind2 has no norms of q and k.
-OUTER = {
-    EMBEDDING: ("tok_embeddings.weight", "token_embd.weight"),
-    "model.norm.weight": ("norm.weight", "output_norm.weight"),
-    HEAD: ("output.weight", "output.weight"),
-}
-INNER = {
-    "self_attn.q_proj": ("attention.wq", "attn_q"),
-    "self_attn.k_proj": ("attention.wk", "attn_k"),
-    "self_attn.v_proj": ("attention.wv", "attn_v"),
-    "self_attn.o_proj": ("attention.wo", "attn_output"),
-    "mlp.gate_proj": ("feed_forward.w1", "ffn_gate"),
-    "mlp.down_proj": ("feed_forward.w2", "ffn_down"),
-    "mlp.up_proj": ("feed_forward.w3", "ffn_up"),
-    "input_layernorm": ("attention_norm", "attn_norm"),
-    "post_attention_layernorm": ("ffn_norm", "ffn_norm"),
-    "self_attn.q_norm": ("", "attn_q_norm"),
-    "self_attn.k_norm": ("", "attn_k_norm"),
-}
-BIASED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # not in MiniMind2
-ROTARY = (
-    *(f"self_attn.{side}.weight" for side in ("q_proj", "k_proj", "q_norm", "k_norm")),
-    *(f"{module}.bias" for module in BIASED[:2]),
-)
-_OUR_INNER = {theirs[0]: ours for ours, theirs in INNER.items() if theirs[0]}
-_OUR_OUTER = {theirs[0]: ours for ours, theirs in OUTER.items()}
-
-
-def from_minimind2(name: str) -> str | None:
-    """Our name of a MiniMind2 tensor, or None."""
-    if match := MINIMIND2_LAYER.fullmatch(name):
-        inner = _OUR_INNER.get(match[2])
-        return f"model.layers.{match[1]}.{inner}.weight" if inner else None
-    return _OUR_OUTER.get(name)
-
-
-def to_minimind2(name: str) -> str | None:
-    """MiniMind2's name of one of our tensors, or None."""
-    return _translate(name, 0, "layers")
-
-
-def to_gguf(name: str) -> str | None:
-    """GGUF's name of one of our tensors, or None."""
-    return _translate(name, 1, "blk")
-
-
-def _translate(name: str, column: int, layers: str) -> str | None:
-    if match := LAYER.fullmatch(name):
-        inner = INNER.get(match[2], ("", ""))[column]
-        is_known = inner and (match[3] == "weight" or (column and match[2] in BIASED))
-        return f"{layers}.{match[1]}.{inner}.{match[3]}" if is_known else None
-    return OUTER[name][column] if name in OUTER else None
-
-
-def to_rotate_half(name: str, weight: Tensor, head_dim: int) -> Tensor:
-    """Our tensor in Hugging Face's layout: channel j of a head is paired with j + D/2."""
-    return interleaved_to_half(weight, head_dim) if name.endswith(ROTARY) else weight
-
-
-def to_interleaved(name: str, weight: Tensor, head_dim: int) -> Tensor:
-    """The inverse of `to_rotate_half`: adjacent channels are paired."""
-    return half_to_interleaved(weight, head_dim) if name.endswith(ROTARY) else weight
+            if type(name) is not str or not isinstance(value, Tensor):
+                kind = type(value).__name__
+                raise CheckpointError(f"holds {shown(name)} of type {kind}, no tensor")
+            if value.layout != torch.strided or value.dtype not in (*DTYPE_NAMES, torch.complex64):
+                raise CheckpointError(f"holds {shown(name)} as {value.dtype}, {value.layout}")
+            if value.untyped_storage().nbytes() < value.nbytes:
+                raise CheckpointError(f"holds {shown(name)} of {list(value.shape)} in fewer bytes")
+            yield name, [*value.shape], value.dtype, partial(Tensor.detach, value)

@@ -28,39 +28,23 @@ from minimind.checkpoint.validation import read_config
 from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.data.tokenizer.vocabulary import JSON_NAME, MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError, DataError, UsageError
-from minimind.interop.foreign_config import (
-    LLAMA,
-    MINIMIND2,
-    MINIMIND3,
-    ShapeFlags,
-    count_layers,
-    read_llama_config,
-    read_minimind2_config,
-    shape_from_tensors,
-    tensor_name,
-)
+from minimind.interop.foreign_config import ShapeFlags
+from minimind.interop.formats import FORMATS, ORIGINS
+from minimind.interop.job import CONFIG, EMBEDDING, HEAD, REPLACE
 from minimind.interop.tensor_sources import (
-    CONFIG,
-    EMBEDDING,
-    HEAD,
-    MINIMIND2_TABLES,
-    REPLACE,
     TRAINED,
     TensorSource,
-    check_shapes,
-    from_minimind2,
     open_as_saved,
     open_checkpoint,
     open_tensors,
     require_known_prefix,
     require_trained,
-    to_interleaved,
-    to_minimind2,
 )
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.rotary import half_to_interleaved
 from minimind.report.formats import skipped
 from minimind.runtime import disk
-from minimind.runtime.checked_json import ELSEWHERE, read_foreign_object, require_listed, shown
+from minimind.runtime.checked_json import read_foreign_object, require_listed, shown
 from minimind.runtime.file_kinds import ADAPTER_WEIGHTS, base_of_adapter
 from minimind.runtime.hub import local_model
 from minimind.runtime.installed import install_packages
@@ -68,56 +52,68 @@ from minimind.runtime.locks import ReadLock
 from minimind.runtime.terminal import first_lines
 
 
-def match_tensors(source: TensorSource, path: Path, config: PretrainedConfig) -> TensorSource:
+def match(
+    source: TensorSource, path: Path, config: PretrainedConfig, called: Callable[[str], str] = str
+) -> TensorSource:
     """The tensors of the model that `config` describes, a tied one once; else CheckpointError.
 
     As in transformers, names may lack the prefix of the base model (GPT-2 on the hub), and tensors
-    that earlier versions stored and the model now computes are ignored.
+    that earlier versions stored and the model now computes are ignored. `called`: what such a file
+    calls a tensor of the model. Nothing large is allocated.
     """
-    if config.num_hidden_layers > len(source.shapes):
+    cause = f"its {CONFIG} requires" if disk.is_dir(path) else "its other tensors require"
+    if config.num_hidden_layers > len(source.shapes):  # before a module is made for each
+        place = path / CONFIG if disk.is_dir(path) else path
         raise CheckpointError(
-            f"{path}: has fewer tensors than {CONFIG} has layers ({config.num_hidden_layers});"
-            f" {REPLACE}"
+            f"{place}: has num_hidden_layers = {config.num_hidden_layers}, and the weights are"
+            f" {len(source.shapes)} tensors; {REPLACE}"
         )
     with torch.device("meta"):
         model = model_of(config)
-    expected = {name: list(value.shape) for name, value in model.state_dict().items()}
+    expected, prefix = model.state_dict(), f"{model.base_model_prefix}."
     ignored = model._keys_to_ignore_on_load_unexpected or ()
-    prefix = f"{model.base_model_prefix}."
-    known = {*expected, *(name.removeprefix(prefix) for name in expected)}
-    require_known_prefix(source, path, known)
+    require_known_prefix(
+        source, path, {*expected, *(name.removeprefix(prefix) for name in expected)}
+    )
     names = {}
     for name in source.shapes:
-        full = f"{prefix}{name}"
-        if name in expected or full not in expected:
-            if name not in expected and any(re.search(pattern, name) for pattern in ignored):
-                continue
-            full = name
-        names[full] = name
+        full = name if name in expected else f"{prefix}{name}"
+        if full in expected or not any(re.search(pattern, name) for pattern in ignored):
+            names[full if full in expected else name] = name
+
+    def named(full: str) -> str:
+        name = names.get(full)
+        return shown(source.file_names.get(name, name) if name else called(full))
+
     for tied, first in model.all_tied_weights_keys.items():
         expected.pop(tied)
         if tied not in names:
             continue
-        if first in names and not torch.equal(source.read(names[tied]), source.read(names[first])):
+        if first in names and not _is_equal(source, names[tied], names[first]):
             raise CheckpointError(
-                f"{path}: {names[tied]} is not {names[first]}, though {CONFIG} ties them; correct"
+                f"{path}: {named(tied)} is not {named(first)}, though {CONFIG} ties them; correct"
                 " tie_word_embeddings there"
             )
         names.setdefault(first, names[tied])
         names.pop(tied)
     tensors = source.renamed(names)
-    check_shapes(tensors, path, expected)
-    for name in expected:
-        if not tensors.dtypes[name].is_floating_point:
-            raise CheckpointError(
-                f"{path}: {names[name]} has dtype {tensors.dtypes[name]}; {REPLACE}"
-            )
+    for name in sorted({*names, *expected}):
+        label, shape, wanted = named(name), tensors.shapes.get(name), expected.get(name)
+        if shape is None:
+            fault = f"has no {label}, which {cause}"
+        elif wanted is None:
+            fault = f"has {label}, and {cause} no such tensor"
+        elif shape != [*wanted.shape]:
+            fault = f"{label} is of shape {shape}, and {cause} {[*wanted.shape]}"
+        elif tensors.dtypes[name].is_floating_point != wanted.is_floating_point():
+            fault = f"{label} has dtype {tensors.dtypes[name]}, not {wanted.dtype}"
+        else:
+            continue
+        raise CheckpointError(f"{path}: {fault}; {REPLACE}")
     return tensors
 
 
 CHECKPOINT, OURS, TRANSFORMERS = "checkpoint", "minimind", "transformers"
-
-BASE = "model."  # prefix of names in the causal language model; a base model has none
 
 T = TypeVar("T")
 
@@ -203,28 +199,65 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def load_weights_from(
-    place: str | Path, flags: ShapeFlags | None = None, kind: str | None = None
+    place: str | Path, flags: ShapeFlags | None = None, origin: str | None = None
 ) -> Weights:
     """The model at `place`: a run or step directory, a directory with weights, a file of them, or
     one of the Hub.
 
-    `kind` (llama, minimind2 or minimind3) is the expected format, by default any; `flags` describe
+    `origin` (a value of `import --from`) is the expected format, by default any; `flags` describe
     a file without a configuration. Raise CheckpointError or UsageError.
     """
     path = local_model(place)
-    kind = LLAMA if kind == MINIMIND3 else kind  # MiniMind-3 has the names of Llama and Qwen3
     if is_checkpoint(path):
-        _check_kind(path, CHECKPOINT, kind)
+        _require_import(origin, f"{path}: is a run of ours")
         return load_checkpoint_weights(choose(str(path)))
     if base := base_of_adapter(path):
         return _merged(path, base)
-    source = with_base_prefix(open_tensors(path))
-    actual = _detect_kind(path, source, kind)
-    _check_kind(path, actual, kind)
-    if actual == OURS:
-        return _validate(OURS, path, read_config(path), source)
-    load = _load_minimind2 if actual == MINIMIND2 else _load_llama
-    return load(path, source, flags or ShapeFlags())
+    return _load(path, open_tensors(path), flags or ShapeFlags(), origin)
+
+
+def _require_import(origin: str | None, what: str) -> None:
+    if origin:
+        raise UsageError(
+            f"{what}, and no import is needed; name it as it is to `minimind export` or --init_from"
+        )
+
+
+def _load(
+    path: Path, source: TensorSource, flags: ShapeFlags, origin: str | None = None
+) -> Weights:
+    """The model of these tensors, in the format that their names and configuration show.
+
+    Where they show none it is the expected one: then the error is about its first tensor.
+    """
+    expected = ORIGINS[origin or "llama"]
+    shown_by = (form for form in FORMATS.values() if form.detect(path, source.shapes))
+    form = next(shown_by, expected)
+    if not form.origins:
+        _require_import(origin, f"{path}: is an export of ours")
+    elif origin and form is not expected:
+        raise UsageError(
+            f"{path}: has the tensors of {form.name}, not of {expected.name}; give --from"
+            f" {form.name}"
+        )
+    require_known_prefix(source, path, {one.from_ours(EMBEDDING) for one in ORIGINS.values()})
+    names = {}
+    for theirs in source.shapes:
+        ours = form.to_ours(theirs)
+        if ours is None:
+            raise CheckpointError(
+                f"{path}: {shown(theirs)} is no tensor of a dense model of the format"
+                f" {form.name}, and no other can be imported; name the file of one"
+            )
+        if ours:
+            names[ours] = theirs
+    tensors = source.renamed(names)
+    shape, note = form.read_config(path, tensors.shapes, flags)
+    if "tie_word_embeddings" not in shape:
+        shape["tie_word_embeddings"] = _is_tied(tensors)
+    if form.rotates_half(form.name):
+        tensors = tensors.paired(half_to_interleaved, shape["head_dim"])
+    return replace(_matched(form.name, path, shape, tensors, form.from_ours), note=note)
 
 
 def read_weights(place: str, use: Callable[[Weights], T], weights: str = TRAINED) -> T:
@@ -238,34 +271,32 @@ def read_weights(place: str, use: Callable[[Weights], T], weights: str = TRAINED
 
 def load_checkpoint_weights(chosen: Chosen, weights: str = TRAINED) -> Weights:
     """The model of a training checkpoint; skipped checkpoints are printed to stderr."""
-    path = chosen.path
     for bad in chosen.rejected:
         print(skipped(bad.path, bad.file, bad.reason), file=sys.stderr)
+    return replace(read_checkpoint_weights(chosen.path, weights), lock=chosen.lock)
+
+
+def read_checkpoint_weights(path: Path, weights: str = TRAINED) -> Weights:
+    """The model of a step directory, whose hashes have been verified."""
     manifest = read_manifest(path)
-    names = [name for name in TOKENIZER_FILES if disk.exists(path / name)] or [MODEL_NAME]
-    for name in names:
+    for name in [one for one in TOKENIZER_FILES if disk.exists(path / one)] or [MODEL_NAME]:
         require_listed(manifest, path / name)
-    found = read_checkpoint_weights(path, open_checkpoint(path, weights))
-    return replace(found, lock=chosen.lock, which=weights)
-
-
-def read_checkpoint_weights(path: Path, source: TensorSource) -> Weights:
-    """The model of a step directory with the tensors `source`."""
-    manifest = read_manifest(path)
+    source = open_checkpoint(path, weights)
     if config := foreign_config_of(path, manifest):
-        tensors = match_tensors(source, path, config)
-        return Weights(CHECKPOINT, path, config, tensors, find_tokenizer(path))
-    return _validate(CHECKPOINT, path, read_config(path, manifest), source)
+        found = Weights(CHECKPOINT, path, config, match(source, path, config), find_tokenizer(path))
+    else:
+        found = _matched(CHECKPOINT, path, read_config(path, manifest), source)
+    return replace(found, which=weights)
 
 
 def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
     """The weights of a model of transformers, from a run or as save_pretrained writes them."""
     path = local_model(place)
     if not is_checkpoint(path):
-        tensors = match_tensors(open_tensors(path), path, config)
+        tensors = match(open_tensors(path), path, config)
         return Weights(TRANSFORMERS, path, config, tensors)
     weights = load_checkpoint_weights(choose(str(path)))
-    tensors = match_tensors(weights.tensors, weights.path, config)
+    tensors = match(weights.tensors, weights.path, config)
     return replace(weights, config=config, tensors=tensors)
 
 
@@ -302,130 +333,39 @@ def _merged(path: Path, place: str) -> Weights:
     shapes = {name: list(value.shape) for name, value in merged.items()}
     dtypes = {name: value.dtype for name, value in merged.items()}
     source = TensorSource(path, shapes, dtypes, merged.__getitem__)
-    found = _load_llama(base, source, ShapeFlags())
+    found = _load(base, source, ShapeFlags())
     return replace(found, path=path, tokenizer=find_tokenizer(path) or find_tokenizer(base))
-
-
-def with_base_prefix(source: TensorSource) -> TensorSource:
-    """The tensors of a LlamaModel without its head under the names of LlamaForCausalLM."""
-    if EMBEDDING.removeprefix(BASE) not in source.shapes:
-        return source
-    return source.renamed({name if name == HEAD else BASE + name: name for name in source.shapes})
-
-
-def _detect_kind(path: Path, source: TensorSource, expected: str | None) -> str:
-    """The format, from tensor names and configuration."""
-    if any(map(from_minimind2, source.shapes)):
-        return MINIMIND2
-    if expected == MINIMIND2 and not count_layers(source.shapes):
-        return MINIMIND2  # no known names: the error is about the first tensor
-    if disk.is_dir(path):
-        return OURS if _is_ours(path / CONFIG) else LLAMA
-    config = path.with_name(CONFIG)
-    if path.suffix == ".safetensors" and disk.is_file(config) and _is_ours(config):
-        raise UsageError(f"{path}: is part of a model of ours; name its directory, {path.parent}")
-    return LLAMA
-
-
-def _is_ours(config: Path) -> bool:
-    """Whether rotary pairs are adjacent, which tensors and their names do not show."""
-    with readable(config, REPLACE):
-        values = read_foreign_object(config)
-    return values.get("model_type") == OURS and "use_flash_attn" in values
-
-
-def _check_kind(path: Path, actual: str, expected: str | None) -> None:
-    """Raise UsageError if the place holds another format than expected."""
-    if expected in (None, actual):
-        return
-    if actual in (CHECKPOINT, OURS):
-        label = "a run of ours" if actual == CHECKPOINT else "an export of ours"
-        raise UsageError(
-            f"{path}: is {label}, and no import is needed; name it as it is to `minimind export`"
-            " or --init_from"
-        )
-    raise UsageError(
-        f"{path}: has the tensors of {actual}, not of {expected}; give --from {actual}"
-    )
-
-
-def _load_minimind2(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
-    names = {}
-    for theirs in source.shapes:
-        ours = from_minimind2(theirs)
-        if ours:
-            names[ours] = theirs
-        elif not MINIMIND2_TABLES.fullmatch(theirs):
-            raise CheckpointError(
-                f"{path}: {shown(theirs)} is no tensor of a dense MiniMind2 model, and no other can"
-                " be imported; name the file of one"
-            )
-    tensors = source.renamed(names)
-    if disk.is_dir(path) and disk.exists(path / CONFIG):
-        shape = read_minimind2_config(path / CONFIG, tensors.shapes, flags)
-    else:
-        shape = shape_from_tensors(path, tensors.shapes, flags, MINIMIND2)
-    shape["tie_word_embeddings"] = _is_tied(tensors)
-    return _validate(MINIMIND2, path, shape, tensors)
-
-
-def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
-    note, shape = "", {}
-    if disk.is_dir(path):
-        shape, note = read_llama_config(path / CONFIG, source.shapes, flags)
-    require_known_prefix(source, path, (EMBEDDING, str(to_minimind2(EMBEDDING))))
-    if not shape:
-        shape = shape_from_tensors(path, source.shapes, flags)
-        shape["tie_word_embeddings"] = _is_tied(source)
-    tensors = source.renamed(
-        {name: name for name in source.shapes},
-        lambda name, value: to_interleaved(name, value, shape["head_dim"]),
-    )
-    return replace(_validate(LLAMA, path, shape, tensors), note=note)
 
 
 def _is_tied(source: TensorSource) -> bool:
     """Whether the head is missing, or has the values of the embedding."""
     if HEAD not in source.shapes or EMBEDDING not in source.shapes:
         return HEAD not in source.shapes
-    if source.shapes[HEAD] != source.shapes[EMBEDDING]:
-        return False
-    return torch.equal(source.read(HEAD), source.read(EMBEDDING))
+    return _is_equal(source, HEAD, EMBEDDING)
 
 
-def _validate(kind: str, path: Path, shape: dict[str, Any], source: TensorSource) -> Weights:
-    """The weights, if all tensors have the claimed shape; nothing large is allocated before."""
-    misfit = f"{path / CONFIG if disk.is_dir(path) else path}: does not fit the weights"
-    remedy = ELSEWHERE if kind == CHECKPOINT else REPLACE
-    layers = count_layers(source.shapes)
-    if shape["num_hidden_layers"] != layers:
-        difference = f"num_hidden_layers: {layers} -> {shape['num_hidden_layers']}"
-        raise CheckpointError(f"{misfit} ({difference}); {remedy}")
+def _is_equal(source: TensorSource, one: str, other: str) -> bool:
+    is_alike = source.shapes[one] == source.shapes[other]
+    return is_alike and torch.equal(source.read(one), source.read(other))
+
+
+def _matched(
+    kind: str,
+    path: Path,
+    shape: dict[str, Any],
+    source: TensorSource,
+    called: Callable[[str], str] = str,
+) -> Weights:
+    """The weights of a MiniMind decoder of that shape."""
     try:
         config = MiniMindConfig(**shape)
-        with torch.device("meta"):
-            expected = MiniMindForCausalLM(config).state_dict()
+        tensors = match(source, path, config, called)
     except (ValueError, RuntimeError) as error:  # RuntimeError: sizes beyond int64
-        raise CheckpointError(f"{misfit} ({first_lines(error)}); {remedy}") from error
-    if config.tie_word_embeddings:
-        expected.pop(HEAD)
-        if HEAD in source.shapes and not _is_tied(source):
-            raise CheckpointError(
-                f"{source.path}: {source.file_names.get(HEAD, HEAD)} is not the embedding, though"
-                " config.json ties them; correct tie_word_embeddings there"
-            )
-        source = source.renamed({name: name for name in source.shapes if name != HEAD})
-    file_names = {name: tensor_name(kind, name) for name in expected} | dict(source.file_names)
-    shapes = {name: list(value.shape) for name, value in expected.items()}
-    check_shapes(replace(source, file_names=file_names), path, shapes)
-    for name, value in expected.items():
-        dtype = source.dtypes[name]
-        if dtype.is_floating_point != value.is_floating_point():
-            label = source.file_names.get(name, name)
-            raise CheckpointError(
-                f"{path}: {label} has dtype {dtype}, not {value.dtype}; {REPLACE}"
-            )
-    return Weights(kind, path, config, source, find_tokenizer(path))
+        place = path / CONFIG if disk.is_dir(path) else path
+        raise CheckpointError(
+            f"{place}: does not fit the weights ({first_lines(error)}); {REPLACE}"
+        ) from error
+    return Weights(kind, path, config, tensors, find_tokenizer(path))
 
 
 def grow_vocabulary(weights: Weights, vocab_size: int) -> Weights:

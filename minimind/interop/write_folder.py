@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from minimind.checkpoint.tensor_files import Part, write_parts
 from minimind.errors import StorageError
@@ -49,23 +48,6 @@ def is_ours(folder: Path) -> bool:
         with open(path, "rb") as file:
             beginnings.append(file.read(1000))
     return bool(beginnings) and all(PRODUCER.encode() in start for start in beginnings)
-
-
-def configuration_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """config.json and generation_config.json, with the same special ids."""
-    from minimind.architecture.select import IDS  # imports all of transformers
-
-    ids = {name: config[name] for name in IDS if config.get(name) is not None}
-    contents = {
-        "config.json": {**config, "dtype": dtype, "torch_dtype": dtype},  # for transformers 4
-        "generation_config.json": {"_from_model_config": True, **ids},
-    }
-    return {name: small_json(content) for name, content in contents.items()}
-
-
-def small_json(values: Mapping[str, Any]) -> bytes:
-    """The content of a configuration file."""
-    return json.dumps(values, indent=2, sort_keys=True).encode() + b"\n"
 
 
 @contextmanager

@@ -336,7 +336,7 @@ def test_a_format_of_the_minimind_decoder_is_refused_with_the_one_that_fits(
     place, out = str(trained("gpt2") / "out"), tmp_path / "x"
     words = ["export", "--checkpoint", place, "--format", form, "--out", str(out)]
     assert main(words) == 2
-    assert "is gpt2 of transformers; give --format transformers" in capsys.readouterr().err
+    assert "is a gpt2 model; give --format transformers" in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -432,7 +432,7 @@ def test_weights_are_all_there_and_of_the_shape(tmp_path):
         ({"wte.weight": None}, "has no .transformer.wte.weight"),
         ({"extra.weight": torch.ones(2)}, "has .extra.weight"),
         ({"wpe.weight": torch.ones(2, 32)}, "wpe.weight. is of shape"),
-        ({"lm_head.weight": torch.ones(VOCABULARY, 32)}, "lm_head.weight is not wte.weight"),
+        ({"lm_head.weight": torch.ones(VOCABULARY, 32)}, "lm_head.weight. is not .wte.weight"),
     ):
         changed = {name: v for name, v in {**whole, **change}.items() if v is not None}
         save_file(changed, file)

@@ -20,7 +20,7 @@ from minimind.data.rows.batches import Batches
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.generate import Sampling, generate_texts
 from minimind.inference.load_model import load_checkpoint
-from minimind.interop.consolidate import consolidate
+from minimind.interop.export import consolidate
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.recovery.step_rows import read_run
 from tests.checkpoint.weights import load_weights

@@ -147,13 +147,13 @@ FORMS = {
     ),
     "SmolLM3, irregular": Form(
         *("smollm3", {**SMOLLM3, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 0]}),
-        refused="has no_rope_layers = [1, 0, 0], and MiniMind leaves out the",
+        refused="has no_rope_layers = [1, 0, 0], which MiniMind does not support",
     ),
     "SmolLM3, a short list": Form(
-        *("smollm3", SMOLLM3, {"no_rope_layers": [1]}), refused="has no_rope_layers = [1], and"
+        *("smollm3", SMOLLM3, {"no_rope_layers": [1]}), refused="has no_rope_layers = [1], which"
     ),
     "SmolLM3, a list of words": Form(
-        *("smollm3", SMOLLM3, {"no_rope_layers": "10"}), refused="has no_rope_layers = '10', and"
+        *("smollm3", SMOLLM3, {"no_rope_layers": "10"}), refused="has no_rope_layers = '10', which"
     ),
     "SmolLM3, no interval": Form(
         *("smollm3", SMOLLM3, {"no_rope_layers": None, "no_rope_layer_interval": "x"}),

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.interop.hf_folder import transformers_files
+from minimind.interop.job import Job
 from tests.conftest import sentences
 from tests.data.tokenizer.test_hf_tokenizer import END, byte_level
 
@@ -29,7 +30,8 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(folder: Path, model_type: str, tokenizer: Tokenizer) -> tuple[Path, str | None]:
     """The small files of a model of that type, and the note on them."""
-    files, note = transformers_files(AutoConfig.for_model(model_type), tokenizer, "bfloat16")
+    config = AutoConfig.for_model(model_type)
+    files, note = transformers_files(Job("", model_type, config, tokenizer, "bfloat16"))
     for name, content in files.items():
         (folder / name).write_bytes(content)
     return folder, note

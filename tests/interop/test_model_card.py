@@ -4,7 +4,6 @@ tokenizers of transformers truncate to."""
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,14 @@ from minimind.checkpoint.retention import record_validation
 from minimind.cli.main import main
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.vocabulary import dump_json, with_length
+from minimind.interop.formats import WRITTEN
 from minimind.interop.hf_folder import transformers_files
+from minimind.interop.job import Job
 from minimind.interop.model_card import shown_place
 from tests.faults import tiny
 
 pytest.importorskip("gguf")
-FORMATS = ("minimind", "llama", "gguf")
+FORMATS = [name for name in WRITTEN if name != "transformers"]
 CONFIG = """\
 # The flags of this run; --config reads them back. The comment is the source.
 max_steps: 9  # --max_steps
@@ -73,6 +74,13 @@ def card_of(run: Path, form: str, out: Path) -> str:
     return (out / "README.md").read_text()
 
 
+def given_flags(card: str) -> Any:
+    """What Markdown shows as code at the end."""
+    code = card.split("## Flags that were given\n\n")[1].split("\n\n<!-- ")[0]
+    assert all(line.startswith("    ") or not line for line in code.split("\n"))
+    return yaml.safe_load(code)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_run(tmp_path_factory.mktemp("card") / "run")
@@ -81,18 +89,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_card_tells_of_the_run_up_to_its_step(form, run, tmp_path):
     card = card_of(run, form, tmp_path / "out")
-    assert "\n# mine\n" in card
+    assert "\n<h1>mine</h1>\n" in card
     for words in (
-        "| text | `poems.jsonl`, `https://host/more.jsonl?***`; 12,345 tokens, 678 of them held",
-        "| trained on | 200 tokens in 2 steps of 4 rows of 32 tokens |",
-        "| loss | 6.5000 at step 2 |",
-        "| validation | loss 6.2500, perplexity 12.5000, bits per byte 3.1250 at step 2, on held",
-        "| optimizer | learning_rate 0.01 |",
-        "| schedule | min_lr_ratio 1e-05 |",
-        "| precision of these files | float32 |",
-        "| layers | 2 |",
-        "| pieces of the vocabulary | 512 |",
-        "| positions | 32 |",
+        "<td>poems.jsonl, https://host/more.jsonl?***; 12,345 tokens, 678 of them held out</td>",
+        "<td>trained on</td><td>200 tokens in 2 steps of 4 rows of 32 tokens</td>",
+        "<td>loss</td><td>6.5000 at step 2</td>",
+        "<td>loss 6.2500, perplexity 12.5000, bits per byte 3.1250 at step 2, on held-out",
+        "<td>optimizer</td><td>learning_rate 0.01</td>",
+        "<td>schedule</td><td>min_lr_ratio 1e-05</td>",
+        "<td>precision of these files</td><td>float32</td>",
+        "<td>layers</td><td>2</td>",
+        "<td>pieces of the vocabulary</td><td>512</td>",
+        "<td>positions</td><td>32</td>",
         "Input and output have 32 tokens at most.",
     ):
         assert words in card, words
@@ -114,7 +122,7 @@ def test_the_hub_reads_the_header_which_names_no_licence(form, run, tmp_path):
 
 def test_flags_are_those_that_were_given_and_name_no_folder_of_the_host(run, tmp_path):
     card = card_of(run, "llama", tmp_path / "out")
-    assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0]) == {
+    assert given_flags(card) == {
         "max_steps": 9,
         "data_path": ["poems.jsonl", "https://host/more.jsonl?***"],
         "init_from": "https://***@host/base",
@@ -180,9 +188,13 @@ def test_the_average_has_its_own_validation_and_no_training_loss(tmp_path, monke
     monkeypatch.setattr(weights, "open_checkpoint", lambda path, which: opened(path))
     assert export(run, "llama", tmp_path / "out", "--weights", "ema") == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| weights | a moving average of those that were trained (--ema 0.9) |" in card
-    assert "| validation | loss 16.2500, perplexity 22.5000, bits per byte 13.1250 at" in card
-    assert "| loss |" not in card
+    assert (
+        "<td>weights</td><td>a moving average of those that were trained (--ema 0.9)</td>" in card
+    )
+    assert (
+        "<td>validation</td><td>loss 16.2500, perplexity 22.5000, bits per byte 13.1250 at" in card
+    )
+    assert "<td>loss</td>" not in card
 
 
 @pytest.mark.parametrize("gone", ["metrics.jsonl", "config.yaml", "both", "its run", "torn"])
@@ -200,8 +212,8 @@ def test_what_is_missing_is_left_out(gone, tmp_path):
         (run / "config.yaml").write_text("a: [b\n")
         (run / "metrics.jsonl").write_text('{"event": "step", "step": "x", "loss"')
     card = card_of(place, "llama", tmp_path / "out")
-    assert "| trained on | 200 tokens in 2 steps" in card
-    assert ("| loss |" in card) == (gone == "config.yaml")
+    assert "<td>trained on</td><td>200 tokens in 2 steps" in card
+    assert ("<td>loss</td>" in card) == (gone == "config.yaml")
     assert ("## Flags" in card) == (gone == "metrics.jsonl")
     assert "nan" not in card
 
@@ -210,22 +222,21 @@ def test_a_checkpoint_without_metrics_has_the_validation_beside_it(tmp_path):
     run = new_run(tmp_path / "run")
     (run / "metrics.jsonl").unlink()
     record_validation(tiny.newest(run), 4.25)
-    assert "| validation | loss 4.2500, on held-out" in card_of(run, "llama", tmp_path / "out")
+    card = card_of(run, "llama", tmp_path / "out")
+    assert "<td>validation</td><td>loss 4.2500, on held-out" in card
     record_validation(tiny.newest(run), -0.25, "average")  # a score is no loss
-    assert "| validation |" not in card_of(run, "llama", tmp_path / "scored")
+    assert "<td>validation</td>" not in card_of(run, "llama", tmp_path / "scored")
 
 
 def test_odd_names_and_numbers_are_text_in_the_card(tmp_path):
-    name = "a|b`c``d <img src=x>\n# e"
+    name = "a|b`c``d <img src=x>\n# e\n\n<script>"
     config = f"data_path: [{json.dumps(name)}]  # --data_path\nema: '```'  # --ema\n"
     odd = {**BALANCE, "text": "many", "sources": [{"name": "<b>|x", "epoch": None}, 3]}
     run = new_run(tmp_path / "run", config, (START, odd, step(2, 6.5)))
     card = card_of(run, "llama", tmp_path / "out")
-    assert r"| text | ``` a\|b`c``d <img src=x> # e ```, \<b>\|x: nan tokens" in card
-    assert yaml.safe_load(re.split("\n````(?:yaml)?\n", card)[1]) == {
-        "data_path": [name],
-        "ema": "```",
-    }
+    shown = "a|b`c``d &lt;img src=x&gt; # e &lt;script&gt;, &lt;b&gt;|x: nan tokens in an epoch"
+    assert f"<td>text</td><td>{shown}; nan tokens, 678 of them held out</td>" in card
+    assert given_flags(card) == {"data_path": [name], "ema": "```"}
 
 
 def test_an_import_names_its_source(run, tmp_path, capsys):
@@ -233,7 +244,7 @@ def test_an_import_names_its_source(run, tmp_path, capsys):
     words = ["import", "--from", "llama", tmp_path / "llama", "--out", tmp_path / "out"]
     assert main(list(map(str, words))) == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| converted from | `llama` (llama), of which nothing more is known |" in card
+    assert "<td>llama (llama), of which nothing more is known</td>" in card
 
 
 def add_template(step: Path) -> None:
@@ -271,7 +282,7 @@ def test_force_replaces_a_card_as_it_was_written_and_no_other(run, tmp_path, cap
     for edited in (
         written.replace("# license:", "license: mit #"),
         f"{written}\nMore.\n",
-        written.replace("\n# mine", "\n# Mine"),
+        written.replace("<h1>mine", "<h1>Mine"),
         "",
         "# By hand\n",
     ):
@@ -317,5 +328,5 @@ def test_a_shorter_length_of_the_model_stays(given, positions, length):
 def test_models_of_transformers_with_another_name_for_positions(run, tmp_path):
     tokenizer = load_tokenizer(tiny.newest(run) / "tokenizer.model")
     config = GPT2Config(n_positions=48, vocab_size=512, n_layer=1, n_head=1, n_embd=8)
-    files, _ = transformers_files(config, tokenizer, "float32")
+    files, _ = transformers_files(Job("", "gpt2", config, tokenizer, "float32"))
     assert json.loads(files["tokenizer_config.json"])["model_max_length"] == 48

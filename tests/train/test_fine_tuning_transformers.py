@@ -147,7 +147,7 @@ def test_a_sliding_window_is_not_ours(tmp_path: Path):
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps({**config, "sliding_window": 8}))
     data = {"data_path": str(talk(tmp_path))}
-    with pytest.raises(CheckpointError, match="sliding_window = 8, and MiniMind attends to all"):
+    with pytest.raises(CheckpointError, match="sliding_window = 8, which MiniMind does not"):
         train({**RUN, "init_from": str(place), **data}, out_dir=str(tmp_path / "out"))
 
 

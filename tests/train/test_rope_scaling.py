@@ -17,7 +17,7 @@ from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.errors import UsageError
 from minimind.inference.load_model import load_checkpoint
-from minimind.interop.tensor_sources import to_minimind2
+from minimind.interop.formats import FORMATS
 from tests.conftest import sentences
 from tests.faults import tiny
 from tests.train.starts import read_initial, start_of, unbroken_text
@@ -139,7 +139,9 @@ def test_weights_that_do_not_record_their_length_need_it_as_a_flag(is_directory,
     assert main([*export, "--out", str(tmp_path / "llama")]) == 0
     place = tmp_path / "llama" / "model.safetensors"
     if is_directory:
-        tensors = {to_minimind2(name): value for name, value in load_file(place).items()}
+        tensors = {
+            FORMATS["minimind2"].from_ours(name): value for name, value in load_file(place).items()
+        }
         place = tmp_path / "minimind2"
         place.mkdir()
         torch.save(tensors, place / "pytorch_model.bin")
