@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from minimind.errors import DataError
+from minimind.runtime import disk
 from minimind.runtime.drafts import draft_of
-from minimind.runtime.filesystem import PARTIAL, WEB, Truncated, print_retry, retrying, scheme_of
+from minimind.runtime.durable_files import sha256_of
+from minimind.runtime.filesystem import WEB, Truncated, retrying, scheme_of
 from minimind.runtime.urls import masked
 
 BLOCK_BYTES = 2**23
@@ -46,11 +49,7 @@ class Cancelled(Exception):
 
 
 def download(
-    filesystem: Any,
-    remote: RemoteObject,
-    target: Path,
-    report: Callable[[str], object] = print_retry,
-    stopped: threading.Event | None = None,
+    filesystem: Any, remote: RemoteObject, target: Path, stopped: threading.Event | None = None
 ) -> str:
     """Write the object to `target`, which is replaced when all of it is verified.
 
@@ -58,23 +57,16 @@ def download(
     matches its checksum, and Cancelled once `stopped` is set.
     """
     draft = draft_of(target.with_name(f".{target.name}"), str(threading.get_ident()))
-    stopped = stopped or threading.Event()
     before = fault = ""
     try:
         for _ in range(MOST_DOWNLOADS):
-            if scheme_of(remote.url) is WEB:  # tried again from its beginning
-                sha256, md5, size = retrying(
-                    remote.url,
-                    lambda: _write(_body(filesystem, remote), draft, stopped),
-                    report=report,
-                )
-            else:
-                sha256, md5, size = _write(_blocks(filesystem, remote, report), draft, stopped)
-            fault = _fault(filesystem, remote, sha256, md5, size, before)
+            _fetch(filesystem, remote, draft, stopped or threading.Event())
+            sha256 = sha256_of(draft)
+            fault = _fault(filesystem, remote, draft, sha256, before)
             if not fault:
                 os.replace(draft, target)
                 return sha256
-            report(f"{masked(remote.url)}: {fault}; fetching it again")
+            print(f"{masked(remote.url)}: {fault}; fetching it again", file=sys.stderr)
             before = sha256
     finally:
         draft.unlink(missing_ok=True)
@@ -83,66 +75,52 @@ def download(
     )
 
 
-def _write(blocks: Iterator[bytes], draft: Path, stopped: threading.Event) -> tuple[str, str, int]:
-    """Write all bytes durably; return sha256, MD5 and size."""
-    sha256, md5, size = hashlib.sha256(), hashlib.md5(usedforsecurity=False), 0
-    with open(draft, "wb") as file:
-        for content in blocks:
-            if stopped.is_set():
-                raise Cancelled
-            file.write(content)
-            sha256.update(content)
-            md5.update(content)
-            size += len(content)
-        file.flush()
+def _fetch(filesystem: Any, remote: RemoteObject, draft: Path, stopped: threading.Event) -> None:
+    """Write all bytes of the object to `draft`, durably.
+
+    Over https they are one answer, since not all web servers know ranges or sizes; elsewhere each
+    block is tried again by itself. get_file of s3fs gives up a file of which one part is cut, and
+    holds ten parts of 50 MiB in memory.
+    """
+
+    def require_bytes(arrived: int, expected: int | None) -> None:
+        if expected is not None and arrived < expected:
+            raise Truncated(f"{arrived:,} of {expected:,} bytes arrived")
+
+    def whole() -> None:
+        # A compressed body has another size.
+        headers = {"Accept-Encoding": "identity"}
+        filesystem.get_file(remote.path, str(draft), headers=headers)
+        require_bytes(disk.stat(draft).st_size, remote.size)
+
+    def block(start: int, stop: int | None) -> bytes:
+        if stopped.is_set():
+            raise Cancelled
+        content = filesystem.cat_file(remote.path, start=start or None, end=stop)
+        require_bytes(len(content), stop and stop - start)
+        return content
+
+    if scheme_of(remote.url) is WEB:
+        retrying(remote.url, whole)
+    else:
+        with open(draft, "wb") as file:
+            for start in range(0, 1 if remote.size is None else remote.size, BLOCK_BYTES):
+                stop = remote.size and min(start + BLOCK_BYTES, remote.size)
+                file.write(retrying(remote.url, partial(block, start, stop)))
+    with open(draft, "rb") as file:
         os.fsync(file.fileno())
-    return sha256.hexdigest(), md5.hexdigest(), size
 
 
-def _blocks(
-    filesystem: Any, remote: RemoteObject, report: Callable[[str], object]
-) -> Iterator[bytes]:
-    """Yield the content of an object of storage, each block tried again by itself."""
-    if remote.size is None:
-        yield retrying(remote.url, lambda: filesystem.cat_file(remote.path), report=report)
-        return
-    for start in range(0, remote.size, BLOCK_BYTES):
-        stop = min(start + BLOCK_BYTES, remote.size)
-
-        def block(start: int = start, stop: int = stop) -> bytes:
-            content = filesystem.cat_file(remote.path, start=start, end=stop)
-            if len(content) != stop - start:
-                raise Truncated(f"{len(content):,} of {stop - start:,} bytes arrived")
-            return content
-
-        yield retrying(remote.url, block, report=report)
-
-
-def _body(filesystem: Any, remote: RemoteObject) -> Iterator[bytes]:
-    """Yield the content of an https object: not all web servers know ranges or sizes."""
-    # A compressed body has another size. A size of 1 keeps the library from asking for it again.
-    headers, arrived = {"Accept-Encoding": "identity"}, 0
-    with closing(filesystem.open(remote.path, block_size=0, size=1, headers=headers)) as body:
-        if body.r.status == PARTIAL:
-            raise Truncated("a part arrived that nobody asked for")
-        while content := body.read(BLOCK_BYTES):
-            arrived += len(content)
-            yield content
-            if remote.size is not None and arrived > remote.size:
-                return  # it may have no end
-    if remote.size is not None and arrived < remote.size:
-        raise Truncated(f"{arrived:,} of {remote.size:,} bytes arrived")
-
-
-def _fault(
-    filesystem: Any, remote: RemoteObject, sha256: str, md5: str, size: int, before: str
-) -> str:
+def _fault(filesystem: Any, remote: RemoteObject, draft: Path, sha256: str, before: str) -> str:
     """Why what arrived is not the object; empty if it is. DataError if that was replaced."""
     if remote.sha256 is not None:
         return "" if sha256 == remote.sha256 else "does not match its sha256"
+    size = disk.stat(draft).st_size
     is_whole = remote.size in (None, size)
-    if is_whole and md5 == remote.etag:
-        return ""
+    if is_whole and remote.is_md5:
+        with open(draft, "rb") as file:
+            if hashlib.file_digest(file, "md5").hexdigest() == remote.etag:
+                return ""
     if remote.etag:
         now = retrying(remote.url, lambda: filesystem.info(remote.path))
         if etag_of(now) != remote.etag:

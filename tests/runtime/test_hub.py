@@ -17,7 +17,6 @@ from minimind.data.text.inputs import find_files, require_once, val_paths, witho
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime import filesystem
 from minimind.runtime import hub as on_the_hub
-from minimind.runtime.filesystem import Retry
 from minimind.runtime.hub import DATASET, MODEL, Repository, local_model, newest, repository
 from minimind.runtime.object_cache import open_cache
 from minimind.runtime.urls import is_url, named
@@ -66,8 +65,7 @@ BESIDE |= {"chat_template.jinja", "model.safetensors.index.json"}
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = (Retry(first_wait=0.0), filesystem.print_retry, DataError)
-    monkeypatch.setattr(filesystem.retrying, "__defaults__", defaults)
+    monkeypatch.setattr(filesystem, "WAITS", (0.0,) * 5)
 
 
 @pytest.fixture
