@@ -87,8 +87,12 @@ def test_what_another_command_uses_stays(three: list[str], tmp_path: Path):
 USING = """
 import os, signal, sys
 from pathlib import Path
+from minimind.runtime.drafts import draft_of
 from minimind.runtime.object_cache import CacheUse
-CacheUse(Path(sys.argv[1])).claim({Path(sys.argv[1], "s3/bucket/a.jsonl"): 1024}, "text")
+path = Path(sys.argv[1], "s3/bucket/a.jsonl")
+CacheUse(Path(sys.argv[1])).claim({path: 1024}, "text")
+path.parent.mkdir(parents=True)
+draft_of(path.with_name(".a.jsonl"), "34").write_bytes(b"half")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -97,8 +101,7 @@ def test_a_killed_command_uses_nothing_and_leaves_no_drafts(three: list[str], tm
     folder = tmp_path / "by-url"
     subprocess.run([sys.executable, "-c", USING, str(folder)], timeout=60)
     assert len([*folder.glob(".use-*")]) == 1
-    (folder / "s3/bucket").mkdir(parents=True)
-    draft_of(folder / "s3/bucket/.a.jsonl", "34").write_bytes(b"half")
+    assert len([*folder.glob("s3/bucket/.*.tmp-*")]) == 1
     first = fetched(three[0], tmp_path)
     assert not [*folder.glob(".use-*")]
     assert not [*first.parent.glob(".*.tmp-*")]
