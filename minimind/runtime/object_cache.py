@@ -108,6 +108,8 @@ class CacheUse:
         together with others. Drafts of processes that were killed are deleted.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(self._folder, os.W_OK):
+            return  # a cache for reading
         try:
             lock = open(self._folder / ".lock", "w")
         except OSError as error:
