@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from traceback import walk_tb
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
@@ -62,9 +61,14 @@ LIBRARY_OF = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "fi
 PASSING = {"ConnectionError", "HTTPClientError", "IncompleteReadError", "FlexibleChecksumError"}
 PASSING |= {"ResponseParserError", "ClientConnectionError", "ClientPayloadError", "TransportError"}
 PASSING |= {"Timeout", "ChunkedEncodingError"}
+PERMANENT = {"ClientConnectorCertificateError", "UnsupportedProtocol"}  # among them
 # Names of errors of botocore and google.auth about the credentials of a user.
 CREDENTIALS = re.compile(r"Credential|Profile|Token|SSO|Config(Parse|NotFound)|InvalidConfig")
-ENDPOINTS = ("FSSPEC_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+# Variables that name a server, the first of them first.
+SERVERS = {
+    AWS: ("FSSPEC_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    HUB: ("HF_ENDPOINT",),
+}
 PARTIAL = 206  # HTTP status of an answer to a Range
 PASSING_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 LIBRARIES = ("fsspec", "s3fs", "gcsfs", "huggingface_hub")
@@ -96,8 +100,6 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             f"{masked(url)}: is recorded without its query, which may have a signature; give the"
             " whole URL"
         )
-    for name, value in _servers(url).items():
-        require_server(name, value, is_proxy=name not in ENDPOINTS, is_web=scheme is WEB)
     try:
         import fsspec
 
@@ -130,41 +132,19 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     return filesystem, path
 
 
-def _servers(url: str) -> dict[str, str]:
-    """Variables of the environment that name the server of a URL, or a proxy to it."""
-    names, server = [], url if scheme_of(url) is WEB else "https://"
-    if scheme_of(url) is LOCAL:
-        return {}
-    if scheme_of(url) is AWS:
-        names = [name for name in ENDPOINTS if os.environ.get(name)][:1]
-        server = os.environ[names[0]] if names else server
+def _servers(url: str) -> str:
+    """` and NAME=VALUE` of each variable that names the server of a URL, or a proxy to it."""
+    scheme = scheme_of(url)
+    if scheme is LOCAL:
+        return ""
+    names = [name for name in SERVERS.get(scheme, ()) if os.environ.get(name)][:1]
+    server = url if scheme is WEB else os.environ[names[0]] if names else "https://"
     protocol = server.partition(":")[0].lower()
     proxies = (f"{protocol}_proxy", f"{protocol.upper()}_PROXY")
     if not proxy_bypass(server.partition("://")[2].partition("/")[0]):
         names += [name for name in proxies if os.environ.get(name)][:1]
-    return {name: os.environ[name] for name in names}
-
-
-def require_server(name: str, value: str, is_proxy: bool = False, is_web: bool = False) -> None:
-    """Raise UsageError unless the value is the URL of a server; proxies may have credentials."""
-    has_scheme = "://" in value
-    full = value if has_scheme else f"http://{value}"
-    try:
-        parts = urlsplit(full)
-        is_server = bool(parts.hostname) and re.search(r"\s", full) is None
-        # Without a scheme, botocore takes http; aiohttp does not.
-        is_server &= has_scheme or (is_proxy and not is_web and parts.port is not None)
-        is_server &= parts.port is None or parts.port > 0
-        is_server &= parts.scheme in ("http", "https") and not (parts.query or parts.fragment)
-        is_server &= is_proxy or not has_credentials(full)
-    except ValueError:  # a port or a bracket
-        is_server = False
-    if not is_server:
-        shown = masked(full) if has_scheme else masked(full).removeprefix("http://")
-        raise UsageError(
-            f"{name} = {shown} in the environment is no http:// or https:// URL of a"
-            f" {'proxy' if is_proxy else 'server, without credentials'}; correct it, or unset it"
-        )
+    shown = (f" and {name}={masked(os.environ[name])}" for name in names)
+    return shorten_line("".join(shown), REASON)
 
 
 async def _require_whole(answer: Any) -> None:
@@ -209,7 +189,7 @@ def retrying(url: str, work: Callable[[], T], permanent: type[RunError] = DataEr
             if longest is None:
                 raise NoAnswer(
                     f"{masked(url)}: does not answer ({reason}), tried {attempts} times; check the"
-                    f" network{_named_servers(url)}, and run the same command again"
+                    f" network{_servers(url)}, and run the same command again"
                 ) from error
         wait = longest * random.SystemRandom().uniform(0.5, 1)  # not a generator of the run
         again = f"trying again in {wait:.1f} s ({attempt + 1} of {attempts})"
@@ -235,7 +215,7 @@ def is_passing(error: BaseException) -> bool:
     names = {base.__name__ for base in type(error).__mro__}
     if isinstance(error, FileNotFoundError | PermissionError):
         return False
-    if "ClientConnectorCertificateError" in names:
+    if names & PERMANENT:
         return False
     # Before the status, which aiohttp gives the cause of a body that is cut.
     if isinstance(error, Truncated | ConnectionError | TimeoutError | EOFError) or names & PASSING:
@@ -277,8 +257,8 @@ def refusal(error: BaseException, url: str) -> str:
     is_refused |= scheme is AWS and (status == 400 or getattr(error, "errno", 0) == errno.EINVAL)
     if is_refused or is_of_user or CREDENTIALS.search(type(error).__name__):
         return f"access is refused ({reason}); {scheme.credentials}"
-    is_region = "Region" in type(error).__name__
-    return f"cannot be used ({reason}); correct {'AWS_DEFAULT_REGION' if is_region else 'the URL'}"
+    place = "AWS_DEFAULT_REGION" if "Region" in type(error).__name__ else "the URL"
+    return f"cannot be used ({reason}); correct {place}{_servers(url)}"
 
 
 def reason_of(error: BaseException, url: str) -> str:
@@ -289,7 +269,3 @@ def reason_of(error: BaseException, url: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     text = (lines or [type(error).__name__])[0].rstrip(".")
     return shorten_line(text, REASON)
-
-
-def _named_servers(url: str) -> str:
-    return "".join(f" and {name}={masked(value)}" for name, value in _servers(url).items())

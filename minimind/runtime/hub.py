@@ -26,7 +26,7 @@ from minimind.runtime import disk
 from minimind.runtime.durable_files import free_bytes, mebibytes, sha256_of, storing
 from minimind.runtime.environment import rank_of
 from minimind.runtime.file_kinds import STATE
-from minimind.runtime.filesystem import HUB, NoAnswer, is_passing, require_server, retrying
+from minimind.runtime.filesystem import HUB, NoAnswer, is_passing, retrying
 from minimind.runtime.object_cache import in_parallel
 from minimind.runtime.urls import HUB_PREFIX, ON_THE_HUB, masked, masked_text, without_query
 
@@ -300,7 +300,6 @@ def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -
                 raise missing(f"{wanted}: {reason}") from error
             raise error  # noqa: B904 (a cause has its own)
 
-    require_server("HF_ENDPOINT", ENDPOINT)
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # its warnings have signed URLs; what fails is raised

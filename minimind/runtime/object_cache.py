@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -263,10 +264,10 @@ class ObjectCache:
         self, filesystem: Any, objects: Sequence[RemoteObject], what: str, version: str = ""
     ) -> list[Path]:
         """Return the verified local files of objects; missing and changed ones are fetched."""
-        targets = [self.path(remote.url, version) for remote in objects]
-        pairs = list(zip(objects, targets, strict=True))
-        with storing(f"{self.folder}: cannot be written", REMEDY):
-            self.use.claim({path: remote.size or 0 for remote, path in pairs}, masked(what))
+        from tqdm import tqdm
+
+        targets = self._claim(objects, what, version)
+        pairs = zip(objects, targets, strict=True)
         missing = [pair for pair in pairs if not is_verified(*pair)]
         needed = sum(remote.size or 0 for remote, _ in missing)
         if missing and needed > (free := free_bytes(self.folder)):
@@ -274,8 +275,11 @@ class ObjectCache:
                 f"{self.folder}: {needed:,} bytes ({mebibytes(needed)}) of {masked(what)} do not"
                 f" fit in the {free:,} that are free; free some space, or {REMEDY}"
             )
+        results = in_parallel(partial(_fetch, filesystem), missing, PARALLEL)
+        bar = {"desc": "fetching", "unit": " objects", "leave": False, "total": len(missing)}
         with storing(f"{self.folder}: cannot be written", REMEDY):
-            fetched = [size for size in _in_parallel(filesystem, missing) if size is not None]
+            shown = tqdm(results, disable=not (missing and sys.stderr.isatty()), **bar)
+            fetched = [size for size in shown if size is not None]
         for target in targets:
             with suppress(OSError):  # the cache may not be writable
                 os.utime(record_path(target))
@@ -289,23 +293,27 @@ class ObjectCache:
         self, objects: Sequence[RemoteObject], what: str, version: str = ""
     ) -> list[Path] | None:
         """The local files of objects without a look at the storage; None unless all are there."""
-        targets = [self.path(remote.url, version) for remote in objects]
-        sizes = [remote.size or 0 for remote in objects]
-        with storing(f"{self.folder}: cannot be written", REMEDY):
-            self.use.claim(dict(zip(targets, sizes, strict=True)), masked(what))
+        targets = self._claim(objects, what, version)
         return targets if all(map(is_verified, objects, targets)) else None
 
     def put(self, remote: RemoteObject, content: bytes, version: str) -> Path:
         """Write an object whose content is known; return its file."""
-        target = self.path(remote.url, version)
+        (target,) = self._claim([remote], remote.url, version)
         with storing(f"{self.folder}: cannot be written", REMEDY):
-            self.use.claim({target: len(content)}, masked(remote.url))
             if not is_verified(remote, target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with _locked(target):
                     write_whole(target, content)
                     _record(remote, target, hashlib.sha256(content).hexdigest())
         return target
+
+    def _claim(self, objects: Sequence[RemoteObject], what: str, version: str) -> list[Path]:
+        """The local paths of objects, which are kept from now on."""
+        targets = [self.path(remote.url, version) for remote in objects]
+        sizes = (remote.size or 0 for remote in objects)
+        with storing(f"{self.folder}: cannot be written", REMEDY):
+            self.use.claim(dict(zip(targets, sizes, strict=True)), masked(what))
+        return targets
 
 
 @contextmanager
@@ -319,24 +327,11 @@ def open_cache(cache_dir: str | Path, max_gib: float | None = None) -> Iterator[
         yield ObjectCache(folder, use)
 
 
-def _in_parallel(
-    filesystem: Any, pairs: Sequence[tuple[RemoteObject, Path]]
-) -> Iterator[int | None]:
-    from tqdm import tqdm
-
-    def fetch(pair: tuple[RemoteObject, Path], stopped: threading.Event) -> int | None:
-        return _fetch(filesystem, *pair, stopped)
-
-    results = in_parallel(fetch, pairs, PARALLEL)
-    bar = {"desc": "fetching", "unit": " objects", "leave": False}
-    silent = not (pairs and sys.stderr.isatty())
-    return iter(tqdm(results, total=len(pairs), disable=silent, **bar))
-
-
 def _fetch(
-    filesystem: Any, remote: RemoteObject, target: Path, stopped: threading.Event
+    filesystem: Any, pair: tuple[RemoteObject, Path], stopped: threading.Event
 ) -> int | None:
-    """Make `target` the object, in one process at a time; return the bytes of a download."""
+    """Make the file the object, in one process at a time; return the bytes of a download."""
+    remote, target = pair
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target):
         if is_verified(remote, target):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minimind.errors import DataError, StorageError, UsageError
+from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import filesystem
 from minimind.runtime.filesystem import WAITS, Truncated, is_passing, open_filesystem, retrying
 from minimind.runtime.urls import SCHEMES, is_url, masked
@@ -171,31 +171,24 @@ def test_without_credentials_the_error_names_where_they_are_read(
         read(url)
 
 
-SERVERS = ["nonsense", "http://", "http://:80", "http://h:99999", "http://h:x", "ftp://h", "//h"]
-SERVERS += ["http:/h", "http://[::1", "http://h h", "http://h/a?b", "localhost:9000", "http://h\n"]
-SERVERS += ["http://user:secret@h", "https://", "http://h#a", "http://h:0"]
-
-
-@pytest.mark.sample(12)
-@pytest.mark.parametrize("value", SERVERS)
 @pytest.mark.parametrize(
-    "name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "FSSPEC_S3_ENDPOINT_URL"]
+    ("name", "value", "url"),
+    [
+        *(("AWS_ENDPOINT_URL", value, "s3://bucket/key") for value in ("nonsense", "http://h:x")),
+        ("AWS_ENDPOINT_URL_S3", "http://user:secret@h", "s3://bucket/key"),
+        ("AWS_ENDPOINT_URL", "ftp://h\n", "s3://bucket/key"),
+        ("HTTP_PROXY", "nonsense", "http://h/a.txt"),
+        ("https_proxy", "http://user:secret@[::1", "https://h/a.txt"),
+    ],
 )
-def test_an_endpoint_that_is_no_server_is_named(
-    name: str, value: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_is_none_is_named(
+    name: str, value: str, url: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=f"(?s)^{name} = .* environment is no http://") as caught:
-        open_filesystem("s3://bucket/key")
+    with pytest.raises(RunError, match=f"^{url}: .* and {name}=") as caught:
+        read(url)
     assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize("value", ["nonsense", "http://", "http://h:x", "ftp://h:1", "h h"])
-def test_a_proxy_that_is_no_server_is_named(value: str, monkeypatch: pytest.MonkeyPatch):
-    for name, url in (("HTTP_PROXY", "http://h/a.txt"), ("https_proxy", "https://h/a.txt")):
-        monkeypatch.setenv(name, value)
-        with pytest.raises(UsageError, match=f"^{name} = .* in the environment is no http://"):
-            open_filesystem(url)
+    assert "\n" not in str(caught.value)
 
 
 PROFILES = {

@@ -445,6 +445,7 @@ def test_a_cache_that_cannot_be_made_and_a_server_that_is_none(
     with pytest.raises(StorageError, match="Not a directory; set HF_HOME to another place"):
         local_model(f"hf:{NET}")
     monkeypatch.setattr(constants, "ENDPOINT", "notaurl")
+    monkeypatch.setenv("HF_ENDPOINT", "notaurl")
     newest.cache_clear()
-    with pytest.raises(UsageError, match="HF_ENDPOINT = notaurl in the environment is no http"):
+    with pytest.raises(UsageError, match=r"cannot be used .*; correct .* and HF_ENDPOINT=notaurl"):
         local_model(f"hf:{NET}")

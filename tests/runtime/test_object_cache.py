@@ -157,10 +157,10 @@ def test_what_this_command_fetched_is_told(
     etag = hashlib.md5(content).hexdigest()
     objects = [RemoteObject(f"s3://b/{name}", name, len(content), etag) for name in "ab"]
 
-    def fetch(filesystem: Any, remote: RemoteObject, *rest: Any) -> int | None:
-        if remote.path == "a":  # another command fetches it meanwhile
-            real(filesystem, remote, *rest)
-        return real(filesystem, remote, *rest)
+    def fetch(filesystem: Any, pair: tuple[RemoteObject, Path], stopped: Any) -> int | None:
+        if pair[0].path == "a":  # another command fetches it meanwhile
+            real(filesystem, pair, stopped)
+        return real(filesystem, pair, stopped)
 
     monkeypatch.setattr(object_cache, "_fetch", fetch)
     with open_cache(tmp_path) as cache:
