@@ -1,4 +1,4 @@
-"""Download an object to a local file: in blocks, verified, complete or absent."""
+"""Download an object to a local file: verified, complete or absent."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minimind.errors import DataError
+from minimind.errors import DataError, RunError
 from minimind.runtime import disk
 from minimind.runtime.drafts import draft_of
 from minimind.runtime.durable_files import sha256_of
-from minimind.runtime.filesystem import WEB, Truncated, retrying, scheme_of
+from minimind.runtime.filesystem import AWS, WEB, Truncated, retrying, scheme_of
 from minimind.runtime.urls import masked
 
-BLOCK_BYTES = 2**23
+READS = 5  # parts in which s3fs reads an object whose connection is cut
 MOST_DOWNLOADS = 4  # downloads of one object whose content does not match
 REPLACED = "was replaced while it was fetched; run the same command again"
 
@@ -44,8 +43,8 @@ class RemoteObject:
         return re.fullmatch("[0-9a-f]{32}", self.etag) is not None
 
 
-class Cancelled(Exception):
-    """The object is not wanted any more."""
+class Cancelled(RunError):
+    """The object is not wanted any more, since another one could not be fetched."""
 
 
 def download(
@@ -76,37 +75,28 @@ def download(
 
 
 def _fetch(filesystem: Any, remote: RemoteObject, draft: Path, stopped: threading.Event) -> None:
-    """Write all bytes of the object to `draft`, durably.
+    """Write all bytes of the object to `draft`, durably."""
+    from fsspec.callbacks import Callback
 
-    Over https they are one answer, since not all web servers know ranges or sizes; elsewhere each
-    block is tried again by itself. get_file of s3fs gives up a file of which one part is cut, and
-    holds ten parts of 50 MiB in memory.
-    """
-
-    def require_bytes(arrived: int, expected: int | None) -> None:
-        if expected is not None and arrived < expected:
-            raise Truncated(f"{arrived:,} of {expected:,} bytes arrived")
-
-    def whole() -> None:
-        # A compressed body has another size.
-        headers = {"Accept-Encoding": "identity"}
-        filesystem.get_file(remote.path, str(draft), headers=headers)
-        require_bytes(disk.stat(draft).st_size, remote.size)
-
-    def block(start: int, stop: int | None) -> bytes:
+    def require_wanted(*sizes: object, **more: object) -> None:
         if stopped.is_set():
             raise Cancelled
-        content = filesystem.cat_file(remote.path, start=start or None, end=stop)
-        require_bytes(len(content), stop and stop - start)
-        return content
 
-    if scheme_of(remote.url) is WEB:
-        retrying(remote.url, whole)
-    else:
-        with open(draft, "wb") as file:
-            for start in range(0, 1 if remote.size is None else remote.size, BLOCK_BYTES):
-                stop = remote.size and min(start + BLOCK_BYTES, remote.size)
-                file.write(retrying(remote.url, partial(block, start, stop)))
+    options: dict[str, Any] = {"callback": Callback(hooks={"": require_wanted})}
+    if scheme_of(remote.url) is AWS:
+        # s3fs reads on after a cut, but not where it fetches parts of 50 MiB, ten at a time.
+        options["max_concurrency"] = 1
+        filesystem.retries = READS
+    elif scheme_of(remote.url) is WEB:
+        options["headers"] = {"Accept-Encoding": "identity"}  # a compressed body has another size
+
+    def whole() -> None:
+        filesystem.get_file(remote.path, str(draft), **options)
+        arrived = disk.stat(draft).st_size
+        if remote.size is not None and arrived < remote.size:
+            raise Truncated(f"{arrived:,} of {remote.size:,} bytes arrived")
+
+    retrying(remote.url, whole)
     with open(draft, "rb") as file:
         os.fsync(file.fileno())
 

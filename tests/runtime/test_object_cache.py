@@ -153,7 +153,7 @@ def test_what_this_command_fetched_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     content, real = bytes(2**20), object_cache._fetch
-    filesystem = SimpleNamespace(cat_file=lambda path, start, end: content[start:end])
+    filesystem = SimpleNamespace(get_file=lambda _, draft, **more: Path(draft).write_bytes(content))
     etag = hashlib.md5(content).hexdigest()
     objects = [RemoteObject(f"s3://b/{name}", name, len(content), etag) for name in "ab"]
 
@@ -171,12 +171,12 @@ def test_what_this_command_fetched_is_told(
 def test_an_object_that_is_replaced_while_it_is_fetched_is_fetched_once(tmp_path: Path):
     old, new, asked = b"old content", b"new content", []
 
-    def cat_file(path: str, start: int, end: int) -> bytes:
+    def get_file(path: str, draft: str, **options: object) -> None:
         asked.append(path)
-        return new[start:end]
+        Path(draft).write_bytes(new)
 
     filesystem = SimpleNamespace(
-        cat_file=cat_file, info=lambda path: {"ETag": hashlib.md5(new).hexdigest()}
+        get_file=get_file, info=lambda path: {"ETag": hashlib.md5(new).hexdigest()}
     )
     listed = RemoteObject("s3://b/k", "b/k", len(old), hashlib.md5(old).hexdigest())
     with pytest.raises(DataError, match=r"^s3://b/k: was replaced while it was fetched;"):

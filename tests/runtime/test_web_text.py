@@ -23,7 +23,7 @@ from minimind.cli.main import main
 from minimind.data.prepare.remote import local_data, local_text
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.launch import train_pretrain
-from minimind.runtime import download, filesystem
+from minimind.runtime import filesystem
 from minimind.runtime.exit import Ending
 from minimind.runtime.object_cache import open_cache
 from tests.conftest import sentences
@@ -73,7 +73,6 @@ class Web:
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     """A server on a loopback port."""
-    monkeypatch.setattr(download, "BLOCK_BYTES", 2**16)
     monkeypatch.setattr(filesystem, "WAITS", (0.0,) * 5)
     yield from _serving(None)
 
