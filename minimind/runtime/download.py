@@ -44,7 +44,7 @@ class RemoteObject:
 
 
 class Cancelled(RunError):
-    """The object is not wanted any more, since another one could not be fetched."""
+    """The object is not wanted any more."""
 
 
 def download(
@@ -80,7 +80,7 @@ def _fetch(filesystem: Any, remote: RemoteObject, draft: Path, stopped: threadin
 
     def require_wanted(*sizes: object, **more: object) -> None:
         if stopped.is_set():
-            raise Cancelled
+            raise Cancelled("another object could not be fetched")
 
     options: dict[str, Any] = {"callback": Callback(hooks={"": require_wanted})}
     if scheme_of(remote.url) is AWS:
@@ -96,6 +96,7 @@ def _fetch(filesystem: Any, remote: RemoteObject, draft: Path, stopped: threadin
         if remote.size is not None and arrived < remote.size:
             raise Truncated(f"{arrived:,} of {remote.size:,} bytes arrived")
 
+    draft.touch()  # an error of the disk is not taken for one of the storage
     retrying(remote.url, whole)
     with open(draft, "rb") as file:
         os.fsync(file.fileno())

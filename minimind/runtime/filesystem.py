@@ -171,9 +171,9 @@ def retrying(url: str, work: Callable[[], T], permanent: type[RunError] = DataEr
     """Return `work()`, called again after errors that pass, each reported as one line on stderr.
 
     Up to half of a wait, drawn at random, is left out, so that many processes do not come back at
-    once. The libraries' own retries are off: they print nothing, those of s3fs do not cover an
-    endpoint that cannot be reached, and what they raise at last has to be judged here anyway.
-    Raise `permanent` at once if the URL is missing or refused, and NoAnswer if the storage
+    once. The libraries' own retries are off, but for the bodies of files: they print nothing, those
+    of s3fs do not cover an endpoint that cannot be reached, and both together would multiply the
+    time after which a storage that is down is an error. Raise `permanent` at once if the URL is missing or refused, and NoAnswer if the storage
     still fails at the last attempt. Other exceptions, as of a full local disk, pass unchanged.
     """
     attempts = len(WAITS) + 1
@@ -201,7 +201,7 @@ def retrying(url: str, work: Callable[[], T], permanent: type[RunError] = DataEr
 def is_of_storage(error: BaseException) -> bool:
     """Whether an error is the storage's, and neither of the local disk nor a bug."""
     if isinstance(error, OSError):
-        return error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+        return error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
     if isinstance(error, RunError | MemoryError):
         return False
     # Libraries raise errors of Python's own kinds, too, as for an endpoint that is no URL.
@@ -213,9 +213,7 @@ def is_passing(error: BaseException) -> bool:
     """Whether the same operation may succeed later."""
     error = _cause(error)
     names = {base.__name__ for base in type(error).__mro__}
-    if isinstance(error, FileNotFoundError | PermissionError):
-        return False
-    if names & PERMANENT:
+    if isinstance(error, FileNotFoundError | PermissionError) or names & PERMANENT:
         return False
     # Before the status, which aiohttp gives the cause of a body that is cut.
     if isinstance(error, Truncated | ConnectionError | TimeoutError | EOFError) or names & PASSING:

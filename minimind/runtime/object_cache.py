@@ -64,7 +64,7 @@ def in_parallel(
 
     def start(item: Item) -> Result:
         if stopped.is_set():
-            raise Cancelled
+            raise Cancelled("another one failed")
         return work(item, stopped)
 
     pool = ThreadPool(max(1, min(threads, len(items))))

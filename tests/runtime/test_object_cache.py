@@ -16,8 +16,9 @@ import pytest
 from minimind.data.prepare.remote import local_text
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime import object_cache
-from minimind.runtime.download import RemoteObject, download
+from minimind.runtime.download import Cancelled, RemoteObject, download
 from minimind.runtime.drafts import draft_of
+from minimind.runtime.filesystem import open_filesystem
 from minimind.runtime.object_cache import CacheUse, in_parallel, open_cache
 from minimind.runtime.urls import named
 from tests.runtime.servers import FaultyProxy, ObjectStore
@@ -88,6 +89,7 @@ USING = """
 import os, signal, sys
 from pathlib import Path
 from minimind.runtime.drafts import draft_of
+from minimind.runtime.filesystem import open_filesystem
 from minimind.runtime.object_cache import CacheUse
 path = Path(sys.argv[1], "s3/bucket/a.jsonl")
 CacheUse(Path(sys.argv[1])).claim({path: 1024}, "text")
@@ -182,6 +184,47 @@ def test_an_object_that_is_replaced_while_it_is_fetched_is_fetched_once(tmp_path
     with pytest.raises(DataError, match=r"^s3://b/k: was replaced while it was fetched;"):
         download(filesystem, listed, tmp_path / "k")
     assert len(asked) == 1
+
+
+def test_an_object_whose_connection_is_cut_is_read_on(
+    store: ObjectStore, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import s3fs
+    from aiohttp import ClientPayloadError
+
+    call, asked = s3fs.S3FileSystem._call_s3, []
+
+    async def cutting(self: Any, method: str, **options: str) -> Any:
+        answer = await call(self, method, **options)
+        asked.append(options.get("Range"))
+        body = answer["Body"]
+
+        async def read(most: int) -> bytes:
+            if len(asked) == 1 and asked[0] == "cut":
+                raise ClientPayloadError("cut")
+            if len(asked) == 1:
+                asked[0] = "cut"
+            return await body.read(most)
+
+        return {**answer, "Body": SimpleNamespace(read=read, close=body.close)}
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", cutting)
+    content = bytes(range(256)) * 4096
+    url = store.put("large", content)
+    filesystem, path = open_filesystem(url)
+    etag = hashlib.md5(content).hexdigest()
+    download(filesystem, RemoteObject(url, path, len(content), etag), tmp_path / "large")
+    assert (tmp_path / "large").read_bytes() == content
+    assert asked == ["cut", "bytes=65536-"]
+
+
+def test_what_is_not_wanted_any_more_ends(store: ObjectStore, proxy: FaultyProxy, tmp_path: Path):
+    url, stopped = store.put("k", b"text"), threading.Event()
+    filesystem, path = open_filesystem(url)
+    stopped.set()
+    with pytest.raises(Cancelled):
+        download(filesystem, RemoteObject(url, path, 4), tmp_path / "k", stopped)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_work_in_parallel_ends_with_the_first_error():
