@@ -173,8 +173,10 @@ def retrying(url: str, work: Callable[[], T], permanent: type[RunError] = DataEr
     Up to half of a wait, drawn at random, is left out, so that many processes do not come back at
     once. The libraries' own retries are off, but for the bodies of files: they print nothing, those
     of s3fs do not cover an endpoint that cannot be reached, and both together would multiply the
-    time after which a storage that is down is an error. Raise `permanent` at once if the URL is missing or refused, and NoAnswer if the storage
-    still fails at the last attempt. Other exceptions, as of a full local disk, pass unchanged.
+    time after which a storage that is down is an error.
+
+    Raise `permanent` at once if the URL is missing or refused, and NoAnswer if the storage still
+    fails at the last attempt. Other exceptions, as of a full local disk, pass unchanged.
     """
     attempts = len(WAITS) + 1
     for attempt, longest in enumerate((*WAITS, None), 1):
