@@ -1,25 +1,27 @@
-"""Download an object to a local file: in blocks, verified, complete or absent."""
+"""Download an object to a local file: verified, complete or absent."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from minimind.errors import DataError
+from minimind.errors import DataError, RunError
+from minimind.runtime import disk
 from minimind.runtime.drafts import draft_of
-from minimind.runtime.filesystem import PARTIAL, WEB, Truncated, print_retry, retrying, scheme_of
+from minimind.runtime.durable_files import sha256_of
+from minimind.runtime.filesystem import AWS, WEB, Truncated, retrying, scheme_of
 from minimind.runtime.urls import masked
 
-BLOCK_BYTES = 2**23
+READS = 5  # parts in which s3fs reads an object whose connection is cut
 MOST_DOWNLOADS = 4  # downloads of one object whose content does not match
 REPLACED = "was replaced while it was fetched; run the same command again"
 
@@ -41,16 +43,12 @@ class RemoteObject:
         return re.fullmatch("[0-9a-f]{32}", self.etag) is not None
 
 
-class Cancelled(Exception):
+class Cancelled(RunError):
     """The object is not wanted any more."""
 
 
 def download(
-    filesystem: Any,
-    remote: RemoteObject,
-    target: Path,
-    report: Callable[[str], object] = print_retry,
-    stopped: threading.Event | None = None,
+    filesystem: Any, remote: RemoteObject, target: Path, stopped: threading.Event | None = None
 ) -> str:
     """Write the object to `target`, which is replaced when all of it is verified.
 
@@ -58,23 +56,16 @@ def download(
     matches its checksum, and Cancelled once `stopped` is set.
     """
     draft = draft_of(target.with_name(f".{target.name}"), str(threading.get_ident()))
-    stopped = stopped or threading.Event()
     before = fault = ""
     try:
         for _ in range(MOST_DOWNLOADS):
-            if scheme_of(remote.url) is WEB:  # tried again from its beginning
-                sha256, md5, size = retrying(
-                    remote.url,
-                    lambda: _write(_body(filesystem, remote), draft, stopped),
-                    report=report,
-                )
-            else:
-                sha256, md5, size = _write(_blocks(filesystem, remote, report), draft, stopped)
-            fault = _fault(filesystem, remote, sha256, md5, size, before)
+            _fetch(filesystem, remote, draft, stopped or threading.Event())
+            sha256 = sha256_of(draft)
+            fault = _fault(filesystem, remote, draft, sha256, before)
             if not fault:
                 os.replace(draft, target)
                 return sha256
-            report(f"{masked(remote.url)}: {fault}; fetching it again")
+            print(f"{masked(remote.url)}: {fault}; fetching it again", file=sys.stderr)
             before = sha256
     finally:
         draft.unlink(missing_ok=True)
@@ -83,66 +74,44 @@ def download(
     )
 
 
-def _write(blocks: Iterator[bytes], draft: Path, stopped: threading.Event) -> tuple[str, str, int]:
-    """Write all bytes durably; return sha256, MD5 and size."""
-    sha256, md5, size = hashlib.sha256(), hashlib.md5(usedforsecurity=False), 0
-    with open(draft, "wb") as file:
-        for content in blocks:
-            if stopped.is_set():
-                raise Cancelled
-            file.write(content)
-            sha256.update(content)
-            md5.update(content)
-            size += len(content)
-        file.flush()
+def _fetch(filesystem: Any, remote: RemoteObject, draft: Path, stopped: threading.Event) -> None:
+    """Write all bytes of the object to `draft`, durably."""
+    from fsspec.callbacks import Callback
+
+    def require_wanted(*sizes: object, **more: object) -> None:
+        if stopped.is_set():
+            raise Cancelled("another object could not be fetched")
+
+    options: dict[str, Any] = {"callback": Callback(hooks={"": require_wanted})}
+    if scheme_of(remote.url) is AWS:
+        # s3fs reads on after a cut, but not where it fetches parts of 50 MiB, ten at a time.
+        options["max_concurrency"] = 1
+        filesystem.retries = READS
+    elif scheme_of(remote.url) is WEB:
+        options["headers"] = {"Accept-Encoding": "identity"}  # a compressed body has another size
+
+    def whole() -> None:
+        filesystem.get_file(remote.path, str(draft), **options)
+        arrived = disk.stat(draft).st_size
+        if remote.size is not None and arrived < remote.size:
+            raise Truncated(f"{arrived:,} of {remote.size:,} bytes arrived")
+
+    draft.touch()  # an error of the disk is not taken for one of the storage
+    retrying(remote.url, whole)
+    with open(draft, "rb") as file:
         os.fsync(file.fileno())
-    return sha256.hexdigest(), md5.hexdigest(), size
 
 
-def _blocks(
-    filesystem: Any, remote: RemoteObject, report: Callable[[str], object]
-) -> Iterator[bytes]:
-    """Yield the content of an object of storage, each block tried again by itself."""
-    if remote.size is None:
-        yield retrying(remote.url, lambda: filesystem.cat_file(remote.path), report=report)
-        return
-    for start in range(0, remote.size, BLOCK_BYTES):
-        stop = min(start + BLOCK_BYTES, remote.size)
-
-        def block(start: int = start, stop: int = stop) -> bytes:
-            content = filesystem.cat_file(remote.path, start=start, end=stop)
-            if len(content) != stop - start:
-                raise Truncated(f"{len(content):,} of {stop - start:,} bytes arrived")
-            return content
-
-        yield retrying(remote.url, block, report=report)
-
-
-def _body(filesystem: Any, remote: RemoteObject) -> Iterator[bytes]:
-    """Yield the content of an https object: not all web servers know ranges or sizes."""
-    # A compressed body has another size. A size of 1 keeps the library from asking for it again.
-    headers, arrived = {"Accept-Encoding": "identity"}, 0
-    with closing(filesystem.open(remote.path, block_size=0, size=1, headers=headers)) as body:
-        if body.r.status == PARTIAL:
-            raise Truncated("a part arrived that nobody asked for")
-        while content := body.read(BLOCK_BYTES):
-            arrived += len(content)
-            yield content
-            if remote.size is not None and arrived > remote.size:
-                return  # it may have no end
-    if remote.size is not None and arrived < remote.size:
-        raise Truncated(f"{arrived:,} of {remote.size:,} bytes arrived")
-
-
-def _fault(
-    filesystem: Any, remote: RemoteObject, sha256: str, md5: str, size: int, before: str
-) -> str:
+def _fault(filesystem: Any, remote: RemoteObject, draft: Path, sha256: str, before: str) -> str:
     """Why what arrived is not the object; empty if it is. DataError if that was replaced."""
     if remote.sha256 is not None:
         return "" if sha256 == remote.sha256 else "does not match its sha256"
+    size = disk.stat(draft).st_size
     is_whole = remote.size in (None, size)
-    if is_whole and md5 == remote.etag:
-        return ""
+    if is_whole and remote.is_md5:
+        with open(draft, "rb") as file:
+            if hashlib.file_digest(file, "md5").hexdigest() == remote.etag:
+                return ""
     if remote.etag:
         now = retrying(remote.url, lambda: filesystem.info(remote.path))
         if etag_of(now) != remote.etag:

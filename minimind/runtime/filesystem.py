@@ -13,13 +13,11 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from traceback import walk_tb
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
@@ -60,24 +58,22 @@ LIBRARY_OF = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "fi
 
 # Names, since the libraries are optional: errors of botocore, aiohttp, httpx and requests that say
 # that a connection could not be made, was cut or was silent for too long.
-PASSING = re.compile(
-    r"(Connect\w*|EndpointConnection|ProxyConnection|ConnectionClosed|HTTPClient|IncompleteRead"
-    r"|ResponseParser|ResponseStreaming|ClientPayload|ClientOS|ServerDisconnected|ServerTimeout"
-    r"|RemoteProtocol|Read|Write|ChunkedEncoding|FlexibleChecksum)(Error|Timeout|TimeoutError)"
-)
-PASSING_ERRNOS = (
-    *(errno.EBUSY, errno.EREMOTEIO, errno.ECONNRESET, errno.ECONNREFUSED, errno.ETIMEDOUT),
-    *(errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH),
-)
+PASSING = {"ConnectionError", "HTTPClientError", "IncompleteReadError", "FlexibleChecksumError"}
+PASSING |= {"ResponseParserError", "ClientConnectionError", "ClientPayloadError", "TransportError"}
+PASSING |= {"Timeout", "ChunkedEncodingError"}
+PERMANENT = {"ClientConnectorCertificateError", "UnsupportedProtocol"}  # among them
 # Names of errors of botocore and google.auth about the credentials of a user.
 CREDENTIALS = re.compile(r"Credential|Profile|Token|SSO|Config(Parse|NotFound)|InvalidConfig")
-ENDPOINTS = ("FSSPEC_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+# Variables that name a server, the first of them first.
+SERVERS = {
+    AWS: ("FSSPEC_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    HUB: ("HF_ENDPOINT",),
+}
 PARTIAL = 206  # HTTP status of an answer to a Range
-PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
-STATUS_NAMES = ("status", "status_code", "code")
-LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "fsspec", "huggingface_hub")
-LIBRARIES += ("google", "httpx", "httpcore", "httpx2", "requests", "urllib3")
+PASSING_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
+LIBRARIES = ("fsspec", "s3fs", "gcsfs", "huggingface_hub")
 REASON = 200  # characters of a library's message
+WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt, at most
 
 T = TypeVar("T")
 
@@ -104,8 +100,6 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             f"{masked(url)}: is recorded without its query, which may have a signature; give the"
             " whole URL"
         )
-    for name, value in _servers(url).items():
-        require_server(name, value, is_proxy=name not in ENDPOINTS, is_web=scheme is WEB)
     try:
         import fsspec
 
@@ -126,63 +120,37 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         from aiohttp import ClientTimeout
 
         limit = ClientTimeout(None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
-        options["client_kwargs"] = {"timeout": limit, "trust_env": True}
+        session = {"timeout": limit, "trust_env": True, "raise_for_status": _require_whole}
+        options["client_kwargs"] = session
     # Not url_to_fs, which takes "::" in the name of an object for a chain of file systems.
     filesystem_class: Any = fsspec.get_filesystem_class(url.partition("://")[0])
     filesystem = filesystem_class(**filesystem_class._get_kwargs_from_urls(url), **options)
     path = filesystem_class._strip_protocol(url)
     if scheme is AWS:
         filesystem.retries = 1
-        filesystem._call_s3 = partial(_checked_call, filesystem._call_s3)
         filesystem.loop.call_soon_threadsafe(filesystem.loop.set_exception_handler, _log_error)
     return filesystem, path
 
 
-def _servers(url: str) -> dict[str, str]:
-    """Variables of the environment that name the server of a URL, or a proxy to it."""
-    names, server = [], url if scheme_of(url) is WEB else "https://"
-    if scheme_of(url) is LOCAL:
-        return {}
-    if scheme_of(url) is AWS:
-        names = [name for name in ENDPOINTS if os.environ.get(name)][:1]
-        server = os.environ[names[0]] if names else server
+def _servers(url: str) -> str:
+    """` and NAME=VALUE` of each variable that names the server of a URL, or a proxy to it."""
+    scheme = scheme_of(url)
+    if scheme is LOCAL:
+        return ""
+    names = [name for name in SERVERS.get(scheme, ()) if os.environ.get(name)][:1]
+    server = url if scheme is WEB else os.environ[names[0]] if names else "https://"
     protocol = server.partition(":")[0].lower()
     proxies = (f"{protocol}_proxy", f"{protocol.upper()}_PROXY")
     if not proxy_bypass(server.partition("://")[2].partition("/")[0]):
         names += [name for name in proxies if os.environ.get(name)][:1]
-    return {name: os.environ[name] for name in names}
+    shown = (f" and {name}={masked(os.environ[name])}" for name in names)
+    return shorten_line("".join(shown), REASON)
 
 
-def require_server(name: str, value: str, is_proxy: bool = False, is_web: bool = False) -> None:
-    """Raise UsageError unless the value is the URL of a server; proxies may have credentials."""
-    has_scheme = "://" in value
-    full = value if has_scheme else f"http://{value}"
-    try:
-        parts = urlsplit(full)
-        is_server = bool(parts.hostname) and re.search(r"\s", full) is None
-        # Without a scheme, botocore takes http; aiohttp does not.
-        is_server &= has_scheme or (is_proxy and not is_web and parts.port is not None)
-        is_server &= parts.port is None or parts.port > 0
-        is_server &= parts.scheme in ("http", "https") and not (parts.query or parts.fragment)
-        is_server &= is_proxy or not has_credentials(full)
-    except ValueError:  # a port or a bracket
-        is_server = False
-    if not is_server:
-        shown = masked(full) if has_scheme else masked(full).removeprefix("http://")
-        raise UsageError(
-            f"{name} = {shown} in the environment is no http:// or https:// URL of a"
-            f" {'proxy' if is_proxy else 'server, without credentials'}; correct it, or unset it"
-        )
-
-
-async def _checked_call(call: Any, *arguments: Any, **options: Any) -> Any:
-    """The answer of S3 to a request; raise Truncated if it has another range of bytes."""
-    answer = await call(*arguments, **options)
-    asked = options.get("Range", "").replace("=", " ")
-    is_part = asked and answer["ResponseMetadata"]["HTTPStatusCode"] == PARTIAL
-    if is_part and (came := answer.get("ContentRange", "")).partition("/")[0] != asked:
-        raise Truncated(f"{came or 'an unknown part'} came instead of {asked}")
-    return answer
+async def _require_whole(answer: Any) -> None:
+    """Raise Truncated if a web server answers with a part: nothing here asks it for one."""
+    if answer.status == PARTIAL:
+        raise Truncated("a part arrived that nobody asked for")
 
 
 def _log_error(loop: Any, context: dict[str, Any]) -> None:
@@ -199,48 +167,19 @@ class NoAnswer(StorageError):
     """The storage failed at every attempt, as without a network."""
 
 
-@dataclass(frozen=True)
-class Retry:
-    """How often and when an operation is tried again.
+def retrying(url: str, work: Callable[[], T], permanent: type[RunError] = DataError) -> T:
+    """Return `work()`, called again after errors that pass, each reported as one line on stderr.
 
-    The wait doubles from `first_wait` to `longest_wait` seconds. Up to half of it, drawn at random,
-    is left out, so that many processes do not come back at once.
+    Up to half of a wait, drawn at random, is left out, so that many processes do not come back at
+    once. The libraries' own retries are off, but for the bodies of files: they print nothing, those
+    of s3fs do not cover an endpoint that cannot be reached, and both together would multiply the
+    time after which a storage that is down is an error.
+
+    Raise `permanent` at once if the URL is missing or refused, and NoAnswer if the storage still
+    fails at the last attempt. Other exceptions, as of a full local disk, pass unchanged.
     """
-
-    attempts: int = 6
-    first_wait: float = 0.5
-    longest_wait: float = 15.0
-    sleep: Callable[[float], object] = time.sleep
-
-    def waits(self) -> Iterator[float]:
-        """Yield the seconds to wait before each further attempt."""
-        draw = random.SystemRandom()  # leaves the generators of the run alone
-        for number in range(self.attempts - 1):
-            yield min(self.first_wait * 2**number, self.longest_wait) * draw.uniform(0.5, 1)
-
-
-DEFAULT_RETRY = Retry()
-
-
-def print_retry(line: str) -> None:
-    """Print the line of a retry to stderr."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def retrying(
-    url: str,
-    work: Callable[[], T],
-    retry: Retry = DEFAULT_RETRY,
-    report: Callable[[str], object] = print_retry,
-    permanent: type[RunError] = DataError,
-) -> T:
-    """Return `work()`, called again after errors that pass, each reported as one line.
-
-    Raise `permanent` at once if the URL is missing or refused, and NoAnswer if the storage
-    still fails at the last attempt. Other exceptions, as of a full local disk, pass unchanged.
-    """
-    waits = retry.waits()
-    for attempt in range(1, retry.attempts + 1):
+    attempts = len(WAITS) + 1
+    for attempt, longest in enumerate((*WAITS, None), 1):
         try:
             return work()
         except Exception as error:  # every file system has its own types; others are raised again
@@ -249,49 +188,38 @@ def retrying(
             if not is_passing(error):
                 raise permanent(f"{masked(url)}: {refusal(error, url)}") from error
             reason = reason_of(_cause(error), url)
-            if attempt == retry.attempts:
+            if longest is None:
                 raise NoAnswer(
-                    f"{masked(url)}: does not answer ({reason}), tried {attempt} times; check the"
-                    f" network{_named_servers(url)}, and run the same command again"
+                    f"{masked(url)}: does not answer ({reason}), tried {attempts} times; check the"
+                    f" network{_servers(url)}, and run the same command again"
                 ) from error
-        wait = next(waits)
-        report(
-            f"{masked(url)}: {reason}; trying again in {wait:.1f} s"
-            f" ({attempt + 1} of {retry.attempts})"
-        )
-        retry.sleep(wait)
-    raise AssertionError("a Retry has at least one attempt")
+        wait = longest * random.SystemRandom().uniform(0.5, 1)  # not a generator of the run
+        again = f"trying again in {wait:.1f} s ({attempt + 1} of {attempts})"
+        print(f"{masked(url)}: {reason}; {again}", file=sys.stderr, flush=True)
+        time.sleep(wait)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def is_of_storage(error: BaseException) -> bool:
     """Whether an error is the storage's, and neither of the local disk nor a bug."""
-    if isinstance(error, RunError):
+    if isinstance(error, OSError):
+        return error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+    if isinstance(error, RunError | MemoryError):
         return False
-    if any(base.__module__.split(".")[0] in LIBRARIES for base in type(error).__mro__):
-        return True
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return False
-    if isinstance(error, OSError | TimeoutError | EOFError):
-        return True
-    # Errors of Python's own kinds, as of an endpoint of a configuration file that is no URL.
+    # Libraries raise errors of Python's own kinds, too, as for an endpoint that is no URL.
     names = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
-    is_inside = any(name.split(".")[0] in LIBRARIES for name in names)
-    return is_inside and not isinstance(error, MemoryError)
+    return any(name.split(".")[0] in LIBRARIES for name in names)
 
 
 def is_passing(error: BaseException) -> bool:
     """Whether the same operation may succeed later."""
     error = _cause(error)
-    if isinstance(error, FileNotFoundError | PermissionError):
+    names = {base.__name__ for base in type(error).__mro__}
+    if isinstance(error, FileNotFoundError | PermissionError) or names & PERMANENT:
         return False
-    if isinstance(error, Truncated | ConnectionError | TimeoutError | EOFError):
+    # Before the status, which aiohttp gives the cause of a body that is cut.
+    if isinstance(error, Truncated | ConnectionError | TimeoutError | EOFError) or names & PASSING:
         return True
-    if isinstance(error, OSError) and error.errno in PASSING_ERRNOS:
-        return True
-    if any("Certificate" in base.__name__ for base in type(error).__mro__):
-        return False
-    if any(PASSING.fullmatch(base.__name__) for base in type(error).__mro__):
-        return True  # also with a status in its cause, which aiohttp gives a body that is cut
     return _http_status(error) in PASSING_STATUS
 
 
@@ -306,12 +234,9 @@ def _http_status(error: BaseException) -> int | None:
     """The HTTP status that an error, or its cause, has."""
     for one in (error, error.__cause__):
         response = getattr(one, "response", None)
-        if isinstance(response, dict):  # botocore's form
-            response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        if isinstance(response, int):
-            return response
-        # Order matters: later attributes may be deprecated aliases.
-        for place, name in ((response, "status_code"), *((one, name) for name in STATUS_NAMES)):
+        if isinstance(response, dict):  # of botocore
+            return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        for place, name in ((response, "status_code"), (one, "status"), (one, "code")):
             status = getattr(place, name, None)
             if isinstance(status, int) and 100 <= status < 600:
                 return status
@@ -332,8 +257,8 @@ def refusal(error: BaseException, url: str) -> str:
     is_refused |= scheme is AWS and (status == 400 or getattr(error, "errno", 0) == errno.EINVAL)
     if is_refused or is_of_user or CREDENTIALS.search(type(error).__name__):
         return f"access is refused ({reason}); {scheme.credentials}"
-    is_region = "Region" in type(error).__name__
-    return f"cannot be used ({reason}); correct {'AWS_DEFAULT_REGION' if is_region else 'the URL'}"
+    place = "AWS_DEFAULT_REGION" if "Region" in type(error).__name__ else "the URL"
+    return f"cannot be used ({reason}); correct {place}{_servers(url)}"
 
 
 def reason_of(error: BaseException, url: str) -> str:
@@ -344,7 +269,3 @@ def reason_of(error: BaseException, url: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     text = (lines or [type(error).__name__])[0].rstrip(".")
     return shorten_line(text, REASON)
-
-
-def _named_servers(url: str) -> str:
-    return "".join(f" and {name}={masked(value)}" for name, value in _servers(url).items())

@@ -26,7 +26,7 @@ from minimind.runtime import disk
 from minimind.runtime.durable_files import free_bytes, mebibytes, sha256_of, storing
 from minimind.runtime.environment import rank_of
 from minimind.runtime.file_kinds import STATE
-from minimind.runtime.filesystem import HUB, NoAnswer, is_passing, require_server, retrying
+from minimind.runtime.filesystem import HUB, NoAnswer, is_passing, retrying
 from minimind.runtime.object_cache import in_parallel
 from minimind.runtime.urls import HUB_PREFIX, ON_THE_HUB, masked, masked_text, without_query
 
@@ -242,8 +242,12 @@ def fetch(
             sha, sizes = asking(wanted, missing, lambda: newest(found))
         except NoAnswer as error:
             reason = str(error).split("; ")[0]
-            text = f"{reason}, and {folder} has no copy of its {what}"
-            sha, sizes = _known(wanted, folder, text)
+            if (known := _known(wanted, folder)) is None:
+                raise StorageError(
+                    f"{reason}, and {folder} has no copy of its {what}; run `{wanted.command}`"
+                    " where there is a network"
+                ) from error
+            sha, sizes = known
         if not (chosen := list(choose([*sizes]))):
             some = [name for name in sorted(sizes) if name[0] != "." and name != CARD][:NAMED]
             shown = f"has {', '.join(some)}" if some else "is empty"
@@ -265,49 +269,37 @@ def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -
     from huggingface_hub import errors
     from huggingface_hub.constants import ENDPOINT
 
-    def unwrapped() -> T:
-        try:
-            return work()
-        except (
-            RuntimeError,  # of an upload
-            errors.RevisionResolutionError,
-            errors.LocalEntryNotFoundError,  # of a file whose head was refused
-        ) as error:
-            raise error.__cause__ or error  # noqa: B904 (a cause has its own)
+    refusals = {  # the first that fits: a gated repository is one that was not found
+        errors.GatedRepoError: "is given to those who accept its terms; accept them on its page,"
+        f" and {HUB.credentials}",
+        errors.RepositoryNotFoundError: f"the Hub has no such {wanted.kind}, or it is private;"
+        f" correct the name, or {HUB.credentials}",
+        errors.RevisionNotFoundError: f"the Hub has no revision {wanted.revision} of it;"
+        " correct it",
+    }
+    # Of an upload; of a name of a commit; of a file whose head was refused.
+    wrappers = RuntimeError, errors.RevisionResolutionError, errors.LocalEntryNotFoundError
 
     def ask() -> T:
         try:
-            return unwrapped()
-        except errors.OfflineModeIsEnabled as error:
-            raise NoAnswer(f"{wanted}: HF_HUB_OFFLINE is set; unset it") from error
-        except errors.GatedRepoError as error:
-            raise missing(
-                f"{wanted}: is given to those who accept its terms; accept them on its page, and"
-                f" {HUB.credentials}"
-            ) from error
-        except errors.RepositoryNotFoundError as error:
-            raise missing(
-                f"{wanted}: the Hub has no such {wanted.kind}, or it is private; correct the name,"
-                f" or {HUB.credentials}"
-            ) from error
-        except errors.RevisionNotFoundError as error:
-            raise missing(
-                f"{wanted}: the Hub has no revision {wanted.revision} of it; correct it"
-            ) from error
-        except errors.HfHubHTTPError as error:
-            if error.response is None or is_passing(error):
-                raise
-            raise missing(f"{wanted}: {_answer_of(error.response, ENDPOINT)}") from error
-        except json.JSONDecodeError as error:  # as of a page that stands in for a route
-            raise missing(
-                f"{wanted}: {_server(ENDPOINT)} answers with what is no JSON; {_elsewhere()}"
-            ) from error
-        except OSError as error:  # of the cache, if it has a name
-            if isinstance(error, errors.HfHubHTTPError) or error.filename is None:
-                raise
-            raise StorageError(f"{error.filename}: {error.strerror}; {ELSEWHERE}") from error
+            return work()
+        except Exception as raised:  # others are raised again
+            error = (raised.__cause__ or raised) if isinstance(raised, wrappers) else raised
+            if isinstance(error, errors.OfflineModeIsEnabled):
+                raise NoAnswer(f"{wanted}: HF_HUB_OFFLINE is set; unset it") from error
+            reason = next((text for kind, text in refusals.items() if isinstance(error, kind)), "")
+            if reason or is_passing(error):
+                pass
+            elif isinstance(error, errors.HfHubHTTPError) and error.response is not None:
+                reason = _answer_of(error.response, ENDPOINT)
+            elif isinstance(error, json.JSONDecodeError):  # a page that stands in for a route
+                reason = f"{_server(ENDPOINT)} answers with what is no JSON; {_elsewhere()}"
+            elif isinstance(error, OSError) and error.filename is not None:  # of the cache
+                raise StorageError(f"{error.filename}: {error.strerror}; {ELSEWHERE}") from error
+            if reason:
+                raise missing(f"{wanted}: {reason}") from error
+            raise error  # noqa: B904 (a cause has its own)
 
-    require_server("HF_ENDPOINT", ENDPOINT)
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # its warnings have signed URLs; what fails is raised
@@ -329,12 +321,8 @@ def _answer_of(response: Any, endpoint: str) -> str:
     answer = f"{server} answers {status} ({reason}) to {request.method} {route}"
     if status in (401, 403):
         return f"access is refused: {answer}; {HUB.credentials}"
-    if status in NO_ROUTE:
-        return (
-            f"{answer}: it has no such route, or not what the route names; correct the name, or"
-            f" {_elsewhere()}"
-        )
-    return f"cannot be used: {answer}; {_elsewhere()}"
+    remedy = "correct the name, or " if status in NO_ROUTE else ""
+    return f"cannot be used: {answer}; {remedy}{_elsewhere()}"
 
 
 def _server(endpoint: str) -> str:
@@ -369,8 +357,8 @@ def newest(wanted: Repository) -> tuple[str, Sizes]:
     return str(commit.revision), {file.path: file.size for file in files}
 
 
-def _known(wanted: Repository, cache: Path, reason: str) -> tuple[str, Sizes]:
-    """The commit of the revision that the cache has, and its files; else StorageError.
+def _known(wanted: Repository, cache: Path) -> tuple[str, Sizes] | None:
+    """The commit of the revision that the cache has, and its files; None if it has none.
 
     Other programs may keep files without their list.
     """
@@ -378,19 +366,15 @@ def _known(wanted: Repository, cache: Path, reason: str) -> tuple[str, Sizes]:
 
     try:
         sha = HfApi().resolve_revision(**wanted.options, local_files_only=True).resolved
-        try:
-            files = get_cached_repo_tree(**wanted.options)
-            return sha, {file.path: file.size for file in files}
-        except errors.CachedRepoTreeNotFoundError:
-            folder = _snapshot(cache, wanted, sha)
-            files = [*disk.files_below(folder)]
-            if not files:  # a name of the commit alone, of a start whose list did not arrive
-                raise StorageError(
-                    f"{reason}; run `{wanted.command}` where there is a network"
-                ) from None
-            return sha, {str(path.relative_to(folder)): disk.stat(path).st_size for path in files}
-    except errors.RevisionResolutionError as error:
-        raise StorageError(f"{reason}; run `{wanted.command}` where there is a network") from error
+    except errors.RevisionResolutionError:
+        return None
+    try:
+        return sha, {file.path: file.size for file in get_cached_repo_tree(**wanted.options)}
+    except errors.CachedRepoTreeNotFoundError:
+        folder = _snapshot(cache, wanted, sha)
+        found = disk.files_below(folder)
+        sizes = {str(path.relative_to(folder)): disk.stat(path).st_size for path in found}
+        return (sha, sizes) if sizes else None  # else a start whose list of files did not arrive
 
 
 def _snapshot(cache: Path, wanted: Repository, sha: str) -> Path:

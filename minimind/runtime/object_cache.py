@@ -8,6 +8,7 @@ others are deleted within --max_cache_gib.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -17,16 +18,16 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeVar
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import disk
-from minimind.runtime.download import RemoteObject, download
+from minimind.runtime.download import Cancelled, RemoteObject, download
 from minimind.runtime.drafts import A_DRAFT, remove_left
 from minimind.runtime.durable_files import (
     canonical_json,
@@ -57,51 +58,26 @@ def in_parallel(
     """Yield `work(item, stopped)` as each is done; raise the first error.
 
     `stopped` is set when the results are not wanted any more. An error waits for the work that is
-    under way, Ctrl-C does not: daemon threads end with the process, those of an executor delay it.
+    under way, Ctrl-C does not: the threads are daemons, those of an executor delay its end.
     """
-    todo: SimpleQueue[Item] = SimpleQueue()
-    for item in items:
-        todo.put(item)
-    done: SimpleQueue[Future[Result]] = SimpleQueue()
     stopped = threading.Event()
-    running = [
-        threading.Thread(target=_work, args=(work, todo, done, stopped), daemon=True)
-        for _ in range(min(threads, len(items)))
-    ]
-    for thread in running:
-        thread.start()
+
+    def start(item: Item) -> Result:
+        if stopped.is_set():
+            raise Cancelled("another one failed")
+        return work(item, stopped)
+
+    pool = ThreadPool(max(1, min(threads, len(items))))
     try:
-        for _ in items:
-            yield done.get().result()
+        yield from pool.imap_unordered(start, items)
     except Exception:  # `work` may raise anything: the threads end before it is raised again
         stopped.set()
-        for thread in running:
-            thread.join()
+        pool.close()
+        pool.join()
         raise
     finally:
         stopped.set()
-
-
-def _work(
-    work: Callable[[Item, threading.Event], Result],
-    todo: SimpleQueue[Item],
-    done: SimpleQueue[Future[Result]],
-    stopped: threading.Event,
-) -> None:
-    """Do what is left until nothing is, or one fails."""
-    while not stopped.is_set():
-        try:
-            item = todo.get_nowait()
-        except Empty:
-            return
-        result: Future[Result] = Future()
-        try:
-            result.set_result(work(item, stopped))
-        except BaseException as error:  # raised by the caller's thread; here it is only printed
-            result.set_exception(error)
-            return
-        finally:
-            done.put(result)
+        pool.terminate()
 
 
 LIST = ".use-"
@@ -114,13 +90,16 @@ def record_path(target: Path) -> Path:
 
 
 class CacheUse:
-    """The objects that this process uses, and at most `max_gib` of all objects of the cache."""
+    """The objects that this process uses, and at most `max_gib` of all objects of the cache.
+
+    They are in a list that is locked while the process uses them: a run whose tokens were deleted
+    would end at its next checkpoint, and a preparation at the first text that is gone.
+    """
 
     def __init__(self, folder: Path, max_gib: float | None = None) -> None:
         self._folder = folder
         self._max_gib = max_gib
-        self._most = None if max_gib is None else int(max_gib * GIB)
-        self._sizes: dict[str, int] = {}  # sizes by path in the folder
+        self._sizes: dict[str, int] = {}  # by path in the folder
         self._list: IO[str] | None = None
 
     def claim(self, sizes: Mapping[Path, int], what: str) -> None:
@@ -129,21 +108,30 @@ class CacheUse:
         Raise UsageError if this process alone needs more than the bound, StorageError if it does
         together with others. Drafts of processes that were killed are deleted.
         """
-        if disk.exists(self._folder) and not os.access(self._folder, os.W_OK):
-            return  # a cache for reading
         self._folder.mkdir(parents=True, exist_ok=True)
-        with self._all_locked() as is_locked:
-            if not is_locked:
-                return  # a cache for reading, too
+        if not os.access(self._folder, os.W_OK):
+            return  # a cache for reading
+        try:
+            lock = open(self._folder / ".lock", "w")
+        except OSError as error:
+            if error.errno in FOR_READING:
+                return
+            raise
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             ours = {str(path.relative_to(self._folder)): size for path, size in sizes.items()}
-            others = self._of_others()
-            sizes_now = {**self._sizes, **ours}
-            self._require_room(sizes_now, others, what)
-            self._delete_drafts({path.parent for path in sizes}, others)
-            self._sizes = sizes_now
-            self._write_list()
-            if self._most is not None:
-                self._make_room(self._most, {**others, **sizes_now})
+            ours, others = {**self._sizes, **ours}, self._of_others()
+            self._make_room(ours, others, what)
+            for folder in {path.parent for path in sizes}:
+                remove_left(folder)
+            self._sizes = ours
+            if self._list is None:
+                self._list = open(self._folder / f"{LIST}{secrets.token_hex(8)}", "w+")
+                fcntl.flock(self._list, fcntl.LOCK_EX)
+            self._list.seek(0)
+            self._list.truncate()
+            json.dump(ours, self._list)
+            self._list.flush()
 
     def close(self) -> None:
         """End the use of all files."""
@@ -153,34 +141,11 @@ class CacheUse:
             self._list.close()
             self._list = None
 
-    @contextmanager
-    def _all_locked(self) -> Iterator[bool]:
-        """Hold the lock of all lists; yield False if it is another user's."""
-        try:
-            lock = open(self._folder / ".lock", "w")
-        except PermissionError:
-            yield False
-            return
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield True
-
-    def _write_list(self) -> None:
-        if self._list is None:
-            path = self._folder / f"{LIST}{secrets.token_hex(8)}"
-            self._list = open(path, "w+")
-            fcntl.flock(self._list, fcntl.LOCK_EX)
-        self._list.seek(0)
-        self._list.truncate()
-        json.dump(self._sizes, self._list)
-        self._list.flush()
-
     def _of_others(self) -> dict[str, int]:
         """What other processes use, by path; the lists of dead ones are deleted."""
         others: dict[str, int] = {}
-        own = self._list and self._list.name
         for path in disk.matching(self._folder, f"{LIST}*"):
-            if str(path) == own:
+            if self._list is not None and str(path) == self._list.name:
                 continue
             with suppress(FileNotFoundError), open(path) as file:
                 try:  # NFS refuses an exclusive lock on what is open for reading
@@ -192,26 +157,26 @@ class CacheUse:
                     path.unlink()
         return others
 
-    def _require_room(self, ours: dict[str, int], others: dict[str, int], what: str) -> None:
-        needed, together = sum(ours.values()), sum({**others, **ours}.values())
-        if self._most is None or together <= self._most:
+    def _make_room(self, ours: dict[str, int], others: dict[str, int], what: str) -> None:
+        """Delete the files that were not used for the longest time, until all fit the bound."""
+        if self._max_gib is None:
             return
-        bound = f"max_cache_gib = {self._max_gib:g} ({self._most:,} bytes)"
-        if needed > self._most:
-            raise UsageError(
-                f"{what}: needs {needed:,} bytes ({mebibytes(needed)}) of objects at once, more"
-                f" than {bound}; raise --max_cache_gib, or drop it"
+        most, needed, used = int(self._max_gib * GIB), sum(ours.values()), {**others, **ours}
+        total = sum(used.values())
+        if total > most:
+            text = f"{what}: needs {needed:,} bytes ({mebibytes(needed)})"
+            bound = f"more than max_cache_gib = {self._max_gib:g} ({most:,} bytes)"
+            if needed > most:
+                raise UsageError(
+                    f"{text} of objects at once, {bound}; raise --max_cache_gib, or drop it"
+                )
+            raise StorageError(
+                f"{text}, and with the {total - needed:,} that other commands use from"
+                f" {self._folder} they are {bound}; wait for those, raise --max_cache_gib, or"
+                f" {REMEDY}"
             )
-        raise StorageError(
-            f"{what}: needs {needed:,} bytes ({mebibytes(needed)}), and with the"
-            f" {together - needed:,} that other commands use from {self._folder} they are more than"
-            f" {bound}; wait for those, raise --max_cache_gib, or give another --cache_dir"
-        )
-
-    def _make_room(self, most: int, used: dict[str, int]) -> None:
-        """Delete the files that were not used for the longest time, until all fit."""
         unused = [one for one in self._files() if one[1] not in used]
-        total = sum(used.values()) + sum(size for _, _, size in unused)
+        total += sum(size for _, _, size in unused)
         for _, name, size in sorted(unused):
             if total <= most:
                 return
@@ -238,18 +203,8 @@ class CacheUse:
                     when = disk.stat(record if has_record else path).st_mtime
                     yield when, str(path.relative_to(self._folder)), disk.stat(path).st_size
 
-    def _delete_drafts(self, folders: set[Path], used: Mapping[str, int]) -> None:
-        """Delete what killed processes were fetching."""
-        for folder in filter(disk.is_dir, folders):
-            remove_left(folder)
-            for path in disk.entries(folder):
-                match = A_DRAFT.fullmatch(path.name)
-                if match and match["more"]:  # a download, which claims its file
-                    target = folder / match["name"].removeprefix(".")
-                    if str(target.relative_to(self._folder)) not in used:
-                        path.unlink(missing_ok=True)
 
-
+FOR_READING = (errno.EACCES, errno.EPERM, errno.EROFS)  # errors of a cache of another user
 REMEDY = "give another --cache_dir"
 PARALLEL = 8  # downloads
 LONGEST_NAME = 200  # characters of a file name, which gets a suffix while it is written
@@ -309,10 +264,10 @@ class ObjectCache:
         self, filesystem: Any, objects: Sequence[RemoteObject], what: str, version: str = ""
     ) -> list[Path]:
         """Return the verified local files of objects; missing and changed ones are fetched."""
-        targets = [self.path(remote.url, version) for remote in objects]
-        pairs = list(zip(objects, targets, strict=True))
-        with storing(f"{self.folder}: cannot be written", REMEDY):
-            self.use.claim({path: remote.size or 0 for remote, path in pairs}, masked(what))
+        from tqdm import tqdm
+
+        targets = self._claim(objects, what, version)
+        pairs = zip(objects, targets, strict=True)
         missing = [pair for pair in pairs if not is_verified(*pair)]
         needed = sum(remote.size or 0 for remote, _ in missing)
         if missing and needed > (free := free_bytes(self.folder)):
@@ -320,8 +275,11 @@ class ObjectCache:
                 f"{self.folder}: {needed:,} bytes ({mebibytes(needed)}) of {masked(what)} do not"
                 f" fit in the {free:,} that are free; free some space, or {REMEDY}"
             )
+        results = in_parallel(partial(_fetch, filesystem), missing, PARALLEL)
+        bar = {"desc": "fetching", "unit": " objects", "leave": False, "total": len(missing)}
         with storing(f"{self.folder}: cannot be written", REMEDY):
-            fetched = [size for size in _in_parallel(filesystem, missing) if size is not None]
+            shown = tqdm(results, disable=not (missing and sys.stderr.isatty()), **bar)
+            fetched = [size for size in shown if size is not None]
         for target in targets:
             with suppress(OSError):  # the cache may not be writable
                 os.utime(record_path(target))
@@ -335,23 +293,27 @@ class ObjectCache:
         self, objects: Sequence[RemoteObject], what: str, version: str = ""
     ) -> list[Path] | None:
         """The local files of objects without a look at the storage; None unless all are there."""
-        targets = [self.path(remote.url, version) for remote in objects]
-        sizes = [remote.size or 0 for remote in objects]
-        with storing(f"{self.folder}: cannot be written", REMEDY):
-            self.use.claim(dict(zip(targets, sizes, strict=True)), masked(what))
+        targets = self._claim(objects, what, version)
         return targets if all(map(is_verified, objects, targets)) else None
 
     def put(self, remote: RemoteObject, content: bytes, version: str) -> Path:
         """Write an object whose content is known; return its file."""
-        target = self.path(remote.url, version)
+        (target,) = self._claim([remote], remote.url, version)
         with storing(f"{self.folder}: cannot be written", REMEDY):
-            self.use.claim({target: len(content)}, masked(remote.url))
             if not is_verified(remote, target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with _locked(target):
                     write_whole(target, content)
                     _record(remote, target, hashlib.sha256(content).hexdigest())
         return target
+
+    def _claim(self, objects: Sequence[RemoteObject], what: str, version: str) -> list[Path]:
+        """The local paths of objects, which are kept from now on."""
+        targets = [self.path(remote.url, version) for remote in objects]
+        sizes = (remote.size or 0 for remote in objects)
+        with storing(f"{self.folder}: cannot be written", REMEDY):
+            self.use.claim(dict(zip(targets, sizes, strict=True)), masked(what))
+        return targets
 
 
 @contextmanager
@@ -365,24 +327,11 @@ def open_cache(cache_dir: str | Path, max_gib: float | None = None) -> Iterator[
         yield ObjectCache(folder, use)
 
 
-def _in_parallel(
-    filesystem: Any, pairs: Sequence[tuple[RemoteObject, Path]]
-) -> Iterator[int | None]:
-    from tqdm import tqdm
-
-    def fetch(pair: tuple[RemoteObject, Path], stopped: threading.Event) -> int | None:
-        return _fetch(filesystem, *pair, stopped)
-
-    results = in_parallel(fetch, pairs, PARALLEL)
-    bar = {"desc": "fetching", "unit": " objects", "leave": False}
-    silent = not (pairs and sys.stderr.isatty())
-    return iter(tqdm(results, total=len(pairs), disable=silent, **bar))
-
-
 def _fetch(
-    filesystem: Any, remote: RemoteObject, target: Path, stopped: threading.Event
+    filesystem: Any, pair: tuple[RemoteObject, Path], stopped: threading.Event
 ) -> int | None:
-    """Make `target` the object, in one process at a time; return the bytes of a download."""
+    """Make the file the object, in one process at a time; return the bytes of a download."""
+    remote, target = pair
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target):
         if is_verified(remote, target):

@@ -19,7 +19,6 @@ from minimind.report.figures import Summary
 from minimind.report.history import read_runs
 from minimind.runtime import filesystem
 from minimind.runtime.durable_files import sha256_of
-from minimind.runtime.filesystem import Retry
 from minimind.train import pretrain
 from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
 from tools.runs import events
@@ -62,8 +61,7 @@ def damage(store: ObjectStore, step: int) -> str:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = (Retry(first_wait=0.0), filesystem.print_retry, DataError)
-    monkeypatch.setattr(filesystem.retrying, "__defaults__", defaults)
+    monkeypatch.setattr(filesystem, "WAITS", (0.0,) * 5)
 
 
 @pytest.fixture(scope="module")

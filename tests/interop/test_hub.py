@@ -19,7 +19,6 @@ from minimind.errors import CheckpointError, UsageError
 from minimind.inference.load_model import load_model
 from minimind.interop.weights import read_weights
 from minimind.runtime import filesystem
-from minimind.runtime.filesystem import Retry
 from minimind.runtime.hub import DATASET, MODEL, newest
 from tests.checkpoint.test_changes import BASE, steps
 from tests.conftest import sentences
@@ -35,8 +34,7 @@ ONE_FILE |= {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", ".git
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = (Retry(first_wait=0.0), filesystem.print_retry, CheckpointError)
-    monkeypatch.setattr(filesystem.retrying, "__defaults__", defaults)
+    monkeypatch.setattr(filesystem, "WAITS", (0.0,) * 5)
 
 
 def lines(seed: int, count: int) -> bytes:

@@ -17,7 +17,6 @@ from minimind.data.text.inputs import find_files, require_once, val_paths, witho
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime import filesystem
 from minimind.runtime import hub as on_the_hub
-from minimind.runtime.filesystem import Retry
 from minimind.runtime.hub import DATASET, MODEL, Repository, local_model, newest, repository
 from minimind.runtime.object_cache import open_cache
 from minimind.runtime.urls import is_url, named
@@ -66,8 +65,7 @@ BESIDE |= {"chat_template.jinja", "model.safetensors.index.json"}
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = (Retry(first_wait=0.0), filesystem.print_retry, DataError)
-    monkeypatch.setattr(filesystem.retrying, "__defaults__", defaults)
+    monkeypatch.setattr(filesystem, "WAITS", (0.0,) * 5)
 
 
 @pytest.fixture
@@ -232,7 +230,7 @@ def test_a_route_that_a_mirror_lacks_or_refuses_is_named(
     large = {"model.safetensors": b"large" * 500} if part == "/cdn/" else {}
     hub.commit(MODEL, NET, {"config.json": b"{}", **large})
     hub.answers[part] = status
-    says = {403: "access is refused: ", 416: "cannot be used: "}.get(status, "")
+    says = "access is refused: " if status == 403 else "cannot be used: "
     is_own = status == 404 and part != "/cdn/"  # else the Hub's own, or the place it sends on to
     if is_own:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
@@ -447,6 +445,7 @@ def test_a_cache_that_cannot_be_made_and_a_server_that_is_none(
     with pytest.raises(StorageError, match="Not a directory; set HF_HOME to another place"):
         local_model(f"hf:{NET}")
     monkeypatch.setattr(constants, "ENDPOINT", "notaurl")
+    monkeypatch.setenv("HF_ENDPOINT", "notaurl")
     newest.cache_clear()
-    with pytest.raises(UsageError, match="HF_ENDPOINT = notaurl in the environment is no http"):
+    with pytest.raises(UsageError, match=r"cannot be used .*; correct .* and HF_ENDPOINT=notaurl"):
         local_model(f"hf:{NET}")

@@ -16,8 +16,9 @@ import pytest
 from minimind.data.prepare.remote import local_text
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime import object_cache
-from minimind.runtime.download import RemoteObject, download
+from minimind.runtime.download import Cancelled, RemoteObject, download
 from minimind.runtime.drafts import draft_of
+from minimind.runtime.filesystem import open_filesystem
 from minimind.runtime.object_cache import CacheUse, in_parallel, open_cache
 from minimind.runtime.urls import named
 from tests.runtime.servers import FaultyProxy, ObjectStore
@@ -87,8 +88,13 @@ def test_what_another_command_uses_stays(three: list[str], tmp_path: Path):
 USING = """
 import os, signal, sys
 from pathlib import Path
+from minimind.runtime.drafts import draft_of
+from minimind.runtime.filesystem import open_filesystem
 from minimind.runtime.object_cache import CacheUse
-CacheUse(Path(sys.argv[1])).claim({Path(sys.argv[1], "s3/bucket/a.jsonl"): 1024}, "text")
+path = Path(sys.argv[1], "s3/bucket/a.jsonl")
+CacheUse(Path(sys.argv[1])).claim({path: 1024}, "text")
+path.parent.mkdir(parents=True)
+draft_of(path.with_name(".a.jsonl"), "34").write_bytes(b"half")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -97,8 +103,7 @@ def test_a_killed_command_uses_nothing_and_leaves_no_drafts(three: list[str], tm
     folder = tmp_path / "by-url"
     subprocess.run([sys.executable, "-c", USING, str(folder)], timeout=60)
     assert len([*folder.glob(".use-*")]) == 1
-    (folder / "s3/bucket").mkdir(parents=True)
-    draft_of(folder / "s3/bucket/.a.jsonl", "34").write_bytes(b"half")
+    assert len([*folder.glob("s3/bucket/.*.tmp-*")]) == 1
     first = fetched(three[0], tmp_path)
     assert not [*folder.glob(".use-*")]
     assert not [*first.parent.glob(".*.tmp-*")]
@@ -150,14 +155,14 @@ def test_what_this_command_fetched_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     content, real = bytes(2**20), object_cache._fetch
-    filesystem = SimpleNamespace(cat_file=lambda path, start, end: content[start:end])
+    filesystem = SimpleNamespace(get_file=lambda _, draft, **more: Path(draft).write_bytes(content))
     etag = hashlib.md5(content).hexdigest()
     objects = [RemoteObject(f"s3://b/{name}", name, len(content), etag) for name in "ab"]
 
-    def fetch(filesystem: Any, remote: RemoteObject, *rest: Any) -> int | None:
-        if remote.path == "a":  # another command fetches it meanwhile
-            real(filesystem, remote, *rest)
-        return real(filesystem, remote, *rest)
+    def fetch(filesystem: Any, pair: tuple[RemoteObject, Path], stopped: Any) -> int | None:
+        if pair[0].path == "a":  # another command fetches it meanwhile
+            real(filesystem, pair, stopped)
+        return real(filesystem, pair, stopped)
 
     monkeypatch.setattr(object_cache, "_fetch", fetch)
     with open_cache(tmp_path) as cache:
@@ -168,17 +173,58 @@ def test_what_this_command_fetched_is_told(
 def test_an_object_that_is_replaced_while_it_is_fetched_is_fetched_once(tmp_path: Path):
     old, new, asked = b"old content", b"new content", []
 
-    def cat_file(path: str, start: int, end: int) -> bytes:
+    def get_file(path: str, draft: str, **options: object) -> None:
         asked.append(path)
-        return new[start:end]
+        Path(draft).write_bytes(new)
 
     filesystem = SimpleNamespace(
-        cat_file=cat_file, info=lambda path: {"ETag": hashlib.md5(new).hexdigest()}
+        get_file=get_file, info=lambda path: {"ETag": hashlib.md5(new).hexdigest()}
     )
     listed = RemoteObject("s3://b/k", "b/k", len(old), hashlib.md5(old).hexdigest())
     with pytest.raises(DataError, match=r"^s3://b/k: was replaced while it was fetched;"):
         download(filesystem, listed, tmp_path / "k")
     assert len(asked) == 1
+
+
+def test_an_object_whose_connection_is_cut_is_read_on(
+    store: ObjectStore, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import s3fs
+    from aiohttp import ClientPayloadError
+
+    call, asked = s3fs.S3FileSystem._call_s3, []
+
+    async def cutting(self: Any, method: str, **options: str) -> Any:
+        answer = await call(self, method, **options)
+        asked.append(options.get("Range"))
+        body = answer["Body"]
+
+        async def read(most: int) -> bytes:
+            if len(asked) == 1 and asked[0] == "cut":
+                raise ClientPayloadError("cut")
+            if len(asked) == 1:
+                asked[0] = "cut"
+            return await body.read(most)
+
+        return {**answer, "Body": SimpleNamespace(read=read, close=body.close)}
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", cutting)
+    content = bytes(range(256)) * 4096
+    url = store.put("large", content)
+    filesystem, path = open_filesystem(url)
+    etag = hashlib.md5(content).hexdigest()
+    download(filesystem, RemoteObject(url, path, len(content), etag), tmp_path / "large")
+    assert (tmp_path / "large").read_bytes() == content
+    assert asked == ["cut", "bytes=65536-"]
+
+
+def test_what_is_not_wanted_any_more_ends(store: ObjectStore, proxy: FaultyProxy, tmp_path: Path):
+    url, stopped = store.put("k", b"text"), threading.Event()
+    filesystem, path = open_filesystem(url)
+    stopped.set()
+    with pytest.raises(Cancelled):
+        download(filesystem, RemoteObject(url, path, 4), tmp_path / "k", stopped)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_work_in_parallel_ends_with_the_first_error():

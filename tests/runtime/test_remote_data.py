@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,8 +23,7 @@ from minimind.data.prepare.prepared import Prepared, open_prepared
 from minimind.data.rows.order import Order
 from minimind.data.text.inputs import Source
 from minimind.errors import DataError, StorageError
-from minimind.runtime import download, filesystem
-from minimind.runtime.filesystem import Retry
+from minimind.runtime import filesystem
 from minimind.runtime.object_cache import ObjectCache, open_cache, path_of
 from minimind.runtime.urls import named
 from minimind.train.run_start import flag_rows, logged_order
@@ -39,8 +37,7 @@ NAMES = ("b.jsonl", "a/z.txt", "a.txt", "a/a.jsonl")
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = (Retry(first_wait=0.0), filesystem.print_retry, DataError)
-    monkeypatch.setattr(filesystem.retrying, "__defaults__", defaults)
+    monkeypatch.setattr(filesystem, "WAITS", (0.0,) * 5)
 
 
 def local_text(paths: list[str], cache_dir: Path) -> tuple[str, ...]:
@@ -108,32 +105,6 @@ def test_faults_of_the_network_do_not_reach_the_files(
     assert proxy.injected
     assert [Path(path).read_bytes() for path in found] == [content_of(3), content_of(0)]
     assert "tokenizer" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("has_header", [True, False])
-def test_a_block_of_another_place_is_not_taken(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_header: bool
-):
-    import s3fs
-
-    call, lies = s3fs.S3FileSystem._call_s3, []
-
-    async def lying(self: Any, method: str, *given: object, **options: str) -> Any:
-        if options.get("Range") == "bytes=1024-2047" and not lies:
-            options["Range"] = "bytes=0-1023"
-            lies.append(options)
-        answer = await call(self, method, *given, **options)
-        if not has_header and lies == [options]:
-            del answer["ContentRange"]
-        return answer
-
-    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", lying)
-    monkeypatch.setattr(download, "BLOCK_BYTES", 1024)
-    # As of an encrypted bucket, whose ETags say nothing of the content.
-    monkeypatch.setattr(download.RemoteObject, "is_md5", False)
-    (path,) = local_text([f"{URL}/b.jsonl"], tmp_path / "cache")
-    assert lies
-    assert Path(path).read_bytes() == content_of(0)
 
 
 def test_an_unchanged_object_is_fetched_once_and_a_changed_one_again(

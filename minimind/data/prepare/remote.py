@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -35,7 +34,7 @@ from minimind.runtime.durable_files import canonical_json, fingerprint, storing,
 from minimind.runtime.environment import rank_of
 from minimind.runtime.filesystem import WEB, NoAnswer, open_filesystem, retrying, scheme_of
 from minimind.runtime.hub import DATASET, Repository, fetch, repository
-from minimind.runtime.object_cache import REMEDY, ObjectCache, naming_urls
+from minimind.runtime.object_cache import FOR_READING, REMEDY, ObjectCache, naming_urls
 from minimind.runtime.urls import is_url, masked, require_path
 
 
@@ -179,7 +178,7 @@ def _record_listing(listing: Path, content: list[Any]) -> None:
         else:
             listing.touch()
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno not in FOR_READING:
             raise
 
 
