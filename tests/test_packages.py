@@ -98,7 +98,7 @@ OFF = """
     checkpoint.mirror checkpoint.remote_run recovery.corruption recovery.spikes recovery.step_rows
     recovery.documents report.trace report.trackers report.page report.summary interop data.chat
     data.text data.prepare.prepare data.prepare.encode data.prepare.remote data.tokenizer.hf_export
-    data.tokenizer.hf_tokenizer data.tokenizer.sentencepiece inference.generate inference.prompts
+    data.tokenizer.hf_tokenizer data.tokenizer.sentencepiece inference.engine inference.prompts
     architecture.plan architecture.costs engine.deepspeed_backend engine.op_build_lock
     runtime.filesystem runtime.download runtime.object_cache cli sweep config.stages
     data.rows.stages data.prepare.mixed config.tasks train.scores inference.scores

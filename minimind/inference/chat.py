@@ -31,8 +31,9 @@ from minimind.data.prepare.chat_tokenizer import given_template
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import UsageError
-from minimind.inference.generate import Sampling, continue_ids
+from minimind.inference.engine import continue_ids
 from minimind.inference.stored_template import no_template
+from minimind.inference.text import Sampling
 from minimind.runtime import disk
 from minimind.runtime.durable_files import write_whole
 

@@ -13,8 +13,7 @@ from minimind.data.chat.conversations import ASSISTANT, CALLS, THOUGHTS, Message
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.data.tokenizer.vocabulary import BYTE
 from minimind.inference.chat import AnswerReading
-from minimind.inference.generate import CONTEXT, Sampling
-from minimind.serve.batching import Likelihood, Queued
+from minimind.inference.text import CONTEXT, Likelihood, Sampling, Text
 from minimind.serve.protocol import GIVEN, Settings, written_calls
 
 Json = dict[str, Any]
@@ -123,24 +122,23 @@ class Answer(ABC):
         """Tokens that end its texts."""
         return self.served.ends
 
-    def texts(self) -> list[Queued]:
+    def texts(self) -> list[Text]:
         """Texts for the scheduler; the caller sets what they call."""
         served = self.served
         places = served.tokenizer, self.sampling, served.positions
         return [
-            Queued(
+            Text(
                 prompt.ids,
                 *places,
                 self.sampling.generator(prompt.number),
                 self.ends,
-                on_end=_ignored,
                 top=self.top,
                 is_prompt_scored=self.is_prompt_scored,
             )
             for prompt in self.prompts
         ]
 
-    def whole(self, texts: Sequence[Queued]) -> Json:
+    def whole(self, texts: Sequence[Text]) -> Json:
         """The object of an answer that is not streamed."""
         choices = [self._choice(n, text) for n, text in enumerate(texts)]
         return {**self._head(self.name), "choices": choices, "usage": self.usage(texts)}
@@ -149,7 +147,7 @@ class Answer(ABC):
         """A chunk of a stream."""
         return {**self._head(self.chunk_name), "choices": [*choices], **more}
 
-    def usage(self, texts: Sequence[Queued]) -> Json:
+    def usage(self, texts: Sequence[Text]) -> Json:
         """Tokens of the prompts, and of the texts with those that end them."""
         choices = self.settings.choices
         asked = sum(len(text.prompt) for text in texts[::choices])
@@ -160,17 +158,17 @@ class Answer(ABC):
         return {"id": self.id, "object": name, "created": self.created, "model": self.served.name}
 
     @abstractmethod
-    def _choice(self, index: int, text: Queued) -> Json: ...
+    def _choice(self, index: int, text: Text) -> Json: ...
 
     @abstractmethod
-    def stream(self, index: int, text: Queued) -> ChoiceStream:
+    def stream(self, index: int, text: Text) -> ChoiceStream:
         """The stream of one choice."""
 
 
 class ChoiceStream(ABC):
     """The choices of the chunks of one text, as it is generated."""
 
-    def __init__(self, index: int, text: Queued) -> None:
+    def __init__(self, index: int, text: Text) -> None:
         self._index, self._text = index, text
         self._scored = 0  # tokens whose likelihoods have been sent
 
@@ -186,10 +184,6 @@ class ChoiceStream(ABC):
 
     def _choice(self, logprobs: Json | None, end: str | None, **fields: Any) -> Json:
         return {"index": self._index, **fields, "logprobs": logprobs, "finish_reason": end}
-
-
-def _ignored(_: Queued) -> None:
-    """Nobody waits for the end of the text yet."""
 
 
 class ChatAnswer(Answer):
@@ -211,7 +205,7 @@ class ChatAnswer(Answer):
     def ends(self) -> frozenset[int]:
         return self.served.ends_of_turns
 
-    def parts(self, text: Queued) -> tuple[Message, list[Json], str]:
+    def parts(self, text: Text) -> tuple[Message, list[Json], str]:
         """The turn of a text, its calls in OpenAI's form, and why it ended."""
         message = self.reading.message(text.text)
         calls = written_calls(message.more.get(CALLS, ()), f"call_{uuid4().hex[:16]}")
@@ -232,7 +226,7 @@ class ChatAnswer(Answer):
         ]
         return {"content": content, "refusal": None}
 
-    def _choice(self, index: int, text: Queued) -> Json:
+    def _choice(self, index: int, text: Text) -> Json:
         turn, calls, end = self.parts(text)
         content = turn.content if turn.content or not calls else None
         message: Json = {"role": ASSISTANT, "content": content, "refusal": None}
@@ -243,14 +237,14 @@ class ChatAnswer(Answer):
         logprobs = self.logprobs(text.likelihoods)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": end}
 
-    def stream(self, index: int, text: Queued) -> ChoiceStream:
+    def stream(self, index: int, text: Text) -> ChoiceStream:
         return _ChatStream(self, index, text)
 
 
 class _ChatStream(ChoiceStream):
     """Deltas of a turn: what is sent is what every turn begins with that begins with the text."""
 
-    def __init__(self, answer: ChatAnswer, index: int, text: Queued) -> None:
+    def __init__(self, answer: ChatAnswer, index: int, text: Text) -> None:
         super().__init__(index, text)
         self._answer = answer
         self._whole = ""
@@ -307,13 +301,13 @@ class CompletionAnswer(Answer):
         """What the text begins with."""
         return self.prompts[index].text if self.echo else ""
 
-    def offsets(self, index: int, text: Queued) -> Offsets:
+    def offsets(self, index: int, text: Text) -> Offsets:
         """Count offsets for the tokens of a text that have likelihoods."""
         if self.is_prompt_scored:
             return Offsets(self.served)
         return Offsets(self.served, text.prompt[-CONTEXT:], len(self.echoed(index)))
 
-    def logprobs(self, text: Queued, first: int, end: int, offsets: Offsets) -> Json | None:
+    def logprobs(self, text: Text, first: int, end: int, offsets: Offsets) -> Json | None:
         """Return the log-probabilities of tokens `first` to `end`; `offsets` is at token `first`.
 
         Tokens of a scored prompt come first, and the first of them has none. The token that ends
@@ -331,7 +325,7 @@ class CompletionAnswer(Answer):
             "text_offset": [offsets.take(token) for token in ids],
         }
 
-    def tokens(self, text: Queued) -> list[int]:
+    def tokens(self, text: Text) -> list[int]:
         """The tokens that have likelihoods, and before them the first of a scored prompt."""
         first = text.prompt[: int(self.is_prompt_scored)]
         return [*first, *(one.token for one in text.likelihoods)]
@@ -343,12 +337,12 @@ class CompletionAnswer(Answer):
             found.setdefault(self.served.token(token)[0], value)  # the likeliest of a name
         return found
 
-    def _choice(self, index: int, text: Queued) -> Json:
+    def _choice(self, index: int, text: Text) -> Json:
         logprobs = self.logprobs(text, 0, len(text.likelihoods) + 1, self.offsets(index, text))
         whole = self.echoed(index) + text.text
         return {"index": index, "text": whole, "logprobs": logprobs, "finish_reason": text.end}
 
-    def stream(self, index: int, text: Queued) -> ChoiceStream:
+    def stream(self, index: int, text: Text) -> ChoiceStream:
         return _CompletionStream(self, index, text)
 
 
@@ -388,7 +382,7 @@ class Offsets:
 class _CompletionStream(ChoiceStream):
     """Pieces of a text."""
 
-    def __init__(self, answer: CompletionAnswer, index: int, text: Queued) -> None:
+    def __init__(self, answer: CompletionAnswer, index: int, text: Text) -> None:
         super().__init__(index, text)
         self._answer = answer
         self._offsets = answer.offsets(index, text)

@@ -27,15 +27,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minimind.errors import RunError, known_error
-from minimind.inference.generate import Text
+from minimind.inference.text import Text
 from minimind.runtime.terminal import print_traceback
 from minimind.serve.answers import Answer, ChatAnswer, CompletionAnswer, ServedModel
-from minimind.serve.batching import Queued, QueueFull, Scheduler
 from minimind.serve.bodies import BODY_ENDS, JSON_KIND, Bodies, Gone
 from minimind.serve.protocol import RETRY, Refusal, busy, no_such_model
 from minimind.serve.readers import Readers
 from minimind.serve.reading import CHAT as CHAT_KIND
 from minimind.serve.reading import TEXT as TEXT_KIND
+from minimind.serve.scheduler import QueueFull, Scheduler
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
@@ -406,13 +406,13 @@ class _Work:
 
     def __init__(self, scheduler: Scheduler, send: Send) -> None:
         self._scheduler, self._send = scheduler, send
-        self.texts: list[Queued] = []
+        self.texts: list[Text] = []
         self._loop = asyncio.get_running_loop()
         # Number of a text, what it goes on with, and how many likelihoods it has; None: its end.
         self._events: asyncio.Queue[tuple[int, tuple[str, int] | None]] = asyncio.Queue()
         self._has_begun = False
 
-    def _connect(self, number: int, text: Queued, is_stream: bool) -> None:
+    def _connect(self, number: int, text: Text, is_stream: bool) -> None:
         def put(event: tuple[str, int] | None) -> None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
@@ -420,7 +420,7 @@ class _Work:
         def go_on(more: str) -> None:
             put((more, len(text.likelihoods)))
 
-        def end(_: Text) -> None:
+        def end() -> None:
             put(None)
 
         text.on_end = end
@@ -443,7 +443,7 @@ class _Work:
         await self._start(JSON_KIND)
         await self._put(json.dumps(answer.whole(self.texts)).encode(), is_last=True)
 
-    def _require_no_error(self, text: Queued) -> None:
+    def _require_no_error(self, text: Text) -> None:
         if text.error is not None:
             raise _told(text.error)
 

@@ -19,7 +19,8 @@ from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTe
 from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer, train_tokenizer
 from minimind.errors import UsageError
 from minimind.inference.chat import Chat, read_tools
-from minimind.inference.generate import GenerationResult, Sampling
+from minimind.inference.engine import GenerationResult
+from minimind.inference.text import Sampling
 from tests.conftest import ROOT
 from tests.train.terminal import Terminal
 

@@ -33,8 +33,8 @@ from minimind.data.tokenizer.load import load_tokenizer
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.chat import Chat, template_of
-from minimind.inference.generate import Sampling
 from minimind.inference.load_model import load_model
+from minimind.inference.text import Sampling
 from minimind.interop.gguf import CONTROL
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.serve.protocol import CompletionRequest, Settings
