@@ -29,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from minimind.errors import RunError, known_error
 from minimind.inference.text import Text
 from minimind.runtime.terminal import print_traceback
-from minimind.serve.answers import Answer, ChatAnswer, CompletionAnswer, ServedModel
+from minimind.serve.answers import Answer, ServedModel
 from minimind.serve.bodies import BODY_ENDS, JSON_KIND, Bodies, Gone
 from minimind.serve.protocol import RETRY, Refusal, busy, no_such_model
 from minimind.serve.readers import Readers
@@ -337,14 +337,12 @@ class _Endpoints:
         }
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(scope, receive, send, CHAT_KIND, ChatAnswer)
+        await self._answer(scope, receive, send, CHAT_KIND)
 
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(scope, receive, send, TEXT_KIND, CompletionAnswer)
+        await self._answer(scope, receive, send, TEXT_KIND)
 
-    async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, kind: bytes, answer: type[Answer]
-    ) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, kind: bytes) -> None:
         """Answer a request within its time, unless its client goes; raise Refusal."""
         client, work = _address(scope.get("client")), _Work(self._scheduler, send)
         with suppress(Gone):
@@ -352,7 +350,7 @@ class _Endpoints:
 
             async def read_and_run() -> None:
                 read = await self._readers.read(client, kind, body)
-                await work.run(answer(self._served, read))
+                await work.run(Answer(self._served, read, kind == CHAT_KIND))
 
             try:
                 async with asyncio.timeout(self._limits.timeout):
@@ -450,7 +448,7 @@ class _Work:
     async def _stream(self) -> None:
         answer, has_usage = self._answer, self._answer.settings.has_usage
         more: dict[str, Any] = {"usage": None} if has_usage else {}
-        streams = [answer.stream(number, text) for number, text in enumerate(self.texts)]
+        streams = [answer.choice(number, text) for number, text in enumerate(self.texts)]
         left = len(streams)
         while left:
             number, event = await self._events.get()

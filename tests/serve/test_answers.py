@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +18,12 @@ from transformers import MambaConfig, MistralConfig, OpenAIGPTConfig
 from minimind.architecture.hf_models import model_of
 from minimind.cli.main import main
 from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate
-from minimind.data.tokenizer.load import load_tokenizer
 from minimind.inference.engine import Batch, generate_texts
 from minimind.inference.load_model import load_model
 from minimind.inference.text import Sampling
-from minimind.serve.answers import Offsets
 from minimind.serve.protocol import ChatRequest, conversation_of_request
 from minimind.serve.scheduler import Scheduler
-from tests.data.tokenizer.test_lossless import written
-from tests.serve.conftest import POSITIONS, InProcess, served_model
+from tests.serve.conftest import POSITIONS, InProcess
 
 SETTINGS = [
     {"temperature": 0},
@@ -35,8 +31,6 @@ SETTINGS = [
     {"temperature": 1.5, "top_p": 1, "seed": 2},
     {"temperature": 1, "top_k": 20, "repetition_penalty": 1.3, "seed": 3},
 ]
-
-ANY_MODEL = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=POSITIONS))
 
 
 def words(settings: dict[str, float]) -> list[str]:
@@ -200,48 +194,6 @@ def test_likelihoods_are_those_of_the_model(server: InProcess, chat_model: Path)
         assert found["token_logprobs"][at] == pytest.approx(float(logs[at - 1, ids[at]]), abs=1e-4)
         best = found["top_logprobs"][at].values()
         assert max(best) == pytest.approx(float(logs[at - 1].max()), abs=1e-4)
-    text = answer["choices"][0]["text"]
-    whole = [t for t in found["tokens"] if not t.startswith("bytes:")]
-    places = dict(zip(found["text_offset"], found["tokens"], strict=True))
-    assert len(whole) > 9
-    assert all(text[at:].startswith(token) for at, token in places.items() if token in whole)
-
-
-@pytest.mark.parametrize("kind", ["BPE", "WordPiece", "byte level", "SentencePiece bytes"])
-def test_offsets_are_those_of_the_decoded_text(tmp_path: Path, kind: str):
-    """Tokens are lone bytes, special ones and parts of characters, for every kind of tokenizer."""
-    tokenizer = load_tokenizer(written(kind, tmp_path))
-    served = served_model(ANY_MODEL, tokenizer, None)
-    numbers = [*range(tokenizer.vocab_size)]
-    parts = [i for i in numbers if served.is_byte(i)]
-    whole = [i for i in numbers if i not in parts]
-    assert bool(parts) == ("byte" in kind)
-    draw = random.Random(kind)
-    for _ in range(100):
-        ids = [draw.choice(draw.choice((parts or whole, whole))) for _ in range(12)]
-        ids[4:4] = [*tokenizer.encode("春"), tokenizer.eos_id]
-        for begin in (0, 6):
-            context = ids[:begin]
-            before = len(tokenizer.decode(context))
-            offsets = Offsets(served, context, 100)
-            for at in range(begin, len(ids)):
-                place = offsets.take(ids[at])
-                if ids[at] in whole:
-                    assert place == 100 + len(tokenizer.decode(ids[:at])) - before
-
-
-def test_an_offset_counts_a_byte_of_no_character(server: InProcess):
-    served = server.served
-    byte = next(i for i in range(500) if served.token(i)[1] == b"\x98")
-    ids = [*served.tokenizer.encode("ab"), byte, served.tokenizer.eos_id, byte]
-    ids += served.tokenizer.encode("cd")
-    answer = server.complete(ids, max_tokens=0, echo=True, logprobs=0)
-    (choice,) = answer["choices"]
-    assert choice["text"] == "ab\ufffd\ufffdcd"
-    at = choice["logprobs"]["text_offset"]
-    found = [choice["text"][a:b] for a, b in zip(at, [*at[1:], len(choice["text"])], strict=True)]
-    assert "".join(found) == choice["text"]
-    assert found[-1].endswith("cd") or found[-2:] == ["c", "d"]
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -327,7 +279,6 @@ def test_likelihoods_have_the_end_of_a_text_but_not_of_a_turn(server: InProcess,
         body = {"prompt": [7, 8], "max_tokens": 9, "logprobs": 0, **fields}
         (choice,) = server.post("/v1/completions", body).json()["choices"]
         assert choice["logprobs"]["tokens"][-1] == server.served.token(end)[0]
-        assert choice["logprobs"]["text_offset"][-1] == len(choice["text"])
         parts = [one["choices"][0] for one in server.events("/v1/completions", body)]
         sent = [token for one in parts if one["logprobs"] for token in one["logprobs"]["tokens"]]
         assert sent == choice["logprobs"]["tokens"]
