@@ -88,7 +88,8 @@ class Serve(OfChat):
             if not (is_local or key):
                 text = "anybody who reaches this address may ask, as there is no --api_key"
                 print(f"--host {self.host}: {text}", file=sys.stderr)
-            names = {"localhost", "127.0.0.1", "::1", self.host.lower()}
+            own = f"[{self.host}]" if ":" in self.host else self.host.lower()
+            names = {"localhost", "127.0.0.1", "[::1]", own}
             limits = Limits(
                 self.max_batch + self.max_queue,
                 self.max_body,
