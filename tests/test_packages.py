@@ -63,9 +63,8 @@ WITHOUT_TORCH = """
     config.parse config.flags config.checks config.launcher_env config.deepspeed.resolve
     architecture.plan architecture.costs architecture.shape checkpoint.directory checkpoint.tools
     checkpoint.retention report.page report.summary report.history report.verdict report.doctor
-    report.placement
-    inference.prompts inference.stored_template data.tokenizer.vocabulary runtime.filesystem
-    runtime.exit runtime.process runtime.durable_files runtime.locks runtime.urls model.sizes
+    report.placement inference.prompts data.tokenizer.vocabulary runtime.filesystem runtime.exit
+    runtime.process runtime.durable_files runtime.locks runtime.urls model.sizes
     config.stages config.tasks data.rows.stages data.prepare.mixed
 """.split()
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "plotly", "datatrove", "ray"}

@@ -254,8 +254,6 @@ class Chat(OfChat, Sampled):
         """Print the answers; what is not part of them goes to stderr."""
         if self.once is None and (sys.stdin is None or not sys.stdin.isatty()):
             raise UsageError("standard input is no terminal; give --once")
-        if self.chat_template is None:
-            self.require_stored_template()
         chat = _load(self)
         if self.once is not None:
             chat.ask(self.once, show)

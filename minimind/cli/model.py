@@ -57,13 +57,6 @@ class OfModel(OfWeights):
 
         return load_model(self.checkpoint, self.model, self.tokenizer, self.weights)
 
-    def require_stored_template(self) -> None:
-        """Raise UsageError if the model has no chat template; takes milliseconds."""
-        from minimind.inference.stored_template import no_template, place_without_template
-
-        if place := place_without_template(self.checkpoint, self.model, self.tokenizer):
-            raise no_template(place)
-
 
 @dataclass(kw_only=True)
 class OfChat(OfModel):

@@ -115,7 +115,6 @@ def load(args: Serve) -> tuple[Any, ServedModel, Readers]:
     """The model on its device, what its answers are written with, and what reads requests."""
     from minimind.inference.chat import source_of
     from minimind.inference.load_model import is_exported, load_model
-    from minimind.inference.stored_template import place_without_template
     from minimind.inference.text import Sampling
     from minimind.serve.answers import ServedModel
     from minimind.serve.readers import Readers
@@ -131,7 +130,7 @@ def load(args: Serve) -> tuple[Any, ServedModel, Readers]:
     model, tokenizer, path = load_model(checkpoint, exported, args.tokenizer, args.weights)
     model = model.to(device)
     variables, source, called = args.chat_template_kwargs, None, ""
-    is_base = place_without_template(checkpoint, exported, args.tokenizer) is not None
+    is_base = not tokenizer.templates.by_name
     if is_base and variables and args.chat_template is None:
         raise UsageError("--chat_template_kwargs needs a chat template; drop it, or give one")
     if args.chat_template is not None or not is_base:

@@ -32,7 +32,6 @@ from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import UsageError
 from minimind.inference.engine import continue_ids
-from minimind.inference.stored_template import no_template
 from minimind.inference.text import Sampling
 from minimind.runtime import disk
 from minimind.runtime.durable_files import write_whole
@@ -60,7 +59,10 @@ def source_of(
     """The source of a template and its name in messages; see `template_of`."""
     template = given_template(path, tokenizer) if path else own_template(tokenizer)
     if template is None:
-        raise no_template(place)
+        raise UsageError(
+            f"{place}: has no chat template beside its tokenizer; fine-tune it with --task sft,"
+            " give --chat_template, or use it on plain text (minimind generate, minimind eval)"
+        )
     require_read(variables or (), *template)
     return template
 
