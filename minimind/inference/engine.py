@@ -139,14 +139,18 @@ class Batch:
         masks = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
         mask_BT = torch.tensor(masks, device=self._device)
         self._mask_BS = mask_BT[:, :0]
-        if not self.texts[0].is_prompt_scored:
+        if not self.texts[0].is_prompt_scored or self.texts[0].drawn:
             return self._forward(ids_BT, mask_BT, 1)[:, -1]
-        (text,), logits_1TV = self.texts, torch.empty(0)
-        for start in range(0, length, PREFILLED):
-            part = slice(start, start + PREFILLED)
+        (text,), logits_1TV, start, size = self.texts, torch.empty(0), 0, PREFILLED
+        while start < length:
+            part = slice(start, start + size)
             logits_1TV = self._forward(ids_BT[:, part], mask_BT[:, part], 0)
-            if targets := text.prompt[start + 1 : start + PREFILLED + 1]:
+            if size < length and not (self._cache and self.can_grow):  # no cache of keys alone
+                self._cache, self._mask_BS, size = {}, mask_BT[:, :0], length
+                continue
+            if targets := text.prompt[start + 1 : start + size + 1]:
                 text.record(logits_1TV[0, : len(targets), : text.tokenizer.vocab_size], targets)
+            start += size
         return logits_1TV[:, -1]
 
     def _forward(self, ids_BT: Tensor, mask_BT: Tensor, last: int) -> Tensor:

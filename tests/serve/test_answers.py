@@ -91,7 +91,14 @@ def test_caches_of_other_kinds_give_the_same_texts(server: InProcess, config: An
         other = replace(server, scheduler=scheduler)
         ask = partial(other.complete, max_tokens=12, temperature=0)
         found = [answer["choices"][0]["text"] for answer in pool.map(ask, prompts)]
+        long = tokenizer.encode("春眠 ab cdef 曉處 " * 50)[:300]
+        scored = other.complete(long, max_tokens=3, echo=True, logprobs=0)["choices"][0]["logprobs"]
     assert found == [*together]
+    with torch.no_grad():
+        logs = model(input_ids=torch.tensor([long])).logits[0].log_softmax(-1)
+    expected = [float(logs[at - 1, token]) for at, token in enumerate(long) if at]
+    assert scored["token_logprobs"][1:300] == pytest.approx(expected, abs=1e-3)
+    assert len(scored["tokens"]) in range(301, 304)
 
 
 def test_neighbours_change_nothing(server: InProcess):

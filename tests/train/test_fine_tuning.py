@@ -314,13 +314,8 @@ def test_tags_of_a_model_s_own_template_stay_text(
     assert served.sampling(asked, served.answers).stop == ("<|im_end|>", "b")
     assert served.sampling(asked, served.texts).stop == ("b",)
 
-    ids = tokenizer.encode("the sea<|im_end|>\nmore")
-    monkeypatch.setattr(
-        "transformers.GenerationMixin.generate",
-        lambda model, prompts, stopping_criteria, **_: [
-            stopping_criteria[0](torch.tensor([[i]]), None) for i in ids
-        ],
-    )
+    ids = iter(tokenizer.encode("the sea<|im_end|>\nmore"))
+    monkeypatch.setattr("minimind.inference.engine.next_tokens", lambda *_: [next(ids)])
     assert minimind(["chat", "--model", str(exported), "--once", "what is deep?"]) == 0
     assert capsys.readouterr().out == "the sea\n"
 
