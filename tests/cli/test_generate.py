@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import sentencepiece
@@ -98,7 +98,7 @@ def test_sampled_text_depends_on_the_prompt_number_and_not_on_the_batch(loaded):
 
 def drawn(logits: torch.Tensor, **flags: Any) -> list[int]:
     """The next token of a text for each row of logits."""
-    how, tokenizer = Sampling(**{"temperature": 1.0, "top_p": 1.0, **flags}), Any
+    how, tokenizer = Sampling(**{"temperature": 1.0, "top_p": 1.0, **flags}), cast(Any, None)
     texts = [
         Text([0], tokenizer, how, 9, how.generator(number), frozenset())
         for number in range(len(logits))
