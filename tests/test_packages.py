@@ -63,9 +63,8 @@ WITHOUT_TORCH = """
     config.parse config.flags config.checks config.launcher_env config.deepspeed.resolve
     architecture.plan architecture.costs architecture.shape checkpoint.directory checkpoint.tools
     checkpoint.retention report.page report.figures report.history report.slowness report.findings
-    report.placement
-    inference.prompts inference.stored_template data.tokenizer.vocabulary runtime.filesystem
-    runtime.exit runtime.process runtime.durable_files runtime.locks runtime.urls model.sizes
+    report.placement inference.prompts data.tokenizer.vocabulary runtime.filesystem runtime.exit
+    runtime.process runtime.durable_files runtime.locks runtime.urls model.sizes
     config.stages config.tasks data.rows.stages data.prepare.mixed
 """.split()
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "plotly", "datatrove", "ray"}
@@ -99,7 +98,7 @@ OFF = """
     checkpoint.mirror checkpoint.remote_run recovery.corruption recovery.spikes recovery.step_rows
     recovery.documents report.trace report.trackers report.page report.figures interop data.chat
     data.text data.prepare.prepare data.prepare.encode data.prepare.remote data.tokenizer.hf_export
-    data.tokenizer.hf_tokenizer data.tokenizer.sentencepiece inference.generate inference.prompts
+    data.tokenizer.hf_tokenizer data.tokenizer.sentencepiece inference.engine inference.prompts
     architecture.plan architecture.costs engine.deepspeed_backend engine.op_build_lock
     runtime.filesystem runtime.download runtime.object_cache cli sweep config.stages
     data.rows.stages data.prepare.mixed config.tasks train.scores inference.scores

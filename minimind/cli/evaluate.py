@@ -156,8 +156,6 @@ class Eval(OfChat, Cached):
             raise UsageError(
                 f"--limit {self.limit} is for --lm_eval and --tasks; give --max_rows, or drop it"
             )
-        if self.task == "sft" and self.chat_template is None:
-            self.require_stored_template()
         from minimind.config.launcher_env import read_launch
         from minimind.runtime.object_cache import open_cache
 

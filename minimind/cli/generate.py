@@ -24,7 +24,7 @@ from minimind.runtime.terminal import for_stdout, phase
 
 if TYPE_CHECKING:
     from minimind.inference.chat import Chat as Conversation
-    from minimind.inference.generate import GenerationResult
+    from minimind.inference.engine import GenerationResult
 
 
 @dataclass(kw_only=True)
@@ -98,7 +98,7 @@ class _Generator:
         self, prompts: Sequence[str], numbers: Sequence[int], on_text: Callable[[str], None] | None
     ) -> GenerationResult:
         """Continuations of the prompts with these numbers."""
-        from minimind.inference.generate import generate_texts
+        from minimind.inference.engine import generate_texts
 
         return generate_texts(
             self.model, self.tokenizer, prompts, self.sampling, on_text=on_text, numbers=numbers
@@ -254,8 +254,6 @@ class Chat(OfChat, Sampled):
         """Print the answers; what is not part of them goes to stderr."""
         if self.once is None and (sys.stdin is None or not sys.stdin.isatty()):
             raise UsageError("standard input is no terminal; give --once")
-        if self.chat_template is None:
-            self.require_stored_template()
         chat = _load(self)
         if self.once is not None:
             chat.ask(self.once, show)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from minimind.config.launcher_env import Launch
-    from minimind.inference.generate import Sampling
+    from minimind.inference.text import Sampling
 
 
 # Defaults of an answer, where they are not those of a text.
@@ -57,13 +57,6 @@ class OfModel(OfWeights):
 
         return load_model(self.checkpoint, self.model, self.tokenizer, self.weights)
 
-    def require_stored_template(self) -> None:
-        """Raise UsageError if the model has no chat template; takes milliseconds."""
-        from minimind.inference.stored_template import no_template, place_without_template
-
-        if place := place_without_template(self.checkpoint, self.model, self.tokenizer):
-            raise no_template(place)
-
 
 @dataclass(kw_only=True)
 class OfChat(OfModel):
@@ -96,7 +89,7 @@ class Sampled(OfModel):
 
     def load_to_sample(self, stop: list[str]) -> tuple[Any, Any, Path, Sampling]:
         """The model on its device, its tokenizer, where they are, and how texts are sampled."""
-        from minimind.inference.generate import Sampling
+        from minimind.inference.text import Sampling
 
         names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")
         sampling = Sampling(*(getattr(self, name) for name in names), stop=tuple(stop))

@@ -80,7 +80,7 @@ class Serve(OfChat):
                         f" {install_extra('serve')}"
                     )
             from minimind.serve.app import Limits, build_app, http_server
-            from minimind.serve.batching import Scheduler
+            from minimind.serve.scheduler import Scheduler
 
             with phase("loading the model"):
                 model, served, readers = load(self)
@@ -88,7 +88,8 @@ class Serve(OfChat):
             if not (is_local or key):
                 text = "anybody who reaches this address may ask, as there is no --api_key"
                 print(f"--host {self.host}: {text}", file=sys.stderr)
-            names = {"localhost", "127.0.0.1", "::1", self.host.lower()}
+            own = f"[{self.host}]" if ":" in self.host else self.host.lower()
+            names = {"localhost", "127.0.0.1", "[::1]", own}
             limits = Limits(
                 self.max_batch + self.max_queue,
                 self.max_body,
@@ -113,11 +114,9 @@ class Serve(OfChat):
 def load(args: Serve) -> tuple[Any, ServedModel, Readers]:
     """The model on its device, what its answers are written with, and what reads requests."""
     from minimind.inference.chat import source_of
-    from minimind.inference.generate import Sampling
     from minimind.inference.load_model import is_exported, load_model
-    from minimind.inference.stored_template import place_without_template
+    from minimind.inference.text import Sampling
     from minimind.serve.answers import ServedModel
-    from minimind.serve.batching import require_cache
     from minimind.serve.readers import Readers
 
     device = args.chosen_device()
@@ -130,9 +129,8 @@ def load(args: Serve) -> tuple[Any, ServedModel, Readers]:
         checkpoint, exported = None, checkpoint
     model, tokenizer, path = load_model(checkpoint, exported, args.tokenizer, args.weights)
     model = model.to(device)
-    require_cache(model)
     variables, source, called = args.chat_template_kwargs, None, ""
-    is_base = place_without_template(checkpoint, exported, args.tokenizer) is not None
+    is_base = not tokenizer.templates.by_name
     if is_base and variables and args.chat_template is None:
         raise UsageError("--chat_template_kwargs needs a chat template; drop it, or give one")
     if args.chat_template is not None or not is_base:

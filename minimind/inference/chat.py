@@ -31,8 +31,8 @@ from minimind.data.prepare.chat_tokenizer import given_template
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import UsageError
-from minimind.inference.generate import Sampling, continue_ids
-from minimind.inference.stored_template import no_template
+from minimind.inference.engine import continue_ids
+from minimind.inference.text import Sampling
 from minimind.runtime import disk
 from minimind.runtime.durable_files import write_whole
 
@@ -59,7 +59,10 @@ def source_of(
     """The source of a template and its name in messages; see `template_of`."""
     template = given_template(path, tokenizer) if path else own_template(tokenizer)
     if template is None:
-        raise no_template(place)
+        raise UsageError(
+            f"{place}: has no chat template beside its tokenizer; fine-tune it with --task sft,"
+            " give --chat_template, or use it on plain text (minimind generate, minimind eval)"
+        )
     require_read(variables or (), *template)
     return template
 
@@ -73,34 +76,6 @@ def read_tools(path: Path) -> list[Any]:
         raise UsageError(f"--tools {path}: {reason}; give a file with a JSON list") from error
     except DocumentError as error:
         raise UsageError(f"--tools {path}: {error.reason}; {error.remedy}") from error
-
-
-class WithoutThoughts:
-    """Passes on the text of an answer as it comes, but for the thought that it begins with."""
-
-    def __init__(self, show: Callable[[str], None], is_thought: bool) -> None:
-        self._show, self._held = show, ""
-        self._part = "thought" if is_thought else "begin"
-
-    def __call__(self, text: str) -> None:
-        self._held += text
-        if self._part == "begin":
-            begun = self._held.lstrip()
-            if OPEN.startswith(begun[: len(OPEN)]) and len(begun) < len(OPEN):
-                return
-            self._part = "thought" if begun.startswith(OPEN) else "answer"
-        if self._part == "thought" and CLOSE in self._held:
-            self._part, self._held = "thought is over", self._held.partition(CLOSE)[2]
-        if self._part == "thought is over" and self._held.lstrip():
-            self._part, self._held = "answer", self._held.lstrip()
-        if self._part == "answer" and self._held:
-            self._show(self._held)
-            self._held = ""
-
-    def end(self) -> None:
-        """Pass on what could have been the beginning of a thought."""
-        if self._part == "begin":
-            self._show(self._held)
 
 
 @dataclass(frozen=True)
@@ -152,6 +127,29 @@ class AnswerReading:
         return thoughts, content.lstrip("\n")
 
 
+class AnswerStream:
+    """The parts of an answer as it comes: what is new of its thoughts and of its content."""
+
+    def __init__(self, reading: AnswerReading) -> None:
+        self._reading, self._whole = reading, ""
+        self._sent = {THOUGHTS[0]: 0, "content": 0}  # characters
+
+    def go_on(self, more: str) -> dict[str, str]:
+        """What every answer goes on with that begins with the text so far."""
+        self._whole += more
+        return self._new(*self._reading.beginnings(self._whole))
+
+    def end(self, turn: Message) -> dict[str, str]:
+        """What is left of the whole turn."""
+        return self._new(turn.more.get(THOUGHTS[0], ""), turn.content)
+
+    def _new(self, thoughts: str, content: str) -> dict[str, str]:
+        parts = {THOUGHTS[0]: thoughts, "content": content}
+        found = {key: text[self._sent[key] :] for key, text in parts.items()}
+        self._sent = {key: max(len(text), self._sent[key]) for key, text in parts.items()}
+        return {key: text for key, text in found.items() if text}
+
+
 def _without_start(text: str, tag: str) -> str:
     """The text without what the tag begins with at its end."""
     size = max((n for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)
@@ -199,20 +197,25 @@ class Chat:
         except DocumentError as error:  # an error of an answer or of the template
             raise UsageError(f"{error}; begin another conversation") from error
         self.asked += 1
-        without = None
-        if on_text and not self.shows_thoughts:
-            on_text = without = WithoutThoughts(on_text, is_thought)
+        plain = AnswerReading((THOUGHTS[0],), is_thought, has_tools=False)
+        stream = AnswerStream(plain)
+
+        def show(parts: dict[str, str]) -> None:
+            if on_text and (content := parts.get("content")):
+                on_text(content)
+
+        hides = on_text is not None and not self.shows_thoughts
         result = continue_ids(
             self.model,
             self.tokenizer,
             {self.asked: ids},
             replace(self.sampling, stop=(*self.sampling.stop, *self.template.text_ends)),
-            on_text,
+            (lambda more: show(stream.go_on(more))) if hides else on_text,
             end_ids=self.template.ends_of_turns,
         )
-        if without:
-            without.end()
         answer = result.texts[0]
+        if hides:
+            show(stream.end(plain.message(answer)))
         self.forgotten += len(self.messages) + 1 - len(messages)
         reading = AnswerReading(self.template.keys_of_thoughts, is_thought, bool(self.tools))
         self.messages = [*messages, reading.message(answer)]

@@ -22,9 +22,10 @@ from minimind.data.shards.token_shards import TokenShards
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.engine.loss_of_batch import PADDING
 from minimind.errors import UsageError
-from minimind.inference.generate import Sampling, continue_ids
+from minimind.inference.engine import continue_ids
 from minimind.inference.score import LossSums, row_losses, standard_error
 from minimind.inference.scores import Score, Shares, share_right
+from minimind.inference.text import Sampling
 
 CHOICES = 4
 LOGITS = 2**26  # of a batch, which bounds its memory
@@ -174,7 +175,7 @@ class OwnQuestions:
                 self.tokenizer,
                 dict(enumerate(batch, 1)),
                 Sampling(GREEDY, temperature=0.0),
-                synced_gpus=shares.is_collective,
+                is_collective=shares.is_collective,
             )
             return [repeated_share(self.tokenizer.encode(text)) for text in result.texts]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +10,8 @@ from uuid import uuid4
 
 from minimind.data.chat.conversations import ASSISTANT, CALLS, THOUGHTS, Message
 from minimind.data.tokenizer.load import Tokenizer
-from minimind.data.tokenizer.vocabulary import BYTE
-from minimind.inference.chat import AnswerReading
-from minimind.inference.generate import CONTEXT, Sampling
-from minimind.serve.batching import Likelihood, Queued
+from minimind.inference.chat import AnswerReading, AnswerStream
+from minimind.inference.text import Likelihood, Sampling, Text
 from minimind.serve.protocol import GIVEN, Settings, written_calls
 
 Json = dict[str, Any]
@@ -46,27 +43,17 @@ class ServedModel:
         self.ends = frozenset((tokenizer.eos_id,))
         self.ends_of_turns = self.ends.union(template["ends_of_turns"] if template else ())
         names = {i: name for name, i in tokenizer.special_tokens().items()}
-        self._pieces = [(names.get(i), one) for i, one in enumerate(tokenizer.pieces())]
+        self._pieces = [(names.get(i), one.content) for i, one in enumerate(tokenizer.pieces())]
 
     def token(self, token: int) -> tuple[str, bytes]:
         """A token's text, or name, and its bytes; texts of parts of a character are bytes."""
-        name, piece = self._pieces[token]
-        content = piece.content
+        name, content = self._pieces[token]
         if name is not None:
             return name, name.encode()
         try:
             return content.decode(), content
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
-
-    def is_special(self, token: int) -> bool:
-        """Whether it has a name in place of a text."""
-        return self._pieces[token][0] is not None
-
-    def is_byte(self, token: int) -> bool:
-        """Whether the tokens beside it decide what characters its bytes become."""
-        name, content = self.token(token)
-        return self._pieces[token][1].kind == BYTE or name.encode() != content
 
     def sampling(self, settings: Settings, default: Sampling) -> Sampling:
         """How the answers to a request are drawn."""
@@ -91,321 +78,182 @@ class Prompt:
     text: str = ""
 
 
-class Answer(ABC):
+class Answer:
     """An answer to a request, whole or as chunks of a stream; its texts are those of `prompts`.
 
-    `read` is what `Reader` makes of the request.
+    `read` is what `Reader` makes of the request, of /v1/chat/completions if `is_chat`.
     """
 
-    name: str
-    chunk_name: str
-    prefix: str
-    is_prompt_scored = False
-
-    def __init__(self, served: ServedModel, read: Json) -> None:
+    def __init__(self, served: ServedModel, read: Json, is_chat: bool) -> None:
         self.served, self.settings = served, Settings(**read["settings"])
-        self.id, self.created = f"{self.prefix}-{uuid4().hex}", int(time.time())
-        self.top, choices = self.settings.top, self.settings.choices
-        self.sampling = served.sampling(self.settings, self.default)
+        self.is_chat, self.created, choices = is_chat, int(time.time()), self.settings.choices
+        self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}"
+        self.sampling = served.sampling(self.settings, served.answers if is_chat else served.texts)
+        self.ends = served.ends_of_turns if is_chat else served.ends
+        self.is_prompt_scored = self.settings.echo and self.settings.top is not None
         self.prompts = [
             Prompt(ids, number * choices + choice, text)
             for number, (ids, text) in enumerate(read["prompts"])
             for choice in range(1, choices + 1)
         ]
+        if is_chat:
+            assert served.template is not None
+            keys = served.template["keys_of_thoughts"]
+            self.reading = AnswerReading(keys, read["is_thought"], read["has_tools"])
 
-    @property
-    @abstractmethod
-    def default(self) -> Sampling:
-        """Settings of a request that gives none."""
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """Tokens that end its texts."""
-        return self.served.ends
-
-    def texts(self) -> list[Queued]:
+    def texts(self) -> list[Text]:
         """Texts for the scheduler; the caller sets what they call."""
         served = self.served
         places = served.tokenizer, self.sampling, served.positions
         return [
-            Queued(
+            Text(
                 prompt.ids,
                 *places,
                 self.sampling.generator(prompt.number),
                 self.ends,
-                on_end=_ignored,
-                top=self.top,
+                top=self.settings.top,
                 is_prompt_scored=self.is_prompt_scored,
             )
             for prompt in self.prompts
         ]
 
-    def whole(self, texts: Sequence[Queued]) -> Json:
+    def choice(self, index: int, text: Text) -> ChatChoice | TextChoice:
+        """The choice that a text is, to be written whole or in parts."""
+        return ChatChoice(self, index, text) if self.is_chat else TextChoice(self, index, text)
+
+    def whole(self, texts: Sequence[Text]) -> Json:
         """The object of an answer that is not streamed."""
-        choices = [self._choice(n, text) for n, text in enumerate(texts)]
-        return {**self._head(self.name), "choices": choices, "usage": self.usage(texts)}
+        choices = [self.choice(n, text).whole() for n, text in enumerate(texts)]
+        head = self._head("chat.completion" if self.is_chat else "text_completion")
+        return {**head, "choices": choices, "usage": self.usage(texts)}
 
     def chunk(self, *choices: Json, **more: Any) -> Json:
         """A chunk of a stream."""
-        return {**self._head(self.chunk_name), "choices": [*choices], **more}
+        head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
+        return {**head, "choices": [*choices], **more}
 
-    def usage(self, texts: Sequence[Queued]) -> Json:
+    def usage(self, texts: Sequence[Text]) -> Json:
         """Tokens of the prompts, and of the texts with those that end them."""
-        choices = self.settings.choices
-        asked = sum(len(text.prompt) for text in texts[::choices])
+        asked = sum(len(text.prompt) for text in texts[:: self.settings.choices])
         new = sum(text.drawn for text in texts)
         return {"prompt_tokens": asked, "completion_tokens": new, "total_tokens": asked + new}
 
     def _head(self, name: str) -> Json:
         return {"id": self.id, "object": name, "created": self.created, "model": self.served.name}
 
-    @abstractmethod
-    def _choice(self, index: int, text: Queued) -> Json: ...
 
-    @abstractmethod
-    def stream(self, index: int, text: Queued) -> ChoiceStream:
-        """The stream of one choice."""
+class ChatChoice:
+    """A choice of /v1/chat/completions: whole, or begun, gone on with and ended in deltas."""
 
+    def __init__(self, answer: Answer, index: int, text: Text) -> None:
+        self._answer, self._index, self._text = answer, index, text
+        self._stream = AnswerStream(answer.reading)
+        self._scored = 0  # tokens whose likelihoods have been written
 
-class ChoiceStream(ABC):
-    """The choices of the chunks of one text, as it is generated."""
-
-    def __init__(self, index: int, text: Queued) -> None:
-        self._index, self._text = index, text
-        self._scored = 0  # tokens whose likelihoods have been sent
-
-    @abstractmethod
-    def begin(self) -> Iterator[Json]: ...
-
-    @abstractmethod
-    def go_on(self, more: str, scored: int) -> Iterator[Json]:
-        """More of the text, and how many tokens have likelihoods."""
-
-    @abstractmethod
-    def end(self) -> Iterator[Json]: ...
-
-    def _choice(self, logprobs: Json | None, end: str | None, **fields: Any) -> Json:
-        return {"index": self._index, **fields, "logprobs": logprobs, "finish_reason": end}
-
-
-def _ignored(_: Queued) -> None:
-    """Nobody waits for the end of the text yet."""
-
-
-class ChatAnswer(Answer):
-    """An answer of /v1/chat/completions."""
-
-    name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def __init__(self, served: ServedModel, read: Json) -> None:
-        super().__init__(served, read)
-        assert served.template is not None
-        keys = served.template["keys_of_thoughts"]
-        self.reading = AnswerReading(keys, read["is_thought"], read["has_tools"])
-
-    @property
-    def default(self) -> Sampling:
-        return self.served.answers
-
-    @property
-    def ends(self) -> frozenset[int]:
-        return self.served.ends_of_turns
-
-    def parts(self, text: Queued) -> tuple[Message, list[Json], str]:
-        """The turn of a text, its calls in OpenAI's form, and why it ended."""
-        message = self.reading.message(text.text)
-        calls = written_calls(message.more.get(CALLS, ()), f"call_{uuid4().hex[:16]}")
-        return message, calls, "tool_calls" if calls else text.end
-
-    def logprobs(self, likelihoods: Sequence[Likelihood]) -> Json | None:
-        if self.top is None:
-            return None
-
-        def entry(token: int, value: float) -> Json:
-            name, content = self.served.token(token)
-            return {"token": name, "logprob": value, "bytes": [*content]}
-
-        content = [
-            {**entry(one.token, one.value), "top_logprobs": [entry(*other) for other in one.top]}
-            for one in likelihoods
-            if one.token not in self.ends  # the end of the turn is no part of its content
-        ]
-        return {"content": content, "refusal": None}
-
-    def _choice(self, index: int, text: Queued) -> Json:
-        turn, calls, end = self.parts(text)
+    def whole(self) -> Json:
+        turn, calls, end = self._turn()
         content = turn.content if turn.content or not calls else None
         message: Json = {"role": ASSISTANT, "content": content, "refusal": None}
         if thoughts := turn.more.get(THOUGHTS[0]):
             message[THOUGHTS[0]] = thoughts
         if calls:
             message[CALLS] = calls
-        logprobs = self.logprobs(text.likelihoods)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": end}
-
-    def stream(self, index: int, text: Queued) -> ChoiceStream:
-        return _ChatStream(self, index, text)
-
-
-class _ChatStream(ChoiceStream):
-    """Deltas of a turn: what is sent is what every turn begins with that begins with the text."""
-
-    def __init__(self, answer: ChatAnswer, index: int, text: Queued) -> None:
-        super().__init__(index, text)
-        self._answer = answer
-        self._whole = ""
-        self._sent = {THOUGHTS[0]: 0, "content": 0}  # characters
+        return self._choice(self._logprobs(), end, message=message)
 
     def begin(self) -> Iterator[Json]:
         yield self._choice(None, None, delta={"role": ASSISTANT, "content": ""})
 
     def go_on(self, more: str, scored: int) -> Iterator[Json]:
-        self._whole += more
-        delta = self._delta(*self._answer.reading.beginnings(self._whole))
-        if delta:
+        """More of the text, and how many tokens have likelihoods."""
+        if delta := self._stream.go_on(more):
             yield self._choice(self._logprobs(scored), None, delta=delta)
 
     def end(self) -> Iterator[Json]:
-        turn, calls, end = self._answer.parts(self._text)
-        delta = self._delta(turn.more.get(THOUGHTS[0], ""), turn.content)
+        turn, calls, end = self._turn()
+        delta: Json = self._stream.end(turn)
         if calls:
             delta[CALLS] = [{"index": number, **call} for number, call in enumerate(calls)]
-        logprobs = self._logprobs(len(self._text.likelihoods))
+        logprobs = self._logprobs()
         if delta or (logprobs and logprobs["content"]):
             yield self._choice(logprobs, None, delta=delta)
         yield self._choice(None, end, delta={})
 
-    def _delta(self, thoughts: str, content: str) -> Json:
-        delta = {}
-        for key, text in ((THOUGHTS[0], thoughts), ("content", content)):
-            if len(text) > self._sent[key]:
-                delta[key] = text[self._sent[key] :]
-                self._sent[key] = len(text)
-        return delta
+    def _turn(self) -> tuple[Message, list[Json], str]:
+        """The turn that the text is, its calls in OpenAI's form, and why it ended."""
+        message = self._answer.reading.message(self._text.text)
+        calls = written_calls(message.more.get(CALLS, ()), f"call_{uuid4().hex[:16]}")
+        return message, calls, "tool_calls" if calls else self._text.end
 
-    def _logprobs(self, scored: int) -> Json | None:
-        new = self._text.likelihoods[self._scored : scored]
-        self._scored = scored
-        return self._answer.logprobs(new)
+    def _logprobs(self, scored: int | None = None) -> Json | None:
+        """Log-probabilities of the tokens that came since; the end of a turn is no content."""
+        new, self._scored = self._text.likelihoods[self._scored : scored], scored or 0
+        if self._text.top is None:
+            return None
+
+        def entry(token: int, value: float) -> Json:
+            name, content = self._answer.served.token(token)
+            return {"token": name, "logprob": value, "bytes": [*content]}
+
+        content = [
+            {**entry(one.token, one.value), "top_logprobs": [entry(*other) for other in one.top]}
+            for one in new
+            if one.token not in self._text.ends
+        ]
+        return {"content": content, "refusal": None}
+
+    def _choice(self, logprobs: Json | None, end: str | None, **fields: Any) -> Json:
+        return {"index": self._index, **fields, "logprobs": logprobs, "finish_reason": end}
 
 
-class CompletionAnswer(Answer):
-    """An answer of /v1/completions."""
+class TextChoice:
+    """A choice of /v1/completions: whole, or begun, gone on with and ended in pieces."""
 
-    name, chunk_name, prefix = "text_completion", "text_completion", "cmpl"
+    def __init__(self, answer: Answer, index: int, text: Text) -> None:
+        self._served, self._index, self._text = answer.served, index, text
+        self._echoed = answer.prompts[index].text
+        self._scored = 0  # tokens that have been written with their likelihoods
 
-    def __init__(self, served: ServedModel, read: Json) -> None:
-        super().__init__(served, read)
-        self.echo = self.settings.echo
-        self.is_prompt_scored = self.echo and self.top is not None
+    def whole(self) -> Json:
+        return self._choice(self._echoed + self._text.text, self._logprobs(), self._text.end)
 
-    @property
-    def default(self) -> Sampling:
-        return self.served.texts
+    def begin(self) -> Iterator[Json]:
+        if self._echoed:
+            yield self._choice(self._echoed, None, None)
 
-    def echoed(self, index: int) -> str:
-        """What the text begins with."""
-        return self.prompts[index].text if self.echo else ""
+    def go_on(self, more: str, scored: int) -> Iterator[Json]:
+        """More of the text, and how many tokens have likelihoods."""
+        yield self._choice(more, self._logprobs(scored), None)
 
-    def offsets(self, index: int, text: Queued) -> Offsets:
-        """Count offsets for the tokens of a text that have likelihoods."""
-        if self.is_prompt_scored:
-            return Offsets(self.served)
-        return Offsets(self.served, text.prompt[-CONTEXT:], len(self.echoed(index)))
+    def end(self) -> Iterator[Json]:
+        yield self._choice("", self._logprobs(), self._text.end)
 
-    def logprobs(self, text: Queued, first: int, end: int, offsets: Offsets) -> Json | None:
-        """Return the log-probabilities of tokens `first` to `end`; `offsets` is at token `first`.
+    def _logprobs(self, scored: int | None = None) -> Json | None:
+        """Log-probabilities of the tokens that came since.
 
         Tokens of a scored prompt come first, and the first of them has none. The token that ends
         the text is the last: lm-eval takes the last one for what was generated.
         """
-        if self.top is None:
+        text = self._text
+        if text.top is None:
             return None
-        ids = self.tokens(text)[first:end]
-        known = [None] * self.is_prompt_scored + text.likelihoods
-        known = known[first:end]
+        begun = text.prompt[: int(text.is_prompt_scored)]
+        end = None if scored is None else scored + len(begun)
+        part = slice(self._scored, end)
+        self._scored = end or 0
+        known = [*(None for _ in begun), *text.likelihoods][part]
+        ids = [*begun, *(one.token for one in text.likelihoods)][part]
         return {
-            "tokens": [self.served.token(token)[0] for token in ids],
+            "tokens": [self._served.token(token)[0] for token in ids],
             "token_logprobs": [one and one.value for one in known],
             "top_logprobs": [one and self._top(one) for one in known],
-            "text_offset": [offsets.take(token) for token in ids],
         }
-
-    def tokens(self, text: Queued) -> list[int]:
-        """The tokens that have likelihoods, and before them the first of a scored prompt."""
-        first = text.prompt[: int(self.is_prompt_scored)]
-        return [*first, *(one.token for one in text.likelihoods)]
 
     def _top(self, one: Likelihood) -> dict[str, float]:
         """The most likely tokens, and the token itself, which OpenAI has there too."""
         found: dict[str, float] = {}
         for token, value in (*one.top, (one.token, one.value)):
-            found.setdefault(self.served.token(token)[0], value)  # the likeliest of a name
+            found.setdefault(self._served.token(token)[0], value)  # the likeliest of a name
         return found
 
-    def _choice(self, index: int, text: Queued) -> Json:
-        logprobs = self.logprobs(text, 0, len(text.likelihoods) + 1, self.offsets(index, text))
-        whole = self.echoed(index) + text.text
-        return {"index": index, "text": whole, "logprobs": logprobs, "finish_reason": text.end}
-
-    def stream(self, index: int, text: Queued) -> ChoiceStream:
-        return _CompletionStream(self, index, text)
-
-
-class Offsets:
-    """Where each of some tokens begins in their text, `at` characters after its begin.
-
-    The text is what the tokenizer decodes after `context`. A byte of an unfinished character is
-    where that character is.
-    """
-
-    def __init__(self, served: ServedModel, context: Sequence[int] = (), at: int = 0) -> None:
-        self._served, self._at = served, at
-        self._begin(context)
-
-    def _begin(self, context: Sequence[int]) -> None:
-        self._ids = [*context]
-        self._bytes = b""  # that follow the context
-        self._before = len(self._served.tokenizer.decode(self._ids))
-
-    def take(self, token: int) -> int:
-        """Where the next token begins."""
-        served = self._served
-        if served.is_byte(token):
-            content = served.token(token)[1]
-            known = (self._bytes + content[:1]).decode(errors="replace")
-            self._ids.append(token)
-            self._bytes += content
-            return self._at + len(known) - 1
-        widths = (len(served.tokenizer.decode(ids)) for ids in (self._ids, [*self._ids, token]))
-        at, end = (self._at + width - self._before for width in widths)
-        if end > at or not served.is_special(token):  # else it has no text, and splits none
-            self._at = end
-            self._begin([token])
-        return at
-
-
-class _CompletionStream(ChoiceStream):
-    """Pieces of a text."""
-
-    def __init__(self, answer: CompletionAnswer, index: int, text: Queued) -> None:
-        super().__init__(index, text)
-        self._answer = answer
-        self._offsets = answer.offsets(index, text)
-
-    def begin(self) -> Iterator[Json]:
-        if echoed := self._answer.echoed(self._index):
-            yield self._choice(None, None, text=echoed)
-
-    def go_on(self, more: str, scored: int) -> Iterator[Json]:
-        yield self._choice(self._logprobs(scored), None, text=more)
-
-    def end(self) -> Iterator[Json]:
-        logprobs = self._logprobs(len(self._text.likelihoods))
-        yield self._choice(logprobs, self._text.end, text="")
-
-    def _logprobs(self, scored: int) -> Json | None:
-        end = scored + self._answer.is_prompt_scored
-        found = self._answer.logprobs(self._text, self._scored, end, self._offsets)
-        self._scored = end
-        return found
+    def _choice(self, text: str, logprobs: Json | None, end: str | None) -> Json:
+        return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": end}

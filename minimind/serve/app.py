@@ -8,9 +8,10 @@ import hmac
 import json
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from importlib import resources
 from ipaddress import IPv6Address
@@ -20,26 +21,29 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minimind.errors import RunError, known_error
-from minimind.inference.generate import Text
+from minimind.inference.text import Text
 from minimind.runtime.terminal import print_traceback
-from minimind.serve.answers import Answer, ChatAnswer, CompletionAnswer, ServedModel
-from minimind.serve.batching import Queued, QueueFull, Scheduler
+from minimind.serve.answers import Answer, ServedModel
 from minimind.serve.bodies import BODY_ENDS, JSON_KIND, Bodies, Gone
 from minimind.serve.protocol import RETRY, Refusal, busy, no_such_model
 from minimind.serve.readers import Readers
 from minimind.serve.reading import CHAT as CHAT_KIND
 from minimind.serve.reading import TEXT as TEXT_KIND
+from minimind.serve.scheduler import QueueFull, Scheduler
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-LAST_WORD = 1.0  # seconds to tell a client that does not read, or still sends, of an error
+LAST_WORD = 1.0  # seconds to tell a client that does not read of an error
 ANSWERS_END = 3  # seconds that answers have to end after a signal
 HEAD_ENDS = 30.0  # seconds that a connection has to send the head of a request
 MOST_CONNECTIONS = 1000  # open at once; files of a process are often limited to 1024
@@ -71,11 +75,18 @@ def build_app(
         Route("/health", endpoints.health),
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{name}", endpoints.model),
-        Route(CHAT, _Post(endpoints.chat), methods=["POST"]),
-        Route(TEXT, _Post(endpoints.complete), methods=["POST"]),
+        Route(CHAT, endpoints.chat, methods=["POST"]),
+        Route(TEXT, endpoints.complete, methods=["POST"]),
     ]
     handlers: Any = {HTTPException: _http_error, Refusal: _refused, Exception: _bug}
-    return Guard(Starlette(routes=routes, exception_handlers=handlers), limits)
+    guards = [Middleware(Guard, limits)]
+    if limits.hosts is not None:
+        hosts = [*limits.hosts]
+        guards.insert(0, Middleware(TrustedHostMiddleware, hosts, www_redirect=False))
+    if limits.origins:
+        methods, origins = ("GET", "POST"), [*limits.origins]
+        guards.append(Middleware(CORSMiddleware, origins, methods, allow_headers=("*",)))
+    return Starlette(routes=routes, exception_handlers=handlers, middleware=guards)
 
 
 def http_server(app: ASGIApp, answers_end: int = ANSWERS_END) -> uvicorn.Server:
@@ -180,59 +191,34 @@ def _told(error: Exception) -> Refusal:
 
 
 class Guard:
-    """Refuses other hosts, other pages and wrong keys before anything is read.
+    """Refuses other pages and wrong keys before anything is read.
 
-    A page of another site can send requests to a server on localhost, also under a name of its own
-    that it lets resolve to 127.0.0.1. The browser says in Origin and Host which page it is.
+    A page of another site can send requests to a server on localhost, and Starlette's CORS only
+    keeps it from reading the answer. The browser says in Origin which page it is.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app = app
-        self._limits = limits
+        self._origins = limits.origins
         self._key = limits.api_key.encode() if limits.api_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1000})
-            return
         headers = Headers(scope=scope)
+        is_preflight = "access-control-request-method" in headers and scope["method"] == "OPTIONS"
         try:
-            self._require_host(headers)
-            origin = self._allowed_origin(headers)
-            if scope["method"] == "OPTIONS" and origin:
-                preflight = {**_allowing(origin), "Access-Control-Allow-Methods": "GET, POST"}
-                asked = headers.get("access-control-request-headers", "")
-                preflight |= {"Access-Control-Allow-Headers": asked} if asked else {}
-                return await Response(None, 204, preflight)(scope, receive, send)
-            if scope["path"].startswith("/v1"):
+            self._require_origin(headers)
+            if scope["path"].startswith("/v1") and not is_preflight:
                 self._require_key(headers)
         except Refusal as refusal:
             return await refusal_response(refusal)(scope, receive, send)
-        more = _allowing(origin) if origin else {}
+        await self._app(scope, receive, send)
 
-        async def send_with_origin(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                pairs = [(key.lower().encode(), value.encode()) for key, value in more.items()]
-                message = {**message, "headers": [*message.get("headers", ()), *pairs]}
-            await send(message)
-
-        await self._app(scope, receive, send_with_origin if more else send)
-
-    def _require_host(self, headers: Headers) -> None:
-        names = self._limits.hosts
-        if names is not None and _name_of(headers.get("host", "")) not in names:
-            raise Refusal(403, "this Host is not the server's; ask localhost", "host_not_allowed")
-
-    def _allowed_origin(self, headers: Headers) -> str | None:
-        """Another origin that may ask, and may read the answer; None for the server's own."""
+    def _require_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
-        if origin is None or origin.partition("://")[2] == headers.get("host"):
-            return None
-        if {"*", origin} & self._limits.origins:
-            return origin
-        reason = "pages of this origin may not ask; start the server with --allow_origin"
-        raise Refusal(403, reason, "origin_not_allowed")
+        is_own = origin is None or origin.partition("://")[2] == headers.get("host")
+        if not (is_own or {"*", origin} & self._origins):
+            reason = "pages of this origin may not ask; start the server with --allow_origin"
+            raise Refusal(403, reason, "origin_not_allowed")
 
     def _require_key(self, headers: Headers) -> None:
         if self._key is None:
@@ -247,47 +233,6 @@ class Guard:
                 "invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-
-
-def _allowing(origin: str) -> dict[str, str]:
-    return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
-
-
-def _name_of(host: str) -> str:
-    """The name in a Host header, without its port."""
-    return re.sub(r":\d*$", "", host).strip("[]").lower()
-
-
-class _Post:
-    """An endpoint that reads its body itself: Starlette takes a function to want a request."""
-
-    def __init__(self, answer: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._answer(scope, receive, send)
-        except Refusal as refusal:
-            if refusal.status == 413:
-                return await _refuse_while_sent(refusal, receive, send)
-            await refusal_response(refusal)(scope, receive, send)
-
-
-async def _refuse_while_sent(refusal: Refusal, receive: Receive, send: Send) -> None:
-    """Refuse a body that is still sent, and drop a second of it.
-
-    A client that sends reads nothing before the end; were the connection closed at once, it would
-    get an error of the network in place of the refusal.
-    """
-    response = refusal_response(refusal)
-    head = {"status": response.status_code, "headers": response.raw_headers}
-    await send({"type": "http.response.start", **head})
-    await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    with suppress(TimeoutError):
-        async with asyncio.timeout(LAST_WORD):
-            while (await receive()).get("more_body", False):
-                pass
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _Endpoints:
@@ -336,15 +281,13 @@ class _Endpoints:
             **sizes,
         }
 
-    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(scope, receive, send, CHAT_KIND, ChatAnswer)
+    async def chat(self, _: HttpRequest) -> ASGIApp:
+        return partial(self._answer, CHAT_KIND)
 
-    async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(scope, receive, send, TEXT_KIND, CompletionAnswer)
+    async def complete(self, _: HttpRequest) -> ASGIApp:
+        return partial(self._answer, TEXT_KIND)
 
-    async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, kind: bytes, answer: type[Answer]
-    ) -> None:
+    async def _answer(self, kind: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request within its time, unless its client goes; raise Refusal."""
         client, work = _address(scope.get("client")), _Work(self._scheduler, send)
         with suppress(Gone):
@@ -352,7 +295,7 @@ class _Endpoints:
 
             async def read_and_run() -> None:
                 read = await self._readers.read(client, kind, body)
-                await work.run(answer(self._served, read))
+                await work.run(Answer(self._served, read, kind == CHAT_KIND))
 
             try:
                 async with asyncio.timeout(self._limits.timeout):
@@ -406,13 +349,13 @@ class _Work:
 
     def __init__(self, scheduler: Scheduler, send: Send) -> None:
         self._scheduler, self._send = scheduler, send
-        self.texts: list[Queued] = []
+        self.texts: list[Text] = []
         self._loop = asyncio.get_running_loop()
         # Number of a text, what it goes on with, and how many likelihoods it has; None: its end.
         self._events: asyncio.Queue[tuple[int, tuple[str, int] | None]] = asyncio.Queue()
         self._has_begun = False
 
-    def _connect(self, number: int, text: Queued, is_stream: bool) -> None:
+    def _connect(self, number: int, text: Text, is_stream: bool) -> None:
         def put(event: tuple[str, int] | None) -> None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
@@ -420,7 +363,7 @@ class _Work:
         def go_on(more: str) -> None:
             put((more, len(text.likelihoods)))
 
-        def end(_: Text) -> None:
+        def end() -> None:
             put(None)
 
         text.on_end = end
@@ -443,14 +386,14 @@ class _Work:
         await self._start(JSON_KIND)
         await self._put(json.dumps(answer.whole(self.texts)).encode(), is_last=True)
 
-    def _require_no_error(self, text: Queued) -> None:
+    def _require_no_error(self, text: Text) -> None:
         if text.error is not None:
             raise _told(text.error)
 
     async def _stream(self) -> None:
         answer, has_usage = self._answer, self._answer.settings.has_usage
         more: dict[str, Any] = {"usage": None} if has_usage else {}
-        streams = [answer.stream(number, text) for number, text in enumerate(self.texts)]
+        streams = [answer.choice(number, text) for number, text in enumerate(self.texts)]
         left = len(streams)
         while left:
             number, event = await self._events.get()

@@ -106,5 +106,4 @@ class Bodies:
             f"the body has more than {self._most_bytes:,} bytes, the limit here; send less, or"
             " start the server with a larger --max_body",
             "body_too_large",
-            headers={"Connection": "close"},
         )

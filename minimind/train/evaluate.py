@@ -26,7 +26,7 @@ from minimind.report.formats import count
 from minimind.report.run_logger import RunLogger
 
 if TYPE_CHECKING:
-    from minimind.inference.generate import Sampling
+    from minimind.inference.text import Sampling
 
 
 EVAL_ROWS = "eval_rows"  # field of a manifest: rows of the last validation, with --eval_rows auto
@@ -284,7 +284,7 @@ def build_samples(run: RunConfig, tokenizer: Tokenizer) -> Samples | None:
     prompts = read_sample_prompts(run)
     if not prompts:
         return None
-    from minimind.inference.generate import Sampling
+    from minimind.inference.text import Sampling
 
     for number, prompt in enumerate(prompts, 1):
         if (length := len(tokenizer.encode(prompt))) >= run.max_seq_len:
@@ -300,9 +300,9 @@ def draw(engine: Engine, samples: Samples) -> tuple[str, ...]:
 
     Call on all ranks, which generate the same texts: under ZeRO-3 a forward pass is collective.
     """
-    from minimind.inference.generate import generate_texts
+    from minimind.inference.engine import generate_texts
 
-    synced_gpus = engine.resolved.zero_stage == 3 and engine.world_size > 1
+    is_collective = engine.resolved.zero_stage == 3 and engine.world_size > 1
     engine.backend.forward.eval()
     with uncompiled(engine.model):
         result = generate_texts(
@@ -310,6 +310,6 @@ def draw(engine: Engine, samples: Samples) -> tuple[str, ...]:
             samples.tokenizer,
             samples.prompts,
             samples.sampling,
-            synced_gpus=synced_gpus,
+            is_collective=is_collective,
         )
     return result.texts

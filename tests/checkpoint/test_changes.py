@@ -18,8 +18,9 @@ from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
 from minimind.data.rows.batches import Batches
 from minimind.errors import CheckpointError, DataError, UsageError
-from minimind.inference.generate import Sampling, generate_texts
+from minimind.inference.engine import generate_texts
 from minimind.inference.load_model import load_checkpoint
+from minimind.inference.text import Sampling
 from minimind.interop.export import consolidate
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.recovery.step_rows import read_run

@@ -14,7 +14,7 @@ import pytest
 import minimind.train as training
 from minimind.checkpoint import directory, mirror
 from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of, verify
-from minimind.errors import CheckpointError, DataError, LockedError, StorageError, UsageError
+from minimind.errors import CheckpointError, LockedError, StorageError, UsageError
 from minimind.report.figures import Summary
 from minimind.report.history import read_runs
 from minimind.runtime import filesystem

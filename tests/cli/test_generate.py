@@ -14,17 +14,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import sentencepiece
 import torch
+import torch.nn.functional as F
+from transformers.modeling_outputs import CausalLMOutput
 
 from minimind.cli.main import main
 from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.errors import NumericError, UsageError
-from minimind.inference.generate import Sampling, generate_texts, logits_processors
+from minimind.inference.engine import generate_texts, next_tokens
 from minimind.inference.load_model import load_checkpoint
+from minimind.inference.text import Sampling, Text
 from tests.conftest import ROOT, Trained, sentences
 
 GREEDY = Sampling(max_new_tokens=40, temperature=0.0)
@@ -93,15 +96,22 @@ def test_sampled_text_depends_on_the_prompt_number_and_not_on_the_batch(loaded):
     assert together[0] != together[2], "the same prompt twice is two texts"
 
 
+def drawn(logits: torch.Tensor, **flags: Any) -> list[int]:
+    """The next token of a text for each row of logits."""
+    how, tokenizer = Sampling(**{"temperature": 1.0, "top_p": 1.0, **flags}), cast(Any, None)
+    texts = [
+        Text([0], tokenizer, how, 9, how.generator(number), frozenset())
+        for number in range(len(logits))
+    ]
+    return next_tokens(logits, texts)
+
+
 def test_sampling_follows_the_requested_probabilities():
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    ids: Any = torch.zeros(2000, 1, dtype=torch.long)
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(2000, 1)
 
     def shares(**flags: Any) -> list[float]:
-        how = Sampling(**{"temperature": 1.0, "top_p": 1.0, **flags})
-        processors = logits_processors(how, 4, [how.generator(n) for n in range(len(ids))])
-        drawn = processors(ids, logits.repeat(len(ids), 1)).argmax(dim=-1).tolist()
-        return [drawn.count(token) / len(drawn) for token in range(4)]
+        found = drawn(logits, **flags)
+        return [found.count(token) / len(found) for token in range(4)]
 
     assert shares() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
     assert shares(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
@@ -113,45 +123,41 @@ def test_sampling_follows_the_requested_probabilities():
 
 def test_random_number_0_draws_no_excluded_token(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1))
-    how = Sampling(temperature=1.0, top_p=1.0, top_k=1)
-    processors = logits_processors(how, 3, [how.generator(1)])
-    ids: Any = torch.zeros(1, 1, dtype=torch.long)
-    assert int(processors(ids, torch.tensor([[0.0, 0, 5]])).argmax()) == 2
+    assert drawn(torch.tensor([[0.0, 0, 5]]), top_k=1) == [2]
 
 
 class Played:
-    """A model that generates given ids, whatever the prompt."""
+    """A model that generates given ids, whatever the prompt; it has no cache."""
 
     def __init__(self, ids: list[int]) -> None:
         self.config = SimpleNamespace(max_position_embeddings=1000)
-        self.ids = ids
+        self.ids, self.prompt = ids, 0
 
     def parameters(self):
         yield torch.zeros(1)
 
-    def generate(self, ids, stopping_criteria, max_new_tokens, **_):
-        for token in self.ids[:max_new_tokens]:
-            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
-            if bool(stopping_criteria[0](ids, None).all()):
-                break
+    def prepare_inputs_for_generation(self, ids: torch.Tensor, **_: Any) -> dict[str, Any]:
+        return {"input_ids": ids}
+
+    def forward(self, input_ids: torch.Tensor) -> CausalLMOutput:
+        size = input_ids.shape[1]
+        self.prompt = self.prompt or size
+        logits: Any = F.one_hot(torch.tensor([[self.ids[size - self.prompt]]]), 9999) * 1e9
+        return CausalLMOutput(logits=logits)
+
+    __call__ = forward
 
 
-def test_padding_does_not_affect_the_repetition_penalty(loaded, monkeypatch: pytest.MonkeyPatch):
-    model, tokenizer = loaded
-    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def record(ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> None:
-        calls.append((ids, attention_mask))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(model, "generate", record)
-    with pytest.raises(KeyboardInterrupt):
-        generate_texts(model, tokenizer, ["b", "a 曉處 bc"], GREEDY)
-    ((ids, mask),) = calls
-    padding = len(ids[0]) - len(tokenizer.encode("b"))
-    assert mask.sum(1).tolist() == [len(ids[0]) - padding, len(ids[0])]
-    assert padding > 0
-    assert {*ids[0].tolist()} == {*tokenizer.encode("b")}
+def test_padding_does_not_affect_the_repetition_penalty(loaded):
+    """It is made of tokens of the text itself."""
+    _, tokenizer = loaded
+    how = Sampling(temperature=0, repetition_penalty=2.0)
+    prompts = [[5], [6, 7, 8]]
+    texts = [Text(ids, tokenizer, how, 9, how.generator(1), frozenset()) for ids in prompts]
+    logits = torch.full((2, 10), 1.0)
+    logits[:, 4], logits[0, 5:] = 0.9, torch.tensor([1.7, 0.8, 0.7, 0.6, 0.5])
+    logits[1, 5:] = torch.tensor([1.6, 1.9, 1.8, 1.7, 0.5])
+    assert next_tokens(logits, texts) == [0, 5]
 
 
 def test_text_is_streamed_in_whole_characters(loaded):
@@ -260,7 +266,7 @@ def test_conversation_continues_after_ctrl_c(
             raise KeyboardInterrupt
         return generate_texts(*given, **more)
 
-    monkeypatch.setattr("minimind.inference.generate.generate_texts", stopped_at_first)
+    monkeypatch.setattr("minimind.inference.engine.generate_texts", stopped_at_first)
     monkeypatch.setattr("sys.stdin", Terminal("never\n曉處\n"))
     out = run_greedy(trained, capsys)
     assert calls == [["never"], ["曉處"]]
@@ -558,3 +564,23 @@ def test_nonfinite_logits_raise_an_error(trained: Trained):
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(NumericError, match="not finite"):
         generate_texts(model, tokenizer, ["abc"], Sampling())
+
+
+def test_a_rank_that_is_done_computes_until_all_are(loaded, monkeypatch: pytest.MonkeyPatch):
+    """Where a forward pass is collective."""
+    model, tokenizer = loaded
+    forwards: list[torch.Size] = []
+    handle = model.register_forward_pre_hook(
+        lambda *given: forwards.append(given[2]["input_ids"].shape), with_kwargs=True
+    )
+    others = iter([2] * 6 + [1] * 3)  # texts that other ranks have left
+
+    def all_reduce(left: torch.Tensor) -> None:
+        left += next(others, 0)
+
+    monkeypatch.setattr("torch.distributed.all_reduce", all_reduce)
+    how = replace(GREEDY, max_new_tokens=4)
+    texts = generate_texts(model, tokenizer, ["ab", "c"], how, is_collective=True).texts
+    handle.remove()
+    assert len(forwards) == 1 + 9
+    assert texts == generate_texts(model, tokenizer, ["ab", "c"], how).texts

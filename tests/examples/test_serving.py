@@ -14,8 +14,8 @@ import pytest
 
 from minimind.cli.main import main as minimind
 from minimind.inference.chat import Chat, template_of
-from minimind.inference.generate import Sampling
 from minimind.inference.load_model import load_model
+from minimind.inference.text import Sampling
 from tests.examples.conftest import environment
 from tests.train.test_fine_tuning import CAPITALS
 from tools.forking import free_port

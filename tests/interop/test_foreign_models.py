@@ -25,8 +25,9 @@ from minimind.config.parse import parse_flags
 from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import CheckpointError
-from minimind.inference.generate import Sampling, generate_texts
+from minimind.inference.engine import generate_texts
 from minimind.inference.load_model import load_checkpoint, load_model
+from minimind.inference.text import Sampling
 from minimind.interop.foreign_config import ARCHITECTURES, FIXED, MISTRAL_WINDOW, NO_ROPE_INTERVAL
 from minimind.interop.tensor_sources import open_tensors
 from minimind.interop.weights import load_weights_from

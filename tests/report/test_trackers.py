@@ -374,8 +374,8 @@ def test_samples_are_written_and_change_nothing(trained: Trained, tmp_path: Path
 def test_samples_draw_on_random_numbers_of_their_own(trained: Trained):
     import torch
 
-    from minimind.inference.generate import Sampling
     from minimind.inference.load_model import load_checkpoint
+    from minimind.inference.text import Sampling
     from minimind.train.evaluate import Samples, draw
 
     model, tokenizer, _ = load_checkpoint(str(trained.run))

@@ -19,12 +19,12 @@ import uvicorn
 
 from minimind.cli.model import ANSWER
 from minimind.data.chat.template import DEFAULT_TEMPLATE
-from minimind.inference.generate import Sampling
 from minimind.inference.load_model import load_model
+from minimind.inference.text import Sampling
 from minimind.serve.answers import ServedModel
 from minimind.serve.app import Limits, build_app, http_server
-from minimind.serve.batching import Scheduler
 from minimind.serve.readers import Readers
+from minimind.serve.scheduler import Scheduler
 from tests.conftest import POSITIONS
 
 LIMITS = Limits(bodies=80, max_body=2**16, timeout=60.0, hosts=frozenset({"localhost"}))

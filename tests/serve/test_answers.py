@@ -7,27 +7,23 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, MambaConfig
-from transformers.utils import generic
+from transformers import MambaConfig, MistralConfig, OpenAIGPTConfig
 
 from minimind.architecture.hf_models import model_of
 from minimind.cli.main import main
 from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate
-from minimind.data.tokenizer.load import load_tokenizer
-from minimind.errors import UsageError
+from minimind.inference.engine import Batch, generate_texts
 from minimind.inference.load_model import load_model
-from minimind.model.configuration import MiniMindConfig
-from minimind.serve.answers import Offsets
-from minimind.serve.batching import Group, Scheduler, cache_name, require_cache
+from minimind.inference.text import Sampling
 from minimind.serve.protocol import ChatRequest, conversation_of_request
-from tests.data.tokenizer.test_lossless import written
-from tests.serve.conftest import POSITIONS, InProcess, served_model
+from minimind.serve.scheduler import Scheduler
+from tests.serve.conftest import POSITIONS, InProcess
 
 SETTINGS = [
     {"temperature": 0},
@@ -35,8 +31,6 @@ SETTINGS = [
     {"temperature": 1.5, "top_p": 1, "seed": 2},
     {"temperature": 1, "top_k": 20, "repetition_penalty": 1.3, "seed": 3},
 ]
-
-ANY_MODEL = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=POSITIONS))
 
 
 def words(settings: dict[str, float]) -> list[str]:
@@ -65,28 +59,46 @@ def test_a_completion_is_that_of_generate(
     assert answer["choices"][0]["text"] == expected
 
 
-SIZE: dict[str, Any] = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2}
-SIZE |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZE: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "initializer_range": 0.3}
+LAYERS: dict[str, Any] = {"intermediate_size": 64, "num_attention_heads": 4}
 
 
-@pytest.mark.parametrize("kind", [MiniMindConfig, LlamaConfig])
-def test_a_cache_is_named_as_the_installed_transformers_names_it(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-):
-    notices: list[str] = []
-    monkeypatch.setattr(generic.logger, "warning_once", notices.append)
-    model = model_of(kind(**SIZE, num_attention_heads=4)).eval()
-    require_cache(model)
-    cache = DynamicCache(config=model.config)
-    given: Any = {cache_name(model): cache, "use_cache": True}
-    model(input_ids=torch.tensor([[5, 6, 7]]), **given)
-    assert cache.get_seq_length() == 3
-    assert notices == []
-
-
-def test_a_recurrent_model_is_not_served():
-    with pytest.raises(UsageError, match="MambaForCausalLM keeps no keys and values, without"):
-        require_cache(model_of(MambaConfig(**SIZE, state_size=4)).eval())
+@pytest.mark.parametrize(
+    "config",
+    [
+        MambaConfig(**SIZE, state_size=4),
+        MistralConfig(**SIZE, **LAYERS, num_key_value_heads=2, sliding_window=8),
+        OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, initializer_range=0.3),
+    ],
+    ids=["recurrent", "sliding window", "no cache"],
+)
+def test_caches_of_other_kinds_give_the_same_texts(server: InProcess, config: Any):
+    """Together and beside each other, and as the model without a cache."""
+    tokenizer = server.served.tokenizer
+    config.vocab_size, config.max_position_embeddings = tokenizer.vocab_size, POSITIONS
+    torch.manual_seed(0)
+    model = model_of(config).eval()
+    prompts, how = ["ab", "春眠 ab cd", "c"], Sampling(12, 0.0, 1.0)
+    together = generate_texts(model, tokenizer, prompts, how).texts
+    for prompt, text in zip(prompts, together, strict=True):
+        ids = tokenizer.encode(prompt)
+        for _ in range(12):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+            ids = [*ids, int(logits[: tokenizer.vocab_size].argmax())]
+        assert tokenizer.decode(ids) == prompt + text or tokenizer.eos_id in ids
+    with closing(Scheduler(model, 8, 64)) as scheduler, ThreadPoolExecutor(3) as pool:
+        other = replace(server, scheduler=scheduler)
+        ask = partial(other.complete, max_tokens=12, temperature=0)
+        found = [answer["choices"][0]["text"] for answer in pool.map(ask, prompts)]
+        long = tokenizer.encode("春眠 ab cdef 曉處 " * 50)[:300]
+        scored = other.complete(long, max_tokens=3, echo=True, logprobs=0)["choices"][0]["logprobs"]
+    assert found == [*together]
+    with torch.no_grad():
+        logs = model(input_ids=torch.tensor([long])).logits[0].log_softmax(-1)
+    expected = [float(logs[at - 1, token]) for at, token in enumerate(long) if at]
+    assert scored["token_logprobs"][1:300] == pytest.approx(expected, abs=1e-3)
+    assert len(scored["tokens"]) in range(301, 304)
 
 
 def test_neighbours_change_nothing(server: InProcess):
@@ -189,48 +201,6 @@ def test_likelihoods_are_those_of_the_model(server: InProcess, chat_model: Path)
         assert found["token_logprobs"][at] == pytest.approx(float(logs[at - 1, ids[at]]), abs=1e-4)
         best = found["top_logprobs"][at].values()
         assert max(best) == pytest.approx(float(logs[at - 1].max()), abs=1e-4)
-    text = answer["choices"][0]["text"]
-    whole = [t for t in found["tokens"] if not t.startswith("bytes:")]
-    places = dict(zip(found["text_offset"], found["tokens"], strict=True))
-    assert len(whole) > 9
-    assert all(text[at:].startswith(token) for at, token in places.items() if token in whole)
-
-
-@pytest.mark.parametrize("kind", ["BPE", "WordPiece", "byte level", "SentencePiece bytes"])
-def test_offsets_are_those_of_the_decoded_text(tmp_path: Path, kind: str):
-    """Tokens are lone bytes, special ones and parts of characters, for every kind of tokenizer."""
-    tokenizer = load_tokenizer(written(kind, tmp_path))
-    served = served_model(ANY_MODEL, tokenizer, None)
-    numbers = [*range(tokenizer.vocab_size)]
-    parts = [i for i in numbers if served.is_byte(i)]
-    whole = [i for i in numbers if i not in parts]
-    assert bool(parts) == ("byte" in kind)
-    draw = random.Random(kind)
-    for _ in range(100):
-        ids = [draw.choice(draw.choice((parts or whole, whole))) for _ in range(12)]
-        ids[4:4] = [*tokenizer.encode("春"), tokenizer.eos_id]
-        for begin in (0, 6):
-            context = ids[:begin]
-            before = len(tokenizer.decode(context))
-            offsets = Offsets(served, context, 100)
-            for at in range(begin, len(ids)):
-                place = offsets.take(ids[at])
-                if ids[at] in whole:
-                    assert place == 100 + len(tokenizer.decode(ids[:at])) - before
-
-
-def test_an_offset_counts_a_byte_of_no_character(server: InProcess):
-    served = server.served
-    byte = next(i for i in range(500) if served.token(i)[1] == b"\x98")
-    ids = [*served.tokenizer.encode("ab"), byte, served.tokenizer.eos_id, byte]
-    ids += served.tokenizer.encode("cd")
-    answer = server.complete(ids, max_tokens=0, echo=True, logprobs=0)
-    (choice,) = answer["choices"]
-    assert choice["text"] == "ab\ufffd\ufffdcd"
-    at = choice["logprobs"]["text_offset"]
-    found = [choice["text"][a:b] for a, b in zip(at, [*at[1:], len(choice["text"])], strict=True)]
-    assert "".join(found) == choice["text"]
-    assert found[-1].endswith("cd") or found[-2:] == ["c", "d"]
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -243,11 +213,11 @@ class Played:
     def __init__(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ids: list[int] = []
 
-        def draw(group: Group, logits: Any) -> None:
-            for text in group.texts:
+        def draw(batch: Batch, logits: Any) -> None:
+            for text in batch.texts:
                 text.append(self.ids[len(text.new)])
 
-        monkeypatch.setattr(Group, "_draw", draw)
+        monkeypatch.setattr(Batch, "_draw", draw)
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> None:
@@ -305,18 +275,17 @@ def test_the_token_that_ends_a_text_is_counted(server: InProcess, play: Played):
 
 
 def test_likelihoods_have_the_end_of_a_text_but_not_of_a_turn(server: InProcess, monkeypatch):
-    draw, end = Group._draw, server.served.tokenizer.eos_id
+    draw, end = Batch._draw, server.served.tokenizer.eos_id
 
-    def draw_an_end(group: Group, logits: torch.Tensor) -> None:
+    def draw_an_end(batch: Batch, logits: torch.Tensor) -> None:
         logits[:, end] = 99
-        draw(group, logits)
+        draw(batch, logits)
 
-    monkeypatch.setattr(Group, "_draw", draw_an_end)
+    monkeypatch.setattr(Batch, "_draw", draw_an_end)
     for fields in ({}, {"echo": True}):
         body = {"prompt": [7, 8], "max_tokens": 9, "logprobs": 0, **fields}
         (choice,) = server.post("/v1/completions", body).json()["choices"]
         assert choice["logprobs"]["tokens"][-1] == server.served.token(end)[0]
-        assert choice["logprobs"]["text_offset"][-1] == len(choice["text"])
         parts = [one["choices"][0] for one in server.events("/v1/completions", body)]
         sent = [token for one in parts if one["logprobs"] for token in one["logprobs"]["tokens"]]
         assert sent == choice["logprobs"]["tokens"]
@@ -352,15 +321,15 @@ def test_a_base_model_completes_and_does_not_chat(base: InProcess):
 def test_models_that_cannot_be_padded_run_beside_each_other(server: InProcess, monkeypatch):
     questions = ["ab", "春眠 ab cd", "c"]
     alone = [server.chat(q, max_tokens=20, seed=1)["choices"] for q in questions]
-    monkeypatch.setattr(Group, "can_grow", False)
+    monkeypatch.setattr(Batch, "can_grow", False)
     with ThreadPoolExecutor(3) as pool:
         found = pool.map(lambda q: server.chat(q, max_tokens=20, seed=1)["choices"], questions)
     assert list(found) == alone
 
 
 def test_a_model_without_finite_logits_is_said_to_be_broken(server: InProcess, monkeypatch):
-    forward = Group._forward
-    monkeypatch.setattr(Group, "_forward", lambda *a: forward(*a) * float("nan"))
+    forward = Batch._forward
+    monkeypatch.setattr(Batch, "_forward", lambda *a: forward(*a) * float("nan"))
     body = {"prompt": "ab"}
     response = server.post("/v1/completions", body)
     assert response.status_code == 503
@@ -370,7 +339,7 @@ def test_a_model_without_finite_logits_is_said_to_be_broken(server: InProcess, m
 
 
 def test_a_bug_ends_its_requests_alone(server: InProcess, monkeypatch, capsys):
-    monkeypatch.setattr(Group, "_forward", lambda *a: 1 / 0)
+    monkeypatch.setattr(Batch, "_forward", lambda *a: 1 / 0)
     response = server.post("/v1/completions", {"prompt": "ab"})
     assert (response.status_code, "ZeroDivisionError" in response.text) == (500, False)
     assert "ZeroDivisionError" in capsys.readouterr().err

@@ -22,9 +22,10 @@ import pytest
 import torch
 
 from minimind.cli.main import main
+from minimind.inference.engine import Batch
 from minimind.inference.load_model import load_model
 from minimind.serve import app
-from minimind.serve.batching import Group, Scheduler
+from minimind.serve.scheduler import Scheduler
 from tests.cli.test_lm_eval import log_likelihoods, questions
 from tests.conftest import ROOT
 from tests.serve.conftest import POSITIONS, InProcess, until
@@ -78,14 +79,14 @@ def test_lm_eval_finds_the_likelihoods_of_the_model(
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    draw = Group._draw
+    draw = Batch._draw
 
-    def draw_an_end(group: Group, logits: torch.Tensor) -> None:
-        logits[:, [*group.texts[0].ends]] = 99
-        draw(group, logits)
+    def draw_an_end(batch: Batch, logits: torch.Tensor) -> None:
+        logits[:, [*batch.texts[0].ends]] = 99
+        draw(batch, logits)
 
     if ends:
-        monkeypatch.setattr(Group, "_draw", draw_an_end)
+        monkeypatch.setattr(Batch, "_draw", draw_an_end)
     client_of: Any = LocalCompletionsAPI
     client = client_of(
         base_url=f"http://localhost:{listening(app_of(server))}/v1/completions",
@@ -122,18 +123,18 @@ def idle(server: InProcess) -> bool:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that takes its time, and never ends a text by itself."""
-    step, draw = Group.step, Group._draw
+    step, draw = Batch.step, Batch._draw
 
-    def slow_step(group: Group) -> None:
+    def slow_step(batch: Batch) -> None:
         time.sleep(0.02)
-        step(group)
+        step(batch)
 
-    def draw_no_end(group: Group, logits: torch.Tensor) -> None:
-        logits[:, [*group.texts[0].ends]] = -1e9
-        draw(group, logits)
+    def draw_no_end(batch: Batch, logits: torch.Tensor) -> None:
+        logits[:, [*batch.texts[0].ends]] = -1e9
+        draw(batch, logits)
 
-    monkeypatch.setattr(Group, "step", slow_step)
-    monkeypatch.setattr(Group, "_draw", draw_no_end)
+    monkeypatch.setattr(Batch, "step", slow_step)
+    monkeypatch.setattr(Batch, "_draw", draw_no_end)
 
 
 def cut_off(port: int, body: Any, wait: Callable[[], None]) -> None:

@@ -19,8 +19,9 @@ from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
 from minimind.engine.loss_of_batch import MicroBatchLoss
 from minimind.errors import CheckpointError
-from minimind.inference.generate import Sampling, generate_texts
+from minimind.inference.engine import generate_texts
 from minimind.inference.load_model import load_checkpoint
+from minimind.inference.text import Sampling
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
 from minimind.model.experts import Routing

@@ -33,8 +33,8 @@ from minimind.data.tokenizer.load import load_tokenizer
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.chat import Chat, template_of
-from minimind.inference.generate import Sampling
 from minimind.inference.load_model import load_model
+from minimind.inference.text import Sampling
 from minimind.interop.gguf import CONTROL
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.serve.protocol import CompletionRequest, Settings
@@ -314,13 +314,8 @@ def test_tags_of_a_model_s_own_template_stay_text(
     assert served.sampling(asked, served.answers).stop == ("<|im_end|>", "b")
     assert served.sampling(asked, served.texts).stop == ("b",)
 
-    ids = tokenizer.encode("the sea<|im_end|>\nmore")
-    monkeypatch.setattr(
-        "transformers.GenerationMixin.generate",
-        lambda model, prompts, stopping_criteria, **_: [
-            stopping_criteria[0](torch.tensor([[i]]), None) for i in ids
-        ],
-    )
+    ids = iter(tokenizer.encode("the sea<|im_end|>\nmore"))
+    monkeypatch.setattr("minimind.inference.engine.next_tokens", lambda *_: [next(ids)])
     assert minimind(["chat", "--model", str(exported), "--once", "what is deep?"]) == 0
     assert capsys.readouterr().out == "the sea\n"
 

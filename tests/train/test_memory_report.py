@@ -196,7 +196,7 @@ def test_a_command_out_of_memory_ends_with_10(
     def fail(*args: Any, **more: Any) -> Any:
         raise torch.OutOfMemoryError(CUDA)
 
-    monkeypatch.setattr("minimind.inference.generate.generate_texts", fail)
+    monkeypatch.setattr("minimind.inference.engine.generate_texts", fail)
     requested = ["generate", "--checkpoint", str(trained.run), "--prompt", "a"]
     assert main(requested) == 10
     output = capsys.readouterr().err
