@@ -139,12 +139,11 @@ class Scaling(OutputFile):
         first, *others = self.places
         is_spec = len(others) == 1 and others[0].suffix in (".yaml", ".yml")
         trains = first == Path("run") and is_spec  # else `run` is a folder
-        for package in ("scipy", "optuna") if trains else ("scipy",):
-            if find_spec(package) is None:
-                raise UsageError(
-                    f"minimind scaling needs the package {package}, which is not installed;"
-                    f" {install_extra('sweep')}"
-                )
+        if find_spec("scipy") is None:
+            raise UsageError(
+                "minimind scaling needs the package scipy, which is not installed;"
+                f" {install_extra('sweep')}"
+            )
         from minimind.report.page import write_page
         from minimind.sweep.scaling import answer, as_object, as_text, collect, render
 

@@ -89,7 +89,7 @@ class Sweep(Command):
     sweep: str = argument(metavar="SWEEP.yaml", is_positional=True)
     """flags, dimensions and number of trials"""
     out: Path = argument(metavar="DIR")
-    """folder of the sweep: sweep.db, sweep.html and the out_dir of each trial"""
+    """folder of the sweep: sweep.json, sweep.html and the out_dir of each trial"""
     parallel: int | None = argument(None, ge=1)
     """trials at the same time (default: one per free GPU, one on a CPU)"""
 
