@@ -145,7 +145,7 @@ class Scaling(OutputFile):
                 f" {install_extra('sweep')}"
             )
         from minimind.report.page import write_page
-        from minimind.sweep.scaling import answer, as_object, as_text, collect, render
+        from minimind.sweep.scaling import answer, as_text, collect, render
 
         page = self.out
         if trains:
@@ -160,7 +160,7 @@ class Scaling(OutputFile):
             if page:
                 self.require_free(page, _is_page)
             result = answer(collect(self.places), self.flops, self.tokens)
-        print(json.dumps(as_object(result), ensure_ascii=False) if self.json else as_text(result))
+        print(json.dumps(result.found, ensure_ascii=False) if self.json else as_text(result))
         if page:
             size = write_page(render(result), page, REMEDY)
             if not self.json:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import count, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,10 +31,12 @@ from minimind.sweep.scaling import (
     Answer,
     Point,
     Points,
-    Prediction,
     answer,
     best_of_each_budget,
     collect,
+    measured,
+    prediction_of,
+    prediction_text,
     require_alike,
     term_of,
 )
@@ -302,9 +303,8 @@ def run_ladder(
         last = runs[-1].with_values(origin, vocab_size=vocabulary)
         one = _planned(points[-1].name, last, rehearse(last))
         _require_predictable(one, done, path)
-        loss = result.fit.prediction(one.parameters, one.tokens)
-        prediction = Prediction(one.name, one.parameters, one.tokens, loss)
-        print(f"\n{prediction.as_text()}\n", flush=True)
+        prediction = prediction_of(result.fit, one.name, one.parameters, one.tokens)
+        print(f"\n{prediction_text(prediction)}\n", flush=True)
         if status := runner.run(predicted):
             return status
         end = runner.results[folders[-1]]
@@ -318,7 +318,8 @@ def run_ladder(
             )
             return end.exit_status or NumericError.status
         require_alike(done.used[0], ended.used[0])
-        return replace(result, prediction=replace(prediction, measured=ended.used[0].loss))
+        result.found["prediction"] = measured(prediction, ended.used[0].loss)
+        return result
 
 
 def _trial(folder: str, rung: Rung, run: RunConfig) -> Trial:
