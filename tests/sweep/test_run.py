@@ -141,6 +141,14 @@ def test_a_sweep_that_is_done_starts_nothing_and_may_grow(tmp_path: Path):
     assert len(process.starts) == len(more) == 5
 
 
+@pytest.mark.parametrize("sampler", ["random", "grid"])
+def test_a_range_whose_step_leaves_one_value_has_that_value(tmp_path: Path, sampler: str):
+    one = {"weight_decay": {"low": 0.1, "high": 0.2, "step": 0.5}, "learning_rate": ["1e-2"]}
+    changes = {"sampler": sampler, "trials": 1, "dimensions": one}
+    status, (row,) = sweep_in(tmp_path / "out", made_process(), **changes)
+    assert (status, row.parameters["weight_decay"]) == (0, 0.1)
+
+
 def test_a_grid_is_every_combination_once(tmp_path: Path):
     _, rows = sweep_in(tmp_path / "out", made_process(), pruner="none", **GRID)
     found = [(row.parameters["learning_rate"], row.parameters["batch_size"]) for row in rows]
